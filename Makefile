@@ -1,0 +1,29 @@
+# make setup | check | test | bench | long | lock
+python := .venv/bin/python
+
+setup:  ## a development environment in .venv
+	python3 -m venv .venv
+	.venv/bin/pip install --quiet "$$(grep '^torch==' requirements-dev.lock)"
+	.venv/bin/pip install --quiet -r requirements-dev.lock
+	.venv/bin/pip install --quiet --no-deps --no-build-isolation --editable .
+
+check:  ## lint and types
+	$(python) -m ruff check .
+	$(python) -m ruff format --check .
+	$(python) -m mypy
+
+test:  ## the tests of CI
+	$(python) -m pytest -n 2 --dist worksteal
+
+bench:  ## every benchmark, as JSON lines
+	$(python) -m benchmarks.load_export --json
+
+long:  ## proofs that take hours
+	$(python) -m pytest -m long -s
+
+lock:  ## write requirements-dev.lock from .venv
+	{ echo "# Everything a development environment installs, exactly. Made by: make lock"; \
+	  echo "torch==2.13.0"; \
+	  .venv/bin/pip freeze --all --exclude-editable | grep -Ev '^(torch|pip)=='; } > requirements-dev.lock
+
+.PHONY: setup check test bench long lock

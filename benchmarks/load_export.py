@@ -1,0 +1,207 @@
+"""Load a model folder and export it again: memory against the ledger, speed against the disk.
+
+    python -m benchmarks.load_export --params 800M --json
+
+A random Llama of about the asked size is written to a scratch folder. Then, in turns and several
+times, the same bytes are moved by a plain sequential O_DIRECT loop and by us, and the ratio of the
+two is reported (median of rounds). `--dir` chooses the disk.
+
+    bytes_per_param    resident after load with every kind written, over the number of parameters
+    peak_over_ledger   peak resident over what the ledger named before the load
+    load_extra_bytes   peak resident during load above what is resident after it
+    load_vs_disk       our load, in bytes/s, over the raw read
+    export_vs_disk     our export, fsync included, over the raw write, fsync included
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig
+
+from megatrain.disk.export import export_weights
+from megatrain.disk.files import aligned_buffer, as_memory
+from megatrain.disk.hf import HostModel, load_model
+from megatrain.memory.host import resident_bytes
+from megatrain.memory.layout import Kind, build_layout
+from megatrain.memory.store import Store, store_ledger
+from megatrain.models.decoder import build_decoder
+
+RAW_BYTES = 16 << 20
+
+
+def main() -> None:
+    """Run the benchmark and print one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--params", default="800M", help="how many parameters, e.g. 800M or 1.5B")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dir", type=Path, default=None, help="a folder on the disk to measure")
+    parser.add_argument("--json", action="store_true", help="print one JSON object only")
+    options = parser.parse_args()
+    scratch = Path(tempfile.mkdtemp(prefix="megatrain-bench-", dir=options.dir))
+    try:
+        result = measure(scratch, _count(options.params), options.rounds)
+    finally:
+        shutil.rmtree(scratch)
+    if options.json:
+        print(json.dumps(result))
+    else:
+        for key, value in result.items():
+            print(f"{key:20} {value}")
+
+
+def measure(scratch: Path, num_params: int, rounds: int) -> dict[str, float]:
+    """Return the figures named at the top of this module."""
+    source = scratch / "source"
+    _write_model(source, num_params)
+    files = sorted(source.glob("*.safetensors"))
+    num_bytes = sum(path.stat().st_size for path in files)
+
+    layout = build_layout(build_decoder(_config(num_params), "bf16").blocks)
+    load_model(_write_model(scratch / "warm-up", 10_000_000))
+    gc.collect()
+    baseline = resident_bytes()
+    ledger_bytes = baseline + store_ledger(layout).total("host")
+
+    load_ratios, extra, model = [], [], None
+    for _ in range(rounds):
+        raw = _raw_read(files)
+        model = None
+        gc.collect()
+        with _peak() as peak:
+            begin = time.perf_counter()
+            model = load_model(source)
+            seconds = time.perf_counter() - begin
+        extra.append(peak[0] - resident_bytes())
+        load_ratios.append(num_bytes / seconds / raw)
+    assert model is not None
+
+    export_ratios = []
+    for _ in range(rounds):
+        raw = _raw_write(scratch / "raw", num_bytes)
+        begin = time.perf_counter()
+        model.export(scratch / "export")
+        export_ratios.append(num_bytes / (time.perf_counter() - begin) / raw)
+
+    with _peak() as peak:
+        _touch(model)
+    resident = resident_bytes() - baseline
+    return {
+        "params": layout.num_params,
+        "bytes_per_param": round(resident / layout.num_params, 3),
+        "peak_over_ledger": round(peak[0] / ledger_bytes, 4),
+        "load_extra_bytes": max(extra),
+        "load_vs_disk": round(statistics.median(load_ratios), 3),
+        "export_vs_disk": round(statistics.median(export_ratios), 3),
+        "raw_read_gb_s": round(_raw_read(files) / 1e9, 2),
+        "largest_tensor_bytes": max(p.param.num_elements for p in layout.places.values()) * 2,
+    }
+
+
+def _count(text: str) -> int:
+    scale = {"M": 10**6, "B": 10**9}.get(text[-1].upper(), 1)
+    return int(float(text.rstrip("MmBb")) * scale)
+
+
+def _config(num_params: int) -> LlamaConfig:
+    """Return a Llama of about `num_params`: 16 layers, as wide as that takes, 32000 tokens."""
+    # 16 layers of about 12.7 h^2 (attention 4, MLP 3 x 2.9) and two tables of 32000 h
+    a, b = 16 * 12.66, 64000
+    hidden = (-b + math.sqrt(b * b + 4 * a * num_params)) / (2 * a)
+    hidden = max(128, round(hidden / 128) * 128)
+    return LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=round(hidden * 2.9 / 128) * 128,
+        num_hidden_layers=16,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
+        vocab_size=32000,
+        tie_word_embeddings=False,
+    )
+
+
+def _write_model(folder: Path, num_params: int) -> Path:
+    """Write a model of small random weights, with our own export."""
+    config = _config(num_params)
+    decoder = build_decoder(config, "bf16")
+    store = Store(build_layout(decoder.blocks), (Kind.HI,))
+    generator = torch.Generator().manual_seed(0)
+    for block in range(store.layout.num_blocks):
+        weights = store.block_bytes(block, Kind.HI).view(torch.int16)
+        weights.random_(0x3C00, 0x3D00, generator=generator)
+    folder.mkdir()
+    config_json = config.to_json_string().encode()
+    export_weights(folder, decoder, store, config_json=config_json, carry_from=folder)
+    return folder
+
+
+def _touch(model: HostModel) -> None:
+    """Write every byte of every kind, as training would."""
+    for block in range(model.store.layout.num_blocks):
+        for kind in model.store.kinds:
+            model.store.block_bytes(block, kind).fill_(1)
+
+
+def _raw_read(paths: list[Path]) -> float:
+    """Return the bytes/s of one sequential O_DIRECT read of `paths`."""
+    memory = as_memory(aligned_buffer(RAW_BYTES))
+    total, begin = 0, time.perf_counter()
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        while count := os.readv(fd, [memory]):
+            total += count
+        os.close(fd)
+    return total / (time.perf_counter() - begin)
+
+
+def _raw_write(path: Path, num_bytes: int) -> float:
+    """Return the bytes/s of one sequential O_DIRECT write and fsync."""
+    buffer = aligned_buffer(RAW_BYTES)
+    buffer.fill_(7)
+    memory = as_memory(buffer)
+    begin = time.perf_counter()
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
+    os.posix_fallocate(fd, 0, num_bytes)
+    written = 0
+    while written < num_bytes:
+        written += os.write(fd, memory)
+    os.fsync(fd)
+    os.close(fd)
+    seconds = time.perf_counter() - begin
+    path.unlink()
+    return written / seconds
+
+
+@contextmanager
+def _peak() -> Iterator[list[int]]:
+    """Yield a list whose one item is the peak of resident memory inside the block."""
+    peak, done = [resident_bytes()], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.003):
+            peak[0] = max(peak[0], resident_bytes())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        done.set()
+        thread.join()
+
+
+if __name__ == "__main__":
+    main()

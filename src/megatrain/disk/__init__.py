@@ -1,0 +1,1 @@
+"""What outlives us: model folders in, model folders out."""

@@ -1,0 +1,56 @@
+"""The road from a Hugging Face folder into the store and out again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megatrain.disk.export import SHARD_BYTES, export_weights
+from megatrain.disk.load import load_weights
+from megatrain.memory.layout import Kind, build_layout
+from megatrain.memory.store import WITH_CLIP, Store
+from megatrain.models.decoder import Decoder, build_decoder
+from megatrain.models.model_config import parse_config, read_config_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostModel:
+    """A model at home: its blocks, and the store that holds their bytes."""
+
+    decoder: Decoder
+    store: Store
+    source: Path
+    """The folder it came from."""
+    config_json: bytes
+
+    def export(self, folder: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:
+        """Write the weights as a folder that `from_pretrained` loads. Safe over `source` too."""
+        export_weights(
+            Path(folder),
+            self.decoder,
+            self.store,
+            config_json=self.config_json,
+            carry_from=self.source,
+            shard_bytes=shard_bytes,
+        )
+
+
+def load_model(
+    folder: str | Path,
+    *,
+    dtype: Literal["bf16", "fp32"] = "bf16",
+    kinds: tuple[Kind, ...] = WITH_CLIP,
+    frozen: tuple[str, ...] = (),
+) -> HostModel:
+    """Return the model of a local folder, its weights in host memory.
+
+    `frozen` are name patterns of params that are not trained. Raises ModelConfigError,
+    NotSplittable, DoesNotFit, ModelFolderError, WeightsFormatError, WeightsMismatch or DiskError.
+    """
+    source = Path(folder)
+    config_json = read_config_bytes(source)
+    decoder = build_decoder(parse_config(config_json), dtype, frozen)
+    store = Store(build_layout(decoder.blocks), kinds)
+    load_weights(source, decoder, store)
+    return HostModel(decoder=decoder, store=store, source=source, config_json=config_json)

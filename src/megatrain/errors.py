@@ -1,0 +1,76 @@
+"""The closed list of errors a user can meet.
+
+Every failure that is not a bug of ours is one of these. Each has a `code` that documentation and
+scripts may rely on, and the `exit_code` the command line ends with:
+
+    1 bug   2 user's config   3 does not fit   4 model folder or data   5 environment
+
+A message says what, where, the numbers, and the cheapest way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class MegaTrainError(Exception):
+    """Base of every error below; never raised itself."""
+
+    code = "MT000"
+    exit_code = 1
+
+
+class DoesNotFit(MegaTrainError):
+    """The ledger is larger than the memory that is free, or the system refused the memory."""
+
+    code = "MT301"
+    exit_code = 3
+
+
+class ModelFolderError(MegaTrainError):
+    """A model folder lacks a file, or one of its names points where it may not."""
+
+    code = "MT401"
+    exit_code = 4
+
+
+class ModelConfigError(MegaTrainError):
+    """A `config.json` is malformed, asks for something we refuse, or has absurd values."""
+
+    code = "MT402"
+    exit_code = 4
+
+
+class NotSplittable(MegaTrainError):
+    """A model cannot be cut into embedding, decoder layers and head; the text says why."""
+
+    code = "MT403"
+    exit_code = 4
+
+
+class WeightsFormatError(MegaTrainError):
+    """A safetensors file or its index breaks the format."""
+
+    code = "MT404"
+    exit_code = 4
+
+
+class WeightsMismatch(MegaTrainError):
+    """The tensors in a folder are not the tensors of its model."""
+
+    code = "MT405"
+    exit_code = 4
+
+
+class DiskError(MegaTrainError):
+    """The system failed to read or write a file."""
+
+    code = "MT501"
+    exit_code = 5
+
+
+def listing(names: Iterable[str], most: int = 8) -> str:
+    """Return names for a message: the first `most`, and how many more there are."""
+    names = sorted(names)
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown}, and {len(names) - most} more"

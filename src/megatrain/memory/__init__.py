@@ -1,0 +1,1 @@
+"""Where bytes live: the host home of weights, masters, moments and gradients."""

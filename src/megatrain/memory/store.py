@@ -1,0 +1,78 @@
+"""The store: host home of every weight, master, moment and waiting gradient.
+
+One arena per kind, addressed as (block, kind, byte range) by the layout. Views handed out are the
+bytes themselves, never copies, and stay valid as long as they are held. The store makes no promise
+about who writes when: that is the schedule's part.
+
+Laws (tests/memory/test_store.py)
+    1. A param's views in all kinds are disjoint from every other param's.
+    2. Nothing is resident before it is written.
+    3. The arenas have exactly the bytes that the ledger names.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatrain.memory.arena import map_arena
+from megatrain.memory.host import free_bytes
+from megatrain.memory.layout import Kind, Layout, Segment, kind_dtype
+from megatrain.memory.ledger import Ledger, Line
+from megatrain.memory.split import join
+
+WITHOUT_CLIP = (Kind.HI, Kind.LO, Kind.M, Kind.V)
+"""12 bytes per bf16 param: updates run as gradients arrive."""
+WITH_CLIP = (*WITHOUT_CLIP, Kind.GRAD)
+"""14 bytes: gradients wait for the global norm."""
+
+_PURPOSES = {
+    Kind.HI: "weights (hi)",
+    Kind.LO: "master remainder (lo)",
+    Kind.M: "first moment (m)",
+    Kind.V: "second moment (v)",
+    Kind.GRAD: "gradients (grad)",
+}
+
+
+def store_ledger(layout: Layout, kinds: tuple[Kind, ...] = WITH_CLIP) -> Ledger:
+    """Return what a store of `layout` with `kinds` will occupy once all of it was written."""
+    return Ledger(
+        Line(place="host", purpose=_PURPOSES[kind], num_bytes=layout.kind_bytes[kind])
+        for kind in kinds
+    )
+
+
+class Store:
+    """The arenas of a layout."""
+
+    def __init__(self, layout: Layout, kinds: tuple[Kind, ...] = WITH_CLIP) -> None:
+        """Map the arenas. Raises DoesNotFit if their bytes are not free; touches none of them."""
+        store_ledger(layout, kinds).require("host", free_bytes())
+        self.layout = layout
+        self.kinds = kinds
+        self._arenas = {kind: map_arena(kind.value, layout.kind_bytes[kind]) for kind in kinds}
+
+    def block_bytes(self, block: int, kind: Kind) -> Tensor:
+        """Return the bytes of `block` in `kind`, as uint8: what a fetch or drain moves."""
+        extent = self.layout.block_extents[block, kind]
+        return self._arenas[kind][extent.start : extent.stop]
+
+    def param(self, name: str, kind: Kind) -> Tensor:
+        """Return the param's view in `kind`, in its own shape and the kind's dtype."""
+        place = self.layout.places[name]
+        extent = place.extent(kind)
+        flat = self._arenas[kind][extent.start : extent.stop]
+        return flat.view(kind_dtype(kind, place.param.dtype)).view(place.param.shape)
+
+    def segment(self, segment: Segment, kind: Kind) -> Tensor:
+        """Return a segment's flat view in `kind`, padding included: what one update pass walks."""
+        extent = segment.extent(kind)
+        return self._arenas[kind][extent.start : extent.stop].view(kind_dtype(kind, segment.dtype))
+
+    def master(self, name: str) -> Tensor:
+        """Return a copy of the fp32 master of `name`. Frozen params have none but their weight."""
+        weight = self.param(name, Kind.HI)
+        if self.layout.places[name].has(Kind.LO):
+            return join(weight, self.param(name, Kind.LO))
+        return weight.to(torch.float32, copy=True)

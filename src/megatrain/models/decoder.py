@@ -1,0 +1,345 @@
+"""A Hugging Face decoder as blocks: embedding, each decoder layer, head. Nothing is rewritten.
+
+    config --> model on the meta device --> its layer list --> which side every other module is on
+
+The skeleton holds the model's own modules. Their parameters stay on the meta device and cost
+nothing; the real weights live in the store and are bound per call. Buffers are real, and hold what
+`from_pretrained` would have put there. Each layer keeps *its own* module, so attributes that differ
+between layers (sliding windows, positions or none, experts or none) stay right.
+
+The side of a module outside the layers is not guessed from names: the model's own forward is run
+once with stand-ins for layers and weights, and shows what is called before the first layer and what
+after the last.
+
+Laws (tests/models/test_decoder.py, tests/models/test_families.py)
+    1. Every parameter belongs to exactly one block; a tied one to the block that reads it first.
+    2. Dtypes, ties and buffers equal those of `from_pretrained`.
+    3. A model that cannot be cut is a NotSplittable that says why.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from megatrain.errors import NotSplittable, listing
+from megatrain.models.recorder import Call, Carried, recording, stand_in_weights, tensors_in
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+MAX_LAYER_OUTPUTS = 3
+
+BlockKind = Literal["embedding", "layer", "head"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Param:
+    """One named tensor of a block."""
+
+    name: str
+    """Its name in the model."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    """What compute sees: the model's dtype, or fp32 where the model insists on it."""
+    aliases: tuple[str, ...] = ()
+    """Other names of the same tensor: its ties."""
+    trained: bool = True
+
+    @property
+    def num_elements(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """The streamed unit."""
+
+    index: int
+    kind: BlockKind
+    params: tuple[Param, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
+    """A model cut into blocks. `model` is the skeleton: parameters on meta, buffers real."""
+
+    model: PreTrainedModel
+    blocks: tuple[Block, ...]
+    layers_path: str
+    """Where the layer list stands in the model, for instance `model.layers`."""
+    num_layer_outputs: int
+    """0 when a layer returns hidden states alone, else the length of the tuple it returns."""
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        return self.model.config
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        layers = self.model.get_submodule(self.layers_path)
+        assert isinstance(layers, nn.ModuleList)
+        return layers
+
+    @property
+    def params(self) -> tuple[Param, ...]:
+        return tuple(param for block in self.blocks for param in block.params)
+
+    def persistent_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that a folder must carry, by name. They are the real tensors."""
+        return {
+            name: value
+            for name, value in self.model.state_dict(keep_vars=True).items()
+            if not isinstance(value, nn.Parameter)
+        }
+
+
+def build_decoder(
+    config: PreTrainedConfig, dtype: Literal["bf16", "fp32"], frozen: tuple[str, ...] = ()
+) -> Decoder:
+    """Return the decoder that `config` describes; `frozen` are name patterns not to be trained.
+
+    Costs no memory for weights. Raises NotSplittable.
+    """
+    model = _build_skeleton(config, DTYPES[dtype])
+    path, layers = _find_layers(model)
+    before, after, num_outputs = _find_sides(model, path, layers)
+    names: list[list[str]] = [before]
+    names += [
+        [f"{path}.{i}.{n}" for n, _ in layer.named_parameters()] for i, layer in enumerate(layers)
+    ]
+    names.append(after)
+    _refuse_shared(names)
+    aliases = _aliases(model)
+    blocks = tuple(
+        Block(
+            index=index,
+            kind="embedding" if index == 0 else "head" if index == len(names) - 1 else "layer",
+            params=tuple(_param(model, name, aliases, frozen) for name in block_names),
+        )
+        for index, block_names in enumerate(names)
+    )
+    return Decoder(model=model, blocks=blocks, layers_path=path, num_layer_outputs=num_outputs)
+
+
+def _build_skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the model with parameters on meta and buffers as `from_pretrained` leaves them."""
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except Exception as error:  # a config may pass every check of its own and still not build
+        raise NotSplittable(
+            f"transformers cannot build a {config.model_type} from this config: "
+            f"{type(error).__name__}: {str(error)[:300]}"
+        ) from error
+    _apply_dtype_plan(model, dtype)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.zeros_like(buffer, device="cpu")
+        module.__dict__.pop("_is_hf_initialized", None)
+    for param in model.parameters():
+        param._is_hf_initialized = True  # so that only buffers are initialised below
+    # Since 5.0 every model recomputes its buffers when it is initialised.
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        model.initialize_weights()
+    return model.train()
+
+
+def _apply_dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Give fp32 to what the model keeps in fp32 whatever it is loaded in (routers, decay rates)."""
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return
+    pattern = re.compile("|".join(f"(?:{glob.replace('*', '.*')})" for glob in plan))
+    replaced: dict[int, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        for name, param in module._parameters.items():
+            if param is not None and pattern.search(f"{prefix}.{name}"):
+                new = replaced.setdefault(id(param), nn.Parameter(param.detach().float()))
+                module._parameters[name] = new
+        for name, buffer in module._buffers.items():
+            if (
+                buffer is not None
+                and buffer.is_floating_point()
+                and pattern.search(f"{prefix}.{name}")
+            ):
+                module._buffers[name] = buffer.float()
+
+
+def _find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """Return the list that holds most of the model: its decoder layers."""
+    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
+    if not lists:
+        raise NotSplittable(f"{model.config.model_type}: no list of layers found in the model")
+    return max(lists, key=lambda item: (_num_elements(item[1]), -len(item[0])))
+
+
+def _num_elements(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
+
+
+class _HeadStandIn(nn.Module):
+    """Stands in for the output projection: a product with stand-in weights would cost memory."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["head"] = head
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["head"], name)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+def _find_sides(
+    model: PreTrainedModel, path: str, layers: nn.ModuleList
+) -> tuple[list[str], list[str], int]:
+    """Return the params used before the layers, those used after, and a layer's outputs."""
+    head = model.get_output_embeddings()
+    if head is None:
+        raise NotSplittable(f"{model.config.model_type}: the model names no output projection")
+    head_path = next(name for name, module in model.named_modules() if module is head)
+    outside = [
+        (name, module)
+        for name, module in model.named_modules()
+        if module._parameters and name != head_path and not name.startswith(f"{path}.")
+    ]
+    moments: dict[str, set[int]] = {name: set() for name, _ in outside}
+    calls, num_outputs = _probe(model, path, layers, head_path, outside, moments)
+    _refuse_crosstalk(model, calls, len(layers))
+    owned = _owned_names(model, f"{path}.", head_path)
+    before: list[str] = []
+    after: list[str] = []
+    for name, params in owned.items():
+        if name == head_path:
+            after += params
+            continue
+        sides = {moment == 0 for moment in moments[name]}
+        if len(sides) != 1 or any(0 < moment < len(layers) for moment in moments[name]):
+            raise NotSplittable(
+                f"{model.config.model_type}: {listing(params)} is not used on exactly one side of "
+                f"the layers (seen after {sorted(moments[name])} of {len(layers)} layers)"
+            )
+        (before if sides == {True} else after).extend(params)
+    return before, after, num_outputs
+
+
+def _owned_names(model: nn.Module, layers_prefix: str, head_path: str) -> dict[str, list[str]]:
+    """Return the deduplicated params outside the layers, by the module that owns them."""
+    owned: dict[str, list[str]] = {}
+    for name, _ in model.named_parameters():
+        if not name.startswith(layers_prefix):
+            owned.setdefault(name.rpartition(".")[0], []).append(name)
+    # A head whose weight is tied but whose bias is its own still comes last.
+    if head_path in owned:
+        owned[head_path] = owned.pop(head_path)
+    return owned
+
+
+def _probe(
+    model: PreTrainedModel,
+    path: str,
+    layers: nn.ModuleList,
+    head_path: str,
+    outside: list[tuple[str, nn.Module]],
+    moments: dict[str, set[int]],
+) -> tuple[list[Call], int]:
+    """Run the model's forward with stand-ins; note after how many layers each module is called."""
+    parent_path, _, head_name = head_path.rpartition(".")
+    parent = model.get_submodule(parent_path)
+    head = getattr(parent, head_name)
+    weights = stand_in_weights(model, f"{path}.")
+    weights = {name: w for name, w in weights.items() if not name.startswith(f"{head_path}.")}
+    inputs: dict[str, Any] = {"input_ids": torch.zeros(1, 4, dtype=torch.long), "use_cache": False}
+    failures = []
+    for num_outputs in range(MAX_LAYER_OUTPUTS + 1):
+        with recording(layers, num_outputs) as calls:
+            hooks = [
+                module.register_forward_pre_hook(
+                    lambda _module, _args, seen=moments[name], calls=calls: seen.add(len(calls))
+                )
+                for name, module in outside
+            ]
+            setattr(parent, head_name, _HeadStandIn(head))
+            try:
+                torch.func.functional_call(model, weights, kwargs=inputs)
+            except Exception as error:  # the wrong number of outputs can fail in any way
+                failures.append(error)
+                for seen in moments.values():
+                    seen.clear()
+            else:
+                return calls, num_outputs
+            finally:
+                setattr(parent, head_name, head)
+                for hook in hooks:
+                    hook.remove()
+    first = failures[0]
+    raise NotSplittable(
+        f"{model.config.model_type}: its forward does not run around stand-ins for its layers: "
+        f"{type(first).__name__}: {str(first)[:300]}"
+    ) from first
+
+
+def _refuse_crosstalk(model: PreTrainedModel, calls: list[Call], num_layers: int) -> None:
+    """Refuse layers that are not a plain chain of hidden states."""
+    family = model.config.model_type
+    order = [call.layer for call in calls]
+    if order != list(range(num_layers)):
+        raise NotSplittable(
+            f"{family}: its {num_layers} layers are not each run once, in order: {order[:16]}"
+        )
+    for call in calls:
+        for value in tensors_in((call.args, call.kwargs)):
+            if isinstance(value, Carried):
+                raise NotSplittable(
+                    f"{family}: layer {call.layer} receives something from an earlier layer beside "
+                    "hidden states"
+                )
+            if value.requires_grad:
+                raise NotSplittable(
+                    f"{family}: layer {call.layer} receives a trained tensor beside hidden states"
+                )
+
+
+def _refuse_shared(names: list[list[str]]) -> None:
+    flat = [name for block in names for name in block]
+    if len(flat) != len(set(flat)):
+        shared = {name for name in flat if flat.count(name) > 1}
+        raise NotSplittable(f"blocks share parameters: {listing(shared)}")
+
+
+def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return, for each parameter's first name, its other names."""
+    first: dict[int, str] = {id(param): name for name, param in model.named_parameters()}
+    others: dict[str, tuple[str, ...]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        owner = first[id(param)]
+        if name != owner:
+            others[owner] = (*others.get(owner, ()), name)
+    return others
+
+
+def _param(
+    model: nn.Module, name: str, aliases: dict[str, tuple[str, ...]], frozen: tuple[str, ...]
+) -> Param:
+    tensor = model.get_parameter(name)
+    if tensor.dtype not in DTYPES.values():
+        raise NotSplittable(
+            f"parameter {name} is {tensor.dtype}; only bf16 and fp32 can be trained"
+        )
+    return Param(
+        name=name,
+        shape=tuple(tensor.shape),
+        dtype=tensor.dtype,
+        aliases=aliases.get(name, ()),
+        trained=not any(fnmatchcase(name, pattern) for pattern in frozen),
+    )

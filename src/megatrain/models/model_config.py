@@ -1,0 +1,220 @@
+"""A strict reader for a model folder's `config.json`: foreign input, checked before it is used.
+
+Transformers turns unknown keys into attributes, and some attributes load code or kernels. Only what
+passes here reaches it:
+
+    1. the file is a small JSON object, not deep, without repeated keys;
+    2. no key asks for code, kernels, quantisation or an attention implementation, and none starts
+       with an underscore or hides a method of the configuration class;
+    3. every number is finite and within the range of any model we could hold;
+    4. `model_type` names a causal language model that transformers ships itself.
+
+Laws (tests/models/test_model_config.py)
+    Whatever the bytes, the result is a configuration or a ModelConfigError.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from megatrain.errors import ModelConfigError, ModelFolderError, listing
+
+CONFIG_NAME = "config.json"
+MAX_BYTES = 4 << 20
+MAX_DEPTH = 12
+MAX_TEXT = 65536
+MAX_ENTRIES = 200_000
+
+# Keys that make transformers import, fetch or replace code, whatever their value.
+REFUSED = {
+    "auto_map": "runs code from the folder",
+    "custom_pipelines": "runs code from the folder",
+    "trust_remote_code": "runs code from the folder",
+    "_target_": "names code to run",
+    "kernel_config": "loads kernels",
+    "use_kernels": "loads kernels",
+    "fusion_config": "replaces modules",
+    "attn_implementation": "loads kernels",
+    "experts_implementation": "loads kernels",
+    "distributed_config": "changes how the model is built",
+    "quantization_config": "quantised weights cannot be trained at full precision",
+    "compression_config": "compressed weights cannot be trained at full precision",
+}
+# Written by transformers itself; these carry no meaning for the model ...
+IGNORED = {"_name_or_path", "_commit_hash"}
+# ... and these do, and are plain values.
+UNDERSCORED = {"_sliding_window_pattern", "_remove_final_layer_norm"}
+# They carry an `is_decoder` that is false and that their code never reads.
+ALWAYS_CAUSAL = {"gpt_neox", "gpt_neox_japanese"}
+# The largest value any real model could have; beyond it a folder only wants to exhaust us.
+LARGEST = {
+    "num_hidden_layers": 512, "n_layer": 512, "n_layers": 512, "num_layers": 512,
+    "hidden_size": 1 << 18, "n_embd": 1 << 18, "d_model": 1 << 18, "head_dim": 1 << 14,
+    "intermediate_size": 1 << 20, "n_inner": 1 << 20, "ffn_dim": 1 << 20, "d_ff": 1 << 20,
+    "moe_intermediate_size": 1 << 20, "ffn_hidden_size": 1 << 20,
+    "vocab_size": 1 << 24, "num_attention_heads": 4096, "n_head": 4096, "n_heads": 4096,
+    "num_key_value_heads": 4096, "num_experts": 4096, "num_local_experts": 4096,
+    "n_routed_experts": 4096, "max_position_embeddings": 1 << 28, "n_positions": 1 << 28,
+}  # fmt: skip
+LARGEST_INT = 1 << 40
+PLAIN_KEY = re.compile(r"[A-Za-z][A-Za-z0-9_\-]{0,127}")
+
+
+def read_config(folder: Path) -> PreTrainedConfig:
+    """Return the configuration of the model in `folder`. Raises ModelConfigError."""
+    return parse_config(read_config_bytes(folder))
+
+
+def read_config_bytes(folder: Path) -> bytes:
+    """Return the bytes of `folder/config.json`, refusing a file that is not small and regular."""
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        raise ModelFolderError(
+            f"{folder}: no {CONFIG_NAME}: this is not a Hugging Face model folder"
+        )
+    with path.open("rb") as file:
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise ModelConfigError(f"{CONFIG_NAME} is larger than {MAX_BYTES >> 20} MiB")
+    return data
+
+
+def parse_config(data: bytes) -> PreTrainedConfig:
+    """Return the configuration that `data` describes. Raises ModelConfigError."""
+    fields = read_object(data)
+    _check_value(fields, "", 0)
+    model_type = fields.get("model_type")
+    if not isinstance(model_type, str):
+        raise ModelConfigError(f"{CONFIG_NAME}: no model_type; it names the family, e.g. llama")
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or model_type not in CONFIG_MAPPING:
+        raise ModelConfigError(
+            f"{CONFIG_NAME}: model_type {model_type[:80]!r} is not a causal language model of the "
+            "installed transformers. A newer transformers may have it."
+        )
+    config_class = CONFIG_MAPPING[model_type]
+    _check_keys(fields, config_class)
+    passed = {key: value for key, value in fields.items() if key not in IGNORED}
+    try:
+        config = config_class.from_dict(passed)
+    except Exception as error:  # transformers validates with many kinds of exception
+        raise ModelConfigError(
+            f"{CONFIG_NAME}: transformers refuses it as a {model_type}: {_first_line(error)}"
+        ) from error
+    _check_causal(config)
+    return config
+
+
+def read_object(data: bytes) -> dict[str, Any]:
+    """Return the JSON object in `data`; anything else is a ModelConfigError."""
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise ModelConfigError(f"{CONFIG_NAME} is not valid JSON: {_first_line(error)}") from error
+    if not isinstance(value, dict):
+        raise ModelConfigError(f"{CONFIG_NAME} holds a {type(value).__name__}, not an object")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> Any:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a key is given twice")
+    # How transformers writes the floats that JSON lacks.
+    if len(result) == 1 and result.get("__float__") in ("Infinity", "-Infinity"):
+        return float(result["__float__"])
+    return result
+
+
+def _check_value(value: Any, where: str, depth: int) -> None:
+    """Refuse depth, length and numbers that no real configuration has."""
+    if depth > MAX_DEPTH:
+        raise ModelConfigError(f"{CONFIG_NAME}: {where[:80]} is nested deeper than {MAX_DEPTH}")
+    if isinstance(value, dict):
+        if len(value) > MAX_ENTRIES:
+            raise ModelConfigError(f"{CONFIG_NAME}: {where} has {len(value)} entries")
+        for key, item in value.items():
+            if key in REFUSED and depth:
+                raise ModelConfigError(_refusal(f"{where}.{key}", REFUSED[key]))
+            _check_size(f"{where}.{key}" if where else key, key, item)
+            _check_value(item, f"{where}.{key}" if where else key, depth + 1)
+    elif isinstance(value, list):
+        if len(value) > MAX_ENTRIES:
+            raise ModelConfigError(f"{CONFIG_NAME}: {where} has {len(value)} entries")
+        for item in value:
+            _check_value(item, where, depth + 1)
+    elif isinstance(value, str):
+        if len(value) > MAX_TEXT:
+            raise ModelConfigError(f"{CONFIG_NAME}: {where} is a text of {len(value)} characters")
+    elif isinstance(value, float):
+        if math.isnan(value):
+            raise ModelConfigError(f"{CONFIG_NAME}: {where} is not a number")
+    elif isinstance(value, int) and abs(value) > LARGEST_INT:
+        raise ModelConfigError(f"{CONFIG_NAME}: {where} is {str(value)[:40]}: out of range")
+
+
+def _check_size(where: str, key: str, value: Any) -> None:
+    largest = LARGEST.get(key)
+    if largest is None or value is None:
+        return
+    for number in value if isinstance(value, list) else [value]:
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise ModelConfigError(f"{CONFIG_NAME}: {where} must be a number, not {number!r:.80}")
+        if not 0 <= number <= largest:
+            raise ModelConfigError(
+                f"{CONFIG_NAME}: {where} is {str(number)[:40]}; from 0 to {largest} is accepted"
+            )
+
+
+def _check_keys(fields: dict[str, Any], config_class: type[PreTrainedConfig]) -> None:
+    """Refuse top-level keys that reach code, or that would hide a part of the class itself."""
+    declared = _declared(config_class)
+    for key in fields:
+        if key in IGNORED or key in UNDERSCORED or key in declared:
+            continue
+        if key in REFUSED:
+            raise ModelConfigError(_refusal(key, REFUSED[key]))
+        if key.startswith("_"):
+            raise ModelConfigError(_refusal(key, "keys with a leading underscore reach internals"))
+        if not PLAIN_KEY.fullmatch(key):
+            raise ModelConfigError(f"{CONFIG_NAME}: {key[:80]!r} is not a plain key")
+        if hasattr(config_class, key):
+            raise ModelConfigError(_refusal(key, f"it would hide {config_class.__name__}.{key}"))
+
+
+def _declared(config_class: type[PreTrainedConfig]) -> set[str]:
+    """Return the keys a configuration class declares: its fields and their other names."""
+    fields = {field.name for field in dataclasses.fields(config_class)}
+    fields |= set(config_class.attribute_map) | {"model_type", "torch_dtype", "dtype"}
+    return {name for name in fields if not name.startswith("_")} - set(REFUSED)
+
+
+def _check_causal(config: PreTrainedConfig) -> None:
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelConfigError(f"{config.model_type} is an encoder-decoder model, not a decoder")
+    if getattr(config, "is_decoder", True) is False and config.model_type not in ALWAYS_CAUSAL:
+        raise ModelConfigError(
+            f"{config.model_type} is configured as an encoder (is_decoder false)"
+        )
+    composite = [name for name in ("vision_config", "audio_config") if hasattr(config, name)]
+    if composite:
+        raise ModelConfigError(
+            f"{config.model_type} joins a decoder with {listing(composite)}; only text decoders "
+            "are trained. Many such models have a text-only sibling (for instance gemma3_text)."
+        )
+
+
+def _refusal(key: str, reason: str) -> str:
+    return f"{CONFIG_NAME}: key {key[:120]} is refused: {reason}. Remove it to go on."
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (": ".join(lines[:2]) or type(error).__name__)[:300]

@@ -1,0 +1,87 @@
+"""Tiny random models of every decoder family that the tests cover.
+
+One dictionary of small sizes fits nearly all families, because they share names; what a family
+needs beside it stands in EXTRA. Families that exist and cannot be cut into a chain of layers stand
+in REFUSED with the words of the error that says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+TINY: dict[str, Any] = {
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_dropout": 0.0,
+    "max_position_embeddings": 128, "n_layer": 4, "n_head": 4, "n_embd": 64, "n_positions": 128,
+    "n_inner": 96, "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 16,
+    "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+    "ffn_hidden_size": 96, "d_model": 64, "n_layers": 4, "n_heads": 4, "word_embed_proj_dim": 64,
+    "ffn_dim": 96, "rotary_dim": 8, "sliding_window": 16, "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "mamba_d_state": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "dropout": 0.0,
+    "attention_dropout": 0.0, "activation_dropout": 0.0, "emb_pdrop": 0.0, "layerdrop": 0.0,
+}  # fmt: skip
+
+FAMILIES = """
+afmoe apertus arcee aria_text axk1 axk2 bailing_hybrid bamba beam biogpt bitnet bloom codegen
+cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3 deepseek_v32 diffllama doge ernie4_5
+ernie4_5_moe exaone4 exaone_moe falcon falcon_h1 falcon_mamba flex_olmo flint gemma gemma2
+gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese
+gpt_oss gptj granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared
+helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 jamba jetmoe kolibri1 laguna lfm2
+llama llama4_text mamba mamba2 mellum mimo_v2_flash minicpm3 minimax minimax_m2 ministral
+ministral3 mistral mixtral modernbert-decoder mpt nanochat nemotron olmo olmo2 olmo3 olmo_hybrid
+olmoe openai-gpt opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text
+qwen3_moe qwen3_next recurrent_gemma seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma
+xglm youtu
+""".split()  # noqa: SIM905
+
+EXTRA: dict[str, dict[str, Any]] = {
+    "falcon": {"head_dim": None},
+    "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2},
+}
+
+REFUSED = {
+    "glm_moe_dsa": "receives something from an earlier layer",
+    "hrm_text": "are not each run once",
+    "hy_v4": "receives something from an earlier layer",
+    "rwkv": "receives something from an earlier layer",
+}
+
+
+@functools.cache
+def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
+    """Return a small configuration of `family`."""
+    config_class = CONFIG_MAPPING[family]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        default = config_class()
+        fields = {key: value for key, value in TINY.items() if hasattr(default, key)}
+        fields |= EXTRA.get(family, {}) | changes
+        return config_class(**{k: v for k, v in fields.items() if v is not None})
+
+
+def tiny_model(family: str, dtype: torch.dtype, **changes: Any) -> PreTrainedModel:
+    """Return a random model of `family`, the same for the same arguments."""
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(tiny_config(family, **changes), dtype=dtype)
+
+
+def save_tiny(
+    folder: Path, family: str = "llama", dtype: torch.dtype = torch.bfloat16, **changes: Any
+) -> Path:
+    """Save a random model of `family` in several shards; return the folder."""
+    tiny_model(family, dtype, **changes).save_pretrained(folder, max_shard_size="100KB")
+    return folder

@@ -1,0 +1,64 @@
+"""docs/families.md is what the tests cover; `python -m tests.models.test_family_table` writes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from megatrain.disk.names import NameMap
+from megatrain.models.decoder import build_decoder
+from tests.families import FAMILIES, REFUSED, tiny_config
+
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+
+HEAD = """# Families
+
+Each of these is tested: a tiny random model in bf16 and in fp32 goes from `save_pretrained` through
+the store and back to `from_pretrained`, and every tensor keeps every bit; dtypes and buffers equal
+those of `from_pretrained`. The list is written by `python -m tests.models.test_family_table`.
+
+- *tied*: output projection and embedding are one param by default.
+- *kept in fp32*: params that the model keeps in fp32 when loaded in bf16; so do we.
+- *stored apart*: how many tensors of a folder make up one param (experts), read into place.
+
+| family | class | tied | kept in fp32 | stored apart |
+|---|---|---|---|---|
+"""
+
+TAIL = """
+## Refused
+
+These exist in transformers and are not a chain of layers. They are refused with the reason.
+
+| family | reason |
+|---|---|
+"""
+
+
+def _row(family: str) -> str:
+    decoder = build_decoder(tiny_config(family), "bf16")
+    tensors = list(NameMap(decoder).tensors.values())
+    tied = "yes" if any(param.aliases for param in decoder.params) else ""
+    fp32 = sum(param.dtype is torch.float32 for param in decoder.params)
+    pieces: dict[str, int] = {}
+    for tensor in tensors:
+        pieces[tensor.param] = pieces.get(tensor.param, 0) + 1
+    apart = max(pieces.values())
+    cells = (family, type(decoder.model).__name__, tied, fp32 or "", apart if apart > 1 else "")
+    return "| " + " | ".join(map(str, cells)) + " |\n"
+
+
+def page() -> str:
+    """Return the text of docs/families.md."""
+    refused = "".join(f"| {family} | a layer {reason} |\n" for family, reason in REFUSED.items())
+    refused = refused.replace("a layer are not", "layers are not")
+    return HEAD + "".join(map(_row, FAMILIES)) + TAIL + refused
+
+
+def test_the_page_lists_what_is_tested() -> None:
+    assert PAGE.read_text() == page()
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,152 @@
+"""What keeps the tree honest: import direction, banned names, no foreign code, README = tree."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "megatrain"
+MODULES = sorted(SOURCE.rglob("*.py"))
+
+# A module may import from levels below its own and from its own package, never from above.
+LEVELS = {
+    "version": 0, "errors": 0, "progress": 1, "config": 1, "models": 2, "memory": 3, "pipeline": 4,
+    "optim": 5, "planning": 5, "data": 5, "disk": 5, "trainer": 6, "cli": 7, "__main__": 8,
+    "__init__": 9,
+}  # fmt: skip
+BANNED_NAMES = {"utils", "helpers", "common", "misc", "manager", "base", "core"}
+BANNED_IMPORTS = {"pickle", "marshal", "shelve", "joblib", "dill", "cloudpickle", "imp"}
+BANNED_CALLS = {"eval", "exec", "compile", "__import__"}
+BANNED_ATTRIBUTES = {("torch", "load"), ("torch", "save"), ("os", "system"), ("torch", "hub")}
+DEVICE_MODULES = {"pipeline/device.py"}
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(SOURCE).as_posix()
+
+
+def _package(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def _imports(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+def _attributes(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            yield node.value.id, node.attr
+
+
+def faults(name: str, source: str) -> list[str]:
+    """Return what a module breaks of the rules above."""
+    tree = ast.parse(source)
+    package = name.split("/")[0].removesuffix(".py")
+    found = []
+    for imported in _imports(tree):
+        head, _, rest = imported.partition(".")
+        if head in BANNED_IMPORTS:
+            found.append(f"imports {imported}")
+        target = rest.split(".")[0]
+        if head == "megatrain" and target and target != package and package != "__init__" and (
+            LEVELS[target] >= LEVELS[package]
+        ):  # fmt: skip
+            found.append(f"imports {imported} from above")
+        if imported.startswith(("torch.cuda", "torch.accelerator")) and name not in DEVICE_MODULES:
+            found.append(f"imports {imported}")
+    for owner, attribute in _attributes(tree):
+        if (owner, attribute) in BANNED_ATTRIBUTES:
+            found.append(f"uses {owner}.{attribute}")
+        if owner == "torch" and attribute in ("cuda", "accelerator") and name not in DEVICE_MODULES:
+            found.append(f"uses torch.{attribute}")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", None) in BANNED_CALLS:
+            found.append(f"calls {ast.unparse(node.func)}")
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=_name)
+def test_modules_keep_the_rules(path: Path) -> None:
+    assert _package(path) in LEVELS, f"{_name(path)} has no level"
+    assert faults(_name(path), path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "fault"),
+    [
+        ("memory/store.py", "from megatrain.disk.hf import load_model", "from above"),
+        ("models/decoder.py", "import megatrain.memory.store", "from above"),
+        ("errors.py", "from megatrain.progress import Advance", "from above"),
+        ("disk/load.py", "import pickle", "imports pickle"),
+        ("disk/load.py", "torch.load(path)", r"uses torch\.load"),
+        ("memory/store.py", "torch.cuda.synchronize()", r"uses torch\.cuda"),
+        ("memory/store.py", "from torch.accelerator import x", r"imports torch\.accelerator"),
+        ("models/decoder.py", "eval('1')", "calls eval"),
+    ],
+)
+def test_broken_rules_would_be_noticed(name: str, source: str, fault: str) -> None:
+    (found,) = faults(name, source)
+    assert re.search(fault, found)
+
+
+def test_names_say_what_things_are() -> None:
+    parts = {part.removesuffix(".py") for path in MODULES for part in Path(_name(path)).parts}
+    assert not parts & BANNED_NAMES
+
+
+def test_files_and_functions_stay_small() -> None:
+    for path in MODULES:
+        text = path.read_text()
+        assert text.isascii(), f"{_name(path)} has characters that are not ASCII"
+        assert len(text.splitlines()) <= 400, f"{_name(path)} is too long"
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                length = (node.end_lineno or 0) - node.lineno + 1
+                assert length <= 80, f"{_name(path)}: {node.name} has {length} lines"
+
+
+def test_every_module_says_what_it_is() -> None:
+    for path in MODULES:
+        assert ast.get_docstring(ast.parse(path.read_text())), f"{_name(path)} has no docstring"
+
+
+def test_tests_mirror_the_source() -> None:
+    mirrored = {path.parent.relative_to(SOURCE) for path in MODULES} - {Path()}
+    for folder in mirrored:
+        assert (ROOT / "tests" / folder).is_dir(), f"tests/{folder} is missing"
+
+
+def test_the_readme_shows_the_real_tree() -> None:
+    block = re.search(r"```\nsrc/megatrain/\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert block
+    shown: set[str] = set()
+    folder = ""
+    for line in block.group(1).splitlines():
+        indent, name = re.match(r"( *)(\S+)", line).groups()  # type: ignore[union-attr]
+        if name.endswith("/"):
+            folder = name
+        else:
+            shown.add(folder * (len(indent) > 2) + name)
+    real = {_name(path) for path in MODULES if path.name != "__init__.py" or path.parent == SOURCE}
+    real |= {_name(path) for path in SOURCE.rglob("*.c")}
+    assert shown == real
+
+
+def test_the_project_speaks_of_itself_alone() -> None:
+    words = re.compile(r"/root/|/work/|pypi\.org|\bissue #?\d+\b|\bsession\b", re.I)
+    texts = [p for d in ("src", "docs", "examples", "benchmarks") for p in (ROOT / d).rglob("*")]
+    texts += [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile")]
+    for path in texts:
+        if path.suffix in (".py", ".md", ".c", ".toml", ".yaml", "") and path.is_file():
+            found = words.search(path.read_text())
+            assert not found, f"{path.relative_to(ROOT)}: {found}"
