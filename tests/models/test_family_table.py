@@ -1,4 +1,4 @@
-"""docs/families.md is what the tests cover; `python -m tests.models.test_family_table` writes it."""
+"""docs/families.md says what is tested; `python -m tests.models.test_family_table` makes it."""
 
 from __future__ import annotations
 
