@@ -29,6 +29,8 @@ TINY: dict[str, Any] = {
     "mamba_d_state": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "dropout": 0.0,
     "attention_dropout": 0.0, "activation_dropout": 0.0, "emb_pdrop": 0.0, "layerdrop": 0.0,
+    "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "residual_dropout": 0.0,
+    "router_jitter_noise": 0.0, "input_jitter_noise": 0.0,
 }  # fmt: skip
 
 FAMILIES = """
@@ -45,7 +47,14 @@ qwen3_moe qwen3_next recurrent_gemma seed_oss smollm3 solar_open stablelm starco
 xglm youtu
 """.split()  # noqa: SIM905
 
+# Where rotary positions span part of a head, `head_dim` is that part.
+_LATENT_ATTENTION = """
+axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite minicpm3 youtu
+""".split()  # noqa: SIM905
+
 EXTRA: dict[str, dict[str, Any]] = {
+    family: {"head_dim": 8, "num_key_value_heads": 4} for family in _LATENT_ATTENTION
+} | {
     "falcon": {"head_dim": None},
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2},

@@ -14,14 +14,37 @@ if TYPE_CHECKING:
     from megatrain.disk.hf import HostModel, load_model
     from megatrain.errors import MegaTrainError
     from megatrain.memory.layout import Kind
+    from megatrain.optim.adamw import AdamW
+    from megatrain.optim.learning_rate import LearningRate
+    from megatrain.pipeline.batch import MicroBatch, StepResult
+    from megatrain.pipeline.device import CpuDevice
+    from megatrain.pipeline.engine import Engine
 
 _HOMES = {
+    "AdamW": "megatrain.optim.adamw",
+    "CpuDevice": "megatrain.pipeline.device",
+    "Engine": "megatrain.pipeline.engine",
     "HostModel": "megatrain.disk.hf",
     "Kind": "megatrain.memory.layout",
+    "LearningRate": "megatrain.optim.learning_rate",
     "MegaTrainError": "megatrain.errors",
+    "MicroBatch": "megatrain.pipeline.batch",
+    "StepResult": "megatrain.pipeline.batch",
     "load_model": "megatrain.disk.hf",
 }
-__all__ = ["HostModel", "Kind", "MegaTrainError", "__version__", "load_model"]
+__all__ = [
+    "AdamW",
+    "CpuDevice",
+    "Engine",
+    "HostModel",
+    "Kind",
+    "LearningRate",
+    "MegaTrainError",
+    "MicroBatch",
+    "StepResult",
+    "__version__",
+    "load_model",
+]
 
 
 def __getattr__(name: str) -> Any:

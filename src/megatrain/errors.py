@@ -20,10 +20,42 @@ class MegaTrainError(Exception):
     exit_code = 1
 
 
+class ScheduleError(MegaTrainError):
+    """A schedule, or the shape asked for, breaks a law. The code is wrong, not the data."""
+
+    code = "MT101"
+
+
+class LaneStuck(MegaTrainError):
+    """No lane moved for the whole deadline. The process cannot go on: its thread may never end."""
+
+    code = "MT102"
+
+
+class PlayerStopped(MegaTrainError):
+    """Work was given to a player that has failed or was closed."""
+
+    code = "MT103"
+
+
+class ConfigError(MegaTrainError):
+    """A setting that cannot be meant: out of range, or at odds with another."""
+
+    code = "MT201"
+    exit_code = 2
+
+
 class DoesNotFit(MegaTrainError):
     """The ledger is larger than the memory that is free, or the system refused the memory."""
 
     code = "MT301"
+    exit_code = 3
+
+
+class DeviceFull(MegaTrainError):
+    """The device has less memory than the plan needs there."""
+
+    code = "MT302"
     exit_code = 3
 
 
@@ -59,6 +91,20 @@ class WeightsMismatch(MegaTrainError):
     """The tensors in a folder are not the tensors of its model."""
 
     code = "MT405"
+    exit_code = 4
+
+
+class BatchError(MegaTrainError):
+    """A batch that cannot be trained on: no targets, wrong shapes, unknown tokens."""
+
+    code = "MT406"
+    exit_code = 4
+
+
+class NonFiniteStep(MegaTrainError):
+    """A step's gradient is not finite; nothing that is not finite was applied."""
+
+    code = "MT407"
     exit_code = 4
 
 

@@ -87,7 +87,7 @@ def test_a_param_used_on_both_sides_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
     def lying_probe(*args: object) -> object:
         result = probe(*args)  # type: ignore[arg-type]
-        args[5]["model.norm"] = {0, 4}  # type: ignore[index]
+        args[4]["model.norm"] = {0, 4}  # type: ignore[index]
         return result
 
     monkeypatch.setattr(decoder_module, "_probe", lying_probe)

@@ -42,15 +42,17 @@ def load_model(
     dtype: Literal["bf16", "fp32"] = "bf16",
     kinds: tuple[Kind, ...] = WITH_CLIP,
     frozen: tuple[str, ...] = (),
+    attn: str | None = None,
 ) -> HostModel:
     """Return the model of a local folder, its weights in host memory.
 
-    `frozen` are name patterns of params that are not trained. Raises ModelConfigError,
+    `frozen` are name patterns of params that are not trained; `attn` an attention implementation of
+    transformers, None for its own choice. Raises ModelConfigError,
     NotSplittable, DoesNotFit, ModelFolderError, WeightsFormatError, WeightsMismatch or DiskError.
     """
     source = Path(folder)
     config_json = read_config_bytes(source)
-    decoder = build_decoder(parse_config(config_json), dtype, frozen)
+    decoder = build_decoder(parse_config(config_json), dtype, frozen, attn)
     store = Store(build_layout(decoder.blocks), kinds)
     load_weights(source, decoder, store)
     return HostModel(decoder=decoder, store=store, source=source, config_json=config_json)

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
+from torch import Tensor
 
 from megatrain.models.decoder import Block, Param
 
@@ -106,6 +107,11 @@ class Place:
         start = self.segment.starts[kind] + self.start * size
         return Extent(kind=kind, start=start, stop=start + self.param.num_elements * size)
 
+    @property
+    def padded_stop(self) -> int:
+        """Where the next param may start, in elements."""
+        return self.start + _round_up(self.param.num_elements, ALIGN)
+
     def has(self, kind: Kind) -> bool:
         """Return whether the param has bytes of `kind`."""
         return kind in self.segment.starts
@@ -122,6 +128,30 @@ class Layout:
     block_extents: dict[tuple[int, Kind], Extent]
     kind_bytes: dict[Kind, int]
     """The exact size of each arena."""
+
+    def block_places(self, block: int) -> list[Place]:
+        """Return the places of a block's params."""
+        return [place for place in self.places.values() if place.segment.block == block]
+
+    def segment_places(self, segment: Segment) -> list[Place]:
+        """Return the places of a segment's params, in order."""
+        return [place for place in self.places.values() if place.segment is segment]
+
+    def trained_segments(self, block: int) -> list[Segment]:
+        """Return the segments of a block that get gradients."""
+        return [s for s in self.segments if s.block == block and s.trained]
+
+    def block_params(self, block: int, kind: Kind, buffer: Tensor) -> dict[str, Tensor]:
+        """Return the params of a block as views into `buffer`, a copy of its bytes in `kind`."""
+        origin = self.block_extents[block, kind].start
+        views = {}
+        for place in self.block_places(block):
+            extent = place.extent(kind)
+            flat = buffer[extent.start - origin : extent.stop - origin]
+            views[place.param.name] = flat.view(kind_dtype(kind, place.param.dtype)).view(
+                place.param.shape
+            )
+        return views
 
     @property
     def num_params(self) -> int:

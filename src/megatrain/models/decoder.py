@@ -29,7 +29,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from megatrain.errors import NotSplittable, listing
-from megatrain.models.recorder import Call, Carried, recording, stand_in_weights, tensors_in
+from megatrain.models.recorder import (
+    Call,
+    Carried,
+    head_replaced,
+    layers_replaced,
+    stand_in_weights,
+    tensors_in,
+)
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 MAX_LAYER_OUTPUTS = 3
@@ -77,6 +84,8 @@ class Decoder:
     """Where the layer list stands in the model, for instance `model.layers`."""
     num_layer_outputs: int
     """0 when a layer returns hidden states alone, else the length of the tuple it returns."""
+    head_path: str
+    """Where the output projection stands, for instance `lm_head`."""
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -92,6 +101,15 @@ class Decoder:
     def params(self) -> tuple[Param, ...]:
         return tuple(param for block in self.blocks for param in block.params)
 
+    @property
+    def tied(self) -> bool:
+        """Whether the output projection's weight is a param of the embedding."""
+        return self.owner(f"{self.head_path}.weight") in {p.name for p in self.blocks[0].params}
+
+    def owner(self, name: str) -> str:
+        """Return the param's name of a tensor that may be known by another name."""
+        return next((p.name for p in self.params if name in p.aliases), name)
+
     def persistent_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that a folder must carry, by name. They are the real tensors."""
         return {
@@ -102,15 +120,20 @@ class Decoder:
 
 
 def build_decoder(
-    config: PreTrainedConfig, dtype: Literal["bf16", "fp32"], frozen: tuple[str, ...] = ()
+    config: PreTrainedConfig,
+    dtype: Literal["bf16", "fp32"],
+    frozen: tuple[str, ...] = (),
+    attn: str | None = None,
 ) -> Decoder:
     """Return the decoder that `config` describes; `frozen` are name patterns not to be trained.
 
-    Costs no memory for weights. Raises NotSplittable.
+    `attn` is an attention implementation of transformers (`sdpa`, `eager`, `flex_attention` ...);
+    None lets it choose. Costs no memory for weights. Raises NotSplittable.
     """
-    model = _build_skeleton(config, DTYPES[dtype])
+    model = _build_skeleton(config, DTYPES[dtype], attn)
     path, layers = _find_layers(model)
-    before, after, num_outputs = _find_sides(model, path, layers)
+    head_path = _find_head(model)
+    before, after, num_outputs = _find_sides(model, path, layers, head_path)
     names: list[list[str]] = [before]
     names += [
         [f"{path}.{i}.{n}" for n, _ in layer.named_parameters()] for i, layer in enumerate(layers)
@@ -126,14 +149,24 @@ def build_decoder(
         )
         for index, block_names in enumerate(names)
     )
-    return Decoder(model=model, blocks=blocks, layers_path=path, num_layer_outputs=num_outputs)
+    return Decoder(
+        model=model,
+        blocks=blocks,
+        layers_path=path,
+        num_layer_outputs=num_outputs,
+        head_path=head_path,
+    )
 
 
-def _build_skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _build_skeleton(
+    config: PreTrainedConfig, dtype: torch.dtype, attn: str | None
+) -> PreTrainedModel:
     """Return the model with parameters on meta and buffers as `from_pretrained` leaves them."""
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attn
+            )
     except Exception as error:  # a config may pass every check of its own and still not build
         raise NotSplittable(
             f"transformers cannot build a {config.model_type} from this config: "
@@ -186,35 +219,23 @@ def _num_elements(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters())
 
 
-class _HeadStandIn(nn.Module):
-    """Stands in for the output projection: a product with stand-in weights would cost memory."""
-
-    def __init__(self, head: nn.Module) -> None:
-        super().__init__()
-        self.__dict__["head"] = head
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["head"], name)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden
+def _find_head(model: PreTrainedModel) -> str:
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise NotSplittable(f"{model.config.model_type}: its output projection is not a linear map")
+    return str(next(name for name, module in model.named_modules() if module is head))
 
 
 def _find_sides(
-    model: PreTrainedModel, path: str, layers: nn.ModuleList
+    model: PreTrainedModel, path: str, layers: nn.ModuleList, head_path: str
 ) -> tuple[list[str], list[str], int]:
     """Return the params used before the layers, those used after, and a layer's outputs."""
-    head = model.get_output_embeddings()
-    if head is None:
-        raise NotSplittable(f"{model.config.model_type}: the model names no output projection")
-    head_path = next(name for name, module in model.named_modules() if module is head)
-    outside = [
-        (name, module)
+    moments: dict[str, set[int]] = {
+        name: set()
         for name, module in model.named_modules()
         if module._parameters and name != head_path and not name.startswith(f"{path}.")
-    ]
-    moments: dict[str, set[int]] = {name: set() for name, _ in outside}
-    calls, num_outputs = _probe(model, path, layers, head_path, outside, moments)
+    }
+    calls, num_outputs = _probe(model, path, layers, head_path, moments)
     _refuse_crosstalk(model, calls, len(layers))
     owned = _owned_names(model, f"{path}.", head_path)
     before: list[str] = []
@@ -250,43 +271,45 @@ def _probe(
     path: str,
     layers: nn.ModuleList,
     head_path: str,
-    outside: list[tuple[str, nn.Module]],
     moments: dict[str, set[int]],
 ) -> tuple[list[Call], int]:
     """Run the model's forward with stand-ins; note after how many layers each module is called."""
-    parent_path, _, head_name = head_path.rpartition(".")
-    parent = model.get_submodule(parent_path)
-    head = getattr(parent, head_name)
-    weights = stand_in_weights(model, f"{path}.")
-    weights = {name: w for name, w in weights.items() if not name.startswith(f"{head_path}.")}
+    weights = stand_in_weights(model, path, head_path)
     inputs: dict[str, Any] = {"input_ids": torch.zeros(1, 4, dtype=torch.long), "use_cache": False}
+    calls: list[Call] = []
+
+    def hear(call: Call, hidden: Tensor) -> Tensor:
+        calls.append(call)
+        return hidden
+
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda _module, _args, seen=seen: seen.add(len(calls))
+        )
+        for name, seen in moments.items()
+    ]
     failures = []
-    for num_outputs in range(MAX_LAYER_OUTPUTS + 1):
-        with recording(layers, num_outputs) as calls:
-            hooks = [
-                module.register_forward_pre_hook(
-                    lambda _module, _args, seen=moments[name], calls=calls: seen.add(len(calls))
-                )
-                for name, module in outside
-            ]
-            setattr(parent, head_name, _HeadStandIn(head))
+    try:
+        for num_outputs in range(MAX_LAYER_OUTPUTS + 1):
             try:
-                torch.func.functional_call(model, weights, kwargs=inputs)
+                with (
+                    layers_replaced(layers, hear, num_outputs),
+                    head_replaced(model, head_path, lambda hidden: hidden),
+                ):
+                    torch.func.functional_call(model, weights, kwargs=inputs)
+                return calls, num_outputs
             except Exception as error:  # the wrong number of outputs can fail in any way
                 failures.append(error)
+                calls.clear()
                 for seen in moments.values():
                     seen.clear()
-            else:
-                return calls, num_outputs
-            finally:
-                setattr(parent, head_name, head)
-                for hook in hooks:
-                    hook.remove()
-    first = failures[0]
+    finally:
+        for hook in hooks:
+            hook.remove()
     raise NotSplittable(
         f"{model.config.model_type}: its forward does not run around stand-ins for its layers: "
-        f"{type(first).__name__}: {str(first)[:300]}"
-    ) from first
+        f"{type(failures[0]).__name__}: {str(failures[0])[:300]}"
+    ) from failures[0]
 
 
 def _refuse_crosstalk(model: PreTrainedModel, calls: list[Call], num_layers: int) -> None:

@@ -1,13 +1,13 @@
-"""Stand-ins for a model's layers: they note the arguments of a layer and pass hidden states on.
+"""Stand-ins for parts of a model: they hear what a part would have been given, and answer for it.
 
-The model's own forward, run with a recorder in place of each layer, computes everything that lies
-outside the layers exactly as its authors wrote it: embedding scale, masks per attention kind,
-rotary tables, final norm. What layer i would have been handed is then known without running it.
+The model's own forward, run with a stand-in for each layer, computes everything that lies outside
+the layers exactly as its authors wrote it: embedding scale, masks per attention kind, rotary
+tables, final norm. What layer i would have been handed is then known without running it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,39 +25,54 @@ class Carried:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call of a layer, as the model's own forward made it."""
+    """One call of a layer, as the model's own forward made it, but for its hidden states."""
 
     layer: int
-    hidden: Tensor
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
-class Recorder(nn.Module):
-    """Stands in for one layer; everything but `forward` is answered by the layer itself."""
+Hear = Callable[[Call, Tensor], Tensor]
 
-    def __init__(self, layer: nn.Module, index: int, calls: list[Call], num_outputs: int) -> None:
+
+class _StandIn(nn.Module):
+    """Takes the place of a module; everything but `forward` is answered by the module itself."""
+
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        # Past nn.Module's own __setattr__: the layer must not become a submodule here.
-        self.__dict__.update(layer=layer, index=index, calls=calls, num_outputs=num_outputs)
+        # Past nn.Module's own __setattr__: the module must not become a submodule here.
+        self.__dict__["module"] = module
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["layer"], name)
+            return getattr(self.__dict__["module"], name)
+
+
+class _LayerStandIn(_StandIn):
+    def __init__(self, layer: nn.Module, index: int, hear: Hear, num_outputs: int) -> None:
+        super().__init__(layer)
+        self.index, self.hear, self.num_outputs = index, hear, num_outputs
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hidden, args, kwargs = take_hidden(args, kwargs)
-        calls: list[Call] = self.__dict__["calls"]
-        calls.append(Call(layer=self.__dict__["index"], hidden=hidden, args=args, kwargs=kwargs))
-        num_outputs: int = self.__dict__["num_outputs"]
-        if num_outputs == 0:
-            return hidden
-        return (hidden, *(Carried() for _ in range(num_outputs - 1)))
+        hidden, args, kwargs = _take_hidden(args, kwargs)
+        answer = self.hear(Call(layer=self.index, args=args, kwargs=kwargs), hidden)
+        if self.num_outputs == 0:
+            return answer
+        return (answer, *(Carried() for _ in range(self.num_outputs - 1)))
 
 
-def take_hidden(
+class _HeadStandIn(_StandIn):
+    def __init__(self, head: nn.Module, hear: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(head)
+        self.hear = hear
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.hear(hidden)
+
+
+def _take_hidden(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
     """Return the hidden states of a layer's call, and its other arguments."""
@@ -68,20 +83,34 @@ def take_hidden(
 
 
 @contextmanager
-def recording(layers: nn.ModuleList, num_outputs: int) -> Iterator[list[Call]]:
-    """Put recorders in place of `layers`, and yield the list their calls go to.
+def layers_replaced(layers: nn.ModuleList, hear: Hear, num_outputs: int) -> Iterator[None]:
+    """Put stand-ins in place of `layers`: `hear` gets each call and its hidden states, and answers.
 
     `num_outputs` is 0 for layers that return a tensor, else the length of the tuple they return.
     """
-    calls: list[Call] = []
     originals = list(layers)
     for index, layer in enumerate(originals):
-        layers[index] = Recorder(layer, index, calls, num_outputs)
+        layers[index] = _LayerStandIn(layer, index, hear, num_outputs)
     try:
-        yield calls
+        yield
     finally:
         for index, layer in enumerate(originals):
             layers[index] = layer
+
+
+@contextmanager
+def head_replaced(
+    model: nn.Module, head_path: str, hear: Callable[[Tensor], Tensor]
+) -> Iterator[None]:
+    """Put a stand-in in place of the output projection: `hear` gets its input, returns logits."""
+    parent_path, _, name = head_path.rpartition(".")
+    parent = model.get_submodule(parent_path)
+    head = getattr(parent, name)
+    setattr(parent, name, _HeadStandIn(head, hear))
+    try:
+        yield
+    finally:
+        setattr(parent, name, head)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor | Carried]:
@@ -96,17 +125,19 @@ def tensors_in(value: Any) -> Iterator[Tensor | Carried]:
             yield from tensors_in(item)
 
 
-def stand_in_weights(model: nn.Module, skip: str) -> dict[str, Tensor]:
-    """Return a tensor of the right shape for each parameter not under `skip`, at no memory cost.
+def stand_in_weights(model: nn.Module, *skip: str) -> dict[str, Tensor]:
+    """Return a tensor of the right shape for each parameter but those under the paths `skip`.
 
-    Each is one zero, expanded; they require gradients, so that it shows where gradients would go.
+    Each is one zero, expanded: they cost no memory. They require gradients, so that it shows where
+    gradients would go.
     """
     zeros: dict[torch.dtype, Tensor] = {}
-    for _, param in model.named_parameters():
+    for param in model.parameters():
         if param.dtype not in zeros:
             zeros[param.dtype] = torch.zeros((), dtype=param.dtype, requires_grad=True)
+    prefixes = tuple(f"{path}." for path in skip)
     return {
         name: zeros[param.dtype].expand(param.shape)
         for name, param in model.named_parameters()
-        if not name.startswith(skip)
+        if not name.startswith(prefixes)
     }

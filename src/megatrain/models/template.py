@@ -1,0 +1,137 @@
+"""Blocks as pure functions of weights they do not own: front, layers, tail, scores.
+
+    front   inputs --------> hidden states, and the arguments of every layer   (embedding block)
+    layer   hidden states -> hidden states                                     (each layer block)
+    tail    hidden states -> what enters the output projection                 (head block)
+    scores  logits --------> logits                                (soft-cap, scale: no weights)
+
+All four are the model's own code. A layer is its own module, called with the arguments that the
+model's forward would have given it. Front, tail and scores are the model's forward itself, with
+stand-ins that hear where one part ends and the next begins. Weights that a part does not need are
+stand-ins too, so that it cannot read them by mistake.
+
+Weights are bound by `functional_call` for the time of a call; nothing is copied or kept. The
+skeleton is changed during a call and restored after it: one caller at a time.
+
+Laws (tests/models/test_template.py)
+    1. front, layers, tail, projection and scores give the logits of the plain model, bit for bit.
+    2. No part reads a weight that it was not given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from megatrain.models.decoder import Decoder
+from megatrain.models.recorder import Call, head_replaced, layers_replaced, stand_in_weights
+
+Weights = Mapping[str, Tensor]
+"""Params by their names in the model."""
+
+
+class _HeardEnough(Exception):
+    """Ends the model's forward from inside a stand-in. Never leaves this module."""
+
+
+class Template:
+    """The parts of one decoder."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._modules = list(decoder.layers)
+        self._stand_ins = {
+            name: zero.detach()
+            for name, zero in stand_in_weights(
+                decoder.model, decoder.layers_path, decoder.head_path
+            ).items()
+        }
+        self._changes_logits = self._find_change()
+
+    def front(self, weights: Weights, inputs: Mapping[str, Any]) -> tuple[Tensor, list[Call]]:
+        """Return the embedding's output, and the call that each layer is to get."""
+        first: list[Tensor] = []
+        calls: list[Call] = []
+
+        def hear(call: Call, hidden: Tensor) -> Tensor:
+            first.append(hidden)
+            calls.append(call)
+            if len(calls) == len(self._modules):
+                raise _HeardEnough
+            return hidden
+
+        decoder = self._decoder
+        with layers_replaced(decoder.layers, hear, decoder.num_layer_outputs):
+            self._forward(weights, inputs)
+        return first[0], calls
+
+    def layer(self, weights: Weights, hidden: Tensor, call: Call) -> Tensor:
+        """Return what the layer of `call` makes of `hidden`."""
+        prefix = f"{self._decoder.layers_path}.{call.layer}."
+        bound = {name.removeprefix(prefix): weight for name, weight in weights.items()}
+        module = self._modules[call.layer]
+        output = functional_call(
+            module, bound, (hidden, *call.args), call.kwargs, tie_weights=False
+        )
+        result = output if isinstance(output, Tensor) else output[0]
+        assert isinstance(result, Tensor)
+        return result
+
+    def tail(self, weights: Weights, hidden: Tensor) -> Tensor:
+        """Return the rows (tokens, width) that the output projection gets after `hidden`."""
+        heard: list[Tensor] = []
+
+        def hear(rows: Tensor) -> Tensor:
+            heard.append(rows)
+            raise _HeardEnough
+
+        self._run_tail(weights, hidden, hear)
+        return heard[0].reshape(-1, heard[0].shape[-1])
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """Return what the model makes of `logits` (rows, vocabulary) behind its projection."""
+        return self._scores(logits) if self._changes_logits else logits
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        width = self._decoder.model.get_output_embeddings().weight.shape[1]
+        hidden = torch.zeros(1, 1, width, dtype=self._decoder.model.dtype)
+        output = self._run_tail({}, hidden, lambda _: logits[None])
+        result = output.logits
+        assert isinstance(result, Tensor)
+        return result[0]
+
+    def _find_change(self) -> bool:
+        """Return whether `scores` does anything: soft-caps, scales and casts move these values."""
+        num_tokens = self._decoder.model.get_output_embeddings().weight.shape[0]
+        logits = torch.linspace(-300, 300, num_tokens)[None].to(self._decoder.model.dtype)
+        with torch.no_grad():
+            changed = self._scores(logits)
+        return not (changed.dtype is logits.dtype and torch.equal(changed, logits))
+
+    def _run_tail(self, weights: Weights, hidden: Tensor, hear: Any) -> Any:
+        """Run the model's forward from the last layer's answer on, whatever came before."""
+        decoder, last = self._decoder, len(self._modules) - 1
+
+        def answer(call: Call, passing: Tensor) -> Tensor:
+            return hidden if call.layer == last else passing
+
+        ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+        with (
+            layers_replaced(decoder.layers, answer, decoder.num_layer_outputs),
+            head_replaced(decoder.model, decoder.head_path, hear),
+        ):
+            return self._forward(weights, {"input_ids": ids})
+
+    def _forward(self, weights: Weights, inputs: Mapping[str, Any]) -> Any:
+        """Run the model's forward, to its end or until a stand-in has heard enough."""
+        prefix = f"{self._decoder.head_path}."
+        given = {name: w for name, w in weights.items() if not name.startswith(prefix)}
+        bound, kwargs = {**self._stand_ins, **given}, {"use_cache": False, **inputs}
+        try:
+            return functional_call(self._decoder.model, bound, (), kwargs, tie_weights=False)
+        except _HeardEnough:
+            return None

@@ -1,0 +1,155 @@
+"""The host kernel: what the arithmetic on the store computes, whoever computes it.
+
+    native.py         kernel.c by ctypes, at the speed of memory
+    torch_kernel.py   the same bits by torch, where kernel.c was not built
+
+Weights are a split master (`hi` bf16 and `lo` int16, together one fp32 number: memory/split.py) or
+plain fp32 (`lo` is None).
+
+Every method works in place on 1-D contiguous host tensors, lets other Python threads run, and
+returns when the work is done. The caller sees to it that nobody else touches the tensors
+meanwhile. Gradients must be finite: ask `squared_norm` first.
+
+Laws (tests/optim/test_kernel.py, test_squared_norm.py)
+    1. Native, for every instruction set and number of threads, gives the bits of torch.
+    2. A split master equals a separate fp32 master, bit for bit.
+    3. Finite gradients leave weights finite (beta1 >= 0.5, eps > 0).
+    4. The squared norm is finite exactly when every element is.
+"""
+
+from __future__ import annotations
+
+import abc
+import ctypes
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CHUNK = 65536
+"""Elements per partial sum of a squared norm. Part of the result: it fixes the order of the sum."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamWScalars:
+    """What one update needs beside the tensors, each rounded once to fp32.
+
+    g = grad * grad_scale;  m += g * one_minus_beta1 - m * one_minus_beta1
+    v = v * beta2 + (g * one_minus_beta2) * g
+    weight = weight * decay - m / (sqrt(v) * denom_scale + eps) * step_size
+    """
+
+    grad_scale: float
+    """The clip factor, and whatever else multiplies the gradient."""
+    decay: float
+    """1 - lr * weight_decay."""
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    denom_scale: float
+    """1 / sqrt(1 - beta2 ** step)."""
+    eps: float
+    step_size: float
+    """lr / (1 - beta1 ** step)."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            rounded = ctypes.c_float(getattr(self, field.name)).value
+            object.__setattr__(self, field.name, rounded)
+
+    @classmethod
+    def at(
+        cls,
+        step: int,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        grad_scale: float = 1.0,
+    ) -> AdamWScalars:
+        """The scalars of update number `step`, counted from 1, computed in double precision."""
+        assert step >= 1, step
+        beta1, beta2 = betas
+        return cls(
+            grad_scale=grad_scale,
+            decay=1 - lr * weight_decay,
+            one_minus_beta1=1 - beta1,
+            beta2=beta2,
+            one_minus_beta2=1 - beta2,
+            denom_scale=1 / math.sqrt(1 - beta2**step),
+            eps=eps,
+            step_size=lr / (1 - beta1**step),
+        )
+
+
+class Kernel(abc.ABC):
+    """Checks what it is given; a subclass computes."""
+
+    description: str
+    """For people: which implementation this is and, if it is the slow one, why."""
+
+    def adamw(
+        self,
+        weight: Tensor,
+        lo: Tensor | None,
+        m: Tensor,
+        v: Tensor,
+        grad: Tensor,
+        scalars: AdamWScalars,
+        *,
+        num_threads: int,
+    ) -> None:
+        """Update `weight` (with its `lo`), `m` and `v` in one pass.
+
+        A moment below the smallest normal fp32 number counts as zero. `grad` is bf16 or fp32 for a
+        split master, fp32 for an fp32 weight.
+        """
+        if lo is None:
+            _check(weight, torch.float32, like=grad)
+            _check(grad, torch.float32, like=grad)
+        else:
+            _check(weight, torch.bfloat16, like=grad)
+            _check(lo, torch.int16, like=grad)
+            _check(grad, torch.bfloat16, torch.float32, like=grad)
+        _check(m, torch.float32, like=grad)
+        _check(v, torch.float32, like=grad)
+        assert num_threads >= 1, num_threads
+        self._adamw(weight, lo, m, v, grad, scalars, num_threads)
+
+    def squared_norm(self, grad: Tensor, *, num_threads: int) -> float:
+        """The sum of squares of `grad`, bf16 or fp32, in double precision.
+
+        Not finite exactly when an element of `grad` is not finite.
+        """
+        _check(grad, torch.bfloat16, torch.float32, like=grad)
+        assert num_threads >= 1, num_threads
+        num_chunks = -(-grad.numel() // CHUNK)
+        sums = torch.empty(num_chunks, dtype=torch.float64)
+        self._square_sums(grad, sums, num_threads)
+        # fsum rounds once; the built-in sum depends on the version of Python
+        return math.fsum(sums.tolist())
+
+    @abc.abstractmethod
+    def _adamw(
+        self,
+        weight: Tensor,
+        lo: Tensor | None,
+        m: Tensor,
+        v: Tensor,
+        grad: Tensor,
+        scalars: AdamWScalars,
+        num_threads: int,
+    ) -> None: ...
+
+    @abc.abstractmethod
+    def _square_sums(self, grad: Tensor, sums: Tensor, num_threads: int) -> None: ...
+
+
+def _check(tensor: Tensor, *dtypes: torch.dtype, like: Tensor) -> None:
+    assert tensor.dtype in dtypes, (tensor.dtype, dtypes)
+    assert tensor.shape == (like.numel(),), (tensor.shape, like.shape)
+    assert tensor.is_contiguous(), tensor.stride()
+    assert tensor.device.type == "cpu", tensor.device

@@ -1,0 +1,129 @@
+"""The kernel by kernel.c: loads the library that lies beside this file and calls it.
+
+The library is built when the package is (setup.py), never at run time. Where it is missing or does
+not fit, `load_kernel` gives the torch kernel, which computes the same bits, and says why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+from ctypes import c_int, c_size_t, c_void_p
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatrain.optim.kernel import AdamWScalars, Kernel
+from megatrain.optim.torch_kernel import TorchKernel
+
+LIBRARY = Path(__file__).with_name("libkernel.so")
+
+INTERFACE = 1
+"""What kernel.c answers; any other number means a library of another version."""
+
+INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
+"""Numbered as in kernel.c, the better later. On ARM the baseline is NEON."""
+
+
+class LibraryError(Exception):
+    """The library is missing, does not load, or is of another version; the text says which."""
+
+
+class NativeKernel(Kernel):
+    """Uses the best instruction set of this machine unless told another."""
+
+    def __init__(self, library: Path = LIBRARY, instruction_set: str | None = None) -> None:
+        self._library = _load(library)
+        self.instruction_sets = tuple(
+            name
+            for number, name in enumerate(INSTRUCTION_SETS)
+            if self._library.megatrain_supports(number)
+        )
+        chosen = instruction_set or self.instruction_sets[-1]
+        assert chosen in self.instruction_sets, (chosen, self.instruction_sets)
+        self._chosen = INSTRUCTION_SETS.index(chosen)
+        self.description = f"native ({chosen})"
+
+    def _adamw(
+        self,
+        weight: Tensor,
+        lo: Tensor | None,
+        m: Tensor,
+        v: Tensor,
+        grad: Tensor,
+        scalars: AdamWScalars,
+        num_threads: int,
+    ) -> None:
+        self._library.megatrain_adamw(
+            self._chosen,
+            num_threads,
+            grad.numel(),
+            weight.data_ptr(),
+            None if lo is None else lo.data_ptr(),
+            m.data_ptr(),
+            v.data_ptr(),
+            grad.data_ptr(),
+            grad.dtype == torch.bfloat16,
+            ctypes.byref(_Scalars(*dataclasses.astuple(scalars))),
+        )
+
+    def _square_sums(self, grad: Tensor, sums: Tensor, num_threads: int) -> None:
+        self._library.megatrain_square_sums(
+            self._chosen,
+            num_threads,
+            grad.numel(),
+            grad.data_ptr(),
+            grad.dtype == torch.bfloat16,
+            sums.data_ptr(),
+        )
+
+    def triad(self, a: Tensor, b: Tensor, c: Tensor, *, num_threads: int) -> None:
+        """a = b + 3 c in fp64: 24 bytes an element, the measure of this machine's memory."""
+        for tensor in (a, b, c):
+            assert tensor.dtype == torch.float64, tensor.dtype
+            assert tensor.shape == (a.numel(),), tensor.shape
+            assert tensor.is_contiguous(), tensor.stride()
+        self._library.megatrain_triad(
+            self._chosen, num_threads, a.numel(), a.data_ptr(), b.data_ptr(), c.data_ptr()
+        )
+
+
+@functools.cache
+def load_kernel(library: Path = LIBRARY) -> Kernel:
+    """The native kernel, or torch's where the library cannot be used."""
+    try:
+        return NativeKernel(library)
+    except LibraryError as error:
+        return TorchKernel(why=str(error))
+
+
+class _Scalars(ctypes.Structure):
+    _fields_ = [(field.name, ctypes.c_float) for field in dataclasses.fields(AdamWScalars)]
+
+
+# (instruction_set, num_threads, n, ...)
+_ARGUMENTS = {
+    "megatrain_adamw": (c_int, c_int, c_size_t, *[c_void_p] * 5, c_int, ctypes.POINTER(_Scalars)),
+    "megatrain_square_sums": (c_int, c_int, c_size_t, c_void_p, c_int, c_void_p),
+    "megatrain_triad": (c_int, c_int, c_size_t, c_void_p, c_void_p, c_void_p),
+}
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    if not path.exists():
+        raise LibraryError(f"{path.name} was not built: no C compiler when it was installed")
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise LibraryError(f"{path.name} does not load: {error}") from error
+    found = library.megatrain_interface() if hasattr(library, "megatrain_interface") else None
+    if found != INTERFACE:
+        raise LibraryError(
+            f"{path.name} has interface {found}, {INTERFACE} is needed: install the package again"
+        )
+    for name, arguments in _ARGUMENTS.items():
+        getattr(library, name).argtypes = arguments
+        getattr(library, name).restype = None
+    return library

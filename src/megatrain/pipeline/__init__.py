@@ -1,0 +1,1 @@
+"""When bytes move: a step as a list of ops, and those who play it."""

@@ -1,0 +1,296 @@
+"""What each op does to tensors.
+
+An op says what, its action does it, and touches nothing that the op does not declare. What belongs
+to one step (hidden states, their gradients, losses, the layers' arguments) lives here, by
+micro-batch, and is dropped as it is used up.
+
+Random numbers (dropout) are a function of seed, step, block and micro-batch, so that recompute
+draws what forward drew, whatever the order of ops.
+
+Laws (tests/pipeline/test_exactness.py)
+    1. Losses and gradients are those of ordinary autograd through the resident model.
+    2. Gradients add up in fp32, micro-batch by micro-batch; the two gradients of a tied table too,
+       the head's part first.
+    3. No gradient that is not finite reaches a weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megatrain.memory.layout import Kind
+from megatrain.models.loss import head_gradients, head_logprobs, next_token_targets
+from megatrain.models.recorder import Call
+from megatrain.pipeline.batch import MicroBatch, trained_token_weights
+from megatrain.pipeline.lanes import Action
+from megatrain.pipeline.machine import Machine, Verdict
+from megatrain.pipeline.ops import Op, OpKind
+
+
+class StepActions:
+    """The actions of one step, or of one evaluation."""
+
+    def __init__(self, machine: Machine, batch: Sequence[MicroBatch], step: int) -> None:
+        self._machine, self._batch, self._step = machine, batch, step
+        self._num_trained = sum(micro.num_trained for micro in batch)
+        self._hidden: dict[int, Tensor] = {}
+        self._d_hidden: dict[int, Tensor] = {}
+        self._calls: dict[int, list[Call]] = {}
+        self.losses: dict[int, Tensor] = {}
+        """By micro-batch, once its HEAD is complete."""
+        self.logprobs: dict[int, Tensor] = {}
+        """In an evaluation: of each token's target."""
+        self._squared_norms: dict[int, float] = {}
+        self.updated: set[int] = set()
+        """Blocks whose update has begun."""
+
+    @property
+    def faulty_blocks(self) -> tuple[int, ...]:
+        """The blocks whose drained gradient is not finite."""
+        norms = sorted(self._squared_norms.items())
+        return tuple(block for block, norm in norms if not math.isfinite(norm))
+
+    def table(self) -> dict[OpKind, Action]:
+        """Return the action of each kind of op."""
+        return {
+            OpKind.FETCH: self._fetch,
+            OpKind.FORWARD: self._forward,
+            OpKind.STASH: self._stash,
+            OpKind.HEAD: self._head,
+            OpKind.RESTORE: self._restore,
+            OpKind.BACKWARD: self._backward,
+            OpKind.DRAIN: self._drain,
+            OpKind.CLIP: self._clip,
+            OpKind.UPDATE: self._update,
+        }
+
+    def _fetch(self, op: Op) -> int:
+        machine, block = self._machine, _block(op)
+        assert machine.slots is not None
+        assert op.slot is not None
+        source = machine.store.block_bytes(block, Kind.HI)
+        machine.device.fill(machine.slots.buffer(op.slot, block), source)
+        return source.nbytes
+
+    def _forward(self, op: Op) -> None:
+        machine, block, micro = self._machine, _block(op), _micro(op)
+        weights = machine.weights(block, op.slot)
+        self._seed(block, micro)
+        with torch.no_grad():
+            if block == 0:
+                inputs = self._batch[micro].inputs
+                hidden, self._calls[micro] = machine.template.front(weights, inputs)
+            else:
+                given = self._hidden.pop(micro)
+                hidden = machine.template.layer(weights, given, self._calls[micro][block - 1])
+                if op.keeps_input:
+                    machine.tape.keep((block, micro), op.tape_slot, given)
+        self._hidden[micro] = machine.device.keep(hidden, "hidden states")
+
+    def _stash(self, op: Op) -> int:
+        assert op.tape_slot is not None
+        return self._machine.tape.stash((_block(op), _micro(op)), op.tape_slot)
+
+    def _restore(self, op: Op) -> int:
+        assert op.tape_slot is not None
+        return self._machine.tape.restore((_block(op), _micro(op)), op.tape_slot)
+
+    def _head(self, op: Op) -> None:
+        if op.trains:
+            self._train_head(op)
+        else:
+            self._evaluate_head(op)
+
+    def _evaluate_head(self, op: Op) -> None:
+        machine, micro = self._machine, _micro(op)
+        weights = machine.weights(_block(op), op.slot)
+        with torch.no_grad():
+            rows = machine.template.tail(weights, self._hidden.pop(micro))
+        self.logprobs[micro] = head_logprobs(
+            rows,
+            self._table(op, weights)[machine.head_weight],
+            weights.get(machine.head_bias),
+            next_token_targets(self._batch[micro].labels),
+            machine.template.scores,
+            machine.chunk_tokens,
+        )
+        self._calls.pop(micro)
+
+    def _train_head(self, op: Op) -> None:
+        machine, block, micro = self._machine, _block(op), _micro(op)
+        weights = machine.weights(block, op.slot)
+        table = self._table(op, weights)
+        tied = table is not weights
+        slots = dict.fromkeys(weights, (op.grad_slot, block))
+        if tied:
+            trained = machine.head_weight in machine.trained
+            slots[machine.head_weight] = ("edge" if trained else None, 0)
+        if not op.adds:
+            for slot, owner in set(slots.values()):
+                if slot is not None:
+                    machine.grad_slots.zero(slot, owner)
+
+        self._seed(block, micro)
+        leaves = self._leaves(weights)
+        leaf = self._leaves({machine.head_weight: table[machine.head_weight]})
+        given = self._hidden.pop(micro).detach().requires_grad_(op.passes_gradient)
+        with torch.enable_grad():
+            rows = machine.template.tail(leaves, given)
+
+        def add(d_weight: Tensor | None, d_bias: Tensor | None) -> None:
+            parts = {machine.head_weight: d_weight, machine.head_bias: d_bias}
+            for name, part in parts.items():
+                if part is not None:
+                    slot, owner = slots[name]
+                    assert slot is not None
+                    machine.grad_slots.put(slot, owner, {name: part}, adds=True)
+
+        targets = next_token_targets(self._batch[micro].labels)
+        result = head_gradients(
+            rows.detach(),
+            leaf[machine.head_weight],
+            leaves.get(machine.head_bias),
+            targets,
+            trained_token_weights(targets, self._num_trained),
+            machine.template.scores,
+            add,
+            machine.chunk_tokens,
+        )
+        self.losses[micro] = result.loss
+        projection = (machine.head_weight, machine.head_bias)
+        tail = {name: tensor for name, tensor in leaves.items() if name not in projection}
+        grads = _gradients(rows, tail, given, result.rows)
+        if op.grad_slot is not None:
+            machine.grad_slots.put(op.grad_slot, block, grads.params, adds=True)
+        self._pass_gradient(micro, grads.given)
+
+    def _backward(self, op: Op) -> None:
+        machine, block, micro = self._machine, _block(op), _micro(op)
+        leaves = self._leaves(machine.weights(block, op.slot))
+        d_hidden = self._d_hidden.pop(micro)
+        self._seed(block, micro)
+        with torch.enable_grad():
+            if block == 0:
+                hidden, _ = machine.template.front(leaves, self._batch[micro].inputs)
+                given = None
+            else:
+                kept = machine.tape.take((block, micro), op.tape_slot)
+                given = kept.detach().requires_grad_(op.passes_gradient)
+                hidden = machine.template.layer(leaves, given, self._calls[micro][block - 1])
+        grads = _gradients(hidden, leaves, given, d_hidden)
+        if op.grad_slot is not None:
+            machine.grad_slots.put(op.grad_slot, block, grads.params, adds=op.adds)
+        self._pass_gradient(micro, grads.given)
+
+    def _drain(self, op: Op) -> int:
+        machine, block = self._machine, _block(op)
+        assert op.grad_slot is not None
+        total, num_bytes = 0.0, 0
+        sums = machine.grad_slots.segments(op.grad_slot, block)
+        for (_, target), (_, source) in zip(machine.gradients(op), sums, strict=True):
+            target.copy_(source)
+            num_bytes += target.nbytes
+            if machine.optimizer is not None:
+                total += machine.optimizer.squared_norm(target)
+        self._squared_norms[block] = total
+        return num_bytes
+
+    def _clip(self, op: Op) -> None:
+        machine = self._machine
+        assert machine.optimizer is not None
+        norm = math.sqrt(math.fsum(self._squared_norms.values()))
+        finite = math.isfinite(norm)
+        machine.num_updates += finite
+        machine.verdict = Verdict(
+            norm=norm,
+            scale=machine.optimizer.clip_factor(norm) if finite else 0.0,
+            number=machine.num_updates if finite else 0,
+        )
+
+    def _update(self, op: Op) -> int:
+        machine, block = self._machine, _block(op)
+        assert machine.optimizer is not None
+        if op.host_grad is None:
+            number, scale = machine.verdict.number, machine.verdict.scale
+        else:
+            finite = math.isfinite(self._squared_norms[block])
+            number, scale = self._step if finite else 0, 1.0
+        if number == 0:
+            return 0
+        self.updated.add(block)
+        num_bytes = 0
+        for segment, gradient in machine.gradients(op):
+            machine.optimizer.update(segment, gradient, number, scale)
+            num_bytes += gradient.nbytes
+        return num_bytes
+
+    def _table(self, op: Op, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights that the output projection is among: the head's, or the table's."""
+        if self._machine.head_weight in weights:
+            return weights
+        return self._machine.weights(0, None if op.slot is None else "embedding")
+
+    def _leaves(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights as leaves of a new graph; the frozen ones want no gradient."""
+        trained = self._machine.trained
+        return {n: w.detach().requires_grad_(n in trained) for n, w in weights.items()}
+
+    def _pass_gradient(self, micro: int, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            keep = self._machine.device.keep
+            self._d_hidden[micro] = keep(gradient, "gradients of hidden states")
+        else:
+            self._calls.pop(micro, None)
+
+    def _seed(self, block: int, micro: int) -> None:
+        """Set the generator that layers draw from."""
+        seed = draw_seed(self._machine.seed, self._step, micro, block)
+        torch.default_generator.manual_seed(seed)
+
+
+class _Gradients:
+    """Gradients by param name, and that of what the block was given."""
+
+    def __init__(self, params: Mapping[str, Tensor | None], given: Tensor | None) -> None:
+        self.params, self.given = params, given
+
+
+def _gradients(
+    output: Tensor, leaves: Mapping[str, Tensor], given: Tensor | None, d_output: Tensor
+) -> _Gradients:
+    """Return the gradients of the leaves that want one and of `given`, and free the graph."""
+    names = [name for name, leaf in leaves.items() if leaf.requires_grad]
+    wanted = [leaves[name] for name in names]
+    passes = given is not None and given.requires_grad
+    if passes and given is not None:
+        wanted.append(given)
+    if not wanted or not output.requires_grad:
+        return _Gradients({}, None)
+    found = torch.autograd.grad(output, wanted, d_output.view_as(output), allow_unused=True)
+    params = dict(zip(names, found, strict=False))
+    return _Gradients(params, found[-1] if passes else None)
+
+
+def _block(op: Op) -> int:
+    assert op.block is not None
+    return op.block
+
+
+def _micro(op: Op) -> int:
+    assert op.micro is not None
+    return op.micro
+
+
+def draw_seed(seed: int, step: int, micro: int, block: int) -> int:
+    """Return the seed of a block's random numbers: near arguments give unrelated ones."""
+    state, mask = 0, 2**64 - 1
+    for number in (seed, step, micro, block):  # the finaliser of splitmix64, on each in turn
+        state = ((state ^ number) + 0x9E3779B97F4A7C15) & mask
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
+        state ^= state >> 31
+    return state

@@ -1,0 +1,230 @@
+"""The engine: a step on a batch, streamed block by block.
+
+    engine = Engine(decoder, store, optimizer=AdamW(...), update="late")
+    with engine:
+        result = engine.step(batch)      # loss and metrics; updates may still be under way
+        engine.settle()                  # now they are done: weights may be read
+
+A step is a schedule (schedule.py) played on lanes, or one op at a time (`reference=True`, the
+oracle for bisecting a bug). The engine owns no weights: they live in the store, and between
+`settle` and the next `step` they are the caller's to read.
+
+Laws (tests/pipeline/test_engine.py, test_exactness.py)
+    1. Lanes give the bits of the reference, whatever their timing.
+    2. A step that fails raises the lane's own error; `torn` says whether weights were touched.
+    3. A late update is finished by settle, evaluate and close, before anyone reads weights.
+    4. No gradient that is not finite reaches a weight (test_guards.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+import torch
+
+from megatrain.errors import NonFiniteStep, PlayerStopped
+from megatrain.memory.store import Store
+from megatrain.models.decoder import Decoder
+from megatrain.models.loss import CHUNK_TOKENS, IGNORED, next_token_targets
+from megatrain.pipeline.actions import StepActions
+from megatrain.pipeline.batch import Fault, MicroBatch, StepResult, check_batch, locate_fault
+from megatrain.pipeline.device import CpuDevice
+from megatrain.pipeline.lanes import Lane
+from megatrain.pipeline.machine import Machine, Optimizer
+from megatrain.pipeline.ops import LANES, Op, OpKind
+from megatrain.pipeline.player import Player
+from megatrain.pipeline.reference import Reference
+from megatrain.pipeline.schedule import build_flush, build_forward, build_step
+from megatrain.pipeline.shape import StepShape
+from megatrain.pipeline.trace import Trace
+
+Update = Literal["none", "in_backward", "late"]
+_UNTIL_KNOWN = (OpKind.HEAD, OpKind.BACKWARD, OpKind.DRAIN, OpKind.CLIP)
+"""A step's caller waits for these: losses and norms. Updates go on."""
+
+
+class Engine:
+    """Plays steps. One caller at a time; use it in a `with` block, or `close` it."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        store: Store,
+        *,
+        optimizer: Optimizer | None = None,
+        update: Update = "none",
+        device: CpuDevice | None = None,
+        num_slots: int = 2,
+        tape: Literal["device", "host"] = "device",
+        num_tape_slots: int = 2,
+        chunk_tokens: int = CHUNK_TOKENS,
+        seed: int = 0,
+        lanes: Sequence[Lane] | None = None,
+        reference: bool = False,
+        deadline_s: float = 600.0,
+        trace: bool = False,
+        on_nonfinite: Literal["stop", "skip"] = "stop",
+    ) -> None:
+        """`update="none"` leaves gradients in the store, in kind `grad`. `lanes` are for tests."""
+        assert (optimizer is None) == (update == "none"), "an optimizer goes with updates"
+        device = device or CpuDevice()
+        self._shape = functools.partial(
+            StepShape,
+            num_blocks=len(decoder.blocks),
+            num_slots=num_slots,
+            tape=tape,
+            num_tape_slots=num_tape_slots,
+            copying=device.copying,
+            update=update,
+            tied=decoder.tied,
+            trained=tuple(any(p.trained for p in block.params) for block in decoder.blocks),
+        )
+        self._machine = Machine(
+            decoder, store, device, self._shape(), optimizer, chunk_tokens=chunk_tokens, seed=seed
+        )
+        self._vocab_size = decoder.model.get_input_embeddings().weight.shape[0]
+        self.device = device
+        self.trace = Trace() if trace else None
+        self._player: Player | Reference = (
+            Reference(trace=self.trace)
+            if reference
+            else Player(
+                lanes or [Lane(name) for name in LANES], deadline_s=deadline_s, trace=self.trace
+            )
+        )
+        self._schedule = functools.cache(_build)
+        self._late = update == "late"
+        self._on_nonfinite = on_nonfinite
+        self._pending: StepActions | None = None
+        self._num_steps = 0
+        self.torn = False
+        """True once a failure left some blocks updated and others not: reload the weights."""
+
+    def step(self, batch: Sequence[MicroBatch]) -> StepResult:
+        """Train on one batch; return when the loss is known and compute is done.
+
+        A late update whose gradient is not finite is not applied: the step is run once more from
+        the same inputs, and if that changes nothing, stopped or skipped. In backward, the blocks
+        with such a gradient are skipped, and only they.
+
+        Raises BatchError before anything is touched, NonFiniteStep, else what a lane raised.
+        """
+        check_batch(batch, self._vocab_size)
+        self._num_steps += 1
+        actions = StepActions(self._machine, batch, self._num_steps)
+        kind = "pending step" if self._pending is not None else "step"
+        self._play(kind, actions, len(batch), until=_UNTIL_KNOWN)
+        self._pending, fault = None, None
+        blocks = actions.faulty_blocks
+        if blocks and self._late:
+            actions = StepActions(self._machine, batch, self._num_steps)
+            self._play("step", actions, len(batch), until=_UNTIL_KNOWN)
+            fault = Fault(blocks=blocks, repeated=bool(actions.faulty_blocks))
+        elif blocks:
+            fault = Fault(blocks=blocks, repeated=True)
+        if fault is not None and fault.repeated:
+            fault = locate_fault(fault, batch, self._gradient_is_finite)
+            if self._on_nonfinite == "stop":
+                raise NonFiniteStep(f"step {self._num_steps}: the gradient is {fault}")
+        applied = fault is None or not fault.repeated
+        self._pending = actions if self._late and applied else None
+        losses = tuple(float(actions.losses[micro]) for micro in range(len(batch)))
+        return StepResult(
+            loss=sum(losses),
+            micro_losses=losses,
+            num_tokens=sum(micro.num_tokens for micro in batch),
+            num_trained=sum(micro.num_trained for micro in batch),
+            grad_norm=self._machine.verdict.norm if self._late else None,
+            fault=fault,
+            applied=applied,
+        )
+
+    def _gradient_is_finite(self, micro: MicroBatch) -> bool:
+        """Return whether a micro-batch alone gives a finite gradient, without an update."""
+        shape = self._shape(num_micro=1, update="none")
+        actions = StepActions(self._machine, [micro], self._num_steps)
+        self._play_ops(self._schedule("step", shape), actions, (OpKind.DRAIN,))
+        return not actions.faulty_blocks
+
+    def evaluate(self, batch: Sequence[MicroBatch]) -> tuple[float, int]:
+        """Return the summed negative log-probability of the batch's targets, and their number."""
+        check_batch(batch, self._vocab_size)
+        self.settle()
+        actions = StepActions(self._machine, batch, 0)
+        self._play("forward", actions, len(batch), until=(OpKind.HEAD,))
+        total, count = 0.0, 0
+        for micro, logprobs in sorted(actions.logprobs.items()):
+            targets = next_token_targets(batch[micro].labels)
+            total -= float(logprobs.double().sum())
+            count += int((targets != IGNORED).sum())
+        return total, count
+
+    def settle(self) -> None:
+        """Finish all updates. Weights, masters and moments are then those after the last step."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._play("flush", pending, 1, until=(OpKind.UPDATE,))
+        self._guarded(self._player.settle)
+
+    def close(self) -> None:
+        """Finish all updates, unless a lane failed, and end the lanes."""
+        try:
+            if not self.torn:
+                self.settle()
+        except PlayerStopped:
+            pass
+        finally:
+            if isinstance(self._player, Player):
+                self._player.close()
+
+    def write_trace(self, path: Path) -> None:
+        """Write what the lanes did as Chrome's JSON; Perfetto opens it."""
+        assert self.trace is not None, "made without trace=True"
+        self.trace.write(path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _play(
+        self, kind: str, actions: StepActions, num_micro: int, until: tuple[OpKind, ...]
+    ) -> None:
+        self._play_ops(self._schedule(kind, self._shape(num_micro=num_micro)), actions, until)
+
+    def _play_ops(self, ops: list[Op], actions: StepActions, until: tuple[OpKind, ...]) -> None:
+        self._playing = actions
+        # Layers draw from the global generator, seeded for each op; the caller's draws go on.
+        random_state = torch.get_rng_state()
+        try:
+            self._guarded(lambda: self._player.play(ops, actions.table()).wait(*until))
+        finally:
+            torch.set_rng_state(random_state)
+
+    def _guarded(self, run: Callable[[], None]) -> None:
+        """Run; if a lane fails, note whether it left a step half applied."""
+        try:
+            run()
+        except BaseException:
+            self.torn = self.torn or bool(self._playing.updated)
+            self._pending = None
+            self._machine.tape.clear()
+            raise
+
+
+def _build(kind: str, shape: StepShape) -> list[Op]:
+    if kind == "forward":
+        return build_forward(shape)
+    if kind == "flush":
+        return build_flush(shape)
+    return build_step(shape, pending=kind == "pending step")

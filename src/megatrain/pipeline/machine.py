@@ -1,0 +1,119 @@
+"""The memory of an engine: what stays from step to step, and where ops find it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatrain.memory.grad_slots import GradSlots
+from megatrain.memory.layout import Kind, Segment
+from megatrain.memory.slots import SlotId, Slots
+from megatrain.memory.store import Store
+from megatrain.memory.tape import Tape
+from megatrain.models.decoder import Decoder
+from megatrain.models.template import Template
+from megatrain.pipeline.declarations import OpTable
+from megatrain.pipeline.device import CpuDevice
+from megatrain.pipeline.ops import Op
+from megatrain.pipeline.shape import StepShape
+
+
+class Optimizer(Protocol):
+    """What the host lane needs of an optimizer. `number` counts updates from 1."""
+
+    def squared_norm(self, gradient: Tensor) -> float:
+        """Return the sum of squares of a flat gradient; finite exactly when all of it is."""
+
+    def clip_factor(self, norm: float) -> float:
+        """Return what all gradients of a step with this norm are multiplied with."""
+
+    def update(self, segment: Segment, gradient: Tensor, number: int, scale: float) -> None:
+        """Update weights, master and moments of a segment of the store, in place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What is to become of a step's gradients, once all norms are known."""
+
+    norm: float
+    scale: float
+    number: int
+    """Of the update; 0: not applied, because the norm is not finite."""
+
+
+class Machine:
+    """Slots, tape, gradients and weights of one engine."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        store: Store,
+        device: CpuDevice,
+        shape: StepShape,
+        optimizer: Optimizer | None,
+        *,
+        chunk_tokens: int,
+        seed: int,
+    ) -> None:
+        """Allocate what `shape` needs, whatever its number of micro-batches."""
+        self.decoder, self.store, self.device = decoder, store, device
+        self.optimizer, self.chunk_tokens, self.seed = optimizer, chunk_tokens, seed
+        self.template = Template(decoder)
+        self.tape = Tape(device)
+        layout, places = store.layout, OpTable(shape).places
+        self.slots = (
+            Slots(layout, shape.num_slots, lambda size: device.allocate(size, "weight slots"))
+            if shape.copying
+            else None
+        )
+        users: dict[SlotId, list[int]] = {}
+        ring_users: dict[SlotId, list[int]] = {}
+        for block, place in enumerate(places):
+            if place.grad_slot is not None:
+                users.setdefault(place.grad_slot, []).append(block)
+            if place.host_grad is not None:
+                ring_users.setdefault(place.host_grad, []).append(block)
+        self.grad_slots = GradSlots(
+            layout, users, lambda size: device.allocate(size, "gradient slots")
+        )
+        self._host_grads = {
+            slot: torch.zeros(max(map(self._gradient_bytes, blocks)), dtype=torch.uint8)
+            for slot, blocks in ring_users.items()
+        }
+        self._stored = [
+            {param.name: store.param(param.name, Kind.HI) for param in block.params}
+            for block in decoder.blocks
+        ]
+        self.trained = frozenset(param.name for param in decoder.params if param.trained)
+        self.head_weight = decoder.owner(f"{decoder.head_path}.weight")
+        self.head_bias = f"{decoder.head_path}.bias"
+        self.verdict = Verdict(norm=0.0, scale=1.0, number=0)
+        self.num_updates = 0
+
+    def weights(self, block: int, slot: SlotId | None) -> dict[str, Tensor]:
+        """Return what compute reads: views into the slot, or into the store."""
+        if slot is None:
+            return self._stored[block]
+        assert self.slots is not None
+        return self.slots.weights(slot, block)
+
+    def gradients(self, op: Op) -> list[tuple[Segment, Tensor]]:
+        """Return where the gradient of the op's block is on the host, segment by segment."""
+        assert op.block is not None
+        segments = self.store.layout.trained_segments(op.block)
+        if op.host_grad is None:
+            return [(segment, self.store.segment(segment, Kind.GRAD)) for segment in segments]
+        buffer, start = self._host_grads[op.host_grad], 0
+        result = []
+        for segment in segments:
+            stop = start + segment.num_elements * segment.dtype.itemsize
+            result.append((segment, buffer[start:stop].view(segment.dtype)))
+            start = stop
+        return result
+
+    def _gradient_bytes(self, block: int) -> int:
+        segments = self.store.layout.trained_segments(block)
+        return sum(segment.num_elements * segment.dtype.itemsize for segment in segments)

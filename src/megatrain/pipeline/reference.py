@@ -1,0 +1,47 @@
+"""Plays a schedule one op at a time, in the order of its list, in the caller's thread.
+
+The oracle: no lanes, no waits, no overlap, nothing to get wrong but the schedule and the actions.
+It takes the place of a Player, so that a wrong result can be pinned on one or the other.
+
+Laws (tests/pipeline/test_reference.py)
+    1. When `play` returns, every op has been done, in list order.
+    2. An exception leaves `play` as it is; no later op is done.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+
+from megatrain.pipeline.lanes import Action
+from megatrain.pipeline.ops import Op, OpKind
+from megatrain.pipeline.trace import Span, Trace
+
+
+class Played:
+    """A list of ops that is done."""
+
+    def wait(self, *kinds: OpKind) -> None:
+        """Return at once."""
+
+
+class Reference:
+    """A player without lanes."""
+
+    def __init__(self, *, trace: Trace | None = None) -> None:
+        self._trace = trace
+        self._num_played = 0
+
+    def play(self, ops: Iterable[Op], actions: Mapping[OpKind, Action]) -> Played:
+        """Do all ops; returns when they are done."""
+        for op in ops:
+            start_ns = time.perf_counter_ns()
+            num_bytes = actions[op.kind](op) or 0
+            if self._trace is not None:
+                end_ns = time.perf_counter_ns()
+                self._trace.add(Span(self._num_played, op.lane, op, start_ns, end_ns, num_bytes))
+        self._num_played += 1
+        return Played()
+
+    def settle(self) -> None:
+        """Return at once: nothing is under way."""

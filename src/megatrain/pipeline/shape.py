@@ -1,0 +1,83 @@
+"""The shape of a step: all that decides which ops it has, and in which order.
+
+A shape is plain numbers. It knows no model, no bytes and no device, so the plan, the checks and
+the simulator can ask for any shape at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatrain.errors import ScheduleError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """Blocks 0 (embedding), 1 .. num_blocks-2 (layers), num_blocks-1 (head), and their places."""
+
+    num_blocks: int
+    num_micro: int = 1
+    """Micro-batches of the step. Each block serves all of them before the next block."""
+    num_slots: int = 2
+    """Slots that the layers rotate through. Embedding and head have slots of their own."""
+    num_grad_slots: int = 2
+    """Gradient slots that the layers rotate through. One lets nothing overlap with a drain."""
+    tape: Literal["device", "host"] = "device"
+    num_tape_slots: int = 2
+    """Device ring between compute and a host tape. No stall if `num_tape_slots` micro-batches of
+    backward last as long as one fetch and two restores."""
+    copying: bool = True
+    """False: unified memory. There are no fetches, compute reads weights in the store."""
+    update: Literal["none", "in_backward", "late"] = "none"
+    num_host_grads: int = 2
+    """Host gradient buffers that the layers rotate through, with update="in_backward"."""
+    tied: bool = False
+    """The head reads the embedding's weights too, and adds to their gradient before it does."""
+    trained: tuple[bool, ...] = ()
+    """One flag per block; empty means all."""
+
+    def __post_init__(self) -> None:
+        if not self.trained:
+            object.__setattr__(self, "trained", (True,) * self.num_blocks)
+        for name, least in _LEAST.items():
+            if (value := getattr(self, name)) < least:
+                raise ScheduleError(f"{name} is {value}, must be at least {least}")
+        if len(self.trained) != self.num_blocks:
+            raise ScheduleError(
+                f"trained has {len(self.trained)} flags for {self.num_blocks} blocks"
+            )
+        if not any(self.trained):
+            raise ScheduleError("no block is trained: a step would have nothing to do")
+
+    @property
+    def head(self) -> int:
+        return self.num_blocks - 1
+
+    @property
+    def last_layer(self) -> int:
+        return self.num_blocks - 2
+
+    @property
+    def lowest(self) -> int:
+        """The lowest trained block: backward ends there."""
+        return self.trained.index(True)
+
+    @property
+    def bottom_layer(self) -> int:
+        """The lowest layer that backward visits; the head's number if it visits none."""
+        return max(1, self.lowest)
+
+    @property
+    def trained_blocks(self) -> list[int]:
+        return [block for block, trained in enumerate(self.trained) if trained]
+
+
+_LEAST = {
+    "num_blocks": 3,
+    "num_micro": 1,
+    "num_slots": 2,
+    "num_grad_slots": 1,
+    "num_tape_slots": 2,
+    "num_host_grads": 2,
+}

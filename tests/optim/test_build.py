@@ -1,0 +1,49 @@
+"""The library is built where there is a C compiler; the package is built all the same without."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatrain.optim.native import NativeKernel
+
+ROOT = Path(__file__).parents[2]
+
+
+def build(target: Path, **environment: str) -> tuple[Path, str]:
+    """Run the build step of the package; the path of its library, and what it said."""
+    pytest.importorskip("setuptools")
+    command = [sys.executable, "setup.py", "build_ext"]
+    command += ["--build-lib", str(target), "--build-temp", str(target / "temp")]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    return target / "megatrain" / "optim" / "libkernel.so", done.stdout
+
+
+@pytest.mark.usefixtures("compile_kernel")  # skips where there is no compiler
+def test_a_compiler_is_enough(tmp_path: Path) -> None:
+    library, _ = build(tmp_path)
+    assert NativeKernel(library).description.startswith("native")
+
+
+@pytest.mark.parametrize("compiler", ["/bin/false", "/no/such/compiler"])
+def test_without_a_compiler_one_line_says_so(tmp_path: Path, compiler: str) -> None:
+    library, said = build(tmp_path, CC=compiler)
+    assert not library.exists()
+    (line,) = [line for line in said.splitlines() if "torch kernel" in line]
+    assert line.endswith(
+        "kernel.c was not compiled (no working C compiler with OpenMP): "
+        "the torch kernel will be used, same results, slower"
+    )
