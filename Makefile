@@ -17,6 +17,8 @@ test:  ## the tests of CI
 
 bench:  ## every benchmark, as JSON lines
 	$(python) -m benchmarks.load_export --json
+	$(python) -m benchmarks.optimizer --json
+	$(python) -m benchmarks.masters --json
 
 long:  ## proofs that take hours
 	$(python) -m pytest -m long -s

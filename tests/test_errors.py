@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatrain import errors
-from megatrain.errors import MegaTrainError, listing
+from megatrain.errors import MegaTrainError, ModelFolderError, listing
 
 
 def _classes() -> list[type[MegaTrainError]]:
@@ -28,3 +28,12 @@ def test_every_error_says_what_it_is() -> None:
 def test_long_lists_are_cut() -> None:
     assert listing(["b", "a"]) == "a, b"
     assert listing(map(str, range(10)), most=2) == "0, 1, and 8 more"
+
+
+def test_long_names_are_cut() -> None:
+    assert listing(["a" * 201]) == "a" * 200 + "..."
+
+
+def test_a_message_cannot_steer_a_terminal() -> None:
+    error = ModelFolderError("tensor \x1b]0;owned\x07 \ud800 \u202e\r\nsays \u00e9")
+    assert str(error) == "tensor \\x1b]0;owned\\x07 \\ud800 \\u202e\\r\nsays \u00e9"

@@ -19,6 +19,9 @@ class MegaTrainError(Exception):
     code = "MT000"
     exit_code = 1
 
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
+
 
 class ScheduleError(MegaTrainError):
     """A schedule, or the shape asked for, breaks a law. The code is wrong, not the data."""
@@ -115,8 +118,19 @@ class DiskError(MegaTrainError):
     exit_code = 5
 
 
+def printable(text: str) -> str:
+    """Return `text` with control characters spelled out.
+
+    A message may quote names from a foreign folder, and those must not steer a terminal.
+    """
+    return "".join(
+        char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode()
+        for char in text
+    )
+
+
 def listing(names: Iterable[str], most: int = 8) -> str:
     """Return names for a message: the first `most`, and how many more there are."""
     names = sorted(names)
-    shown = ", ".join(names[:most])
+    shown = ", ".join(name if len(name) <= 200 else f"{name[:200]}..." for name in names[:most])
     return shown if len(names) <= most else f"{shown}, and {len(names) - most} more"

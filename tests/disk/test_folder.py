@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatrain.disk.folder import INDEX_NAME, parse_index, read_folder
-from megatrain.errors import ModelFolderError, WeightsFormatError
+from megatrain.disk.folder import INDEX_NAME, parse_index, read_config_bytes, read_folder
+from megatrain.errors import DiskError, ModelConfigError, ModelFolderError, WeightsFormatError
 
 
 def _index(folder: Path, weight_map: Any) -> None:
@@ -80,7 +80,7 @@ def test_index_and_files_must_agree(tmp_path: Path) -> None:
     with pytest.raises(WeightsFormatError, match="holds tensor 'b'"):
         read_folder(tmp_path)
     _index(tmp_path, {"a": "one.safetensors", "b": "one.safetensors", "c": "one.safetensors"})
-    with pytest.raises(WeightsFormatError, match="in files that lack them: c"):
+    with pytest.raises(WeightsFormatError, match="which lacks them: c"):
         read_folder(tmp_path)
     _index(tmp_path, {"a": "gone.safetensors"})
     with pytest.raises(ModelFolderError, match="does not exist"):
@@ -93,3 +93,28 @@ def test_folders_without_weights_say_what_they_have(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ModelFolderError, match=r"neither .* It has pytorch_model\.bin"):
         read_folder(tmp_path)
+
+
+def test_a_folder_without_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelFolderError, match=r"no config\.json"):
+        read_config_bytes(tmp_path)
+
+
+def test_a_huge_config_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b" " * (5 << 20))
+    with pytest.raises(ModelConfigError, match="larger than 4 MiB"):
+        read_config_bytes(tmp_path)
+
+
+def test_a_folder_that_cannot_be_read_is_an_error_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "config.json").write_text("{}")
+    _index(tmp_path, {"a": "gone.safetensors"})
+    monkeypatch.setattr(Path, "open", refuse)
+    for read in (read_config_bytes, read_folder):
+        with pytest.raises(DiskError, match=r"cannot read .*Permission denied"):
+            read(tmp_path)

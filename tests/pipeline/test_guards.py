@@ -46,20 +46,20 @@ Poison = Callable[[int, int, float, int], None]
 
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[Poison]:
-    """Give `poison(block, nth put of that block, value, how many times)`: it spoils one element."""
+    """Give `poison(block, nth part of that block, value, how many times)`: spoils one element."""
     plan: dict[str, Any] = {}
-    put = GradSlots.put
+    add = GradSlots.add
 
-    def spoiling_put(self: GradSlots, slot: Any, block: int, grads: Any, *, adds: bool) -> None:
-        put(self, slot, block, grads, adds=adds)
+    def spoiling_add(self: GradSlots, slot: Any, block: int, grads: Any) -> None:
         if plan.get("block") == block and plan["times"] > 0:
             plan["skip"] -= 1
             if plan["skip"] < 0:
-                _, flat = self.segments(slot, block)[0]
-                flat[plan["element"] % 32] = plan["value"]
+                name = next(name for name, grad in grads.items() if grad is not None)
+                grads[name].view(-1)[plan["element"]] = plan["value"]
                 plan["times"] -= 1
+        add(self, slot, block, grads)
 
-    monkeypatch.setattr(GradSlots, "put", spoiling_put)
+    monkeypatch.setattr(GradSlots, "add", spoiling_add)
 
     def arm(block: int, skip: int, value: float, times: int, element: int = 0) -> None:
         plan.update(block=block, skip=skip, value=value, times=times, element=element)

@@ -14,7 +14,6 @@ Laws (tests/disk/test_export.py)
 from __future__ import annotations
 
 import json
-import re
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +29,10 @@ from megatrain.disk.files import (
     temporary_name,
     write_file,
 )
-from megatrain.disk.folder import INDEX_NAME, SINGLE_NAME, parse_index
+from megatrain.disk.folder import INDEX_NAME, SINGLE_NAME, carried_files, read_index
 from megatrain.disk.names import FolderTensor, NameMap
 from megatrain.disk.safetensors_format import format_header
-from megatrain.errors import WeightsFormatError
+from megatrain.errors import ModelFolderError, WeightsFormatError
 from megatrain.memory.layout import Kind
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
@@ -41,11 +40,6 @@ from megatrain.models.model_config import CONFIG_NAME, read_object
 from megatrain.progress import Advance, byte_progress
 
 SHARD_BYTES = 5_000_000_000
-_CARRIED = re.compile(
-    r"generation_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)"
-    r"|merges\.txt|chat_template\.(jinja|json)|(tokenizer|spiece|sentencepiece).*\.(json|model)"
-)
-"""What a folder carries beside weights and config: tokenizer, chat template, generation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +95,8 @@ def _present_weights(folder: Path) -> set[str]:
     names = {name for name in (SINGLE_NAME, INDEX_NAME) if (folder / name).exists()}
     if INDEX_NAME in names:
         try:
-            shards = set(parse_index((folder / INDEX_NAME).read_bytes()).values())
-        except WeightsFormatError:
+            shards = set(read_index(folder).values())
+        except (ModelFolderError, WeightsFormatError):
             shards = set()  # no reader could use it; it is about to be replaced
         names |= {shard for shard in shards if (folder / shard).exists()}
     return names
@@ -184,6 +178,5 @@ def _carry_files(source: Path, target: Path) -> None:
     """Copy the tokenizer and generation files, unless they are there already."""
     if source.resolve() == target.resolve() or not source.is_dir():
         return
-    for path in sorted(source.iterdir()):
-        if _CARRIED.fullmatch(path.name) and path.is_file():
-            write_file(target / path.name, path.read_bytes())
+    for name, path in carried_files(source).items():
+        write_file(target / name, path.read_bytes())

@@ -1,4 +1,4 @@
-"""The weights of a Hugging Face folder: which file holds which tensor, before any weight is read.
+"""The files of a Hugging Face folder: config, tokenizer, and which file holds which tensor.
 
 A folder is foreign input. Its index may name only plain files inside it, and a link counts as
 inside only where the Hugging Face cache puts its links: from `snapshots/X` into `blobs`.
@@ -11,17 +11,34 @@ Laws (tests/disk/test_folder.py)
 from __future__ import annotations
 
 import json
+import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatrain.disk.safetensors_format import TensorEntry, read_entries
-from megatrain.errors import ModelFolderError, WeightsFormatError, listing
+from megatrain.disk.safetensors_format import MAX_NAME, TensorEntry, read_entries, unique_keys
+from megatrain.errors import (
+    DiskError,
+    ModelConfigError,
+    ModelFolderError,
+    WeightsFormatError,
+    listing,
+)
+from megatrain.models.model_config import CONFIG_NAME, MAX_BYTES
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-MAX_INDEX_BYTES = 64 << 20
+MAX_INDEX_BYTES = 32 << 20
+MAX_SHARDS = 10_000
+MAX_CARRIED_BYTES = 256 << 20
+_CARRIED = re.compile(
+    r"generation_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)"
+    r"|merges\.txt|chat_template\.(jinja|json)|(tokenizer|spiece|sentencepiece).*\.(json|model)"
+)
+"""What a folder carries beside weights and config: tokenizer, chat template, generation."""
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}\.safetensors")
 
 
@@ -33,27 +50,67 @@ class StoredTensor:
     entry: TensorEntry
 
 
+def read_config_bytes(folder: Path) -> bytes:
+    """Return the bytes of `folder/config.json`. Raises ModelFolderError or ModelConfigError."""
+    with _explained(folder):
+        _require_folder(folder)
+        if not os.path.lexists(folder / CONFIG_NAME):
+            raise ModelFolderError(
+                f"{folder}: no {CONFIG_NAME}: this is not a Hugging Face model folder"
+            )
+        data = _read(resolve(folder, CONFIG_NAME), MAX_BYTES)
+    if len(data) > MAX_BYTES:
+        raise ModelConfigError(f"{CONFIG_NAME} is larger than {MAX_BYTES >> 20} MiB")
+    return data
+
+
 def read_folder(folder: Path) -> dict[str, StoredTensor]:
     """Return every tensor of the folder's weights, by name."""
-    if not folder.is_dir():
-        raise ModelFolderError(f"{folder} is not a folder. Give a local Hugging Face model folder.")
-    if (folder / SINGLE_NAME).exists():
-        path = resolve(folder, SINGLE_NAME)
-        return {e.name: StoredTensor(path=path, entry=e) for e in read_entries(path)}
-    if (folder / INDEX_NAME).exists():
-        return _read_shards(folder)
-    others = [p.name for p in folder.glob("*.bin")] + [p.name for p in folder.glob("*.safetensors")]
+    with _explained(folder):
+        _require_folder(folder)
+        if (folder / SINGLE_NAME).exists():
+            path = resolve(folder, SINGLE_NAME)
+            return {e.name: StoredTensor(path=path, entry=e) for e in read_entries(path)}
+        if (folder / INDEX_NAME).exists():
+            return _read_shards(folder)
+        others = [p.name for kind in ("*.bin", "*.safetensors") for p in folder.glob(kind)]
     hint = f" It has {listing(others)}, which are not read; convert them first." if others else ""
     raise ModelFolderError(f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}.{hint}")
 
 
-def _read_shards(folder: Path) -> dict[str, StoredTensor]:
-    index_path = resolve(folder, INDEX_NAME)
-    if index_path.stat().st_size > MAX_INDEX_BYTES:
+def _require_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ModelFolderError(f"{folder} is not a folder. Give a local Hugging Face model folder.")
+
+
+def carried_files(folder: Path) -> dict[str, Path]:
+    """Return the files that an export takes over, by name. Raises ModelFolderError.
+
+    A tokenizer that is a link to a private file would be published with the next export.
+    """
+    with _explained(folder):
+        names = [path.name for path in folder.iterdir() if path.exists()]
+        files = {name: resolve(folder, name) for name in sorted(names) if _CARRIED.fullmatch(name)}
+        for name, path in files.items():
+            if path.stat().st_size > MAX_CARRIED_BYTES:
+                raise ModelFolderError(
+                    f"{folder / name} is larger than {MAX_CARRIED_BYTES >> 20} MiB: refused"
+                )
+    return files
+
+
+def read_index(folder: Path) -> dict[str, str]:
+    """Return the index's map from tensor to shard name."""
+    data = _read(resolve(folder, INDEX_NAME), MAX_INDEX_BYTES)
+    if len(data) > MAX_INDEX_BYTES:
         raise WeightsFormatError(f"{INDEX_NAME} is larger than {MAX_INDEX_BYTES >> 20} MiB")
-    wanted = parse_index(index_path.read_bytes())
+    return parse_index(data)
+
+
+def _read_shards(folder: Path) -> dict[str, StoredTensor]:
+    wanted = read_index(folder)
     found: dict[str, StoredTensor] = {}
-    for shard in sorted(set(wanted.values())):
+    for shard, names in _by_shard(wanted).items():
         path = resolve(folder, shard)
         for entry in read_entries(path):
             if wanted.get(entry.name) != shard:
@@ -61,24 +118,42 @@ def _read_shards(folder: Path) -> dict[str, StoredTensor]:
                     f"{shard} holds tensor {entry.name[:200]!r}, but {INDEX_NAME} says otherwise"
                 )
             found[entry.name] = StoredTensor(path=path, entry=entry)
-    absent = wanted.keys() - found.keys()
-    if absent:
-        raise WeightsFormatError(
-            f"{INDEX_NAME} places {len(absent)} tensors in files that lack them: {listing(absent)}"
-        )
+        # At once: a thousand links to one large file without tensors would keep us busy.
+        if absent := names - found.keys():
+            raise WeightsFormatError(
+                f"{INDEX_NAME} places {len(absent)} tensors in {shard}, which lacks them: "
+                f"{listing(absent)}"
+            )
     return found
+
+
+def _by_shard(wanted: dict[str, str]) -> dict[str, set[str]]:
+    """Return each shard's tensors, shards in order."""
+    shards: dict[str, set[str]] = {shard: set() for shard in sorted(set(wanted.values()))}
+    if len(shards) > MAX_SHARDS:
+        raise WeightsFormatError(
+            f"{INDEX_NAME} names {len(shards)} files; up to {MAX_SHARDS} are read"
+        )
+    for tensor, shard in wanted.items():
+        shards[shard].add(tensor)
+    return shards
 
 
 def parse_index(data: bytes) -> dict[str, str]:
     """Return the index's map from tensor to shard name. Raises WeightsFormatError."""
     try:
-        index: Any = json.loads(data.decode("utf-8"))
+        index: Any = json.loads(data.decode("utf-8"), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise WeightsFormatError(f"{INDEX_NAME} is not valid JSON: {str(error)[:200]}") from error
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise WeightsFormatError(f"{INDEX_NAME} has no weight_map")
     for tensor, shard in weight_map.items():
+        if len(tensor) > MAX_NAME:
+            raise WeightsFormatError(
+                f"{INDEX_NAME}: the name {tensor[:80]!r}... has {len(tensor)} characters, more "
+                f"than {MAX_NAME}"
+            )
         if not isinstance(shard, str) or not _SHARD_NAME.fullmatch(shard):
             raise WeightsFormatError(
                 f"{INDEX_NAME} places {tensor[:200]!r} in {str(shard)[:200]!r}, "
@@ -89,8 +164,11 @@ def parse_index(data: bytes) -> dict[str, str]:
 
 def resolve(folder: Path, name: str) -> Path:
     """Return the real path of a regular file in `folder`; refuse one that leads out of it."""
-    base = folder.resolve()
-    path = (base / name).resolve()
+    try:
+        base = folder.resolve()
+        path = (base / name).resolve()
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        raise ModelFolderError(f"{folder / name} cannot be followed: {error}") from error
     homes = [base]
     if base.parent.name == "snapshots":  # the Hugging Face cache
         homes.append(base.parent.parent / "blobs")
@@ -101,3 +179,18 @@ def resolve(folder: Path, name: str) -> Path:
     if not path.is_file():
         raise ModelFolderError(f"{folder / name} is not a regular file: refused")
     return path
+
+
+def _read(path: Path, most: int) -> bytes:
+    """Return the bytes of a file, and at most one byte more than `most`."""
+    with path.open("rb") as file:
+        return file.read(most + 1)
+
+
+@contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    """Turn the system's error into ours."""
+    try:
+        yield
+    except OSError as error:
+        raise DiskError(f"cannot read {folder}: {error}") from error

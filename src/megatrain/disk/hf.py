@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Literal
 
 from megatrain.disk.export import SHARD_BYTES, export_weights
+from megatrain.disk.folder import carried_files, read_config_bytes
 from megatrain.disk.load import load_weights
 from megatrain.memory.layout import Kind, build_layout
 from megatrain.memory.store import WITH_CLIP, Store
 from megatrain.models.decoder import Decoder, build_decoder
-from megatrain.models.model_config import parse_config, read_config_bytes
+from megatrain.models.model_config import parse_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,7 @@ def load_model(
     """
     source = Path(folder)
     config_json = read_config_bytes(source)
+    carried_files(source)  # refused now, and not by the export at the end of a run
     decoder = build_decoder(parse_config(config_json), dtype, frozen, attn)
     store = Store(build_layout(decoder.blocks), kinds)
     load_weights(source, decoder, store)

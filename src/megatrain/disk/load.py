@@ -38,6 +38,8 @@ from megatrain.progress import Advance, byte_progress
 
 CHUNK_BYTES = 16 << 20
 NUM_WORKERS = 4
+# Matching a name takes 50 us: no model has more tables and masks in its folder than this.
+_MOST_PER_TENSOR, _MOST_SURPLUS = 4, 4096
 _WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -71,7 +73,13 @@ def match_tensors(folder: Path, decoder: Decoder) -> tuple[list[Match], list[Mat
     matches: list[Match] = []
     aliases: list[Match] = []
     surplus: list[str] = []
-    for name, stored in read_folder(folder).items():
+    tensors = read_folder(folder)
+    if len(tensors) > _MOST_PER_TENSOR * len(names.tensors) + _MOST_SURPLUS:
+        raise WeightsMismatch(
+            f"the weights are {len(tensors)} tensors; the {decoder.config.model_type} in "
+            f"config.json has {len(names.tensors)}"
+        )
+    for name, stored in tensors.items():
         if tensor := names.find(name):
             matches.append(Match(stored=stored, tensor=tensor))
         elif tensor := names.find_alias(name):

@@ -72,6 +72,9 @@ class NameMap:
         spans: dict[str, list[FolderTensor]] = {name: [] for name in self._own}
         for tensor in found:
             spans[tensor.param].append(tensor)
+        wanted: dict[str, list[FolderTensor]] = {}
+        for tensor in self.tensors.values():
+            wanted.setdefault(tensor.param, []).append(tensor)
         missing, twice = set(), []
         for name, pieces in spans.items():
             position, starts = 0, {piece.start for piece in pieces}
@@ -80,11 +83,7 @@ class NameMap:
                     twice.append(name)
                 position = max(position, piece.start + piece.num_elements)
             if sum(piece.num_elements for piece in pieces) < self._own[name].num_elements:
-                missing |= {
-                    tensor.name
-                    for tensor in self.tensors.values()
-                    if tensor.param == name and tensor.start not in starts
-                }
+                missing |= {t.name for t in wanted.get(name, ()) if t.start not in starts}
         return sorted(missing), twice
 
 
@@ -120,8 +119,14 @@ def _reversed_names(
 ) -> dict[str, FolderTensor]:
     """Return the folder's tensors: the reverse conversion of transformers, run on `originals`."""
     owners = {_storage(tensor): name for name, tensor in originals.items()}
-    with _KeepViews():  # type: ignore[no-untyped-call]
-        converted = revert_weight_conversion(model, dict(originals))
+    try:
+        with _KeepViews():  # type: ignore[no-untyped-call]
+            converted = revert_weight_conversion(model, dict(originals))
+    except Exception as error:  # sizes that a model is built with, and no folder could have
+        raise NotSplittable(
+            f"{model.config.model_type}: transformers cannot say how its folders store it: "
+            f"{type(error).__name__}: {str(error)[:300]}"
+        ) from error
     result: dict[str, FolderTensor] = {}
     for name, tensor in converted.items():
         owner = owners.get(_storage(tensor))

@@ -1,71 +1,106 @@
 """Gradient slots: where a block's gradient adds up in fp32 before it is drained.
 
-A slot is one flat fp32 buffer, laid out like the block's trained segments. The first micro-batch
-overwrites, later ones add; padding is zero: it adds nothing to the norm and moves no weight.
+A slot is one flat fp32 buffer, laid out like the block's trained segments. Where compute shares the
+host's memory, a sum of one part is that part: it is kept as it came, and only a second one makes
+the two a sum in the buffer.
 
 Laws (tests/memory/test_grad_slots.py)
-    1. Sums are in fp32, in the order of the micro-batches, whatever the dtype of the parts.
-    2. A param that gets no gradient counts as zero; no offset ever shifts.
+    1. Sums are in fp32, in the order of the parts, whatever the dtype of the parts.
+    2. A param that gets no gradient counts as zero; no offset ever shifts, and padding is zero: it
+       adds nothing to the norm and moves no weight.
     3. What an earlier block left in a slot is never seen again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from megatrain.memory.layout import Layout, Segment
+from megatrain.memory.layout import Layout, Place
 from megatrain.memory.slots import Allocate, SlotId
 
 
 class GradSlots:
     """Buffers for gradients, one per slot."""
 
-    def __init__(self, layout: Layout, users: dict[SlotId, list[int]], allocate: Allocate) -> None:
-        """`users` says which blocks visit each slot; it is as large as the largest of them."""
-        self._layout = layout
+    def __init__(
+        self,
+        layout: Layout,
+        users: dict[SlotId, list[int]],
+        allocate: Allocate,
+        *,
+        keeps_first: bool,
+    ) -> None:
+        """`users` says which blocks visit each slot; it is as large as the largest of them.
+
+        `keeps_first` keeps the first part of a sum instead of a copy of it in the buffer.
+        """
+        self._keeps_first = keeps_first
+        self._places = {
+            block: [layout.segment_places(segment) for segment in layout.trained_segments(block)]
+            for blocks in users.values()
+            for block in blocks
+        }
         self._buffers = {
-            slot: allocate(4 * max(_num_elements(layout, block) for block in blocks)).view(
-                torch.float32
-            )
+            slot: allocate(4 * max(map(self._num_elements, blocks))).view(torch.float32)
             for slot, blocks in users.items()
         }
+        self._views = {
+            (slot, block): self._block_views(slot, block)
+            for slot, blocks in users.items()
+            for block in blocks
+        }
+        self._sums: dict[SlotId, dict[str, Tensor]] = {slot: {} for slot in users}
 
-    def segments(self, slot: SlotId, block: int) -> list[tuple[Segment, Tensor]]:
-        """Return the block's trained segments with their flat parts of `slot`."""
-        result, start = [], 0
-        for segment in self._layout.trained_segments(block):
-            stop = start + segment.num_elements
-            result.append((segment, self._buffers[slot][start:stop]))
-            start = stop
-        return result
+    def begin(self, slot: SlotId) -> None:
+        """Forget what the slot holds: every sum is zero."""
+        self._sums[slot] = {}
 
-    def zero(self, slot: SlotId, block: int) -> None:
-        """Begin a sum at zero."""
-        for _, flat in self.segments(slot, block):
-            flat.zero_()
+    def add(self, slot: SlotId, block: int, grads: Mapping[str, Tensor | None]) -> None:
+        """Add gradients by param name. Parts may be kept until the slot's next `begin`."""
+        sums, views = self._sums[slot], self._views[slot, block]
+        for name, grad in grads.items():
+            if grad is None:
+                continue
+            if name not in sums and self._keeps_first:
+                sums[name] = grad
+                continue
+            view = views[name]
+            if name not in sums:
+                view.copy_(grad)
+            elif sums[name] is view:
+                view.add_(grad)
+            else:
+                view.copy_(sums[name]).add_(grad)
+            sums[name] = view
 
-    def put(
-        self, slot: SlotId, block: int, grads: Mapping[str, Tensor | None], *, adds: bool
-    ) -> None:
-        """Take gradients by param name: add them to the sum, or begin it, zero for the rest."""
-        for segment, flat in self.segments(slot, block):
-            for place in self._layout.segment_places(segment):
+    def write_out(self, slot: SlotId, block: int, targets: Sequence[Tensor]) -> None:
+        """Write the sums to flat `targets`, one per trained segment, in their dtype."""
+        sums = self._sums[slot]
+        for target, places in zip(targets, self._places[block], strict=True):
+            for place in places:
                 stop = place.start + place.param.num_elements
-                grad = grads.get(place.param.name)
-                part = flat[place.start : stop]
-                if grad is None:
-                    if not adds:
-                        part.zero_()
-                elif adds:
-                    part.view(place.param.shape).add_(grad)
+                part = target[place.start : stop].view(place.param.shape)
+                if place.param.name in sums:
+                    part.copy_(sums[place.param.name])
                 else:
-                    part.view(place.param.shape).copy_(grad)
-                if not adds:
-                    flat[stop : place.padded_stop].zero_()
+                    part.zero_()
+                target[stop : place.padded_stop].zero_()
+
+    def _num_elements(self, block: int) -> int:
+        return sum(places[-1].padded_stop for places in self._places[block])
+
+    def _block_views(self, slot: SlotId, block: int) -> dict[str, Tensor]:
+        """Return the block's params as views into the slot, in their own shapes."""
+        views, start = {}, 0
+        for places in self._places[block]:
+            for place in places:
+                views[place.param.name] = _view(self._buffers[slot][start:], place)
+            start += places[-1].padded_stop
+        return views
 
 
-def _num_elements(layout: Layout, block: int) -> int:
-    return sum(segment.num_elements for segment in layout.trained_segments(block))
+def _view(flat: Tensor, place: Place) -> Tensor:
+    return flat[place.start : place.start + place.param.num_elements].view(place.param.shape)

@@ -60,8 +60,9 @@ class Tape:
     def restore(self, key: Key, ring_slot: int) -> int:
         """Copy an input from the host into the ring; return its bytes."""
         buffer = self._on_host.pop(key)
-        self._ring[ring_slot] = self._mover.to_device(buffer)
-        self._spare[key] = buffer
+        hidden = self._ring[ring_slot] = self._mover.to_device(buffer)
+        if hidden is not buffer:  # a copy: the buffer can serve the next step
+            self._spare[key] = buffer
         return buffer.nbytes
 
     def clear(self) -> None:

@@ -19,14 +19,14 @@ Laws (tests/models/test_decoder.py, tests/models/test_families.py)
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from megatrain.errors import NotSplittable, listing
 from megatrain.models.recorder import (
@@ -37,9 +37,12 @@ from megatrain.models.recorder import (
     stand_in_weights,
     tensors_in,
 )
+from megatrain.models.skeleton import build_skeleton
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 MAX_LAYER_OUTPUTS = 3
+MAX_STAND_IN = 1 << 26
+"""Elements. A product with a stand-in makes a real matrix of it."""
 
 BlockKind = Literal["embedding", "layer", "head"]
 
@@ -130,7 +133,7 @@ def build_decoder(
     `attn` is an attention implementation of transformers (`sdpa`, `eager`, `flex_attention` ...);
     None lets it choose. Costs no memory for weights. Raises NotSplittable.
     """
-    model = _build_skeleton(config, DTYPES[dtype], attn)
+    model = build_skeleton(config, DTYPES[dtype], attn)
     path, layers = _find_layers(model)
     head_path = _find_head(model)
     before, after, num_outputs = _find_sides(model, path, layers, head_path)
@@ -156,55 +159,6 @@ def build_decoder(
         num_layer_outputs=num_outputs,
         head_path=head_path,
     )
-
-
-def _build_skeleton(
-    config: PreTrainedConfig, dtype: torch.dtype, attn: str | None
-) -> PreTrainedModel:
-    """Return the model with parameters on meta and buffers as `from_pretrained` leaves them."""
-    try:
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attn
-            )
-    except Exception as error:  # a config may pass every check of its own and still not build
-        raise NotSplittable(
-            f"transformers cannot build a {config.model_type} from this config: "
-            f"{type(error).__name__}: {str(error)[:300]}"
-        ) from error
-    _apply_dtype_plan(model, dtype)
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.zeros_like(buffer, device="cpu")
-        module.__dict__.pop("_is_hf_initialized", None)
-    for param in model.parameters():
-        param._is_hf_initialized = True  # so that only buffers are initialised below
-    # Since 5.0 every model recomputes its buffers when it is initialised.
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        model.initialize_weights()
-    return model.train()
-
-
-def _apply_dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Give fp32 to what the model keeps in fp32 whatever it is loaded in (routers, decay rates)."""
-    plan = model._get_dtype_plan(dtype)
-    if not plan:
-        return
-    pattern = re.compile("|".join(f"(?:{glob.replace('*', '.*')})" for glob in plan))
-    replaced: dict[int, nn.Parameter] = {}
-    for prefix, module in model.named_modules():
-        for name, param in module._parameters.items():
-            if param is not None and pattern.search(f"{prefix}.{name}"):
-                new = replaced.setdefault(id(param), nn.Parameter(param.detach().float()))
-                module._parameters[name] = new
-        for name, buffer in module._buffers.items():
-            if (
-                buffer is not None
-                and buffer.is_floating_point()
-                and pattern.search(f"{prefix}.{name}")
-            ):
-                module._buffers[name] = buffer.float()
 
 
 def _find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
@@ -235,6 +189,7 @@ def _find_sides(
         for name, module in model.named_modules()
         if module._parameters and name != head_path and not name.startswith(f"{path}.")
     }
+    _refuse_large(model, moments)
     calls, num_outputs = _probe(model, path, layers, head_path, moments)
     _refuse_crosstalk(model, calls, len(layers))
     owned = _owned_names(model, f"{path}.", head_path)
@@ -252,6 +207,18 @@ def _find_sides(
             )
         (before if sides == {True} else after).extend(params)
     return before, after, num_outputs
+
+
+def _refuse_large(model: PreTrainedModel, names: Iterable[str]) -> None:
+    """Refuse projections beside the layers that no model has; a look-up takes only rows."""
+    for name in names:
+        module = model.get_submodule(name)
+        for param in module.parameters(recurse=False):
+            if param.numel() > MAX_STAND_IN and not isinstance(module, nn.Embedding):
+                raise NotSplittable(
+                    f"{model.config.model_type}: {name} lies outside the layers and has "
+                    f"{param.numel()} elements; up to {MAX_STAND_IN} are accepted"
+                )
 
 
 def _owned_names(model: nn.Module, layers_prefix: str, head_path: str) -> dict[str, list[str]]:

@@ -1,8 +1,10 @@
 """From the rows before the output projection to log-probabilities, a loss and its gradients.
 
 Logits are the largest tensor of a step: tokens x vocabulary. Here they exist for CHUNK_TOKENS rows
-at a time: project, score, take the log-probability of each target, go back through the same chunk,
-and free it. Nothing of one chunk is kept for the next: memory does not grow with the batch.
+at a time, once and in the dtype of the weights: project, take the log-probability of each target,
+write the gradient of the logits over them, go back through the projection, and free the chunk.
+Between the two projections rows do not meet, so that part goes PART_ELEMENTS at a time: what it
+needs in fp32 stays in the cache. Memory does not grow with the batch.
 
 A loss is a sum over tokens of weight x log-probability. For fine-tuning the weight is
 -1 / (trained tokens of the whole step), so micro-batches of unequal length add up to what one batch
@@ -24,6 +26,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 CHUNK_TOKENS = 4096
+PART_ELEMENTS = 2**22
+"""Logits that are scored at once: 16 MiB in fp32, below what malloc would map afresh each time."""
 IGNORED = -100
 """The label of a token that is not trained."""
 
@@ -88,17 +92,34 @@ def head_gradients(
         if bias is not None:
             inputs.append(bias.detach().requires_grad_(bias.requires_grad))
         with torch.enable_grad():
-            logits = scores(F.linear(*inputs))
-            part = (token_logprobs(logits, targets[span]) * token_weights[span]).sum()
-        del logits
+            logits = F.linear(*inputs)
+        d_logits = logits.detach()
+        losses = _turn_into_gradient(d_logits, targets[span], token_weights[span], scores)
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
-        grads = iter(torch.autograd.grad(part, wanted))
+        grads = iter(torch.autograd.grad(logits, wanted, d_logits))
+        del logits, d_logits
         d_rows[span] = next(grads)
         d_weight = next(grads) if inputs[1].requires_grad else None
         d_bias = next(grads) if bias is not None and bias.requires_grad else None
         add_gradients(d_weight, d_bias)
-        total += part.detach()
+        total += losses.sum()
     return HeadGradients(loss=total, rows=d_rows)
+
+
+def _turn_into_gradient(
+    logits: Tensor, targets: Tensor, token_weights: Tensor, scores: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return each token's part of the loss; `logits` become their own gradient. (tokens,)"""
+    losses = torch.empty_like(token_weights)
+    num_rows = max(1, PART_ELEMENTS // logits.shape[1])
+    for first in range(0, len(logits), num_rows):
+        span = slice(first, first + num_rows)
+        leaf = logits[span].detach().requires_grad_()
+        with torch.enable_grad():
+            logprobs = token_logprobs(scores(leaf), targets[span])
+        logits[span] = torch.autograd.grad(logprobs, leaf, token_weights[span])[0]
+        losses[span] = logprobs.detach() * token_weights[span]
+    return losses
 
 
 def _chunks(targets: Tensor, chunk_tokens: int) -> list[slice]:

@@ -44,6 +44,7 @@ class Template:
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self._modules = list(decoder.layers)
+        self._names = [{name for name, _ in layer.named_parameters()} for layer in self._modules]
         self._stand_ins = {
             name: zero.detach()
             for name, zero in stand_in_weights(
@@ -73,7 +74,9 @@ class Template:
         """Return what the layer of `call` makes of `hidden`."""
         prefix = f"{self._decoder.layers_path}.{call.layer}."
         bound = {name.removeprefix(prefix): weight for name, weight in weights.items()}
-        module = self._modules[call.layer]
+        module, names = self._modules[call.layer], self._names[call.layer]
+        # A weight left on meta is not always an error in torch: a product with it gives noise.
+        assert bound.keys() == names, f"layer {call.layer} lacks {names - bound.keys()}"
         output = functional_call(
             module, bound, (hidden, *call.args), call.kwargs, tie_weights=False
         )

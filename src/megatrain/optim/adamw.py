@@ -95,8 +95,9 @@ class AdamW:
 
 def decays(param: Param, no_decay: tuple[str, ...] = ()) -> bool:
     """Return whether weight decay is for this param: matrices, not norms, not biases."""
-    leaf = param.name.rpartition(".")[2]
-    if len(param.shape) < 2 or leaf.endswith("bias") or "norm" in param.name.split(".")[-2:-1]:
+    module, _, leaf = param.name.rpartition(".")
+    is_norm = "norm" in module.rpartition(".")[2]  # of heads, say: (heads, head size)
+    if len(param.shape) < 2 or leaf.endswith("bias") or is_norm:
         return False
     return not any(fnmatchcase(param.name, pattern) for pattern in no_decay)
 

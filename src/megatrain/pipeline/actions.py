@@ -45,8 +45,6 @@ class StepActions:
         self.logprobs: dict[int, Tensor] = {}
         """In an evaluation: of each token's target."""
         self._squared_norms: dict[int, float] = {}
-        self.updated: set[int] = set()
-        """Blocks whose update has begun."""
 
     @property
     def faulty_blocks(self) -> tuple[int, ...]:
@@ -127,12 +125,12 @@ class StepActions:
         tied = table is not weights
         slots = dict.fromkeys(weights, (op.grad_slot, block))
         if tied:
-            trained = machine.head_weight in machine.trained
+            # Also for a frozen table: what else the embedding trains adds up in the same slot.
+            trained = machine.store.layout.trained_segments(0)
             slots[machine.head_weight] = ("edge" if trained else None, 0)
         if not op.adds:
-            for slot, owner in set(slots.values()):
-                if slot is not None:
-                    machine.grad_slots.zero(slot, owner)
+            for slot in {slot for slot, _ in slots.values() if slot is not None}:
+                machine.grad_slots.begin(slot)
 
         self._seed(block, micro)
         leaves = self._leaves(weights)
@@ -147,7 +145,7 @@ class StepActions:
                 if part is not None:
                     slot, owner = slots[name]
                     assert slot is not None
-                    machine.grad_slots.put(slot, owner, {name: part}, adds=True)
+                    machine.grad_slots.add(slot, owner, {name: part})
 
         targets = next_token_targets(self._batch[micro].labels)
         result = head_gradients(
@@ -165,7 +163,7 @@ class StepActions:
         tail = {name: tensor for name, tensor in leaves.items() if name not in projection}
         grads = _gradients(rows, tail, given, result.rows)
         if op.grad_slot is not None:
-            machine.grad_slots.put(op.grad_slot, block, grads.params, adds=True)
+            machine.grad_slots.add(op.grad_slot, block, grads.params)
         self._pass_gradient(micro, grads.given)
 
     def _backward(self, op: Op) -> None:
@@ -183,49 +181,48 @@ class StepActions:
                 hidden = machine.template.layer(leaves, given, self._calls[micro][block - 1])
         grads = _gradients(hidden, leaves, given, d_hidden)
         if op.grad_slot is not None:
-            machine.grad_slots.put(op.grad_slot, block, grads.params, adds=op.adds)
+            if not op.adds:
+                machine.grad_slots.begin(op.grad_slot)
+            machine.grad_slots.add(op.grad_slot, block, grads.params)
         self._pass_gradient(micro, grads.given)
 
     def _drain(self, op: Op) -> int:
         machine, block = self._machine, _block(op)
         assert op.grad_slot is not None
-        total, num_bytes = 0.0, 0
-        sums = machine.grad_slots.segments(op.grad_slot, block)
-        for (_, target), (_, source) in zip(machine.gradients(op), sums, strict=True):
-            target.copy_(source)
-            num_bytes += target.nbytes
-            if machine.optimizer is not None:
-                total += machine.optimizer.squared_norm(target)
-        self._squared_norms[block] = total
-        return num_bytes
+        targets = [target for _, target in machine.gradients(op)]
+        machine.grad_slots.write_out(op.grad_slot, block, targets)
+        if machine.optimizer is not None:
+            self._squared_norms[block] = sum(map(machine.optimizer.squared_norm, targets))
+        return sum(target.nbytes for target in targets)
 
     def _clip(self, op: Op) -> None:
         machine = self._machine
         assert machine.optimizer is not None
         norm = math.sqrt(math.fsum(self._squared_norms.values()))
         finite = math.isfinite(norm)
-        machine.num_updates += finite
         machine.verdict = Verdict(
             norm=norm,
             scale=machine.optimizer.clip_factor(norm) if finite else 0.0,
-            number=machine.num_updates if finite else 0,
+            applies=finite,
         )
 
     def _update(self, op: Op) -> int:
         machine, block = self._machine, _block(op)
         assert machine.optimizer is not None
         if op.host_grad is None:
-            number, scale = machine.verdict.number, machine.verdict.scale
+            applies, scale = machine.verdict.applies, machine.verdict.scale
         else:
-            finite = math.isfinite(self._squared_norms[block])
-            number, scale = self._step if finite else 0, 1.0
-        if number == 0:
-            return 0
-        self.updated.add(block)
+            applies, scale = math.isfinite(self._squared_norms[block]), 1.0
         num_bytes = 0
-        for segment, gradient in machine.gradients(op):
-            machine.optimizer.update(segment, gradient, number, scale)
-            num_bytes += gradient.nbytes
+        if applies:
+            machine.half_applied = True
+            machine.num_updates[block] += 1
+            for segment, gradient in machine.gradients(op):
+                number = machine.num_updates[block]
+                machine.optimizer.update(segment, gradient, number, scale)
+                num_bytes += gradient.nbytes
+        if block == machine.last_updated:
+            machine.half_applied = False
         return num_bytes
 
     def _table(self, op: Op, weights: dict[str, Tensor]) -> dict[str, Tensor]:

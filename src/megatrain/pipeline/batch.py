@@ -102,11 +102,16 @@ def check_batch(batch: Sequence[MicroBatch], vocab_size: int) -> None:
                     f"micro-batch {number}: {name} is {tuple(tensor.shape)}, "
                     f"input_ids {tuple(micro.input_ids.shape)}; both must be (rows, length)"
                 )
-        largest = int(micro.input_ids.max())
-        if largest >= vocab_size or int(micro.input_ids.min()) < 0:
-            raise BatchError(
-                f"micro-batch {number}: token {largest} is outside the vocabulary of {vocab_size}"
-            )
+        if micro.input_ids.numel() == 0:
+            raise BatchError(f"micro-batch {number} is {tuple(micro.input_ids.shape)}: no tokens")
+        labels = micro.labels[micro.labels != IGNORED]
+        for name, tokens in {"input_ids": micro.input_ids, "labels": labels}.items():
+            outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
+            if outside.numel() > 0:
+                raise BatchError(
+                    f"micro-batch {number}: token {int(outside[0])} in {name} is outside the "
+                    f"vocabulary of {vocab_size}"
+                )
     if sum(micro.num_trained for micro in batch) == 0:
         raise BatchError(
             "no token of the step is trained: every label is -100 (were answers truncated away?)"

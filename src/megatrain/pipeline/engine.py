@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
 import torch
 
-from megatrain.errors import NonFiniteStep, PlayerStopped
+from megatrain.errors import LaneStuck, NonFiniteStep, PlayerStopped
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
 from megatrain.models.loss import CHUNK_TOKENS, IGNORED, next_token_targets
@@ -155,7 +156,11 @@ class Engine:
         check_batch(batch, self._vocab_size)
         self.settle()
         actions = StepActions(self._machine, batch, 0)
-        self._play("forward", actions, len(batch), until=(OpKind.HEAD,))
+        model = self._machine.decoder.model.eval()  # no dropout; after settle nobody computes
+        try:
+            self._play("forward", actions, len(batch), until=(OpKind.HEAD,))
+        finally:
+            model.train()
         total, count = 0.0, 0
         for micro, logprobs in sorted(actions.logprobs.items()):
             targets = next_token_targets(batch[micro].labels)
@@ -193,9 +198,14 @@ class Engine:
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
-        tb: TracebackType | None,
+        where: TracebackType | None,
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"and then, closing the engine: {failure!r}")
 
     def _play(
         self, kind: str, actions: StepActions, num_micro: int, until: tuple[OpKind, ...]
@@ -203,7 +213,6 @@ class Engine:
         self._play_ops(self._schedule(kind, self._shape(num_micro=num_micro)), actions, until)
 
     def _play_ops(self, ops: list[Op], actions: StepActions, until: tuple[OpKind, ...]) -> None:
-        self._playing = actions
         # Layers draw from the global generator, seeded for each op; the caller's draws go on.
         random_state = torch.get_rng_state()
         try:
@@ -212,11 +221,14 @@ class Engine:
             torch.set_rng_state(random_state)
 
     def _guarded(self, run: Callable[[], None]) -> None:
-        """Run; if a lane fails, note whether it left a step half applied."""
+        """Run; if it fails, end the lanes and note whether they left a step half applied."""
         try:
             run()
-        except BaseException:
-            self.torn = self.torn or bool(self._playing.updated)
+        except BaseException as error:
+            if isinstance(self._player, Player) and not isinstance(error, LaneStuck):
+                with suppress(Exception):  # what a lane raised meanwhile is not the cause
+                    self._player.close()
+            self.torn = self.torn or self._machine.half_applied
             self._pending = None
             self._machine.tape.clear()
             raise

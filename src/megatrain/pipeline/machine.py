@@ -40,8 +40,8 @@ class Verdict:
 
     norm: float
     scale: float
-    number: int
-    """Of the update; 0: not applied, because the norm is not finite."""
+    applies: bool
+    """False: no block is updated, because the norm is not finite."""
 
 
 class Machine:
@@ -77,7 +77,10 @@ class Machine:
             if place.host_grad is not None:
                 ring_users.setdefault(place.host_grad, []).append(block)
         self.grad_slots = GradSlots(
-            layout, users, lambda size: device.allocate(size, "gradient slots")
+            layout,
+            users,
+            lambda size: device.allocate(size, "gradient slots"),
+            keeps_first=not device.copying,
         )
         self._host_grads = {
             slot: torch.zeros(max(map(self._gradient_bytes, blocks)), dtype=torch.uint8)
@@ -90,8 +93,13 @@ class Machine:
         self.trained = frozenset(param.name for param in decoder.params if param.trained)
         self.head_weight = decoder.owner(f"{decoder.head_path}.weight")
         self.head_bias = f"{decoder.head_path}.bias"
-        self.verdict = Verdict(norm=0.0, scale=1.0, number=0)
-        self.num_updates = 0
+        self.verdict = Verdict(norm=0.0, scale=1.0, applies=False)
+        self.num_updates = dict.fromkeys(shape.trained_blocks, 0)
+        """By block: without a global norm a block may sit out a step alone."""
+        late = shape.update == "late"
+        self.last_updated = shape.trained_blocks[-1 if late else 0]
+        self.half_applied = False
+        """True while some blocks have had a step's update and others not yet."""
 
     def weights(self, block: int, slot: SlotId | None) -> dict[str, Tensor]:
         """Return what compute reads: views into the slot, or into the store."""

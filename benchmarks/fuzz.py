@@ -1,0 +1,332 @@
+"""Fuzz the readers of foreign files: whatever the input, a result or an error of ours, and soon.
+
+    python -m benchmarks.fuzz --target config --count 100000 --seed 0 --json
+
+    config   parse_config; every fifth that is accepted is also built as a decoder
+    index    parse_index and read_folder, in a folder with links, pipes and shards
+    header   parse_header and read_entries
+
+Input number i of a seed is always the same: `--first i --count 1` plays it again. Each input has
+5 s and 2 GiB. What is accepted is checked too: a config names a decoder, paths of an index lie in
+the folder, tensors of a header lie in the file and cover it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import logging
+import os
+import random
+import resource
+import shutil
+import signal
+import struct
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from benchmarks.mutation import Mutator
+from megatrain.disk.folder import INDEX_NAME, parse_index, read_folder
+from megatrain.disk.names import NameMap
+from megatrain.disk.safetensors_format import TensorEntry, parse_header, read_entries
+from megatrain.errors import MegaTrainError
+from megatrain.memory.layout import build_layout
+from megatrain.models.decoder import build_decoder
+from megatrain.models.model_config import LARGEST, REFUSED, parse_config
+from tests.families import FAMILIES, tiny_config
+
+MAX_SECONDS = 5.0
+MAX_BYTES = 2 << 30
+BUILD_EVERY = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Something that reads foreign input."""
+
+    make: Callable[[random.Random], Any]
+    """Makes an input."""
+    play: Callable[[Any], str]
+    """Reads it and returns how that ended; what it raises is judged by the caller."""
+
+
+class TooSlow(BaseException):
+    """An input took longer than MAX_SECONDS. No handler of errors may catch it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Result:
+    """What became of many inputs."""
+
+    target: str
+    count: int
+    seed: int
+    outcomes: dict[str, int] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    max_seconds: float = 0.0
+    slowest_input: int = -1
+    wall_seconds: float = 0.0
+    extra_bytes: int = 0
+    """Peak resident memory above that of the start: a bound for every single input."""
+
+
+def main() -> None:
+    """Fuzz one target; end with 1 if anything but an error of ours came out."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", choices=sorted(TARGETS), required=True)
+    parser.add_argument("--count", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="number of the first input")
+    parser.add_argument("--json", action="store_true", help="print one JSON object only")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    result = fuzz(options.target, options.count, options.seed, options.first)
+    if options.json:
+        print(json.dumps(asdict(result)))
+    else:
+        for key, value in asdict(result).items():
+            print(f"{key:14} {value}")
+    sys.exit(bool(result.failures))
+
+
+def fuzz(target: str, count: int, seed: int = 0, first: int = 0) -> Result:
+    """Return what became of inputs `first` to `first + count` of `target`."""
+    result = Result(target=target, count=count, seed=seed)
+    scratch = Path(tempfile.mkdtemp(prefix="megatrain-fuzz-"))
+    begin = time.perf_counter()
+    try:
+        with _quiet(), _limited():
+            fuzzed = TARGETS[target](scratch)
+            resident = _status("VmRSS")
+            for number in range(first, first + count):
+                _play_one(fuzzed, number, result)
+            result.extra_bytes = max(_status("VmHWM") - resident, 0)
+    finally:
+        shutil.rmtree(scratch)
+    result.wall_seconds = time.perf_counter() - begin
+    return result
+
+
+def _play_one(target: Target, number: int, result: Result) -> None:
+    made = target.make(random.Random(f"{result.target} {result.seed} {number}"))
+    begin = time.perf_counter()
+    signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS)
+    try:
+        outcome = target.play(made)
+    except MegaTrainError as error:
+        outcome = type(error).__name__
+        if _ran_out(error):
+            result.failures.append(f"input {number}: an allocation failed: {error!s:.300}")
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        outcome = f"not ours: {type(error).__name__}"
+        result.failures.append(f"input {number}: {type(error).__name__}: {error!s:.300}")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    seconds = time.perf_counter() - begin
+    result.outcomes[outcome] = result.outcomes.get(outcome, 0) + 1
+    if seconds > result.max_seconds:
+        result.max_seconds, result.slowest_input = seconds, number
+    if seconds > MAX_SECONDS:
+        result.failures.append(f"input {number}: {seconds:.1f} s")
+
+
+def _ran_out(error: BaseException | None) -> bool:
+    """Return whether the limit of memory, and not a check of ours, ended an input."""
+    while error is not None:
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+@contextmanager
+def _limited() -> Iterator[None]:
+    """Hold this process to MAX_BYTES more than it has, and each input to MAX_SECONDS."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise TooSlow(f"more than {MAX_SECONDS} s")
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    before = signal.signal(signal.SIGALRM, stop)
+    resource.setrlimit(resource.RLIMIT_AS, (_status("VmSize") + MAX_BYTES, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers from commenting on each input."""
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers.logging.set_verbosity(level)
+
+
+def _status(line: str) -> int:
+    """Return a line of /proc/self/status in bytes."""
+    text = Path("/proc/self/status").read_text()
+    return int(text.partition(f"{line}:")[2].split()[0]) << 10
+
+
+# --- config --------------------------------------------------------------------------------------
+
+_CONFIG_KEYS = (
+    *REFUSED, *LARGEST, "_attn_implementation", "_name_or_path", "to_dict", "__class__",
+    "rope_scaling", "rope_theta", "rope_parameters", "torch_dtype", "dtype", "layer_types",
+    "num_labels", "id2label", "attention_types", "sub_configs", "text_config", "is_decoder",
+    "tie_word_embeddings", "per_layer_config", "output_attentions", "hidden_act",
+)  # fmt: skip
+
+
+@functools.cache
+def _config_seeds() -> list[dict[str, Any]]:
+    return [json.loads(tiny_config(family).to_json_string()) for family in FAMILIES]
+
+
+def _config_target(scratch: Path) -> Target:
+    seeds = _config_seeds()
+    values = (*FAMILIES, "default", "llama3", "yarn", "linear", "sliding_attention", "silu")
+    accepted = 0
+
+    def make(rng: random.Random) -> bytes:
+        return Mutator(rng, _CONFIG_KEYS, values, seeds).mutate()
+
+    def play(data: bytes) -> str:
+        nonlocal accepted
+        config = parse_config(data)
+        assert config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        accepted += 1
+        if accepted % BUILD_EVERY:
+            return "accepted"
+        decoder = build_decoder(config, "bf16")
+        build_layout(decoder.blocks)
+        NameMap(decoder)
+        return "built"
+
+    return Target(make=make, play=play)
+
+
+# --- index ---------------------------------------------------------------------------------------
+
+
+def _file(tensors: dict[str, Any], data_bytes: int) -> bytes:
+    header = json.dumps(tensors).encode()
+    return struct.pack("<Q", len(header)) + header + bytes(data_bytes)
+
+
+def _one(begin: int, end: int) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": [(end - begin) // 4], "data_offsets": [begin, end]}
+
+
+def _index_target(scratch: Path) -> Target:
+    folder = scratch / "model"
+    folder.mkdir()
+    (folder / "a.safetensors").write_bytes(_file({"w0": _one(0, 8), "w1": _one(8, 16)}, 16))
+    (folder / "b.safetensors").write_bytes(_file({"w2": _one(0, 4)}, 4))
+    (scratch / "secret.safetensors").write_bytes(_file({"w2": _one(0, 4)}, 4))
+    (folder / "out.safetensors").symlink_to("../secret.safetensors")
+    (folder / "loop.safetensors").symlink_to("loop.safetensors")
+    (folder / "zero.safetensors").symlink_to("/dev/zero")
+    (folder / "in.safetensors").symlink_to("b.safetensors")
+    (folder / "dir.safetensors").mkdir()
+    os.mkfifo(folder / "pipe.safetensors")
+    names = ["a", "b", "out", "loop", "zero", "in", "dir", "pipe", "absent"]
+    values = [f"{name}.safetensors" for name in names] + ["../secret.safetensors", INDEX_NAME]
+    good = {"w0": "a.safetensors", "w1": "a.safetensors", "w2": "b.safetensors"}
+    seeds = [
+        {"metadata": {"total_size": 20}, "weight_map": good},
+        {"weight_map": good},
+        {"weight_map": good | {"w2": "in.safetensors"}},
+    ]
+    keys = ("weight_map", "metadata", "w0", "w1", "w2", "w3", "x" * 600)
+
+    def make(rng: random.Random) -> bytes:
+        return Mutator(rng, keys, values, seeds).mutate()
+
+    def play(data: bytes) -> str:
+        wanted = parse_index(data)
+        (folder / INDEX_NAME).write_bytes(data)
+        found = read_folder(folder)
+        assert found.keys() == wanted.keys(), "index and folder disagree"
+        for tensor in found.values():
+            assert tensor.path.parent == folder.resolve(), f"{tensor.path} is not in the folder"
+            assert tensor.path.name in ("a.safetensors", "b.safetensors")
+        return "accepted"
+
+    return Target(make=make, play=play)
+
+
+# --- header --------------------------------------------------------------------------------------
+
+
+def _header_target(scratch: Path) -> Target:
+    path = scratch / "x.safetensors"
+    seeds: list[dict[str, Any]] = [
+        {"w0": _one(0, 8), "w1": _one(8, 16), "__metadata__": {"format": "pt"}},
+        {"w": {"dtype": "BF16", "shape": [2, 4], "data_offsets": [0, 16]}},
+        {"e": _one(0, 0), "w": _one(0, 16)},
+        {"s": {"dtype": "F4", "shape": [2, 16], "data_offsets": [0, 16]}},
+    ]
+    keys = ("__metadata__", "dtype", "shape", "data_offsets", "w0", "w1", "w2", "x" * 600)
+    values = (
+        "F64", "F32", "BF16", "U8", "F4", "F6_E2M3", "BOOL", [0, 16], [8, 16], [16, 16], [2, 2],
+        [1 << 32, 1 << 32], [1 << 52] * 4, [-2, -2], [True, 4], [4.0], _one(0, 16), _one(8, 16),
+    )  # fmt: skip
+
+    def make(rng: random.Random) -> tuple[int, bytes, bytes]:
+        header = Mutator(rng, keys, values, seeds).mutate()
+        length = len(header) if rng.random() < 0.9 else rng.getrandbits(rng.choice((4, 8, 12, 64)))
+        return length, header, bytes(rng.choice((16, 16, 16, 16, 0, 8, 15, 17)))
+
+    def play(made: tuple[int, bytes, bytes]) -> str:
+        length, header, data = made
+        path.write_bytes(struct.pack("<Q", length) + header + data)
+        entries = read_entries(path)
+        if length == len(header):
+            assert entries == parse_header(header, len(data), path.name)
+        _check_cover(entries, 8 + length, path.stat().st_size)
+        return "accepted"
+
+    return Target(make=make, play=play)
+
+
+def _check_cover(entries: list[TensorEntry], start: int, stop: int) -> None:
+    """Check that tensors lie in the file, one after the other, from first byte to last."""
+    position = start
+    for entry in entries:
+        assert entry.start == position, f"{entry} does not begin at {position}"
+        assert entry.stop >= entry.start
+        position = entry.stop
+    assert position == stop, f"tensors end at {position}, the file at {stop}"
+
+
+TARGETS: dict[str, Callable[[Path], Target]] = {
+    "config": _config_target,
+    "index": _index_target,
+    "header": _header_target,
+}
+
+if __name__ == "__main__":
+    main()

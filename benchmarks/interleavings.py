@@ -1,0 +1,309 @@
+"""Overlap never changes a result: the engine on lanes against the one-op-at-a-time reference.
+
+    python -m benchmarks.interleavings [--json] [--count 10000] [--first 0] [--seconds 3600]
+
+A case is a function of its number: a tiny model, places (slots, tape, ring, views or copies), an
+update policy, three steps of unequal micro-batches, perhaps an evaluation, and how each lane
+dawdles. It is played on lanes and by the reference from the same weights. Every loss and norm, and
+every byte of the store must be equal: gradients after each step, or weights, remainders and moments
+at the end. A case that differs or fails is told by its number: `--first NUMBER --count 1` plays it
+again, with the same delays (though not the same timing of the machine).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import random
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+)
+
+from megatrain.memory.layout import Kind, build_layout
+from megatrain.memory.store import Store
+from megatrain.models.decoder import DTYPES, build_decoder
+from megatrain.optim.adamw import AdamW
+from megatrain.pipeline.batch import MicroBatch
+from megatrain.pipeline.device import CpuDevice
+from megatrain.pipeline.engine import Engine, Update
+from megatrain.pipeline.lanes import Lane
+from megatrain.pipeline.ops import LANES, Op
+
+VOCABULARY = 64
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MAX_GRAD_NORM = 5.0
+"""Below the norm of some steps here and above that of others."""
+
+Shapes = tuple[tuple[int, int], ...]
+"""Rows and length of each micro-batch of a step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sort:
+    """A tiny model, described."""
+
+    config: Callable[[], PreTrainedConfig]
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    frozen: tuple[str, ...] = ()
+
+
+def _llama(num_layers: int) -> PreTrainedConfig:
+    return LlamaConfig(**SIZES, num_hidden_layers=num_layers, tie_word_embeddings=False)
+
+
+def _gpt2() -> PreTrainedConfig:
+    return GPT2Config(
+        vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=2, n_head=2, n_inner=32,
+        bos_token_id=1, eos_token_id=2, resid_pdrop=0.2, embd_pdrop=0.2, attn_pdrop=0.2,
+    )  # fmt: skip
+
+
+SORTS: Mapping[str, Sort] = {
+    "llama of 2 layers": Sort(config=lambda: _llama(2)),
+    "llama of 5 layers": Sort(config=lambda: _llama(5)),
+    "llama in fp32": Sort(config=lambda: _llama(3), dtype="fp32"),
+    "gemma, tied": Sort(config=lambda: GemmaConfig(**SIZES, num_hidden_layers=3)),
+    "mixtral": Sort(
+        config=lambda: MixtralConfig(
+            **SIZES, num_hidden_layers=2, num_local_experts=4, tie_word_embeddings=False
+        )
+    ),
+    "gpt2, tied, with dropout": Sort(config=_gpt2),
+    "llama, partly frozen": Sort(
+        config=lambda: _llama(4),
+        frozen=("model.embed_tokens.*", "model.layers.0.*", "model.layers.2.*", "*mlp.up_proj*"),
+    ),
+    "gemma, all but two layers frozen": Sort(
+        config=lambda: GemmaConfig(**SIZES, num_hidden_layers=3),
+        frozen=("model.embed_tokens.*", "model.norm.*", "model.layers.0.*"),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """All that decides what is computed, and how lanes dawdle."""
+
+    sort: str
+    steps: tuple[Shapes, ...]
+    update: Update
+    num_slots: int = 2
+    tape: Literal["device", "host"] = "device"
+    num_tape_slots: int = 2
+    copying: bool = True
+    evaluates_after: tuple[int, ...] = ()
+    """Numbers of the steps, from 0, that an evaluation follows."""
+    timing: int = 0
+    """The seed of the delays."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a case gives: numbers in order, and bytes of the store by what they are."""
+
+    numbers: list[float | None] = field(default_factory=list)
+    states: dict[str, Tensor] = field(default_factory=dict)
+
+    def differences(self, other: Outcome) -> list[str]:
+        """Return what is not equal to the bit."""
+        found = [] if self.numbers == other.numbers else ["losses or norms"]
+        assert self.states.keys() == other.states.keys()
+        found += [n for n, b in self.states.items() if not torch.equal(b, other.states[n])]
+        return found
+
+
+class World:
+    """A tiny model at home, and its first weights to go back to."""
+
+    def __init__(self, sort: Sort) -> None:
+        config = sort.config()
+        self.decoder = build_decoder(config, sort.dtype, sort.frozen)
+        self.store = Store(build_layout(self.decoder.blocks))
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[sort.dtype])
+        with torch.no_grad():
+            for param in self.decoder.params:
+                self.store.param(param.name, Kind.HI).copy_(model.get_parameter(param.name))
+        self._first = self.bytes_of(*self.store.kinds)
+
+    def rewind(self) -> None:
+        """Put the first weights back, moments and gradients of zero."""
+        for kind in self.store.kinds:
+            for block in range(len(self.decoder.blocks)):
+                self.store.block_bytes(block, kind).copy_(self._first[f"{kind} of block {block}"])
+
+    def bytes_of(self, *kinds: Kind) -> dict[str, Tensor]:
+        """Return copies of the store's bytes by kind and block."""
+        return {
+            f"{kind} of block {block}": self.store.block_bytes(block, kind).clone()
+            for kind in kinds
+            for block in range(len(self.decoder.blocks))
+        }
+
+    def optimizer(self, *, max_grad_norm: float | None = MAX_GRAD_NORM) -> AdamW:
+        return AdamW(self.store, learning_rate=1e-2, weight_decay=0.1, max_grad_norm=max_grad_norm)
+
+    def engine(self, case: Case, **changes: Any) -> Engine:
+        """Return an engine for `case`, from the first weights."""
+        self.rewind()
+        settings: dict[str, Any] = {
+            "optimizer": None if case.update == "none" else self.optimizer(),
+            "update": case.update,
+            "device": CpuDevice(copying=case.copying),
+            "num_slots": case.num_slots,
+            "tape": case.tape,
+            "num_tape_slots": case.num_tape_slots,
+            "seed": 7,
+            "deadline_s": 60.0,
+            "on_nonfinite": "skip",
+        }
+        return Engine(self.decoder, self.store, **settings | changes)
+
+    def play(self, case: Case, **changes: Any) -> Outcome:
+        """Return the outcome of `case`: on lanes, unless `changes` has reference=True."""
+        outcome = Outcome()
+        with self.engine(case, **{"lanes": dawdling_lanes(case.timing)} | changes) as engine:
+            for number, shapes in enumerate(case.steps):
+                batch = make_batch(shapes, seed=number)
+                result = engine.step(batch)
+                outcome.numbers += [*result.micro_losses, result.grad_norm]
+                if case.update == "none":
+                    engine.settle()
+                    gradients = self.bytes_of(Kind.GRAD)
+                    outcome.states |= {f"{n}, step {number}": b for n, b in gradients.items()}
+                if number in case.evaluates_after:
+                    outcome.numbers += engine.evaluate(batch)
+        outcome.states |= self.bytes_of(Kind.HI, Kind.LO, Kind.M, Kind.V)
+        return outcome
+
+
+@functools.cache
+def world_of(sort: str) -> World:
+    """Return the world of one of SORTS, made once."""
+    return World(SORTS[sort])
+
+
+def make_batch(shapes: Shapes, *, seed: int) -> list[MicroBatch]:
+    """Return random micro-batches; the first two tokens of each row are not trained."""
+    generator = torch.Generator().manual_seed(seed)
+    batch = []
+    for shape in shapes:
+        ids = torch.randint(3, VOCABULARY, shape, generator=generator)
+        labels = ids.clone()
+        labels[:, :2] = -100
+        batch.append(MicroBatch(input_ids=ids, labels=labels))
+    return batch
+
+
+def dawdling_lanes(timing: int) -> list[Lane]:
+    """Return lanes of which each is quick, or pauses now and then, or before each op."""
+    source = random.Random(timing)
+    return [Lane(name, delay=_delay(source.randrange(2**32))) for name in LANES]
+
+
+def _delay(seed: int) -> Callable[[Op], float]:
+    source = random.Random(seed)
+    how_often = source.choice([0.0, 0.2, 0.2, 1.0])
+    longest_s = source.choice([2e-4, 1e-3])
+    return lambda op: source.random() * longest_s if source.random() < how_often else 0.0
+
+
+def case_of(number: int) -> Case:
+    """Return a case at random, the same for the same number."""
+    source = random.Random(number)
+
+    def shapes() -> Shapes:
+        return tuple(
+            (source.randint(1, 2), source.randint(3, 8)) for _ in range(source.randint(1, 4))
+        )
+
+    return Case(
+        sort=source.choice(list(SORTS)),
+        steps=tuple(shapes() for _ in range(3)),
+        update=source.choice(["none", "in_backward", "late"]),
+        num_slots=source.randint(2, 4),
+        tape=source.choice(["device", "host"]),
+        num_tape_slots=source.randint(2, 4),
+        copying=source.random() < 0.75,
+        evaluates_after=tuple(n for n in range(3) if source.random() < 0.15),
+        timing=number,
+    )
+
+
+def faults_of(number: int) -> list[str]:
+    """Return what differs between lanes and reference in a case; what was raised, if anything."""
+    case = case_of(number)
+    world = world_of(case.sort)
+    try:
+        return world.play(case).differences(world.play(case, reference=True))
+    except Exception:
+        return [traceback.format_exc()]
+
+
+def measure(first: int, count: int, seconds: float) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    wrong: list[dict[str, Any]] = []
+    done = 0
+    for number in range(first, first + count):
+        if time.monotonic() - began > seconds:
+            break
+        done += 1
+        if faults := faults_of(number):
+            wrong.append({"number": number, "case": asdict(case_of(number)), "faults": faults})
+    return {
+        "first": first,
+        "cases": done,
+        "wrong": len(wrong),
+        "seconds": round(time.monotonic() - began, 1),
+        "wrong_cases": wrong[:10],
+        "targets": {"wrong": 0},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=10_000)
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="stop after")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    result = measure(arguments.first, arguments.count, arguments.seconds)
+    if arguments.json:
+        print(json.dumps(result))
+    else:
+        for name, value in result.items():
+            print(f"{name:14} {value}")
+    raise SystemExit(bool(result["wrong"]))
+
+
+if __name__ == "__main__":
+    main()

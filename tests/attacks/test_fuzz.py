@@ -1,0 +1,88 @@
+"""The short form of `python -m benchmarks.fuzz`: a few thousand inputs a target, and its power."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import fuzz as fuzzing
+from benchmarks.fuzz import MAX_BYTES, MAX_SECONDS, TARGETS, Target, fuzz
+from megatrain.errors import WeightsFormatError
+
+
+@pytest.mark.parametrize(("target", "count"), [("config", 1500), ("index", 4000), ("header", 6000)])
+def test_whatever_the_input_only_errors_of_ours(target: str, count: int) -> None:
+    result = fuzz(target, count)
+    assert result.failures == []
+    assert result.max_seconds < MAX_SECONDS
+    assert result.extra_bytes < MAX_BYTES
+    assert sum(result.outcomes.values()) == count
+    # Neither all refused nor all accepted: the inputs reach beyond the first check.
+    assert count / 50 < result.outcomes["accepted"] < count / 2
+
+
+@pytest.mark.parametrize("target", sorted(TARGETS))
+def test_an_input_is_known_by_its_number(target: str, tmp_path: Path) -> None:
+    made = TARGETS[target](tmp_path).make
+    numbers = [made(random.Random(number)) for number in range(50)]
+    assert [made(random.Random(number)) for number in range(50)] == numbers
+    assert len({str(item) for item in numbers}) > 40
+
+
+def _trusting_index(data: bytes) -> Any:
+    return json.loads(data)["weight_map"]
+
+
+def _trusting_header(path: Path) -> Any:
+    data = path.read_bytes()
+    return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+
+
+def _config_without_guard(data: bytes) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    fields = json.loads(data)
+    return CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
+
+
+@pytest.mark.parametrize(
+    ("target", "reader", "trusting"),
+    [
+        ("index", "parse_index", _trusting_index),
+        ("header", "read_entries", _trusting_header),
+        ("config", "parse_config", _config_without_guard),
+    ],
+)
+def test_a_reader_that_trusts_would_be_noticed(
+    target: str, reader: str, trusting: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fuzzing, reader, trusting)
+    assert len(fuzz(target, 60).failures) > 10
+
+
+def _sleeps(data: Any) -> str:
+    time.sleep(1)
+    return "accepted"
+
+
+def _takes_memory(data: Any) -> str:
+    try:
+        bytearray(MAX_BYTES + (1 << 20))
+    except MemoryError as error:
+        raise WeightsFormatError("looks like a refusal") from error
+    return "accepted"
+
+
+@pytest.mark.parametrize(("play", "fault"), [(_sleeps, "TooSlow"), (_takes_memory, "allocation")])
+def test_slow_and_large_inputs_would_be_noticed(
+    play: Any, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if play is _sleeps:
+        monkeypatch.setattr(fuzzing, "MAX_SECONDS", 0.1)
+    monkeypatch.setitem(TARGETS, "header", lambda _: Target(make=lambda rng: b"", play=play))
+    assert fault in fuzz("header", 1).failures[0]
