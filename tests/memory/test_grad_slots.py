@@ -58,15 +58,18 @@ def written(slots: GradSlots, block: int = 0) -> list[Tensor]:
     """The sums as they are drained, into memory full of something else."""
     segments = LAYOUT.trained_segments(block)
     targets = [torch.full((segment.num_elements,), float("nan")) for segment in segments]
-    slots.write_out(0, block, targets)
+    slots.move_out(0, block, targets)
     return targets
 
 
-def read(slots: GradSlots, name: str) -> Tensor:
-    """The sum of one param of block 0, where an update will look for it."""
-    place = LAYOUT.places[name]
+def read(slots: GradSlots) -> dict[str, Tensor]:
+    """The sums of block 0 by param, where an update will look for them."""
     (flat,) = written(slots)
-    return flat[place.start : place.start + place.param.num_elements].view(place.param.shape)
+    places = [LAYOUT.places[name] for name in NAMES]
+    return {
+        p.param.name: flat[p.start : p.start + p.param.num_elements].view(p.param.shape)
+        for p in places
+    }
 
 
 def sum_up(slots: GradSlots, given: list[dict[str, Tensor]]) -> None:
@@ -82,17 +85,18 @@ def test_sums_are_in_fp32_in_the_order_of_the_parts(
 ) -> None:
     given = [parts(seed, dtype) for seed in range(count)]
     sum_up(slots, given)
+    found = read(slots)
     for name in NAMES:
         total = given[0][name].float()
         for part in given[1:]:
             total = total + part[name].float()
-        assert torch.equal(read(slots, name), total)
+        assert torch.equal(found[name], total)
 
 
 def test_a_sum_in_bf16_or_in_another_order_would_be_noticed(slots: GradSlots) -> None:
     given = [parts(seed, FP32) for seed in range(5)]
     sum_up(slots, given)
-    wide = read(slots, "0.3")
+    wide = read(slots)["0.3"]
     backwards = sum((part["0.3"] for part in reversed(given)), torch.zeros(130))
     narrow = sum((part["0.3"].bfloat16() for part in given), torch.zeros(130, dtype=BF16))
     assert not torch.equal(wide, backwards)
@@ -108,9 +112,10 @@ def test_a_param_without_a_gradient_counts_as_zero_and_shifts_nothing(
     slots.begin(0)
     slots.add(0, 0, {name: None if name == lacking else grad for name, grad in given.items()})
     slots.add(0, 0, {})
+    found = read(slots)
     for name in NAMES:
         expected = torch.zeros_like(given[name]) if name == lacking else given[name]
-        assert torch.equal(read(slots, name), expected.float())
+        assert torch.equal(found[name], expected.float())
 
 
 def test_what_another_block_left_is_never_seen_again(slots: GradSlots) -> None:

@@ -14,23 +14,20 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
-import torch
-from torch import Tensor
 
-from benchmarks.interleavings import Case, World, make_batch, world_of
+from benchmarks.interleavings import Case, make_batch, world_of
 from megatrain.errors import LaneStuck, PlayerStopped
-from megatrain.memory.layout import Kind
 from megatrain.pipeline.actions import StepActions
 from megatrain.pipeline.engine import Engine, Update
 from megatrain.pipeline.lanes import Action, Lane
 from megatrain.pipeline.ops import LANES, Op, OpKind
 from megatrain.pipeline.schedule import build_flush, build_step
 from megatrain.pipeline.shape import StepShape
+from tests.pipeline.states import State, same, state_of, threads_end
 
 SORT = "llama of 2 layers"
 SHAPES = ((1, 4), (2, 3))
 Site = tuple[OpKind, int | None]
-State = dict[str, Tensor]
 
 
 def sites(update: Update) -> list[Site]:
@@ -46,9 +43,8 @@ class BoomError(Exception):
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
-    before = set(threading.enumerate())
-    yield
-    assert set(threading.enumerate()) == before
+    with threads_end():
+        yield
 
 
 @pytest.fixture
@@ -82,14 +78,6 @@ def break_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 def case_of(update: Update) -> Case:
     return Case(sort=SORT, steps=(SHAPES,) * 3, update=update, tape="host", copying=True)
-
-
-def state_of(world: World) -> State:
-    return world.bytes_of(Kind.HI, Kind.LO, Kind.M, Kind.V)
-
-
-def same(first: State, second: State) -> bool:
-    return all(torch.equal(part, second[name]) for name, part in first.items())
 
 
 @functools.cache
@@ -288,13 +276,26 @@ def test_a_stuck_lane_is_told_by_deadline_with_all_stacks(
 
 
 def test_the_reference_fails_in_the_callers_thread(break_at: Callable[..., None]) -> None:
-    world = world_of(SORT)
+    wholes, world = whole_states("late"), world_of(SORT)
     engine = world.engine(case_of("late"), reference=True)
     break_at((OpKind.BACKWARD, 1), at_step=2)
     with engine, pytest.raises(BoomError):
         train(engine)
     assert not engine.torn
-    assert same(state_of(world), whole_states("late")[1])
+    assert same(state_of(world), wholes[1])
+
+
+def test_a_step_that_failed_leaves_nothing_but_slots_on_the_device(
+    break_at: Callable[..., None],
+) -> None:
+    engine = world_of(SORT).engine(case_of("late"), reference=True, tape="device")
+    at_rest = engine.device.meter.live_bytes
+    break_at((OpKind.BACKWARD, 2))
+    with engine:
+        with suppress(BoomError):
+            train(engine)
+        gc.collect()  # a traceback and its frames hold each other
+        assert engine.device.meter.live_bytes == at_rest
 
 
 def test_an_engine_that_failed_leaves_nothing_on_the_device(break_at: Callable[..., None]) -> None:
@@ -305,5 +306,5 @@ def test_an_engine_that_failed_leaves_nothing_on_the_device(break_at: Callable[.
         train(engine)
     assert device.meter.live_bytes > 0
     del engine
-    gc.collect()  # a traceback and its frames hold each other
+    gc.collect()
     assert device.meter.live_bytes == 0

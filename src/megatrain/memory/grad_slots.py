@@ -59,7 +59,7 @@ class GradSlots:
         self._sums[slot] = {}
 
     def add(self, slot: SlotId, block: int, grads: Mapping[str, Tensor | None]) -> None:
-        """Add gradients by param name. Parts may be kept until the slot's next `begin`."""
+        """Add gradients by param name. Parts may be kept until the slot is moved out."""
         sums, views = self._sums[slot], self._views[slot, block]
         for name, grad in grads.items():
             if grad is None:
@@ -76,9 +76,10 @@ class GradSlots:
                 view.copy_(sums[name]).add_(grad)
             sums[name] = view
 
-    def write_out(self, slot: SlotId, block: int, targets: Sequence[Tensor]) -> None:
+    def move_out(self, slot: SlotId, block: int, targets: Sequence[Tensor]) -> None:
         """Write the sums to flat `targets`, one per trained segment, in their dtype."""
         sums = self._sums[slot]
+        self.begin(slot)
         for target, places in zip(targets, self._places[block], strict=True):
             for place in places:
                 stop = place.start + place.param.num_elements

@@ -190,7 +190,7 @@ class StepActions:
         machine, block = self._machine, _block(op)
         assert op.grad_slot is not None
         targets = [target for _, target in machine.gradients(op)]
-        machine.grad_slots.write_out(op.grad_slot, block, targets)
+        machine.grad_slots.move_out(op.grad_slot, block, targets)
         if machine.optimizer is not None:
             self._squared_norms[block] = sum(map(machine.optimizer.squared_norm, targets))
         return sum(target.nbytes for target in targets)

@@ -91,7 +91,7 @@ class Engine:
         self.device = device
         self.trace = Trace() if trace else None
         self._player: Player | Reference = (
-            Reference(trace=self.trace)
+            Reference(lanes, trace=self.trace)
             if reference
             else Player(
                 lanes or [Lane(name) for name in LANES], deadline_s=deadline_s, trace=self.trace

@@ -89,6 +89,17 @@ class Lane:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    def act(self, op: Op, action: Action) -> int:
+        """Do the op in the caller's thread, as slowly as this lane is; return its bytes."""
+        if self._delay is not None:
+            time.sleep(self._delay(op))
+        start = time.monotonic()
+        num_bytes = action(op) or 0
+        if self._bandwidth is not None:
+            least_s = num_bytes / self._bandwidth
+            time.sleep(max(0.0, start + least_s - time.monotonic()))
+        return num_bytes
+
     def _run(self) -> None:
         at = self._progress.activities[self.name]
         try:
@@ -120,7 +131,7 @@ class Lane:
             self._wait(work, awaited)
         at.awaited, at.since = None, time.monotonic()
         start_ns = time.perf_counter_ns()
-        num_bytes = self._act(work)
+        num_bytes = self.act(op, work.action)
         if self._stream is not None:
             ticket.event = self._stream.record_event()
         if self._trace is not None:
@@ -144,14 +155,3 @@ class Lane:
                 )
         if self._stream is not None and awaited.event is not None:
             self._stream.wait_event(awaited.event)
-
-    def _act(self, work: Work) -> int:
-        op = work.ticket.op
-        if self._delay is not None:
-            time.sleep(self._delay(op))
-        start = time.monotonic()
-        num_bytes = work.action(op) or 0
-        if self._bandwidth is not None:
-            least_s = num_bytes / self._bandwidth
-            time.sleep(max(0.0, start + least_s - time.monotonic()))
-        return num_bytes

@@ -13,8 +13,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 
-from megatrain.pipeline.lanes import Action
-from megatrain.pipeline.ops import Op, OpKind
+from megatrain.pipeline.lanes import Action, Lane
+from megatrain.pipeline.ops import LANES, Op, OpKind
 from megatrain.pipeline.trace import Span, Trace
 
 
@@ -28,7 +28,9 @@ class Played:
 class Reference:
     """A player without lanes."""
 
-    def __init__(self, *, trace: Trace | None = None) -> None:
+    def __init__(self, lanes: Iterable[Lane] | None = None, *, trace: Trace | None = None) -> None:
+        """Of `lanes` only their slowness matters; none of them is started."""
+        self._lanes = {lane.name: lane for lane in lanes or map(Lane, LANES)}
         self._trace = trace
         self._num_played = 0
 
@@ -36,7 +38,7 @@ class Reference:
         """Do all ops; returns when they are done."""
         for op in ops:
             start_ns = time.perf_counter_ns()
-            num_bytes = actions[op.kind](op) or 0
+            num_bytes = self._lanes[op.lane].act(op, actions[op.kind])
             if self._trace is not None:
                 end_ns = time.perf_counter_ns()
                 self._trace.add(Span(self._num_played, op.lane, op, start_ns, end_ns, num_bytes))
