@@ -118,4 +118,4 @@ def test_refuses_what_no_run_can_follow(settings: dict[str, object], text: str) 
     with pytest.raises(ConfigError, match=text) as caught:
         LearningRate(**{"peak": 1e-5, "shape": "cosine", "num_steps": 100} | settings)  # type: ignore[arg-type]
     assert isinstance(caught.value, MegaTrainError)
-    assert caught.value.code == "learning_rate"
+    assert caught.value.exit_code == 2
