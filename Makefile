@@ -1,4 +1,4 @@
-# make setup | check | test | bench | long | lock
+# make setup | check | test | bench | gpu | long | lock
 python := .venv/bin/python
 
 setup:  ## a development environment in .venv
@@ -19,8 +19,17 @@ bench:  ## every benchmark, as JSON lines
 	$(python) -m benchmarks.load_export --json
 	$(python) -m benchmarks.optimizer --json
 	$(python) -m benchmarks.masters --json
+	$(python) -m benchmarks.step --json
+	$(python) -m benchmarks.step --optimizer --json
+	$(python) -m benchmarks.overlap --json
+	$(python) -m benchmarks.overlap --late --json
+
+gpu:  ## the engine's laws on an accelerator: docs/gpu.md
+	$(python) -m pytest tests/gpu -m gpu --device cuda
 
 long:  ## proofs that take hours
+	$(python) -m benchmarks.interleavings --json
+	$(python) -m benchmarks.races --json
 	$(python) -m pytest -m long -s
 
 lock:  ## write requirements-dev.lock from .venv
@@ -28,4 +37,4 @@ lock:  ## write requirements-dev.lock from .venv
 	  echo "torch==2.13.0"; \
 	  .venv/bin/pip freeze --all --exclude-editable | grep -Ev '^(torch|pip)=='; } > requirements-dev.lock
 
-.PHONY: setup check test bench long lock
+.PHONY: setup check test bench gpu long lock

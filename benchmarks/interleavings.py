@@ -62,6 +62,7 @@ MAX_GRAD_NORM = 5.0
 
 Shapes = tuple[tuple[int, int], ...]
 """Rows and length of each micro-batch of a step."""
+Form = Literal["plain", "padded", "packed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +120,7 @@ class Case:
     copying: bool = True
     evaluates_after: tuple[int, ...] = ()
     """Numbers of the steps, from 0, that an evaluation follows."""
+    form: Form = "plain"
     timing: int = 0
     """The seed of the delays."""
 
@@ -192,7 +194,7 @@ class World:
         outcome = Outcome()
         with self.engine(case, **{"lanes": dawdling_lanes(case.timing)} | changes) as engine:
             for number, shapes in enumerate(case.steps):
-                batch = make_batch(shapes, seed=number)
+                batch = make_batch(shapes, seed=number, form=case.form)
                 result = engine.step(batch)
                 outcome.numbers += [*result.micro_losses, result.grad_norm]
                 if case.update == "none":
@@ -211,15 +213,27 @@ def world_of(sort: str) -> World:
     return World(SORTS[sort])
 
 
-def make_batch(shapes: Shapes, *, seed: int) -> list[MicroBatch]:
-    """Return random micro-batches; the first two tokens of each row are not trained."""
+def make_batch(shapes: Shapes, *, seed: int, form: Form = "plain") -> list[MicroBatch]:
+    """Return random micro-batches; the first two tokens of each row are not trained.
+
+    Padded: the first row lacks its last token. Packed: each row holds two documents.
+    """
     generator = torch.Generator().manual_seed(seed)
     batch = []
     for shape in shapes:
         ids = torch.randint(3, VOCABULARY, shape, generator=generator)
         labels = ids.clone()
         labels[:, :2] = -100
-        batch.append(MicroBatch(input_ids=ids, labels=labels))
+        mask = positions = None
+        if form == "padded":
+            mask = torch.ones_like(ids)
+            mask[0, -1], labels[0, -1] = 0, -100
+        elif form == "packed":
+            first = torch.arange(shape[1] // 2)
+            positions = torch.cat([first, torch.arange(shape[1] - len(first))]).repeat(shape[0], 1)
+        batch.append(
+            MicroBatch(input_ids=ids, labels=labels, attention_mask=mask, position_ids=positions)
+        )
     return batch
 
 

@@ -13,4 +13,8 @@ faulthandler.dump_traceback_later(900, exit=False)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", default="cpu", help="where tests marked gpu run, e.g. cuda")
+    parser.addoption(
+        "--device",
+        help="where tests/gpu runs, all of it: `cuda`, `cuda:1`, `xpu` or `simulated`. Without it, "
+        "what is fast runs on the simulator, and tests marked gpu on torch's accelerator",
+    )

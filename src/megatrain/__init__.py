@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from megatrain.memory.layout import Kind
     from megatrain.optim.adamw import AdamW
     from megatrain.optim.learning_rate import LearningRate
+    from megatrain.pipeline.accelerator import Accelerator, accelerator
     from megatrain.pipeline.batch import MicroBatch, StepResult
     from megatrain.pipeline.device import CpuDevice
     from megatrain.pipeline.engine import Engine
 
 _HOMES = {
+    "Accelerator": "megatrain.pipeline.accelerator",
     "AdamW": "megatrain.optim.adamw",
     "CpuDevice": "megatrain.pipeline.device",
     "Engine": "megatrain.pipeline.engine",
@@ -30,9 +32,11 @@ _HOMES = {
     "MegaTrainError": "megatrain.errors",
     "MicroBatch": "megatrain.pipeline.batch",
     "StepResult": "megatrain.pipeline.batch",
+    "accelerator": "megatrain.pipeline.accelerator",
     "load_model": "megatrain.disk.hf",
 }
 __all__ = [
+    "Accelerator",
     "AdamW",
     "CpuDevice",
     "Engine",
@@ -43,6 +47,7 @@ __all__ = [
     "MicroBatch",
     "StepResult",
     "__version__",
+    "accelerator",
     "load_model",
 ]
 

@@ -18,6 +18,7 @@ from megatrain.models.loss import (
     head_logprobs,
     next_token_targets,
     token_logprobs,
+    trained_spans,
 )
 from megatrain.pipeline.batch import trained_token_weights
 from tests.live_bytes import LiveBytes
@@ -99,7 +100,7 @@ def in_chunks(world: World, chunk_tokens: int) -> Found:
         world.token_weights,
         world.scores,
         add,
-        chunk_tokens,
+        trained_spans(world.targets, chunk_tokens),
     )
     assert isinstance(result, HeadGradients)
     weight, bias = sums
@@ -170,7 +171,8 @@ def test_a_chunk_without_a_target_costs_nothing() -> None:
     assert not rows[8:12].any()
     assert rows[12:15].any()
     seen.clear()
-    head_logprobs(world.rows, world.weight, None, world.targets, counting, 4)
+    spans = trained_spans(world.targets, 4)
+    head_logprobs(world.rows, world.weight, None, world.targets, counting, spans)
     assert seen == [4] * 5
 
 
@@ -178,7 +180,14 @@ def test_a_micro_batch_without_any_target_gives_zero() -> None:
     world = make()
     nothing = torch.full_like(world.targets, IGNORED)
     result = head_gradients(
-        world.rows, world.weight, None, nothing, torch.zeros(TOKENS), unchanged, pytest.fail
+        world.rows,
+        world.weight,
+        None,
+        nothing,
+        torch.zeros(TOKENS),
+        unchanged,
+        pytest.fail,
+        trained_spans(nothing),
     )
     assert result.loss == 0
     assert not result.rows.any()
@@ -196,6 +205,7 @@ def test_a_frozen_projection_gets_no_gradient_but_passes_one_on() -> None:
         world.token_weights,
         unchanged,
         lambda d_weight, d_bias: given.append((d_weight, d_bias)),
+        trained_spans(world.targets),
     )
     assert torch.equal(result.rows, expected)
     ((d_weight, found_d_bias),) = given
@@ -209,7 +219,12 @@ def test_a_frozen_projection_gets_no_gradient_but_passes_one_on() -> None:
 def test_logprobs_are_those_of_the_targets_and_zero_elsewhere(chunk_tokens: int) -> None:
     world = make(bias=True, scores=soft_cap)
     found = head_logprobs(
-        world.rows, world.weight, world.bias, world.targets, soft_cap, chunk_tokens
+        world.rows,
+        world.weight,
+        world.bias,
+        world.targets,
+        soft_cap,
+        trained_spans(world.targets, chunk_tokens),
     )
     assert (found.dtype, found.requires_grad) == (FP32, False)
     logits = soft_cap(F.linear(world.rows, world.weight, world.bias)).detach()
@@ -286,7 +301,8 @@ def test_micro_batches_of_any_length_add_up_to_one_batch(cuts: tuple[int, ...]) 
 def test_a_mean_of_means_would_be_noticed() -> None:
     world = make()
     whole = float(by_autograd(world)[0])
-    logprobs = head_logprobs(world.rows, world.weight, None, world.targets, unchanged)
+    spans = trained_spans(world.targets)
+    logprobs = head_logprobs(world.rows, world.weight, None, world.targets, unchanged, spans)
     halves = [
         -float(logprobs[span].sum()) / int((world.targets[span] != IGNORED).sum())
         for span in (slice(0, 12), slice(12, TOKENS))

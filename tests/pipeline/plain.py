@@ -46,17 +46,25 @@ def make_batch(
     return batch
 
 
-def load_plain(folder: Path, dtype: torch.dtype, attention: str | None = None) -> PreTrainedModel:
+def load_plain(
+    folder: Path,
+    dtype: torch.dtype,
+    attention: str | None = None,
+    device: torch.device | str = "cpu",
+) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation=attention
     )
-    return model.train()
+    return model.to(device).train()
 
 
 def plain_gradients(
     model: PreTrainedModel, batch: Sequence[MicroBatch], step: int = 1
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Return each micro-batch's loss and every gradient, summed in fp32, in the param's dtype."""
+    """Return each micro-batch's loss and every gradient, summed in fp32, in the param's dtype.
+
+    Computed where the model is; what is returned is on the host.
+    """
     num_trained = sum(int((m.labels[:, 1:] != -100).sum()) for m in batch)
     losses: list[float] = []
     parts: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
@@ -64,7 +72,8 @@ def plain_gradients(
         for number, micro in enumerate(batch):
             model.zero_grad(set_to_none=True)
             model._drawn_for = (step, number)
-            loss = _micro_loss(model, micro, num_trained)
+            placed = micro.mapped(lambda tensor: tensor.to(model.device))
+            loss = _micro_loss(model, placed, num_trained)
             loss.backward()
             losses.append(float(loss.detach()))
             for name, param in model.named_parameters():
@@ -74,7 +83,8 @@ def plain_gradients(
     if head_name:
         parts[table_name] = parts.pop(head_name) + parts[table_name]
     return losses, {
-        name: _sum(parts[name], param).to(param.dtype) for name, param in model.named_parameters()
+        name: _sum(parts[name], param).to(param.dtype).cpu()
+        for name, param in model.named_parameters()
     }
 
 

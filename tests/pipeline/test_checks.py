@@ -211,13 +211,19 @@ BROKEN: list[tuple[StepShape, Edit, str]] = [
     (
         LATE,
         without("DRAIN(1)"),
+        "list 1, at NORM(1): grad[1] holds nothing, "
+        "needed is the gradient of block 1 in step 1 with 2 of its parts",
+    ),
+    (
+        LATE,
+        without("NORM(1)"),
         "list 1, at CLIP: norm[1] holds the norm of block 1 in step 0, "
         "needed is the norm of block 1 in step 1",
     ),
     (
         replace(LATE, update="none"),
         without("DRAIN(1)"),
-        "list 1, at the end: grad[1] holds nothing, "
+        "list 1, at NORM(1): grad[1] holds nothing, "
         "needed is the gradient of block 1 in step 1 with 2 of its parts",
     ),
     (
@@ -253,7 +259,7 @@ BROKEN: list[tuple[StepShape, Edit, str]] = [
     ),
     (
         IN_BACKWARD,
-        swapped("DRAIN(3)", "UPDATE(3)"),
+        swapped("NORM(3)", "UPDATE(3)"),
         "list 1, at UPDATE(3): norm[3] holds the norm of block 3 in step 0, "
         "needed is the norm of block 3 in step 1",
     ),
@@ -335,14 +341,9 @@ EQUIVALENT: dict[Mutant, str] = {
         "BACKWARD(b,m) by the gradient slot; the last one is before FORWARD(b,m), which is before "
         "BACKWARD(b,m) by the tape or, for the embedding, by hidden and dhidden"
     ),
-    (OpKind.DRAIN, "writes", "grad"): (
-        "the same DRAIN writes norm, CLIP reads it and UPDATE reads clip; and the next DRAIN(b) is "
-        "behind UPDATE(b) by weights, FORWARD, BACKWARD and the gradient slot"
-    ),
-    (OpKind.UPDATE, "reads", "grad"): "as DRAIN writes grad: the same two orders are implied",
-    (OpKind.UPDATE, "reads", "norm"): (
-        "the DRAIN that writes it writes host_grad, which UPDATE reads too; the next DRAIN(b) is "
-        "behind UPDATE(b) as above"
+    (OpKind.UPDATE, "reads", "grad"): (
+        "NORM reads it too and comes before: CLIP reads norm and UPDATE reads clip; and the next "
+        "DRAIN(b) is behind UPDATE(b) by weights, FORWARD, BACKWARD and the gradient slot"
     ),
 }
 

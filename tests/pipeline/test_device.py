@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import DeviceFull
-from megatrain.pipeline.device import CpuDevice, Meter
+from megatrain.pipeline.device import CpuDevice, Meter, copy_bits
+from megatrain.pipeline.ops import LANES
 
 
 def test_memory_is_counted_until_nothing_uses_it() -> None:
@@ -117,36 +118,23 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_copies_have_the_bits_and_memory_of_their_own(name: str) -> None:
-    device, tensor = CpuDevice(copying=True), TENSORS[name]
-    there = device.to_host(tensor, None)
-    back = device.to_device(there)
-    for copy in (there, back):
-        assert torch.equal(bits(copy), bits(tensor))
-        assert copy.stride() == torch.empty_like(tensor).stride()
-        assert not copy.requires_grad
-    pointers = {t.data_ptr() for t in (tensor, there, back)}
-    assert len(pointers) == 3 or tensor.numel() == 0
-    assert device.meter.live_bytes == back.nbytes  # the host's copy is not the device's
+def test_copies_have_the_bits_and_touch_nothing_else(name: str) -> None:
+    source = TENSORS[name]
+    around = torch.full((source.numel() + 8,), 7, dtype=source.dtype)
+    target = around[4:-4].view(source.shape)
+    CpuDevice(copying=True).fill(target, source)
+    assert torch.equal(bits(target), bits(source))
+    assert (around[:4] == 7).all()
+    assert (around[-4:] == 7).all()
 
 
-def test_a_buffer_that_fits_is_used_again_and_no_other() -> None:
-    device = CpuDevice(copying=True)
-    first, second = torch.randn(2, 3), torch.randn(2, 3)
-    buffer = device.to_host(first, None)
-    assert device.to_host(second, buffer) is buffer
-    assert torch.equal(buffer, second)
-    for other in (torch.randn(3, 2), torch.randn(3, 2).t(), torch.randn(2, 3).bfloat16()):
-        copy = device.to_host(other, buffer)
-        assert copy is not buffer
-        assert torch.equal(copy, other)
-
-
-def test_unified_memory_copies_nothing() -> None:
-    device, tensor = CpuDevice(copying=False), torch.randn(3)
-    assert device.to_host(tensor, None) is tensor
-    assert device.to_device(tensor) is tensor
-    assert device.meter.live_bytes == 0
+def test_copies_that_convert_would_be_noticed() -> None:
+    signalling = torch.tensor([0x7FA00001, -0x80000000], dtype=torch.int32).view(torch.float32)
+    target = torch.zeros(2)
+    copy_bits(target, signalling)
+    assert torch.equal(bits(target), bits(signalling))
+    copy_bits(target, signalling + 0)  # arithmetic makes a NaN quiet, and of -0 a 0
+    assert not torch.equal(bits(target), bits(signalling))
 
 
 def test_fill_writes_the_bytes_and_nothing_beside() -> None:
@@ -154,3 +142,47 @@ def test_fill_writes_the_bytes_and_nothing_beside() -> None:
     target = torch.zeros(8, dtype=torch.uint8)
     device.fill(target[2:5], torch.tensor([1, 2, 255], dtype=torch.uint8))
     assert target.tolist() == [0, 0, 1, 2, 255, 0, 0, 0]
+
+
+@pytest.mark.parametrize("copying", [True, False])
+def test_host_and_device_are_one_memory(copying: bool) -> None:
+    device, tensor = CpuDevice(copying=copying), torch.randn(3)
+    for way in (device.pinned, device.place, device.give, device.bring):
+        assert way(tensor) is tensor
+    device.pin("weights", tensor.view(torch.uint8))
+    device.synchronize()
+    device.close()
+    assert not device.own_memory
+    assert device.copying == copying
+    assert device.peak_bytes == 0
+
+
+def test_host_memory_is_zero_and_not_the_devices() -> None:
+    device = CpuDevice(copying=True, cap_bytes=0)
+    arena = device.map_host(1000, "gradients")
+    assert (arena.dtype, arena.nbytes) == (torch.uint8, 1000)
+    assert not arena.any()
+    device.unmap_host(arena)
+
+
+def test_lanes_have_no_stream_and_all_names() -> None:
+    lanes = CpuDevice().lanes()
+    assert [lane.name for lane in lanes] == list(LANES)
+    assert all(lane._stream is None for lane in lanes)
+
+
+def test_a_seed_decides_what_is_drawn_and_the_callers_draws_go_on() -> None:
+    device = CpuDevice()
+    torch.manual_seed(1)
+    expected = torch.rand(6)
+    torch.manual_seed(1)
+    first = torch.rand(3)
+    state = device.random_state()
+    device.seed(5)
+    drawn = torch.rand(4)
+    device.seed(5)
+    assert torch.equal(torch.rand(4), drawn)
+    device.seed(6)
+    assert not torch.equal(torch.rand(4), drawn)
+    device.set_random_state(state)
+    assert torch.equal(torch.cat([first, torch.rand(3)]), expected)

@@ -106,8 +106,8 @@ def slow_lanes(*slow: str) -> list[Lane]:
         (OpKind.RESTORE, "out", "late"),
         (OpKind.BACKWARD, "in", "late"),
         (OpKind.DRAIN, "compute", "late"),
-        (OpKind.CLIP, "out", "late"),
-        (OpKind.UPDATE, "out", "in_backward"),
+        (OpKind.NORM, "out", "late"),
+        (OpKind.NORM, "out", "in_backward"),
     ],
 )
 def test_ops_of_a_kind_that_do_not_wait_would_be_noticed(

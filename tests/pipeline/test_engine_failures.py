@@ -285,14 +285,17 @@ def test_the_reference_fails_in_the_callers_thread(break_at: Callable[..., None]
     assert same(state_of(world), wholes[1])
 
 
-def test_a_step_that_failed_leaves_nothing_but_slots_on_the_device(
-    break_at: Callable[..., None],
+@pytest.mark.parametrize("tape", ["device", "host"])
+def test_a_step_that_failed_leaves_nothing_but_what_stays_between_steps(
+    break_at: Callable[..., None], tape: str
 ) -> None:
-    engine = world_of(SORT).engine(case_of("late"), reference=True, tape="device")
-    at_rest = engine.device.meter.live_bytes
-    break_at((OpKind.BACKWARD, 2))
+    """Slots, and the tape's room; no hidden states, and no gradients of them."""
+    engine = world_of(SORT).engine(case_of("late"), reference=True, tape=tape)
     with engine:
-        with suppress(BoomError):
+        train(engine, num_steps=1)
+        at_rest = engine.device.meter.live_bytes
+        break_at((OpKind.BACKWARD, 2))
+        with pytest.raises(BoomError):
             train(engine)
         gc.collect()  # a traceback and its frames hold each other
         assert engine.device.meter.live_bytes == at_rest

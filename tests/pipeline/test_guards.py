@@ -14,6 +14,7 @@ from megatrain import AdamW, Engine, HostModel, load_model
 from megatrain.errors import NonFiniteStep
 from megatrain.memory.grad_slots import GradSlots
 from megatrain.memory.layout import Kind
+from megatrain.pipeline.device import CpuDevice
 from tests.families import save_tiny
 from tests.pipeline.plain import make_batch
 
@@ -68,11 +69,11 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[Poison]:
     plan.clear()
 
 
-def _engine(home: HostModel, update: str, on_nonfinite: str = "skip") -> Engine:
+def _engine(home: HostModel, update: str, on_nonfinite: str = "skip", **changes: Any) -> Engine:
     optimizer = AdamW(home.store, learning_rate=1e-3, max_grad_norm=1.0)
     return Engine(
         home.decoder, home.store, optimizer=optimizer, update=update, reference=True,  # type: ignore[arg-type]
-        on_nonfinite=on_nonfinite,  # type: ignore[arg-type]
+        on_nonfinite=on_nonfinite, **changes,  # type: ignore[arg-type]
     )  # fmt: skip
 
 
@@ -123,7 +124,10 @@ def test_a_fault_that_is_gone_when_run_again_is_the_hardwares(
     assert _changed_blocks(home, before) == set(range(NUM_BLOCKS))
 
 
-def test_the_rows_at_fault_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tape", ["device", "host"])
+@pytest.mark.parametrize("copying", [False, True])
+def test_the_rows_at_fault_are_named(tmp_path: Path, copying: bool, tape: str) -> None:
+    """Also in a micro-batch larger than the first, whose place it takes on the tape."""
     home = load_model(save_tiny(tmp_path, "llama"))
     batch = make_batch([(2, 9), (3, 8)])
     spoilt = 17
@@ -133,7 +137,7 @@ def test_the_rows_at_fault_are_named(tmp_path: Path) -> None:
     home.store.param("model.embed_tokens.weight", Kind.HI)[spoilt] = float("nan")
     before = _state(home)
     with (
-        _engine(home, "late", "stop") as engine,
+        _engine(home, "late", "stop", device=CpuDevice(copying=copying), tape=tape) as engine,
         pytest.raises(NonFiniteStep, match=r"step 1: .* blocks 0, 1, .*; micro-batch 1, rows 1$"),
     ):
         engine.step(batch)

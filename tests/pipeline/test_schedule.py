@@ -36,7 +36,9 @@ def test_a_step_is_layer_major() -> None:
         "HEAD(3,0) HEAD(3,1) "
         "BACKWARD(2,0) BACKWARD(2,1) BACKWARD(1,0) BACKWARD(1,1) BACKWARD(0,0) BACKWARD(0,1)"
     )
-    assert texts(ops, OpKind.DRAIN) == "DRAIN(3) DRAIN(2) DRAIN(1) DRAIN(0)"
+    assert texts(ops, OpKind.DRAIN, OpKind.NORM) == (
+        "DRAIN(3) NORM(3) DRAIN(2) NORM(2) DRAIN(1) NORM(1) DRAIN(0) NORM(0)"
+    )
 
 
 @pytest.mark.parametrize("num_micro", [1, 2, 5])
@@ -48,11 +50,22 @@ def test_traffic_does_not_grow_with_micro_batches(num_micro: int) -> None:
     assert Counter(op.block for op in only(ops, OpKind.DRAIN)) == dict.fromkeys(range(10), 1)
 
 
-def test_updates_follow_their_drain_in_backward() -> None:
+def test_updates_follow_their_norm_in_backward() -> None:
     ops = build_step(StepShape(num_blocks=4, update="in_backward"))
-    assert texts(ops, OpKind.DRAIN, OpKind.UPDATE, OpKind.CLIP) == (
-        "DRAIN(3) UPDATE(3) DRAIN(2) UPDATE(2) DRAIN(1) UPDATE(1) DRAIN(0) UPDATE(0)"
+    assert texts(ops, OpKind.DRAIN, OpKind.NORM, OpKind.UPDATE, OpKind.CLIP) == (
+        "DRAIN(3) NORM(3) UPDATE(3) DRAIN(2) NORM(2) UPDATE(2) "
+        "DRAIN(1) NORM(1) UPDATE(1) DRAIN(0) NORM(0) UPDATE(0)"
     )
+
+
+def test_a_norm_waits_for_its_drain_and_holds_up_no_copy() -> None:
+    """The host reads a gradient while the next one is on its way."""
+    cost = {OpKind.BACKWARD: 1.0, OpKind.DRAIN: 3.0, OpKind.NORM: 3.0}
+    ops = build_step(StepShape(num_blocks=6, update="late"))
+    times = {str(op): (start, end) for op, start, end in virtual_times([ops], cost)}
+    for block in range(6):
+        assert times[f"NORM({block})"][0] >= times[f"DRAIN({block})"][1]
+    assert times["CLIP"][0] == times["DRAIN(5)"][0] + 6 * 3.0 + 3.0
 
 
 def test_late_updates_open_the_next_step_in_forward_order() -> None:
@@ -91,14 +104,15 @@ def test_backward_ends_at_the_lowest_trained_block() -> None:
     ops = build_step(StepShape(num_blocks=5, tape="host", trained=trained, update="in_backward"))
     assert texts(ops, OpKind.BACKWARD) == "BACKWARD(3,0) BACKWARD(2,0)"
     assert texts(ops, OpKind.STASH) == "STASH(2,0) STASH(3,0)"
-    assert texts(ops, OpKind.DRAIN) == "DRAIN(4) DRAIN(2)"
+    assert texts(ops, OpKind.DRAIN, OpKind.NORM) == "DRAIN(4) NORM(4) DRAIN(2) NORM(2)"
     assert texts(ops, OpKind.UPDATE) == "UPDATE(4) UPDATE(2)"
 
 
 def test_training_the_head_alone_needs_no_backward_and_no_tape() -> None:
     trained = (False, False, False, True)
     ops = build_step(StepShape(num_blocks=4, tape="host", trained=trained))
-    assert {op.kind for op in ops} == {OpKind.FETCH, OpKind.FORWARD, OpKind.HEAD, OpKind.DRAIN}
+    kinds = {OpKind.FETCH, OpKind.FORWARD, OpKind.HEAD, OpKind.DRAIN, OpKind.NORM}
+    assert {op.kind for op in ops} == kinds
     assert not any(("dhidden", 0) in op.writes for op in ops)
 
 

@@ -13,7 +13,7 @@ Laws (tests/memory/test_grad_slots.py)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -88,7 +88,23 @@ class GradSlots:
                     part.copy_(sums[place.param.name])
                 else:
                     part.zero_()
-                target[stop : place.padded_stop].zero_()
+                if stop < place.padded_stop:
+                    target[stop : place.padded_stop].zero_()
+
+    def parts(self, slot: SlotId, block: int) -> Iterator[tuple[int, slice, Tensor | None]]:
+        """Yield segment, place in it and flat sum, None for zero, of all that the slot holds.
+
+        The sums are the slot's own memory: read them before the slot begins anew.
+        """
+        sums = self._sums[slot]
+        self.begin(slot)
+        for number, places in enumerate(self._places[block]):
+            for place in places:
+                stop = place.start + place.param.num_elements
+                total = sums.get(place.param.name)
+                yield number, slice(place.start, stop), None if total is None else total.view(-1)
+                if stop < place.padded_stop:
+                    yield number, slice(stop, place.padded_stop), None
 
     def _num_elements(self, block: int) -> int:
         return sum(places[-1].padded_stop for places in self._places[block])

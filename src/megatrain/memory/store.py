@@ -53,6 +53,10 @@ class Store:
         self.kinds = kinds
         self._arenas = {kind: map_arena(kind.value, layout.kind_bytes[kind]) for kind in kinds}
 
+    def arena(self, kind: Kind) -> Tensor:
+        """Return all bytes of a kind, as uint8."""
+        return self._arenas[kind]
+
     def block_bytes(self, block: int, kind: Kind) -> Tensor:
         """Return the bytes of `block` in `kind`, as uint8: what a fetch or drain moves."""
         extent = self.layout.block_extents[block, kind]

@@ -19,8 +19,9 @@ Laws (tests/models/test_decoder.py, tests/models/test_families.py)
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -112,6 +113,15 @@ class Decoder:
     def owner(self, name: str) -> str:
         """Return the param's name of a tensor that may be known by another name."""
         return next((p.name for p in self.params if name in p.aliases), name)
+
+    def placed(self, place: Callable[[Tensor], Tensor]) -> Decoder:
+        """Return a decoder whose skeleton is a copy with each buffer as `place` returns it."""
+        model = copy.deepcopy(self.model)
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = place(buffer)
+        return replace(self, model=model)
 
     def persistent_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that a folder must carry, by name. They are the real tensors."""

@@ -18,7 +18,7 @@ Laws (tests/models/test_loss.py)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,12 +59,12 @@ def head_logprobs(
     bias: Tensor | None,
     targets: Tensor,
     scores: Callable[[Tensor], Tensor],
-    chunk_tokens: int = CHUNK_TOKENS,
+    spans: Sequence[slice],
 ) -> Tensor:
-    """Return the log-probabilities of `targets`, without gradients. (tokens,)"""
+    """Return the log-probabilities of `targets`, chunk by chunk, without gradients. (tokens,)"""
     result = torch.zeros(len(rows), dtype=torch.float32, device=rows.device)
     with torch.no_grad():
-        for span in _chunks(targets, chunk_tokens):
+        for span in spans:
             logits = scores(F.linear(rows[span], weight, bias))
             result[span] = token_logprobs(logits, targets[span])
     return result
@@ -78,7 +78,7 @@ def head_gradients(
     token_weights: Tensor,
     scores: Callable[[Tensor], Tensor],
     add_gradients: Callable[[Tensor | None, Tensor | None], None],
-    chunk_tokens: int = CHUNK_TOKENS,
+    spans: Sequence[slice],
 ) -> HeadGradients:
     """Return the loss, sum of `token_weights` x log-probability, and the gradient of `rows`.
 
@@ -86,7 +86,7 @@ def head_gradients(
     """
     total = torch.zeros((), dtype=torch.float32, device=rows.device)
     d_rows = torch.zeros_like(rows)
-    for span in _chunks(targets, chunk_tokens):
+    for span in spans:
         inputs = [rows[span].detach().requires_grad_(), weight.detach()]
         inputs[1].requires_grad_(weight.requires_grad)
         if bias is not None:
@@ -122,8 +122,8 @@ def _turn_into_gradient(
     return losses
 
 
-def _chunks(targets: Tensor, chunk_tokens: int) -> list[slice]:
-    """Return the spans of rows that have a target."""
+def trained_spans(targets: Tensor, chunk_tokens: int = CHUNK_TOKENS) -> list[slice]:
+    """Return the chunks of rows that have a target. `targets` are on the host: none is computed."""
     spans = [
         slice(first, min(first + chunk_tokens, len(targets)))
         for first in range(0, len(targets), chunk_tokens)

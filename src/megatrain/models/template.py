@@ -20,15 +20,17 @@ Laws (tests/models/test_template.py)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from megatrain.models.decoder import Decoder
 from megatrain.models.recorder import Call, head_replaced, layers_replaced, stand_in_weights
+from megatrain.models.regions import Backend, Regions, apply_layer
 
 Weights = Mapping[str, Tensor]
 """Params by their names in the model."""
@@ -41,9 +43,13 @@ class _HeardEnough(Exception):
 class Template:
     """The parts of one decoder."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(
+        self, decoder: Decoder, *, compile: bool = False, backend: Backend = "inductor"
+    ) -> None:
+        """`compile`: layers are compiled, those of equal structure once (regions.py)."""
         self._decoder = decoder
         self._modules = list(decoder.layers)
+        self._regions = Regions(self._modules, backend) if compile else None
         self._names = [{name for name, _ in layer.named_parameters()} for layer in self._modules]
         self._stand_ins = {
             name: zero.detach()
@@ -52,6 +58,26 @@ class Template:
             ).items()
         }
         self._changes_logits = self._find_change()
+        self.bytes_per_token = self._find_width()
+        """Of hidden states, as a layer gets them."""
+
+    def placed(self, place: Callable[[Tensor], Tensor]) -> Template:
+        """Return this template for a device; `place` returns a tensor's copy there."""
+        other = copy.copy(self)
+        other._decoder = self._decoder.placed(place)
+        other._modules = list(other._decoder.layers)
+        if self._regions is not None:
+            other._regions = Regions(other._modules, self._regions.backend)
+        zeros = {zero.dtype: zero for zero in self._stand_ins.values()}
+        placed = {dtype: place(zero.new_zeros(())) for dtype, zero in zeros.items()}
+        other._stand_ins = {n: placed[z.dtype].expand(z.shape) for n, z in self._stand_ins.items()}
+        return other
+
+    @property
+    def model(self) -> nn.Module:
+        """The skeleton: its mode, train or eval, is the mode of all parts."""
+        model: nn.Module = self._decoder.model
+        return model
 
     def front(self, weights: Weights, inputs: Mapping[str, Any]) -> tuple[Tensor, list[Call]]:
         """Return the embedding's output, and the call that each layer is to get."""
@@ -77,12 +103,9 @@ class Template:
         module, names = self._modules[call.layer], self._names[call.layer]
         # A weight left on meta is not always an error in torch: a product with it gives noise.
         assert bound.keys() == names, f"layer {call.layer} lacks {names - bound.keys()}"
-        output = functional_call(
-            module, bound, (hidden, *call.args), call.kwargs, tie_weights=False
-        )
-        result = output if isinstance(output, Tensor) else output[0]
-        assert isinstance(result, Tensor)
-        return result
+        if self._regions is not None:
+            return self._regions.call(call.layer, bound, hidden, call.args, call.kwargs)
+        return apply_layer(module, bound, hidden, call.args, call.kwargs)
 
     def tail(self, weights: Weights, hidden: Tensor) -> Tensor:
         """Return the rows (tokens, width) that the output projection gets after `hidden`."""
@@ -101,7 +124,7 @@ class Template:
 
     def _scores(self, logits: Tensor) -> Tensor:
         width = self._decoder.model.get_output_embeddings().weight.shape[1]
-        hidden = torch.zeros(1, 1, width, dtype=self._decoder.model.dtype)
+        hidden = logits.new_zeros((1, 1, width), dtype=self._decoder.model.dtype)
         output = self._run_tail({}, hidden, lambda _: logits[None])
         result = output.logits
         assert isinstance(result, Tensor)
@@ -114,6 +137,13 @@ class Template:
         with torch.no_grad():
             changed = self._scores(logits)
         return not (changed.dtype is logits.dtype and torch.equal(changed, logits))
+
+    def _find_width(self) -> int:
+        """Return how many bytes of hidden states a token takes."""
+        ids = torch.zeros((1, 8), dtype=torch.long)
+        with torch.no_grad():
+            hidden, _ = self.front({}, {"input_ids": ids})
+        return hidden.nbytes // ids.numel()
 
     def _run_tail(self, weights: Weights, hidden: Tensor, hear: Any) -> Any:
         """Run the model's forward from the last layer's answer on, whatever came before."""

@@ -23,7 +23,12 @@ import torch
 from torch import Tensor
 
 from megatrain.memory.layout import Kind
-from megatrain.models.loss import head_gradients, head_logprobs, next_token_targets
+from megatrain.models.loss import (
+    head_gradients,
+    head_logprobs,
+    next_token_targets,
+    trained_spans,
+)
 from megatrain.models.recorder import Call
 from megatrain.pipeline.batch import MicroBatch, trained_token_weights
 from megatrain.pipeline.lanes import Action
@@ -40,6 +45,7 @@ class StepActions:
         self._hidden: dict[int, Tensor] = {}
         self._d_hidden: dict[int, Tensor] = {}
         self._calls: dict[int, list[Call]] = {}
+        self._inputs: dict[int, dict[str, Tensor]] = {}
         self.losses: dict[int, Tensor] = {}
         """By micro-batch, once its HEAD is complete."""
         self.logprobs: dict[int, Tensor] = {}
@@ -62,6 +68,7 @@ class StepActions:
             OpKind.RESTORE: self._restore,
             OpKind.BACKWARD: self._backward,
             OpKind.DRAIN: self._drain,
+            OpKind.NORM: self._norm,
             OpKind.CLIP: self._clip,
             OpKind.UPDATE: self._update,
         }
@@ -80,8 +87,7 @@ class StepActions:
         self._seed(block, micro)
         with torch.no_grad():
             if block == 0:
-                inputs = self._batch[micro].inputs
-                hidden, self._calls[micro] = machine.template.front(weights, inputs)
+                hidden, self._calls[micro] = self._front(weights, micro)
             else:
                 given = self._hidden.pop(micro)
                 hidden = machine.template.layer(weights, given, self._calls[micro][block - 1])
@@ -107,15 +113,17 @@ class StepActions:
         machine, micro = self._machine, _micro(op)
         weights = machine.weights(_block(op), op.slot)
         with torch.no_grad():
-            rows = machine.template.tail(weights, self._hidden.pop(micro))
-        self.logprobs[micro] = head_logprobs(
+            rows = machine.edges.tail(weights, self._hidden.pop(micro))
+        targets, spans = self._targets(micro)
+        logprobs = head_logprobs(
             rows,
             self._table(op, weights)[machine.head_weight],
             weights.get(machine.head_bias),
-            next_token_targets(self._batch[micro].labels),
-            machine.template.scores,
-            machine.chunk_tokens,
+            targets,
+            machine.edges.scores,
+            spans,
         )
+        self.logprobs[micro] = machine.device.bring(logprobs)
         self._calls.pop(micro)
 
     def _train_head(self, op: Op) -> None:
@@ -137,7 +145,7 @@ class StepActions:
         leaf = self._leaves({machine.head_weight: table[machine.head_weight]})
         given = self._hidden.pop(micro).detach().requires_grad_(op.passes_gradient)
         with torch.enable_grad():
-            rows = machine.template.tail(leaves, given)
+            rows = machine.edges.tail(leaves, given)
 
         def add(d_weight: Tensor | None, d_bias: Tensor | None) -> None:
             parts = {machine.head_weight: d_weight, machine.head_bias: d_bias}
@@ -147,18 +155,18 @@ class StepActions:
                     assert slot is not None
                     machine.grad_slots.add(slot, owner, {name: part})
 
-        targets = next_token_targets(self._batch[micro].labels)
+        targets, spans = self._targets(micro)
         result = head_gradients(
             rows.detach(),
             leaf[machine.head_weight],
             leaves.get(machine.head_bias),
             targets,
             trained_token_weights(targets, self._num_trained),
-            machine.template.scores,
+            machine.edges.scores,
             add,
-            machine.chunk_tokens,
+            spans,
         )
-        self.losses[micro] = result.loss
+        self.losses[micro] = machine.device.bring(result.loss)
         projection = (machine.head_weight, machine.head_bias)
         tail = {name: tensor for name, tensor in leaves.items() if name not in projection}
         grads = _gradients(rows, tail, given, result.rows)
@@ -173,7 +181,7 @@ class StepActions:
         self._seed(block, micro)
         with torch.enable_grad():
             if block == 0:
-                hidden, _ = machine.template.front(leaves, self._batch[micro].inputs)
+                hidden, _ = self._front(leaves, micro)
                 given = None
             else:
                 kept = machine.tape.take((block, micro), op.tape_slot)
@@ -190,10 +198,19 @@ class StepActions:
         machine, block = self._machine, _block(op)
         assert op.grad_slot is not None
         targets = [target for _, target in machine.gradients(op)]
-        machine.grad_slots.move_out(op.grad_slot, block, targets)
-        if machine.optimizer is not None:
-            self._squared_norms[block] = sum(map(machine.optimizer.squared_norm, targets))
+        if machine.outbox is None:
+            machine.grad_slots.move_out(op.grad_slot, block, targets)
+        else:
+            for number, span, total in machine.grad_slots.parts(op.grad_slot, block):
+                machine.outbox.send(targets[number][span], total)
         return sum(target.nbytes for target in targets)
+
+    def _norm(self, op: Op) -> None:
+        """Of the bytes that an update would use: what a copy broke is found too."""
+        machine = self._machine
+        if machine.optimizer is not None:
+            norms = (machine.optimizer.squared_norm(part) for _, part in machine.gradients(op))
+            self._squared_norms[_block(op)] = sum(norms)
 
     def _clip(self, op: Op) -> None:
         machine = self._machine
@@ -246,7 +263,19 @@ class StepActions:
     def _seed(self, block: int, micro: int) -> None:
         """Set the generator that layers draw from."""
         seed = draw_seed(self._machine.seed, self._step, micro, block)
-        torch.default_generator.manual_seed(seed)
+        self._machine.device.seed(seed)
+
+    def _front(self, weights: Mapping[str, Tensor], micro: int) -> tuple[Tensor, list[Call]]:
+        give, inputs = self._machine.device.give, self._batch[micro].inputs
+        if micro not in self._inputs:
+            self._inputs[micro] = {name: give(tensor) for name, tensor in inputs.items()}
+        return self._machine.edges.front(weights, inputs, self._inputs[micro])
+
+    def _targets(self, micro: int) -> tuple[Tensor, list[slice]]:
+        """Return each token's target, on the device, and the chunks that have any."""
+        labels = self._batch[micro].labels
+        spans = trained_spans(next_token_targets(labels), self._machine.chunk_tokens)
+        return next_token_targets(self._machine.device.give(labels)), spans
 
 
 class _Gradients:

@@ -36,8 +36,12 @@ class MicroBatch:
 
     def row(self, index: int) -> MicroBatch:
         """Return one row as a micro-batch of its own."""
+        return self.mapped(lambda tensor: tensor[index : index + 1])
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        """Return the micro-batch with `change` made to each tensor."""
         tensors = {**self.inputs, "labels": self.labels}
-        return MicroBatch(**{name: tensor[index : index + 1] for name, tensor in tensors.items()})
+        return MicroBatch(**{name: change(tensor) for name, tensor in tensors.items()})
 
     @property
     def num_tokens(self) -> int:

@@ -184,7 +184,17 @@ class OpTable:
             grad_slot=places.grad_slot,
             host_grad=places.host_grad,
             reads=(("grad_slot", places.grad_slot),),
-            writes=(places.drained, ("norm", block)),
+            writes=(places.drained,),
+        )
+
+    def norm(self, block: int) -> Op:
+        places = self.places[block]
+        return Op(
+            kind=OpKind.NORM,
+            block=block,
+            host_grad=places.host_grad,
+            reads=(places.drained,),
+            writes=(("norm", block),),
         )
 
     def clip(self) -> Op:

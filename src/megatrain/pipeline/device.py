@@ -1,7 +1,8 @@
-"""Where compute happens. The only module that may know what kind of device that is.
+"""Where compute happens: what the engine asks of it, and the CPU's answer.
 
     CpuDevice(copying=False)   unified memory: nothing is fetched, compute reads the store
     CpuDevice(copying=True)    slots and real copies on a CPU: what an accelerator does, tested here
+    Accelerator                a device with memory and streams of its own (accelerator.py)
 
 A device hands out memory and counts it. `keep` counts the memory of a tensor that compute made for
 as long as anything uses it, be it a view. A cap turns the count into a law: what would exceed it is
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,8 +21,77 @@ from torch import Tensor
 
 from megatrain.errors import DeviceFull
 from megatrain.memory.ledger import gib
+from megatrain.pipeline.lanes import Lane
+from megatrain.pipeline.ops import LANES
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Device(Protocol):
+    """Memory, copies and lanes. What is called inside an op is queued on the lane's stream."""
+
+    @property
+    def copying(self) -> bool:
+        """Whether weights are fetched into slots, or read where they are."""
+
+    @property
+    def own_memory(self) -> bool:
+        """Whether compute can only use tensors that this device placed."""
+
+    @property
+    def answers(self) -> bool:
+        """Whether tensors there have values that the host could ask for."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes of device memory that were in use at once."""
+
+    def lanes(self) -> list[Lane]:
+        """Return new lanes, each with its stream."""
+
+    def allocate(self, num_bytes: int, purpose: str) -> Tensor:
+        """Return device memory as uint8. Raises DeviceFull, naming the purpose."""
+
+    def map_host(self, num_bytes: int, purpose: str) -> Tensor:
+        """Return zeroed host memory, as uint8, that copies reach at full speed if they can."""
+
+    def unmap_host(self, arena: Tensor) -> None:
+        """Take back what `map_host` returned, before it is dropped. No copy may be under way."""
+
+    def pin(self, name: str, arena: Tensor) -> None:
+        """Let copies reach this host memory at full speed, if they can."""
+
+    def pinned(self, tensor: Tensor) -> Tensor:
+        """Return a small host tensor, or its copy, in memory that `give` need not wait for."""
+
+    def place(self, tensor: Tensor) -> Tensor:
+        """Return a copy on the device that stays; not inside an op."""
+
+    def keep(self, tensor: Tensor, purpose: str) -> Tensor:
+        """Count what compute made until nothing uses it any more, and return it."""
+
+    def fill(self, target: Tensor, source: Tensor) -> None:
+        """Copy flat bits, one side on the host and one on the device."""
+
+    def give(self, tensor: Tensor) -> Tensor:
+        """Return a small host tensor on the device."""
+
+    def bring(self, tensor: Tensor) -> Tensor:
+        """Return a small device tensor on the host: it holds its value when the op is complete."""
+
+    def seed(self, seed: int) -> None:
+        """Set what layers draw their random numbers from."""
+
+    def random_state(self) -> list[Tensor]:
+        """Return what `set_random_state` takes, so that the caller's own draws go on."""
+
+    def set_random_state(self, state: list[Tensor]) -> None: ...
+
+    def synchronize(self) -> None:
+        """Wait until everything that was queued is done."""
+
+    def close(self) -> None:
+        """Let go of host memory that was pinned. Another engine may use the device then."""
 
 
 class Meter:
@@ -52,49 +123,75 @@ class Meter:
 
 
 class CpuDevice:
-    """The CPU as a device."""
+    """The CPU as a device. Host and device are one memory, and an op is done when it returns."""
+
+    own_memory = False
+    answers = True
 
     def __init__(self, *, copying: bool = False, cap_bytes: int | None = None) -> None:
         self.copying = copying
         self.meter = Meter(cap_bytes)
 
+    @property
+    def peak_bytes(self) -> int:
+        return self.meter.peak_bytes
+
+    def lanes(self) -> list[Lane]:
+        return [Lane(name) for name in LANES]
+
     def allocate(self, num_bytes: int, purpose: str) -> Tensor:
-        """Return `num_bytes` as uint8, counted until nothing uses them any more."""
         return self.keep(torch.empty(num_bytes, dtype=torch.uint8), purpose)
 
+    def map_host(self, num_bytes: int, purpose: str) -> Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def unmap_host(self, arena: Tensor) -> None:
+        pass
+
+    def pin(self, name: str, arena: Tensor) -> None:
+        pass
+
+    def pinned(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def place(self, tensor: Tensor) -> Tensor:
+        return tensor
+
     def keep(self, tensor: Tensor, purpose: str) -> Tensor:
-        """Count a tensor's memory until nothing uses it any more, and return the tensor."""
         storage = tensor.untyped_storage()
         self.meter.add(storage.nbytes(), purpose)
         weakref.finalize(storage, self.meter.remove, storage.nbytes())
         return tensor
 
     def fill(self, target: Tensor, source: Tensor) -> None:
-        """Copy host bits into device bits or back, on this lane alone."""
-        # Not `copy_`: it would start a team of threads that takes cores from compute.
-        _integers(target)[...] = _integers(source)
+        copy_bits(target, source)
 
-    def to_host(self, source: Tensor, buffer: Tensor | None) -> Tensor:
-        """Return a copy of `source` on the host, in `buffer` if it fits."""
-        if not self.copying:
-            return source
-        if buffer is None or _form(buffer) != _form(source):
-            buffer = torch.empty_like(source)
-        self.fill(buffer, source)
-        return buffer
+    def give(self, tensor: Tensor) -> Tensor:
+        return tensor
 
-    def to_device(self, source: Tensor) -> Tensor:
-        """Return a copy of `source` on the device."""
-        if not self.copying:
-            return source
-        copy = self.keep(torch.empty_like(source), "tape")
-        self.fill(copy, source)
-        return copy
+    def bring(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+
+    def random_state(self) -> list[Tensor]:
+        return [torch.get_rng_state()]
+
+    def set_random_state(self, state: list[Tensor]) -> None:
+        torch.set_rng_state(state[0])
+
+    def synchronize(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
-def _form(tensor: Tensor) -> tuple[object, ...]:
-    """Strides too: a layer may compute other bits from a transposed input than from its copy."""
-    return tensor.shape, tensor.stride(), tensor.dtype
+def copy_bits(target: Tensor, source: Tensor) -> None:
+    """Copy bits between host tensors of one shape, on this thread alone."""
+    # Not `copy_`: it would start a team of threads that takes cores from compute.
+    _integers(target)[...] = _integers(source)
 
 
 def _integers(tensor: Tensor) -> np.ndarray:

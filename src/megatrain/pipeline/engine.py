@@ -27,16 +27,16 @@ from typing import Literal, Self
 
 import torch
 
-from megatrain.errors import LaneStuck, NonFiniteStep, PlayerStopped
+from megatrain.errors import DeviceFull, LaneStuck, NonFiniteStep, PlayerStopped
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
 from megatrain.models.loss import CHUNK_TOKENS, IGNORED, next_token_targets
 from megatrain.pipeline.actions import StepActions
 from megatrain.pipeline.batch import Fault, MicroBatch, StepResult, check_batch, locate_fault
-from megatrain.pipeline.device import CpuDevice
+from megatrain.pipeline.device import CpuDevice, Device
 from megatrain.pipeline.lanes import Lane
 from megatrain.pipeline.machine import Machine, Optimizer
-from megatrain.pipeline.ops import LANES, Op, OpKind
+from megatrain.pipeline.ops import Op, OpKind
 from megatrain.pipeline.player import Player
 from megatrain.pipeline.reference import Reference
 from megatrain.pipeline.schedule import build_flush, build_forward, build_step
@@ -44,7 +44,7 @@ from megatrain.pipeline.shape import StepShape
 from megatrain.pipeline.trace import Trace
 
 Update = Literal["none", "in_backward", "late"]
-_UNTIL_KNOWN = (OpKind.HEAD, OpKind.BACKWARD, OpKind.DRAIN, OpKind.CLIP)
+_UNTIL_KNOWN = (OpKind.HEAD, OpKind.BACKWARD, OpKind.DRAIN, OpKind.NORM, OpKind.CLIP)
 """A step's caller waits for these: losses and norms. Updates go on."""
 
 
@@ -58,7 +58,7 @@ class Engine:
         *,
         optimizer: Optimizer | None = None,
         update: Update = "none",
-        device: CpuDevice | None = None,
+        device: Device | None = None,
         num_slots: int = 2,
         tape: Literal["device", "host"] = "device",
         num_tape_slots: int = 2,
@@ -69,8 +69,12 @@ class Engine:
         deadline_s: float = 600.0,
         trace: bool = False,
         on_nonfinite: Literal["stop", "skip"] = "stop",
+        compile: bool = False,
     ) -> None:
-        """`update="none"` leaves gradients in the store, in kind `grad`. `lanes` are for tests."""
+        """`update="none"` leaves gradients in the store, in kind `grad`. `lanes` are for tests.
+
+        `compile` lets torch compile layers, those of equal structure once (models/regions.py).
+        """
         assert (optimizer is None) == (update == "none"), "an optimizer goes with updates"
         device = device or CpuDevice()
         self._shape = functools.partial(
@@ -85,17 +89,22 @@ class Engine:
             trained=tuple(any(p.trained for p in block.params) for block in decoder.blocks),
         )
         self._machine = Machine(
-            decoder, store, device, self._shape(), optimizer, chunk_tokens=chunk_tokens, seed=seed
+            decoder,
+            store,
+            device,
+            self._shape(),
+            optimizer,
+            chunk_tokens=chunk_tokens,
+            seed=seed,
+            compile=compile,
         )
         self._vocab_size = decoder.model.get_input_embeddings().weight.shape[0]
         self.device = device
         self.trace = Trace() if trace else None
         self._player: Player | Reference = (
-            Reference(lanes, trace=self.trace)
+            Reference(lanes, trace=self.trace, synchronize=device.synchronize)
             if reference
-            else Player(
-                lanes or [Lane(name) for name in LANES], deadline_s=deadline_s, trace=self.trace
-            )
+            else Player(lanes or device.lanes(), deadline_s=deadline_s, trace=self.trace)
         )
         self._schedule = functools.cache(_build)
         self._late = update == "late"
@@ -114,7 +123,8 @@ class Engine:
 
         Raises BatchError before anything is touched, NonFiniteStep, else what a lane raised.
         """
-        check_batch(batch, self._vocab_size)
+        batch = self._received(batch)
+        self._machine.reserve(batch)
         self._num_steps += 1
         actions = StepActions(self._machine, batch, self._num_steps)
         kind = "pending step" if self._pending is not None else "step"
@@ -144,23 +154,33 @@ class Engine:
             applied=applied,
         )
 
+    def _received(self, batch: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Return the batch, checked, where the device can take it from."""
+        check_batch(batch, self._vocab_size)
+        return [micro.mapped(self.device.pinned) for micro in batch]
+
     def _gradient_is_finite(self, micro: MicroBatch) -> bool:
         """Return whether a micro-batch alone gives a finite gradient, without an update."""
-        shape = self._shape(num_micro=1, update="none")
+        step = self._schedule("step", self._shape(num_micro=1))
+        ops = [op for op in step if op.kind not in (OpKind.CLIP, OpKind.UPDATE)]
+        self._machine.reserve([micro])  # it takes the place of the first, and may be larger
         actions = StepActions(self._machine, [micro], self._num_steps)
-        self._play_ops(self._schedule("step", shape), actions, (OpKind.DRAIN,))
+        self._play_ops(ops, actions, (OpKind.NORM,))
         return not actions.faulty_blocks
 
     def evaluate(self, batch: Sequence[MicroBatch]) -> tuple[float, int]:
         """Return the summed negative log-probability of the batch's targets, and their number."""
-        check_batch(batch, self._vocab_size)
+        batch = self._received(batch)
         self.settle()
         actions = StepActions(self._machine, batch, 0)
-        model = self._machine.decoder.model.eval()  # no dropout; after settle nobody computes
+        models = {self._machine.decoder.model, self._machine.template.model}
+        for model in models:
+            model.eval()  # no dropout; after settle nobody computes
         try:
             self._play("forward", actions, len(batch), until=(OpKind.HEAD,))
         finally:
-            model.train()
+            for model in models:
+                model.train()
         total, count = 0.0, 0
         for micro, logprobs in sorted(actions.logprobs.items()):
             targets = next_token_targets(batch[micro].labels)
@@ -185,6 +205,7 @@ class Engine:
         finally:
             if isinstance(self._player, Player):
                 self._player.close()
+            self.device.close()
 
     def write_trace(self, path: Path) -> None:
         """Write what the lanes did as Chrome's JSON; Perfetto opens it."""
@@ -214,11 +235,11 @@ class Engine:
 
     def _play_ops(self, ops: list[Op], actions: StepActions, until: tuple[OpKind, ...]) -> None:
         # Layers draw from the global generator, seeded for each op; the caller's draws go on.
-        random_state = torch.get_rng_state()
+        random_state = self.device.random_state()
         try:
             self._guarded(lambda: self._player.play(ops, actions.table()).wait(*until))
         finally:
-            torch.set_rng_state(random_state)
+            self.device.set_random_state(random_state)
 
     def _guarded(self, run: Callable[[], None]) -> None:
         """Run; if it fails, end the lanes and note whether they left a step half applied."""
@@ -228,9 +249,18 @@ class Engine:
             if isinstance(self._player, Player) and not isinstance(error, LaneStuck):
                 with suppress(Exception):  # what a lane raised meanwhile is not the cause
                     self._player.close()
+            if not isinstance(error, LaneStuck):
+                with suppress(Exception):
+                    self.device.synchronize()
             self.torn = self.torn or self._machine.half_applied
             self._pending = None
             self._machine.tape.clear()
+            if isinstance(error, torch.OutOfMemoryError):
+                where = "; ".join(getattr(error, "__notes__", ()))
+                raise DeviceFull(
+                    f"device memory: the working memory of compute does not fit ({where}). Smaller "
+                    "micro-batches, or fewer slots, leave more room"
+                ) from error
             raise
 
 

@@ -96,7 +96,6 @@ class Progress:
                     sleeper.condition.notify()
             if ticket.event is not None:
                 self._on_device[ticket.lane].append(ticket)
-                self._reap(ticket.lane)
 
     def is_issued(self, ticket: Ticket) -> bool:
         return self._num_issued[ticket.lane] > ticket.number
@@ -159,9 +158,11 @@ class Progress:
     def _time_left(self) -> float:
         if self.stopped:
             raise Stopped
-        for lane in self._on_device:
-            self._reap(lane)
         left = self._moved_at + self._deadline_s - time.monotonic()
+        if left <= 0:
+            for lane in self._on_device:
+                self._reap(lane)
+            left = self._moved_at + self._deadline_s - time.monotonic()
         if left <= 0:
             self._stop(self.stuck())
             raise Stopped

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from megatrain.memory.grad_slots import GradSlots
@@ -15,9 +15,12 @@ from megatrain.memory.store import Store
 from megatrain.memory.tape import Tape
 from megatrain.models.decoder import Decoder
 from megatrain.models.template import Template
+from megatrain.pipeline.batch import MicroBatch
 from megatrain.pipeline.declarations import OpTable
-from megatrain.pipeline.device import CpuDevice
+from megatrain.pipeline.device import Device
+from megatrain.pipeline.edges import Edges
 from megatrain.pipeline.ops import Op
+from megatrain.pipeline.outbox import OUTBOX_BYTES, Outbox
 from megatrain.pipeline.shape import StepShape
 
 
@@ -51,18 +54,22 @@ class Machine:
         self,
         decoder: Decoder,
         store: Store,
-        device: CpuDevice,
+        device: Device,
         shape: StepShape,
         optimizer: Optimizer | None,
         *,
         chunk_tokens: int,
         seed: int,
+        compile: bool = False,
     ) -> None:
         """Allocate what `shape` needs, whatever its number of micro-batches."""
         self.decoder, self.store, self.device = decoder, store, device
         self.optimizer, self.chunk_tokens, self.seed = optimizer, chunk_tokens, seed
-        self.template = Template(decoder)
-        self.tape = Tape(device)
+        template = Template(decoder, compile=compile)
+        self.template = template.placed(device.place) if device.own_memory else template
+        self.edges = Edges(template, self.template, answers=device.answers)
+        self.tape = Tape(device, on_host=shape.tape == "host", num_ring_slots=shape.num_tape_slots)
+        self._taped_layers = range(shape.bottom_layer, shape.head)
         layout, places = store.layout, OpTable(shape).places
         self.slots = (
             Slots(layout, shape.num_slots, lambda size: device.allocate(size, "weight slots"))
@@ -83,9 +90,16 @@ class Machine:
             keeps_first=not device.copying,
         )
         self._host_grads = {
-            slot: torch.zeros(max(map(self._gradient_bytes, blocks)), dtype=torch.uint8)
+            slot: device.map_host(max(map(self._gradient_bytes, blocks)), "gradients")
             for slot, blocks in ring_users.items()
         }
+        self.outbox: Outbox | None = None
+        if device.own_memory:
+            largest = max(map(self._gradient_bytes, shape.trained_blocks))
+            self.outbox = Outbox(device, min(largest, OUTBOX_BYTES))
+            device.pin("weights", store.arena(Kind.HI))
+            if not ring_users:
+                device.pin("gradients", store.arena(Kind.GRAD))
         self._stored = [
             {param.name: store.param(param.name, Kind.HI) for param in block.params}
             for block in decoder.blocks
@@ -114,14 +128,24 @@ class Machine:
         segments = self.store.layout.trained_segments(op.block)
         if op.host_grad is None:
             return [(segment, self.store.segment(segment, Kind.GRAD)) for segment in segments]
-        buffer, start = self._host_grads[op.host_grad], 0
-        result = []
-        for segment in segments:
-            stop = start + segment.num_elements * segment.dtype.itemsize
-            result.append((segment, buffer[start:stop].view(segment.dtype)))
-            start = stop
-        return result
+        return _cut(self._host_grads[op.host_grad], segments)
+
+    def reserve(self, batch: Sequence[MicroBatch]) -> None:
+        """Make room for a step on `batch`. Nothing may be under way."""
+        width = self.template.bytes_per_token
+        sizes = [micro.input_ids.numel() * width for micro in batch]
+        self.tape.reserve(self._taped_layers, sizes)
 
     def _gradient_bytes(self, block: int) -> int:
         segments = self.store.layout.trained_segments(block)
         return sum(segment.num_elements * segment.dtype.itemsize for segment in segments)
+
+
+def _cut(buffer: Tensor, segments: Sequence[Segment]) -> list[tuple[Segment, Tensor]]:
+    """Return the segments one behind the other in `buffer`."""
+    start, result = 0, []
+    for segment in segments:
+        stop = start + segment.num_elements * segment.dtype.itemsize
+        result.append((segment, buffer[start:stop].view(segment.dtype)))
+        start = stop
+    return result

@@ -91,6 +91,7 @@ class Meaning:
             OpKind.BACKWARD: self._backward,
             OpKind.STASH: self._stash,
             OpKind.DRAIN: self._drain,
+            OpKind.NORM: self._norm,
             OpKind.CLIP: self._clip,
             OpKind.UPDATE: self._update,
         }
@@ -213,6 +214,9 @@ class Meaning:
         gradient = self._whole_gradient(block, self._step)
         self.memory.take(_at("grad_slot", op.grad_slot), gradient)
         self.memory.put(self._drained_at(op, block), gradient)
+
+    def _norm(self, op: Op, block: int, micro: int) -> None:
+        self.memory.use(self._drained_at(op, block), self._whole_gradient(block, self._step))
         self.memory.put(("norm", block), ("norm", self._step, block))
 
     def _clip(self, op: Op, block: int, micro: int) -> None:

@@ -8,7 +8,7 @@ declares and nothing more.
     on the host    weights[b]     what compute sees of block b
                    master[b]      its master and moments
                    grad[b]        its gradient; host_grad[j], a ring, where updates run in backward
-                   norm[b]        squared norm of that gradient, and whether it is finite
+                   norm[b]        squared norm of that gradient; finite exactly if all of it is
                    clip           the factor for all gradients of the step
     on the device  slot[k]        weights of the block that visits
                    grad_slot[j]   the gradient that is being added up
@@ -39,7 +39,8 @@ class OpKind(StrEnum):
     HEAD = "head"  # compute: loss and its gradient
     BACKWARD = "backward"  # compute: recompute and backward
     STASH = "stash"  # out: a block input from the ring to the host tape
-    DRAIN = "drain"  # out: gradient and norm of a block to the host
+    DRAIN = "drain"  # out: gradient of a block to the host
+    NORM = "norm"  # host: squared norm of a drained gradient
     CLIP = "clip"  # host: norms into one factor
     UPDATE = "update"  # host: master, moments and weights of a block
 
@@ -52,6 +53,7 @@ LANE_OF: Mapping[OpKind, str] = {
     OpKind.BACKWARD: "compute",
     OpKind.STASH: "out",
     OpKind.DRAIN: "out",
+    OpKind.NORM: "host",
     OpKind.CLIP: "host",
     OpKind.UPDATE: "host",
 }

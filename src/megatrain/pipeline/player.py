@@ -69,7 +69,7 @@ class Player:
         if self._progress.stopped:
             self._raise_stopped()
         self._require_playable(ops, actions)
-        if all(map(self._progress.is_complete, self._last.values())):
+        if all([self._progress.is_complete(ticket) for ticket in self._last.values()]):  # noqa: C419
             self._progress.begin()
         last: dict[OpKind, Ticket] = {}
         for op in ops:

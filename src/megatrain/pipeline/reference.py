@@ -11,7 +11,7 @@ Laws (tests/pipeline/test_reference.py)
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from megatrain.pipeline.lanes import Action, Lane
 from megatrain.pipeline.ops import LANES, Op, OpKind
@@ -28,8 +28,18 @@ class Played:
 class Reference:
     """A player without lanes."""
 
-    def __init__(self, lanes: Iterable[Lane] | None = None, *, trace: Trace | None = None) -> None:
-        """Of `lanes` only their slowness matters; none of them is started."""
+    def __init__(
+        self,
+        lanes: Iterable[Lane] | None = None,
+        *,
+        trace: Trace | None = None,
+        synchronize: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Of `lanes` only their slowness matters; none of them is started.
+
+        `synchronize` makes sure, after each op, that a device has done it.
+        """
+        self._synchronize = synchronize
         self._lanes = {lane.name: lane for lane in lanes or map(Lane, LANES)}
         self._trace = trace
         self._num_played = 0
@@ -39,6 +49,7 @@ class Reference:
         for op in ops:
             start_ns = time.perf_counter_ns()
             num_bytes = self._lanes[op.lane].act(op, actions[op.kind])
+            self._synchronize()
             if self._trace is not None:
                 end_ns = time.perf_counter_ns()
                 self._trace.add(Span(self._num_played, op.lane, op, start_ns, end_ns, num_bytes))

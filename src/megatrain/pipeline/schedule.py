@@ -2,8 +2,8 @@
 
     forward    FETCH(b)   FORWARD(b,m) for each m, each with STASH(b,m) if the tape is on the host
     head                  HEAD(m) for each m: loss, its gradient, the head's own gradient
-    backward   FETCH(b)   RESTORE(b,m)   BACKWARD(b,m) for each m, then DRAIN(b)
-    update     UPDATE(b)  behind DRAIN(b), or after CLIP, on top of the next step's list in the
+    backward   FETCH(b)   RESTORE(b,m)   BACKWARD(b,m) for each m, then DRAIN(b) and NORM(b)
+    update     UPDATE(b)  behind NORM(b), or after CLIP, on top of the next step's list in the
                           order in which its forward needs the blocks
 
 A list has two readings. From top to bottom it is a serial program: the reference plays just that,
@@ -118,5 +118,6 @@ def _hand_over(table: OpTable, block: int) -> Iterator[Op]:
     """Yield what follows the last part of a block's gradient."""
     if table.shape.trained[block]:
         yield table.drain(block)
+        yield table.norm(block)
         if table.shape.update == "in_backward":
             yield table.update(block)

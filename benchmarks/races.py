@@ -1,0 +1,188 @@
+"""No race on an accelerator: its own lanes on a simulated one, against the reference on the CPU.
+
+    python -m benchmarks.races [--json] [--count 10000] [--first 0] [--seconds 36000]
+
+A case is a function of its number: one of six tiny families, precision, update policy, places of
+tape and weights, micro-batches (plain, padded or packed), registered or staged copies, and when the
+device does what it was given: as late as it may, at once, or at any time in between. Bits must be
+those of the reference, no two streams or threads may touch a byte unordered, nothing may be freed
+while in use, and in a second step of the same shapes no lane may wait for the device. `--first
+NUMBER --count 1` plays a case again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import random
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from transformers import (
+    Gemma2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+    Qwen3NextConfig,
+)
+
+from benchmarks.interleavings import SIZES, Case, Outcome, Shapes, Sort, World
+from megatrain.models.decoder import DTYPES
+from megatrain.pipeline.accelerator import Accelerator
+from tests.simulated.accelerator import Policy, Simulator
+from tests.simulated.watched import WatchedOptimizer, watched
+
+NUM_LAYERS = 4
+EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+CONFIGS: Mapping[str, Callable[..., PreTrainedConfig]] = {
+    "llama": LlamaConfig,
+    "qwen3": Qwen3Config,
+    "gemma2": functools.partial(Gemma2Config, sliding_window=4, query_pre_attn_scalar=16),
+    "mixtral": functools.partial(MixtralConfig, **EXPERTS),
+    "gpt_oss": functools.partial(GptOssConfig, sliding_window=4, **EXPERTS),
+    "qwen3_next": functools.partial(
+        Qwen3NextConfig,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        layer_types=["linear_attention", "full_attention"] * 2,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A case, and how the accelerator plays it."""
+
+    family: str
+    dtype: str
+    case: Case
+    policy: Policy
+    seed: int
+    staged: bool = False
+    """No host memory can be registered."""
+
+
+@functools.cache
+def world_of(family: str, dtype: str) -> World:
+    """Return a tiny model of a family, made once."""
+    config = CONFIGS[family]
+    return World(
+        Sort(config=lambda: config(**SIZES, num_hidden_layers=NUM_LAYERS), dtype=dtype)  # type: ignore[arg-type]
+    )
+
+
+def run_of(number: int) -> Run:
+    """Return a run at random, the same for the same number."""
+    source = random.Random(number)
+
+    def shapes() -> Shapes:
+        return tuple(
+            (source.randint(1, 2), source.randint(4, 6)) for _ in range(source.randint(1, 2))
+        )
+
+    once = shapes()
+    case = Case(
+        sort="",
+        steps=(once, source.choice([once, shapes()])),
+        update=source.choice(["none", "in_backward", "in_backward", "late", "late"]),
+        num_slots=source.choice([2, 2, 3, NUM_LAYERS]),
+        tape=source.choice(["device", "host"]),
+        num_tape_slots=source.randint(2, 4),
+        evaluates_after=tuple(n for n in range(2) if source.random() < 0.1),
+        form=source.choice(["plain", "padded", "packed"]),
+    )
+    return Run(
+        family=list(CONFIGS)[number % len(CONFIGS)],
+        dtype=source.choice(list(DTYPES)),
+        case=case,
+        policy=source.choice(["late", "random", "random", "early"]),
+        seed=number,
+        staged=source.random() < 0.15,
+    )
+
+
+def play(run: Run, simulator: Simulator, **changes: Any) -> Outcome:
+    """Return the outcome of a run on the simulated accelerator."""
+    world = world_of(run.family, run.dtype)
+    optimizer = None
+    if run.case.update != "none":
+        optimizer = WatchedOptimizer(world.optimizer(), world.store, simulator)
+    device = Accelerator(simulator, piece_bytes=4096, ring_buffer_bytes=1000)
+    with watched(simulator), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "host memory:")
+        settings = {"device": device, "lanes": None, "optimizer": optimizer} | changes
+        return world.play(run.case, **settings)
+
+
+def reference(run: Run) -> Outcome:
+    """Return the outcome of a run on the CPU, one op at a time."""
+    return world_of(run.family, run.dtype).play(run.case, reference=True)
+
+
+def simulator_of(run: Run) -> Simulator:
+    return Simulator(run.seed, run.policy, registers=not run.staged)
+
+
+def faults_of(run: Run) -> list[str]:
+    """Return what is wrong in a run: differences, races, what was raised."""
+    simulator = simulator_of(run)
+    try:
+        differences = play(run, simulator).differences(reference(run))
+    except Exception:
+        return [traceback.format_exc()]
+    return [*differences, *simulator.races, *map(repr, simulator.failures)]
+
+
+def measure(first: int, count: int, seconds: float) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    wrong: list[dict[str, Any]] = []
+    done = 0
+    for number in range(first, first + count):
+        if time.monotonic() - began > seconds:
+            break
+        done += 1
+        if faults := faults_of(run_of(number)):
+            wrong.append({"number": number, "run": asdict(run_of(number)), "faults": faults[:5]})
+    return {
+        "first": first,
+        "runs": done,
+        "wrong": len(wrong),
+        "seconds": round(time.monotonic() - began, 1),
+        "wrong_runs": wrong[:10],
+        "targets": {"wrong": 0},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=10_000)
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--seconds", type=float, default=36_000.0, help="stop after")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    result = measure(arguments.first, arguments.count, arguments.seconds)
+    if arguments.json:
+        print(json.dumps(result))
+    else:
+        for name, value in result.items():
+            print(f"{name:14} {value}")
+    raise SystemExit(bool(result["wrong"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""How weights change: the host kernel and the learning rate."""

@@ -1,0 +1,272 @@
+"""Where the tests of the accelerator run: on a real one, or on the simulated one.
+
+A rig makes accelerators and knows what differs between the two: how work on a stream is delayed,
+how a wait of the host for the device is noticed, what memory is in use. Every test is written once,
+for both. What the real one cannot tell, the simulated one adds: at the end of each run no two
+streams may have touched a byte unordered.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from benchmarks.interleavings import Case, Outcome, World
+from megatrain.memory.store import Store
+from megatrain.pipeline.accelerator import HOST_LANE, Accelerator
+from megatrain.pipeline.lanes import Action, Lane, Stream
+from megatrain.pipeline.machine import Optimizer
+from megatrain.pipeline.ops import LANES, Op
+from megatrain.pipeline.runtime import PinningFailed, Runtime, TorchRuntime
+from tests.simulated.accelerator import Policy, Simulator
+from tests.simulated.watched import WatchedOptimizer, watched
+
+SPIN_CYCLES = 2_000_000
+"""About a millisecond: longer than any kernel of these tiny models."""
+
+
+class Rig(Protocol):
+    """One accelerator under test."""
+
+    torch_device: torch.device
+    """Where the plain model computes the bits that ours must have."""
+    runtime: Runtime
+
+    def running(
+        self, store: Store, *, seed: int = 0, cap_bytes: int | None = None, **sizes: int
+    ) -> Any:
+        """Give an accelerator for engines on `store`; its memory counts from zero."""
+
+    def bare(self, **sizes: int) -> Accelerator:
+        """Return an accelerator of which nothing is watched."""
+
+    def optimizer(self, world: World) -> Optimizer:
+        """Return an optimizer whose accesses are seen, where they can be."""
+
+    def spin(self, cycles: int) -> None:
+        """Keep the stream that this thread has entered busy."""
+
+    def reference_lanes(self) -> Sequence[Lane] | None:
+        """Return what the reference needs to compute on the device."""
+
+    def without_waits(self) -> Any:
+        """Fail if the host waits for the device inside."""
+
+    def is_pinned(self, tensor: Tensor) -> bool: ...
+
+    def live_bytes(self) -> int: ...
+
+    def peak_bytes(self) -> int:
+        """The most that was live at once in this run."""
+
+    def needed_bytes(self) -> int:
+        """The least cap that this run would surely have kept to."""
+
+
+class SimulatedRig:
+    """tests/simulated, a new accelerator for each run."""
+
+    torch_device = torch.device("cpu")
+    runtime: Simulator
+
+    def __init__(self, policy: Policy | None = None) -> None:
+        self._policy = policy
+
+    @contextmanager
+    def running(
+        self,
+        store: Store,
+        *,
+        seed: int = 0,
+        cap_bytes: int | None = None,
+        refuses_at: int | None = None,
+        **sizes: int,
+    ) -> Iterator[Accelerator]:
+        policies: tuple[Policy, ...] = ("random", "late", "early")
+        policy = self._policy or policies[seed % 3]
+        self.runtime = Simulator(seed, policy, fails_at_registration=refuses_at)
+        with watched(self.runtime):
+            yield Accelerator(self.runtime, cap_bytes=cap_bytes, **sizes)
+        assert not self.runtime.races, "\n".join(self.runtime.races[:10])
+        assert not self.runtime.failures, repr(self.runtime.failures[:3])
+
+    def bare(self, **sizes: int) -> Accelerator:
+        return Accelerator(Simulator(), **sizes)
+
+    def optimizer(self, world: World) -> Optimizer:
+        return WatchedOptimizer(world.optimizer(), world.store, self.runtime)
+
+    def spin(self, cycles: int) -> None:
+        """Streams dawdle by themselves here; let the other lanes run ahead."""
+        time.sleep(cycles * 1e-10)
+
+    def reference_lanes(self) -> Sequence[Lane]:
+        # Memory that an op makes is on the device only in a thread that has entered a stream.
+        stream = self.runtime.stream("reference")
+        return [_EnteredLane(name, stream=None if name == HOST_LANE else stream) for name in LANES]
+
+    @contextmanager
+    def without_waits(self) -> Iterator[None]:
+        before = self.runtime.num_syncs
+        yield
+        assert self.runtime.num_syncs == before, "called a synchronizing operation"
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        return self.runtime._kind(tensor) == "pinned"
+
+    def live_bytes(self) -> int:
+        return self.runtime._live_bytes
+
+    def peak_bytes(self) -> int:
+        return self.runtime.peak_bytes()
+
+    def needed_bytes(self) -> int:
+        return self.runtime.peak_bytes()
+
+
+class RealRig:
+    """torch's accelerator. Its allocator and its cap belong to the process, not to a run."""
+
+    SLACK_BYTES = 64 << 20
+    """The cap counts what the allocator holds, in pieces of up to 20 MiB per stream."""
+
+    def __init__(self, runtime: TorchRuntime) -> None:
+        self.runtime = runtime
+        self.torch_device = runtime.device
+        self._first_bytes = 0
+
+    @contextmanager
+    def running(
+        self,
+        store: Store,
+        *,
+        seed: int = 0,
+        cap_bytes: int | None = None,
+        refuses_at: int | None = None,
+        **sizes: int,
+    ) -> Iterator[Accelerator]:
+        self._start_anew()
+        runtime: Runtime = self.runtime
+        if refuses_at is not None:
+            runtime = _Refusing(self.runtime, refuses_at)
+        try:
+            yield Accelerator(runtime, cap_bytes=cap_bytes, **sizes)
+        finally:
+            self.runtime.synchronize()
+            self.runtime.limit(torch.accelerator.get_memory_info(self.torch_device)[1])
+
+    def _start_anew(self) -> None:
+        self.runtime.synchronize()
+        gc.collect()
+        if self.torch_device.type == "cuda":
+            torch._C._cuda_clearCublasWorkspaces()
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats(self.torch_device)
+        self._first_bytes = torch.accelerator.memory_allocated(self.torch_device)
+
+    def bare(self, **sizes: int) -> Accelerator:
+        return Accelerator(self.runtime, **sizes)
+
+    def optimizer(self, world: World) -> Optimizer:
+        return world.optimizer()
+
+    def spin(self, cycles: int) -> None:
+        if self.torch_device.type == "cuda":
+            torch.cuda._sleep(cycles)
+            return
+        torch.ones(1 << 20, device=self.torch_device).sort()
+
+    def reference_lanes(self) -> None:
+        return None
+
+    @contextmanager
+    def without_waits(self) -> Iterator[None]:
+        if self.torch_device.type != "cuda":
+            yield  # torch has this mode for CUDA and ROCm alone
+            return
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        return tensor.is_pinned()
+
+    def live_bytes(self) -> int:
+        return torch.accelerator.memory_allocated(self.torch_device) - self._first_bytes
+
+    def peak_bytes(self) -> int:
+        return torch.accelerator.max_memory_allocated(self.torch_device) - self._first_bytes
+
+    def needed_bytes(self) -> int:
+        return torch.accelerator.max_memory_reserved(self.torch_device) + self.SLACK_BYTES
+
+
+class _EnteredLane(Lane):
+    """Does its ops on its stream, in the caller's thread."""
+
+    def act(self, op: Op, action: Action) -> int:
+        if self._stream is None:
+            return super().act(op, action)
+        with self._stream:
+            return super().act(op, action)
+
+
+class _Refusing:
+    """A runtime that pins so much host memory, and no more."""
+
+    def __init__(self, runtime: TorchRuntime, refuses_at: int) -> None:
+        self._runtime, self._left = runtime, refuses_at
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runtime, name)
+
+    def register(self, address: int, num_bytes: int) -> None:
+        self._left -= 1
+        if self._left == 0:
+            raise PinningFailed("the rig was told to refuse")
+        self._runtime.register(address, num_bytes)
+
+
+def delayed_lanes(
+    rig: Rig, seed: int, change: Callable[[str, Stream], Stream] = lambda _, stream: stream
+) -> list[Lane]:
+    """Return lanes whose streams, and sometimes threads, dawdle before ops, each in its own way."""
+    source = random.Random(seed)
+
+    def delay(how_often: float, dawdles: random.Random) -> Callable[[Op], float]:
+        def before(op: Op) -> float:
+            if dawdles.random() < how_often:
+                rig.spin(dawdles.randrange(SPIN_CYCLES))
+            return dawdles.choice((0.0, 0.0, 2e-4))
+
+        return before
+
+    lanes = []
+    for name in LANES:
+        how_often = source.choice((0.0, 0.3, 0.3, 1.0))
+        dawdles = random.Random(source.random())
+        if name == HOST_LANE:
+            lanes.append(Lane(name, delay=lambda op, d=dawdles: d.choice((0.0, 2e-4))))
+            continue
+        stream = change(name, rig.runtime.stream())
+        lanes.append(Lane(name, stream=stream, delay=delay(how_often, dawdles)))
+    return lanes
+
+
+def play(rig: Rig, world: World, case: Case, accelerator: Accelerator, **changes: Any) -> Outcome:
+    """Return what a case gives on the accelerator: on lanes, unless `changes` say otherwise."""
+    settings: dict[str, Any] = {"device": accelerator, "lanes": None}
+    if case.update != "none":
+        settings["optimizer"] = rig.optimizer(world)
+    if changes.get("reference"):
+        settings["lanes"] = rig.reference_lanes()
+    return world.play(case, **settings | changes)

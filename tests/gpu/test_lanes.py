@@ -1,0 +1,125 @@
+"""L2 on an accelerator: streams never change a result.
+
+The engine on lanes against the reference, one op at a time, on the same device: every loss, norm
+and byte of the store. Then again while streams dawdle at random, and once with a wait taken away,
+which must show.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.interleavings import Case, Outcome, world_of
+from megatrain.pipeline.lanes import Stream
+from tests.gpu.rigs import SPIN_CYCLES, RealRig, Rig, SimulatedRig, delayed_lanes, play
+from tests.pipeline.states import steps_of
+
+LLAMA, FP32, DROPOUT = "llama of 2 layers", "llama in fp32", "gpt2, tied, with dropout"
+STEPS = steps_of(3)[:2]
+
+
+def case(sort: str, update: Any, tape: Any, num_slots: int) -> Case:
+    return Case(
+        sort=sort,
+        steps=STEPS,
+        update=update,
+        tape=tape,
+        num_slots=num_slots,
+        evaluates_after=(1,),
+    )
+
+
+FAST = [
+    case("llama of 5 layers", "late", "host", 2),
+    case(DROPOUT, "in_backward", "device", 3),
+]
+ALL = [
+    case(sort, update, tape, num_slots)
+    for sort in ("llama of 5 layers", FP32, "gemma, tied", "mixtral", DROPOUT)
+    for update in ("none", "late", "in_backward")
+    for tape in ("device", "host")
+    for num_slots in (2, 3, 4)
+]
+CASES = [*FAST, *(pytest.param(c, marks=pytest.mark.thorough) for c in ALL if c not in FAST)]
+
+
+def named(value: object) -> str | None:
+    if isinstance(value, Case):
+        return f"{value.sort}-{value.update}-tape on {value.tape}-{value.num_slots} slots"
+    return None
+
+
+def reference(rig: Rig, chosen: Case) -> Outcome:
+    world = world_of(chosen.sort)
+    with rig.running(world.store) as accelerator:
+        return play(rig, world, chosen, accelerator, reference=True)
+
+
+@pytest.mark.parametrize("chosen", CASES, ids=named)
+def test_lanes_give_the_bits_of_the_reference(rig: Rig, chosen: Case) -> None:
+    world, expected = world_of(chosen.sort), reference(rig, chosen)
+    with rig.running(world.store, seed=1) as accelerator:
+        outcome = play(rig, world, chosen, accelerator)
+    assert outcome.differences(expected) == []
+    assert any(number not in (None, 0.0) for number in outcome.numbers)
+
+
+@pytest.mark.parametrize(
+    ("seeds", "tape"),
+    [
+        (range(3), "host"),
+        pytest.param(range(20), "device", marks=pytest.mark.thorough),
+        pytest.param(range(3, 20), "host", marks=pytest.mark.thorough),
+    ],
+)
+def test_dawdling_streams_change_nothing(rig: Rig, seeds: range, tape: str) -> None:
+    chosen = case(LLAMA, "late", tape, 2)
+    world, expected = world_of(chosen.sort), reference(rig, chosen)
+    for seed in seeds:
+        with rig.running(world.store, seed=seed) as accelerator:
+            lanes = delayed_lanes(rig, seed)
+            outcome = play(rig, world, chosen, accelerator, lanes=lanes)
+        assert outcome.differences(expected) == [], f"seed {seed}"
+
+
+class Deaf:
+    """A stream that waits for nobody."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def wait_event(self, event: object) -> None:
+        pass
+
+    def __enter__(self) -> object:
+        return self._stream.__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        self._stream.__exit__(*exc)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def test_a_lost_wait_would_be_noticed(rig: Rig) -> None:
+    """Compute does not wait for fetches, which are late: it sees what was in the slot before."""
+    chosen = case(LLAMA, "none", "device", 2)
+    world, expected = world_of(chosen.sort), reference(rig, chosen)
+
+    def deafened(name: str, stream: Stream) -> Stream:
+        return Deaf(stream) if name == "compute" else stream
+
+    def broken() -> Outcome:
+        with rig.running(world.store, seed=1) as accelerator:
+            lanes = delayed_lanes(rig, 0, deafened)
+            lanes[0]._delay = lambda op: (rig.spin(100 * SPIN_CYCLES), 0.0)[1]
+            return play(rig, world, chosen, accelerator, lanes=lanes)
+
+    if isinstance(rig, RealRig):
+        assert broken().differences(expected) != []
+        return
+    assert isinstance(rig, SimulatedRig)
+    with pytest.raises(AssertionError, match=r"by stream .* reads what"):
+        broken()
