@@ -62,6 +62,8 @@ CONFIGS: Mapping[str, Callable[..., PreTrainedConfig]] = {
     ),
 }
 
+TIED = {"gemma2"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
@@ -74,6 +76,8 @@ class Run:
     seed: int
     staged: bool = False
     """No host memory can be registered."""
+    gathers: bool = False
+    """Of the embedding only rows visit the device."""
 
 
 @functools.cache
@@ -105,13 +109,15 @@ def run_of(number: int) -> Run:
         evaluates_after=tuple(n for n in range(2) if source.random() < 0.1),
         form=source.choice(["plain", "padded", "packed"]),
     )
+    family = list(CONFIGS)[number % len(CONFIGS)]
     return Run(
-        family=list(CONFIGS)[number % len(CONFIGS)],
+        family=family,
         dtype=source.choice(list(DTYPES)),
         case=case,
         policy=source.choice(["late", "random", "random", "early"]),
         seed=number,
         staged=source.random() < 0.15,
+        gathers=family not in TIED and source.random() < 0.3,
     )
 
 
@@ -124,8 +130,9 @@ def play(run: Run, simulator: Simulator, **changes: Any) -> Outcome:
     device = Accelerator(simulator, piece_bytes=4096, ring_buffer_bytes=1000)
     with watched(simulator), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "host memory:")
-        settings = {"device": device, "lanes": None, "optimizer": optimizer} | changes
-        return world.play(run.case, **settings)
+        settings: dict[str, Any] = {"device": device, "lanes": None, "optimizer": optimizer}
+        settings["gather_embedding"] = run.gathers
+        return world.play(run.case, **settings | changes)
 
 
 def reference(run: Run) -> Outcome:

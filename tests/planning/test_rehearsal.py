@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from transformers import LlamaConfig
@@ -10,7 +11,7 @@ from transformers import LlamaConfig
 from benchmarks.interleavings import Case, make_batch
 from benchmarks.races import CONFIGS, world_of
 from megatrain.memory.host import resident_bytes
-from megatrain.memory.layout import build_layout
+from megatrain.memory.layout import Kind, build_layout
 from megatrain.memory.ledger import Ledger
 from megatrain.models.decoder import build_decoder
 from megatrain.pipeline.accelerator import Accelerator
@@ -71,6 +72,20 @@ def test_another_plan_would_be_noticed() -> None:
     family, dtype, tape, num_slots, shapes = CONFIGURATIONS[0]
     planned = rehearsed(family, dtype, tape, num_slots + 1, shapes).total("device")
     assert played(family, dtype, tape, num_slots, shapes) != pytest.approx(planned, rel=0.02)
+
+
+def test_rows_of_the_embedding_are_rehearsed_in_place_of_the_table() -> None:
+    world = world_of("llama", "bf16")
+    shape = StepShape(num_blocks=len(world.decoder.blocks))
+    whole, rows = (
+        device_ledger(world.decoder, world.store.layout, replace(shape, gathers=gathers), [(1, 8)])
+        for gathers in (False, True)
+    )
+    table = world.store.param("model.embed_tokens.weight", Kind.HI)
+    purposes = {line.purpose: line.num_bytes for line in rows.lines}
+    assert purposes["embedding rows"] == 8 * table[0].nbytes
+    saved = whole.total("device") - rows.total("device")
+    assert saved == pytest.approx(table.nbytes - 8 * table[0].nbytes, abs=600)
 
 
 def test_a_large_model_is_rehearsed_without_its_weights() -> None:

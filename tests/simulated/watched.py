@@ -16,7 +16,7 @@ from torch import Tensor
 from megatrain.memory.layout import Kind, Segment
 from megatrain.memory.store import Store
 from megatrain.pipeline import device as devices
-from megatrain.pipeline import pinning
+from megatrain.pipeline import gathered, pinning
 from megatrain.pipeline.accelerator import Accelerator
 from megatrain.pipeline.edges import Edges
 from megatrain.pipeline.hazards import Ticket
@@ -104,6 +104,18 @@ def watched(simulator: Simulator) -> Iterator[None]:
         with simulator.bypassed():
             original_copy_bits(target, source)
 
+    def gather_rows(target: Tensor, table: Tensor, ids: Tensor) -> None:
+        simulator.touch(table, writes=False, what="gather")
+        simulator.touch(target, writes=True, what="gather")
+        with simulator.bypassed():
+            original_gather(target, table, ids)
+
+    def spread_rows(target: Tensor, rows: Tensor, ids: Tensor) -> None:
+        simulator.touch(rows, writes=False, what="spread")
+        simulator.touch(target, writes=True, what="spread")
+        with simulator.bypassed():
+            original_spread(target, rows, ids)
+
     def ask_host(edges: Edges, run: Any) -> Any:
         # Locked, because it puts the random state back: queued work must not draw in between.
         with simulator._lock, simulator.bypassed():
@@ -119,6 +131,7 @@ def watched(simulator: Simulator) -> Iterator[None]:
     original_put, original_next, original_join = Lane.put, Lane._next, Lane.join
     original_copy_bits, original_ask_host = devices.copy_bits, Edges._ask_host
     original_pin = Accelerator.pin
+    original_gather, original_spread = gathered.gather_rows, gathered.spread_rows
     with ExitStack() as stack:
         for owner, name, new in (
             (Progress, "issue", issue),
@@ -131,6 +144,8 @@ def watched(simulator: Simulator) -> Iterator[None]:
             (pinning, "copy_bits", copy_bits),
             (Edges, "_ask_host", ask_host),
             (Accelerator, "pin", pin),
+            (gathered, "gather_rows", gather_rows),
+            (gathered, "spread_rows", spread_rows),
         ):
             stack.enter_context(mock.patch.object(owner, name, new))
         stack.enter_context(simulator.default)

@@ -9,6 +9,7 @@ Laws (tests/memory/test_grad_slots.py)
     2. A param that gets no gradient counts as zero; no offset ever shifts, and padding is zero: it
        adds nothing to the norm and moves no weight.
     3. What an earlier block left in a slot is never seen again.
+    4. A param may have fewer rows than its place: the first ones then, the same in every part.
 """
 
 from __future__ import annotations
@@ -64,17 +65,13 @@ class GradSlots:
         for name, grad in grads.items():
             if grad is None:
                 continue
-            if name not in sums and self._keeps_first:
-                sums[name] = grad
-                continue
-            view = views[name]
+            view = views[name][: len(grad)] if grad.dim() else views[name]
             if name not in sums:
-                view.copy_(grad)
-            elif sums[name] is view:
-                view.add_(grad)
+                sums[name] = grad if self._keeps_first else view.copy_(grad)
+            elif sums[name].data_ptr() == view.data_ptr():
+                sums[name].add_(grad)
             else:
-                view.copy_(sums[name]).add_(grad)
-            sums[name] = view
+                sums[name] = view.copy_(sums[name]).add_(grad)
 
     def move_out(self, slot: SlotId, block: int, targets: Sequence[Tensor]) -> None:
         """Write the sums to flat `targets`, one per trained segment, in their dtype."""
@@ -91,8 +88,10 @@ class GradSlots:
                 if stop < place.padded_stop:
                     target[stop : place.padded_stop].zero_()
 
-    def parts(self, slot: SlotId, block: int) -> Iterator[tuple[int, slice, Tensor | None]]:
-        """Yield segment, place in it and flat sum, None for zero, of all that the slot holds.
+    def parts(self, slot: SlotId, block: int) -> Iterator[tuple[str, int, slice, Tensor | None]]:
+        """Yield param, segment, place in it and flat sum of all that the slot holds.
+
+        None is zero; padding has no name.
 
         The sums are the slot's own memory: read them before the slot begins anew.
         """
@@ -102,9 +101,10 @@ class GradSlots:
             for place in places:
                 stop = place.start + place.param.num_elements
                 total = sums.get(place.param.name)
-                yield number, slice(place.start, stop), None if total is None else total.view(-1)
+                flat = None if total is None else total.view(-1)
+                yield place.param.name, number, slice(place.start, stop), flat
                 if stop < place.padded_stop:
-                    yield number, slice(stop, place.padded_stop), None
+                    yield "", number, slice(stop, place.padded_stop), None
 
     def _num_elements(self, block: int) -> int:
         return sum(places[-1].padded_stop for places in self._places[block])

@@ -28,7 +28,10 @@ Allocate = Callable[[int], Tensor]
 class Slots:
     """Buffers for weights, one per slot."""
 
-    def __init__(self, layout: Layout, num_layer_slots: int, allocate: Allocate) -> None:
+    def __init__(
+        self, layout: Layout, num_layer_slots: int, allocate: Allocate, *, embedding: bool = True
+    ) -> None:
+        """`embedding`: False if the embedding has no slot here."""
         self._layout = layout
         sizes = [
             layout.block_extents[block, Kind.HI].num_bytes for block in range(layout.num_blocks)
@@ -37,7 +40,8 @@ class Slots:
         self._buffers: dict[SlotId, Tensor] = {
             slot: allocate(largest) for slot in range(num_layer_slots)
         }
-        self._buffers["embedding"] = allocate(sizes[0])
+        if embedding:
+            self._buffers["embedding"] = allocate(sizes[0])
         self._buffers["head"] = allocate(sizes[-1])
         self._views: dict[tuple[SlotId, int], dict[str, Tensor]] = {}
 

@@ -113,6 +113,24 @@ def head_replaced(
         setattr(parent, name, head)
 
 
+@contextmanager
+def rows_looked_up(embedding: Any, rows: Tensor | None) -> Iterator[None]:
+    """Let an embedding look up `rows` in place of the tokens it is given; None: the tokens.
+
+    Its padding token, if it has one, is a token and not a row: it gets a gradient like others.
+    """
+    if rows is None:
+        yield
+        return
+    padding, embedding.padding_idx = embedding.padding_idx, None
+    hook = embedding.register_forward_pre_hook(lambda _module, _tokens: (rows,))
+    try:
+        yield
+    finally:
+        hook.remove()
+        embedding.padding_idx = padding
+
+
 def tensors_in(value: Any) -> Iterator[Tensor | Carried]:
     """Yield every tensor and every Carried inside nested arguments."""
     if isinstance(value, Tensor | Carried):

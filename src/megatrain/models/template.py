@@ -29,7 +29,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from megatrain.models.decoder import Decoder
-from megatrain.models.recorder import Call, head_replaced, layers_replaced, stand_in_weights
+from megatrain.models.recorder import (
+    Call,
+    head_replaced,
+    layers_replaced,
+    rows_looked_up,
+    stand_in_weights,
+)
 from megatrain.models.regions import Backend, Regions, apply_layer
 
 Weights = Mapping[str, Tensor]
@@ -79,8 +85,13 @@ class Template:
         model: nn.Module = self._decoder.model
         return model
 
-    def front(self, weights: Weights, inputs: Mapping[str, Any]) -> tuple[Tensor, list[Call]]:
-        """Return the embedding's output, and the call that each layer is to get."""
+    def front(
+        self, weights: Weights, inputs: Mapping[str, Any], rows: Tensor | None = None
+    ) -> tuple[Tensor, list[Call]]:
+        """Return the embedding's output, and the call that each layer is to get.
+
+        `rows` says, for each token, its row in a table that has not all tokens.
+        """
         first: list[Tensor] = []
         calls: list[Call] = []
 
@@ -92,7 +103,10 @@ class Template:
             return hidden
 
         decoder = self._decoder
-        with layers_replaced(decoder.layers, hear, decoder.num_layer_outputs):
+        with (
+            layers_replaced(decoder.layers, hear, decoder.num_layer_outputs),
+            rows_looked_up(decoder.model.get_input_embeddings(), rows),
+        ):
             self._forward(weights, inputs)
         return first[0], calls
 

@@ -46,6 +46,7 @@ class StepActions:
         self._d_hidden: dict[int, Tensor] = {}
         self._calls: dict[int, list[Call]] = {}
         self._inputs: dict[int, dict[str, Tensor]] = {}
+        self._rows: dict[int, Tensor] = {}
         self.losses: dict[int, Tensor] = {}
         """By micro-batch, once its HEAD is complete."""
         self.logprobs: dict[int, Tensor] = {}
@@ -75,6 +76,8 @@ class StepActions:
 
     def _fetch(self, op: Op) -> int:
         machine, block = self._machine, _block(op)
+        if block == 0 and machine.gathered is not None:
+            return machine.gathered.fetch()
         assert machine.slots is not None
         assert op.slot is not None
         source = machine.store.block_bytes(block, Kind.HI)
@@ -201,13 +204,19 @@ class StepActions:
         if machine.outbox is None:
             machine.grad_slots.move_out(op.grad_slot, block, targets)
         else:
-            for number, span, total in machine.grad_slots.parts(op.grad_slot, block):
-                machine.outbox.send(targets[number][span], total)
+            for name, number, span, total in machine.grad_slots.parts(op.grad_slot, block):
+                if machine.gathered is not None and name == machine.gathered.name:
+                    assert total is not None, "tokens have been looked up"
+                    machine.gathered.drain(machine.outbox, total)
+                else:
+                    machine.outbox.send(targets[number][span], total)
         return sum(target.nbytes for target in targets)
 
     def _norm(self, op: Op) -> None:
         """Of the bytes that an update would use: what a copy broke is found too."""
         machine = self._machine
+        if _block(op) == 0 and machine.gathered is not None:
+            machine.gathered.spread(machine.gradient_of(op, machine.gathered.name))
         if machine.optimizer is not None:
             norms = (machine.optimizer.squared_norm(part) for _, part in machine.gradients(op))
             self._squared_norms[_block(op)] = sum(norms)
@@ -269,7 +278,10 @@ class StepActions:
         give, inputs = self._machine.device.give, self._batch[micro].inputs
         if micro not in self._inputs:
             self._inputs[micro] = {name: give(tensor) for name, tensor in inputs.items()}
-        return self._machine.edges.front(weights, inputs, self._inputs[micro])
+            if (gathered := self._machine.gathered) is not None:
+                self._rows[micro] = give(gathered.places(micro))
+        rows = self._rows.get(micro)
+        return self._machine.edges.front(weights, inputs, self._inputs[micro], rows)
 
     def _targets(self, micro: int) -> tuple[Tensor, list[slice]]:
         """Return each token's target, on the device, and the chunks that have any."""

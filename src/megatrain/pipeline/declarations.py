@@ -194,7 +194,7 @@ class OpTable:
             block=block,
             host_grad=places.host_grad,
             reads=(places.drained,),
-            writes=(("norm", block),),
+            writes=(("norm", block), *((places.drained,) if self._spreads(block) else ())),
         )
 
     def clip(self) -> Op:
@@ -212,6 +212,10 @@ class OpTable:
             reads=(places.drained, scale, ("master", block)),
             writes=(("master", block), ("weights", block)),
         )
+
+    def _spreads(self, block: int) -> bool:
+        """Return whether NORM makes the block's gradient out of rows before it measures it."""
+        return block == 0 and self.shape.gathers
 
     def _accumulate(
         self, block: int, reads: list[Resource], writes: list[Resource], *, adds: bool

@@ -49,11 +49,12 @@ class Edges:
         weights: Weights,
         host_inputs: Mapping[str, Tensor],
         inputs: Mapping[str, Tensor],
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, list[Call]]:
         """Return the embedding's output, and the call that each layer is to get."""
 
         def run() -> tuple[Tensor, list[Call]]:
-            return self._template.front(weights, inputs)
+            return self._template.front(weights, inputs, rows)
 
         key = (self._template.model.training, frozenset(inputs))
         if not self._asks_device or self._trusted.get(key) is False:

@@ -27,7 +27,7 @@ from typing import Literal, Self
 
 import torch
 
-from megatrain.errors import DeviceFull, LaneStuck, NonFiniteStep, PlayerStopped
+from megatrain.errors import ConfigError, DeviceFull, LaneStuck, NonFiniteStep, PlayerStopped
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
 from megatrain.models.loss import CHUNK_TOKENS, IGNORED, next_token_targets
@@ -70,13 +70,18 @@ class Engine:
         trace: bool = False,
         on_nonfinite: Literal["stop", "skip"] = "stop",
         compile: bool = False,
+        gather_embedding: bool = False,
     ) -> None:
         """`update="none"` leaves gradients in the store, in kind `grad`. `lanes` are for tests.
+
+        `gather_embedding` sends the rows of a step's tokens to the device, not the whole table.
 
         `compile` lets torch compile layers, those of equal structure once (models/regions.py).
         """
         assert (optimizer is None) == (update == "none"), "an optimizer goes with updates"
         device = device or CpuDevice()
+        if gather_embedding and not device.own_memory:
+            raise ConfigError("gather_embedding needs a device with memory of its own")
         self._shape = functools.partial(
             StepShape,
             num_blocks=len(decoder.blocks),
@@ -85,6 +90,7 @@ class Engine:
             num_tape_slots=num_tape_slots,
             copying=device.copying,
             update=update,
+            gathers=gather_embedding,
             tied=decoder.tied,
             trained=tuple(any(p.trained for p in block.params) for block in decoder.blocks),
         )
@@ -172,6 +178,7 @@ class Engine:
         """Return the summed negative log-probability of the batch's targets, and their number."""
         batch = self._received(batch)
         self.settle()
+        self._machine.reserve(batch, trains=False)
         actions = StepActions(self._machine, batch, 0)
         models = {self._machine.decoder.model, self._machine.template.model}
         for model in models:

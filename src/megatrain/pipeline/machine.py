@@ -19,6 +19,7 @@ from megatrain.pipeline.batch import MicroBatch
 from megatrain.pipeline.declarations import OpTable
 from megatrain.pipeline.device import Device
 from megatrain.pipeline.edges import Edges
+from megatrain.pipeline.gathered import Gathered
 from megatrain.pipeline.ops import Op
 from megatrain.pipeline.outbox import OUTBOX_BYTES, Outbox
 from megatrain.pipeline.shape import StepShape
@@ -72,10 +73,16 @@ class Machine:
         self._taped_layers = range(shape.bottom_layer, shape.head)
         layout, places = store.layout, OpTable(shape).places
         self.slots = (
-            Slots(layout, shape.num_slots, lambda size: device.allocate(size, "weight slots"))
+            Slots(
+                layout,
+                shape.num_slots,
+                lambda size: device.allocate(size, "weight slots"),
+                embedding=not shape.gathers,
+            )
             if shape.copying
             else None
         )
+        self.gathered = Gathered(decoder, store, device) if shape.gathers else None
         users: dict[SlotId, list[int]] = {}
         ring_users: dict[SlotId, list[int]] = {}
         for block, place in enumerate(places):
@@ -119,6 +126,8 @@ class Machine:
         """Return what compute reads: views into the slot, or into the store."""
         if slot is None:
             return self._stored[block]
+        if block == 0 and self.gathered is not None:
+            return self.gathered.weights()
         assert self.slots is not None
         return self.slots.weights(slot, block)
 
@@ -130,11 +139,23 @@ class Machine:
             return [(segment, self.store.segment(segment, Kind.GRAD)) for segment in segments]
         return _cut(self._host_grads[op.host_grad], segments)
 
-    def reserve(self, batch: Sequence[MicroBatch]) -> None:
-        """Make room for a step on `batch`. Nothing may be under way."""
+    def reserve(self, batch: Sequence[MicroBatch], *, trains: bool = True) -> None:
+        """Make room for a step, or an evaluation, on `batch`. Nothing may be under way."""
+        if self.gathered is not None:
+            self.gathered.reserve(batch)
+        if not trains:
+            return
         width = self.template.bytes_per_token
         sizes = [micro.input_ids.numel() * width for micro in batch]
         self.tape.reserve(self._taped_layers, sizes)
+
+    def gradient_of(self, op: Op, name: str) -> Tensor:
+        """Return where the gradient of one param of the op's block is on the host, flat."""
+        for segment, gradient in self.gradients(op):
+            for place in self.store.layout.segment_places(segment):
+                if place.param.name == name:
+                    return gradient[place.start : place.start + place.param.num_elements]
+        raise KeyError(name)
 
     def _gradient_bytes(self, block: int) -> int:
         segments = self.store.layout.trained_segments(block)

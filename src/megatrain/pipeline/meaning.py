@@ -216,7 +216,12 @@ class Meaning:
         self.memory.put(self._drained_at(op, block), gradient)
 
     def _norm(self, op: Op, block: int, micro: int) -> None:
-        self.memory.use(self._drained_at(op, block), self._whole_gradient(block, self._step))
+        gradient = self._whole_gradient(block, self._step)
+        if block == 0 and self.shape.gathers:  # spread over the table, in its own place
+            self.memory.take(self._drained_at(op, block), gradient)
+            self.memory.put(self._drained_at(op, block), gradient)
+        else:
+            self.memory.use(self._drained_at(op, block), gradient)
         self.memory.put(("norm", block), ("norm", self._step, block))
 
     def _clip(self, op: Op, block: int, micro: int) -> None:

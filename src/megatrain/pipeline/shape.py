@@ -34,6 +34,8 @@ class StepShape:
     """Host gradient buffers that the layers rotate through, with update="in_backward"."""
     tied: bool = False
     """The head reads the embedding's weights too, and adds to their gradient before it does."""
+    gathers: bool = False
+    """Of the embedding only the rows of the step's tokens visit the device."""
     trained: tuple[bool, ...] = ()
     """One flag per block; empty means all."""
 

@@ -51,10 +51,11 @@ def device_ledger(
     Its total is the peak. Updates are the host's and need none of it.
     """
     device = _MetaDevice()
+    vocabulary = decoder.model.get_input_embeddings().weight.shape[0]
     with device.meter:
         store = _MetaStore(layout, device)
         machine = Machine(decoder, store, device, shape, None, chunk_tokens=chunk_tokens, seed=0)
-        batch = [_micro_batch(rows, length) for rows, length in micro_shapes]
+        batch = [_micro_batch(rows, length, vocabulary) for rows, length in micro_shapes]
         machine.reserve(batch)
         fixed = sum(device.purposes.values())
         with device.meter.counting(), _FusedAttention():
@@ -66,9 +67,9 @@ def device_ledger(
     )
 
 
-def _micro_batch(rows: int, length: int) -> MicroBatch:
-    """Every position of a packed row is its own: masks are then as large as they get."""
-    ids = torch.zeros((rows, length), dtype=torch.long)
+def _micro_batch(rows: int, length: int, vocabulary: int) -> MicroBatch:
+    """Two documents in each row, so that masks are as large as they get, and many tokens."""
+    ids = torch.arange(rows * length).view(rows, length) % vocabulary
     positions = torch.arange(length).repeat(rows, 1)
     positions[:, length // 2 :] -= length // 2
     return MicroBatch(input_ids=ids, labels=ids, position_ids=positions)
