@@ -254,3 +254,21 @@ def test_a_trace_shows_every_kind_of_op(tmp_path: Path) -> None:
     events = json.loads((tmp_path / "trace.json").read_text())
     names = json.dumps(events)
     assert all(f'"{kind.name}(' in names or f'"{kind.name}"' in names for kind in OpKind)
+
+
+@pytest.mark.parametrize("copying", [False, True])
+@pytest.mark.parametrize("sort", ["llama of 2 layers", "gemma, tied", "gpt2, tied, with dropout"])
+def test_predictions_are_the_plain_logits_behind_the_last_token(sort: str, copying: bool) -> None:
+    world = world_of(sort)
+    case = Case(sort=sort, steps=(), update="none", copying=copying)
+    batch = make_batch(((2, 5), (1, 3)), seed=1, form="padded")
+    with world.engine(case) as engine:
+        found = engine.predict(batch)
+        model = plain_model(world)
+        for micro, logits in zip(batch, found, strict=True):
+            with torch.no_grad():
+                expected = model(**micro.inputs).logits.float()
+            last = micro.attention_mask.sum(1) - 1  # type: ignore[union-attr]
+            for row, position in enumerate(last.tolist()):
+                torch.testing.assert_close(logits[row], expected[row, position])
+        assert not torch.allclose(found[0][0], expected[0, 0])

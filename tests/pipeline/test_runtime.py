@@ -74,6 +74,8 @@ def test_what_the_driver_answers_is_told(code: int, monkeypatch: pytest.MonkeyPa
     )
     runtime = runtime_of("cuda:0")
     monkeypatch.setattr(TorchRuntime, "_cudart", staticmethod(lambda: driver))
+    devices: list[torch.device] = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", devices.append)
     if code:
         with pytest.raises(PinningFailed, match=r"^cudaHostRegister gave 2$"):
             runtime.register(4096, 100)
@@ -81,6 +83,7 @@ def test_what_the_driver_answers_is_told(code: int, monkeypatch: pytest.MonkeyPa
         runtime.register(4096, 100)
     runtime.unregister(4096)
     assert calls == [(4096, 100, 0), (4096,)]
+    assert devices == [torch.device("cuda:0")]  # of the thread that registers
 
 
 def test_memory_of_the_host_is_not_the_devices() -> None:

@@ -45,7 +45,15 @@ def build_skeleton(
             f"transformers cannot build a {config.model_type} from this config: "
             f"{type(error).__name__}: {str(error)[:300]}"
         ) from error
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            # It looks at the tokens only to warn of padding: on a device the host waits for that.
+            module.warn_if_padding_and_no_attention_mask = _say_nothing
     return model.train()
+
+
+def _say_nothing(*_: object) -> None:
+    pass
 
 
 @contextmanager

@@ -20,6 +20,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from megatrain.memory.layout import Kind
@@ -51,6 +52,8 @@ class StepActions:
         """By micro-batch, once its HEAD is complete."""
         self.logprobs: dict[int, Tensor] = {}
         """In an evaluation: of each token's target."""
+        self.predictions: dict[int, Tensor] | None = None
+        """In a prediction: logits behind each row's last token."""
         self._squared_norms: dict[int, float] = {}
 
     @property
@@ -117,6 +120,10 @@ class StepActions:
         weights = machine.weights(_block(op), op.slot)
         with torch.no_grad():
             rows = machine.edges.tail(weights, self._hidden.pop(micro))
+        self._calls.pop(micro)
+        if self.predictions is not None:
+            self.predictions[micro] = self._last_logits(op, rows)
+            return
         targets, spans = self._targets(micro)
         logprobs = head_logprobs(
             rows,
@@ -127,7 +134,19 @@ class StepActions:
             spans,
         )
         self.logprobs[micro] = machine.device.bring(logprobs)
-        self._calls.pop(micro)
+
+    def _last_logits(self, op: Op, rows: Tensor) -> Tensor:
+        """Return the logits behind the last token of each row of a micro-batch, on the host."""
+        machine = self._machine
+        last = machine.device.give(machine.device.pinned(self._batch[_micro(op)].last_tokens()))
+        weights = machine.weights(_block(op), op.slot)
+        with torch.no_grad():
+            logits = F.linear(
+                rows.index_select(0, last),
+                self._table(op, weights)[machine.head_weight],
+                weights.get(machine.head_bias),
+            )
+            return machine.device.bring(machine.edges.scores(logits).float())
 
     def _train_head(self, op: Op) -> None:
         machine, block, micro = self._machine, _block(op), _micro(op)

@@ -38,6 +38,13 @@ class MicroBatch:
         """Return one row as a micro-batch of its own."""
         return self.mapped(lambda tensor: tensor[index : index + 1])
 
+    def last_tokens(self) -> Tensor:
+        """Return where, among all positions, the last real token of each row is. (rows,)"""
+        num_rows, length = self.input_ids.shape
+        mask = self.attention_mask
+        lengths = torch.full((num_rows,), length) if mask is None else mask.sum(1)
+        return torch.arange(num_rows) * length + lengths - 1
+
     def mapped(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
         """Return the micro-batch with `change` made to each tensor."""
         tensors = {**self.inputs, "labels": self.labels}

@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 import torch
+from torch import Tensor
 
 from megatrain.errors import ConfigError, DeviceFull, LaneStuck, NonFiniteStep, PlayerStopped
 from megatrain.memory.store import Store
@@ -177,23 +178,38 @@ class Engine:
     def evaluate(self, batch: Sequence[MicroBatch]) -> tuple[float, int]:
         """Return the summed negative log-probability of the batch's targets, and their number."""
         batch = self._received(batch)
-        self.settle()
-        self._machine.reserve(batch, trains=False)
         actions = StepActions(self._machine, batch, 0)
-        models = {self._machine.decoder.model, self._machine.template.model}
-        for model in models:
-            model.eval()  # no dropout; after settle nobody computes
-        try:
-            self._play("forward", actions, len(batch), until=(OpKind.HEAD,))
-        finally:
-            for model in models:
-                model.train()
+        self._forward(actions, batch)
         total, count = 0.0, 0
         for micro, logprobs in sorted(actions.logprobs.items()):
             targets = next_token_targets(batch[micro].labels)
             total -= float(logprobs.double().sum())
             count += int((targets != IGNORED).sum())
         return total, count
+
+    def predict(self, batch: Sequence[MicroBatch]) -> list[Tensor]:
+        """Return, by micro-batch, the logits in fp32 behind each row's last token. (rows, tokens)
+
+        Rows are padded on the right. Labels are not looked at, but must be there.
+        """
+        batch = self._received(batch)
+        actions = StepActions(self._machine, batch, 0)
+        actions.predictions = {}
+        self._forward(actions, batch)
+        return [actions.predictions[micro] for micro in range(len(batch))]
+
+    def _forward(self, actions: StepActions, batch: Sequence[MicroBatch]) -> None:
+        """Play an evaluation, without dropout; after settle nobody computes."""
+        self.settle()
+        self._machine.reserve(batch, trains=False)
+        models = {self._machine.decoder.model, self._machine.template.model}
+        for model in models:
+            model.eval()
+        try:
+            self._play("forward", actions, len(batch), until=(OpKind.HEAD,))
+        finally:
+            for model in models:
+                model.train()
 
     def settle(self) -> None:
         """Finish all updates. Weights, masters and moments are then those after the last step."""
