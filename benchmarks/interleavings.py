@@ -1,6 +1,6 @@
 """Overlap never changes a result: the engine on lanes against the one-op-at-a-time reference.
 
-    python -m benchmarks.interleavings [--json] [--count 10000] [--first 0] [--seconds 3600]
+    python -m benchmarks.interleavings [--json] [--count 10000] [--first 0] [--seconds 36000]
 
 A case is a function of its number: a tiny model, places (slots, tape, ring, views or copies), an
 update policy, three steps of unequal micro-batches, perhaps an evaluation, and how each lane
@@ -12,11 +12,8 @@ again, with the same delays (though not the same timing of the machine).
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import random
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
@@ -34,6 +31,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from benchmarks.numbered import run as run_numbered
 from megatrain.memory.layout import Kind, build_layout
 from megatrain.memory.store import Store
 from megatrain.models.decoder import DTYPES, build_decoder
@@ -282,42 +280,6 @@ def faults_of(number: int) -> list[str]:
         return [traceback.format_exc()]
 
 
-def measure(first: int, count: int, seconds: float) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    began = time.monotonic()
-    wrong: list[dict[str, Any]] = []
-    done = 0
-    for number in range(first, first + count):
-        if time.monotonic() - began > seconds:
-            break
-        done += 1
-        if faults := faults_of(number):
-            wrong.append({"number": number, "case": asdict(case_of(number)), "faults": faults})
-    return {
-        "first": first,
-        "cases": done,
-        "wrong": len(wrong),
-        "seconds": round(time.monotonic() - began, 1),
-        "wrong_cases": wrong[:10],
-        "targets": {"wrong": 0},
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=10_000)
-    parser.add_argument("--first", type=int, default=0, help="number of the first case")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="stop after")
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
-    result = measure(arguments.first, arguments.count, arguments.seconds)
-    if arguments.json:
-        print(json.dumps(result))
-    else:
-        for name, value in result.items():
-            print(f"{name:14} {value}")
-    raise SystemExit(bool(result["wrong"]))
-
-
 if __name__ == "__main__":
-    main()
+    assert __doc__ is not None
+    run_numbered(__doc__.splitlines()[0], faults_of, lambda number: asdict(case_of(number)))

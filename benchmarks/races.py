@@ -12,18 +12,14 @@ NUMBER --count 1` plays a case again.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import random
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from transformers import (
     Gemma2Config,
     GptOssConfig,
@@ -35,6 +31,7 @@ from transformers import (
 )
 
 from benchmarks.interleavings import SIZES, Case, Outcome, Shapes, Sort, World
+from benchmarks.numbered import run as run_numbered
 from megatrain.models.decoder import DTYPES
 from megatrain.pipeline.accelerator import Accelerator
 from tests.simulated.accelerator import Policy, Simulator
@@ -154,42 +151,10 @@ def faults_of(run: Run) -> list[str]:
     return [*differences, *simulator.races, *map(repr, simulator.failures)]
 
 
-def measure(first: int, count: int, seconds: float) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    began = time.monotonic()
-    wrong: list[dict[str, Any]] = []
-    done = 0
-    for number in range(first, first + count):
-        if time.monotonic() - began > seconds:
-            break
-        done += 1
-        if faults := faults_of(run_of(number)):
-            wrong.append({"number": number, "run": asdict(run_of(number)), "faults": faults[:5]})
-    return {
-        "first": first,
-        "runs": done,
-        "wrong": len(wrong),
-        "seconds": round(time.monotonic() - began, 1),
-        "wrong_runs": wrong[:10],
-        "targets": {"wrong": 0},
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=10_000)
-    parser.add_argument("--first", type=int, default=0, help="number of the first case")
-    parser.add_argument("--seconds", type=float, default=36_000.0, help="stop after")
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
-    result = measure(arguments.first, arguments.count, arguments.seconds)
-    if arguments.json:
-        print(json.dumps(result))
-    else:
-        for name, value in result.items():
-            print(f"{name:14} {value}")
-    raise SystemExit(bool(result["wrong"]))
-
-
 if __name__ == "__main__":
-    main()
+    assert __doc__ is not None
+    run_numbered(
+        __doc__.splitlines()[0],
+        lambda number: faults_of(run_of(number)),
+        lambda number: asdict(run_of(number)),
+    )
