@@ -1,4 +1,4 @@
-# make setup | check | test | bench | gpu | long | lock
+# make setup | check | test | docs | bench | gpu | long | lock
 python := .venv/bin/python
 
 setup:  ## a development environment in .venv
@@ -14,6 +14,9 @@ check:  ## lint and types
 
 test:  ## the tests of CI
 	$(python) -m pytest -n 2 --dist worksteal
+
+docs:  ## the pages that are made from code
+	$(python) docs/generate.py
 
 bench:  ## every benchmark, as JSON lines
 	$(python) -m benchmarks.load_export --json
@@ -37,4 +40,4 @@ lock:  ## write requirements-dev.lock from .venv
 	  echo "torch==2.13.0"; \
 	  .venv/bin/pip freeze --all --exclude-editable | grep -Ev '^(torch|pip)=='; } > requirements-dev.lock
 
-.PHONY: setup check test bench gpu long lock
+.PHONY: setup check test docs bench gpu long lock

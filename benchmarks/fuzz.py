@@ -5,10 +5,11 @@
     config   parse_config; every fifth that is accepted is also built as a decoder
     index    parse_index and read_folder, in a folder with links, pipes and shards
     header   parse_header and read_entries
+    yaml     a run's config: parse_document, resolve_config, dump_config; and its migration
 
 Input number i of a seed is always the same: `--first i --count 1` plays it again. Each input has
 5 s and 2 GiB. What is accepted is checked too: a config names a decoder, paths of an index lie in
-the folder, tensors of a header lie in the file and cover it.
+the folder, tensors of a header lie in the file and cover it, a config survives being dumped.
 """
 
 from __future__ import annotations
@@ -38,12 +39,18 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from benchmarks.mutation import Mutator
+from benchmarks.mutation import NUMBERS, Mutator
+from megatrain.config import dump_config
+from megatrain.config.foreign import NAMES
+from megatrain.config.load import resolve_config
+from megatrain.config.settings import FIELDS
+from megatrain.config.yaml_reader import parse_document
 from megatrain.disk.folder import INDEX_NAME, parse_index, read_folder
 from megatrain.disk.names import NameMap
 from megatrain.disk.safetensors_format import TensorEntry, parse_header, read_entries
 from megatrain.errors import MegaTrainError
 from megatrain.memory.layout import build_layout
+from megatrain.migration.translate import TABLES, migrate_document
 from megatrain.models.decoder import build_decoder
 from megatrain.models.model_config import LARGEST, REFUSED, parse_config
 from tests.families import FAMILIES, tiny_config
@@ -322,10 +329,69 @@ def _check_cover(entries: list[TensorEntry], start: int, stop: int) -> None:
     assert position == stop, f"tensors end at {position}, the file at {stop}"
 
 
+# --- yaml ----------------------------------------------------------------------------------------
+
+_YAML_SEEDS: list[dict[str, Any]] = [
+    {"model": "org/name", "data": "train.jsonl"},
+    {
+        "model": {"name_or_path": "org/name", "dtype": "bf16", "frozen": ["*.norm"]},
+        "data": {"train": [{"path": "a", "weight": 2}, "b"], "eval": 0.02, "max_length": "2k"},
+        "train": {"epochs": 1, "batch_tokens": "128k", "max_grad_norm": None},
+        "optim": {"learning_rate": 1e-5, "betas": [0.9, 0.95], "schedule": "wsd", "warmup": 0.03},
+        "memory": {"device": "cuda:1", "vram": "20GB", "ram": "128GiB", "slots": 3},
+        "eval": {"every": 200}, "save": {"dir": "runs/a", "keep": 2}, "log": {"to": ["wandb"]},
+    },
+    {
+        "model_name_or_path": "org/name", "cutoff_len": 2048, "dataset": "a,b", "stage": "sft",
+        "learning_rate": 1e-5, "per_device_train_batch_size": 2, "lr_scheduler_type": "cosine",
+    },
+    {"base_model": "org/name", "datasets": [{"path": "a", "type": "alpaca"}], "sequence_len": 512},
+]  # fmt: skip
+_YAML_VALUES = (
+    "auto", "24GB", "128k", "1e-5", "cpu", "host", "null", "~", "<<", "&a", "*a", "!!str x", "|",
+    "wsd", "no", "steps", ["a"], {"path": "a"}, [{"path": "a", "data_files": ["b"]}], [0.9, 0.9],
+)  # fmt: skip
+_YAML_JUNK = (
+    b"\n&a [*a]", b"\n- ", b"\n? ", b"\n---\n", b"\n\t", b" # ", b"!!python/name:os.system", b": ",
+    b"\n%TAG ! x", b"|\n  ", b">-\n", b'"\\U0011ffff"', b"[" * 200, b"{a: " * 50, b"\xef\xbb\xbf",
+)  # fmt: skip
+
+
+def _yaml_target(scratch: Path) -> Target:
+    ours = [key for keys in FIELDS.values() for key in keys]
+    keys = (*ours, *ours, *NAMES, "sources", "fraction")
+    dotted = [f"{section}.{key}" for section, names in FIELDS.items() for key in names]
+
+    def make(rng: random.Random) -> tuple[bytes, list[str]]:
+        data = Mutator(rng, keys, (*_YAML_VALUES, *ours), _YAML_SEEDS).mutate()
+        if rng.random() < 0.2:
+            at = rng.randrange(len(data) + 1)
+            data = data[:at] + rng.choice(_YAML_JUNK) + data[at:]
+        overrides = [
+            f"{rng.choice(dotted)}={rng.choice((*_YAML_VALUES, *NUMBERS[:20]))}"
+            for _ in range(rng.choice((0, 0, 0, 1, 2)))
+        ]
+        return data, overrides
+
+    def play(made: tuple[bytes, list[str]]) -> str:
+        document = parse_document(made[0], "run.yaml")
+        for tool in TABLES if isinstance(document.value, dict) else ():
+            lines = migrate_document(document, tool).lines
+            told = [line.key for line in lines if line.outcome != "default"]
+            assert sorted(told) == sorted(document.value), f"{tool}: a key is not accounted for"
+        config = resolve_config(document, made[1])
+        text = dump_config(config)
+        assert resolve_config(parse_document(text.encode(), "dump")) == config, "lost in the dump"
+        return "accepted"
+
+    return Target(make=make, play=play)
+
+
 TARGETS: dict[str, Callable[[Path], Target]] = {
     "config": _config_target,
     "index": _index_target,
     "header": _header_target,
+    "yaml": _yaml_target,
 }
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -31,3 +32,96 @@ def root(
     ] = False,
 ) -> None:
     """Train Hugging Face language models larger than GPU memory, at full precision."""
+
+
+ConfigFile = Annotated[Path, typer.Argument(help="YAML file.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Settings, like train.epochs=2.")]
+ModelFolder = Annotated[Path, typer.Argument(help="Model folder, or run folder.")]
+
+
+@app.command()
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Read data and model, take no step.")
+    ] = False,
+) -> None:
+    """Train a model as a YAML file says."""
+    from megatrain.trainer.verbs import train_from
+
+    typer.echo(train_from(config, overrides or [], dry_run=dry_run))
+
+
+@app.command(name="eval")
+def evaluate(
+    model: ModelFolder,
+    data: Annotated[Path, typer.Argument(help="Rows to evaluate on.")],
+    max_rows: Annotated[int | None, typer.Option(help="Rows at most.")] = None,
+) -> None:
+    """Print the loss and perplexity of a model on a file."""
+    from megatrain.trainer.verbs import evaluate_model
+
+    typer.echo(evaluate_model(model, data, max_rows))
+
+
+@app.command()
+def sample(
+    model: ModelFolder,
+    prompts: Annotated[list[str], typer.Argument(help="What the user says.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to write at most.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
+) -> None:
+    """Let a model answer prompts."""
+    from megatrain.trainer.verbs import sample_from
+
+    for answer in sample_from(model, prompts, max_new_tokens, temperature):
+        typer.echo(answer)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders; two or more are compared.")],
+    to: Annotated[Path | None, typer.Option(help="HTML file to write.")] = None,
+) -> None:
+    """Write one HTML file that shows a run, or compares several."""
+    from megatrain.trainer.verbs import report_on
+
+    typer.echo(report_on(runs, to))
+
+
+@app.command()
+def data(
+    path: Annotated[Path, typer.Argument(help="File of rows.")],
+    model: Annotated[Path, typer.Option("-m", "--model", help="Model folder: its tokenizer.")],
+    max_length: Annotated[int, typer.Option(help="Longest row, in tokens.")] = 2048,
+    samples: Annotated[int, typer.Option(help="Rows to show.")] = 3,
+) -> None:
+    """Show what a data file holds: format, lengths, bad rows, and which tokens are trained."""
+    from megatrain.trainer.verbs import look_at_data
+
+    look_at_data(path, model, max_length, samples)
+
+
+@app.command()
+def init(
+    target: Annotated[Path, typer.Argument(help="YAML file to write.")] = Path("run.yaml"),
+    source: Annotated[
+        Path | None, typer.Option("--from", help="File of LLaMA-Factory, Axolotl or TRL.")
+    ] = None,
+) -> None:
+    """Write a config to start from, or bring one from another tool."""
+    from megatrain.trainer.verbs import init_config
+
+    typer.echo(init_config(target, source))
+
+
+@app.command()
+def demo(
+    folder: Annotated[Path, typer.Argument(help="Folder to make.")] = Path("megatrain-demo"),
+    steps: Annotated[int, typer.Option(help="Steps to train.")] = 120,
+) -> None:
+    """Show that it works here: a tiny model learns sums. No network, no GPU."""
+    from megatrain.trainer.verbs import run_demo
+
+    run_demo(folder, steps)

@@ -111,10 +111,24 @@ class NonFiniteStep(MegaTrainError):
     exit_code = 4
 
 
+class DataError(MegaTrainError):
+    """Training data, or the chat template it passes through, that cannot be trained on as it is."""
+
+    code = "MT408"
+    exit_code = 4
+
+
 class DiskError(MegaTrainError):
     """The system failed to read or write a file."""
 
     code = "MT501"
+    exit_code = 5
+
+
+class RunFolderError(MegaTrainError):
+    """A run folder that cannot be used: another run is in it, or it is none."""
+
+    code = "MT502"
     exit_code = 5
 
 

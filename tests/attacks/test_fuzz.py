@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from benchmarks import fuzz as fuzzing
 from benchmarks.fuzz import MAX_BYTES, MAX_SECONDS, TARGETS, Target, fuzz
+from megatrain.config.yaml_reader import Document
 from megatrain.errors import WeightsFormatError
 
 
-@pytest.mark.parametrize(("target", "count"), [("config", 1500), ("index", 4000), ("header", 6000)])
+@pytest.mark.parametrize(
+    ("target", "count"), [("config", 1500), ("index", 4000), ("header", 6000), ("yaml", 1500)]
+)
 def test_whatever_the_input_only_errors_of_ours(target: str, count: int) -> None:
     result = fuzz(target, count)
     assert result.failures == []
@@ -43,6 +47,10 @@ def _trusting_header(path: Path) -> Any:
     return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
 
 
+def _trusting_yaml(data: bytes, name: str) -> Any:
+    return Document(name=name, value=yaml.load(data, yaml.FullLoader))
+
+
 def _config_without_guard(data: bytes) -> Any:
     from transformers import CONFIG_MAPPING
 
@@ -56,6 +64,7 @@ def _config_without_guard(data: bytes) -> Any:
         ("index", "parse_index", _trusting_index),
         ("header", "read_entries", _trusting_header),
         ("config", "parse_config", _config_without_guard),
+        ("yaml", "parse_document", _trusting_yaml),
     ],
 )
 def test_a_reader_that_trusts_would_be_noticed(

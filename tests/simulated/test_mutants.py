@@ -74,8 +74,11 @@ def with_a_slow_host() -> list[str]:
     perform = Lane._perform
 
     def perform_late(lane: Lane, work: Work) -> None:
-        if lane.name == "host":
-            time.sleep(0.05)
+        issued, until = lane._progress._num_issued, time.monotonic() + 2
+        while lane.name == "host" and time.monotonic() < until:
+            if all(issued[awaited.lane] > awaited.number for awaited in work.waits):
+                break
+            time.sleep(0.001)
         perform(lane, work)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,0 +1,77 @@
+"""Settings that are each fine and cannot be meant together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megatrain.config.faults import Fault
+
+if TYPE_CHECKING:
+    from megatrain.config.settings import Config
+
+
+def conflicts(config: Config) -> list[Fault]:
+    """Return every conflict, at the key that is the cheapest to change."""
+    return [*_length_of_run(config), *_batch(config), *_learning_rate(config), *_memory(config)]
+
+
+def _fault(key: str, text: str) -> Fault:
+    return Fault(path=tuple(key.split(".")), text=text)
+
+
+def _length_of_run(config: Config) -> Iterator[Fault]:
+    train = config.train
+    if train.epochs is not None and train.steps is not None:
+        yield _fault(
+            "train.steps",
+            f"train.steps is {train.steps} and train.epochs is {train.epochs:g}: give one of them, "
+            "and the other as null.",
+        )
+
+
+def _batch(config: Config) -> Iterator[Fault]:
+    length, batch = config.data.max_length, config.train.batch_tokens
+    micro = config.train.micro_batch_tokens
+    if length > batch:
+        yield _fault(
+            "train.batch_tokens",
+            f"data.max_length is {length} and train.batch_tokens is {batch}: a row would not fit a "
+            "step. Raise train.batch_tokens or lower data.max_length.",
+        )
+    elif isinstance(micro, int) and length > micro:
+        yield _fault(
+            "train.micro_batch_tokens",
+            f"data.max_length is {length} and train.micro_batch_tokens is {micro}: a row would not "
+            "fit a micro-batch. Raise train.micro_batch_tokens, or make it auto.",
+        )
+    if isinstance(micro, int) and micro > batch:
+        yield _fault(
+            "train.micro_batch_tokens",
+            f"train.micro_batch_tokens is {micro} and train.batch_tokens is {batch}: a micro-batch "
+            "is a part of a step. Lower train.micro_batch_tokens, or make it auto.",
+        )
+
+
+def _learning_rate(config: Config) -> Iterator[Fault]:
+    """What LearningRate would refuse, as far as the number of steps is known."""
+    warmup = config.optim.warmup
+    decay = config.optim.decay if config.optim.schedule == "wsd" else 0
+    steps = config.train.steps
+    if steps is None and (isinstance(warmup, int) or isinstance(decay, int)):
+        return
+    parts = [part if isinstance(part, int) else round(part * (steps or 1000)) for part in
+             (warmup, decay)]  # fmt: skip
+    if sum(parts) > (steps or 1000):
+        run = "the run" if steps is None else f"a run of {steps} steps"
+        lengths = f"optim.warmup is {warmup}" + (f" and optim.decay is {decay}" if decay else "")
+        yield _fault("optim.warmup", f"{lengths}: longer than {run}. Shorten it.")
+
+
+def _memory(config: Config) -> Iterator[Fault]:
+    if config.memory.device == "cpu" and config.memory.gather_embedding:
+        yield _fault(
+            "memory.gather_embedding",
+            "memory.gather_embedding is true and memory.device is cpu: it needs a device with "
+            "memory of its own. Make it false.",
+        )

@@ -1,0 +1,155 @@
+"""Faults of a config as sentences: where, which key, what it is, what to give instead."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from megatrain.config.foreign import hint
+from megatrain.config.yaml_reader import Document, Path
+from megatrain.errors import ConfigError
+
+_MOST = 20
+"""Faults that are told; a file with more is not a config."""
+_LONGEST_KEY = 64
+Fields = Mapping[str, Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One thing that is wrong."""
+
+    path: Path
+    text: str
+
+
+def refusal(document: Document, faults: Sequence[Fault], num_faults: int = 0) -> ConfigError:
+    """Return the error that tells `faults`, and how many there are if they are not all."""
+    told = [f"{document.place(fault.path)}: {fault.text}" for fault in faults]
+    if num_faults > len(faults):
+        told.append(f"and {num_faults - len(faults)} more")
+    if len(told) == 1:
+        return ConfigError(told[0])
+    return ConfigError(f"{max(num_faults, len(faults))} faults\n  " + "\n  ".join(told))
+
+
+def faults_of(error: ValidationError, document: Document, fields: Fields) -> list[Fault]:
+    """Return what pydantic found, in our words: the first in the file, _MOST of them.
+
+    `fields` are the keys of each mapping.
+    """
+    found = [(_place(details), details) for details in error.errors(include_url=False)]
+    found.sort(key=lambda pair: document.line(pair[0]))  # hints take time: only for what is told
+    return [Fault(path=path, text=_text(path, details, fields)) for path, details in found[:_MOST]]
+
+
+def _place(details: ErrorDetails) -> Path:
+    path = details["loc"]
+    if path[:2] == ("data", "eval"):
+        path = path[:2] + path[3:]  # without the kind of eval that was tried
+    return path[:-1] if _lacks_item(details) else path
+
+
+def _lacks_item(details: ErrorDetails) -> bool:
+    return details["type"] == "missing" and isinstance(details["loc"][-1], int)
+
+
+def dotted(path: Path) -> str:
+    """Return a path as it is written in messages and overrides."""
+    text = ".".join(map(str, path))
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def shown(value: object) -> str:
+    """Return a value as YAML writes it, cut where it is long."""
+    if isinstance(value, str):
+        text = value or "empty"
+    else:
+        try:
+            text = json.dumps(value)
+        except (TypeError, ValueError):
+            text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def _text(path: Path, details: ErrorDetails, fields: Fields) -> str:
+    key, kind = dotted(path), details["type"]
+    context, value = details.get("ctx", {}), details["input"]
+    if _lacks_item(details):
+        kind = "too_short"
+    if kind == "extra_forbidden":
+        return _unknown(path, fields)
+    if kind == "missing":
+        return f"{key} is missing{_like(key)}."
+    if kind == "value_error":
+        return f"{key} is {shown(value)}; {context['error']}."
+    if kind == "literal_error":
+        allowed = context["expected"].replace("'", "")
+        return f"{key} is {shown(value)}; give {allowed}.{_near_value(value, allowed)}"
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        keys = ", ".join(fields.get(_mapping(path), ()))
+        return f"{key or 'the file'} is {shown(value)}; give a mapping with keys of: {keys}."
+    wanted = {
+        "greater_than": "a number above {gt:g}",
+        "greater_than_equal": "{ge:g} or more",
+        "less_than": "a number below {lt:g}",
+        "less_than_equal": "{le:g} or less",
+        "too_short": "two numbers" if path[-1:] == ("betas",) else "at least one",
+        "too_long": "two numbers",
+        "tuple_type": "a list",
+        "bool_type": "true or false",
+        "bool_parsing": "true or false",
+    }.get(kind, "another value")
+    return f"{key} is {shown(value)}; give {wanted.format(**context)}."
+
+
+def _like(key: str) -> str:
+    examples = {
+        "model": "model: Qwen/Qwen3-8B",
+        "model.name_or_path": "name_or_path: Qwen/Qwen3-8B",
+        "data": "data: {train: train.jsonl}",
+        "data.train": "train: train.jsonl",
+    }
+    return f". Give one, like `{examples[key]}`" if key in examples else ""
+
+
+def _mapping(path: Path) -> str:
+    """Return the name in `fields` of the mapping at `path`: positions in a list do not count."""
+    return ".".join(part for part in path if isinstance(part, str))
+
+
+def _unknown(path: Path, fields: Fields) -> str:
+    """Return what to say of an unknown key: what it is called here, or what comes near."""
+    key, home = str(path[-1]), _mapping(path[:-1])
+    told = f"unknown key {dotted(path)}."
+    if len(key) > _LONGEST_KEY:
+        return told
+    siblings = list(fields.get(home, ()))
+    near = [name for name in siblings if name.startswith(f"{key}_")]
+    near = near or difflib.get_close_matches(key, siblings, n=1, cutoff=0.75)
+    if near:
+        return f"{told} Did you mean {dotted((*path[:-1], near[0]))}?"
+    elsewhere = hint(key)
+    if elsewhere:
+        return f"{told} {elsewhere}"
+    places = {
+        field: f"{section}.{field}"
+        for section, names in reversed(list(fields.items()))
+        if section and "." not in section
+        for field in names
+    }
+    near = difflib.get_close_matches(key, [*places, *fields[""]], n=1, cutoff=0.75)
+    if near:
+        return f"{told} Did you mean {places.get(near[0], near[0])}?"
+    return f"{told} Known here: {', '.join(siblings)}."
+
+
+def _near_value(value: object, allowed: str) -> str:
+    words = allowed.replace(" or ", ", ").split(", ")
+    near = difflib.get_close_matches(str(value)[:_LONGEST_KEY], words, n=1)
+    return f" Did you mean {near[0]}?" if near else ""

@@ -1,0 +1,122 @@
+"""Config files in and out: YAML with overrides to a Config, and back.
+
+    config = load_config("run.yaml", ["train.epochs=2", "data.train=[a.jsonl, b.jsonl]"])
+
+An override is `key=value`, its value read as YAML; it replaces what the file says under that key.
+
+Laws (tests/config/test_load.py)
+    1. Round trip: what dump_config writes loads as an equal Config, and dumps as the same text.
+    2. Every fault is told at once, with file, line (or override) and key, as a ConfigError.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from megatrain.config.faults import Fault, dotted, refusal, shown
+from megatrain.config.quantities import write_bytes
+from megatrain.config.settings import SHORT_FORMS, Config, Source
+from megatrain.config.yaml_reader import Document, Path, parse_document, read_document
+from megatrain.errors import ConfigError
+
+
+def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
+    """Return the settings of a file, changed by `overrides`.
+
+    Raises ConfigError with every fault, DiskError if the system fails to read the file.
+    """
+    return resolve_config(read_document(path), overrides)
+
+
+def resolve_config(document: Document, overrides: Sequence[str] = ()) -> Config:
+    """Return the settings of a document that was read already, changed by `overrides`."""
+    if not isinstance(document.value, dict | None):
+        text = f"the file is {shown(document.value)}; give keys and values, like `model: NAME`."
+        raise refusal(document, [Fault(path=(), text=text)])
+    value = _written_out(document.value or {})
+    origins: dict[Path, str] = {}
+    for override in overrides:
+        path, new = _parse_override(override)
+        origins[path] = f"override {override:.100}"
+        _put(value, path, new, origins[path])
+    document = Document(name=document.name, value=value, lines=document.lines, origins=origins)
+    return Config.model_validate(value, context=document)
+
+
+def _written_out(value: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy in which sections given as one word are mappings, so overrides find them."""
+    value = copy.deepcopy(value)
+    for section, key in SHORT_FORMS.items():
+        if isinstance(value.get(section), str):
+            value[section] = {key: value[section]}
+    return value
+
+
+def _parse_override(override: str) -> tuple[Path, Any]:
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts) or len(parts) > 8:
+        raise ConfigError(f"override {override:.100}: give key=value, like train.epochs=2.")
+    path = tuple(int(part) if part.isdecimal() and len(part) < 6 else part for part in parts)
+    data = text.encode("utf-8", "surrogatepass")  # a shell hands on bytes that are not text
+    return path, parse_document(data, f"override {override:.100}").value
+
+
+def _put(value: Any, path: Path, new: Any, origin: str) -> None:
+    """Set `new` at `path`, making the mappings on the way."""
+    for depth, part in enumerate(path):
+        last = depth == len(path) - 1
+        if isinstance(value, dict):
+            key = str(part)
+            if last:
+                value[key] = new
+            elif value.get(key) is None:
+                value[key] = {}
+            value = value[key]
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            if last:
+                value[part] = new
+            value = value[part]
+        else:
+            around = dotted(path[:depth])
+            raise ConfigError(
+                f"{origin}: {around} is {shown(value)}, which has no {part}. Give {around} whole."
+            )
+
+
+def dump_config(config: Config) -> str:
+    """Return every setting as YAML, in the order of the reference, with its description."""
+    lines = ["# Every setting of this run. megatrain train reads this file."]
+    for section, settings in config:
+        lines += ["", f"{section}:"]
+        for key, field in type(settings).model_fields.items():
+            value = getattr(settings, key)
+            if key in ("vram", "ram") and isinstance(value, int):
+                value = write_bytes(value)
+            lines += [f"  # {field.description}", f"  {key}: {write_yaml(value)}"]
+    return "\n".join(lines) + "\n"
+
+
+def write_yaml(value: object) -> str:
+    """Return a value as YAML on one line; JSON is YAML, so text needs no rules of our own."""
+    if isinstance(value, Source | dict):
+        pairs = value.items() if isinstance(value, dict) else value
+        parts = (f"{write_yaml(name)}: {write_yaml(part)}" for name, part in pairs)
+        return f"{{{', '.join(parts)}}}"
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(write_yaml, value))}]"
+    if isinstance(value, str) and value.isascii() and value.isidentifier() and not _is_word(value):
+        return value
+    text = json.dumps(value)
+    if isinstance(value, float) and "." not in text:
+        return text.replace("e", ".0e")  # YAML 1.1 takes 1e-05 for text
+    return text
+
+
+def _is_word(text: str) -> bool:
+    """Return whether YAML, in any of its versions, reads this text as something else."""
+    return text.lower() in ("null", "true", "false", "yes", "no", "on", "off", "y", "n")

@@ -1,0 +1,127 @@
+"""Quantities as people write them: 1e-5, "1e-5", 128k, 24GB, 128GiB.
+
+    tokens   k and M count by 1024, as context lengths are written: 128k is 131072
+    bytes    GB is 10^9, GiB is 2^30; a bare number is refused unless it can be meant as bytes
+
+A reader takes what YAML, JSON or Python gave and returns a number, or raises ValueError whose text
+ends the sentence "KEY is VALUE; ...". None of them takes a bool for a number.
+
+Laws (tests/config/test_quantities.py): `read_bytes(write_bytes(n)) == n`; no reader raises anything
+but ValueError.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+
+LARGEST = 1 << 60
+"""No count, and no number of bytes, that can be meant is larger."""
+SMALLEST_BYTES = 1 << 20
+_NUMBER = re.compile(r"[+-]?(\d[\d_]{0,40}(\.\d{0,40})?|\.\d{1,40})(e[+-]?\d{1,4})?", re.I)
+_SCALED = re.compile(r"([\d._]{1,40}(?:e[+-]?\d{1,3})?) ?([a-z]{1,3})", re.I)
+_TOKEN_UNITS = {"k": 1 << 10, "ki": 1 << 10, "m": 1 << 20, "mi": 1 << 20}
+_BYTE_UNITS = {
+    "tib": 1 << 40, "gib": 1 << 30, "mib": 1 << 20, "kib": 1 << 10,
+    "tb": 10**12, "gb": 10**9, "mb": 10**6, "kb": 10**3, "b": 1,
+}  # fmt: skip
+_BYTE_NAMES = {"tib": "TiB", "gib": "GiB", "mib": "MiB", "gb": "GB", "mb": "MB"}
+
+
+def read_number(value: object) -> float | int:
+    """Return a finite number; text like "1e-5" counts, an integer stays one."""
+    if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
+        text = value.strip().replace("_", "")
+        value = int(text) if text.lstrip("+-").isdigit() else float(text)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("give a number")
+    if abs(value) > LARGEST or not math.isfinite(value):
+        raise ValueError("give a number that can be meant")
+    return value
+
+
+def read_whole(value: object) -> int:
+    """Return a whole number; 1e3 and 20.0 count."""
+    try:
+        number = read_number(value)
+    except ValueError:
+        raise ValueError("give a whole number") from None
+    if number != int(number):
+        raise ValueError("give a whole number")
+    return int(number)
+
+
+def read_tokens(value: object) -> int:
+    """Return a number of tokens, at least 1."""
+    scaled = _scaled(value, _TOKEN_UNITS)
+    try:
+        tokens = read_whole(value) if scaled is None else read_whole(scaled)
+    except ValueError:
+        raise ValueError("give a number of tokens, like 2048 or 128k") from None
+    if tokens < 1:
+        raise ValueError("give a number of tokens, at least 1")
+    return tokens
+
+
+def read_bytes(value: object) -> int:
+    """Return a number of bytes, at least 1 MiB."""
+    scaled = _scaled(value, _BYTE_UNITS)
+    if scaled is None and isinstance(value, str) and _scaled(f"{value}B", _BYTE_UNITS) is not None:
+        raise ValueError(f"give the unit in full: {value}B (powers of 1000), {value}iB (of 1024)")
+    try:
+        num_bytes = read_whole(value) if scaled is None else round(read_number(scaled))
+    except ValueError:
+        raise ValueError("give a size, like 24GB or 128GiB") from None
+    if num_bytes < SMALLEST_BYTES:
+        raise ValueError("less than 1 MiB: give a size with its unit, like 24GB")
+    return num_bytes
+
+
+def write_bytes(num_bytes: int) -> str:
+    """Return a size in the largest unit that holds it exactly."""
+    for unit, name in _BYTE_NAMES.items():
+        if num_bytes % _BYTE_UNITS[unit] == 0:
+            return f"{num_bytes // _BYTE_UNITS[unit]}{name}"
+    return f"{num_bytes}B"
+
+
+def _scaled(value: object, units: dict[str, int]) -> float | int | None:
+    """Return text like "24GB" as a number; None if it has no unit of these."""
+    match = _SCALED.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None or match[2].lower() not in units:
+        return None
+    try:
+        return read_number(match[1]) * units[match[2].lower()]
+    except ValueError:
+        return None
+
+
+def or_auto(read: Callable[[object], int], least: int = 1) -> Callable[[object], int | str]:
+    """Return a reader that takes the word `auto`, too, and no number below `least`."""
+
+    def read_or_auto(value: object) -> int | str:
+        if value == "auto":
+            return "auto"
+        try:
+            number = read(value)
+        except ValueError as error:
+            raise ValueError(f"{error}, or auto") from None
+        if number < least:
+            raise ValueError(f"give at least {least}, or auto")
+        return number
+
+    return read_or_auto
+
+
+def read_length(value: object) -> int | float:
+    """Return a length of a run: steps if whole, a fraction of the run if below 1."""
+    try:
+        number = read_number(value)
+    except ValueError:
+        raise ValueError("give steps, like 100, or a fraction of the run, like 0.03") from None
+    if number < 0 or (isinstance(number, float) and number >= 1):
+        raise ValueError(
+            "an integer means steps, a fraction of the run lies between 0 and 1: like 100 or 0.03"
+        )
+    return number

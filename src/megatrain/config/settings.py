@@ -1,0 +1,365 @@
+"""Every setting of a run: its key, what it means, its unit, its default.
+
+    Config(model="Qwen/Qwen3-8B", data="train.jsonl")      # from Python
+    load_config("run.yaml", ["train.epochs=2"])            # from a file: load.py
+
+Values are plain and immutable. `auto` stays `auto` here; the plan decides it. The descriptions are
+the reference: docs/config.md is written from them.
+
+Laws (tests/config/test_settings.py): whatever is refused is a ConfigError that names every fault
+at once; what is accepted has no fault that can be known without the machine, model and data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    ModelWrapValidatorHandler,
+    PlainValidator,
+    Tag,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+
+from megatrain.config.conflicts import conflicts
+from megatrain.config.faults import faults_of, refusal
+from megatrain.config.quantities import (
+    or_auto,
+    read_bytes,
+    read_length,
+    read_number,
+    read_tokens,
+    read_whole,
+)
+from megatrain.config.yaml_reader import Document
+
+
+class Kind(str):
+    """Written in docs/config.md as the type of a key."""
+
+    __slots__ = ()
+
+
+def _path(value: object) -> object:
+    if not isinstance(value, str) or not value.strip() or not value.isprintable():
+        raise ValueError("give a path or a name")
+    return value
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str | Mapping) else value
+
+
+def _device(value: object) -> object:
+    name, _, number = value.partition(":") if isinstance(value, str) else ("", "", "")
+    if name not in ("auto", "cpu", "cuda", "xpu") or (
+        value != name and not (name in ("cuda", "xpu") and number.isdecimal() and len(number) < 4)
+    ):
+        raise ValueError("give auto, cpu, cuda, cuda:1 or xpu")
+    return value
+
+
+Number = Annotated[float, BeforeValidator(read_number), Kind("number")]
+Whole = Annotated[int, BeforeValidator(read_whole), Kind("whole number")]
+Tokens = Annotated[int, BeforeValidator(read_tokens), Kind("tokens, like 2048 or 128k")]
+Length = Annotated[int | float, PlainValidator(read_length), Kind("steps, or fraction of the run")]
+Steps = Annotated[Whole, Field(ge=1), Kind("steps")]
+Seed = Annotated[Whole, Field(ge=0, lt=1 << 32)]
+Name = Annotated[str, BeforeValidator(_path), Kind("path or name")]
+Patterns = Annotated[tuple[Name, ...], BeforeValidator(_listed), Kind("list of name patterns")]
+Beta = Annotated[Number, Field(ge=0, lt=1)]
+Size = Annotated[
+    int | Literal["auto"],
+    PlainValidator(or_auto(read_bytes)),
+    Kind("size, like 24GB or 128GiB, or auto"),
+]
+
+
+class Section(BaseModel):
+    """Settings that belong together."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False)
+
+
+SHORT_FORMS = {"model": "name_or_path", "data": "train", "save": "dir"}
+"""Sections that may be one word, and the key that is then meant."""
+
+
+def _short(key: str) -> BeforeValidator:
+    return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
+
+
+class Source(Section):
+    """Rows from one place."""
+
+    path: Name = Field(description="File, folder or Hub id of a dataset.")
+    format: Literal["auto", "messages", "alpaca", "prompt_completion", "text"] = Field(
+        default="auto",
+        description="How a row is written; auto detects it and prints what was found.",
+    )
+    weight: Number = Field(
+        default=1.0,
+        gt=0,
+        description="How often its rows come in an epoch, compared with other sources.",
+    )
+
+
+Sources = Annotated[
+    tuple[Annotated[Source, _short("path")], ...],
+    BeforeValidator(_listed),
+    Field(min_length=1),
+]
+
+
+def _eval_kind(value: object) -> str:
+    if isinstance(value, str):
+        try:
+            read_number(value)
+        except ValueError:
+            return "sources"
+    return "sources" if isinstance(value, str | list | tuple | Mapping) else "fraction"
+
+
+Eval = Annotated[
+    Annotated[Annotated[Number, Field(gt=0, lt=1)] | None, Tag("fraction")]
+    | Annotated[Sources, Tag("sources")],
+    Discriminator(_eval_kind),
+    Kind("fraction, path or list of paths, or null"),
+]
+
+
+class ModelSettings(Section):
+    """Which model, and how it is held."""
+
+    name_or_path: Name = Field(description="Hugging Face id or folder of the model.")
+    dtype: Literal["bf16", "fp32"] = Field(
+        default="bf16", description="What compute sees; masters are fp32 either way."
+    )
+    attn: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = Field(
+        default="auto",
+        description="Attention implementation; auto takes the best that is installed.",
+    )
+    frozen: Patterns = Field(
+        default=(), description="Params that are not trained, like model.embed_*."
+    )
+
+
+class DataSettings(Section):
+    """What is trained on."""
+
+    train: Annotated[Sources, Kind("path, or list of paths or {path, format, weight}")] = Field(
+        description="Where the rows come from."
+    )
+    eval: Eval = Field(
+        default=None,
+        description="Rows to evaluate on: a fraction held out of train, or files of their own.",
+    )
+    max_length: Tokens = Field(default=2048, description="Longest row.")
+    overlong: Literal["drop", "truncate", "split"] = Field(
+        default="drop", description="What happens to longer rows; they are counted and reported."
+    )
+    train_on: Literal["assistant", "all"] = Field(
+        default="assistant", description="Whether only the assistant's tokens are targets, or all."
+    )
+    packing: bool = Field(
+        default=True,
+        description="Put several rows into one sequence; they never attend to each other.",
+    )
+    seed: Seed = Field(
+        default=42, description="Seed of the order of rows and of the held-out fraction."
+    )
+
+
+class TrainSettings(Section):
+    """How long, in what steps."""
+
+    epochs: Annotated[Annotated[Number, Field(gt=0)] | None, Kind("number or null")] = Field(
+        default=None, description="Passes over the data; 1 if neither epochs nor steps is given."
+    )
+    steps: Annotated[Steps | None, Kind("steps or null")] = Field(
+        default=None, description="Optimizer steps of the whole run, in place of epochs."
+    )
+    batch_tokens: Tokens = Field(
+        default=131072,
+        description="Tokens of one optimizer step, whatever the number of micro-batches.",
+    )
+    micro_batch_tokens: Annotated[
+        int | Literal["auto"],
+        PlainValidator(or_auto(read_tokens)),
+        Kind("tokens, like 8192 or 8k, or auto"),
+    ] = Field(default="auto", description="Tokens the device computes at a time.")
+    max_grad_norm: Annotated[Annotated[Number, Field(gt=0)] | None, Kind("number or null")] = Field(
+        default=1.0,
+        description="Global norm to clip to; null does not clip, and updates inside backward, "
+        "which saves 2 bytes a parameter.",
+    )
+    seed: Seed = Field(default=42, description="Seed of dropout.")
+    on_nonfinite: Literal["stop", "skip"] = Field(
+        default="stop", description="What to do with a step whose gradient is not finite, twice."
+    )
+    compile: bool = Field(default=False, description="Let torch compile the layers.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_epoch(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and value.get("epochs") is None is value.get("steps"):
+            return {**value, "epochs": 1}
+        return value
+
+
+class OptimSettings(Section):
+    """How weights change."""
+
+    name: Literal["adamw"] = Field(default="adamw", description="The optimizer.")
+    learning_rate: Number = Field(
+        default=1e-5, gt=0, le=1, description="Peak of the learning rate."
+    )
+    betas: Annotated[tuple[Beta, Beta], Kind("two numbers")] = Field(
+        default=(0.9, 0.95), description="Decay of the first and second moment."
+    )
+    eps: Number = Field(default=1e-8, gt=0, description="Added to the root of the second moment.")
+    weight_decay: Number = Field(
+        default=0.0, ge=0, description="Decoupled decay of matrices; norms and biases have none."
+    )
+    no_decay: Patterns = Field(default=(), description="Further params without decay.")
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        default="cosine", description="Shape of the learning rate; wsd holds the peak, then decays."
+    )
+    warmup: Length = Field(default=0.03, description="Length of the rise from 0 to the peak.")
+    decay: Length = Field(
+        default=0.1, description="Length of the last part of wsd; others ignore it."
+    )
+    final_fraction: Number = Field(
+        default=0.0, ge=0, le=1, description="Last learning rate as a fraction of the peak."
+    )
+
+
+class MemorySettings(Section):
+    """Where bytes live."""
+
+    device: Annotated[str, BeforeValidator(_device), Kind("auto, cpu, cuda, cuda:N or xpu")] = (
+        Field(
+            default="auto",
+            description="Where compute happens; auto takes the accelerator there is.",
+        )
+    )
+    vram: Size = Field(
+        default="auto", description="Device memory to use at most; auto: all that is free."
+    )
+    ram: Size = Field(
+        default="auto", description="Host memory to use at most; auto: all that is free."
+    )
+    slots: Annotated[
+        int | Literal["auto"],
+        PlainValidator(or_auto(read_whole, least=2)),
+        Kind("whole number or auto"),
+    ] = Field(
+        default="auto", description="Device buffers for block weights; two are enough to overlap."
+    )
+    tape: Literal["auto", "device", "host"] = Field(
+        default="auto", description="Where block inputs wait from forward to backward."
+    )
+    gather_embedding: bool = Field(
+        default=False,
+        description="Send the device the embedding rows of a step, not the whole table.",
+    )
+    chunk_tokens: Tokens = Field(default=4096, description="Tokens whose logits exist at a time.")
+
+
+class EvalSettings(Section):
+    """How the model is judged on the way."""
+
+    every: Annotated[Steps | None, Kind("steps or null")] = Field(
+        default=200, description="Steps between evaluations; null evaluates at the end only."
+    )
+    samples: Whole = Field(
+        default=4, ge=0, le=1000, description="Texts to generate at each evaluation."
+    )
+    max_rows: Annotated[Annotated[Whole, Field(ge=1)] | None, Kind("rows or null")] = Field(
+        default=None, description="Rows to evaluate on at most; null takes all."
+    )
+
+
+class SaveSettings(Section):
+    """What the run leaves behind."""
+
+    dir: Annotated[Name | None, Kind("path or null")] = Field(
+        default=None, description="Run folder; null is runs/ and the last part of the model's name."
+    )
+    every: Annotated[Steps | None, Kind("steps or null")] = Field(
+        default=500, description="Steps between checkpoints; null saves at the end only."
+    )
+    keep: Whole = Field(default=2, ge=1, description="Checkpoints to keep; older ones are deleted.")
+
+
+class LogSettings(Section):
+    """What the run says."""
+
+    every: Steps = Field(default=1, description="Steps between lines of the log.")
+    to: Annotated[
+        tuple[Literal["tensorboard", "wandb", "trackio"], ...],
+        BeforeValidator(_listed),
+        Kind("list of tensorboard, wandb, trackio"),
+    ] = Field(default=(), description="Where metrics go besides metrics.jsonl.")
+
+
+class Config(Section):
+    """Every setting of a run."""
+
+    model: Annotated[ModelSettings, _short(SHORT_FORMS["model"])]
+    data: Annotated[DataSettings, _short(SHORT_FORMS["data"])]
+    train: TrainSettings = Field(default_factory=lambda: TrainSettings(epochs=1))
+    optim: OptimSettings = Field(default_factory=OptimSettings)
+    memory: MemorySettings = Field(default_factory=MemorySettings)
+    eval: EvalSettings = Field(default_factory=EvalSettings)
+    save: Annotated[SaveSettings, _short(SHORT_FORMS["save"])] = Field(default_factory=SaveSettings)
+    log: LogSettings = Field(default_factory=LogSettings)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _refuse(
+        cls, value: Any, handler: ModelWrapValidatorHandler[Config], info: ValidationInfo
+    ) -> Config:
+        """Validate; raise one ConfigError that tells every fault and where it stands."""
+        document = info.context if isinstance(info.context, Document) else _FROM_PYTHON
+        if isinstance(value, Mapping):  # the keys of a section may all be commented out
+            empty = {key for key in cls.model_fields if value.get(key, key) is None}
+            value = {key: section for key, section in value.items() if key not in empty}
+        try:
+            config = handler(value)
+        except ValidationError as error:
+            faults = faults_of(error, document, FIELDS)
+            raise refusal(document, faults, error.error_count()) from None
+        found = conflicts(config)
+        if found:
+            raise refusal(document, sorted(found, key=lambda fault: document.line(fault.path)))
+        return config
+
+    @property
+    def run_dir(self) -> str:
+        """The run folder: save.dir, or one named after the model."""
+        last = self.model.name_or_path.rstrip("/").rpartition("/")[2]
+        return self.save.dir or f"runs/{last or 'run'}"
+
+
+_FROM_PYTHON = Document(name="config", value=None)
+SECTIONS: dict[str, type[Section]] = {
+    name: field.annotation
+    for name, field in Config.model_fields.items()
+    if isinstance(field.annotation, type)
+}
+FIELDS = {
+    **{name: tuple(section.model_fields) for name, section in SECTIONS.items()},
+    "": tuple(SECTIONS),
+    "data.train": tuple(Source.model_fields),
+    "data.eval": tuple(Source.model_fields),
+}
+"""The keys that may stand in each mapping."""

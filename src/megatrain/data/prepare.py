@@ -1,0 +1,212 @@
+"""Data tokenised once: source -> chunks -> workers -> Arrow, in the order of the rows.
+
+    prepared = prepare("train.jsonl", tokenizer, cache_dir=..., max_length=2048)
+
+The result is found again by its fingerprint. Memory is bounded by the few chunks under way,
+whatever the size of the data. Workers are spawned processes that hold the tokenizer and nothing
+else; one that dies or does not come back ends the preparation with an error.
+
+Laws (tests/data/test_prepare.py)
+    1. Any number of workers gives the same bytes.
+    2. The same data, tokenizer and settings are not tokenised twice; any other are.
+    3. A preparation that fails leaves nothing that a later one would take for whole.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+from megatrain.data.chat import TrainOn
+from megatrain.data.encoding import ChunkEncoder, Encoded, NoTarget, Overlong
+from megatrain.data.fingerprint import fingerprint
+from megatrain.data.formats import Format
+from megatrain.data.masks import Encoder
+from megatrain.data.prepared import Prepared, PreparedWriter, check_usable
+from megatrain.data.skipped import Skipped
+from megatrain.data.source import Source, open_source
+from megatrain.data.template_probe import probe_template
+from megatrain.errors import ConfigError, DataError, DiskError
+from megatrain.progress import Advance, byte_progress
+
+_CHUNK_ROWS = 256
+_CHUNK_CHARS = 2**22
+_CHUNK_LIMIT_S = 600.0
+_HOPELESS_ROWS = 2000
+"""So many rows, all of them bad, and the rest is not tried."""
+
+Chunk = list[tuple[str, object]]
+
+
+def prepare(
+    path: str | Path,
+    tokenizer: Any,
+    *,
+    cache_dir: str | Path,
+    max_length: int,
+    train_on: TrainOn = "assistant",
+    overlong: Overlong = "drop",
+    no_target: NoTarget = "drop",
+    max_bad_share: float = 0.01,
+    num_workers: int = 1,
+    shape: Format | None = None,
+) -> Prepared:
+    """Return the documents of a file, folder or Hub dataset, from the cache if they are there.
+
+    Raises DataError if the data is of no known format, too many rows are bad, none is left, or the
+    chat template contradicts itself.
+    """
+    if max_length < 2:
+        raise ConfigError(f"max_length {max_length}: a document needs a token and its successor")
+    source = open_source(path, shape)
+    settings = {
+        "max_length": max_length,
+        "train_on": train_on,
+        "overlong": overlong,
+        "no_target": no_target,
+    }
+    folder = Path(cache_dir) / fingerprint(source, tokenizer, settings)
+    if folder.is_dir():
+        prepared = Prepared(folder)
+    else:
+        _probe(source, tokenizer)
+        prepared = _prepared(source, tokenizer, settings, folder, num_workers)
+    check_usable(prepared.card, max_bad_share)
+    return prepared
+
+
+def _prepared(
+    source: Source, tokenizer: Any, settings: Mapping[str, Any], folder: Path, num_workers: int
+) -> Prepared:
+    total_bytes = sum(path.stat().st_size for path in source.files)
+    try:
+        writer = PreparedWriter(folder)
+    except OSError as error:
+        raise DiskError(f"{folder.parent}: cannot be written: {error.strerror}") from error
+    try:
+        with byte_progress(f"preparing {source.name}", total_bytes) as advance:
+            for encoded in _encoded(source, tokenizer, settings, num_workers, advance):
+                writer.add(encoded)
+                if writer.total.num_rows >= _HOPELESS_ROWS:
+                    _check_hope(writer.total)
+        about = {"source": source.name, "format": str(source.format), **settings}
+        return writer.publish(about)
+    except OSError as error:
+        writer.discard()
+        raise DiskError(f"{folder.parent}: cannot be written: {error.strerror}") from error
+    except BaseException:
+        writer.discard()
+        raise
+
+
+def _check_hope(total: Encoded) -> None:
+    if total.bad.total == total.num_rows:
+        total.bad.check(total.num_rows, 0.0)
+
+
+def _probe(source: Source, tokenizer: Any) -> None:
+    """Let the template render the first conversation where it can do no harm."""
+    if source.format.kind == "text" or not tokenizer.chat_template:
+        return
+    for _, row in source.rows(Skipped()):
+        probe_template(tokenizer, row.messages)
+        return
+
+
+def _chunks(values: Iterable[tuple[str, object]]) -> Iterator[Chunk]:
+    chunk: Chunk = []
+    chars = 0
+    for value in values:
+        chunk.append(value)
+        chars += _num_chars(value[1])
+        if len(chunk) == _CHUNK_ROWS or chars >= _CHUNK_CHARS:
+            yield chunk
+            chunk, chars = [], 0
+    if chunk:
+        yield chunk
+
+
+def _num_chars(value: object) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_num_chars, value.values()))
+    return sum(map(_num_chars, value)) if isinstance(value, list) else 1
+
+
+def _encoded(
+    source: Source,
+    tokenizer: Any,
+    settings: Mapping[str, Any],
+    num_workers: int,
+    advance: Advance,
+) -> Iterator[Encoded]:
+    chunks = _chunks(source.values(advance))
+    begin = (tokenizer, source.format, settings)
+    if num_workers <= 1:
+        encoder = _chunk_encoder(*begin)
+        yield from map(encoder.encode, chunks)
+        return
+    with ProcessPoolExecutor(
+        num_workers, multiprocessing.get_context("spawn"), _begin_worker, begin
+    ) as pool:
+        try:
+            yield from _in_order(pool, chunks, most=2 * num_workers)
+        except BrokenProcessPool as error:
+            raise DataError(
+                "a process that tokenises ended without a word: it was killed, most likely for "
+                "want of memory. Fewer workers need less."
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _in_order(pool: ProcessPoolExecutor, chunks: Iterator[Chunk], most: int) -> Iterator[Encoded]:
+    """Yield results in the order of the chunks, with at most `most` of them under way."""
+    under_way: deque[Future[Encoded]] = deque()
+    for chunk in chunks:
+        under_way.append(pool.submit(_encode, chunk))
+        if len(under_way) == most:
+            yield _result(under_way.popleft(), pool)
+    while under_way:
+        yield _result(under_way.popleft(), pool)
+
+
+def _result(future: Future[Encoded], pool: ProcessPoolExecutor) -> Encoded:
+    try:
+        return future.result(_CHUNK_LIMIT_S)
+    except TimeoutError:
+        for process in list(pool._processes.values()):  # no public way before Python 3.14
+            process.kill()
+        raise DataError(
+            f"{_CHUNK_ROWS} rows were not tokenised in {_CHUNK_LIMIT_S:g} s: does the chat "
+            "template loop for ever on one of them?"
+        ) from None
+
+
+def _chunk_encoder(tokenizer: Any, shape: Format, settings: Mapping[str, Any]) -> ChunkEncoder:
+    return ChunkEncoder(
+        Encoder(tokenizer, settings["train_on"]),
+        shape,
+        max_length=settings["max_length"],
+        overlong=settings["overlong"],
+        no_target=settings["no_target"],
+    )
+
+
+_worker: ChunkEncoder | None = None
+
+
+def _begin_worker(tokenizer: Any, shape: Format, settings: Mapping[str, Any]) -> None:
+    global _worker
+    _worker = _chunk_encoder(tokenizer, shape, settings)
+
+
+def _encode(chunk: Chunk) -> Encoded:
+    assert _worker is not None
+    return _worker.encode(chunk)

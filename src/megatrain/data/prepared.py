@@ -1,0 +1,193 @@
+"""Prepared data: documents in an Arrow file that is mapped, never loaded, and a card about them.
+
+    <folder>/documents.arrow    input_ids: list<int32>, trained: list<int32> (begin, end, begin...)
+    <folder>/card.json          rows, documents, tokens, lengths, what was left out and why
+
+The folder appears by one rename when it is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from megatrain.data.encoding import Encoded, mask_of
+from megatrain.data.packing import Lengths
+from megatrain.data.skipped import Skipped
+from megatrain.errors import DataError
+
+Card = dict[str, Any]
+
+_FILE, _CARD = "documents.arrow", "card.json"
+_SCHEMA = pa.schema({"input_ids": pa.list_(pa.int32()), "trained": pa.list_(pa.int32())})
+_PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
+_BATCH_TOKENS = 2**20
+"""Tokens in one Arrow batch: few batches to search, little to hold while writing."""
+
+
+class Prepared:
+    """Documents of one source by number; open as often as you like, it costs a mapping."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raise DataError if the folder is damaged."""
+        self.folder = folder
+        try:
+            self.card: Card = json.loads((folder / _CARD).read_text())
+            table = pa.ipc.open_stream(pa.memory_map(str(folder / _FILE))).read_all()
+            self._ids = table.column("input_ids").chunks
+            self._runs = table.column("trained").chunks
+        except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+            raise DataError(
+                f"{folder}: the prepared data is damaged ({error}); remove the folder, and it will "
+                "be prepared anew"
+            ) from error
+        self._firsts = np.cumsum([0, *(len(chunk) for chunk in self._ids)])
+
+    @property
+    def dataset(self) -> Any:
+        """The same as a `datasets.Dataset`, for those who want to look."""
+        from datasets import Dataset
+
+        return Dataset.from_file(str(self.folder / _FILE))
+
+    @cached_property
+    def lengths(self) -> Lengths:
+        """Tokens of each document. (documents,)"""
+        parts = [np.diff(chunk.offsets.to_numpy()) for chunk in self._ids]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *parts]).astype(np.int64)
+
+    def tokens(self, document: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Return a document's tokens, and which of them are trained."""
+        chunk = int(np.searchsorted(self._firsts, document, side="right")) - 1
+        place = document - int(self._firsts[chunk])
+        ids = self._ids[chunk][place].values.to_numpy()
+        return ids, mask_of(self._runs[chunk][place].values.to_numpy(), len(ids))
+
+
+class Joined:
+    """Several prepared sources as one, numbered through: what `Mixed` orders."""
+
+    def __init__(self, parts: Sequence[Prepared]) -> None:
+        self.parts = tuple(parts)
+        self.lengths: Lengths = np.concatenate([part.lengths for part in parts])
+        self._firsts = np.cumsum([0, *(len(part.lengths) for part in parts)])
+
+    def tokens(self, document: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Return a document's tokens, and which of them are trained."""
+        part = int(np.searchsorted(self._firsts, document, side="right")) - 1
+        return self.parts[part].tokens(document - int(self._firsts[part]))
+
+
+class PreparedWriter:
+    """Writes beside the final place; `publish` puts it there."""
+
+    def __init__(self, folder: Path) -> None:
+        self._final = folder
+        self._folder = folder.with_name(f".{folder.name}.{os.getpid()}")
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(parents=True)
+        self._sink = (self._folder / _FILE).open("wb")
+        self._writer = pa.ipc.new_stream(self._sink, _SCHEMA)
+        self._waiting: list[Encoded] = []
+        self._waiting_tokens = 0
+        self._lengths: list[NDArray[np.int32]] = []
+        self.total = Encoded()
+
+    def add(self, encoded: Encoded) -> None:
+        """Add a chunk's documents; they are on disk some 2**20 tokens later."""
+        total = self.total
+        total.num_rows += encoded.num_rows
+        total.num_truncated += encoded.num_truncated
+        total.num_split += encoded.num_split
+        total.num_trained += encoded.num_trained
+        total.num_open += encoded.num_open
+        total.bad.merge(encoded.bad)
+        total.dropped.merge(encoded.dropped)
+        self._lengths.append(np.array(encoded.lengths, dtype=np.int32))
+        self._waiting.append(encoded)
+        self._waiting_tokens += sum(encoded.lengths)
+        if self._waiting_tokens >= _BATCH_TOKENS:
+            self._flush()
+
+    def publish(self, about: Card) -> Prepared:
+        """Finish the files, give them their name, open them."""
+        self._flush()
+        self._writer.close()
+        _close_durably(self._sink)
+        card = (self._folder / _CARD).open("wb")
+        card.write(json.dumps(about | self._card(), indent=1).encode())
+        _close_durably(card)
+        try:
+            self._folder.rename(self._final)
+        except OSError:
+            if not self._final.is_dir():
+                raise
+            shutil.rmtree(self._folder)  # another run prepared the same meanwhile
+        return Prepared(self._final)
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        self._sink.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _flush(self) -> None:
+        ids = [one for encoded in self._waiting for one in encoded.ids]
+        runs = [one for encoded in self._waiting for one in encoded.runs]
+        if ids:
+            arrays = [_lists(ids), _lists(runs)]
+            self._writer.write_batch(pa.record_batch(arrays, schema=_SCHEMA))
+        self._waiting, self._waiting_tokens = [], 0
+
+    def _card(self) -> Card:
+        total = self.total
+        lengths = np.concatenate([np.zeros(0, dtype=np.int32), *self._lengths])
+        points = np.percentile(lengths, _PERCENTILES) if len(lengths) else np.zeros(7)
+        return {
+            "rows": total.num_rows,
+            "documents": len(lengths),
+            "tokens": int(lengths.sum(dtype=np.int64)),
+            "trained_tokens": total.num_trained,
+            "turns_without_end": total.num_open,
+            "longest": int(lengths.max(initial=0)),
+            "percentiles": {str(p): int(x) for p, x in zip(_PERCENTILES, points, strict=True)},
+            "truncated": total.num_truncated,
+            "split": total.num_split,
+            "bad": total.bad.counts,
+            "bad_places": total.bad.places,
+            "dropped": total.dropped.counts,
+            "dropped_places": total.dropped.places,
+        }
+
+
+def _close_durably(file: IO[bytes]) -> None:
+    """Close a file whose bytes must be on disk before the rename that names them."""
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
+
+
+def bad_rows(card: Card) -> Skipped:
+    """Return a card's bad rows as they were counted."""
+    return Skipped(counts=card["bad"], places=card["bad_places"])
+
+
+def _lists(arrays: Sequence[NDArray[np.int32]]) -> pa.ListArray:
+    offsets = np.cumsum([0, *(len(one) for one in arrays)], dtype=np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(arrays)))
+
+
+def check_usable(card: Card, max_bad_share: float) -> None:
+    """Raise DataError if too many rows are bad, or none is left."""
+    bad_rows(card).check(card["rows"], max_bad_share)
+    if card["documents"] == 0:
+        dropped = Skipped(counts=card["dropped"], places=card["dropped_places"])
+        raise DataError(f"{card['source']}: no row is left of {card['rows']}:\n{dropped}")

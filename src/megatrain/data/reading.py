@@ -1,0 +1,262 @@
+"""Files as raw rows, one after another, in bounded memory.
+
+Each reader yields (number, value): the line where the row starts for jsonl, txt and csv, the
+row's number from 1 for json, parquet and Hub datasets. A row that cannot even be parsed is
+yielded as a BadRow in place of its value, so numbers and order of the others stay right.
+
+We parse text files ourselves: table readers give up on the first broken line, turn an answer
+`NA` into null and an answer `42` into a number, and copy the whole file first.
+
+Laws (tests/data/test_reading.py)
+    1. Every format gives the same rows for the same content.
+    2. A broken line costs that line.
+    3. What cannot be attributed to one row (no such file, a quote that never closes) is a DataError
+       with file and line.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from megatrain.data.skipped import BadRow
+from megatrain.errors import DataError, listing
+from megatrain.progress import Advance
+
+Raw = tuple[int, object]
+"""Line or row number, and the value: what the file holds there, or a BadRow."""
+
+LONGEST_LINE_BYTES = 64 * 2**20
+_CHUNK_CHARS = 2**20
+_PARQUET_ROWS = 256
+_SPACE = re.compile(r"[ \t\r\n]*")
+_DECODER = json.JSONDecoder()
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+
+def read_rows(path: str | Path, advance: Advance = lambda _: None) -> Iterator[Raw]:
+    """Yield the raw rows of a local file, by its suffix; tell `advance` of bytes as they come."""
+    path = Path(path)
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
+        raise DataError(
+            f"{path}: unknown kind of file {path.suffix or '(no suffix)'}; "
+            f"known are {listing(_READERS)}"
+        )
+    try:
+        yield from reader(path, advance)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def hub_dataset(name: str, split: str = "train") -> Any:
+    """Return a dataset of the Hugging Face Hub; it is downloaded to their cache."""
+    from datasets import load_dataset
+
+    try:
+        return load_dataset(name, split=split)
+    except Exception as error:  # the Hub's failures have no common base
+        raise DataError(
+            f"{name}: no such file here, and the Hub gives no dataset of this name: {error}"
+        ) from error
+
+
+def read_hub(name: str) -> Iterator[Raw]:
+    """Yield the rows of a dataset on the Hub."""
+    dataset = hub_dataset(name)
+    for number in range(len(dataset)):
+        yield number + 1, dataset[number]
+
+
+def data_files(path: str | Path) -> list[Path]:
+    """Return the file, or the files of known kinds in a folder by name; none for a Hub name."""
+    name, path = str(path), Path(path)
+    if path.is_dir():
+        found = sorted(p for p in path.iterdir() if p.suffix.lower() in _READERS and p.is_file())
+        if not found:
+            raise DataError(f"{path}: the folder holds no {listing(_READERS)} file")
+        return found
+    if path.exists():
+        return [path]
+    if path.suffix.lower() in _READERS or not _HUB_NAME.fullmatch(name):
+        raise DataError(f"{path}: no such file or folder")
+    return []
+
+
+class _CountedFile(io.FileIO):
+    """A file that tells how much of it was read."""
+
+    def __init__(self, path: Path, advance: Advance) -> None:
+        super().__init__(path, "rb")
+        self._advance = advance
+
+    def readinto(self, buffer: Any) -> int:
+        count = super().readinto(buffer) or 0
+        self._advance(count)
+        return count
+
+
+def _open(path: Path, advance: Advance) -> io.BufferedReader:
+    return io.BufferedReader(_CountedFile(path, advance), _CHUNK_CHARS)
+
+
+def _open_text(path: Path, advance: Advance) -> io.TextIOWrapper:
+    """Open as text; bytes that are none become lone surrogates, which no row may have."""
+    return io.TextIOWrapper(
+        _open(path, advance), encoding="utf-8-sig", errors="surrogateescape", newline=""
+    )
+
+
+def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes | BadRow]]:
+    """Yield numbered lines; of one that is too long only the fact."""
+    number = 0
+    while line := file.readline(LONGEST_LINE_BYTES + 1):
+        number += 1
+        if len(line) <= LONGEST_LINE_BYTES:
+            yield number, line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = file.readline(LONGEST_LINE_BYTES)
+        yield number, BadRow("line too long", f"over {LONGEST_LINE_BYTES >> 20} MiB")
+
+
+def _text_lines(path: Path, advance: Advance) -> Iterator[tuple[int, str | BadRow]]:
+    with _open(path, advance) as file:
+        for number, line in _lines(file):
+            if isinstance(line, BadRow):
+                yield number, line
+                continue
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                yield number, BadRow("not UTF-8", f"byte {error.start}")
+                continue
+            if text.strip():
+                yield number, text.rstrip("\r\n")
+
+
+def _read_txt(path: Path, advance: Advance) -> Iterator[Raw]:
+    for number, line in _text_lines(path, advance):
+        yield number, line if isinstance(line, BadRow) else {"text": line}
+
+
+def _read_jsonl(path: Path, advance: Advance) -> Iterator[Raw]:
+    for number, line in _text_lines(path, advance):
+        yield number, line if isinstance(line, BadRow) else _parsed(line)
+
+
+def _parsed(line: str) -> object:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        return BadRow("broken JSON", f"column {error.colno}: {error.msg}")
+    except (ValueError, RecursionError) as error:
+        return BadRow("broken JSON", str(error)[:80])
+
+
+def _read_json(path: Path, advance: Advance) -> Iterator[Raw]:
+    """Read an array of rows; a file that starts with an object is read line by line."""
+    with _open_text(path, advance) as file:
+        buffer = file.read(_CHUNK_CHARS).lstrip()
+        if buffer.startswith("["):
+            yield from _elements(path, file, buffer[1:])
+            return
+    yield from _read_jsonl(path, advance)
+
+
+def _elements(path: Path, file: IO[str], buffer: str) -> Iterator[Raw]:
+    """Yield the array's elements; `buffer` is what follows the opening bracket."""
+    number, at = 0, 0
+    while True:
+        at = _skip_space(buffer, at)
+        if number and buffer.startswith(",", at):
+            at = _skip_space(buffer, at + 1)
+        if buffer.startswith("]", at):
+            return
+        value, end, why = _decoded(buffer, at)
+        # A number at the end of the buffer may go on in the next chunk.
+        if not why and end < len(buffer):
+            number, at = number + 1, end
+            yield number, value
+            continue
+        # Doubling keeps a long element from being parsed anew for every chunk.
+        more = file.read(max(_CHUNK_CHARS, len(buffer) - at))
+        if not more or len(buffer) - at > LONGEST_LINE_BYTES:
+            raise DataError(
+                f"{path}: row {number + 1}: broken JSON ({why or 'the array does not end'}); what "
+                "follows cannot be found in an array. One row per line (.jsonl) would lose that "
+                "line alone."
+            )
+        buffer, at = buffer[at:] + more, 0
+
+
+def _skip_space(buffer: str, at: int) -> int:
+    match = _SPACE.match(buffer, at)
+    return match.end() if match else at
+
+
+def _decoded(buffer: str, at: int) -> tuple[object, int, str]:
+    """Return the value at `at`, where it ends, and why there is none."""
+    try:
+        value, end = _DECODER.raw_decode(buffer, at)
+    except (ValueError, RecursionError) as error:
+        return None, at, str(error)[:80]
+    return value, end, ""
+
+
+def _read_csv(path: Path, advance: Advance) -> Iterator[Raw]:
+    csv.field_size_limit(LONGEST_LINE_BYTES)
+    with _open_text(path, advance) as file:
+        reader = csv.reader(file, strict=True)
+        header: list[str] | None = None
+        while True:
+            number = reader.line_num + 1
+            try:
+                cells = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                if "unexpected end of data" in str(error):
+                    raise DataError(
+                        f"{path}:{number}: a quote opens here and never closes"
+                    ) from error
+                yield number, BadRow("broken CSV", str(error))
+                continue
+            if header is None:
+                header = cells
+            elif cells and len(cells) != len(header):
+                detail = f"{len(cells)} fields, the header has {len(header)}"
+                yield number, BadRow("broken CSV", detail)
+            elif cells:
+                yield number, dict(zip(header, cells, strict=True))
+
+
+def _read_parquet(path: Path, advance: Advance) -> Iterator[Raw]:
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
+    number = 0
+    try:
+        with ParquetFile(path) as file:
+            row_bytes = path.stat().st_size / max(file.metadata.num_rows, 1)
+            for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
+                advance(int(row_bytes * batch.num_rows))
+                for value in batch.to_pylist():
+                    number += 1
+                    yield number, value
+    except (ArrowException, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: broken Parquet after row {number}: {error}") from error
+
+
+_READERS: dict[str, Callable[[Path, Advance], Iterator[Raw]]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".txt": _read_txt,
+    ".parquet": _read_parquet,
+}

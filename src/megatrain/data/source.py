@@ -1,0 +1,62 @@
+"""A data set as the user names it: a file, a folder of files, or a name on the Hub.
+
+with its format:   source = open_source("train.jsonl");  print(source.format)
+its rows:          for place, row in source.rows(skipped): ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatrain.data.formats import Format, detect
+from megatrain.data.reading import data_files, read_hub, read_rows
+from megatrain.data.rows import Row, canonical
+from megatrain.data.skipped import BadRow, Skipped
+from megatrain.progress import Advance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where rows come from and what shape they have."""
+
+    name: str
+    files: tuple[Path, ...]
+    """Empty: `name` is a dataset of the Hub."""
+    format: Format
+
+    def values(self, advance: Advance = lambda _: None) -> Iterator[tuple[str, object]]:
+        """Yield each raw row with its place, `train.jsonl:17`; tell `advance` of bytes read."""
+        return _values(self.name, self.files, advance)
+
+    def rows(self, skipped: Skipped) -> Iterator[tuple[str, Row]]:
+        """Yield each usable row with its place; count the others in `skipped`."""
+        for place, value in self.values():
+            try:
+                yield place, canonical(value, self.format)
+            except BadRow as bad:
+                skipped.add(place, bad)
+
+
+def open_source(path: str | Path, shape: Format | None = None) -> Source:
+    """Return the source of this name, its format detected from its first rows unless given.
+
+    Raises DataError if it is neither a file, a folder nor a dataset, or of no known format.
+    """
+    files = tuple(data_files(path))
+    name = str(path)
+    if shape is None:
+        shape = detect((value for _, value in _values(name, files)), where=name)
+    return Source(name=name, files=files, format=shape)
+
+
+def _values(
+    name: str, files: tuple[Path, ...], advance: Advance = lambda _: None
+) -> Iterator[tuple[str, object]]:
+    if not files:
+        for number, value in read_hub(name):
+            yield f"{name}:{number}", value
+    for path in files:
+        for number, value in read_rows(path, advance):
+            yield f"{path.name}:{number}", value

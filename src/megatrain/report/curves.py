@@ -1,0 +1,86 @@
+"""What was learnt and how fast: loss, gradient norm, learning rate and tokens per second."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatrain.report.chart import Line, line_chart
+from megatrain.report.markup import Html, join, tag
+from megatrain.report.numbers import count, figure
+from megatrain.report.run_folder import Run
+from megatrain.report.thinning import FEW, averaged, smoothed
+
+_TABLE_ROWS = 12
+_COLUMNS = ("loss", "grad_norm", "learning_rate", "tokens_per_s")
+_TITLES = ("Loss", "Gradient norm", "Learning rate", "Tokens per second")
+
+
+def curves(runs: Sequence[Run]) -> Html:
+    """Return the charts, several runs laid over each other, and the same as tables."""
+    charts = [
+        line_chart("Loss", _lines(runs, "loss") + _eval_lines(runs), "per trained token"),
+        line_chart("Gradient norm", _lines(runs, "grad_norm"), "before clipping"),
+        line_chart("Learning rate", _plain_lines(runs, "learning_rate")),
+        line_chart("Tokens per second", _lines(runs, "tokens_per_s")),
+    ]
+    if not any(charts):
+        return Html()
+    return join([tag("div", *charts, class_="charts"), *(_table(run, len(runs)) for run in runs)])
+
+
+def _lines(runs: Sequence[Run], name: str) -> list[Line]:
+    faint, strong = [], []
+    for colour, run in enumerate(runs):
+        points = run.curve(name)
+        label = run.name if len(runs) > 1 else ""
+        if len(points) < FEW:
+            plain = label or "each step"
+            strong.append(Line(label=plain, points=points, look="strong", colour=colour))
+            continue
+        faint.append(
+            Line(label="" if label else "each step", points=points, look="faint", colour=colour)
+        )
+        smooth = smoothed(points)
+        strong.append(Line(label=label or "smoothed", points=smooth, look="strong", colour=colour))
+    return faint + strong
+
+
+def _plain_lines(runs: Sequence[Run], name: str) -> list[Line]:
+    return [
+        Line(label=run.name if len(runs) > 1 else "", points=run.curve(name), look="strong",
+             colour=colour)
+        for colour, run in enumerate(runs)
+    ]  # fmt: skip
+
+
+def _eval_lines(runs: Sequence[Run]) -> list[Line]:
+    if len(runs) == 1:
+        return [Line(label="eval", points=runs[0].curve("eval_loss"), look="dots", colour=1)]
+    return [
+        Line(label=f"{run.name}, eval", points=run.curve("eval_loss"), look="dots", colour=colour)
+        for colour, run in enumerate(runs)
+    ]
+
+
+def _table(run: Run, num_runs: int) -> Html:
+    """Return means over a dozen stretches, for those who would rather read."""
+    columns = {
+        title: dict(averaged(run.curve(name), _TABLE_ROWS))
+        for name, title in zip(_COLUMNS, _TITLES, strict=True)
+    }
+    columns = {title: means for title, means in columns.items() if means}
+    steps = sorted({step for means in columns.values() for step in means})
+    if not steps:
+        return Html()
+    head = tag("tr", *(tag("th", title, scope="col") for title in ("From step", *columns)))
+    rows = (
+        tag("tr", tag("th", count(step), scope="row"), *(_cell(m, step) for m in columns.values()))
+        for step in steps
+    )
+    name = f"{run.name}: means" if num_runs > 1 else "Means"
+    table = tag("div", tag("table", tag("thead", head), tag("tbody", *rows)), class_="wide")
+    return tag("details", tag("summary", f"{name} as a table"), table)
+
+
+def _cell(means: dict[int, float], step: int) -> Html:
+    return tag("td", figure(means[step]) if step in means else "", class_="number")

@@ -1,0 +1,66 @@
+"""Figures as people read them."""
+
+from __future__ import annotations
+
+import math
+
+_COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+_SIZES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+def figure(value: float) -> str:
+    """Return four digits that count: 2.314, 2,155, 98.3M, 9.8e-6."""
+    if not math.isfinite(value):
+        return "not a number" if math.isnan(value) else ("infinite" if value > 0 else "-infinite")
+    size = abs(value)
+    if size >= 1e15 or 0 < size < 1e-3:
+        return _power(value)
+    for unit, letter in _COUNTS:
+        if size >= max(unit * 0.9995, 9999.5):
+            return f"{value / unit:.3g}{letter}"
+    return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
+
+
+def count(value: float) -> str:
+    """Return a whole number, written out below a million."""
+    if math.isfinite(value) and value == int(value) and abs(value) < 1e6:
+        return f"{int(value):,}"
+    return figure(value)
+
+
+def size(num_bytes: float) -> str:
+    """Return bytes in the unit that leaves a short number."""
+    if math.isfinite(num_bytes):
+        for unit, name in _SIZES:
+            if abs(num_bytes) >= unit:
+                return f"{num_bytes / unit:,.1f} {name}"
+    return f"{figure(num_bytes)} bytes"
+
+
+def duration(seconds: float) -> str:
+    """Return a time in its two largest units."""
+    if not math.isfinite(seconds):
+        return figure(seconds)
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 59.95:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02} s"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours} h {minutes:02} min"
+    return f"{hours // 24:,} d {hours % 24:02} h"
+
+
+def percent(share: float) -> str:
+    """Return a share of one in percent; below one percent, that it is."""
+    if not math.isfinite(share):
+        return figure(share)
+    return "under 1 %" if 0 < share < 0.01 else f"{share * 100:.0f} %"
+
+
+def _power(value: float) -> str:
+    mantissa, power = f"{value:.3g}".split("e") if "e" in f"{value:.3g}" else (f"{value:.3g}", "")
+    return f"{mantissa}e{int(power)}" if power else mantissa

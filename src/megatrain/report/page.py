@@ -1,0 +1,135 @@
+"""From run folders to one HTML file that needs nothing else: no network, no script.
+
+The page carries a policy that forbids the browser to load or run anything, should foreign text ever
+slip through; it is complete without scripts, and has none.
+
+    folder --run_folder--> Run --sections--> Html --write_report--> report.html, loss.png
+
+Laws (tests/report/test_page.py)
+    1. Nothing foreign becomes markup; the page parses, with every element closed.
+    2. What a run folder lacks is left out, whatever it is.
+    3. 100,000 steps make less than a megabyte.
+    4. The file appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megatrain.errors import ConfigError, DiskError
+from megatrain.report.config_diff import config_section
+from megatrain.report.curves import curves
+from megatrain.report.loss_png import draw_loss
+from megatrain.report.markup import Html, join, tag
+from megatrain.report.memory_bars import memory_section
+from megatrain.report.run_folder import Run, read_run
+from megatrain.report.samples import samples_section
+from megatrain.report.split import split_section
+from megatrain.report.style import STYLE
+from megatrain.report.summary import summary_section
+from megatrain.report.tables import facts_table, flattened
+from megatrain.report.timeline import timeline_section
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+
+
+def write_report(folders: Sequence[Path], target: Path) -> list[Path]:
+    """Write the report of one run, or of several side by side, and return the files written.
+
+    These are `target` and, where matplotlib is installed and a loss was logged, `loss.png` beside
+    it. Raises ConfigError if a folder holds no run, DiskError if the system fails to read or write.
+    """
+    if not folders:
+        raise ConfigError("a report needs at least one run folder")
+    runs = [read_run(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
+    _replace(target, render(runs).encode())
+    image = draw_loss(runs)
+    if image is None:
+        return [target]
+    _replace(target.with_name("loss.png"), image)
+    return [target, target.with_name("loss.png")]
+
+
+def render(runs: Sequence[Run]) -> Html:
+    """Return the page."""
+    title = " and ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs"
+    parts = {name: section(runs) for name, section in _SECTIONS.items()}
+    parts = {name: part for name, part in parts.items() if part}
+    links = (tag("li", tag("a", name, href=f"#{_anchor(name)}")) for name in parts)
+    sections = (
+        tag("section", tag("h2", name, id=f"{_anchor(name)}-title"), part, id=_anchor(name),
+            aria_labelledby=f"{_anchor(name)}-title")
+        for name, part in parts.items()
+    )  # fmt: skip
+    head = (
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("title", f"{title} - MegaTrain report"),
+        tag("style", Html(STYLE)),
+    )
+    body = (
+        tag("header", tag("h1", title)),
+        tag("nav", tag("ul", *links), aria_label="Sections"),
+        tag("main", *sections),
+        tag("footer", tag("p", "Written by MegaTrain.")),
+    )
+    page = tag("html", tag("head", *head), tag("body", *body), lang="en")
+    return join([Html("<!DOCTYPE html>\n"), page, "\n"])
+
+
+def _settings(runs: Sequence[Run]) -> Html:
+    return facts_table(runs, [flattened(run.settings) for run in runs], "Settings of the plan")
+
+
+def _data(runs: Sequence[Run]) -> Html:
+    return facts_table(runs, [flattened(run.data_card) for run in runs], "Data card")
+
+
+def _machine(runs: Sequence[Run]) -> Html:
+    return facts_table(runs, [flattened(run.machine) for run in runs], "Machine")
+
+
+_SECTIONS: dict[str, Callable[[Sequence[Run]], Html]] = {
+    "Summary": summary_section,
+    "Curves": curves,
+    "Time of a step": split_section,
+    "One step by lane": timeline_section,
+    "Memory": memory_section,
+    "Plan": _settings,
+    "Data": _data,
+    "Samples": samples_section,
+    "Config": config_section,
+    "Machine": _machine,
+}
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """Return for each folder the shortest end of its path that no other has."""
+    parts = [folder.absolute().parts for folder in folders]
+    names = []
+    for number, own in enumerate(parts):
+        others = [other for at, other in enumerate(parts) if at != number]
+        length = 1
+        while length < len(own) and any(other[-length:] == own[-length:] for other in others):
+            length += 1
+        twice = parts[:number].count(own)
+        names.append("/".join(own[-length:]) + (f" ({twice + 1})" if twice else ""))
+    return names
+
+
+def _anchor(name: str) -> str:
+    return name.lower().replace(" ", "-")
+
+
+def _replace(target: Path, content: bytes) -> None:
+    """Write beside the target, then rename: a reader sees the old file or the new one."""
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        beside.write_bytes(content)
+        beside.replace(target)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise DiskError(f"cannot write {target}: {error.strerror}") from error

@@ -1,0 +1,142 @@
+"""A run in one sentence, and the figures it rests on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from megatrain.report.markup import Html, join, tag
+from megatrain.report.numbers import count, duration, figure, percent
+from megatrain.report.run_folder import Run
+from megatrain.report.split import split_shares
+from megatrain.report.tables import facts_table
+from megatrain.report.thinning import Point, smoothed
+
+_WORK = {"fetch": "fetching weights", "drain": "draining gradients", "update": "updating weights",
+         "data": "reading data", "other": "what the split does not name"}  # fmt: skip
+_HIDDEN_BY_TOKENS = frozenset({"fetch", "drain", "update"})
+"""Their time does not grow with the tokens of a step; the compute they hide behind does."""
+
+
+def summary_section(runs: Sequence[Run]) -> Html:
+    """Return a sentence for each run, their figures, and what could not be read."""
+    sentences = [sentence(run) for run in runs]
+    if len(runs) > 1:
+        told = [
+            tag("p", tag("b", f"{run.name}: "), text)
+            for run, text in zip(runs, sentences, strict=True)
+        ]
+        figures = facts_table(runs, [facts(run) for run in runs], "Summary of the runs")
+    else:
+        told = [tag("p", sentences[0], class_="lead")]
+        figures = _cards(runs[0])
+    notes = (tag("p", f"{run.name}: {note}.", class_="note") for run in runs for note in run.notes)
+    return join([*told, figures, *notes])
+
+
+def sentence(run: Run) -> str:
+    """Return what the run did and what limits its steps."""
+    if not run.steps:
+        return "No step has been logged yet."
+    parts = [f"{count(run.steps[-1].step)} steps"]
+    if tokens := _total_tokens(run):
+        parts.append(f"over {figure(tokens)} tokens")
+    if seconds := _total(run, "seconds"):
+        parts.append(f"in {duration(seconds)}")
+    told = " ".join(parts)
+    start, end = _start_and_end(run.curve("loss"))
+    if start is not None and end is not None:
+        told += f": the loss went from {figure(start)} to {figure(end)}"
+    limit = limits(run)
+    return f"{told}; {limit}." if limit else f"{told}."
+
+
+def limits(run: Run) -> str:
+    """Return what the steps spend most of their time on, and the setting that would change it."""
+    shares = split_shares(run)
+    if not shares:
+        return ""
+    most = max(shares, key=lambda part: shares[part])
+    if most != "compute":
+        way_out = "; a larger train.batch_tokens hides it" if most in _HIDDEN_BY_TOKENS else ""
+        work = _WORK.get(most, most)
+        return f"{work} limits the step with {percent(shares[most])} of its time{way_out}"
+    told = f"compute limits the step with {percent(shares[most])} of its time"
+    waits = {part: share for part, share in shares.items() if part != "compute"}
+    if not waits:
+        return told
+    longest = max(waits, key=lambda part: waits[part])
+    return f"{told}, next comes {_WORK.get(longest, longest)} with {percent(waits[longest])}"
+
+
+def facts(run: Run) -> dict[str, str]:
+    """Return the figures of the summary that are known, by their names."""
+    losses = run.curve("loss")
+    found = {
+        "Final loss": _figure(_start_and_end(losses)[1]),
+        "Best loss, smoothed": _best(smoothed(losses)),
+        "Best eval loss": _best(run.curve("eval_loss")),
+        "Best eval perplexity": _best(run.curve("eval_perplexity")),
+        "Steps": count(run.steps[-1].step) if run.steps else "",
+        "Tokens": _figure(_total_tokens(run) or None),
+        "Trained tokens": _figure(_total(run, "num_trained") or None),
+        "Time in steps": duration(_total(run, "seconds")) if _total(run, "seconds") else "",
+        "Tokens per second": _figure(_rate(run)),
+        "Steps not applied": _not_applied(run),
+    }
+    return {name: text for name, text in found.items() if text}
+
+
+def _cards(run: Run) -> Html:
+    cards = (tag("div", tag("dt", name), tag("dd", text)) for name, text in facts(run).items())
+    return tag("dl", *cards, class_="cards")
+
+
+def _start_and_end(points: Sequence[Point]) -> tuple[float | None, float | None]:
+    """Return means over the first and the last twentieth, fifty values at most: one is noise."""
+    values = [value for _, value in points if math.isfinite(value)]
+    if not values:
+        return None, None
+    some = min(50, max(1, len(values) // 20))
+    return math.fsum(values[:some]) / some, math.fsum(values[-some:]) / some
+
+
+def _best(points: Sequence[Point]) -> str:
+    finite = [(value, step) for step, value in points if math.isfinite(value)]
+    if not finite:
+        return ""
+    value, step = min(finite)
+    return f"{figure(value)} at step {count(step)}"
+
+
+def _total(run: Run, name: str) -> float:
+    return math.fsum(value for _, value in run.curve(name) if math.isfinite(value))
+
+
+def _total_tokens(run: Run) -> float:
+    totals = [value for _, value in run.curve("total_tokens") if math.isfinite(value)]
+    return totals[-1] if totals else _total(run, "num_tokens")
+
+
+def _rate(run: Run) -> float | None:
+    """Return tokens per second over all logged steps."""
+    pairs = [
+        (line.values["num_tokens"], line.values["seconds"])
+        for line in run.steps
+        if math.isfinite(
+            line.values.get("num_tokens", math.nan) + line.values.get("seconds", math.nan)
+        )
+    ]
+    seconds = math.fsum(pair[1] for pair in pairs)
+    return math.fsum(pair[0] for pair in pairs) / seconds if seconds > 0 else None
+
+
+def _not_applied(run: Run) -> str:
+    steps = [line.step for line in run.steps if not line.applied]
+    if not steps:
+        return ""
+    return f"{count(len(steps))}, the last at step {count(steps[-1])}"
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else figure(value)

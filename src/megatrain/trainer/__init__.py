@@ -1,0 +1,1 @@
+"""The loop: batch, step, log. The only place where all parts meet."""

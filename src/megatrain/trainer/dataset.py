@@ -1,0 +1,173 @@
+"""The data of a run: what is trained on, what is judged by, and prompts to answer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatrain.config import Config
+from megatrain.data.loader import Loader
+from megatrain.data.micro_batches import Documents
+from megatrain.data.order import InOrder, Mixed, Order, Permutation, Shuffled
+from megatrain.data.packing import Lengths
+from megatrain.data.prepare import prepare
+from megatrain.data.prepared import Joined, Prepared
+from megatrain.data.steps import Position, Steps
+from megatrain.errors import DataError, ModelFolderError
+from megatrain.pipeline.batch import MicroBatch
+from megatrain.trainer.resolve import Resolved
+
+CACHE = "MEGATRAIN_CACHE"
+
+
+class Subset:
+    """Some of the documents, numbered from 0."""
+
+    def __init__(self, documents: Documents, chosen: NDArray[np.int64]) -> None:
+        self._documents, self._chosen = documents, chosen
+        self.lengths: Lengths = documents.lengths[chosen]
+
+    def tokens(self, document: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        return self._documents.tokens(int(self._chosen[document]))
+
+
+class TrainingData:
+    """Steps to train on, batches to evaluate on, prompts. Close it when done."""
+
+    def __init__(
+        self, steps: Steps, evaluation: Steps | None, shown: Documents, card: dict[str, Any]
+    ) -> None:
+        self._steps, self._evaluation, self._shown = steps, evaluation, shown
+        self._loader = Loader(steps)
+        self.card = card
+
+    def steps_of(self, epochs: float) -> int:
+        """Return how many steps so many epochs have."""
+        return max(1, round(self._steps.count() * epochs))
+
+    def next_batch(self) -> list[MicroBatch]:
+        return next(self._loader)
+
+    def eval_batches(self) -> Iterator[list[MicroBatch]]:
+        """Yield the evaluation's rows, all of them, in order; nothing if there are none."""
+        position = Position()
+        while self._evaluation is not None and position.epoch == 0:
+            batch, position = self._evaluation.batch(position)
+            yield batch
+
+    def prompts(self, count: int) -> list[list[int]]:
+        """Return the tokens of some rows up to where their answer begins."""
+        found = []
+        for number in range(min(count, len(self._shown.lengths))):
+            ids, trained = self._shown.tokens(number)
+            first = int(np.argmax(trained)) if trained.any() else len(ids)
+            found.append([int(token) for token in ids[: max(1, first)]])
+        return found
+
+    def close(self) -> None:
+        self._loader.close()
+
+
+def open_data(config: Config, tokenizer: Any, resolved: Resolved) -> TrainingData:
+    """Prepare what the config names. Raises DataError, with the file and line."""
+    data = config.data
+    sources = [_prepared(config, tokenizer, source.path) for source in data.train]
+    kept: list[Documents] = []
+    held: list[Documents] = []
+    for number, source in enumerate(sources):
+        train, evaluation = _split(source, data.eval, data.seed + number)
+        kept.append(train)
+        held += evaluation
+    if isinstance(data.eval, tuple):
+        held = [_prepared(config, tokenizer, source.path) for source in data.eval]
+    documents = kept[0] if len(kept) == 1 else Joined(kept)  # type: ignore[arg-type]
+    weights = [source.weight for source in data.train]
+    sizes = [len(part.lengths) for part in kept]
+    order: Order = (
+        Shuffled(sizes[0], data.seed) if len(sizes) == 1 else Mixed(sizes, weights, data.seed)
+    )
+    steps = _steps(config, documents, order, tokenizer, resolved)
+    evaluation_steps = None
+    if held:
+        judged = held[0] if len(held) == 1 else Joined(held)  # type: ignore[arg-type]
+        if (most := config.eval.max_rows) is not None:
+            judged = Subset(judged, np.arange(min(most, len(judged.lengths)), dtype=np.int64))
+        in_order = InOrder(len(judged.lengths))
+        evaluation_steps = _steps(config, judged, in_order, tokenizer, resolved)
+    return TrainingData(steps, evaluation_steps, held[0] if held else kept[0], _card(sources))
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """Return the tokenizer of a model folder. Raises ModelFolderError, whatever goes wrong."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(folder), trust_remote_code=False, local_files_only=True
+        )
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # tokenizers raise some that are no Exception
+        raise ModelFolderError(
+            f"{folder}: its tokenizer cannot be read: {type(error).__name__}: {str(error)[:300]}"
+        ) from error
+
+
+def _prepared(config: Config, tokenizer: Any, path: str) -> Prepared:
+    return prepare(
+        path,
+        tokenizer,
+        cache_dir=cache_folder(),
+        max_length=config.data.max_length,
+        train_on=config.data.train_on,
+        overlong=config.data.overlong,
+        num_workers=len(os.sched_getaffinity(0)),
+    )
+
+
+def cache_folder() -> Path:
+    """Return where prepared data is kept: $MEGATRAIN_CACHE, or beside other caches."""
+    home = os.environ.get(CACHE) or os.environ.get("XDG_CACHE_HOME")
+    return Path(home) / "megatrain" if home else Path.home() / ".cache" / "megatrain"
+
+
+def _split(documents: Prepared, held_out: object, seed: int) -> tuple[Documents, list[Documents]]:
+    """Return what is trained on, and what is held out: a fraction by a seeded choice."""
+    if not isinstance(held_out, float):
+        return documents, []
+    size = len(documents.lengths)
+    count = max(1, round(size * held_out))
+    if count >= size:
+        raise DataError(f"{documents.card['source']}: {size} rows are too few to hold out {count}")
+    chosen = Permutation(size, seed, -2)(np.arange(size, dtype=np.int64))
+    return Subset(documents, np.sort(chosen[count:])), [Subset(documents, np.sort(chosen[:count]))]
+
+
+def _steps(
+    config: Config, documents: Documents, order: Order, tokenizer: Any, resolved: Resolved
+) -> Steps:
+    pad = tokenizer.pad_token_id
+    return Steps(
+        documents,
+        order,
+        batch_tokens=max(config.train.batch_tokens, resolved.micro_batch_tokens),
+        micro_batch_tokens=resolved.micro_batch_tokens,
+        max_length=config.data.max_length,
+        packing=config.data.packing,
+        pad_id=0 if pad is None else int(pad),
+        seed=config.data.seed,
+    )
+
+
+def _card(sources: Sequence[Prepared]) -> dict[str, Any]:
+    """Return the sources' cards as one: sums, and each of them if there are several."""
+    if len(sources) == 1:
+        return dict(sources[0].card)
+    sums = ("rows", "documents", "tokens", "trained_tokens")
+    card: dict[str, Any] = {name: sum(s.card[name] for s in sources) for name in sums}
+    return card | {source.card["source"]: source.card for source in sources}

@@ -1,0 +1,134 @@
+"""Does it work here? A tiny model learns sums, through everything that a large one goes through.
+
+No network, no files but those it writes: a random Llama, a tokenizer of bytes with a chat template,
+and rows of one-digit sums. The streamed engine is first held against the resident model.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+from megatrain.disk.hf import load_model
+from megatrain.memory.layout import Kind
+from megatrain.pipeline.batch import MicroBatch, trained_token_weights
+from megatrain.pipeline.engine import Engine
+
+TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}<|assistant|>"
+    "{% generation %}{{ message['content'] }}<|end|>{% endgeneration %}"
+    "{% else %}<|user|>{{ message['content'] }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>")
+CONFIG = """\
+model: {{name_or_path: {folder}/model, dtype: fp32}}
+data: {{train: {folder}/rows.jsonl, eval: 0.05, max_length: 64}}
+train: {{steps: {steps}, batch_tokens: 2048, micro_batch_tokens: 1024}}
+optim: {{learning_rate: 3e-3, schedule: cosine, warmup: 0.05}}
+memory: {{device: cpu}}
+eval: {{every: {every}, samples: 4}}
+save: {{dir: {folder}/run}}
+log: {{every: 10}}
+"""
+
+
+def write_demo(folder: Path, *, num_steps: int = 120) -> Path:
+    """Write model, tokenizer, rows and config into a folder; return the config's path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(folder / "model")
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(
+            folder / "model"
+        )
+    rows = [_row(a, b) for _ in range(8) for a in range(10) for b in range(10)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "rows.jsonl").write_text(text, encoding="utf-8")
+    path = folder / "demo.yaml"
+    path.write_text(
+        CONFIG.format(folder=folder, steps=num_steps, every=num_steps // 2), encoding="utf-8"
+    )
+    return path
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token for each byte, and a chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate((*SPECIAL, *alphabet))}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex("[^\n]*\n?"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    pad, end, *others = SPECIAL
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token=pad, eos_token=end, additional_special_tokens=others
+    )
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def streamed_equals_resident(folder: Path) -> int:
+    """Hold one step of the engine against the resident model; return how many tensors were equal.
+
+    Raises AssertionError, naming the tensor, at the first bit that differs.
+    """
+    home = load_model(folder, dtype="fp32")
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(4, 200, (2, 24), generator=generator)
+    micro = MicroBatch(input_ids=ids, labels=ids)
+    loss, gradients = _resident(folder, micro)
+    with Engine(home.decoder, home.store) as engine:
+        result = engine.step([micro])
+    assert result.loss == loss, f"loss: streamed {result.loss}, resident {loss}"
+    for name, gradient in gradients.items():
+        assert torch.equal(home.store.param(name, Kind.GRAD), gradient), f"gradient of {name}"
+    return 1 + len(gradients)
+
+
+def _resident(folder: Path, micro: MicroBatch) -> tuple[float, dict[str, Tensor]]:
+    """Return loss and gradients of the plain model under ordinary autograd."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    logits = model(**micro.inputs, use_cache=False).logits
+    targets = F.pad(micro.labels[:, 1:], (0, 1), value=-100).reshape(-1)
+    rows = logits.reshape(-1, logits.shape[-1]).float()
+    logprobs = -F.cross_entropy(rows, targets, ignore_index=-100, reduction="none")
+    loss = (logprobs * trained_token_weights(targets, micro.num_trained)).sum()
+    params = dict(model.named_parameters())
+    gradients = dict(zip(params, torch.autograd.grad(loss, list(params.values())), strict=True))
+    return float(loss.detach()), gradients
+
+
+def _row(first: int, second: int) -> dict[str, object]:
+    return {
+        "messages": [
+            {"role": "user", "content": f"{first} + {second}"},
+            {"role": "assistant", "content": str(first + second)},
+        ]
+    }

@@ -1,0 +1,84 @@
+"""What a run says while it runs: a live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Any, Self
+
+
+class Live:
+    """Shows steps. On a terminal a bar that is overwritten; elsewhere one line per call."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._began = time.monotonic()
+        self._first: int | None = None
+        self._progress: Any = None
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (
+                TextColumn("step {task.completed}/{task.total}"),
+                BarColumn(bar_width=24),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(),
+            )
+            self._progress = Progress(*columns, console=Console(stderr=True))
+            self._task = self._progress.add_task("", total=num_steps)
+
+    def step(self, metrics: dict[str, Any]) -> None:
+        """Show a step's line of metrics.jsonl."""
+        text = _text(metrics)
+        if self._progress is not None:
+            self._progress.update(self._task, completed=metrics["step"], description=text)
+            return
+        self.say(f"step {metrics['step']}/{self._num_steps}  {text}{self._left(metrics['step'])}")
+
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        if self._progress is not None:
+            self._progress.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def _left(self, step: int) -> str:
+        if self._first is None:
+            self._first, self._began = step, time.monotonic()
+            return ""
+        per_step = (time.monotonic() - self._began) / (step - self._first)
+        return f"  {_duration(per_step * (self._num_steps - step))} left"
+
+    def __enter__(self) -> Self:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+
+def _text(metrics: dict[str, Any]) -> str:
+    norm = metrics.get("grad_norm")
+    parts = [
+        f"loss {metrics['loss']:.4f}",
+        "" if norm is None else f"norm {norm:.3g}",
+        f"lr {metrics['learning_rate']:.2e}",
+        f"{metrics['tokens_per_s']:,.0f} tokens/s",
+        "" if metrics.get("applied", True) else "SKIPPED: not finite",
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{rest:02}s" if minutes else f"{rest}s"

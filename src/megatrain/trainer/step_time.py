@@ -1,0 +1,30 @@
+"""Where a step's time went: compute, and what compute stood still for."""
+
+from __future__ import annotations
+
+from megatrain.pipeline.ops import OpKind
+from megatrain.pipeline.trace import Trace
+
+PARTS = {
+    OpKind.FETCH: "fetch",
+    OpKind.RESTORE: "fetch",
+    OpKind.STASH: "drain",
+    OpKind.DRAIN: "drain",
+    OpKind.NORM: "update",
+    OpKind.CLIP: "update",
+    OpKind.UPDATE: "update",
+}
+
+
+def step_split(trace: Trace, seconds: float, data_seconds: float) -> dict[str, float]:
+    """Return the seconds of a step by cause; they add up to `seconds`, data included.
+
+    `trace` has the spans of this step alone. Whatever compute did not wait for counts as compute.
+    """
+    split = dict.fromkeys(("compute", "fetch", "drain", "update", "data"), 0.0)
+    for summary in trace.step_summaries():
+        for kind, waited in summary.compute_waited_s.items():
+            split[PARTS.get(kind, "compute")] += waited
+    split["data"] = data_seconds
+    split["compute"] = max(0.0, seconds - sum(split.values()) + split["compute"])
+    return {name: round(value, 6) for name, value in split.items()}

@@ -1,0 +1,160 @@
+"""What each verb of the command line does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatrain.config import Config, load_config
+from megatrain.data.prepare import prepare
+from megatrain.data.prepared import Prepared
+from megatrain.disk.hf import HostModel, load_model
+from megatrain.errors import ConfigError, RunFolderError
+from megatrain.memory.layout import Kind
+from megatrain.migration import migrate
+from megatrain.pipeline.engine import Engine
+from megatrain.report.page import write_report
+from megatrain.sampling import continue_texts
+from megatrain.trainer.dataset import cache_folder, load_tokenizer, open_data
+from megatrain.trainer.demo import streamed_equals_resident, write_demo
+from megatrain.trainer.loop import Trainer
+from megatrain.trainer.preview import show_card, show_rows
+from megatrain.trainer.resolve import open_device, resolve
+
+STARTER = """\
+model: path/to/hf-folder
+data: {train: train.jsonl, eval: 0.02, max_length: 2048}
+train: {epochs: 1, batch_tokens: 128k}
+optim: {learning_rate: 1e-5, schedule: cosine, warmup: 0.03}
+"""
+
+
+def train_from(path: Path, overrides: Sequence[str], *, dry_run: bool) -> str:
+    """Train; return the closing line."""
+    config = load_config(path, list(overrides))
+    with Trainer(config) as trainer:
+        if dry_run:
+            return f"all is there for {trainer.num_steps} steps; no step was taken"
+        outcome = trainer.train()
+        model = trainer.folder.path / "model"
+        trainer.export(model)
+    report = report_on([trainer.folder.path], None)
+    return (
+        f"loss {outcome.first_loss:.4f} to {outcome.last_loss:.4f} in {outcome.num_steps} steps, "
+        f"{outcome.total_tokens:,} tokens, {outcome.seconds:.0f} s\nmodel in {model}\n{report}"
+    )
+
+
+def report_on(runs: Sequence[Path], target: Path | None) -> str:
+    """Write the report; return where it is."""
+    for run in runs:
+        if not (run / "metrics.jsonl").exists():
+            raise RunFolderError(f"{run}: has no metrics.jsonl: give the folder of a run")
+    written = write_report(list(runs), target or runs[0] / "report.html")
+    return "\n".join(f"report in {path}" for path in written)
+
+
+def evaluate_model(model: Path, data: Path, max_rows: int | None) -> str:
+    """Return the loss and perplexity of a model on a file, in words."""
+    folder = model_folder(model)
+    config = Config.model_validate(
+        {
+            "model": str(folder),
+            "data": {"train": str(data), "eval": str(data)},
+            "train": {"batch_tokens": 8192},
+            "eval": {"max_rows": max_rows},
+        }
+    )
+    tokenizer = load_tokenizer(folder)
+    device, name = open_device(config)
+    opened = open_data(config, tokenizer, resolve(config, device, name))
+    home = _loaded(folder)
+    total, count = 0.0, 0
+    with Engine(home.decoder, home.store, device=device) as engine:
+        for batch in opened.eval_batches():
+            part, num = engine.evaluate(batch)
+            total, count = total + part, count + num
+    opened.close()
+    loss = total / count
+    return f"loss {loss:.4f} over {count:,} trained tokens"
+
+
+def sample_from(
+    model: Path, prompts: Sequence[str], max_new_tokens: int, temperature: float
+) -> list[str]:
+    """Return a model's answers to what a user says."""
+    folder = model_folder(model)
+    tokenizer = load_tokenizer(folder)
+    home = _loaded(folder)
+    asked = [_prompt_tokens(tokenizer, prompt) for prompt in prompts]
+    end = tokenizer.eos_token_id
+    with Engine(home.decoder, home.store) as engine:
+        made = continue_texts(
+            engine,
+            asked,
+            max_new_tokens,
+            frozenset() if end is None else frozenset({int(end)}),
+            temperature=temperature,
+        )
+    return [str(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in made]
+
+
+def look_at_data(path: Path, model: Path, max_length: int, samples: int) -> None:
+    """Print what a file holds, and which of its tokens would be trained."""
+    tokenizer = load_tokenizer(model_folder(model))
+    prepared: Prepared = prepare(
+        path, tokenizer, cache_dir=cache_folder(), max_length=max_length, max_bad_share=1.0
+    )
+    show_card(prepared.card)
+    show_rows(prepared, tokenizer, samples)
+
+
+def init_config(target: Path, source: Path | None) -> str:
+    """Write a config; return what there is to say about it."""
+    if target.exists():
+        raise ConfigError(f"{target}: exists already; give another name")
+    if source is None:
+        target.write_text(STARTER, encoding="utf-8")
+        return f"wrote {target}: set model and data, then `megatrain train {target}`"
+    migration = migrate(source)
+    target.write_text(migration.to_yaml(), encoding="utf-8")
+    return f"{migration.report()}\nwrote {target}"
+
+
+def run_demo(folder: Path, num_steps: int) -> None:
+    """Make a tiny model and data, prove the engine on it, train it, write a report."""
+    if folder.exists():
+        raise RunFolderError(f"{folder}: exists already; give another name")
+    config = write_demo(folder, num_steps=num_steps)
+    count = streamed_equals_resident(folder / "model")
+    print(f"streamed = resident: {count} tensors equal to the bit", flush=True)
+    print(train_from(config, [], dry_run=False), flush=True)
+    for prompt, answer in zip(
+        ("3 + 4", "9 + 8"), sample_from(folder / "run", ["3 + 4", "9 + 8"], 8, 0.0), strict=True
+    ):
+        print(f"{prompt} = {answer}", flush=True)
+
+
+def model_folder(path: Path) -> Path:
+    """Return the model folder that is meant: the folder itself, or that of a run."""
+    return path / "model" if (path / "metrics.jsonl").exists() else path
+
+
+def _loaded(folder: Path) -> HostModel:
+    """Load a model to be read, in the precision of its folder; it gets no moments."""
+    import json
+
+    stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    single = (stored.get("dtype") or stored.get("torch_dtype")) == "float32"
+    return load_model(folder, dtype="fp32" if single else "bf16", kinds=(Kind.HI,))
+
+
+def _prompt_tokens(tokenizer: object, prompt: str) -> list[int]:
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
+        return list(tokenizer.encode(prompt))  # type: ignore[attr-defined]
+    turns = [{"role": "user", "content": prompt}]
+    text = tokenizer.apply_chat_template(  # type: ignore[attr-defined]
+        turns, tokenize=False, add_generation_prompt=True
+    )
+    return list(tokenizer.encode(text, add_special_tokens=False))  # type: ignore[attr-defined]

@@ -1,0 +1,145 @@
+"""Settings: described, immutable, at one with the engine, and checked against each other."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, get_args
+
+import pytest
+from pydantic import ValidationError
+
+from megatrain.config import Config
+from megatrain.config.foreign import NAMES
+from megatrain.config.settings import FIELDS, SECTIONS, Source
+from megatrain.errors import ConfigError
+from megatrain.models.loss import CHUNK_TOKENS
+from megatrain.optim.adamw import AdamW
+from megatrain.optim.learning_rate import LearningRate, Shape
+from megatrain.pipeline.engine import Engine
+
+
+def make(**sections: Any) -> Config:
+    return Config(**{"model": "org/tiny", "data": "train.jsonl", **sections})
+
+
+def test_every_key_says_what_it_is_in_one_sentence() -> None:
+    assert set(SECTIONS) == set(Config.model_fields)
+    for section in (*SECTIONS.values(), Source):
+        for key, field in section.model_fields.items():
+            assert field.description, key
+            assert field.description.endswith("."), key
+            assert field.description.count(". ") == 0, key
+
+
+def test_the_shortest_config() -> None:
+    config = make()
+    assert config.train.epochs == 1
+    assert config.run_dir == "runs/tiny"
+    assert config.data.train == (Source(path="train.jsonl"),)
+    assert make(model="dir/").run_dir == "runs/dir"
+
+
+def test_nothing_can_be_changed() -> None:
+    config = make()
+    for target, key in (
+        (config, "train"),
+        (config.train, "epochs"),
+        (config.data.train[0], "path"),
+    ):
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(target, key, None)
+    assert hash(config) == hash(make())
+
+
+def test_steps_alone_leave_no_epochs() -> None:
+    assert make(train={"steps": 5}).train.epochs is None
+
+
+def _default(function: Any, name: str) -> Any:
+    return inspect.signature(function).parameters[name].default
+
+
+def test_defaults_and_choices_are_those_of_the_engine() -> None:
+    config = make()
+    assert config.memory.chunk_tokens == CHUNK_TOKENS
+    assert config.train.on_nonfinite == _default(Engine, "on_nonfinite")
+    assert config.train.compile == _default(Engine, "compile")
+    assert config.memory.gather_embedding == _default(Engine, "gather_embedding")
+    for key in ("betas", "eps", "weight_decay", "no_decay"):
+        assert getattr(config.optim, key) == _default(AdamW, key), key
+    for key in ("decay", "final_fraction"):
+        assert getattr(config.optim, key) == _default(LearningRate, key), key
+    assert get_args(SECTIONS["optim"].model_fields["schedule"].annotation) == get_args(Shape)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"train": {"steps": 5, "epochs": 2}},
+         "train.steps is 5 and train.epochs is 2: give one of them, and the other as null."),
+        ({"data": {"train": "a", "max_length": "8k"}, "train": {"batch_tokens": 4096}},
+         "data.max_length is 8192 and train.batch_tokens is 4096: a row would not fit a step. "
+         "Raise train.batch_tokens or lower data.max_length."),
+        ({"data": {"train": "a", "max_length": "8k"}, "train": {"micro_batch_tokens": 4096}},
+         "data.max_length is 8192 and train.micro_batch_tokens is 4096: a row would not fit a "
+         "micro-batch. Raise train.micro_batch_tokens, or make it auto."),
+        ({"train": {"micro_batch_tokens": 8192, "batch_tokens": 4096}},
+         "train.micro_batch_tokens is 8192 and train.batch_tokens is 4096: a micro-batch is a part "
+         "of a step. Lower train.micro_batch_tokens, or make it auto."),
+        ({"train": {"steps": 5}, "optim": {"warmup": 6}},
+         "optim.warmup is 6: longer than a run of 5 steps. Shorten it."),
+        ({"optim": {"schedule": "wsd", "warmup": 0.6, "decay": 0.5}},
+         "optim.warmup is 0.6 and optim.decay is 0.5: longer than the run. Shorten it."),
+        ({"memory": {"device": "cpu", "gather_embedding": True}},
+         "memory.gather_embedding is true and memory.device is cpu: it needs a device with memory "
+         "of its own. Make it false."),
+    ],
+)  # fmt: skip
+def test_settings_that_cannot_be_meant_together(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        make(**sections)
+    assert str(error.value) == f"config: {message}"
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"train": {"steps": 5, "epochs": None}},
+        {"data": {"train": "a", "max_length": 4096}, "train": {"micro_batch_tokens": 4096}},
+        {"train": {"micro_batch_tokens": 4096, "batch_tokens": 4096}},
+        {"train": {"steps": 6}, "optim": {"warmup": 6}},
+        {"optim": {"schedule": "wsd", "warmup": 0.5, "decay": 0.5}},
+        {"optim": {"schedule": "cosine", "warmup": 0.6, "decay": 0.5}},
+        {"memory": {"device": "cuda:1", "gather_embedding": True}},
+    ],
+)
+def test_their_neighbours_are_fine(sections: dict[str, Any]) -> None:
+    make(**sections)
+
+
+@pytest.mark.parametrize("steps", [1, 7, 100, 12345])
+@pytest.mark.parametrize("warmup", [0, 5, 0.03, 0.5, 0.999])
+@pytest.mark.parametrize("schedule", get_args(Shape))
+def test_what_is_accepted_the_learning_rate_accepts(
+    steps: int, warmup: float, schedule: str
+) -> None:
+    optim = {"warmup": warmup, "schedule": schedule}
+    try:
+        config = make(train={"steps": steps}, optim=optim).optim
+    except ConfigError:
+        accepted = False
+    else:
+        accepted = config.warmup == warmup
+    try:
+        LearningRate(peak=1e-5, shape=schedule, num_steps=steps, warmup=warmup)  # type: ignore[arg-type]
+    except ConfigError:
+        assert not accepted
+    else:
+        assert accepted
+
+
+def test_foreign_names_lead_to_keys_that_exist() -> None:
+    ours = {f"{section}.{key}" for section in SECTIONS for key in FIELDS[section]}
+    for name, rule in NAMES.items():
+        assert rule.why or rule.to, name
+        assert not rule.to or rule.to in ours, name

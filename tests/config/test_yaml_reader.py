@@ -1,0 +1,158 @@
+"""YAML: plain data and the line of every key, or a ConfigError, whatever the bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.config import yaml_reader
+from megatrain.config.yaml_reader import MAX_BYTES, Document, parse_document, read_document
+from megatrain.errors import ConfigError, DiskError
+
+
+def parse(text: str) -> Document:
+    return parse_document(text.encode(), "run.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("1e-5", 1e-5), ("1E5", 1e5), ("010", 10), ("1_000", 1000), ("-3", -3), (".5", 0.5),
+        ("no", "no"), ("on", "on"), ("true", True), ("~", None), ("", None), ("1:30", "1:30"),
+        ("2026-01-01", "2026-01-01"), ("'3'", "3"), ("!!str 3", "3"), ("9" * 50, "9" * 50),
+        ("[a, {b: c}]", ["a", {"b": "c"}]), ("0x1f", "0x1f"), (".inf", ".inf"), ("12e03", 12e3),
+    ],
+)  # fmt: skip
+def test_scalars_are_those_of_the_core_schema(text: str, meant: object) -> None:
+    assert parse(f"key: {text}").value == {"key": meant}
+
+
+def test_a_stock_loader_would_read_other_things() -> None:
+    stock = yaml.safe_load("{a: 1e-5, b: 010, c: no, d: 1:30}")
+    assert stock == {"a": "1e-5", "b": 8, "c": False, "d": 90}
+    assert parse("{a: 1e-5, b: 010, c: no}").value != stock
+
+
+def test_lines_are_where_keys_stand() -> None:
+    document = parse(
+        "# first\nmodel: {a: 1}\n\ndata:\n  train:\n    - path: x\n      n: 2\n    - y\n"
+    )
+    assert document.lines == {
+        ("model",): 2, ("model", "a"): 2, ("data",): 4, ("data", "train"): 5,
+        ("data", "train", 0): 6, ("data", "train", 0, "path"): 6, ("data", "train", 0, "n"): 7,
+        ("data", "train", 1): 8,
+    }  # fmt: skip
+    assert document.place(("data", "train", 0, "n")) == "run.yaml:7"
+    assert document.place(("data", "train", 0, "absent")) == "run.yaml:6"
+    assert document.place(("absent",)) == "run.yaml"
+
+
+_LAUGHS = "a: &a [x, x]\n" + "".join(
+    f"{chr(98 + i)}: &{chr(98 + i)} [*{chr(97 + i)}, *{chr(97 + i)}]\n" for i in range(20)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\nb: 2\na: 3", "run.yaml:3: a is given twice, first in line 1."),
+        ("a:\n  b: 1\n  b: 2", "run.yaml:3: a.b is given twice, first in line 2."),
+        ('{"a": 1, "a": 2}', "run.yaml:1: a is given twice, first in line 1."),
+        (_LAUGHS,
+         "run.yaml:1: anchors and aliases are not read. Quote text that begins with * or &."),
+        ("a: *b",
+         "run.yaml:1: anchors and aliases are not read. Quote text that begins with * or &."),
+        ("a: [*.norm]",
+         "run.yaml:1: not YAML: expected alphabetic or numeric character, but found '.'. "
+         "Quote text that begins with * or &"),
+        ("x: 1\n<<: {a: 1}", "run.yaml:2: merge keys (<<) are not read. Write the keys out."),
+        ("a: !!python/object/apply:os.system [ls]",
+         "run.yaml:1: the tag tag:yaml.org,2002:python/object/apply:os.system is not read. "
+         "Write a plain value."),
+        ("? [a]\n: 1", "run.yaml:1: a key is a list or a mapping. Give it a name."),
+        ("a: 1\n---\nb: 2", "run.yaml:2: a second document begins. Give one."),
+        ("[" * 100_00, "run.yaml:1: nested deeper than 16."),
+        ("- " * 100, "run.yaml:1: nested deeper than 16."),
+        ("[" + "1," * 10_001 + "]", "run.yaml:1: more than 10000 values. No config has so many."),
+        ("a: [1", "run.yaml:1: not YAML: expected ',' or ']', but got '<stream end>'"),
+        ("a: 1\n\tb: 2",
+         "run.yaml:2: not YAML: found character '\\t' that cannot start any "
+         "token"),
+        ("a: b: c", "run.yaml:1: not YAML: mapping values are not allowed here"),
+        (r'a: "\ud800"', "run.yaml:1: half of a surrogate pair is not a character."),
+        ("x" * (MAX_BYTES + 1), "run.yaml: larger than 64 KiB. Is it a config?"),
+    ],
+)  # fmt: skip
+def test_refusals(text: str, message: str) -> None:
+    begin = time.perf_counter()
+    with pytest.raises(ConfigError) as error:
+        parse(text)
+    assert str(error.value) == message
+    assert time.perf_counter() - begin < 2
+
+
+def test_bytes_that_are_no_text() -> None:
+    with pytest.raises(ConfigError, match=r"^run.yaml: byte 3 is not UTF-8. Is it a config\?$"):
+        parse_document(b"a: \xff", "run.yaml")
+
+
+@pytest.mark.parametrize(
+    "text", [r'a: "\UFFFFFFFF"', r'a: "\U00110000"', "a: \0", "%YAML 9.9\n--- a"]
+)
+def test_what_the_parser_stumbles_over(text: str) -> None:
+    with pytest.raises(ConfigError, match="not YAML"):
+        parse(text)
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.text(max_size=5).filter(lambda key: key != "<<"), _JSON, max_size=4))
+def test_json_is_read_as_what_it_is(value: dict[str, Any]) -> None:
+    if "<<" not in json.dumps(value):
+        assert parse(json.dumps(value)).value == value
+        assert parse(json.dumps(value, indent="\t")).value == value
+
+
+@given(
+    st.binary(max_size=60) | st.text(":-[]{}&*!?|>'\"%#,\n\t ab1.e~", max_size=40).map(str.encode)
+)
+def test_any_bytes_give_data_or_our_error(data: bytes) -> None:
+    try:
+        document = parse_document(data, "x")
+    except ConfigError:
+        return
+    assert all(line >= 1 for line in document.lines.values())
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for name, text in (("", "not a file"), ("pipe", "not a file"), ("absent", "no such file")):
+        with pytest.raises(ConfigError, match=rf"{name}: {text}. Give the path of a YAML file.$"):
+            read_document(tmp_path / name)
+
+
+def test_a_file_the_system_does_not_give(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("a: 1")
+    assert read_document(tmp_path / "run.yaml").value == {"a": 1}
+
+    def fail(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(yaml_reader, "open", fail, raising=False)
+    with pytest.raises(DiskError, match=r"run.yaml: cannot be read: Permission denied$"):
+        read_document(tmp_path / "run.yaml")

@@ -1,0 +1,304 @@
+"""Preparing: tokenised once, the same with any number of workers, everything left out counted."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.data import prepare as prepare_module
+from megatrain.data.encoding import NO_TARGET, TOO_LONG, mask_of, runs_of
+from megatrain.data.loader import Loader
+from megatrain.data.masks import Encoder
+from megatrain.data.order import Mixed
+from megatrain.data.prepare import prepare
+from megatrain.data.prepared import Joined, Prepared
+from megatrain.data.rows import Row
+from megatrain.data.steps import Steps
+from megatrain.errors import ConfigError, DataError, DiskError
+from megatrain.pipeline.batch import check_batch
+from tests.data.tokenizers_of_kinds import KINDS, made, tokenizer_of
+from tests.data.written import write
+
+
+def _talk(number: int, length: int = 3) -> dict[str, Any]:
+    return {
+        "messages": [
+            {"role": "user", "content": f"question {number}"},
+            {"role": "assistant", "content": "word " * length + str(number)},
+        ]
+    }
+
+
+ROWS = [_talk(number, 1 + number % 9) for number in range(600)]
+
+
+@pytest.fixture(autouse=True)
+def _probe_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe has tests of its own; here it would cost seconds each time."""
+    monkeypatch.setattr(prepare_module, "probe_template", lambda tokenizer, messages: None)
+
+
+def _prepare(path: Path, kind: str = "chatml", **changes: Any) -> Prepared:
+    settings: dict[str, Any] = {"cache_dir": path.parent / "cache", "max_length": 64, **changes}
+    tokenizer = settings.pop("tokenizer", None) or tokenizer_of(kind)
+    return prepare(path, tokenizer, **settings)
+
+
+def _all_tokens(prepared: Prepared) -> list[tuple[list[int], list[bool]]]:
+    pairs = (prepared.tokens(number) for number in range(len(prepared.lengths)))
+    return [(ids.tolist(), trained.tolist()) for ids, trained in pairs]
+
+
+def test_documents_are_the_rows_in_order(tmp_path: Path) -> None:
+    prepared = _prepare(write(tmp_path / "a.jsonl", ROWS))
+    encoder = Encoder(tokenizer_of("chatml"))
+    expected = [encoder.encode(Row(messages=tuple(row["messages"])))[0] for row in ROWS]
+    assert _all_tokens(prepared) == [(one.input_ids, one.trained) for one in expected]
+    assert prepared.lengths.tolist() == [len(one.input_ids) for one in expected]
+    assert len(prepared.dataset) == 600
+    assert prepared.dataset[5]["input_ids"] == expected[5].input_ids
+
+
+def test_the_card_counts_what_is_there(tmp_path: Path) -> None:
+    prepared = _prepare(write(tmp_path / "a.jsonl", ROWS))
+    tokens = _all_tokens(prepared)
+    card = prepared.card
+    assert card["rows"] == card["documents"] == 600
+    assert card["tokens"] == sum(len(ids) for ids, _ in tokens)
+    assert card["trained_tokens"] == sum(sum(trained[1:]) for _, trained in tokens)
+    assert card["longest"] == max(len(ids) for ids, _ in tokens)
+    assert card["percentiles"]["50"] == int(np.median(prepared.lengths))
+    assert card["format"] == "detected: messages (role, content)"
+    assert card["bad"] == card["dropped"] == {}
+
+
+def test_any_number_of_workers_gives_the_same_bytes(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [*ROWS[:300], {"messages": []}, *ROWS[300:]])
+    one = _prepare(path, cache_dir=tmp_path / "one")
+    two = _prepare(path, cache_dir=tmp_path / "two", num_workers=2)
+    for name in ("documents.arrow", "card.json"):
+        assert (one.folder / name).read_bytes() == (two.folder / name).read_bytes()
+    other = _prepare(write(tmp_path / "b.jsonl", ROWS[1:]))
+    name = "documents.arrow"
+    assert (one.folder / name).read_bytes() != (other.folder / name).read_bytes()
+
+
+def test_nothing_is_tokenised_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.jsonl", ROWS)
+    first = _prepare(path)
+    monkeypatch.setattr(prepare_module, "_prepared", None)  # calling it would fail
+    assert _prepare(path).folder == first.folder
+
+
+def _touch(path: Path) -> None:
+    stat = path.stat()
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+
+
+def _change_a_letter(path: Path) -> None:
+    stat = path.stat()
+    path.write_text(path.read_text().replace("question 3", "question 4", 1))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+@pytest.mark.parametrize("change", [_touch, _change_a_letter])
+def test_changed_files_are_prepared_anew(tmp_path: Path, change: Callable[[Path], None]) -> None:
+    path = write(tmp_path / "a.jsonl", ROWS)
+    first = _prepare(path)
+    change(path)
+    assert _prepare(path).folder != first.folder
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"max_length": 63},
+        {"train_on": "all"},
+        {"overlong": "truncate"},
+        {"kind": "llama3"},
+        {
+            "tokenizer": made(
+                KINDS["chatml"].template + "{# x #}", KINDS["chatml"].marks, eos="<|im_end|>"
+            )
+        },
+    ],
+    ids=["length", "train_on", "overlong", "tokenizer", "template"],
+)
+def test_other_settings_are_prepared_anew(tmp_path: Path, other: dict[str, Any]) -> None:
+    path = write(tmp_path / "a.jsonl", ROWS)
+    assert _prepare(path).folder != _prepare(path, **other).folder
+
+
+def test_bad_rows_are_counted_and_limited(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [*ROWS[:95], *[{"messages": None}] * 5])
+    with pytest.raises(DataError, match=r"(?s)5 of 100 rows cannot be used.*5 x null: a\.jsonl:96"):
+        _prepare(path)
+    prepared = _prepare(path, max_bad_share=0.05)
+    assert prepared.card["bad"] == {"null": 5}
+    assert prepared.card["documents"] == 95
+
+
+def test_a_template_that_refuses_everything_is_soon_noticed(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", ROWS * 10)
+    tokenizer = made("{{ raise_exception('never') }}", ("<s>",), eos="<s>")
+    with pytest.raises(DataError, match=r"(?s)2048 of 2048 rows .* refuses the row: .*never"):
+        _prepare(path, tokenizer=tokenizer)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+LONG = [_talk(0), _talk(1, 90), _talk(2)]
+
+
+def test_long_rows_are_dropped_and_counted(tmp_path: Path) -> None:
+    card = _prepare(write(tmp_path / "a.jsonl", LONG)).card
+    assert card["documents"] == 2
+    assert card["dropped"] == {TOO_LONG: 1}
+    assert card["dropped_places"][TOO_LONG][0].startswith("a.jsonl:2 (")
+
+
+def test_long_rows_are_truncated_and_counted(tmp_path: Path) -> None:
+    prepared = _prepare(write(tmp_path / "a.jsonl", LONG), overlong="truncate")
+    assert prepared.card["truncated"] == 1
+    assert prepared.lengths.tolist()[1] == 64
+
+
+def test_long_text_is_split_without_loss(tmp_path: Path) -> None:
+    text = "word " * 300
+    prepared = _prepare(write(tmp_path / "a.txt", [{"text": text}]), overlong="split")
+    joined = [token for ids, _ in _all_tokens(prepared) for token in ids]
+    assert joined == Encoder(tokenizer_of("chatml")).encode(Row(text=text))[0].input_ids
+    assert prepared.card["split"] == 1
+    assert max(prepared.lengths) == 64
+
+
+def test_conversations_are_never_split(tmp_path: Path) -> None:
+    card = _prepare(write(tmp_path / "a.jsonl", LONG), overlong="split").card
+    assert card["dropped"] == {TOO_LONG: 1}
+
+
+CUT_AWAY = [
+    _talk(0),
+    {"messages": [{"role": "user", "content": "word " * 200}, _talk(1)["messages"][1]]},
+]
+
+
+def test_answers_truncated_away_are_dropped_and_counted(tmp_path: Path) -> None:
+    card = _prepare(write(tmp_path / "a.jsonl", CUT_AWAY), overlong="truncate").card
+    assert card["dropped"] == {NO_TARGET: 1}
+    assert card["documents"] == 1
+
+
+def test_answers_truncated_away_are_an_error_when_told(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", CUT_AWAY)
+    with pytest.raises(DataError, match=r"a\.jsonl:2: no token of \d+ is left to train"):
+        _prepare(path, overlong="truncate", no_target="error")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_data_of_which_nothing_is_left_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"(?s)no row is left of 1:.*longer than max_length: a\.jsonl:1"
+    ):
+        _prepare(write(tmp_path / "a.jsonl", LONG[1:2]))
+
+
+def test_a_damaged_cache_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", ROWS)
+    file = _prepare(path).folder / "documents.arrow"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(DataError, match=r"the prepared data is damaged .*remove the folder"):
+        _prepare(path)
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", ROWS)
+    with pytest.raises(DiskError, match="cannot be written"):
+        _prepare(path, cache_dir=path)
+
+
+def test_another_run_that_was_faster_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.jsonl", ROWS)
+    whole = prepare_module._prepared
+
+    def twice(*arguments: Any) -> Prepared:
+        whole(*arguments)
+        return whole(*arguments)
+
+    monkeypatch.setattr(prepare_module, "_prepared", twice)
+    prepared = _prepare(path)
+    assert len(prepared.lengths) == 600
+    assert [one.name for one in (tmp_path / "cache").iterdir()] == [prepared.folder.name]
+
+
+def test_a_worker_that_is_killed_is_a_data_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Killer(dict[str, Any]):
+        def __reduce__(self) -> Any:
+            return os._exit, (9,)
+
+    source: Any = type("S", (), {"format": None, "values": lambda self, advance: iter(())})()
+    monkeypatch.setattr(prepare_module, "_chunks", lambda values: iter([[("a:1", Killer())]]))
+    settings = {"max_length": 64, "train_on": "assistant", "overlong": "drop", "no_target": "drop"}
+    with pytest.raises(DataError, match="ended without a word"):
+        list(prepare_module._encoded(source, tokenizer_of("chatml"), settings, 2, lambda n: None))
+
+
+def test_only_a_few_chunks_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the data, no more than `most` chunks are read ahead of what is written."""
+    monkeypatch.setattr(prepare_module, "_encode", lambda chunk: chunk)
+    num_read = 0
+
+    def chunks() -> Iterator[Any]:
+        nonlocal num_read
+        for number in range(100):
+            num_read += 1
+            yield number
+
+    with ThreadPoolExecutor(2) as pool:
+        threads: Any = pool
+        for num_written, chunk in enumerate(prepare_module._in_order(threads, chunks(), most=4)):
+            assert chunk == num_written
+            assert num_read - num_written <= 4
+    assert num_read == 100
+
+
+def test_max_length_must_hold_a_target(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="max_length 1"):
+        _prepare(write(tmp_path / "a.jsonl", ROWS), max_length=1)
+
+
+@given(mask=st.lists(st.booleans(), max_size=50))
+def test_runs_are_the_mask(mask: list[bool]) -> None:
+    assert mask_of(runs_of(np.array(mask, dtype=bool)), len(mask)).tolist() == mask
+
+
+def test_from_files_to_steps(tmp_path: Path) -> None:
+    """Two files, mixed by weight, packed, loaded: what the engine takes."""
+    parts = [
+        _prepare(write(tmp_path / "a.jsonl", ROWS)),
+        _prepare(write(tmp_path / "b.txt", [{"text": f"text number {n}"} for n in range(200)])),
+    ]
+    joined = Joined(parts)
+    sizes = [len(part.lengths) for part in parts]
+    assert joined.tokens(600)[0].tolist() == parts[1].tokens(0)[0].tolist()
+    steps = Steps(
+        joined, Mixed(sizes, [0.8, 0.2], 1), batch_tokens=512, micro_batch_tokens=128, max_length=64
+    )
+    with Loader(steps, num_epochs=1) as loader:
+        batches = list(loader)
+        state = loader.state()
+    assert len(batches) == steps.count() > 5
+    for batch in batches:
+        check_batch(batch, 400)
+    assert json.loads(json.dumps(state)) == state
+    assert state["epoch"] == 1

@@ -1,0 +1,189 @@
+"""Rows: every shape means one row; what else a file holds is counted, and costs itself alone."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.data.formats import detect, format_of
+from megatrain.data.rows import Row, canonical
+from megatrain.data.skipped import BadRow, Skipped
+from megatrain.data.source import open_source
+from megatrain.errors import DataError
+from tests.data.bad_rows import CELLS, GOOD_CELLS, GOOD_LINE, LINES, MESSAGES
+from tests.data.shapes import SHAPES
+from tests.data.written import write
+
+GOOD = [
+    {"messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}]}
+    for i in range(3)
+]
+
+
+def _said(row: Row) -> tuple[tuple[str, str], ...]:
+    return tuple((message["role"], message["content"]) for message in row.messages)
+
+
+def _read(path: Path) -> tuple[list[Row], Skipped]:
+    skipped = Skipped()
+    return [row for _, row in open_source(path).rows(skipped)], skipped
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_conversation_is_the_same_in_every_shape(tmp_path: Path, shape: str, suffix: str) -> None:
+    value, said, printed = SHAPES[shape]
+    if suffix == "csv" and shape == "prompt / completion of turns":
+        pytest.skip("csv has no lists, and any text is a prompt")
+    path = write(tmp_path / f"a.{suffix}", [value, value])
+    assert str(open_source(path).format) == printed
+    rows, skipped = _read(path)
+    assert [_said(row) for row in rows] == [said, said]
+    assert skipped.total == 0
+
+
+def test_another_conversation_would_be_noticed() -> None:
+    value, said, _ = SHAPES["alpaca with history"]
+    swapped = {**value, "history": [list(reversed(value["history"][0]))]}
+    shape = format_of(swapped)
+    assert shape
+    assert _said(canonical(swapped, shape)) != said
+
+
+def test_text_is_text(tmp_path: Path) -> None:
+    rows, _ = _read(write(tmp_path / "a.txt", [{"text": " a b "}]))
+    assert rows == [Row(text=" a b ")]
+
+
+def _expect_middle_bad(path: Path, rows: list[Row], skipped: Skipped, reason: str) -> None:
+    assert len(rows) == 2
+    assert skipped.counts == {reason: 1}
+    number = 3 if path.suffix == ".csv" else 2
+    assert skipped.places[reason][0].startswith(f"{path.name}:{number}")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
+@pytest.mark.parametrize("case", MESSAGES)
+def test_a_bad_conversation_costs_itself_alone(tmp_path: Path, case: str, suffix: str) -> None:
+    value, reason = MESSAGES[case]
+    path = write(tmp_path / f"a.{suffix}", [GOOD[0], {"messages": value}, GOOD[1], GOOD[2]])
+    rows, skipped = _read(path)
+    if suffix == "parquet" and reason == "other shape" and not skipped.counts.get(reason):
+        reason = "null"  # a column has one type: keys that are missing are there, and null
+    assert [_said(row)[0][1] for row in rows] == ["q0", "q1", "q2"]
+    _expect_middle_bad(path, rows[:2], skipped, reason)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
+@pytest.mark.parametrize("case", CELLS)
+def test_a_bad_cell_costs_its_row_alone(tmp_path: Path, case: str, suffix: str) -> None:
+    kind, value, reason = CELLS[case]
+    if suffix == "csv":
+        if reason == "wrong type" and "history" not in case:
+            pytest.skip("csv has no types: any cell is text")
+        reason = {"null": "empty", "other shape": "empty"}.get(reason, reason)
+        reason = "null" if case == "history with null" else reason
+    path = write(tmp_path / f"a.{suffix}", [GOOD_CELLS[kind], value, GOOD_CELLS[kind]])
+    if suffix == "parquet":
+        if reason == "wrong type" and "history" not in case:
+            pytest.skip("a column has one type: here the whole column would be JSON text")
+        reason = {"other shape": "null"}.get(reason, reason)
+        if "surrogate" in case:
+            pytest.skip("Arrow has no lone surrogates")
+    rows, skipped = _read(path)
+    _expect_middle_bad(path, rows, skipped, reason)
+
+
+@pytest.mark.parametrize("case", LINES)
+def test_a_bad_line_costs_itself_alone(tmp_path: Path, case: str) -> None:
+    line, reason = LINES[case]
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(GOOD_LINE + line + GOOD_LINE)
+    rows, skipped = _read(path)
+    assert skipped.counts[reason] >= 1
+    assert [row.text for row in rows] == ["fine", "fine"]
+    assert skipped.places[reason][0].startswith("a.jsonl:2")
+
+
+@pytest.mark.parametrize("suffix", ["txt", "csv"])
+def test_bytes_that_are_no_text_cost_their_line(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.{suffix}"
+    path.write_bytes(b"text\nfine\n\xff\xfe\nfine\n"[5 * (suffix == "txt") :])
+    rows, skipped = _read(path)
+    assert [row.text for row in rows] == ["fine", "fine"]
+    assert skipped.total == 1
+
+
+def test_there_are_at_least_sixty_kinds_of_bad_row() -> None:
+    assert len(MESSAGES) + len(CELLS) + len(LINES) >= 60
+
+
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["messages", "role", "content", "text", "history", "output"])
+            | st.text(),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@given(value=_json)
+def test_whatever_a_row_is_the_answer_is_a_row_or_a_reason(value: Any) -> None:
+    for shaped in (GOOD[0], *GOOD_CELLS.values()):
+        shape = format_of(shaped)
+        assert shape
+        for candidate in (
+            value,
+            {"messages": value},
+            {"text": value},
+            {**shaped, "history": value},
+        ):
+            with suppress(BadRow):  # and nothing else
+                row = canonical(candidate, shape)
+                assert bool(row.text) != bool(row.messages)
+
+
+def test_the_majority_of_the_first_rows_decides() -> None:
+    odd: list[Any] = [{"text": "a"}, None, 3, {}]
+    assert str(detect([*odd, *GOOD])) == "detected: messages (role, content)"
+
+
+def test_no_known_format_names_columns_and_formats() -> None:
+    with pytest.raises(
+        DataError, match=r"x\.jsonl: no known format .* columns are a, b\. Known are"
+    ):
+        detect([{"a": 1}, {"b": 2}], where="x.jsonl")
+
+
+def test_too_many_bad_rows_are_an_error_that_lists_them() -> None:
+    skipped = Skipped()
+    for line in range(5):
+        skipped.add(f"a.jsonl:{line}", BadRow("empty", "output"))
+    skipped.check(500, 0.01)
+    with pytest.raises(
+        DataError, match=r"(?s)5 of 400 rows .*1\.2 %, allowed are 1 %.*5 x empty: "
+    ) as e:
+        skipped.check(400, 0.01)
+    assert "a.jsonl:0 (output), a.jsonl:1 (output), a.jsonl:2 (output), ..." in str(e.value)
+    assert e.value.exit_code == 4
+
+
+def test_counts_of_parts_add_up() -> None:
+    first, second = Skipped(), Skipped()
+    first.add("a:1", BadRow("empty"))
+    second.add("a:9", BadRow("empty"))
+    second.add("a:10", BadRow("null"))
+    first.merge(second)
+    assert first.counts == {"empty": 2, "null": 1}
+    assert first.places["empty"] == ["a:1", "a:9"]

@@ -1,0 +1,179 @@
+"""Steps: a run that is stopped anywhere sees what the uninterrupted run sees."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatrain.data import packing as packing_module
+from megatrain.data import steps as steps_module
+from megatrain.data.order import InOrder, Mixed, Order, Shuffled
+from megatrain.data.steps import Position, Steps
+from megatrain.errors import ConfigError, DataError
+from tests.data.made_documents import MadeDocuments, documents_in, log_normal
+
+DOCUMENTS = log_normal(700, 64)
+
+
+@pytest.fixture(autouse=True)
+def _small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing_module, "WINDOW", 60)
+    monkeypatch.setattr(steps_module, "WINDOW", 60)
+
+
+def _steps(
+    documents: MadeDocuments = DOCUMENTS, order: Order | None = None, **changes: Any
+) -> Steps:
+    settings: dict[str, Any] = {
+        "batch_tokens": 512, "micro_batch_tokens": 128, "max_length": 64, "seed": 3, **changes
+    }  # fmt: skip
+    return Steps(documents, order or Shuffled(len(documents.lengths), 3), **settings)
+
+
+def _run(
+    steps: Steps, position: Position, last_epoch: int
+) -> list[tuple[Position, list[list[int]]]]:
+    found = []
+    while position.epoch < last_epoch:
+        rows, after = steps.rows(position)
+        found.append((position, [row.tolist() for row in rows]))
+        position = after
+    return found
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_thousand_stops_lose_and_repeat_nothing(packing: bool) -> None:
+    """Each stop goes through JSON into new objects, as after a kill."""
+    whole = _run(_steps(packing=packing), Position(), 3)
+    choose = random.Random(0)
+    for _ in range(1000 if packing else 100):
+        at = choose.randrange(len(whole))
+        fresh = _steps(packing=packing)
+        state = json.loads(json.dumps(fresh.state(whole[at][0])))
+        position = fresh.position(state)
+        for expected in whole[at : at + 3]:
+            rows, after = fresh.rows(position)
+            assert (position, [row.tolist() for row in rows]) == expected
+            position = after
+
+
+def test_a_position_one_row_off_would_be_noticed() -> None:
+    whole = _run(_steps(), Position(), 1)
+    rows, _ = _steps().rows(Position(row=1))
+    assert [row.tolist() for row in rows] != whole[0][1]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("epoch", [0, 1, 5])
+def test_every_document_comes_once_per_epoch(epoch: int, packing: bool) -> None:
+    steps = _steps(packing=packing)
+    seen: Counter[int] = Counter()
+    position = Position(epoch=epoch)
+    while position.epoch == epoch:
+        batch, position = steps.batch(position)
+        seen += documents_in(batch)
+    assert seen == dict.fromkeys(range(700), 1)
+
+
+def test_a_step_left_out_would_be_noticed() -> None:
+    steps = _steps()
+    seen: Counter[int] = Counter()
+    _, position = steps.batch(Position())
+    while position.epoch == 0:
+        batch, position = steps.batch(position)
+        seen += documents_in(batch)
+    assert seen != dict.fromkeys(range(700), 1)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_steps_hold_about_the_tokens_asked_for(packing: bool) -> None:
+    steps, position = _steps(packing=packing), Position()
+    totals = []
+    while position.epoch == 0:
+        batch, position = steps.batch(position)
+        totals.append(sum(micro.num_tokens for micro in batch))
+        assert max(micro.input_ids.numel() for micro in batch) <= 128
+    assert max(totals) <= 512
+    assert min(totals[:-1]) > 512 - 64
+    assert steps.count() == len(totals)
+
+
+def test_the_batch_may_change_when_a_run_goes_on() -> None:
+    before, after = _steps(), _steps(batch_tokens=1024)
+    _, position = before.rows(Position())
+    there = after.position(before.state(position))
+    first = {int(d) for row in before.rows(Position())[0] for d in row}
+    rest = [int(d) for p, rows in _run(after, there, 1) for row in rows for d in row]
+    assert sorted([*first, *rest]) == list(range(700))
+
+
+def test_mixtures_have_positions_too() -> None:
+    documents = log_normal(500, 64)
+    order = Mixed([100, 400], [1, 1], 3)
+    whole = _run(_steps(documents, order), Position(), 2)
+    fresh = _steps(documents, Mixed([100, 400], [1, 1], 3))
+    assert _run(fresh, whole[7][0], 2) == whole[7:]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"seed": 4},
+        {"max_length": 65},
+        {"packing": False},
+        {"order": InOrder(700)},
+        {"documents": log_normal(700, 64, 9)},
+    ],
+)
+def test_a_position_of_another_order_is_refused(other: dict[str, Any]) -> None:
+    state = _steps().state(Position())
+    with pytest.raises(DataError, match="belongs to other data or settings"):
+        _steps(**other).position(state)
+
+
+@pytest.mark.parametrize("wrong", [{"window": 12}, {"row": 9999}, {"epoch": -1}])
+def test_a_position_that_is_none_is_refused(wrong: dict[str, int]) -> None:
+    steps = _steps()
+    with pytest.raises(DataError, match="the saved position is none"):
+        steps.position({**steps.state(Position()), **wrong})
+
+
+@pytest.mark.parametrize("wrong", [{"max_length": 129}, {"batch_tokens": 127}])
+def test_sizes_must_fit_into_each_other(wrong: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="a row must fit into a micro-batch"):
+        _steps(**wrong)
+
+
+class _Endless:
+    """Lengths of 10**12 documents without the bytes."""
+
+    size = 10**12
+
+    def __getitem__(self, documents: Any) -> Any:
+        return np.full(np.shape(documents), 20)
+
+    def max(self, initial: int = 0) -> int:
+        return 20
+
+    def tobytes(self) -> bytes:
+        return b"20"
+
+
+def test_seeking_far_out_takes_no_time() -> None:
+    documents: Any = MadeDocuments([20])
+    documents.lengths = _Endless()
+    far = Position(epoch=2, window=10**12 // 60 - 7, row=3)
+    taken = []
+    for _ in range(5):  # the machine may be busy with others
+        steps = _steps(documents, Shuffled(10**12, 3))
+        begin = time.perf_counter()
+        rows, _ = steps.rows(steps.position(steps.state(far)))
+        taken.append(time.perf_counter() - begin)
+        assert rows
+    assert min(taken) < 0.010

@@ -1,0 +1,37 @@
+"""A template that loops or grows for ever costs a child process, not the run."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from megatrain.data.rows import Message
+from megatrain.data.template_probe import probe_template
+from megatrain.errors import DataError
+from tests.data.tokenizers_of_kinds import made, tokenizer_of
+
+TALK: list[Message] = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+_TEN = "{% for a in range(99999) %}"
+
+
+def test_templates_that_end_pass() -> None:
+    probe_template(tokenizer_of("chatml"), TALK)
+
+
+def test_a_template_that_raises_is_left_to_the_rows() -> None:
+    probe_template(made("{{ raise_exception('no') }}", ("<s>",), eos="<s>"), TALK)
+
+
+def test_an_endless_template_is_killed() -> None:
+    endless = made(_TEN * 4 + "{% endfor %}" * 4, ("<s>",), eos="<s>")
+    begin = time.monotonic()
+    with pytest.raises(DataError, match="did not finish one conversation in 4 s"):
+        probe_template(endless, TALK, limit_s=4)
+    assert time.monotonic() - begin < 20
+
+
+def test_a_template_without_bounds_is_stopped() -> None:
+    huge = made("{{ 'x' * 99999999999 }}", ("<s>",), eos="<s>")
+    with pytest.raises(DataError, match="ended its process with code 3"):
+        probe_template(huge, TALK)

@@ -1,0 +1,208 @@
+"""Configs of other tools: every key accounted for, every value where it belongs, and loadable."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.config import Config
+from megatrain.config.load import resolve_config
+from megatrain.config.settings import FIELDS, SECTIONS
+from megatrain.config.yaml_reader import Document, parse_document, read_document
+from megatrain.errors import ConfigError
+from megatrain.migration import Migration, migrate
+from megatrain.migration.translate import TABLES, Tool, migrate_document
+from megatrain.migration.values import ALWAYS, CONVERTERS, DEFAULTS, ROWS
+
+EXAMPLES = Path(__file__).parent / "examples"
+TOOLS: dict[str, Tool] = {
+    "llama_factory.yaml": "LLaMA-Factory",
+    "llama_factory_lora.json": "LLaMA-Factory",
+    "axolotl.yaml": "Axolotl",
+    "trl.yaml": "TRL",
+}
+
+
+def unaccounted(values: dict[str, Any], result: Migration) -> list[str]:
+    """Return what breaks the law: each key of the file one line, each value of ours told."""
+    lines = Counter(line.key for line in result.lines if line.outcome != "default")
+    faults = [key for key in values if lines[key] != 1]
+    told = {line.ours: line.value for line in result.lines if line.ours}
+    for section, settings in result.config.items():
+        for key, value in settings.items():
+            if (f"{section}.{key}", value) not in [*told.items()]:
+                faults.append(f"{section}.{key}")
+    return faults
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_every_key_is_accounted_for(name: str) -> None:
+    document = read_document(EXAMPLES / name)
+    result = migrate(EXAMPLES / name)
+    assert result.tool == TOOLS[name]
+    assert unaccounted(document.value, result) == []
+    for line in result.lines:
+        assert bool(line.ours) == (line.outcome in ("mapped", "changed", "default")), line
+        assert line.ours or line.note, line
+    assert name.endswith("json") or len(document.value) >= 45
+
+
+def test_a_key_passed_over_in_silence_would_be_noticed() -> None:
+    values = read_document(EXAMPLES / "trl.yaml").value
+    result = migrate(EXAMPLES / "trl.yaml")
+    result.lines = [line for line in result.lines if line.key != "hub_model_id"]
+    result.config["train"]["seed"] = 1
+    assert unaccounted(values, result) == ["hub_model_id", "train.seed"]
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_what_comes_out_loads(name: str) -> None:
+    result = migrate(EXAMPLES / name)
+    loaded = resolve_config(parse_document(result.to_yaml().encode(), "run.yaml"))
+    assert loaded == Config(**result.config)
+
+
+def test_llama_factory() -> None:
+    config = Config(**migrate(EXAMPLES / "llama_factory.yaml").config)
+    assert config.model.attn == "flash_attention_2"
+    assert [(s.path, s.weight) for s in config.data.train] == [
+        ("identity", 0.3),
+        ("alpaca_en_demo", 0.7),
+    ]
+    assert (config.data.eval, config.data.max_length) == (0.1, 4096)
+    assert (config.data.overlong, config.data.train_on) == ("truncate", "assistant")
+    assert config.train.batch_tokens == 1 * 8 * 4096
+    assert (config.optim.schedule, config.optim.final_fraction) == ("cosine", 0.1)
+    assert (config.optim.betas, config.optim.warmup) == ((0.9, 0.98), 0.1)
+    assert config.log.to == ("wandb",)
+
+
+def test_axolotl() -> None:
+    config = Config(**migrate(EXAMPLES / "axolotl.yaml").config)
+    assert [(s.path, s.format) for s in config.data.train] == [
+        ("fozziethebeat/alpaca_messages_2k_test", "messages"),
+        ("tatsu-lab/alpaca", "alpaca"),
+        ("books/a.jsonl", "text"),
+        ("books/b.jsonl", "text"),
+    ]
+    assert config.train.batch_tokens == 1 * 2 * 8192
+    assert (config.train.epochs, config.train.compile) == (2, True)
+    assert (config.optim.warmup, config.optim.eps) == (100, 1e-5)
+    assert config.log.to == ("tensorboard", "wandb")
+
+
+def test_trl() -> None:
+    config = Config(**migrate(EXAMPLES / "trl.yaml").config)
+    assert config.train.max_grad_norm is None
+    assert config.save.every is None
+    assert config.optim.schedule == "wsd"
+    assert config.optim.betas == (0.9, 0.999)
+    assert config.train.epochs == 1
+    assert config.memory.tape == "host"
+
+
+def _migrated(tool: Tool, **values: Any) -> Migration:
+    return migrate_document(Document(name="x.yaml", value=values), tool)
+
+
+@pytest.mark.parametrize(
+    ("tool", "values", "line"),
+    [
+        ("TRL", {"output_dir": "out"}, "mapped output_dir save.dir = out"),
+        ("TRL", {"fp16": True}, "changed fp16 model.dtype = bf16 "
+         "(bf16 has the size of fp16 and the range of fp32)"),
+        ("TRL", {"use_peft": True, "learning_rate": 2e-4},
+         "mapped learning_rate optim.learning_rate = 0.0002 (chosen for LoRA: "
+         "training every weight usually wants a tenth or less)"),
+        ("LLaMA-Factory", {"lora_new_thing": 1},
+         "dropped lora_new_thing every weight is trained, there are no adapters"),
+        ("LLaMA-Factory", {"stage": "dpo"}, "dropped stage next-token "
+         "training only, no preference or reinforcement method"),
+        ("LLaMA-Factory", {"stage": "pt"}, "changed stage data.train_on = "
+         "all (pt trains on all tokens, sft on the assistant's)"),
+        ("Axolotl", {"optimizer": "lion"},
+         "dropped optimizer adamw is the only optimizer"),
+        ("Axolotl", {"lr_scheduler": "polynomial"}, "dropped lr_scheduler no such "
+         "schedule; give constant, linear, cosine or wsd"),
+        ("Axolotl", {"save_steps": 0.1}, "dropped save_steps counted here in "
+         "whole steps"),
+        ("Axolotl", {"datasets": [{"type": "alpaca"}]},
+         "dropped datasets an entry has no path"),
+        ("Axolotl", {"per_device_train_batch_size": 1},
+         "unknown per_device_train_batch_size not a key of Axolotl"),
+        ("TRL", {"eval_strategy": "epoch", "eval_steps": 3},
+         "dropped eval_steps eval_strategy is epoch, and counts"),
+        ("TRL", {"gradient_accumulation_steps": "many"},
+         "dropped gradient_accumulation_steps not a whole number"),
+        ("TRL", {"lr_scheduler_kwargs": {"min_lr": 1e-6}, "learning_rate": 1e-5},
+         "changed lr_scheduler_kwargs optim.final_fraction = 0.1 (of the peak)"),
+        ("TRL", {"no_such_thing": 1},
+         "unknown no_such_thing not known here; look for it in docs/config.md"),
+        ("TRL", {}, "default learning_rate optim.learning_rate = 2.0e-05 (TRL does "
+         "this when learning_rate is absent)"),
+    ],
+)  # fmt: skip
+def test_lines_by_text(tool: Tool, values: dict[str, Any], line: str) -> None:
+    told = _migrated(tool, **values).report().splitlines()
+    assert line in [" ".join(words.split()) for words in told]
+
+
+def test_steps_win_over_epochs() -> None:
+    result = _migrated("TRL", num_train_epochs=3, max_steps=100)
+    assert "epochs" not in result.config["train"]
+    assert [line.outcome for line in result.lines if line.key == "num_train_epochs"] == ["dropped"]
+    assert result.get("train.steps") == 100
+
+
+@pytest.mark.parametrize("text", ["learning_rate: 1.0e-5\n", "{}", "zzz: 1"])
+def test_a_file_that_could_be_of_any_tool(text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        migrate_document(parse_document(text.encode(), "x.yaml"))
+    assert str(error.value) == (
+        "x.yaml: cannot tell which tool it is for: LLaMA-Factory, Axolotl, TRL have as many of its "
+        "keys. Name the tool."
+    )
+
+
+def test_a_file_without_keys() -> None:
+    with pytest.raises(ConfigError, match=r"^x.yaml: no keys and values. Is it a config\?$"):
+        migrate_document(parse_document(b"- a", "x.yaml"))
+
+
+def test_the_tables_are_about_keys_that_exist() -> None:
+    ours = {f"{section}.{key}" for section in SECTIONS for key in FIELDS[section]}
+    known = {key for table in TABLES.values() for key in table}
+    assert set(CONVERTERS) <= known
+    assert set(TABLES) == set(DEFAULTS) == set(ALWAYS) == set(ROWS)
+    for tool, table in TABLES.items():
+        assert {rule.to for rule in table.values() if rule.to} <= ours
+        assert set(ALWAYS[tool]) <= ours
+        assert {*DEFAULTS[tool], ROWS[tool][0]} <= set(table)
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6)
+    | st.sampled_from(["no", "auto", "steps", "cosine", "0.1", "a,b", "wandb"]),
+    lambda inner: st.lists(inner, max_size=2)
+    | st.dictionaries(st.sampled_from(["path", "type", "data_files", "min_lr"]), inner, max_size=3),
+    max_leaves=4,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("tool", TABLES)
+@given(data=st.data())
+def test_whatever_the_values_every_key_is_accounted_for(tool: Tool, data: st.DataObject) -> None:
+    keys = st.sampled_from(sorted(TABLES[tool]))
+    values = data.draw(st.dictionaries(keys, _VALUES, max_size=6))
+    result = migrate_document(Document(name="x.yaml", value=values), tool)
+    told = [line.key for line in result.lines if line.outcome != "default"]
+    assert sorted(told) == sorted(values)
+    assert len(result.report().splitlines()) >= len(result.lines)
+    with suppress(ConfigError):  # a foreign value that is none of ours is told when it is loaded
+        resolve_config(parse_document(result.to_yaml().encode("utf-8", "replace"), "x.yaml"))

@@ -1,0 +1,168 @@
+"""One file, whole, small, and safe to open whatever a model wrote."""
+
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatrain.errors import ConfigError, DiskError
+from megatrain.report.page import render, write_report
+from megatrain.report.run_folder import FILES, StepLine, read_run
+from tests.report.fake_runs import jsonl, metrics, write_run
+from tests.report.reading import Page, read
+
+CURVES = ("loss", "grad_norm", "learning_rate", "tokens_per_s", "seconds", "num_tokens")
+EVIL = '</pre><script>alert(1)</script><img src=x onerror="a()">\x1b[31m\u202e&lt;\ud800"\'>'
+
+
+def page_of(*folders: Path) -> Page:
+    return read(render([read_run(folder, folder.name) for folder in folders]))
+
+
+def headings(page: Page) -> set[str]:
+    return {value for name, value in page.attributes if name == "href" and value}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "first", num_steps=300)
+
+
+def test_every_section_is_there_and_every_drawing_has_a_title(run: Path) -> None:
+    page = page_of(run)
+    assert headings(page) == {
+        "#summary", "#curves", "#time-of-a-step", "#one-step-by-lane", "#memory", "#plan", "#data",
+        "#samples", "#config", "#machine"}  # fmt: skip
+    told = [value for name, value in page.attributes if name == "aria-label" and value]
+    assert any(text.startswith("Loss by step: smoothed from 2.") for text in told)
+    assert any(text.startswith("One step of 14.") for text in told)
+    for svg in re.findall(r"<svg[^>]*>.{7}", render([read_run(run, "run")])):
+        assert svg.endswith("<title>") or 'aria-hidden="true"' in svg
+
+
+@pytest.mark.parametrize(
+    ("name", "anchor"),
+    [("config.yaml", "#config"), ("trace.json", "#one-step-by-lane"), ("machine.json", "#machine"),
+     ("plan.json", "#memory"), ("samples.jsonl", "#samples"), ("metrics.jsonl", "#curves")],
+)  # fmt: skip
+def test_what_is_missing_has_no_section(tmp_path: Path, name: str, anchor: str) -> None:
+    assert anchor not in headings(
+        page_of(write_run(tmp_path, num_steps=9, without=frozenset({name})))
+    )
+
+
+def test_nothing_is_loaded_and_nothing_runs(run: Path) -> None:
+    html = render([read_run(run, "run")])
+    page = read(html)
+    assert not {"script", "img", "link", "iframe", "object"} & set(page.tags)
+    assert not re.search(r"url\(|@import|https?:", html)
+    assert not any(name.startswith("on") or name == "src" for name, _ in page.attributes)
+    policies = [value for _, value in page.attributes if value and "default-src" in value]
+    assert policies == [
+        "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+    ]
+
+
+def test_foreign_text_stays_text(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "<b>&", num_steps=9)
+    samples = [{"step": step, "prompt": EVIL, "text": f"{step} {EVIL}"} for step in (0, 9)]
+    (folder / "samples.jsonl").write_text(jsonl(samples))
+    (folder / "config.yaml").write_text("a: </pre><script>alert(1)</script>")
+    for name in ("machine.json", "data_card.json"):
+        (folder / name).write_text('{"<script>x": "</td><script>alert(1)</script>"}')
+    (folder / "trace.json").write_text(
+        (folder / "trace.json").read_text().replace("fetch(3)", "</title><script>")
+    )
+    page = page_of(folder, folder)
+    assert not {"script", "img"} & set(page.tags)
+    assert page.text.count("<script>alert(1)</script>") >= 6
+    assert r"\x1b[31m\u202e&lt;\ud800" in page.text
+    render([read_run(folder, "run")]).encode()
+
+
+def test_text_put_in_unescaped_would_be_noticed(run: Path) -> None:
+    html = render([read_run(run, "run")]).replace("Why is the sky blue?", EVIL)
+    with pytest.raises(AssertionError):
+        read(html)
+
+
+def test_a_hundred_thousand_steps_stay_under_a_megabyte(run: Path) -> None:
+    long = read_run(run, "long")
+    long.steps = [
+        StepLine(step=line["step"], values={name: line[name] for name in CURVES if name in line},
+                 split=line["split"], applied=True)
+        for line in metrics(100_000, random.Random(0), 1e-5)
+        if "loss" in line
+    ]  # fmt: skip
+    assert len(long.steps) == 100_000
+    assert len(render([long]).encode()) < 1_000_000
+
+
+def test_spikes_stay_and_what_is_not_finite_is_marked(run: Path) -> None:
+    html = render([read_run(run, "run")])
+    assert "greatest 38" not in html  # of the smoothed curve, which is what is told
+    assert html.count('title="not finite at step 200"') == 2
+    assert "not finite: step 200" in html
+    assert not re.search(r'd="[^"]*(nan|inf)', html)
+
+
+def test_two_runs_are_laid_over_each_other_and_their_settings_compared(
+    run: Path, tmp_path: Path
+) -> None:
+    other = write_run(tmp_path / "second", num_steps=200, seed=1, learning_rate=2e-5)
+    page = page_of(run, other)
+    differences = page.text.split("Config")[-1].split("first: config.yaml")[0]
+    assert "optim.learning_rate" in differences
+    assert "2e-05" in differences
+    assert "train.seed" not in differences
+    assert "second, eval" in page.text
+    assert "The configs are the same." in page_of(run, run).text
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / name / "run", num_steps=3) for name in "ab"]
+    target = tmp_path / "report.html"
+    write_report([*folders, folders[0]], target)
+    text = read(target.read_text()).text
+    assert "a/run" in text
+    assert "b/run" in text
+    assert "a/run (2)" in text
+
+
+def test_files_appear_whole_or_not_at_all(run: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    written = write_report([run], tmp_path / "report.html")
+    assert written == [tmp_path / "report.html", tmp_path / "loss.png"]
+    assert sorted(tmp_path.iterdir()) == sorted(written)
+    assert written[1].read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(DiskError, match=r"cannot write .*taken: Is a directory"):
+        write_report([run], tmp_path / "taken")
+    assert len(list(tmp_path.iterdir())) == 3
+    with pytest.raises(ConfigError, match="at least one run folder"):
+        write_report([], tmp_path / "report.html")
+
+
+def test_strange_names_do_not_trouble_the_picture(tmp_path: Path) -> None:
+    names = ("_hidden", "$x_{", "\u8fd0\u884c")
+    folders = [write_run(tmp_path / name, num_steps=5) for name in names]
+    write_report(folders, tmp_path / "report.html")
+
+
+def test_without_matplotlib_or_a_loss_there_is_no_picture(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare = write_run(tmp_path / "bare", without=frozenset(FILES) - {"config.yaml"})
+    assert write_report([bare], tmp_path / "a.html") == [tmp_path / "a.html"]
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert write_report([run], tmp_path / "b.html") == [tmp_path / "b.html"]
+
+
+def test_a_report_needs_no_torch() -> None:
+    code = "import sys, megatrain.report.page; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,105 @@
+"""What the sections say of a run."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from megatrain.report.config_diff import settings_of
+from megatrain.report.memory_bars import memory_section
+from megatrain.report.run_folder import LedgerLine, Run, Span, StepLine, read_run
+from megatrain.report.samples import samples_section
+from megatrain.report.split import split_shares
+from megatrain.report.summary import facts, limits, sentence
+from megatrain.report.tables import flattened
+from megatrain.report.timeline import timeline_section
+from tests.report.fake_runs import write_run
+from tests.report.reading import read
+
+
+def run_of(*splits: dict[str, float]) -> Run:
+    steps = [
+        StepLine(step=step, values={"seconds": sum(split.values())}, split=split, applied=True)
+        for step, split in enumerate(splits, 1)
+    ]
+    return Run(name="run", steps=steps)
+
+
+def test_the_sentence(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path, num_steps=300), "run")
+    assert sentence(run) == (
+        "300 steps over 39.3M tokens in 1 h 24 min: the loss went from 2.517 to 1.335; "
+        "compute limits the step with 83 % of its time, next comes updating weights with 11 %."
+    )
+    assert facts(run)["Steps not applied"] == "1, the last at step 200"
+    assert facts(run)["Best eval loss"] == "1.363 at step 300"
+    assert sentence(Run(name="run")) == "No step has been logged yet."
+
+
+def test_what_limits_the_step_and_the_setting_that_moves_it() -> None:
+    assert limits(run_of({"compute": 2.0, "fetch": 3.0})) == (
+        "fetching weights limits the step with 60 % of its time; "
+        "a larger train.batch_tokens hides it"
+    )
+    assert limits(run_of({"compute": 1.0, "data": 3.0})) == (
+        "reading data limits the step with 75 % of its time"
+    )
+    assert limits(run_of({"compute": 1.0})) == "compute limits the step with 100 % of its time"
+    assert limits(Run(name="run")) == ""
+
+
+def test_the_first_step_is_left_out_of_the_shares_and_the_rest_is_named(tmp_path: Path) -> None:
+    run = run_of({"data": 100.0}, {"compute": 3.0})
+    assert split_shares(run) == {"compute": 1.0}
+    line = {"step": 1, "seconds": 4.0, "split": {"compute": 3.0, "fetch": -1.0, "data": math.nan}}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line))
+    assert split_shares(read_run(tmp_path, "run")) == {"compute": 0.75, "other": 0.25}
+
+
+def test_pinned_memory_counts_as_host_memory() -> None:
+    ledger = [LedgerLine("host", "moments", 2**31), LedgerLine("pinned", "weights", 2**31),
+              LedgerLine("disk", "checkpoint", 2**30)]  # fmt: skip
+    run = Run(name="run", ledger=ledger, measured={"host_peak_bytes": 2.0**32})
+    text = read(memory_section([run])).text
+    assert "Host memory measured 100 % of the plan" in text
+    assert "planned4.0 GiB" in text
+    assert "weights (pinned)2.0 GiB" in text
+    assert "Disk" in text
+    assert "Device memory" not in text
+
+
+def test_many_small_spans_are_one_path() -> None:
+    small = [Span("compute", "forward", "f", n / 1e4, n / 1e4 + 9e-5) for n in range(9_000)]
+    run = Run(name="run", spans=[*small, Span("compute", "head", "head(0)", 0.9, 1.0)])
+    html = timeline_section([run])
+    assert "<title>head(0): 100 ms</title>" in html
+    assert len(html) < 3_000
+
+
+def test_runs_that_began_alike_share_their_first_answers(tmp_path: Path) -> None:
+    runs = [read_run(write_run(tmp_path / name, num_steps=5), name) for name in "ab"]
+    text = read(samples_section(runs)).text
+    assert text.count("The sky is blue. The sky is blue.") == 1
+    assert "a: before, step 0" in text
+    assert "b: after, step 5" in text
+    assert "b: before" not in text
+
+
+def test_facts_are_written_by_their_names() -> None:
+    facts = {"device_bytes": 2**30, "load_s": 90, "copy_bytes_per_s": 2**30, "length": {"p50": 388},
+             "ok": True, "no": None, "list": [1, 2]}  # fmt: skip
+    assert flattened(facts) == {
+        "device bytes": "1.0 GiB", "load s": "1 min 30 s", "copy bytes per s": "1.0 GiB/s",
+        "length, p50": "388", "ok": "yes", "no": "none", "list": "1, 2"}  # fmt: skip
+
+
+def test_configs_that_unfold_without_end_are_cut() -> None:
+    bomb = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+        f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n"
+        for old, new in zip("abcdefghi", "bcdefghij", strict=True)
+    )
+    assert all(len(text) < 400 for text in (settings_of(bomb) or {}).values())
+    assert settings_of("a: [") is None
+    assert settings_of("only text") is None
+    assert settings_of("a: {b: 1, c: x}\n") == {"a.b": "1", "a.c": "x"}
