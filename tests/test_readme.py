@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -21,7 +22,14 @@ def _blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.S)
 
 
-def test_commands_run() -> None:
+def test_commands_run(tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    searched = [str(Path(part).resolve()) for part in os.environ.get("PYTHONPATH", "").split(":")]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": ":".join(searched),
+        "MEGATRAIN_CACHE": str(tmp_path / "cache"),
+    }
     commands = [line for block in _blocks("bash") for line in block.splitlines()]
     installs = [c for c in commands if "venv .venv" in c or "pip install" in c]
     assert len(installs) == 3
@@ -31,7 +39,7 @@ def test_commands_run() -> None:
                 command.replace(".venv/bin/megatrain", f"{sys.executable} -m megatrain")
             )
             words[0] = sys.executable
-            subprocess.run(words, cwd=ROOT, check=True, capture_output=True)
+            subprocess.run(words, cwd=tmp_path, env=environment, check=True, capture_output=True)
 
 
 def test_the_python_example_runs(tmp_path: Path) -> None:
