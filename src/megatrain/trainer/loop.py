@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from megatrain.config import Config, dump_config
 from megatrain.disk.hf import HostModel, load_model
 from megatrain.errors import RunFolderError
 from megatrain.memory.host import resident_bytes
+from megatrain.memory.ledger import Ledger, Line
 from megatrain.memory.store import WITH_CLIP, WITHOUT_CLIP, store_ledger
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.learning_rate import LearningRate
@@ -81,6 +83,7 @@ class Trainer:
         self.tokenizer = load_tokenizer(config.model.name_or_path)
         self.data: TrainingData = open_data(config, self.tokenizer, self.resolved)
         self.num_steps = config.train.steps or self.data.steps_of(config.train.epochs or 1.0)
+        self._base_bytes = resident_bytes()
         late = self.resolved.update == "late"
         self.home: HostModel = load_model(
             config.model.name_or_path,
@@ -235,13 +238,14 @@ class Trainer:
         )
 
     def _write_plan(self) -> None:
-        ledger = store_ledger(self.home.store.layout, self.home.store.kinds)
+        base = Line(place="host", purpose="Python and libraries", num_bytes=self._base_bytes)
+        ledger = Ledger([base]) + store_ledger(self.home.store.layout, self.home.store.kinds)
         lines = [
             {"place": line.place, "purpose": line.purpose, "num_bytes": line.num_bytes}
             for line in ledger.lines
         ]
         measured = {
-            "host_peak_bytes": resident_bytes(),
+            "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
             "device_peak_bytes": self.device.peak_bytes,
         }
         settings = self.resolved.facts()
