@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megatrain.version import __version__
 
 if TYPE_CHECKING:
+    from megatrain.config import Config, load_config
     from megatrain.disk.hf import HostModel, load_model
     from megatrain.errors import MegaTrainError
     from megatrain.memory.layout import Kind
@@ -20,10 +21,12 @@ if TYPE_CHECKING:
     from megatrain.pipeline.batch import MicroBatch, StepResult
     from megatrain.pipeline.device import CpuDevice
     from megatrain.pipeline.engine import Engine
+    from megatrain.trainer.loop import Trainer
 
 _HOMES = {
     "Accelerator": "megatrain.pipeline.accelerator",
     "AdamW": "megatrain.optim.adamw",
+    "Config": "megatrain.config",
     "CpuDevice": "megatrain.pipeline.device",
     "Engine": "megatrain.pipeline.engine",
     "HostModel": "megatrain.disk.hf",
@@ -32,12 +35,15 @@ _HOMES = {
     "MegaTrainError": "megatrain.errors",
     "MicroBatch": "megatrain.pipeline.batch",
     "StepResult": "megatrain.pipeline.batch",
+    "Trainer": "megatrain.trainer.loop",
     "accelerator": "megatrain.pipeline.accelerator",
+    "load_config": "megatrain.config",
     "load_model": "megatrain.disk.hf",
 }
 __all__ = [
     "Accelerator",
     "AdamW",
+    "Config",
     "CpuDevice",
     "Engine",
     "HostModel",
@@ -46,8 +52,10 @@ __all__ = [
     "MegaTrainError",
     "MicroBatch",
     "StepResult",
+    "Trainer",
     "__version__",
     "accelerator",
+    "load_config",
     "load_model",
 ]
 

@@ -38,7 +38,7 @@ from megatrain.pipeline.engine import Engine
 from megatrain.sampling import continue_texts
 from megatrain.trainer.dataset import TrainingData, load_tokenizer, open_data
 from megatrain.trainer.live import Live
-from megatrain.trainer.resolve import Resolved, open_device, resolve
+from megatrain.trainer.resolve import Resolved, open_device, refuse_unsupported, resolve
 from megatrain.trainer.run_folder import RunFolder, machine_facts
 from megatrain.trainer.step_time import step_split
 
@@ -78,6 +78,7 @@ class Trainer:
             raise RunFolderError(
                 f"{folder.path}: holds a run already. Give save.dir another folder, or remove it."
             )
+        refuse_unsupported(config)
         self.device, name = open_device(config)
         self.resolved: Resolved = resolve(config, self.device, name)
         self.tokenizer = load_tokenizer(config.model.name_or_path)
@@ -134,6 +135,7 @@ class Trainer:
         total_tokens, eval_loss = 0, None
         with Live(self.num_steps) as live:
             live.say(self._opening())
+            live.say("no checkpoints are written yet: the model is saved when the run ends")
             eval_loss = self._look(0, live)
             for step in range(1, self.num_steps + 1):
                 metrics, result = self._step(step)
