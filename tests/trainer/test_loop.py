@@ -131,6 +131,12 @@ def test_what_nothing_reads_yet_is_refused(asked: str, tmp_path: Path) -> None:
         Trainer(load_config(path, [asked]))
 
 
+def test_a_model_that_is_not_there_is_said(config: Config) -> None:
+    missing = config.model.model_copy(update={"name_or_path": "some/model"})
+    with pytest.raises(ModelFolderError, match=r"^some/model: is no folder\. .*`hf download"):
+        Trainer(config.model_copy(update={"model": missing}))
+
+
 def test_a_folder_without_a_tokenizer_is_said(config: Config) -> None:
     for path in Path(config.model.name_or_path).glob("tokenizer*"):
         path.unlink()

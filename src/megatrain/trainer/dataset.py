@@ -106,6 +106,11 @@ def load_tokenizer(folder: str | Path) -> Any:
     """Return the tokenizer of a model folder. Raises ModelFolderError, whatever goes wrong."""
     from transformers import AutoTokenizer
 
+    if not Path(folder).is_dir():
+        raise ModelFolderError(
+            f"{folder}: is no folder. Models are read from disk: `hf download {folder}` fetches one "
+            "from the Hub and prints its folder."
+        )
     try:
         return AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=False, local_files_only=True

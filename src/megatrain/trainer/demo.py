@@ -42,6 +42,7 @@ log: {{every: 10}}
 
 def write_demo(folder: Path, *, num_steps: int = 120) -> Path:
     """Write model, tokenizer, rows and config into a folder; return the config's path."""
+    folder = folder.resolve()  # the config works from anywhere
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(folder / "model")
