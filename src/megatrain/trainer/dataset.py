@@ -108,8 +108,8 @@ def load_tokenizer(folder: str | Path) -> Any:
 
     if not Path(folder).is_dir():
         raise ModelFolderError(
-            f"{folder}: is no folder. Models are read from disk: `hf download {folder}` fetches one "
-            "from the Hub and prints its folder."
+            f"{folder}: is no folder. Models are read from disk: `hf download {folder}` fetches "
+            "one from the Hub and prints its folder."
         )
     try:
         return AutoTokenizer.from_pretrained(
