@@ -21,6 +21,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from megatrain.data.encoding import Encoded, mask_of
+from megatrain.data.micro_batches import Documents
 from megatrain.data.packing import Lengths
 from megatrain.data.skipped import Skipped
 from megatrain.errors import DataError
@@ -76,7 +77,7 @@ class Prepared:
 class Joined:
     """Several prepared sources as one, numbered through: what `Mixed` orders."""
 
-    def __init__(self, parts: Sequence[Prepared]) -> None:
+    def __init__(self, parts: Sequence[Documents]) -> None:
         self.parts = tuple(parts)
         self.lengths: Lengths = np.concatenate([part.lengths for part in parts])
         self._firsts = np.cumsum([0, *(len(part.lengths) for part in parts)])

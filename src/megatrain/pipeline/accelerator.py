@@ -10,7 +10,7 @@ So there is nothing to tell the allocator (`record_stream`), and memory is free 
 
 Laws (tests/simulated)
     1. The bits of the CPU, whatever the streams' timing; no two streams touch a byte unordered.
-    2. No allocation by this module between the first ops of a step and its last.
+    2. Between the first ops of a step and its last it allocates nothing but the step's inputs.
     3. No op waits for the device on the host.
 """
 

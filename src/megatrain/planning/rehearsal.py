@@ -126,9 +126,9 @@ class _MetaMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             weakref.finalize(storage, self._forget, key, storage.nbytes())
 
     @contextmanager
-    def counting(self, *, counts: bool = True) -> Iterator[None]:
-        """Count what is made meanwhile; or do not, as what stands for host memory."""
-        before, self._counts = self._counts, counts
+    def counting(self) -> Iterator[None]:
+        """Count what is made meanwhile; other memory stands for the host's."""
+        before, self._counts = self._counts, True
         yield
         self._counts = before
 

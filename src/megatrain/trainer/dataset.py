@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from megatrain.data.prepared import Joined, Prepared
 from megatrain.data.steps import Position, Steps
 from megatrain.errors import DataError, ModelFolderError
 from megatrain.pipeline.batch import MicroBatch
+from megatrain.pipeline.engine import Engine
 from megatrain.trainer.resolve import Resolved
 
 CACHE = "MEGATRAIN_CACHE"
@@ -85,7 +86,7 @@ def open_data(config: Config, tokenizer: Any, resolved: Resolved) -> TrainingDat
         held += evaluation
     if isinstance(data.eval, tuple):
         held = [_prepared(config, tokenizer, source.path) for source in data.eval]
-    documents = kept[0] if len(kept) == 1 else Joined(kept)  # type: ignore[arg-type]
+    documents = kept[0] if len(kept) == 1 else Joined(kept)
     weights = [source.weight for source in data.train]
     sizes = [len(part.lengths) for part in kept]
     order: Order = (
@@ -94,7 +95,7 @@ def open_data(config: Config, tokenizer: Any, resolved: Resolved) -> TrainingDat
     steps = _steps(config, documents, order, tokenizer, resolved)
     evaluation_steps = None
     if held:
-        judged = held[0] if len(held) == 1 else Joined(held)  # type: ignore[arg-type]
+        judged = held[0] if len(held) == 1 else Joined(held)
         if (most := config.eval.max_rows) is not None:
             judged = Subset(judged, np.arange(min(most, len(judged.lengths)), dtype=np.int64))
         in_order = InOrder(len(judged.lengths))
@@ -121,6 +122,21 @@ def load_tokenizer(folder: str | Path) -> Any:
         raise ModelFolderError(
             f"{folder}: its tokenizer cannot be read: {type(error).__name__}: {str(error)[:300]}"
         ) from error
+
+
+def end_tokens(tokenizer: Any) -> frozenset[int]:
+    """Return the tokens that end a text."""
+    end = tokenizer.eos_token_id
+    return frozenset() if end is None else frozenset({int(end)})
+
+
+def mean_loss(engine: Engine, batches: Iterable[list[MicroBatch]]) -> tuple[float, int] | None:
+    """Return the mean loss over the trained tokens of all batches, and their number."""
+    total, count = 0.0, 0
+    for batch in batches:
+        part, num = engine.evaluate(batch)
+        total, count = total + part, count + num
+    return (total / count, count) if count else None
 
 
 def _prepared(config: Config, tokenizer: Any, path: str) -> Prepared:

@@ -36,7 +36,13 @@ from megatrain.optim.learning_rate import LearningRate
 from megatrain.pipeline.batch import StepResult
 from megatrain.pipeline.engine import Engine
 from megatrain.sampling import continue_texts
-from megatrain.trainer.dataset import TrainingData, load_tokenizer, open_data
+from megatrain.trainer.dataset import (
+    TrainingData,
+    end_tokens,
+    load_tokenizer,
+    mean_loss,
+    open_data,
+)
 from megatrain.trainer.live import Live
 from megatrain.trainer.resolve import Resolved, open_device, refuse_unsupported, resolve
 from megatrain.trainer.run_folder import RunFolder, machine_facts
@@ -160,11 +166,8 @@ class Trainer:
 
     def evaluate(self) -> float | None:
         """Return the mean loss over the evaluation's tokens; None without such data."""
-        total, count = 0.0, 0
-        for batch in self.data.eval_batches():
-            part, num = self.engine.evaluate(batch)
-            total, count = total + part, count + num
-        return total / count if count else None
+        found = mean_loss(self.engine, self.data.eval_batches())
+        return None if found is None else found[0]
 
     def export(self, folder: str | Path) -> None:
         """Write the model as a folder that `from_pretrained` loads."""
@@ -220,9 +223,7 @@ class Trainer:
         prompts = self.data.prompts(self.config.eval.samples)
         if not prompts:
             return
-        end = self.tokenizer.eos_token_id
-        ends = frozenset() if end is None else frozenset({int(end)})
-        made = continue_texts(self.engine, prompts, SAMPLE_TOKENS, ends)
+        made = continue_texts(self.engine, prompts, SAMPLE_TOKENS, end_tokens(self.tokenizer))
         for prompt, tokens in zip(prompts, made, strict=True):
             texts = {"prompt": self._text(prompt), "text": self._text(tokens)}
             self.folder.append("samples.jsonl", {"step": step, **texts})

@@ -5,17 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from megatrain.config import Config, load_config
 from megatrain.data.prepare import prepare
 from megatrain.data.prepared import Prepared
+from megatrain.disk.folder import read_config_bytes
 from megatrain.disk.hf import HostModel, load_model
 from megatrain.errors import ConfigError, RunFolderError
 from megatrain.memory.layout import Kind
 from megatrain.migration import migrate
+from megatrain.models.model_config import parse_config
 from megatrain.pipeline.engine import Engine
 from megatrain.report.page import write_report
 from megatrain.sampling import continue_texts
-from megatrain.trainer.dataset import cache_folder, load_tokenizer, open_data
+from megatrain.trainer.dataset import (
+    cache_folder,
+    end_tokens,
+    load_tokenizer,
+    mean_loss,
+    open_data,
+)
 from megatrain.trainer.demo import streamed_equals_resident, write_demo
 from megatrain.trainer.loop import Trainer
 from megatrain.trainer.preview import show_card, show_rows
@@ -69,13 +79,11 @@ def evaluate_model(model: Path, data: Path, max_rows: int | None) -> str:
     device, name = open_device(config)
     opened = open_data(config, tokenizer, resolve(config, device, name))
     home = _loaded(folder)
-    total, count = 0.0, 0
     with Engine(home.decoder, home.store, device=device) as engine:
-        for batch in opened.eval_batches():
-            part, num = engine.evaluate(batch)
-            total, count = total + part, count + num
+        found = mean_loss(engine, opened.eval_batches())
     opened.close()
-    loss = total / count
+    assert found is not None, "prepared data has a trained token"
+    loss, count = found
     return f"loss {loss:.4f} over {count:,} trained tokens"
 
 
@@ -87,13 +95,12 @@ def sample_from(
     tokenizer = load_tokenizer(folder)
     home = _loaded(folder)
     asked = [_prompt_tokens(tokenizer, prompt) for prompt in prompts]
-    end = tokenizer.eos_token_id
     with Engine(home.decoder, home.store) as engine:
         made = continue_texts(
             engine,
             asked,
             max_new_tokens,
-            frozenset() if end is None else frozenset({int(end)}),
+            end_tokens(tokenizer),
             temperature=temperature,
         )
     return [str(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in made]
@@ -142,10 +149,7 @@ def model_folder(path: Path) -> Path:
 
 def _loaded(folder: Path) -> HostModel:
     """Load a model to be read, in the precision of its folder; it gets no moments."""
-    import json
-
-    stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    single = (stored.get("dtype") or stored.get("torch_dtype")) == "float32"
+    single = parse_config(read_config_bytes(folder)).dtype is torch.float32
     return load_model(folder, dtype="fp32" if single else "bf16", kinds=(Kind.HI,))
 
 
