@@ -32,8 +32,8 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig
 
+from megatrain.disk.direct import aligned_buffer, as_memory
 from megatrain.disk.export import export_weights
-from megatrain.disk.files import aligned_buffer, as_memory
 from megatrain.disk.hf import HostModel, load_model
 from megatrain.memory.host import resident_bytes
 from megatrain.memory.layout import Kind, build_layout
@@ -144,7 +144,7 @@ def _write_model(folder: Path, num_params: int) -> Path:
         weights.random_(0x3C00, 0x3D00, generator=generator)
     folder.mkdir()
     config_json = config.to_json_string().encode()
-    export_weights(folder, decoder, store, config_json=config_json, carry_from=folder)
+    export_weights(folder, decoder, store, config_json=config_json, carried={})
     return folder
 
 

@@ -4,6 +4,7 @@ Every failure that is not a bug of ours is one of these. Each has a `code` that 
 scripts may rely on, and the `exit_code` the command line ends with:
 
     1 bug   2 user's config   3 does not fit   4 model folder or data   5 environment
+    130 interrupted
 
 A message says what, where, the numbers, and the cheapest way out.
 """
@@ -39,6 +40,12 @@ class PlayerStopped(MegaTrainError):
     """Work was given to a player that has failed or was closed."""
 
     code = "MT103"
+
+
+class SnapshotLost(MegaTrainError):
+    """Training failed while its state was being saved; that save is given up."""
+
+    code = "MT104"
 
 
 class ConfigError(MegaTrainError):
@@ -118,6 +125,20 @@ class DataError(MegaTrainError):
     exit_code = 4
 
 
+class CheckpointDamaged(MegaTrainError):
+    """A checkpoint that is not whole: a file is missing, cut, changed, or of another save."""
+
+    code = "MT409"
+    exit_code = 4
+
+
+class CheckpointMismatch(MegaTrainError):
+    """A whole checkpoint that this run cannot go on from: another model, data or version."""
+
+    code = "MT410"
+    exit_code = 4
+
+
 class DiskError(MegaTrainError):
     """The system failed to read or write a file."""
 
@@ -130,6 +151,13 @@ class RunFolderError(MegaTrainError):
 
     code = "MT502"
     exit_code = 5
+
+
+class Interrupted(MegaTrainError):
+    """A signal, or too little memory, ended a run; what it says tells whether it was saved."""
+
+    code = "MT130"
+    exit_code = 130
 
 
 def printable(text: str) -> str:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatrain import load_model
-from megatrain.disk import files
+from megatrain import files, load_model
 from megatrain.disk.hf import HostModel
 from megatrain.errors import DiskError
 from megatrain.memory.layout import Kind
 from tests.families import save_tiny
+from tests.faulty_os import faulty
 
 SHARDED, SINGLE = 150_000, 1 << 40
 
@@ -63,33 +63,17 @@ def test_over_an_existing_export(model: HostModel, first: int, second: int, tmp_
 @pytest.mark.parametrize("first", [SHARDED, SINGLE])
 @pytest.mark.parametrize("second", [SHARDED, SINGLE])
 def test_a_failure_at_any_call_leaves_old_or_new(
-    model: HostModel, first: int, second: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: HostModel, first: int, second: int, tmp_path: Path
 ) -> None:
     target = tmp_path / "target"
     model.export(target, shard_bytes=first)
     _change(model)
-    owners = {"fsync": os, "pwrite": os, "unlink": Path, "replace": Path}
-    calls = {name: getattr(owner, name) for name, owner in owners.items()}
     seen = []
     for fail_at in range(200):
-        count = 0
-
-        def counted(name: str, limit: int = fail_at):  # type: ignore[no-untyped-def]
-            def call(*args: object) -> object:
-                nonlocal count
-                count += 1
-                if count == limit + 1:
-                    raise OSError(28, "No space left on device")
-                return calls[name](*args)
-
-            return call
-
-        with monkeypatch.context() as patch:
-            for name in calls:
-                patch.setattr(owners[name], name, counted(name))
+        failed = False
+        with faulty(fail_at=fail_at):
             try:
                 model.export(target, shard_bytes=second)
-                failed = False
             except DiskError:
                 failed = True
         if fail_at % 5 == 0 or not failed:  # reading it back takes most of the time
@@ -121,12 +105,16 @@ def test_over_its_own_source(model: HostModel, tmp_path: Path) -> None:
     assert (source / "README.md").read_text() == "mine"
 
 
-def test_what_travels_with_the_weights(model: HostModel, tmp_path: Path) -> None:
+def test_what_travels_with_the_weights(tmp_path: Path) -> None:
+    """Also when the folder it came from is gone by then."""
+    save_tiny(tmp_path / "source")
     carried = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json",
                "merges.txt", "tokenizer.model", "chat_template.jinja"]  # fmt: skip
     left = ["optimizer.pt", "modeling_evil.py", "README.md", "training_args.bin"]
     for name in carried + left:
         (tmp_path / "source" / name).write_text(name)
+    model = load_model(tmp_path / "source")
+    shutil.rmtree(tmp_path / "source")
     model.export(tmp_path / "target")
     names = {path.name for path in (tmp_path / "target").iterdir()}
     assert names == {*carried, "config.json", "generation_config.json", "model.safetensors"}

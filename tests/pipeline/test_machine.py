@@ -124,7 +124,7 @@ def test_frozen_params_are_not_trained() -> None:
 
 def test_nothing_has_been_updated_at_first() -> None:
     machine = machine_of(world_of("llama, partly frozen"), CpuDevice(), update="late")
-    assert machine.num_updates == {2: 0, 4: 0, 5: 0}
+    assert machine.gate.num_updates == {2: 0, 4: 0, 5: 0}
     assert not machine.half_applied
     assert not machine.verdict.applies
     assert torch.equal(torch.tensor(machine.verdict.scale), torch.tensor(1.0))

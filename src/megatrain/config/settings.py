@@ -202,8 +202,14 @@ class TrainSettings(Section):
         "which saves 2 bytes a parameter.",
     )
     seed: Seed = Field(default=42, description="Seed of dropout.")
-    on_nonfinite: Literal["stop", "skip"] = Field(
-        default="stop", description="What to do with a step whose gradient is not finite, twice."
+    on_nonfinite: Literal["stop", "skip", "rollback"] = Field(
+        default="stop",
+        description="What to do with a step whose gradient is not finite, twice; rollback goes "
+        "back to the last checkpoint and leaves the step out.",
+    )
+    on_spike: Literal["record", "stop", "rollback"] = Field(
+        default="record",
+        description="What to do with a step whose loss or gradient norm is far above the last 64.",
     )
     compile: bool = Field(default=False, description="Let torch compile the layers.")
 
@@ -298,6 +304,10 @@ class SaveSettings(Section):
         default=500, description="Steps between checkpoints; null saves at the end only."
     )
     keep: Whole = Field(default=2, ge=1, description="Checkpoints to keep; older ones are deleted.")
+    best: bool = Field(
+        default=False,
+        description="Also save when an evaluation is the best so far, and keep that checkpoint.",
+    )
 
 
 class LogSettings(Section):

@@ -130,7 +130,9 @@ class Steps:
     def _order_mark(self) -> str:
         """Name all that decides which rows a position means."""
         windows = self._windows
-        kind = type(windows.order).__name__, windows.order.rows(0, 0, 64).tolist()
+        first = windows.order.rows(0, 0, 64).tolist()
+        tokens = [self._documents.tokens(row)[0].tolist() for row in first]
+        kind = type(windows.order).__name__, first, tokens
         lengths = hashlib.blake2b(self._documents.lengths.tobytes()).hexdigest()
         settings = (windows.max_length, windows.packing, self._seed, WINDOW)
         return hashlib.blake2b(repr((kind, lengths, settings)).encode(), digest_size=8).hexdigest()

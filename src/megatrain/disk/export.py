@@ -15,25 +15,15 @@ from __future__ import annotations
 
 import json
 import secrets
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from megatrain.disk.files import (
-    DirectWriter,
-    make_folder,
-    remove,
-    rename,
-    temporary_name,
-    write_file,
-)
-from megatrain.disk.folder import INDEX_NAME, SINGLE_NAME, carried_files, read_index
-from megatrain.disk.names import FolderTensor, NameMap
-from megatrain.disk.safetensors_format import format_header
-from megatrain.errors import ModelFolderError, WeightsFormatError
-from megatrain.memory.layout import Kind
+from megatrain.disk.direct import WriteQueue
+from megatrain.disk.folder import INDEX_NAME, SINGLE_NAME, read_index
+from megatrain.disk.weights_file import NamedTensor, WeightsFile, folder_tensors
+from megatrain.errors import DiskError, ModelFolderError, WeightsFormatError
+from megatrain.files import make_folder, remove, rename, temporary_name, write_file
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
 from megatrain.models.model_config import CONFIG_NAME, read_object
@@ -42,52 +32,33 @@ from megatrain.progress import Advance, byte_progress
 SHARD_BYTES = 5_000_000_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Shard:
-    name: str
-    tensors: tuple[tuple[FolderTensor, Tensor], ...]
-
-
 def export_weights(
     folder: Path,
     decoder: Decoder,
     store: Store,
     *,
     config_json: bytes,
-    carry_from: Path,
+    carried: Mapping[str, bytes],
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write the model to `folder`: shards, index, config, and what `carry_from` has beside them.
+    """Write the model to `folder`: shards, index, config, and the `carried` files, by name.
 
     Raises DiskError; the folder then still holds what it held before.
     """
     make_folder(folder)
-    tensors = _tensors(decoder, store)
+    tensors = [tensor for _, tensor in folder_tensors(decoder, store)]
     old = _present_weights(folder)
     shards = _plan_shards(tensors, shard_bytes, taken=old)
-    _carry_files(carry_from, folder)
-    write_file(folder / CONFIG_NAME, _config_bytes(config_json, decoder))
-    total_bytes = sum(values.nbytes for _, values in tensors)
+    for name, data in {**carried, CONFIG_NAME: config_bytes(config_json, decoder)}.items():
+        write_file(folder / name, data)
+    total_bytes = sum(tensor.values.nbytes for tensor in tensors)
     with byte_progress(f"exporting {folder.name}", total_bytes) as advance:
-        _write_weights(folder, shards, total_bytes, advance)
+        _write_weights(folder, shards, advance)
     kept = {shard.name for shard in shards} | ({INDEX_NAME} if len(shards) > 1 else set())
     for name in sorted(
         old - kept, key=lambda name: (name != SINGLE_NAME, name != INDEX_NAME, name)
     ):
         remove(folder / name)
-
-
-def _tensors(decoder: Decoder, store: Store) -> list[tuple[FolderTensor, Tensor]]:
-    """Return the folder's tensors and their values: views of the store, no copies."""
-    buffers = decoder.persistent_buffers()
-    result = []
-    for tensor in NameMap(decoder).tensors.values():
-        source = buffers.get(tensor.param)
-        if source is None:
-            source = store.param(tensor.param, Kind.HI)
-        values = source.reshape(-1)[tensor.start : tensor.start + tensor.num_elements]
-        result.append((tensor, values))
-    return result
 
 
 def _present_weights(folder: Path) -> set[str]:
@@ -103,46 +74,51 @@ def _present_weights(folder: Path) -> set[str]:
 
 
 def _plan_shards(
-    tensors: list[tuple[FolderTensor, Tensor]], shard_bytes: int, taken: set[str]
-) -> list[_Shard]:
+    tensors: list[NamedTensor], shard_bytes: int, taken: set[str]
+) -> list[WeightsFile]:
     """Return the tensors in shards of at most `shard_bytes` (or one tensor), under free names."""
-    groups: list[list[tuple[FolderTensor, Tensor]]] = [[]]
+    groups: list[list[NamedTensor]] = [[]]
     size = 0
-    for item in tensors:
-        if groups[-1] and size + item[1].nbytes > shard_bytes:
+    for tensor in tensors:
+        if groups[-1] and size + tensor.values.nbytes > shard_bytes:
             groups.append([])
             size = 0
-        groups[-1].append(item)
-        size += item[1].nbytes
+        groups[-1].append(tensor)
+        size += tensor.values.nbytes
     if len(groups) == 1:
-        return [_Shard(name=SINGLE_NAME, tensors=tuple(groups[0]))]
+        return [WeightsFile(name=SINGLE_NAME, tensors=groups[0])]
     stem = "model"
-    while True:
-        names = [
-            f"{stem}-{i:05}-of-{len(groups):05}.safetensors" for i in range(1, len(groups) + 1)
-        ]
-        if not taken & set(names):
-            break
+    while taken & set(shard_names(len(groups), stem)):
         stem = f"model-{secrets.token_hex(3)}"
-    return [_Shard(name=n, tensors=tuple(g)) for n, g in zip(names, groups, strict=True)]
+    names = shard_names(len(groups), stem)
+    return [WeightsFile(name=n, tensors=g) for n, g in zip(names, groups, strict=True)]
 
 
-def _write_weights(folder: Path, shards: list[_Shard], total_bytes: int, advance: Advance) -> None:
+def shard_names(count: int, stem: str = "model") -> list[str]:
+    """Return the names that readers expect of a model in `count` files."""
+    return [f"{stem}-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+
+
+def index_bytes(shards: Sequence[WeightsFile]) -> bytes:
+    """Return the index that says which tensor is in which shard."""
+    weight_map = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
+    index = {
+        "metadata": {"total_size": sum(shard.data_bytes for shard in shards)},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    return json.dumps(index, indent=2).encode() + b"\n"
+
+
+def _write_weights(folder: Path, shards: list[WeightsFile], advance: Advance) -> None:
     """Write all shards, then make them the folder's weights by one rename."""
-    if len(shards) == 1:
-        _write_shard(folder / SINGLE_NAME, shards[0], advance)
-        return
     written: list[Path] = []
     try:
-        for shard in shards:
-            _write_shard(folder / shard.name, shard, advance)
-            written.append(folder / shard.name)
-        weight_map = {tensor.name: shard.name for shard in shards for tensor, _ in shard.tensors}
-        index = {
-            "metadata": {"total_size": total_bytes},
-            "weight_map": dict(sorted(weight_map.items())),
-        }
-        write_file(folder / INDEX_NAME, json.dumps(index, indent=2).encode() + b"\n")
+        with WriteQueue() as carrier:
+            for shard in shards:
+                _write_shard(folder / shard.name, shard, carrier, advance)
+                written.append(folder / shard.name)
+        if len(shards) > 1:
+            write_file(folder / INDEX_NAME, index_bytes(shards))
     except BaseException:
         # The failure may have come after the rename: then these are the folder's weights.
         for path in written:
@@ -151,32 +127,21 @@ def _write_weights(folder: Path, shards: list[_Shard], total_bytes: int, advance
         raise
 
 
-def _write_shard(path: Path, shard: _Shard, advance: Advance) -> None:
-    header, data_bytes = format_header((t.name, v.dtype, t.shape) for t, v in shard.tensors)
+def _write_shard(path: Path, shard: WeightsFile, carrier: WriteQueue, advance: Advance) -> None:
     temporary = temporary_name(path)
-    with DirectWriter(temporary, len(header) + data_bytes) as writer:
-        writer.write(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-        for _, values in shard.tensors:
-            writer.write(values.view(torch.uint8))
-            advance(values.nbytes)
+    with shard.fill(temporary, carrier, advance) as writer:
         writer.finish()
     try:
         rename(temporary, path)
-    finally:
-        remove(temporary)
+    except BaseException:
+        with suppress(DiskError):
+            remove(temporary)
+        raise
 
 
-def _config_bytes(config_json: bytes, decoder: Decoder) -> bytes:
+def config_bytes(config_json: bytes, decoder: Decoder) -> bytes:
     """Return the model's own config, saying the dtype that was written."""
     fields = read_object(config_json)
     fields.pop("torch_dtype", None)
     fields["dtype"] = str(decoder.model.dtype).removeprefix("torch.")
     return json.dumps(fields, indent=2).encode() + b"\n"
-
-
-def _carry_files(source: Path, target: Path) -> None:
-    """Copy the tokenizer and generation files, unless they are there already."""
-    if source.resolve() == target.resolve() or not source.is_dir():
-        return
-    for name, path in carried_files(source).items():
-        write_file(target / name, path.read_bytes())

@@ -83,7 +83,7 @@ def _require_folder(folder: Path) -> None:
         raise ModelFolderError(f"{folder} is not a folder. Give a local Hugging Face model folder.")
 
 
-def carried_files(folder: Path) -> dict[str, Path]:
+def read_carried(folder: Path) -> dict[str, bytes]:
     """Return the files that an export takes over, by name. Raises ModelFolderError.
 
     A tokenizer that is a link to a private file would be published with the next export.
@@ -96,7 +96,7 @@ def carried_files(folder: Path) -> dict[str, Path]:
                 raise ModelFolderError(
                     f"{folder / name} is larger than {MAX_CARRIED_BYTES >> 20} MiB: refused"
                 )
-    return files
+        return {name: path.read_bytes() for name, path in files.items()}
 
 
 def read_index(folder: Path) -> dict[str, str]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from megatrain.disk.export import SHARD_BYTES, export_weights
-from megatrain.disk.folder import carried_files, read_config_bytes
+from megatrain.disk.folder import read_carried, read_config_bytes
 from megatrain.disk.load import load_weights
 from megatrain.memory.layout import Kind, build_layout
 from megatrain.memory.store import WITH_CLIP, Store
@@ -24,6 +25,8 @@ class HostModel:
     source: Path
     """The folder it came from."""
     config_json: bytes
+    carried: Mapping[str, bytes]
+    """Tokenizer and generation files, by name: they go with every export and checkpoint."""
 
     def export(self, folder: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:
         """Write the weights as a folder that `from_pretrained` loads. Safe over `source` too."""
@@ -32,7 +35,7 @@ class HostModel:
             self.decoder,
             self.store,
             config_json=self.config_json,
-            carry_from=self.source,
+            carried=self.carried,
             shard_bytes=shard_bytes,
         )
 
@@ -51,10 +54,25 @@ def load_model(
     transformers, None for its own choice. Raises ModelConfigError,
     NotSplittable, DoesNotFit, ModelFolderError, WeightsFormatError, WeightsMismatch or DiskError.
     """
+    home = open_model(folder, dtype=dtype, kinds=kinds, frozen=frozen, attn=attn)
+    load_weights(home.source, home.decoder, home.store)
+    return home
+
+
+def open_model(
+    folder: str | Path,
+    *,
+    dtype: Literal["bf16", "fp32"],
+    kinds: tuple[Kind, ...],
+    frozen: tuple[str, ...],
+    attn: str | None,
+) -> HostModel:
+    """Return what `load_model` does, its weights not yet read: all zeros."""
     source = Path(folder)
     config_json = read_config_bytes(source)
-    carried_files(source)  # refused now, and not by the export at the end of a run
+    carried = read_carried(source)  # refused now, and not by the export at the end of a run
     decoder = build_decoder(parse_config(config_json), dtype, frozen, attn)
     store = Store(build_layout(decoder.blocks), kinds)
-    load_weights(source, decoder, store)
-    return HostModel(decoder=decoder, store=store, source=source, config_json=config_json)
+    return HostModel(
+        decoder=decoder, store=store, source=source, config_json=config_json, carried=carried
+    )

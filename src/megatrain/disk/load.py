@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatrain.disk.files import PAGE, DirectReader, aligned_buffer, copy_bytes
+from megatrain.disk.direct import PAGE, DirectReader, aligned_buffer, copy_bytes
 from megatrain.disk.folder import StoredTensor, read_folder
 from megatrain.disk.names import FolderTensor, NameMap
 from megatrain.disk.safetensors_format import DTYPES

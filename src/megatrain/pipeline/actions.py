@@ -260,12 +260,12 @@ class StepActions:
             applies, scale = math.isfinite(self._squared_norms[block]), 1.0
         num_bytes = 0
         if applies:
+            number = machine.gate.enter(block)
             machine.half_applied = True
-            machine.num_updates[block] += 1
             for segment, gradient in machine.gradients(op):
-                number = machine.num_updates[block]
                 machine.optimizer.update(segment, gradient, number, scale)
                 num_bytes += gradient.nbytes
+            machine.gate.leave(block)
         if block == machine.last_updated:
             machine.half_applied = False
         return num_bytes

@@ -19,7 +19,7 @@ Laws (tests/pipeline/test_engine.py, test_exactness.py)
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +28,14 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from megatrain.errors import ConfigError, DeviceFull, LaneStuck, NonFiniteStep, PlayerStopped
+from megatrain.errors import (
+    CheckpointMismatch,
+    ConfigError,
+    DeviceFull,
+    LaneStuck,
+    NonFiniteStep,
+    PlayerStopped,
+)
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
 from megatrain.models.loss import CHUNK_TOKENS, IGNORED, next_token_targets
@@ -42,6 +49,7 @@ from megatrain.pipeline.player import Player
 from megatrain.pipeline.reference import Reference
 from megatrain.pipeline.schedule import build_flush, build_forward, build_step
 from megatrain.pipeline.shape import StepShape
+from megatrain.pipeline.snapshot import Snapshot
 from megatrain.pipeline.trace import Trace
 
 Update = Literal["none", "in_backward", "late"]
@@ -118,6 +126,8 @@ class Engine:
         self._on_nonfinite = on_nonfinite
         self._pending: StepActions | None = None
         self._num_steps = 0
+        trained = self._shape().trained_blocks if optimizer is not None else []
+        self._expected = dict.fromkeys(trained, 0)
         self.torn = False
         """True once a failure left some blocks updated and others not: reload the weights."""
 
@@ -150,6 +160,9 @@ class Engine:
                 raise NonFiniteStep(f"step {self._num_steps}: the gradient is {fault}")
         applied = fault is None or not fault.repeated
         self._pending = actions if self._late and applied else None
+        sat_out = () if fault is None or applied else self._expected if self._late else blocks
+        for block in self._expected.keys() - set(sat_out):
+            self._expected[block] += 1
         losses = tuple(float(actions.losses[micro]) for micro in range(len(batch)))
         return StepResult(
             loss=sum(losses),
@@ -210,6 +223,25 @@ class Engine:
         finally:
             for model in models:
                 model.train()
+
+    def snapshot(self) -> Snapshot:
+        """Return the state after the last step, to be read while training goes on.
+
+        Close it before asking for another. A late update that no further step or `settle` brings
+        about is waited for in vain: call `settle` if there is no further step.
+        """
+        trained = list(self._expected)
+        frozen = [b for b in range(self._shape().num_blocks) if b not in self._expected]
+        order = trained if self._late else trained[::-1]
+        return Snapshot(self._machine.gate, [*order, *frozen], self._num_steps, self._expected)
+
+    def restore(self, num_steps: int, num_updates: Mapping[int, int]) -> None:
+        """Go on after a snapshot whose bytes are in the store again."""
+        self.settle()
+        if num_updates.keys() != self._expected.keys():
+            raise CheckpointMismatch("other blocks were trained when the state was saved")
+        self._num_steps, self._expected = num_steps, dict(num_updates)
+        self._machine.gate.num_updates.update(num_updates)
 
     def settle(self) -> None:
         """Finish all updates. Weights, masters and moments are then those after the last step."""
@@ -276,6 +308,7 @@ class Engine:
                 with suppress(Exception):
                     self.device.synchronize()
             self.torn = self.torn or self._machine.half_applied
+            self._machine.gate.fail()
             self._pending = None
             self._machine.tape.clear()
             if isinstance(error, torch.OutOfMemoryError):

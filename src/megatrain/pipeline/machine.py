@@ -23,6 +23,7 @@ from megatrain.pipeline.gathered import Gathered
 from megatrain.pipeline.ops import Op
 from megatrain.pipeline.outbox import OUTBOX_BYTES, Outbox
 from megatrain.pipeline.shape import StepShape
+from megatrain.pipeline.snapshot import Gate
 
 
 class Optimizer(Protocol):
@@ -115,8 +116,7 @@ class Machine:
         self.head_weight = decoder.owner(f"{decoder.head_path}.weight")
         self.head_bias = f"{decoder.head_path}.bias"
         self.verdict = Verdict(norm=0.0, scale=1.0, applies=False)
-        self.num_updates = dict.fromkeys(shape.trained_blocks, 0)
-        """By block: without a global norm a block may sit out a step alone."""
+        self.gate = Gate(shape.trained_blocks)
         late = shape.update == "late"
         self.last_updated = shape.trained_blocks[-1 if late else 0]
         self.half_applied = False

@@ -17,7 +17,7 @@ from megatrain.data.order import InOrder, Mixed, Order, Permutation, Shuffled
 from megatrain.data.packing import Lengths
 from megatrain.data.prepare import prepare
 from megatrain.data.prepared import Joined, Prepared
-from megatrain.data.steps import Position, Steps
+from megatrain.data.steps import Position, State, Steps
 from megatrain.errors import DataError, ModelFolderError
 from megatrain.pipeline.batch import MicroBatch
 from megatrain.pipeline.engine import Engine
@@ -53,6 +53,14 @@ class TrainingData:
 
     def next_batch(self) -> list[MicroBatch]:
         return next(self._loader)
+
+    def state(self) -> State:
+        """Return where the next batch begins."""
+        return self._loader.state()
+
+    def seek(self, state: State) -> None:
+        """Go to a saved state. Raises DataError if it belongs to other data."""
+        self._loader.seek(state)
 
     def eval_batches(self) -> Iterator[list[MicroBatch]]:
         """Yield the evaluation's rows, all of them, in order; nothing if there are none."""

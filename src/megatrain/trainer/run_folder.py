@@ -4,23 +4,31 @@
     plan.json       memory, planned and measured   data_card.json  what it was trained on
     metrics.jsonl   one line per step and per evaluation
     samples.jsonl   text before and during training
+    events.jsonl    saves, resumes, signals, rollbacks
+    checkpoints/    step-N-id, each whole or not there; links `last` and `best` for people
     trace.json      one step, for Perfetto         report.html, loss.png
 
-Lines are appended whole and flushed, so a run that dies leaves all of them but perhaps the last.
-Only one process writes to a folder: it holds a lock as long as it lives.
+Lines are appended whole, so a run that dies leaves all of them but perhaps the last. A checkpoint
+knows how long the files were; a resumed run goes on from there, and each line comes once. Only one
+process writes to a folder: it holds a lock as long as it lives.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
-from megatrain.errors import RunFolderError
+from megatrain import files
+from megatrain.errors import DiskError, RunFolderError
+
+RESUMED_FILES = ("metrics.jsonl", "samples.jsonl")
+"""Those whose lines belong to steps; events belong to the clock."""
+_REQUEST = ".save"
 
 
 class RunFolder:
@@ -30,41 +38,50 @@ class RunFolder:
         """Make the folder if it is not there. Raises RunFolderError if it is in use."""
         self.path = Path(path)
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock: TextIO = (self.path / ".lock").open("w")
-        except OSError as error:
+            files.make_folder(self.path)
+            self._lock: int | None = files.lock(self.path / ".lock")
+        except (OSError, DiskError) as error:
             raise RunFolderError(f"{self.path}: cannot be made a run folder: {error}") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._lock.close()
-            raise RunFolderError(
-                f"{self.path}: another process is writing to this run. Wait for it, or give "
-                "save.dir another folder."
-            ) from error
 
     @property
     def has_run(self) -> bool:
         """Whether a run has left something here."""
         return (self.path / "metrics.jsonl").exists()
 
-    def append(self, name: str, record: dict[str, Any]) -> None:
-        """Add a line to `metrics.jsonl` or `samples.jsonl`."""
+    def append(self, name: str, record: Mapping[str, Any]) -> None:
+        """Add a line to `metrics.jsonl`, `samples.jsonl` or `events.jsonl`."""
         line = json.dumps(record, ensure_ascii=False, allow_nan=True) + "\n"
-        with (self.path / name).open("a", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(line)
+        files.append(self.path / name, line.encode("utf-8", "backslashreplace"))
+
+    def lengths(self) -> dict[str, int]:
+        """Return how long the step's files are now; so much of them is then on stable storage."""
+        return {name: files.sync_file(self.path / name) for name in RESUMED_FILES}
+
+    def cut(self, lengths: Mapping[str, int]) -> None:
+        """Forget the lines of steps after a checkpoint: they will come again."""
+        for name in RESUMED_FILES:
+            files.cut(self.path / name, int(lengths.get(name, 0)))
 
     def write_json(self, name: str, value: Any) -> None:
         self.write_text(name, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
     def write_text(self, name: str, text: str) -> None:
         """Write a file, whole or not at all."""
-        temporary = self.path / f".{name}.tmp"
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
-        os.replace(temporary, self.path / name)
+        data = text.encode("utf-8", "backslashreplace")
+        files.write_file(self.path / name, data, durable=False)
+
+    def save_was_asked(self) -> bool:
+        """Return whether someone asked for a save since the last call."""
+        request = self.path / _REQUEST
+        if not request.exists():
+            return False
+        files.remove(request)
+        return True
 
     def close(self) -> None:
-        self._lock.close()
+        if self._lock is not None:
+            files.close(self._lock)
+            self._lock = None
 
     def __enter__(self) -> Self:
         return self
@@ -76,6 +93,18 @@ class RunFolder:
         where: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def ask_for_save(run: Path) -> None:
+    """Ask whoever trains in a run folder to save. Raises RunFolderError if nobody does."""
+    if not (run / "metrics.jsonl").exists():
+        raise RunFolderError(f"{run}: has no metrics.jsonl: give the folder of a run")
+    try:
+        files.close(files.lock(run / ".lock"))
+    except RunFolderError:
+        files.append(run / _REQUEST, b"")
+        return
+    raise RunFolderError(f"{run}: nobody is training there now")
 
 
 def machine_facts() -> dict[str, Any]:

@@ -1,0 +1,149 @@
+"""The manifest: the file that makes a folder a checkpoint.
+
+It names every file with its size and the hash of each chunk, and carries the state of the run that
+is not tensors. It is written last, so a folder that has one had all its bytes on stable storage. It
+hashes itself, because a disk may change it like any other file. It is read as foreign input.
+
+Laws (tests/disk/test_manifest.py)
+    1. Whatever the bytes, the result is a manifest or a CheckpointDamaged.
+    2. A manifest that was changed in any byte is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatrain.disk.direct import CHUNK_BYTES
+from megatrain.errors import CheckpointDamaged, CheckpointMismatch, DiskError
+
+MANIFEST_NAME = "manifest.json"
+SCHEMA = 1
+MAX_MANIFEST_BYTES = 256 << 20
+"""Of 1.4 TB in chunks of 8 MiB: 7 MB of hashes."""
+_FILE_NAME = re.compile(r"(model|state)/[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRecord:
+    """Size and hashes of a file."""
+
+    num_bytes: int
+    digests: tuple[str, ...]
+    """Of each chunk, xxh3-128."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a checkpoint consists of."""
+
+    step: int
+    files: Mapping[str, FileRecord]
+    """By path inside the folder."""
+    model: str
+    """Names the params: shapes, dtypes, and which are trained."""
+    training: Mapping[str, Any]
+    """The trainer's own state, as JSON."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(record.num_bytes for record in self.files.values())
+
+    def to_bytes(self) -> bytes:
+        fields = {
+            "schema": SCHEMA,
+            "step": self.step,
+            "model": self.model,
+            "chunk_bytes": CHUNK_BYTES,
+            "training": self.training,
+            "files": {name: asdict(record) for name, record in sorted(self.files.items())},
+        }
+        as_read = json.loads(json.dumps(fields))
+        return json.dumps(fields | {"sha256": _checksum(as_read)}, indent=1).encode() + b"\n"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return a checkpoint's manifest. Raises CheckpointDamaged, CheckpointMismatch, DiskError."""
+    path = folder / MANIFEST_NAME
+    try:
+        if path.stat().st_size > MAX_MANIFEST_BYTES:
+            raise CheckpointDamaged(f"{path}: larger than any manifest")
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointDamaged(f"{folder}: has no {MANIFEST_NAME}: the save never ended") from None
+    except OSError as error:
+        raise DiskError(f"cannot read {path}: {error.strerror}") from error
+    return parse_manifest(data, str(path))
+
+
+def parse_manifest(data: bytes, where: str) -> Manifest:
+    """Return the manifest that `data` is. Raises CheckpointDamaged or CheckpointMismatch."""
+    try:
+        fields = json.loads(data.decode("utf-8"))
+        checksum = fields.pop("sha256")
+        sound = checksum == _checksum(fields)
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise CheckpointDamaged(f"{where}: is no manifest: {str(error)[:200]}") from None
+    if not sound:
+        raise CheckpointDamaged(f"{where}: was changed after it was written")
+    if fields.get("schema") != SCHEMA or fields.get("chunk_bytes") != CHUNK_BYTES:
+        raise CheckpointMismatch(
+            f"{where}: was written by another version (schema {str(fields.get('schema'))[:20]}, "
+            f"this is {SCHEMA})"
+        )
+    try:
+        return Manifest(
+            step=_count(fields["step"]),
+            model=_text(fields["model"]),
+            training=_object(fields["training"]),
+            files={
+                _file_name(name): _record(value) for name, value in _object(fields["files"]).items()
+            },
+        )
+    except (KeyError, ValueError) as error:
+        raise CheckpointDamaged(f"{where}: is no manifest: {str(error)[:200]}") from None
+
+
+def _checksum(fields: Mapping[str, Any]) -> str:
+    plain = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(plain.encode()).hexdigest()
+
+
+def _record(value: Any) -> FileRecord:
+    fields = _object(value)
+    record = FileRecord(num_bytes=_count(fields["num_bytes"]), digests=tuple(fields["digests"]))
+    if not all(isinstance(text, str) and _DIGEST.fullmatch(text) for text in record.digests):
+        raise ValueError("a hash is none")
+    if len(record.digests) != -(-record.num_bytes // CHUNK_BYTES):
+        raise ValueError("not one hash for each chunk")
+    return record
+
+
+def _file_name(name: str) -> str:
+    if not _FILE_NAME.fullmatch(name) or ".." in name:
+        raise ValueError(f"{name[:100]!r} is no file of a checkpoint")
+    return name
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{str(value)[:40]!r} is no count")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{str(value)[:40]!r} is no text")
+    return value
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{str(value)[:40]!r} is no object")
+    return value

@@ -1,0 +1,86 @@
+"""Which checkpoints there are, and which of them stay.
+
+A folder with a manifest is a checkpoint; one without is a save that never ended, and is cleared
+away by the next run that owns the folder. Links named `last` and `best` are for people: nothing
+reads them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatrain.disk.manifest import MANIFEST_NAME, read_manifest
+from megatrain.disk.save import delete_checkpoint
+from megatrain.errors import CheckpointDamaged, CheckpointMismatch
+from megatrain.files import sync_folder
+
+_NAME = re.compile(r"step-(\d{8,})-[0-9a-f]{8}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A folder that a save has finished."""
+
+    path: Path
+    step: int
+    eval_loss: float | None
+    """What an evaluation at this very step gave."""
+
+
+def finished(parent: Path) -> list[Path]:
+    """Return the folders that have a manifest, the newest first. Says nothing of their bytes."""
+    folders = [path for path in _saves(parent) if (path / MANIFEST_NAME).exists()]
+    return sorted(folders, key=_age, reverse=True)
+
+
+def clear_unfinished(parent: Path) -> list[str]:
+    """Remove saves that never ended; return their names. Only for who owns the run."""
+    cleared = []
+    for path in _saves(parent):
+        if not (path / MANIFEST_NAME).exists():
+            delete_checkpoint(path)
+            cleared.append(path.name)
+    return cleared
+
+
+def prune(parent: Path, keep: int, *, keep_best: bool) -> list[str]:
+    """Delete all but the newest `keep` checkpoints, and the best if told; return their names."""
+    folders = finished(parent)
+    kept = set(folders[:keep])
+    if keep_best and (best := best_of(parent)) is not None:
+        kept.add(best.path)
+    deleted = [folder for folder in folders if folder not in kept]
+    for folder in deleted:
+        delete_checkpoint(folder)
+        sync_folder(parent)
+    return [folder.name for folder in deleted]
+
+
+def best_of(parent: Path) -> Found | None:
+    """Return the checkpoint with the lowest loss of an evaluation, the newer of equals."""
+    best: Found | None = None
+    for folder in finished(parent):
+        try:
+            manifest = read_manifest(folder)
+        except (CheckpointDamaged, CheckpointMismatch):
+            continue  # it is not the best of anything; a resume will say so
+        loss = manifest.training.get("eval_loss")
+        if isinstance(loss, float) and (
+            best is None or best.eval_loss is None or loss < best.eval_loss
+        ):
+            best = Found(path=folder, step=manifest.step, eval_loss=loss)
+    return best
+
+
+def _saves(parent: Path) -> list[Path]:
+    if not parent.is_dir():
+        return []
+    return [p for p in parent.iterdir() if _NAME.fullmatch(p.name) and not p.is_symlink()]
+
+
+def _age(folder: Path) -> tuple[int, int]:
+    match = _NAME.fullmatch(folder.name)
+    assert match is not None
+    return int(match[1]), (folder / MANIFEST_NAME).stat().st_mtime_ns

@@ -1,0 +1,245 @@
+"""Every call of the package that changes a file goes through here.
+
+Whatever must survive a crash is written under a temporary name, made durable by fsync, given its
+name by a rename, and the name is made durable by an fsync of the folder. An fsync that failed is
+never tried again on the same file: the kernel may have dropped the bytes and would report success.
+
+All calls are made as `os.name(...)`, so that a test can replace this module's `os` and let the k-th
+call fail, or write down in which order a crash would find them.
+
+Laws (tests/test_files.py, tests/disk/test_faults.py)
+    1. `write_file` leaves the old bytes or the new, after a failure of any call.
+    2. No temporary file outlives a failure that was reported.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from megatrain.errors import DiskError, RunFolderError
+
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+def open_direct(path: Path, flags: int) -> tuple[int, bool]:
+    """Return a descriptor, and whether it goes past the page cache (not all systems can)."""
+    flags |= os.O_CLOEXEC
+    if _O_DIRECT:
+        try:
+            return os.open(path, flags | _O_DIRECT, 0o644), True
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # no direct I/O: tmpfs and some network systems
+                raise
+            flags &= ~os.O_EXCL  # the refused call may have made the file
+    return os.open(path, flags, 0o644), False
+
+
+def reserve(fd: int, num_bytes: int) -> None:
+    """Give a new file its disk space, so that running out is known before any byte is written."""
+    if num_bytes:
+        os.posix_fallocate(fd, 0, num_bytes)
+
+
+def write_at(fd: int, memory: memoryview, offset: int) -> None:
+    """Write all of `memory`; a call may take less than it was given."""
+    while memory:
+        count = os.pwrite(fd, memory, offset)
+        if count == 0:
+            raise OSError(errno.EIO, "the disk takes no more bytes and gives no reason")
+        memory, offset = memory[count:], offset + count
+
+
+def read_at(fd: int, memory: memoryview, offset: int) -> int:
+    """Read into `memory`; return how many bytes came: 0 at the end of the file."""
+    return os.preadv(fd, [memory], offset)
+
+
+def finish(fd: int, num_bytes: int) -> None:
+    """Cut a file to size and wait until its bytes are on stable storage."""
+    os.ftruncate(fd, num_bytes)
+    os.fsync(fd)
+
+
+def close(fd: int) -> None:
+    os.close(fd)
+
+
+def temporary_name(path: Path) -> Path:
+    """Return a name beside `path` that nothing has, and that no reader takes for a result."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+
+
+def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Put `data` at `path`: after a crash at any instant the old bytes are there, or the new.
+
+    Not `durable`: readers never see half of it, but a power loss may.
+    """
+    temporary = temporary_name(path)
+    try:
+        with explained("write", path):
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            try:
+                write_at(fd, memoryview(data), 0)
+                if durable:
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
+            os.replace(temporary, path)
+    except BaseException:
+        with suppress(DiskError):  # the first failure is the one to tell
+            remove(temporary)
+        raise
+    if durable:
+        sync_folder(path.parent)
+
+
+def append(path: Path, data: bytes) -> None:
+    """Add `data` at the end of a file, which is made if it is not there."""
+    with explained("write", path):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            memory = memoryview(data)
+            while memory:
+                memory = memory[os.write(fd, memory) :]
+        finally:
+            os.close(fd)
+
+
+def cut(path: Path, num_bytes: int) -> None:
+    """Shorten a file to `num_bytes`, durably; a shorter or missing one stays as it is."""
+    with suppress(FileNotFoundError), explained("cut", path):
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            if os.fstat(fd).st_size > num_bytes:
+                finish(fd, num_bytes)
+        finally:
+            os.close(fd)
+
+
+def sync_file(path: Path) -> int:
+    """Make a file's bytes durable; return how many there are, 0 if there is no file."""
+    try:
+        with explained("sync", path):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+                return os.fstat(fd).st_size
+            finally:
+                os.close(fd)
+    except FileNotFoundError:
+        return 0
+
+
+def rename(source: Path, target: Path) -> None:
+    """Give `source` the name `target`, replacing what was there, and make the name durable."""
+    with explained("rename to", target):
+        os.replace(source, target)
+    sync_folder(target.parent)
+
+
+def remove(path: Path) -> None:
+    """Remove a file if it is there."""
+    with suppress(FileNotFoundError), explained("remove", path):
+        os.unlink(path)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and its parents, durably; an existing one is fine."""
+    missing = [p for p in (path, *path.parents) if not p.exists()]
+    for folder in reversed(missing):
+        with suppress(FileExistsError):
+            make_new_folder(folder)
+
+
+def make_new_folder(path: Path) -> None:
+    """Make a folder, durably. Raises FileExistsError if the name is taken."""
+    try:
+        with explained("make folder", path):
+            os.mkdir(path)
+    finally:
+        if path.exists():
+            sync_folder(path.parent)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder and all in it, if it is there. Links are removed, never followed."""
+    if path.is_symlink() or not path.is_dir():
+        remove(path)
+        return
+    with explained("remove", path):
+        names = os.listdir(path)
+    for name in names:
+        remove_folder(path / name)
+    with suppress(FileNotFoundError), explained("remove", path):
+        os.rmdir(path)
+
+
+def point(link: Path, target: str) -> None:
+    """Make `link` a link to `target`, replacing the link that was there."""
+    temporary = temporary_name(link)
+    try:
+        with explained("link", link):
+            os.symlink(target, temporary)
+            os.replace(temporary, link)
+    except BaseException:
+        with suppress(DiskError):
+            remove(temporary)
+        raise
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    with explained("sync folder", path):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def free_disk_bytes(path: Path) -> int:
+    """Return how many bytes the disk under `path` has for us."""
+    with explained("ask for the free space of", path):
+        status = os.statvfs(path)
+    return int(status.f_bavail * status.f_frsize)
+
+
+def lock(path: Path) -> int:
+    """Return a descriptor that holds `path` for this process alone, until it is closed.
+
+    Raises RunFolderError if another process holds it. The file says which one does.
+    """
+    with explained("lock", path):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
+            os.close(fd)
+            raise RunFolderError(
+                f"{path.parent}: another process{f' ({holder})' if holder else ''} is writing to "
+                "this run. Wait for it, or give save.dir another folder."
+            ) from None
+        except BaseException:
+            os.close(fd)
+            raise
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, str(os.getpid()).encode(), 0)
+    return fd
+
+
+@contextmanager
+def explained(action: str, path: Path) -> Iterator[None]:
+    """Turn the system's error into ours, which names the action, the file and the reason."""
+    try:
+        yield
+    except (FileNotFoundError, FileExistsError):
+        raise
+    except OSError as error:
+        raise DiskError(f"cannot {action} {path}: {error.strerror or error}") from error

@@ -1,0 +1,85 @@
+"""Reasons to stop a run early: signals, and memory that runs out.
+
+The first signal asks: the step is finished, the state saved, and the process ends with 130. The
+second one is obeyed at once; what was saved before stays whole. While there is nothing to save yet
+(data and model are being read) the first one is obeyed at once too.
+
+Laws (tests/trainer/test_interrupts.py)
+    1. One signal ends a run with a checkpoint of a whole step, two end it at once.
+    2. Outside of the `with` block signals do what they did before.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from megatrain.errors import Interrupted
+from megatrain.memory.host import free_bytes
+from megatrain.memory.ledger import gib
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LEAST_FREE_BYTES = 384 << 20
+"""Below this the kernel may soon kill: a save needs up to 64 MiB, a step's batch some more."""
+_WATCH_S = 1.0
+
+
+class Interrupts:
+    """Listens to signals and watches free memory inside a `with` block of the main thread."""
+
+    def __init__(
+        self, free: Callable[[], int] = free_bytes, least_free_bytes: int = LEAST_FREE_BYTES
+    ) -> None:
+        self.reason: str | None = None
+        """Why the run should end after this step; None while it should not."""
+        self.patient = False
+        """Whether there is a step to finish; else a signal raises Interrupted at once."""
+        self._free, self._least = free, least_free_bytes
+        self._before: dict[int, Any] = {}
+        self._ended = threading.Event()
+        self._watcher: threading.Thread | None = None
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if self.reason is not None:
+            os._exit(Interrupted.exit_code)
+        self.reason = name
+        if not self.patient:
+            raise Interrupted(f"{name}: stopped before the first step, nothing was lost")
+        # Not print: the signal may have come inside of one.
+        text = f"\n{name}: the step is being finished and saved; once more stops at once\n"
+        os.write(sys.stderr.fileno(), text.encode())
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_WATCH_S):
+            free = self._free()
+            if free < self._least and self.reason is None and self.patient:
+                self.reason = (
+                    f"only {gib(free)} of host memory are free, and the kernel would soon kill"
+                )
+                return
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                self._before[number] = signal.signal(number, self._receive)
+        self._watcher = threading.Thread(target=self._watch, name="memory watch", daemon=True)
+        self._watcher.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self._ended.set()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        assert self._watcher is not None
+        self._watcher.join()

@@ -1,0 +1,117 @@
+"""Going on after a stop: the newest checkpoint that verifies, if it belongs to this run.
+
+What may change between stop and resume, and what may not, is one table below. Whatever changed is
+said. A damaged checkpoint is passed over, and that is said too; one of another model, data or
+version is refused, because it is not damage but a mistake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatrain.config import Config
+from megatrain.disk.direct import digests
+from megatrain.disk.hf import HostModel, open_model
+from megatrain.disk.manifest import Manifest, read_manifest
+from megatrain.disk.parts import checkpoint_parts
+from megatrain.disk.restore import restore
+from megatrain.disk.retention import finished
+from megatrain.errors import CheckpointDamaged, CheckpointMismatch
+from megatrain.memory.layout import Kind
+from megatrain.models.model_config import CONFIG_NAME
+
+FIXED = {
+    "model": ("dtype", "frozen"),
+    "data": ("max_length", "overlong", "train_on", "packing", "seed"),
+    "train": ("seed",),
+}
+"""What must stay. The rows themselves are known by the mark of their order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """A model as it was, and what the run knew then."""
+
+    home: HostModel
+    manifest: Manifest
+    path: Path
+    skipped: list[str] = field(default_factory=list)
+    """Newer checkpoints that are damaged, and why."""
+    changed: list[str] = field(default_factory=list)
+    """Settings that are not as they were."""
+
+    @property
+    def num_updates(self) -> dict[int, int]:
+        return {int(block): int(count) for block, count in self.manifest.training["num_updates"]}
+
+
+def resume(folder: Path, config: Config, kinds: tuple[Kind, ...]) -> Resumed | None:
+    """Return the newest whole checkpoint of `folder`, loaded; None if no save ever ended.
+
+    Raises CheckpointDamaged if there are some and none is whole, and CheckpointMismatch.
+    """
+    candidates = finished(folder)
+    skipped: list[str] = []
+    for path in candidates:
+        try:
+            manifest = read_manifest(path)
+            changed = changed_settings(config, manifest)
+            home = _opened(path, manifest, config, kinds)
+            restore(path, manifest, checkpoint_parts(home))
+        except CheckpointDamaged as error:
+            skipped.append(str(error))
+            continue
+        return Resumed(home=home, manifest=manifest, path=path, skipped=skipped, changed=changed)
+    if skipped:
+        reasons = "\n  ".join(skipped)
+        raise CheckpointDamaged(
+            f"{folder}: none of {len(skipped)} checkpoints is whole:\n  {reasons}\n"
+            "Restore one from a backup, or remove the folder to begin again."
+        )
+    return None
+
+
+def changed_settings(config: Config, manifest: Manifest) -> list[str]:
+    """Return what changed since the checkpoint. Raises CheckpointMismatch for what may not."""
+    before = manifest.training.get("config")
+    if not isinstance(before, Mapping):
+        raise CheckpointMismatch("the checkpoint says nothing of its settings")
+    now = config.model_dump(mode="json")
+    changed, refused = [], []
+    for section, values in now.items():
+        old = before.get(section, {})
+        for key, value in values.items():
+            if old.get(key) == value:
+                continue
+            text = f"{section}.{key}: {old.get(key)} -> {value}"
+            (refused if key in FIXED.get(section, ()) else changed).append(text)
+    if refused:
+        raise CheckpointMismatch(
+            "a resumed run must keep these settings, or start anew in another folder:\n  "
+            + "\n  ".join(refused)
+        )
+    return changed
+
+
+def _opened(path: Path, manifest: Manifest, config: Config, kinds: tuple[Kind, ...]) -> HostModel:
+    """Return the checkpoint's model without weights; its small files are checked before use."""
+    for name, record in manifest.files.items():
+        if not name.startswith("model/") or name.endswith(".safetensors"):
+            continue
+        try:
+            data = (path / name).read_bytes()
+        except OSError as error:
+            raise CheckpointDamaged(f"{path / name}: {error.strerror}") from None
+        if record.digests != digests(data):
+            raise CheckpointDamaged(f"{path / name}: is not what was written")
+    if f"model/{CONFIG_NAME}" not in manifest.files:
+        raise CheckpointDamaged(f"{path}: has no {CONFIG_NAME}")
+    return open_model(
+        path / "model",
+        dtype=config.model.dtype,
+        kinds=kinds,
+        frozen=config.model.frozen,
+        attn=None if config.model.attn == "auto" else config.model.attn,
+    )
