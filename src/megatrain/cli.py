@@ -57,12 +57,26 @@ def train(
 def evaluate(
     model: ModelFolder,
     data: Annotated[Path, typer.Argument(help="Rows to evaluate on.")],
-    max_rows: Annotated[int | None, typer.Option(help="Rows at most.")] = None,
+    max_rows: Annotated[int | None, typer.Option(help="Rows at most.", min=1)] = None,
+    answers: Annotated[
+        bool, typer.Option("--answers", help="Let the model answer, and count exact answers.")
+    ] = False,
 ) -> None:
     """Print the loss and perplexity of a model on a file."""
     from megatrain.trainer.verbs import evaluate_model
 
-    typer.echo(evaluate_model(model, data, max_rows))
+    typer.echo(evaluate_model(model, data, max_rows, answers=answers))
+
+
+@app.command()
+def export(
+    model: ModelFolder,
+    target: Annotated[Path, typer.Argument(help="Folder to make.")],
+) -> None:
+    """Write a run's model as a Hugging Face folder."""
+    from megatrain.trainer.verbs import export_model
+
+    typer.echo(export_model(model, target))
 
 
 @app.command()

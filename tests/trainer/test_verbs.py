@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.trainer.demo import byte_tokenizer, streamed_equals_resident, write_demo
+from megatrain.trainer.verbs import sample_from
 
 
 def megatrain(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -45,8 +48,24 @@ def test_the_demo_learns_and_leaves_a_folder_that_explains_itself(demo: Path) ->
 
 def test_a_run_is_evaluated_and_answers(demo: Path) -> None:
     found = said(megatrain(demo, "eval", "d/run", "d/rows.jsonl", "--max-rows", "20"))
-    assert "trained tokens" in found
+    loss, perplexity = re.fullmatch(
+        r"loss ([\d.]+), perplexity ([\d.]+) over \d+ trained tokens\n", found
+    ).groups()  # type: ignore[union-attr]
+    assert float(perplexity) == pytest.approx(math.exp(float(loss)), rel=1e-3)
     assert said(megatrain(demo, "sample", "d/run", "1 + 1", "--max-new-tokens", "4")).strip()
+
+
+def test_exact_answers_are_counted(demo: Path) -> None:
+    words = ("d/run", "d/rows.jsonl", "--max-rows", "30", "--answers")
+    found = said(megatrain(demo, "eval", *words))
+    num_exact = int(re.search(r"^exact answers (\d+) of 30 ", found, re.M)[1])  # type: ignore[index]
+    written = sample_from(demo / "d" / "run", [f"{n // 10} + {n % 10}" for n in range(30)], 3, 0.0)
+    assert num_exact == sum(text == str(n // 10 + n % 10) for n, text in enumerate(written))
+
+
+def test_a_run_is_exported(demo: Path) -> None:
+    assert "from_pretrained loads it" in said(megatrain(demo, "export", "d/run", "out"))
+    assert (demo / "out" / "model.safetensors").exists()
 
 
 def test_data_is_shown(demo: Path) -> None:
@@ -71,6 +90,9 @@ def test_runs_are_compared(demo: Path) -> None:
         (("report", "d/model"), 5, "has no metrics.jsonl"),
         (("sample", "nowhere", "hello"), 4, "nowhere"),
         (("demo", "d"), 5, "exists already"),
+        (("export", "d/run", "d"), 2, "exists already and is not empty"),
+        (("export", "nowhere", "out2"), 4, "nowhere"),
+        (("eval", "d/run", "d/rows.jsonl", "--max-rows", "0"), 2, "max-rows"),
     ],
 )
 def test_what_goes_wrong_is_said_with_its_exit_code(

@@ -213,9 +213,9 @@ class Trainer:
         """Evaluate, and let the model write."""
         loss = self.evaluate()
         if loss is not None:
-            record = {"step": step, "eval_loss": loss, "eval_perplexity": _perplexity(loss)}
+            record = {"step": step, "eval_loss": loss, "eval_perplexity": perplexity(loss)}
             self.folder.append("metrics.jsonl", record)
-            live.say(f"step {step}: evaluation loss {loss:.4f}, perplexity {_perplexity(loss):.4g}")
+            live.say(f"step {step}: evaluation loss {loss:.4f}, perplexity {perplexity(loss):.4g}")
         self._sample(step)
         return loss
 
@@ -279,5 +279,6 @@ def _learning_rate(config: Config, num_steps: int) -> LearningRate:
     )
 
 
-def _perplexity(loss: float) -> float:
+def perplexity(loss: float) -> float:
+    """Return what a mean loss is as a perplexity; finite, however large the loss."""
     return math.exp(min(loss, 700.0))

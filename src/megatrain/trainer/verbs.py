@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from megatrain.models.model_config import parse_config
 from megatrain.pipeline.engine import Engine
 from megatrain.report.page import write_report
 from megatrain.sampling import continue_texts
+from megatrain.trainer.answers import answer_all, questions
 from megatrain.trainer.dataset import (
     cache_folder,
     end_tokens,
@@ -27,10 +29,11 @@ from megatrain.trainer.dataset import (
     open_data,
 )
 from megatrain.trainer.demo import streamed_equals_resident, write_demo
-from megatrain.trainer.loop import Trainer
+from megatrain.trainer.loop import Trainer, perplexity
 from megatrain.trainer.preview import show_card, show_rows
 from megatrain.trainer.resolve import open_device, resolve
 
+EVAL_TOKENS = 8192
 STARTER = """\
 model: path/to/hf-folder
 data: {train: train.jsonl, eval: 0.02, max_length: 2048}
@@ -64,27 +67,39 @@ def report_on(runs: Sequence[Path], target: Path | None) -> str:
     return "\n".join(f"report in {path}" for path in written)
 
 
-def evaluate_model(model: Path, data: Path, max_rows: int | None) -> str:
-    """Return the loss and perplexity of a model on a file, in words."""
+def evaluate_model(model: Path, data: Path, max_rows: int | None, *, answers: bool = False) -> str:
+    """Return the loss and perplexity of a model on a file, in words.
+
+    With `answers` the model also writes each answer of the rows, and the exact ones are counted.
+    """
     folder = model_folder(model)
-    config = Config.model_validate(
-        {
-            "model": str(folder),
-            "data": {"train": str(data), "eval": str(data)},
-            "train": {"batch_tokens": 8192},
-            "eval": {"max_rows": max_rows},
-        }
-    )
+    config = _judging_config(model, folder, data, max_rows)
     tokenizer = load_tokenizer(folder)
     device, name = open_device(config)
     opened = open_data(config, tokenizer, resolve(config, device, name))
     home = _loaded(folder)
     with Engine(home.decoder, home.store, device=device) as engine:
         found = mean_loss(engine, opened.eval_batches())
-    opened.close()
-    assert found is not None, "prepared data has a trained token"
-    loss, count = found
-    return f"loss {loss:.4f} over {count:,} trained tokens"
+        opened.close()
+        assert found is not None, "prepared data has a trained token"
+        loss, count = found
+        said = f"loss {loss:.4f}, perplexity {perplexity(loss):.4g} over {count:,} trained tokens"
+        if not answers:
+            return said
+        asked = questions(_documents(config, tokenizer, data), max_rows)
+        told = answer_all(engine, asked, end_tokens(tokenizer), _plain_text(tokenizer))
+    return f"{said}\n{told.in_words()}"
+
+
+def export_model(model: Path, target: Path) -> str:
+    """Write the model of a run as a Hugging Face folder; return what there is to say about it."""
+    folder = model_folder(model)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target}: exists already and is not empty; give another name")
+    home = _loaded(folder)
+    home.export(target)
+    num_params = sum(param.num_elements for param in home.decoder.params)
+    return f"{num_params:,} params in {target}: from_pretrained loads it"
 
 
 def sample_from(
@@ -144,7 +159,39 @@ def run_demo(folder: Path, num_steps: int) -> None:
 
 def model_folder(path: Path) -> Path:
     """Return the model folder that is meant: the folder itself, or that of a run."""
-    return path / "model" if (path / "metrics.jsonl").exists() else path
+    if not (path / "metrics.jsonl").exists():
+        return path
+    if not (path / "model").is_dir():
+        raise RunFolderError(f"{path}: the run has left no model: it did not come to its end")
+    return path / "model"
+
+
+def _judging_config(model: Path, folder: Path, data: Path, max_rows: int | None) -> Config:
+    """Return what to evaluate with; rows are read as the run has read its own."""
+    rows: dict[str, object] = {"train": str(data), "eval": str(data)}
+    value: dict[str, object] = {"model": str(folder), "data": rows, "eval": {"max_rows": max_rows}}
+    batch_tokens = EVAL_TOKENS
+    if folder != model and (model / "config.yaml").exists():
+        run = load_config(model / "config.yaml")
+        rows |= run.data.model_dump(include={"max_length", "overlong", "train_on", "packing"})
+        value["memory"] = run.memory
+        batch_tokens = max(batch_tokens, run.data.max_length)
+    return Config.model_validate(value | {"train": {"batch_tokens": batch_tokens}})
+
+
+def _documents(config: Config, tokenizer: Any, data: Path) -> Prepared:
+    return prepare(
+        data,
+        tokenizer,
+        cache_dir=cache_folder(),
+        max_length=config.data.max_length,
+        train_on=config.data.train_on,
+        overlong=config.data.overlong,
+    )
+
+
+def _plain_text(tokenizer: Any) -> Callable[[list[int]], str]:
+    return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)).strip()
 
 
 def _loaded(folder: Path) -> HostModel:

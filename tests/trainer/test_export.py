@@ -1,0 +1,90 @@
+"""An exported model is the model that was judged: the same logits, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megatrain.config import load_config
+from megatrain.disk.hf import load_model
+from megatrain.errors import ConfigError, RunFolderError
+from megatrain.memory.layout import Kind
+from megatrain.pipeline.batch import MicroBatch
+from megatrain.pipeline.engine import Engine
+from megatrain.trainer.demo import write_demo
+from megatrain.trainer.loop import Trainer
+from megatrain.trainer.verbs import export_model, model_folder
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+ROWS = ([5, 60, 70, 80, 9], [33, 34], [100] * 17)
+
+
+@pytest.fixture(params=DTYPES)
+def dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> Path:
+    """A run of two steps."""
+    monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
+    small = ["train.batch_tokens=512", "train.micro_batch_tokens=256", "eval.samples=0"]
+    path = write_demo(tmp_path / "demo", num_steps=2)
+    with Trainer(load_config(path, [*small, f"model.dtype={dtype}"])) as trainer:
+        trainer.train()
+        trainer.export(trainer.folder.path / "model")
+    return trainer.folder.path
+
+
+def streamed(run: Path, dtype: str) -> list[Tensor]:
+    """The logits behind each row, by the engine that `megatrain eval` uses."""
+    assert dtype in ("bf16", "fp32")
+    home = load_model(model_folder(run), dtype=dtype, kinds=(Kind.HI,))  # type: ignore[arg-type]
+    with Engine(home.decoder, home.store) as engine:
+        return [engine.predict([_micro(row)])[0][0] for row in ROWS]
+
+
+def exported(folder: Path, dtype: str, *, flip: bool = False) -> list[Tensor]:
+    """The same by transformers; `flip` changes the lowest bit of one weight."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]).eval()
+    if flip:
+        whole = torch.int16 if dtype == "bf16" else torch.int32
+        weight = model.lm_head.weight.data[0].view(whole)
+        weight[0] ^= 1 << 4  # the lowest may drown in the sum's rounding
+    with torch.no_grad():
+        return [model(_micro(row).input_ids, logits_to_keep=1).logits[0, 0].float() for row in ROWS]
+
+
+def _micro(row: list[int]) -> MicroBatch:
+    ids = torch.tensor([row])
+    return MicroBatch(input_ids=ids, labels=ids)
+
+
+def test_an_export_has_the_logits_of_the_run(run: Path, tmp_path: Path, dtype: str) -> None:
+    said = export_model(run, tmp_path / "out")
+    assert said.endswith("out: from_pretrained loads it")
+    ours = streamed(run, dtype)
+    for row, (mine, theirs) in enumerate(zip(ours, exported(tmp_path / "out", dtype), strict=True)):
+        assert torch.equal(mine, theirs), row
+    nudged = exported(tmp_path / "out", dtype, flip=True)
+    assert not all(map(torch.equal, ours, nudged)), "one bit of one weight must be noticed"
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+
+
+def test_a_folder_with_something_in_it_is_not_written_to(tmp_path: Path) -> None:
+    write_demo(tmp_path / "demo", num_steps=2)
+    for target in (tmp_path / "demo", tmp_path / "demo" / "rows.jsonl"):
+        with pytest.raises(ConfigError, match="exists already and is not empty"):
+            export_model(tmp_path / "demo" / "model", target)
+    assert "params in" in export_model(tmp_path / "demo" / "model", tmp_path / "new" / "out")
+
+
+def test_a_run_that_did_not_end_has_no_model(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(RunFolderError, match=r"left no model: it did not come to its end$"):
+        export_model(tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
