@@ -160,6 +160,13 @@ class Interrupted(MegaTrainError):
     exit_code = 130
 
 
+class MissingPackage(MegaTrainError):
+    """A setting asks for an optional package that is not installed; the text names it."""
+
+    code = "MT505"
+    exit_code = 5
+
+
 def printable(text: str) -> str:
     """Return `text` with control characters spelled out.
 

@@ -46,6 +46,7 @@ from megatrain.trainer.dataset import (
 from megatrain.trainer.live import Live
 from megatrain.trainer.resolve import Resolved, open_device, refuse_unsupported, resolve
 from megatrain.trainer.run_folder import RunFolder, machine_facts
+from megatrain.trainer.sinks import Sinks, check_sinks
 from megatrain.trainer.step_time import step_split
 
 SAMPLE_TOKENS = 64
@@ -85,6 +86,7 @@ class Trainer:
                 f"{folder.path}: holds a run already. Give save.dir another folder, or remove it."
             )
         refuse_unsupported(config)
+        check_sinks(config.log.to)
         self.device, name = open_device(config)
         self.resolved: Resolved = resolve(config, self.device, name)
         self.tokenizer = load_tokenizer(config.model.name_or_path)
@@ -139,7 +141,10 @@ class Trainer:
         config, began = self.config, time.monotonic()
         losses: list[float] = []
         total_tokens, eval_loss = 0, None
-        with Live(self.num_steps) as live:
+        with (
+            Live(self.num_steps) as live,
+            Sinks(config, self.folder.path, live.say) as self._sinks,
+        ):
             live.say(self._opening())
             live.say("no checkpoints are written yet: the model is saved when the run ends")
             eval_loss = self._look(0, live)
@@ -147,9 +152,11 @@ class Trainer:
                 metrics, result = self._step(step)
                 total_tokens += result.num_tokens
                 losses.append(result.loss)
-                self.folder.append("metrics.jsonl", metrics | {"total_tokens": total_tokens})
+                metrics |= {"total_tokens": total_tokens}
+                self.folder.append("metrics.jsonl", metrics)
                 if step % config.log.every == 0 or step == self.num_steps:
                     live.step(metrics)
+                    self._sinks.log(metrics)
                 every = config.eval.every
                 if step == self.num_steps or (every is not None and step % every == 0):
                     eval_loss = self._look(step, live)
@@ -215,6 +222,7 @@ class Trainer:
         if loss is not None:
             record = {"step": step, "eval_loss": loss, "eval_perplexity": perplexity(loss)}
             self.folder.append("metrics.jsonl", record)
+            self._sinks.log(record)
             live.say(f"step {step}: evaluation loss {loss:.4f}, perplexity {perplexity(loss):.4g}")
         self._sample(step)
         return loss
