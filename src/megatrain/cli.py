@@ -46,11 +46,36 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Read data and model, take no step.")
     ] = False,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on from the newest whole checkpoint, if there is one."),
+    ] = False,
 ) -> None:
-    """Train a model as a YAML file says."""
+    """Train a model as a YAML file says. Ctrl-C once: finish the step, save, end; twice: now."""
     from megatrain.trainer.verbs import train_from
 
-    typer.echo(train_from(config, overrides or [], dry_run=dry_run))
+    typer.echo(train_from(config, overrides or [], dry_run=dry_run, resume=resume))
+
+
+@app.command()
+def save(
+    run: Annotated[Path, typer.Argument(help="Run folder in which training is going on.")],
+    wait: Annotated[float, typer.Option(help="Seconds to wait for it.")] = 3600.0,
+) -> None:
+    """Ask a running training for a checkpoint after its current step."""
+    from megatrain.trainer.verbs import save_now
+
+    typer.echo(save_now(run, wait))
+
+
+@app.command()
+def verify(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint, or run folder: all of them.")],
+) -> None:
+    """Check every byte of a checkpoint against the hashes it was saved with."""
+    from megatrain.trainer.verbs import verify_checkpoints
+
+    typer.echo(verify_checkpoints(checkpoint))
 
 
 @app.command(name="eval")

@@ -224,6 +224,10 @@ class Engine:
             for model in models:
                 model.train()
 
+    def leave_out(self) -> None:
+        """Count a step that is not taken: later ones draw the random numbers they always would."""
+        self._num_steps += 1
+
     def snapshot(self) -> Snapshot:
         """Return the state after the last step, to be read while training goes on.
 

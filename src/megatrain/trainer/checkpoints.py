@@ -69,6 +69,8 @@ class Checkpoints:
         self._failure: BaseException | None = None
         self.last_step: int | None = None
         """The last step that a save was begun for."""
+        self.saved_step: int | None = None
+        """The last step whose save is acknowledged."""
 
     def begin(self, step: int, training: Mapping[str, Any]) -> None:
         """Save the state after the engine's last step, in the background."""
@@ -82,6 +84,7 @@ class Checkpoints:
             path, error, deleted = None, None, []
             try:
                 path = save_checkpoint(self.folder, self._parts, snapshot, training)
+                self.saved_step = step
                 deleted = self._tidy(path)
             except (DiskError, SnapshotLost) as failure:
                 error = str(failure)

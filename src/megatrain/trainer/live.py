@@ -67,6 +67,8 @@ class Live:
 
 
 def _text(metrics: dict[str, Any]) -> str:
+    if "loss" not in metrics:
+        return str(metrics.get("fault", ""))
     norm = metrics.get("grad_norm")
     parts = [
         f"loss {metrics['loss']:.4f}",

@@ -5,19 +5,20 @@
         trainer.export("out")
 
 Each step: take a batch, let the engine train on it, write a line to metrics.jsonl. On schedule:
-evaluate, and let the model write. Everything the run knows about itself is in its folder.
+evaluate, let the model write, save. Everything the run knows about itself is in its folder.
 
-Laws (tests/trainer/test_loop.py)
+Laws (tests/trainer/test_loop.py, test_resume.py)
     1. Weights after a run are those of the engine given the same batches.
     2. Every step has its line in metrics.jsonl, also in a run that dies.
     3. Counts are of real tokens; a step's split adds up to its time.
+    4. A run that was stopped and resumed, however often, ends in the bits of one that was not, and
+       says the same in every line, times apart.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import resource
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,15 +28,15 @@ from typing import Any, Self
 
 from megatrain.config import Config, dump_config
 from megatrain.disk.hf import HostModel, load_model
-from megatrain.errors import RunFolderError
+from megatrain.disk.retention import clear_unfinished
+from megatrain.errors import Interrupted, NonFiniteStep, RunFolderError
 from megatrain.memory.host import resident_bytes
-from megatrain.memory.ledger import Ledger, Line
-from megatrain.memory.store import WITH_CLIP, WITHOUT_CLIP, store_ledger
+from megatrain.memory.store import WITH_CLIP, WITHOUT_CLIP
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.learning_rate import LearningRate
-from megatrain.pipeline.batch import StepResult
 from megatrain.pipeline.engine import Engine
 from megatrain.sampling import continue_texts
+from megatrain.trainer.checkpoints import FOLDER, Checkpoints
 from megatrain.trainer.dataset import (
     TrainingData,
     end_tokens,
@@ -43,15 +44,21 @@ from megatrain.trainer.dataset import (
     mean_loss,
     open_data,
 )
+from megatrain.trainer.interrupts import Interrupts
 from megatrain.trainer.live import Live
+from megatrain.trainer.memory_plan import memory_plan
 from megatrain.trainer.resolve import Resolved, open_device, refuse_unsupported, resolve
+from megatrain.trainer.resumption import Resumed, resume
 from megatrain.trainer.run_folder import RunFolder, machine_facts
+from megatrain.trainer.run_state import RunState
 from megatrain.trainer.sinks import Sinks, check_sinks
 from megatrain.trainer.step_time import step_split
 
 SAMPLE_TOKENS = 64
 TRACED_STEP = 3
 """The first ones warm up."""
+MOST_ROLLBACKS = 3
+"""From one checkpoint: more would mean that something else is wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,46 +70,74 @@ class Outcome:
     last_loss: float
     eval_loss: float | None
     seconds: float
+    """Of this process; a run that was resumed took longer."""
     total_tokens: int
 
 
 class Trainer:
     """One run. Use it in a `with` block, or `close` it."""
 
-    def __init__(self, config: Config) -> None:
-        """Open the run folder, read the data and load the model: all that can fail early."""
+    def __init__(
+        self, config: Config, *, resume: bool = False, interrupts: Interrupts | None = None
+    ) -> None:
+        """Open the run folder, read the data and load the model: all that can fail early.
+
+        With `resume` go on from the newest whole checkpoint in the folder, or begin if it has none.
+        Whoever gives `interrupts` has opened them, and `train` then ends early when they say so.
+        """
         self.config = config
+        self.interrupts = interrupts or Interrupts()
         self.folder = RunFolder(config.run_dir)
         try:
-            self._open()
+            self._open(resume)
         except BaseException:
             self.folder.close()
             raise
 
-    def _open(self) -> None:
+    def _open(self, wants_resume: bool) -> None:
         config, folder = self.config, self.folder
-        if folder.has_run:
+        if folder.has_run and not wants_resume:
             raise RunFolderError(
-                f"{folder.path}: holds a run already. Give save.dir another folder, or remove it."
+                f"{folder.path}: holds a run already. Go on with it by --resume, give save.dir "
+                "another folder, or remove it."
             )
         refuse_unsupported(config)
         check_sinks(config.log.to)
         self.device, name = open_device(config)
         self.resolved: Resolved = resolve(config, self.device, name)
-        self.tokenizer = load_tokenizer(config.model.name_or_path)
+        self._base_bytes = resident_bytes()
+        clear_unfinished(folder.path / FOLDER)
+        kinds = WITH_CLIP if self.resolved.update == "late" else WITHOUT_CLIP
+        resumed = resume(folder.path / FOLDER, config, kinds) if wants_resume else None
+        source = config.model.name_or_path if resumed is None else resumed.home.source
+        self.tokenizer = load_tokenizer(source)
         self.data: TrainingData = open_data(config, self.tokenizer, self.resolved)
         self.num_steps = config.train.steps or self.data.steps_of(config.train.epochs or 1.0)
-        self._base_bytes = resident_bytes()
-        late = self.resolved.update == "late"
-        self.home: HostModel = load_model(
-            config.model.name_or_path,
-            dtype=config.model.dtype,
-            kinds=WITH_CLIP if late else WITHOUT_CLIP,
-            frozen=config.model.frozen,
-            attn=None if config.model.attn == "auto" else config.model.attn,
+        self.home: HostModel = (
+            resumed.home
+            if resumed is not None
+            else load_model(
+                source,
+                dtype=config.model.dtype,
+                kinds=kinds,
+                frozen=config.model.frozen,
+                attn=None if config.model.attn == "auto" else config.model.attn,
+            )
         )
         self._rate = _learning_rate(config, self.num_steps).rate
         self.engine = self._make_engine()
+        self.checkpoints = Checkpoints(
+            folder.path,
+            self.home,
+            self.engine,
+            keep=config.save.keep,
+            keep_best=config.save.best,
+        )
+        self.state = RunState()
+        self._notes: list[str] = []
+        self._rollbacks: list[int] = []
+        self._best_is_new = False
+        self._take_up(resumed)
         folder.write_text("config.yaml", dump_config(config))
         folder.write_json("machine.json", machine_facts())
         folder.write_json("data_card.json", self.data.card)
@@ -131,44 +166,62 @@ class Trainer:
             chunk_tokens=config.memory.chunk_tokens,
             seed=config.train.seed,
             trace=True,
-            on_nonfinite=config.train.on_nonfinite,
+            on_nonfinite="skip" if config.train.on_nonfinite == "skip" else "stop",
             compile=config.train.compile,
             gather_embedding=config.memory.gather_embedding,
         )
 
+    def _take_up(self, resumed: Resumed | None) -> None:
+        """Set all that is not tensors to what the checkpoint says."""
+        if resumed is None:
+            self.folder.cut({})
+            return
+        training = resumed.manifest.training
+        self.engine.restore(resumed.manifest.step, resumed.num_updates)
+        self.data.seek(training["data"])
+        self.state = RunState.from_json(training["run"])
+        self.folder.cut(training["lines"])
+        self.checkpoints.last_step = self.checkpoints.saved_step = self.state.step
+        self._notes += [f"passed over: {reason}" for reason in resumed.skipped]
+        self._notes += [f"changed: {text}" for text in resumed.changed]
+        self._notes.append(f"resumed from {resumed.path.name}")
+        record = {"event": "resumed", "step": self.state.step, "checkpoint": resumed.path.name}
+        changes = {"skipped": resumed.skipped, "changed": resumed.changed}
+        self.folder.append("events.jsonl", record | changes)
+
     def train(self) -> Outcome:
-        """Run all steps; return what came of it. The run folder then explains itself."""
-        config, began = self.config, time.monotonic()
-        losses: list[float] = []
-        total_tokens, eval_loss = 0, None
+        """Run all steps; return what came of it. The run folder then explains itself.
+
+        Raises Interrupted, once the state is saved, if the run is to end early.
+        """
+        config, state, began = self.config, self.state, time.monotonic()
         with (
             Live(self.num_steps) as live,
             Sinks(config, self.folder.path, live.say) as self._sinks,
         ):
+            self._live = live
             live.say(self._opening())
-            live.say("no checkpoints are written yet: the model is saved when the run ends")
-            eval_loss = self._look(0, live)
-            for step in range(1, self.num_steps + 1):
-                metrics, result = self._step(step)
-                total_tokens += result.num_tokens
-                losses.append(result.loss)
-                metrics |= {"total_tokens": total_tokens}
-                self.folder.append("metrics.jsonl", metrics)
-                if step % config.log.every == 0 or step == self.num_steps:
-                    live.step(metrics)
-                    self._sinks.log(metrics)
-                every = config.eval.every
-                if step == self.num_steps or (every is not None and step % every == 0):
-                    eval_loss = self._look(step, live)
-            self.engine.settle()
+            for note in self._notes:
+                live.say(note)
+            self.interrupts.patient = True
+            if state.step == 0:
+                self._look(0)
+            while state.step < self.num_steps and not self._stops_early():
+                self._take_step(state.step + 1)
+                state = self.state
+                self._save_if_due()
+                self._tell_saves()
+                self._end_if_asked()
+            self._save_at_end()
+            self.interrupts.patient = False
             self._write_plan()
         return Outcome(
-            num_steps=self.num_steps,
-            first_loss=losses[0],
-            last_loss=losses[-1],
-            eval_loss=eval_loss,
+            num_steps=state.step,
+            first_loss=math.nan if state.first_loss is None else state.first_loss,
+            last_loss=math.nan if state.last_loss is None else state.last_loss,
+            eval_loss=state.eval_loss,
             seconds=time.monotonic() - began,
-            total_tokens=total_tokens,
+            total_tokens=state.total_tokens,
         )
 
     def evaluate(self) -> float | None:
@@ -182,16 +235,46 @@ class Trainer:
         self.home.export(folder)
 
     def close(self) -> None:
-        """Finish updates and let go of the device and the folder."""
+        """Finish updates and saves, and let go of the device and the folder."""
         try:
             self.engine.close()
         finally:
+            self.checkpoints.wait()
             self.data.close()
             self.folder.close()
 
-    def _step(self, step: int) -> tuple[dict[str, Any], StepResult]:
-        began = time.monotonic()
+    def _take_step(self, step: int) -> None:
+        """Train one step, or leave it out; then evaluate if it is time."""
+        config, state = self.config, self.state
+        try:
+            metrics = self._step(step)
+        except NonFiniteStep as error:
+            if config.train.on_nonfinite != "rollback":
+                raise
+            self._roll_back(step, str(error))
+            return
+        spike = metrics.get("spike")
+        if spike is not None and config.train.on_spike != "record":
+            if config.train.on_spike == "stop":
+                raise NonFiniteStep(f"step {step}: {spike}")
+            self._roll_back(step, spike)
+            return
+        state.step, state.eval_loss = step, None
+        metrics["total_tokens"] = state.total_tokens
+        self.folder.append("metrics.jsonl", metrics)
+        if step % config.log.every == 0 or step == self.num_steps:
+            self._live.step(metrics)
+            self._sinks.log(metrics)
+        every = config.eval.every
+        if step == self.num_steps or (every is not None and step % every == 0):
+            self._look(step)
+
+    def _step(self, step: int) -> dict[str, Any]:
+        state, began = self.state, time.monotonic()
         batch = self.data.next_batch()
+        if (reason := state.left_out.get(step)) is not None:
+            self.engine.leave_out()
+            return {"step": step, "applied": False, "fault": f"left out: {reason}"}
         data_seconds = time.monotonic() - began
         trace = self.engine.trace
         assert trace is not None
@@ -214,18 +297,30 @@ class Trainer:
         }
         if result.fault is not None:
             metrics["fault"] = str(result.fault)
-        return metrics, result
+        if result.applied:
+            spikes = [state.judge("loss", result.loss)]
+            if result.grad_norm is not None:
+                spikes.append(state.judge("gradient norm", result.grad_norm))
+            if found := [spike for spike in spikes if spike is not None]:
+                metrics["spike"] = "; ".join(found)
+        state.total_tokens += result.num_tokens
+        state.first_loss = result.loss if state.first_loss is None else state.first_loss
+        state.last_loss = result.loss
+        return metrics
 
-    def _look(self, step: int, live: Live) -> float | None:
+    def _look(self, step: int) -> None:
         """Evaluate, and let the model write."""
         loss = self.evaluate()
         if loss is not None:
             record = {"step": step, "eval_loss": loss, "eval_perplexity": perplexity(loss)}
+            is_best = self.state.judge_evaluation(loss)
             self.folder.append("metrics.jsonl", record)
             self._sinks.log(record)
-            live.say(f"step {step}: evaluation loss {loss:.4f}, perplexity {perplexity(loss):.4g}")
+            self._live.say(
+                f"step {step}: evaluation loss {loss:.4f}, perplexity {perplexity(loss):.4g}"
+            )
+            self._best_is_new = is_best and step > 0
         self._sample(step)
-        return loss
 
     def _sample(self, step: int) -> None:
         prompts = self.data.prompts(self.config.eval.samples)
@@ -239,6 +334,78 @@ class Trainer:
     def _text(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens)))
 
+    # Saving
+
+    def _save(self) -> None:
+        """Begin to save the state after the last step, unless that was done."""
+        if self.checkpoints.last_step == self.state.step:
+            return
+        self.checkpoints.begin(
+            self.state.step,
+            {
+                "run": self.state.to_json(),
+                "eval_loss": self.state.eval_loss,
+                "data": self.data.state(),
+                "lines": self.folder.lengths(),
+                "config": self.config.model_dump(mode="json"),
+            },
+        )
+
+    def _save_if_due(self) -> None:
+        settings = self.config.save
+        is_time = settings.every is not None and self.state.step % settings.every == 0
+        if is_time or (settings.best and self._best_is_new) or self.folder.save_was_asked():
+            self._save()
+        self._best_is_new = False
+
+    def _save_at_end(self) -> None:
+        self._save()
+        self.engine.settle()
+        self.checkpoints.wait()
+        self._tell_saves()
+
+    def _tell_saves(self) -> None:
+        for saved in self.checkpoints.ended():
+            self._live.say(str(saved))
+            self.folder.append("events.jsonl", saved.event())
+
+    def _end_if_asked(self) -> None:
+        reason = self.interrupts.reason
+        if reason is None:
+            return
+        self._save_at_end()
+        self.folder.append(
+            "events.jsonl", {"event": "interrupted", "step": self.state.step, "reason": reason}
+        )
+        saved = self.checkpoints.saved_step
+        raise Interrupted(
+            f"{reason}: stopped after step {self.state.step} of {self.num_steps}, "
+            + (f"saved after step {saved}" if saved is not None else "nothing is saved")
+            + "; go on with `megatrain train ... --resume`"
+        )
+
+    def _stops_early(self) -> bool:
+        return False
+
+    def _roll_back(self, step: int, reason: str) -> None:
+        """Go back to the last checkpoint, and leave the step out from then on."""
+        self.engine.settle()
+        self.checkpoints.wait()
+        self._tell_saves()
+        found = resume(self.checkpoints.folder, self.config, self.home.store.kinds, self.home)
+        if found is None or self._rollbacks.count(found.manifest.step) == MOST_ROLLBACKS:
+            raise NonFiniteStep(
+                f"step {step}: {reason}. There is no checkpoint to go back to"
+                + (f" that was not tried {MOST_ROLLBACKS} times." if found else ".")
+            )
+        self._rollbacks.append(found.manifest.step)
+        left_out = self.state.left_out
+        self._take_up(found)
+        self.state.left_out |= left_out | {step: reason}
+        self._live.say(f"step {step}: {reason}: back to step {self.state.step}, leaving it out")
+        record = {"event": "rolled back", "step": step, "to": self.state.step, "reason": reason}
+        self.folder.append("events.jsonl", record)
+
     def _opening(self) -> str:
         resolved, card = self.resolved, self.data.card
         num_params = sum(param.num_elements for param in self.home.decoder.params)
@@ -249,18 +416,7 @@ class Trainer:
         )
 
     def _write_plan(self) -> None:
-        base = Line(place="host", purpose="Python and libraries", num_bytes=self._base_bytes)
-        ledger = Ledger([base]) + store_ledger(self.home.store.layout, self.home.store.kinds)
-        lines = [
-            {"place": line.place, "purpose": line.purpose, "num_bytes": line.num_bytes}
-            for line in ledger.lines
-        ]
-        measured = {
-            "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
-            "device_peak_bytes": self.device.peak_bytes,
-        }
-        settings = self.resolved.facts()
-        plan = {"ledger": lines, "measured": measured, "settings": settings}
+        plan = memory_plan(self.home.store, self.device, self._base_bytes, self.resolved)
         self.folder.write_json("plan.json", plan)
 
     def __enter__(self) -> Self:

@@ -47,9 +47,12 @@ class Resumed:
         return {int(block): int(count) for block, count in self.manifest.training["num_updates"]}
 
 
-def resume(folder: Path, config: Config, kinds: tuple[Kind, ...]) -> Resumed | None:
+def resume(
+    folder: Path, config: Config, kinds: tuple[Kind, ...], into: HostModel | None = None
+) -> Resumed | None:
     """Return the newest whole checkpoint of `folder`, loaded; None if no save ever ended.
 
+    It is loaded `into` a model whose weights nobody uses now, or else into a new one.
     Raises CheckpointDamaged if there are some and none is whole, and CheckpointMismatch.
     """
     candidates = finished(folder)
@@ -58,7 +61,7 @@ def resume(folder: Path, config: Config, kinds: tuple[Kind, ...]) -> Resumed | N
         try:
             manifest = read_manifest(path)
             changed = changed_settings(config, manifest)
-            home = _opened(path, manifest, config, kinds)
+            home = into or _opened(path, manifest, config, kinds)
             restore(path, manifest, checkpoint_parts(home))
         except CheckpointDamaged as error:
             skipped.append(str(error))
@@ -79,7 +82,8 @@ def changed_settings(config: Config, manifest: Manifest) -> list[str]:
     if not isinstance(before, Mapping):
         raise CheckpointMismatch("the checkpoint says nothing of its settings")
     now = config.model_dump(mode="json")
-    changed, refused = [], []
+    changed: list[str] = []
+    refused: list[str] = []
     for section, values in now.items():
         old = before.get(section, {})
         for key, value in values.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,18 @@ from megatrain.data.prepare import prepare
 from megatrain.data.prepared import Prepared
 from megatrain.disk.folder import read_config_bytes
 from megatrain.disk.hf import HostModel, load_model
-from megatrain.errors import ConfigError, RunFolderError
+from megatrain.disk.restore import verify
+from megatrain.disk.retention import finished
+from megatrain.errors import CheckpointDamaged, ConfigError, RunFolderError
 from megatrain.memory.layout import Kind
+from megatrain.memory.ledger import gib
 from megatrain.migration import migrate
 from megatrain.models.model_config import parse_config
 from megatrain.pipeline.engine import Engine
 from megatrain.report.page import write_report
 from megatrain.sampling import continue_texts
 from megatrain.trainer.answers import answer_all, questions
+from megatrain.trainer.checkpoints import FOLDER
 from megatrain.trainer.dataset import (
     cache_folder,
     end_tokens,
@@ -29,9 +34,11 @@ from megatrain.trainer.dataset import (
     open_data,
 )
 from megatrain.trainer.demo import streamed_equals_resident, write_demo
+from megatrain.trainer.interrupts import Interrupts
 from megatrain.trainer.loop import Trainer, perplexity
 from megatrain.trainer.preview import show_card, show_rows
 from megatrain.trainer.resolve import open_device, resolve
+from megatrain.trainer.run_folder import ask_for_save
 
 EVAL_TOKENS = 8192
 STARTER = """\
@@ -42,10 +49,15 @@ optim: {learning_rate: 1e-5, schedule: cosine, warmup: 0.03}
 """
 
 
-def train_from(path: Path, overrides: Sequence[str], *, dry_run: bool) -> str:
+def train_from(
+    path: Path, overrides: Sequence[str], *, dry_run: bool = False, resume: bool = False
+) -> str:
     """Train; return the closing line."""
     config = load_config(path, list(overrides))
-    with Trainer(config) as trainer:
+    with (
+        Interrupts() as interrupts,
+        Trainer(config, resume=resume, interrupts=interrupts) as trainer,
+    ):
         if dry_run:
             return f"all is there for {trainer.num_steps} steps; no step was taken"
         outcome = trainer.train()
@@ -56,6 +68,43 @@ def train_from(path: Path, overrides: Sequence[str], *, dry_run: bool) -> str:
         f"loss {outcome.first_loss:.4f} to {outcome.last_loss:.4f} in {outcome.num_steps} steps, "
         f"{outcome.total_tokens:,} tokens, {outcome.seconds:.0f} s\nmodel in {model}\n{report}"
     )
+
+
+def save_now(run: Path, wait_s: float) -> str:
+    """Ask the process that trains in a run folder for a checkpoint; wait until it is there."""
+    parent = run / FOLDER
+    before = set(finished(parent))
+    ask_for_save(run)
+    until = time.monotonic() + wait_s
+    while time.monotonic() < until:
+        if new := [path for path in finished(parent) if path not in before]:
+            return f"saved in {new[0]}"
+        time.sleep(0.2)
+    raise RunFolderError(
+        f"{run}: asked for a checkpoint, but none came in {wait_s:g} s. It comes after the current "
+        "step; see events.jsonl there."
+    )
+
+
+def verify_checkpoints(path: Path) -> str:
+    """Check every byte of a checkpoint, or of all of a run; return what there is to say."""
+    folders = finished(path / FOLDER) if (path / FOLDER).is_dir() else [path]
+    if not folders:
+        raise CheckpointDamaged(f"{path}: no checkpoint was ever finished here")
+    said, damaged = [], 0
+    for folder in folders:
+        try:
+            manifest = verify(folder)
+            said.append(
+                f"{folder.name}: whole, step {manifest.step}, {len(manifest.files)} files, "
+                f"{gib(manifest.num_bytes)}"
+            )
+        except CheckpointDamaged as error:
+            damaged += 1
+            said.append(f"{folder.name}: DAMAGED: {error}")
+    if damaged:
+        raise CheckpointDamaged("\n".join([*said, f"{damaged} of {len(folders)} damaged"]))
+    return "\n".join(said)
 
 
 def report_on(runs: Sequence[Path], target: Path | None) -> str:
@@ -150,7 +199,7 @@ def run_demo(folder: Path, num_steps: int) -> None:
     config = write_demo(folder, num_steps=num_steps)
     count = streamed_equals_resident(folder / "model")
     print(f"streamed = resident: {count} tensors equal to the bit", flush=True)
-    print(train_from(config, [], dry_run=False), flush=True)
+    print(train_from(config, []), flush=True)
     for prompt, answer in zip(
         ("3 + 4", "9 + 8"), sample_from(folder / "run", ["3 + 4", "9 + 8"], 8, 0.0), strict=True
     ):
@@ -161,9 +210,11 @@ def model_folder(path: Path) -> Path:
     """Return the model folder that is meant: the folder itself, or that of a run."""
     if not (path / "metrics.jsonl").exists():
         return path
-    if not (path / "model").is_dir():
-        raise RunFolderError(f"{path}: the run has left no model: it did not come to its end")
-    return path / "model"
+    if (path / "model").is_dir():
+        return path / "model"
+    if found := finished(path / FOLDER):
+        return found[0] / "model"
+    raise RunFolderError(f"{path}: the run has left no model and no checkpoint")
 
 
 def _judging_config(model: Path, folder: Path, data: Path, max_rows: int | None) -> Config:
