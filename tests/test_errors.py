@@ -18,7 +18,7 @@ def test_codes_are_unique_and_name_the_exit_code() -> None:
     codes = [error.code for error in _classes()]
     assert len(codes) == len(set(codes)) > 5
     for error in _classes()[1:]:
-        assert error.code[2] == str(error.exit_code), error.__name__
+        assert error.code.startswith(f"MT{error.exit_code}"), error.__name__
 
 
 def test_every_error_says_what_it_is() -> None:

@@ -153,18 +153,18 @@ class RunFolderError(MegaTrainError):
     exit_code = 5
 
 
-class Interrupted(MegaTrainError):
-    """A signal, or too little memory, ended a run; what it says tells whether it was saved."""
-
-    code = "MT130"
-    exit_code = 130
-
-
 class MissingPackage(MegaTrainError):
     """A setting asks for an optional package that is not installed; the text names it."""
 
     code = "MT505"
     exit_code = 5
+
+
+class Interrupted(MegaTrainError):
+    """A signal, or too little memory, ended a run; what it says tells whether it was saved."""
+
+    code = "MT130"
+    exit_code = 130
 
 
 def printable(text: str) -> str:

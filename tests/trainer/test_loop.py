@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from megatrain.config import Config, load_config
 from megatrain.disk.hf import load_model
-from megatrain.errors import ConfigError, ModelFolderError, RunFolderError
+from megatrain.errors import ModelFolderError, RunFolderError
 from megatrain.memory.layout import Kind
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.learning_rate import LearningRate
@@ -122,13 +122,6 @@ def test_a_folder_with_a_run_is_refused(config: Config) -> None:
     (Path(config.run_dir) / "metrics.jsonl").write_text("")
     with pytest.raises(RunFolderError, match="holds a run already"):
         Trainer(config)
-
-
-@pytest.mark.parametrize("asked", ["log.to=[wandb]", "memory.ram=1GB"])
-def test_what_nothing_reads_yet_is_refused(asked: str, tmp_path: Path) -> None:
-    path = write_demo(tmp_path / "demo", num_steps=STEPS)
-    with pytest.raises(ConfigError, match=rf"^not supported yet: {asked.split('=')[0]}\."):
-        Trainer(load_config(path, [asked]))
 
 
 def test_a_model_that_is_not_there_is_said(config: Config) -> None:

@@ -13,7 +13,13 @@ if TYPE_CHECKING:
 
 def conflicts(config: Config) -> list[Fault]:
     """Return every conflict, at the key that is the cheapest to change."""
-    return [*_length_of_run(config), *_batch(config), *_learning_rate(config), *_memory(config)]
+    return [
+        *_length_of_run(config),
+        *_batch(config),
+        *_learning_rate(config),
+        *_memory(config),
+        *_patience(config),
+    ]
 
 
 def _fault(key: str, text: str) -> Fault:
@@ -75,3 +81,19 @@ def _memory(config: Config) -> Iterator[Fault]:
             "memory.gather_embedding is true and memory.device is cpu: it needs a device with "
             "memory of its own. Make it false.",
         )
+
+
+def _patience(config: Config) -> Iterator[Fault]:
+    patience = config.eval.patience
+    if patience is None:
+        return
+    for key, value, repair in (
+        ("data.eval", config.data.eval, "give a fraction or a file to evaluate on"),
+        ("eval.every", config.eval.every, "say how often to evaluate"),
+    ):
+        if value is None:
+            yield _fault(
+                "eval.patience",
+                f"eval.patience is {patience} and {key} is null: nothing tells when to stop. "
+                f"Leave out eval.patience, or {repair}.",
+            )

@@ -193,6 +193,7 @@ AXOLOTL = {
         "wandb_project": "log.to",
         "use_tensorboard": "log.to",
         "use_trackio": "log.to",
+        "early_stopping_patience": "eval.patience",
     },
     {
         FULL: "adapter lora_r lora_alpha lora_dropout lora_target_modules lora_target_linear "
@@ -221,7 +222,7 @@ AXOLOTL = {
         PRINTED: "debug include_tokens_per_second_per_gpu mlflow_experiment_name",
         NO_TRICK: "noisy_embedding_alpha loss_watchdog_threshold loss_watchdog_patience "
         "curriculum_sampling embedding_lr lisa_n_layers",
-        NOTHING_LIKE: "early_stopping_patience strict hub_model_revision eval_table_size "
+        NOTHING_LIKE: "strict hub_model_revision eval_table_size "
         "eval_max_new_tokens revision_of_model sequence_parallel_degree context_parallel_size",
     },
 )

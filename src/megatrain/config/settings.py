@@ -261,7 +261,9 @@ class MemorySettings(Section):
         default="auto", description="Device memory to use at most; auto: all that is free."
     )
     ram: Size = Field(
-        default="auto", description="Host memory to use at most; auto: all that is free."
+        default="auto",
+        description="Host memory this process may hold; auto: all that is free, within the limits "
+        "of its group.",
     )
     slots: Annotated[
         int | Literal["auto"],
@@ -291,6 +293,10 @@ class EvalSettings(Section):
     )
     max_rows: Annotated[Annotated[Whole, Field(ge=1)] | None, Kind("rows or null")] = Field(
         default=None, description="Rows to evaluate on at most; null takes all."
+    )
+    patience: Annotated[Annotated[Whole, Field(ge=1)] | None, Kind("evaluations or null")] = Field(
+        default=None,
+        description="Stop after so many evaluations in a row without a lower loss; null: never.",
     )
 
 

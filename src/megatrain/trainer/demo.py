@@ -1,13 +1,19 @@
 """Does it work here? A tiny model learns sums, through everything that a large one goes through.
 
 No network, no files but those it writes: a random Llama, a tokenizer of bytes with a chat template,
-and rows of one-digit sums. The streamed engine is first held against the resident model.
+and rows of one-digit sums. The streamed engine is first held against the resident model; at the end
+a second run, stopped by a signal and resumed, is held against the first.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
+import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -16,10 +22,15 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
+from megatrain.config import load_config
 from megatrain.disk.hf import load_model
+from megatrain.disk.manifest import read_manifest
+from megatrain.errors import Interrupted
 from megatrain.memory.layout import Kind
 from megatrain.pipeline.batch import MicroBatch, trained_token_weights
 from megatrain.pipeline.engine import Engine
+from megatrain.trainer.interrupts import Interrupts
+from megatrain.trainer.loop import Trainer
 
 TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}<|assistant|>"
@@ -111,6 +122,37 @@ def streamed_equals_resident(folder: Path) -> int:
     for name, gradient in gradients.items():
         assert torch.equal(home.store.param(name, Kind.GRAD), gradient), f"gradient of {name}"
     return 1 + len(gradients)
+
+
+def resumed_equals_uninterrupted(config: Path, run: Path, num_steps: int) -> int:
+    """Train again, stopped half-way by a signal and resumed; return how many files are equal.
+
+    Raises AssertionError, naming the files, unless both runs end in the same bits.
+    """
+    stopped = run.with_name("stopped-and-resumed")
+    quiet = ["save.every=null", "eval.samples=0", "eval.every=null", f"log.every={num_steps}"]
+    settings = load_config(config, [f"save.dir={stopped}", *quiet])
+    interruption = threading.Thread(
+        target=_signal_when, args=(stopped / "metrics.jsonl", num_steps // 2), daemon=True
+    )
+    interruption.start()
+    with Interrupts() as interrupts, suppress(Interrupted):
+        with Trainer(settings, interrupts=interrupts) as trainer:
+            trainer.train()
+        raise AssertionError("the run was not interrupted")
+    with Trainer(settings, resume=True) as trainer:
+        trainer.train()
+    whole, resumed = (read_manifest((path / "last").resolve()).files for path in (run, stopped))
+    differing = [name for name in whole if whole[name] != resumed.get(name)]
+    assert not differing, f"resumed and uninterrupted differ in {differing}"
+    return len(whole)
+
+
+def _signal_when(metrics: Path, num_lines: int) -> None:
+    """Send this process SIGTERM once a run has written so many lines."""
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < num_lines:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _resident(folder: Path, micro: MicroBatch) -> tuple[float, dict[str, Tensor]]:

@@ -18,7 +18,6 @@ Laws (tests/trainer/test_loop.py, test_resume.py)
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,10 +31,8 @@ from megatrain.disk.retention import clear_unfinished
 from megatrain.errors import Interrupted, NonFiniteStep, RunFolderError
 from megatrain.memory.host import resident_bytes
 from megatrain.memory.store import WITH_CLIP, WITHOUT_CLIP
-from megatrain.optim.adamw import AdamW
-from megatrain.optim.learning_rate import LearningRate
-from megatrain.pipeline.engine import Engine
 from megatrain.sampling import continue_texts
+from megatrain.trainer.assembly import learning_rate, make_engine
 from megatrain.trainer.checkpoints import FOLDER, Checkpoints
 from megatrain.trainer.dataset import (
     TrainingData,
@@ -44,6 +41,7 @@ from megatrain.trainer.dataset import (
     mean_loss,
     open_data,
 )
+from megatrain.trainer.host_memory import check_ram
 from megatrain.trainer.interrupts import Interrupts
 from megatrain.trainer.live import Live
 from megatrain.trainer.memory_plan import memory_plan
@@ -52,7 +50,7 @@ from megatrain.trainer.resumption import Resumed, resume
 from megatrain.trainer.run_folder import RunFolder, machine_facts
 from megatrain.trainer.run_state import RunState
 from megatrain.trainer.sinks import Sinks, check_sinks
-from megatrain.trainer.step_time import step_split
+from megatrain.trainer.step_time import step_metrics, step_split
 
 SAMPLE_TOKENS = 64
 TRACED_STEP = 3
@@ -106,6 +104,7 @@ class Trainer:
         self.device, name = open_device(config)
         self.resolved: Resolved = resolve(config, self.device, name)
         self._base_bytes = resident_bytes()
+        check_ram(config)
         clear_unfinished(folder.path / FOLDER)
         kinds = WITH_CLIP if self.resolved.update == "late" else WITHOUT_CLIP
         resumed = resume(folder.path / FOLDER, config, kinds) if wants_resume else None
@@ -124,8 +123,8 @@ class Trainer:
                 attn=None if config.model.attn == "auto" else config.model.attn,
             )
         )
-        self._rate = _learning_rate(config, self.num_steps).rate
-        self.engine = self._make_engine()
+        self._rate = learning_rate(config, self.num_steps)
+        self.engine = make_engine(config, self.resolved, self.home, self.device, self._rate)
         self.checkpoints = Checkpoints(
             folder.path,
             self.home,
@@ -142,34 +141,6 @@ class Trainer:
         folder.write_json("machine.json", machine_facts())
         folder.write_json("data_card.json", self.data.card)
         self._write_plan()
-
-    def _make_engine(self) -> Engine:
-        config, resolved = self.config, self.resolved
-        optimizer = AdamW(
-            self.home.store,
-            learning_rate=self._rate,
-            betas=config.optim.betas,
-            eps=config.optim.eps,
-            weight_decay=config.optim.weight_decay,
-            no_decay=config.optim.no_decay,
-            max_grad_norm=config.train.max_grad_norm,
-            num_threads=max(1, len(os.sched_getaffinity(0)) // 2),
-        )
-        return Engine(
-            self.home.decoder,
-            self.home.store,
-            optimizer=optimizer,
-            update=resolved.update,
-            device=self.device,
-            num_slots=resolved.slots,
-            tape=resolved.tape,
-            chunk_tokens=config.memory.chunk_tokens,
-            seed=config.train.seed,
-            trace=True,
-            on_nonfinite="skip" if config.train.on_nonfinite == "skip" else "stop",
-            compile=config.train.compile,
-            gather_embedding=config.memory.gather_embedding,
-        )
 
     def _take_up(self, resumed: Resumed | None) -> None:
         """Set all that is not tensors to what the checkpoint says."""
@@ -206,7 +177,7 @@ class Trainer:
             self.interrupts.patient = True
             if state.step == 0:
                 self._look(0)
-            while state.step < self.num_steps and not self._stops_early():
+            while state.step < self.num_steps and not self._is_over():
                 self._take_step(state.step + 1)
                 state = self.state
                 self._save_if_due()
@@ -283,20 +254,8 @@ class Trainer:
         seconds = time.monotonic() - began
         if step == min(TRACED_STEP, self.num_steps):
             self.engine.write_trace(self.folder.path / "trace.json")
-        metrics: dict[str, Any] = {
-            "step": step,
-            "loss": result.loss,
-            "grad_norm": result.grad_norm,
-            "learning_rate": self._rate(step - 1),
-            "num_tokens": result.num_tokens,
-            "num_trained": result.num_trained,
-            "seconds": round(seconds, 6),
-            "tokens_per_s": round(result.num_tokens / seconds, 3),
-            "split": step_split(trace, seconds, data_seconds),
-            "applied": result.applied,
-        }
-        if result.fault is not None:
-            metrics["fault"] = str(result.fault)
+        split = step_split(trace, seconds, data_seconds)
+        metrics = step_metrics(step, result, self._rate.rate(step - 1), seconds, split)
         if result.applied:
             spikes = [state.judge("loss", result.loss)]
             if result.grad_norm is not None:
@@ -312,14 +271,20 @@ class Trainer:
         """Evaluate, and let the model write."""
         loss = self.evaluate()
         if loss is not None:
-            record = {"step": step, "eval_loss": loss, "eval_perplexity": perplexity(loss)}
-            is_best = self.state.judge_evaluation(loss)
+            record: dict[str, Any] = {"step": step, "eval_loss": loss}
+            record["eval_perplexity"] = perplexity(loss)
+            is_best = self.state.evaluations.is_best(step, loss)
+            self.state.eval_loss = loss
+            if step < self.num_steps and self._is_over():
+                record |= self.state.evaluations.facts()
             self.folder.append("metrics.jsonl", record)
             self._sinks.log(record)
             self._live.say(
                 f"step {step}: evaluation loss {loss:.4f}, perplexity {perplexity(loss):.4g}"
             )
             self._best_is_new = is_best and step > 0
+            if "stopped_early" in record:
+                self._live.say(self.state.evaluations.in_words())
         self._sample(step)
 
     def _sample(self, step: int) -> None:
@@ -333,8 +298,6 @@ class Trainer:
 
     def _text(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens)))
-
-    # Saving
 
     def _save(self) -> None:
         """Begin to save the state after the last step, unless that was done."""
@@ -384,8 +347,8 @@ class Trainer:
             + "; go on with `megatrain train ... --resume`"
         )
 
-    def _stops_early(self) -> bool:
-        return False
+    def _is_over(self) -> bool:
+        return self.state.evaluations.is_over(self.config.eval.patience)
 
     def _roll_back(self, step: int, reason: str) -> None:
         """Go back to the last checkpoint, and leave the step out from then on."""
@@ -429,18 +392,6 @@ class Trainer:
         where: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _learning_rate(config: Config, num_steps: int) -> LearningRate:
-    optim = config.optim
-    return LearningRate(
-        peak=optim.learning_rate,
-        shape=optim.schedule,
-        num_steps=num_steps,
-        warmup=optim.warmup,
-        decay=optim.decay,
-        final_fraction=optim.final_fraction,
-    )
 
 
 def perplexity(loss: float) -> float:

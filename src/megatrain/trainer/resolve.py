@@ -31,7 +31,6 @@ class Resolved:
 def refuse_unsupported(config: Config) -> None:
     """Raise ConfigError for settings that nothing reads yet, rather than pass over them."""
     asked = {
-        "memory.ram": config.memory.ram != "auto",
         "data.train.format": any(source.format != "auto" for source in config.data.train),
     }
     found = [key for key, is_asked in asked.items() if is_asked]

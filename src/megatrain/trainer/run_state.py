@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
+
+from megatrain.trainer.patience import Patience
 
 WINDOW = 64
 _LEAST = 16
@@ -25,8 +27,7 @@ class RunState:
     last_loss: float | None = None
     eval_loss: float | None = None
     """Of an evaluation at this very step."""
-    best_loss: float | None = None
-    evals_since_best: int = 0
+    evaluations: Patience = field(default_factory=Patience)
     left_out: dict[int, str] = field(default_factory=dict)
     """Steps that are not trained on, with the reason: a rollback found them."""
     recent: dict[str, deque[float]] = field(default_factory=dict)
@@ -44,14 +45,6 @@ class RunState:
             seen.append(value)
         return spike
 
-    def judge_evaluation(self, loss: float) -> bool:
-        """Take an evaluation's loss; return whether it is the best so far."""
-        self.eval_loss = loss
-        is_best = self.best_loss is None or loss < self.best_loss
-        self.best_loss = loss if is_best else self.best_loss
-        self.evals_since_best = 0 if is_best else self.evals_since_best + 1
-        return is_best
-
     def to_json(self) -> dict[str, Any]:
         return {
             "step": self.step,
@@ -59,17 +52,20 @@ class RunState:
             "first_loss": self.first_loss,
             "last_loss": self.last_loss,
             "eval_loss": self.eval_loss,
-            "best_loss": self.best_loss,
-            "evals_since_best": self.evals_since_best,
+            "evaluations": asdict(self.evaluations),
             "left_out": {str(step): reason for step, reason in self.left_out.items()},
             "recent": {name: list(values) for name, values in self.recent.items()},
         }
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> RunState:
-        plain = {key: fields[key] for key in cls.__slots__ if key not in ("left_out", "recent")}
         return cls(
-            **plain,
+            step=int(fields["step"]),
+            total_tokens=int(fields["total_tokens"]),
+            first_loss=fields["first_loss"],
+            last_loss=fields["last_loss"],
+            eval_loss=fields["eval_loss"],
+            evaluations=Patience(**fields["evaluations"]),
             left_out={int(step): str(reason) for step, reason in fields["left_out"].items()},
             recent={k: deque(v, maxlen=WINDOW) for k, v in fields["recent"].items()},
         )

@@ -28,7 +28,7 @@ from megatrain.config import Config
 from megatrain.errors import MissingPackage
 
 PROJECT = "megatrain"
-NOT_FIGURES = frozenset({"step", "applied", "fault"})
+NOT_FIGURES = frozenset({"step", "applied", "fault", "stopped_early", "best_step", "best_loss"})
 
 
 class Sink(Protocol):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from megatrain.pipeline.batch import StepResult
 from megatrain.pipeline.ops import OpKind
 from megatrain.pipeline.trace import Trace
 
@@ -14,6 +17,27 @@ PARTS = {
     OpKind.CLIP: "update",
     OpKind.UPDATE: "update",
 }
+
+
+def step_metrics(
+    step: int, result: StepResult, rate: float, seconds: float, split: dict[str, float]
+) -> dict[str, Any]:
+    """Return a step's line of metrics.jsonl."""
+    metrics: dict[str, Any] = {
+        "step": step,
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "learning_rate": rate,
+        "num_tokens": result.num_tokens,
+        "num_trained": result.num_trained,
+        "seconds": round(seconds, 6),
+        "tokens_per_s": round(result.num_tokens / seconds, 3),
+        "split": split,
+        "applied": result.applied,
+    }
+    if result.fault is not None:
+        metrics["fault"] = str(result.fault)
+    return metrics
 
 
 def step_split(trace: Trace, seconds: float, data_seconds: float) -> dict[str, float]:

@@ -33,7 +33,11 @@ from megatrain.trainer.dataset import (
     mean_loss,
     open_data,
 )
-from megatrain.trainer.demo import streamed_equals_resident, write_demo
+from megatrain.trainer.demo import (
+    resumed_equals_uninterrupted,
+    streamed_equals_resident,
+    write_demo,
+)
 from megatrain.trainer.interrupts import Interrupts
 from megatrain.trainer.loop import Trainer, perplexity
 from megatrain.trainer.preview import show_card, show_rows
@@ -200,6 +204,8 @@ def run_demo(folder: Path, num_steps: int) -> None:
     count = streamed_equals_resident(folder / "model")
     print(f"streamed = resident: {count} tensors equal to the bit", flush=True)
     print(train_from(config, []), flush=True)
+    count = resumed_equals_uninterrupted(config, folder / "run", num_steps)
+    print(f"resumed = uninterrupted: {count} files equal to the bit", flush=True)
     for prompt, answer in zip(
         ("3 + 4", "9 + 8"), sample_from(folder / "run", ["3 + 4", "9 + 8"], 8, 0.0), strict=True
     ):
