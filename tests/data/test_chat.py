@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from megatrain.data.chat import NO_PREFIX, REFUSED, has_generation_tags, render_assistant
+from megatrain.data.chat import NO_PREFIX, render_assistant
+from megatrain.data.chat_template import REFUSED, ChatTemplate, has_generation_tags
 from megatrain.data.formats import format_of
-from megatrain.data.masks import Encoder, Tokens
+from megatrain.data.masks import TOKENIZER_REFUSED, Encoder, Tokens
 from megatrain.data.rows import Message, Row, canonical
 from megatrain.data.skipped import BadRow
 from megatrain.errors import DataError
@@ -69,7 +70,9 @@ def test_spaces_and_emoji_keep_their_tokens(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_mask_moved_by_one_token_would_be_noticed(kind: str) -> None:
     (*_, document) = Encoder(tokenizer_of(kind)).encode(Row(messages=TALK))
-    moved = Tokens(input_ids=document.input_ids, trained=[False, *document.trained[:-1]])
+    last = len(document.input_ids)
+    runs = tuple((begin + 1, min(end + 1, last)) for begin, end in document.runs)
+    moved = Tokens(input_ids=document.input_ids, runs=runs)
     assert trained_text(kind, [moved]) != trained_text(kind, [document])
 
 
@@ -77,7 +80,9 @@ def test_a_mask_moved_by_one_token_would_be_noticed(kind: str) -> None:
 def test_what_stands_before_a_trained_turn_is_what_inference_gives(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     prompts = [
-        text.text[: span[0]] for text in render_assistant(tokenizer, TALK) for span in text.spans
+        text.text[: span[0]]
+        for text in render_assistant(ChatTemplate(tokenizer), TALK)
+        for span in text.spans
     ]
     assert prompts == [
         tokenizer.apply_chat_template(list(TALK[:n]), tokenize=False, add_generation_prompt=True)
@@ -86,8 +91,8 @@ def test_what_stands_before_a_trained_turn_is_what_inference_gives(kind: str) ->
 
 
 def test_templates_that_rewrite_history_give_a_text_for_each_turn() -> None:
-    assert len(render_assistant(tokenizer_of("chatml"), TALK)) == 1
-    first, second = render_assistant(tokenizer_of("qwen3"), TALK)
+    assert len(render_assistant(ChatTemplate(tokenizer_of("chatml")), TALK)) == 1
+    first, second = render_assistant(ChatTemplate(tokenizer_of("qwen3")), TALK)
     assert "<think>" in first.text
     assert second.text.count("<think>") == 1
 
@@ -224,6 +229,71 @@ def test_a_first_token_is_written_where_the_tokenizer_writes_it() -> None:
     for row in (Row(messages=TALK[:2], plain=True), Row(text="hello")):
         (document,) = Encoder(tokenizer).encode(row)
         assert tokenizer.decode(document.input_ids).startswith("<s>hello")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_give_the_same_together_as_one_by_one(kind: str) -> None:
+    encoder = Encoder(tokenizer_of(kind))
+    system: Message = {"role": "system", "content": "brief"}
+    rows = [
+        Row(messages=TALK),
+        Row(text="hello world"),
+        Row(messages=(system, *TALK)),
+        Row(messages=TALK[1:]),
+        Row(messages=TALK[2:]),
+    ]
+    together = encoder.encode_rows([(f"a:{number}", row) for number, row in enumerate(rows)])
+    for row, documents in zip(rows, together, strict=True):
+        if isinstance(documents, BadRow):
+            with pytest.raises(BadRow, match=documents.reason):
+                encoder.encode(row)
+        else:
+            assert encoder.encode(row) == documents
+    assert isinstance(together[3], BadRow)  # nothing is said before the first answer
+
+
+def test_a_file_that_asks_for_padding_or_truncation_is_not_obeyed() -> None:
+    tokenizer = made(KINDS["chatml"].template, KINDS["chatml"].marks, eos="<|im_end|>")
+    expected = Encoder(tokenizer).encode(Row(messages=TALK))
+    tokenizer.backend_tokenizer.enable_truncation(3)
+    tokenizer.backend_tokenizer.enable_padding(length=64)
+    assert Encoder(tokenizer).encode(Row(messages=TALK)) == expected
+
+
+class _Panic(BaseException):
+    """What a tokenizer's own code may raise: no Exception."""
+
+
+class _Panicking:
+    """A tokenizer that cannot bear one word."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, *texts: Any, **options: Any) -> Any:
+        return self._tokenizer(*texts, **options)
+
+    @property
+    def backend_tokenizer(self) -> Any:
+        return self
+
+    def encode_batch(self, texts: list[str], **options: Any) -> Any:
+        if any("world" in text for text in texts):
+            raise _Panic("no world")
+        return self._tokenizer.backend_tokenizer.encode_batch(texts, **options)
+
+
+def test_a_row_that_the_tokenizer_cannot_bear_costs_itself_alone() -> None:
+    encoder = Encoder(_Panicking(tokenizer_of("chatml")))
+    texts = ["hello", "hello world", "two"]
+    first, bad, last = encoder.encode_rows([("a:1", Row(text=text)) for text in texts])
+    assert isinstance(bad, BadRow)
+    assert (bad.reason, bad.detail) == (TOKENIZER_REFUSED, "_Panic: no world")
+    plain = Encoder(tokenizer_of("chatml"))
+    assert [first, last] == [plain.encode(Row(text=text)) for text in ("hello", "two")]
 
 
 def test_a_tokenizer_without_offsets_is_refused() -> None:

@@ -11,11 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatrain.data import prepare as prepare_module
-from megatrain.data.encoding import NO_TARGET, TOO_LONG, mask_of, runs_of
+from megatrain.data.encoding import NO_TARGET, TOO_LONG
 from megatrain.data.loader import Loader
 from megatrain.data.masks import Encoder
 from megatrain.data.order import Mixed
@@ -255,7 +253,7 @@ def test_a_worker_that_is_killed_is_a_data_error(monkeypatch: pytest.MonkeyPatch
 
 def test_only_a_few_chunks_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the data, no more than `most` chunks are read ahead of what is written."""
-    monkeypatch.setattr(prepare_module, "_encode", lambda chunk: chunk)
+    monkeypatch.setattr(prepare_module, "encode_chunk", lambda chunk: chunk)
     num_read = 0
 
     def chunks() -> Iterator[Any]:
@@ -275,11 +273,6 @@ def test_only_a_few_chunks_are_under_way(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_max_length_must_hold_a_target(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="max_length 1"):
         _prepare(write(tmp_path / "a.jsonl", ROWS), max_length=1)
-
-
-@given(mask=st.lists(st.booleans(), max_size=50))
-def test_runs_are_the_mask(mask: list[bool]) -> None:
-    assert mask_of(runs_of(np.array(mask, dtype=bool)), len(mask)).tolist() == mask
 
 
 def test_from_files_to_steps(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from datasets import Dataset
 
 from megatrain.data import reading
-from megatrain.data.reading import data_files, read_rows
+from megatrain.data.reading import data_files, parsed, read_rows
 from megatrain.data.skipped import BadRow
 from megatrain.data.source import open_source
 from megatrain.errors import DataError
@@ -116,7 +116,7 @@ def test_a_folder_is_its_files_by_name(tmp_path: Path) -> None:
     source = open_source(tmp_path)
     places = [place for place, _ in source.values()]
     assert places[:3] == ["a.csv:2", "a.csv:3", "b.jsonl:1"]
-    assert [value for _, value in source.values()] == ROWS
+    assert [parsed(value) for _, value in source.values()] == ROWS
 
 
 def test_a_hub_name_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,21 +22,17 @@ Laws (tests/data/test_chat.py)
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
+from megatrain.data.chat_template import ChatTemplate, Span
 from megatrain.data.rows import Message
 from megatrain.data.skipped import BadRow
 
 TrainOn = Literal["assistant", "all"]
-Span = tuple[int, int]
 
-REFUSED = "chat template refuses the row"
 NO_PREFIX = "generation prompt is no prefix of the turn"
-
-_GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,40 +40,21 @@ class Rendered:
     """One text of a conversation."""
 
     text: str
-    messages: tuple[Message, ...]
-    """What the template was given for it."""
     spans: tuple[Span, ...]
     """Trained characters, one span for each trained turn, in order."""
-    begins_at: int
+    tags: tuple[Span, ...] | None = None
+    """The same by the template's own tags, of all turns of the text; None if it has no tags."""
+    begins_at: int = 0
     """Assistant turns that end before this character are trained in another text."""
 
 
-def has_generation_tags(template: str) -> bool:
-    return _GENERATION_TAG.search(template) is not None
-
-
-def render(
-    tokenizer: Any, messages: Sequence[Message], *, add_generation_prompt: bool = False
-) -> str:
-    """Return the template's text. Raises BadRow if the template raises: it is foreign code."""
-    try:
-        text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-    except Exception as error:  # templates raise whatever they like, on purpose and by mistake
-        raise BadRow(REFUSED, f"{type(error).__name__}: {error}"[:120]) from error
-    if not isinstance(text, str):
-        raise BadRow(REFUSED, f"it gave {type(text).__name__}, not text")
-    return text
-
-
-def render_all(tokenizer: Any, messages: Sequence[Message]) -> Rendered:
+def render_all(template: ChatTemplate, messages: Sequence[Message]) -> Rendered:
     """Return the whole conversation as one text, all of it trained."""
-    text = render(tokenizer, messages)
-    return Rendered(text=text, messages=tuple(messages), spans=((0, len(text)),), begins_at=0)
+    text = template.render(messages)
+    return Rendered(text=text, spans=((0, len(text)),))
 
 
-def render_assistant(tokenizer: Any, messages: Sequence[Message]) -> list[Rendered]:
+def render_assistant(template: ChatTemplate, messages: Sequence[Message]) -> list[Rendered]:
     """Return the fewest texts that show each assistant turn as it would be generated.
 
     What follows the last assistant turn trains nothing and is left out. Raises BadRow if the
@@ -86,27 +63,37 @@ def render_assistant(tokenizer: Any, messages: Sequence[Message]) -> list[Render
     turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     texts: list[Rendered] = []
     spans: list[Span] = []
-    whole, end = "", 0
+    whole, tags = "", None
     for turn in reversed(turns):
-        prompt = render(tokenizer, messages[:turn], add_generation_prompt=True)
-        through = render(tokenizer, messages[: turn + 1])
+        prompt = template.render(messages[:turn], add_generation_prompt=True)
+        # What is looked for as a beginning needs no tags; a text of its own does.
+        through = template.render(messages[: turn + 1]) if spans else None
+        if through is None or not whole.startswith(through):
+            if spans:
+                texts.append(_rendered(whole, spans, tags))
+            whole, tags = _through(template, messages[: turn + 1])
+            through, spans = whole, []
         if not through.startswith(prompt):
             raise BadRow(NO_PREFIX, _difference(prompt, through, turn))
-        if not (spans and whole.startswith(through)):
-            if spans:
-                texts.append(_rendered(whole, messages[:end], spans))
-            whole, end, spans = through, turn + 1, []
         spans.append((len(prompt), len(through)))
-    texts.append(_rendered(whole, messages[:end], spans, is_first=True))
+    texts.append(_rendered(whole, spans, tags, is_first=True))
     return texts[::-1]
 
 
+def _through(
+    template: ChatTemplate, messages: Sequence[Message]
+) -> tuple[str, tuple[Span, ...] | None]:
+    if template.has_tags:
+        return template.render_tagged(messages)
+    return template.render(messages), None
+
+
 def _rendered(
-    text: str, messages: Sequence[Message], spans: Sequence[Span], is_first: bool = False
+    text: str, spans: Sequence[Span], tags: tuple[Span, ...] | None, is_first: bool = False
 ) -> Rendered:
     ordered = tuple(reversed(spans))
     begins_at = 0 if is_first else ordered[0][0]
-    return Rendered(text=text, messages=tuple(messages), spans=ordered, begins_at=begins_at)
+    return Rendered(text=text, spans=ordered, tags=tags, begins_at=begins_at)
 
 
 def _difference(prompt: str, through: str, turn: int) -> str:

@@ -1,5 +1,7 @@
 """A chunk of raw rows to documents: what each worker of `prepare` does, with nothing of its own.
 
+Nothing here needs torch: a worker is ready in a second and holds the tokenizer, little more.
+
 Laws (tests/data/test_prepare.py)
     1. No document is longer than `max_length` or without a target.
     2. Every row is bad, or each of its documents is kept or counted as dropped.
@@ -7,21 +9,38 @@ Laws (tests/data/test_prepare.py)
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatrain.data.chat import TrainOn
 from megatrain.data.formats import Format
 from megatrain.data.masks import Encoder, Tokens
+from megatrain.data.reading import parsed
 from megatrain.data.rows import Row, canonical
 from megatrain.data.skipped import BadRow, Skipped
+from megatrain.data.spans import clipped
 from megatrain.errors import DataError
 
 Overlong = Literal["drop", "truncate", "split"]
 NoTarget = Literal["drop", "error"]
+Chunk = list[tuple[str, object]]
+"""Raw rows with their places."""
+
+
+class Settings(TypedDict):
+    """What decides how rows become documents."""
+
+    max_length: int
+    train_on: TrainOn
+    overlong: Overlong
+    no_target: NoTarget
+
 
 TOO_LONG = "longer than max_length"
 NO_TARGET = "no trained token"
@@ -34,10 +53,12 @@ class Encoded:
     num_rows: int = 0
     num_truncated: int = 0
     num_split: int = 0
-    lengths: list[int] = field(default_factory=list)
-    ids: list[NDArray[np.int32]] = field(default_factory=list)
-    runs: list[NDArray[np.int32]] = field(default_factory=list)
-    """For each document begin and end of each run of trained tokens."""
+    lengths: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    ids: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    edges: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    """Begin and end of each run of trained tokens, counted from its document's first token."""
+    num_edges: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    """How many of them each document has."""
     num_trained: int = 0
     num_open: int = 0
     """Trained turns that no control token ends."""
@@ -48,45 +69,49 @@ class Encoded:
 class ChunkEncoder:
     """Chunks of raw rows to documents, under fixed settings."""
 
-    def __init__(
-        self,
-        encoder: Encoder,
-        shape: Format,
-        *,
-        max_length: int,
-        overlong: Overlong,
-        no_target: NoTarget,
-    ) -> None:
-        self._encoder = encoder
+    def __init__(self, tokenizer: Any, shape: Format, settings: Settings) -> None:
+        self._encoder = Encoder(tokenizer, settings["train_on"])
         self._shape = shape
-        self._max_length = max_length
-        self._overlong = overlong
-        self._no_target = no_target
+        self._max_length = settings["max_length"]
+        self._overlong = settings["overlong"]
+        self._no_target = settings["no_target"]
 
-    def encode(self, chunk: Sequence[tuple[str, object]]) -> Encoded:
+    def encode(self, chunk: Chunk) -> Encoded:
         """Return the chunk's documents in the order of its rows."""
         encoded = Encoded(num_rows=len(chunk))
+        rows: list[tuple[str, Row]] = []
+        # Bad rows are noted in the order of the file, whoever finds them bad.
+        found: list[tuple[str, BadRow] | None] = []
         for place, value in chunk:
             try:
-                row = canonical(value, self._shape)
-                documents = self._encoder.encode(row, place)
+                rows.append((place, canonical(parsed(value), self._shape)))
+                found.append(None)
             except BadRow as bad:
-                encoded.bad.add(place, bad)
+                found.append((place, bad))
+        documents = iter(zip(rows, self._encoder.encode_rows(rows), strict=True))
+        kept: list[Tokens] = []
+        for bad_row in found:
+            if bad_row is not None:
+                encoded.bad.add(*bad_row)
                 continue
-            self._add(encoded, place, row, documents)
+            (place, row), made = next(documents)
+            if isinstance(made, BadRow):
+                encoded.bad.add(place, made)
+            else:
+                kept += self._kept(encoded, place, row, made)
+        _put_together(encoded, kept)
         return encoded
 
-    def _add(self, encoded: Encoded, place: str, row: Row, documents: Sequence[Tokens]) -> None:
+    def _kept(
+        self, encoded: Encoded, place: str, row: Row, documents: Sequence[Tokens]
+    ) -> Iterator[Tokens]:
         for document in documents:
             encoded.num_open += document.num_open
             if document.num_trained == 0 and self._no_target == "error":
                 raise DataError(_no_target_text(place, document, "is trained"))
             for piece in self._pieces(encoded, place, row, document):
                 if piece.num_trained > 0:
-                    encoded.lengths.append(len(piece.input_ids))
-                    encoded.ids.append(np.array(piece.input_ids, dtype=np.int32))
-                    encoded.runs.append(runs_of(np.array(piece.trained)))
-                    encoded.num_trained += piece.num_trained
+                    yield piece
                 elif self._no_target == "error" and self._overlong == "truncate":
                     raise DataError(_no_target_text(place, document, "is left to train"))
                 else:
@@ -116,18 +141,41 @@ def _no_target_text(place: str, document: Tokens, what: str) -> str:
 
 
 def _cut(document: Tokens, start: int, stop: int) -> Tokens:
-    return Tokens(input_ids=document.input_ids[start:stop], trained=document.trained[start:stop])
+    return Tokens(
+        input_ids=document.input_ids[start:stop], runs=clipped(document.runs, start, stop)
+    )
 
 
-def runs_of(trained: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """Return begin and end of each run of True, one after another."""
-    edges = np.diff(np.concatenate([[0], trained.astype(np.int8), [0]]))
-    return np.flatnonzero(edges).astype(np.int32)
+def _put_together(encoded: Encoded, documents: Sequence[Tokens]) -> None:
+    """Few large arrays: they cross from process to process at no cost per document."""
+    encoded.num_trained = sum(document.num_trained for document in documents)
+    encoded.lengths = _array([len(document.input_ids) for document in documents])
+    encoded.ids = _array([token for document in documents for token in document.input_ids])
+    encoded.num_edges = _array([2 * len(document.runs) for document in documents])
+    encoded.edges = _array(
+        [edge for document in documents for run in document.runs for edge in run]
+    )
 
 
-def mask_of(runs: NDArray[np.int32], length: int) -> NDArray[np.bool_]:
-    """Return the mask that `runs_of` was given."""
-    edges = np.zeros(length + 1, dtype=np.int8)
-    edges[runs[0::2]] += 1
-    edges[runs[1::2]] -= 1
-    return np.cumsum(edges[:-1]).astype(np.bool_)
+def _array(numbers: list[int]) -> NDArray[np.int32]:
+    return np.array(numbers, dtype=np.int32)
+
+
+# --- in a worker process -------------------------------------------------------------------------
+
+_worker: ChunkEncoder | None = None
+
+
+def begin_worker(tokenizer: Any, shape: Format, settings: Settings) -> None:
+    """Make this process ready for `encode_chunk`."""
+    global _worker
+    # Each worker has a core: threads of the tokenizer's own would take them from one another.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _worker = ChunkEncoder(tokenizer, shape, settings)
+    gc.freeze()  # what is there now stays: it need not be looked through again and again
+
+
+def encode_chunk(chunk: Chunk) -> Encoded:
+    """Return what the worker's encoder makes of a chunk."""
+    assert _worker is not None
+    return _worker.encode(chunk)

@@ -6,25 +6,24 @@ end-of-turn token belongs to no turn: the model is never asked to generate it, s
 Laws (tests/data/test_chat.py)
     1. Tags and prefixes agree to the token, or a DataError shows the first token they differ in.
     2. The end-of-turn token of each trained turn is trained.
+    3. Rows give the same tokens together as one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
-from megatrain.data.chat import (
-    Rendered,
-    Span,
-    TrainOn,
-    has_generation_tags,
-    render_all,
-    render_assistant,
-)
+from megatrain.data.chat import Rendered, TrainOn, render_all, render_assistant
+from megatrain.data.chat_template import ChatTemplate, Span
 from megatrain.data.rows import Row
+from megatrain.data.skipped import BadRow
+from megatrain.data.spans import Runs, mask_of, merged, moved, tokens_in
 from megatrain.errors import DataError
+
+TOKENIZER_REFUSED = "tokenizer refuses the row"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,14 +31,33 @@ class Tokens:
     """A document, ready to train on."""
 
     input_ids: list[int]
-    trained: list[bool]
+    runs: Runs
+    """Trained tokens."""
     num_open: int = 0
     """Trained turns that no control token ends: a model of them may never stop."""
 
     @property
+    def trained(self) -> list[bool]:
+        flat = [edge for run in self.runs for edge in run]
+        return list(map(bool, mask_of(flat, len(self.input_ids))))
+
+    @property
     def num_trained(self) -> int:
         """Targets: the first token has nothing before it that could predict it."""
-        return sum(self.trained[1:])
+        is_first = bool(self.runs) and self.runs[0][0] == 0
+        return sum(end - begin for begin, end in self.runs) - is_first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Encoded:
+    """A text with its tokens, and what the tokenizer knows about their characters."""
+
+    text: str
+    ids: list[int]
+    encoding: Any
+
+    def tokens_in(self, span: Span) -> Span:
+        return tokens_in(span, self.encoding, len(self.text))
 
 
 class Encoder:
@@ -54,39 +72,64 @@ class Encoder:
             )
         self.tokenizer = tokenizer
         self.train_on = train_on
-        self.template: str | None = tokenizer.chat_template and tokenizer.get_chat_template()
+        self.template = ChatTemplate(tokenizer) if tokenizer.chat_template else None
         self._marks = set(tokenizer.added_tokens_decoder) | set(tokenizer.all_special_ids)
-        self._has_tags = self.template is not None and has_generation_tags(self.template)
+        first = tokenizer.bos_token_id
+        # Only some tokenizers that know a first token also use it.
+        self._before = [first] if tokenizer("")["input_ids"][:1] == [first] else []
 
     def encode(self, row: Row, place: str = "the row") -> list[Tokens]:
-        """Return the row's documents: one, or several where turns need contexts of their own.
-
-        Raises BadRow for a row that the template refuses, DataError where tags and prefixes differ
-        or a conversation meets a tokenizer without template.
-        """
-        if row.text:
-            return [self._text(row.text)]
-        if self.template is None:
-            return [self._plain(row, place)]
-        if self.train_on == "all":
-            return [self._masked(render_all(self.tokenizer, row.messages))[0]]
-        documents = []
-        for rendered in render_assistant(self.tokenizer, row.messages):
-            document, ranges = self._masked(rendered)
-            if self._has_tags:
-                self._check_tags(rendered, document, ranges, place)
-            documents.append(document)
+        """Return the documents of one row. Raises BadRow, and what `encode_rows` raises."""
+        (documents,) = self.encode_rows([(place, row)])
+        if isinstance(documents, BadRow):
+            raise documents
         return documents
 
-    def _text(self, text: str) -> Tokens:
-        """Tokens as the tokenizer begins them, and an end of sequence; all are trained."""
-        ids = list(self.tokenizer(text, verbose=False)["input_ids"])
-        end = self.tokenizer.eos_token_id
-        if end is not None and ids[-1:] != [end]:
-            ids.append(end)
-        return Tokens(input_ids=ids, trained=[True] * len(ids), num_open=int(end is None))
+    def encode_rows(self, rows: Sequence[tuple[str, Row]]) -> list[list[Tokens] | BadRow]:
+        """Return each row's documents: one, or several where turns need contexts of their own.
 
-    def _plain(self, row: Row, place: str) -> Tokens:
+        A row that the template or the tokenizer refuses is a BadRow. Raises DataError where tags
+        and prefixes differ or a conversation meets a tokenizer without template.
+        """
+        texts = [self._texts(place, row) for place, row in rows]
+        self._check_template(rows, texts)
+        as_text = iter(self._tokenised(_all_texts(rows, texts, are_text=True), True))
+        as_talk = iter(self._tokenised(_all_texts(rows, texts, are_text=False), False))
+        found: list[list[Tokens] | BadRow] = []
+        for (place, row), parts in zip(rows, texts, strict=True):
+            if isinstance(parts, BadRow):
+                found.append(parts)
+                continue
+            source = as_text if row.text else as_talk
+            encoded = [next(source) for _ in parts]
+            bad = next((one for one in encoded if isinstance(one, BadRow)), None)
+            found.append(bad or self._documents(place, row, parts, encoded))
+        return found
+
+    def _texts(self, place: str, row: Row) -> list[Rendered] | BadRow:
+        if row.text:
+            return [Rendered(text=row.text, spans=())]
+        if self.template is None:
+            return [self._joined(place, row)]
+        try:
+            if self.train_on == "all":
+                return [render_all(self.template, row.messages)]
+            return render_assistant(self.template, row.messages)
+        except BadRow as bad:
+            return bad
+
+    def _check_template(
+        self, rows: Sequence[tuple[str, Row]], texts: Sequence[list[Rendered] | BadRow]
+    ) -> None:
+        """Hold one conversation of many against what the library makes of it."""
+        for (_, row), parts in zip(rows, texts, strict=True):
+            if self.template is None or row.text or isinstance(parts, BadRow):
+                continue
+            with suppress(BadRow):  # what follows the last answer may be refused
+                self.template.check(row.messages)
+                return
+
+    def _joined(self, place: str, row: Row) -> Rendered:
         """A prompt and its answer put together as they are, for tokenizers without template."""
         if not row.plain:
             raise DataError(
@@ -94,101 +137,113 @@ class Encoder:
                 "tokenizer of the chat model, set a template, or give prompt / completion or text."
             )
         prompt, answer = (message["content"] for message in row.messages)
-        document, _ = self._masked(
-            Rendered(
-                text=prompt + answer,
-                messages=row.messages,
-                spans=((0 if self.train_on == "all" else len(prompt), len(prompt + answer)),),
-                begins_at=0,
+        return Rendered(text=prompt + answer, spans=((len(prompt), len(prompt + answer)),))
+
+    def _tokenised(self, texts: list[str], with_first: bool) -> list[_Encoded | BadRow]:
+        """Return the tokens of many texts by one call; one by one only if that fails."""
+        if not texts:
+            return []
+        # This call leaves the backend without padding and truncation, which files may ask for; its
+        # own way of handing out many texts costs a twentieth more than reading the backend's.
+        self.tokenizer("", verbose=False)
+        try:
+            encodings = self.tokenizer.backend_tokenizer.encode_batch(
+                texts, add_special_tokens=with_first
             )
-        )
-        first, last = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
-        # Only some tokenizers that know a first token also use it.
-        before = [first] if self.tokenizer("")["input_ids"][:1] == [first] else []
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:  # tokenizers raise some that are no Exception
+            if len(texts) > 1:
+                return [one for text in texts for one in self._tokenised([text], with_first)]
+            return [BadRow(TOKENIZER_REFUSED, f"{type(error).__name__}: {error}"[:120])]
+        return [
+            _Encoded(text=text, ids=encoding.ids, encoding=encoding)
+            for text, encoding in zip(texts, encodings, strict=True)
+        ]
+
+    def _documents(
+        self, place: str, row: Row, parts: Sequence[Rendered], encoded: Sequence[Any]
+    ) -> list[Tokens]:
+        if row.text:
+            return [self._whole(encoded[0].ids)]
+        documents = [self._masked(*pair) for pair in zip(parts, encoded, strict=True)]
+        if self.template is None:
+            return [self._framed(documents[0])]
+        for rendered, one, document in zip(parts, encoded, documents, strict=True):
+            if rendered.tags is not None:
+                self._check_tags(place, rendered, one, document)
+        return documents
+
+    def _whole(self, ids: list[int]) -> Tokens:
+        """Tokens as the tokenizer begins them, and an end of sequence; all are trained."""
+        end = self.tokenizer.eos_token_id
+        if end is not None and ids[-1:] != [end]:
+            ids = [*ids, end]
+        return Tokens(input_ids=ids, runs=merged([(0, len(ids))]), num_open=int(end is None))
+
+    def _framed(self, document: Tokens) -> Tokens:
+        """A prompt and its answer between the tokens that begin and end a text."""
+        last = self.tokenizer.eos_token_id
         after = [] if last is None else [last]
-        return Tokens(
-            input_ids=[*before, *document.input_ids, *after],
-            trained=[
-                *[self.train_on == "all" for _ in before],
-                *document.trained,
-                *[True for _ in after],
-            ],
-            num_open=int(not after),
-        )
+        ids = [*self._before, *document.input_ids, *after]
+        end = [(len(ids) - len(after), len(ids))]
+        runs = merged([*moved(document.runs, len(self._before)), *end])
+        if self.train_on == "all":
+            runs = merged([(0, len(ids))])
+        return Tokens(input_ids=ids, runs=runs, num_open=int(not after))
 
-    def _masked(self, rendered: Rendered) -> tuple[Tokens, list[Span]]:
-        """Return a text's tokens, and the characters each of them stands for."""
-        encoded = self.tokenizer(
-            rendered.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        )
-        ids, ranges = list(encoded["input_ids"]), list(_ranges(encoded["offset_mapping"]))
-        trained = [self.train_on == "all"] * len(ids)
-        num_open = 0
-        for span in rendered.spans:
-            inside = [n for n, (a, b) in enumerate(ranges) if a < span[1] and b > span[0]]
-            turn = self._without_tail(inside, rendered.text, ids, ranges)
-            for number in turn:
-                trained[number] = True
-            num_open += not turn or ids[turn[-1]] not in self._marks
-        return Tokens(input_ids=ids, trained=trained, num_open=num_open), ranges
+    def _masked(self, rendered: Rendered, encoded: _Encoded) -> Tokens:
+        ids = encoded.ids
+        turns = [self._without_tail(encoded.tokens_in(span), encoded) for span in rendered.spans]
+        num_open = sum(begin == end or ids[end - 1] not in self._marks for begin, end in turns)
+        runs = merged([(0, len(ids))] if self.train_on == "all" else turns)
+        return Tokens(input_ids=ids, runs=runs, num_open=num_open)
 
-    def _without_tail(
-        self, inside: list[int], text: str, ids: Sequence[int], ranges: Sequence[Span]
-    ) -> list[int]:
+    def _without_tail(self, run: Span, encoded: _Encoded) -> Span:
         """Leave out white space after the last control token of a turn."""
-        for count in range(len(inside), 0, -1):
-            number = inside[count - 1]
-            if ids[number] in self._marks:
-                return inside[:count]
-            if text[slice(*ranges[number])].strip():
-                return inside
-        return inside
+        begin, end = run
+        for number in range(end - 1, begin - 1, -1):
+            if encoded.ids[number] in self._marks:
+                return begin, number + 1
+            if encoded.text[slice(*encoded.encoding.token_to_chars(number))].strip():
+                return run
+        return run
 
     def _check_tags(
-        self, rendered: Rendered, document: Tokens, ranges: Sequence[Span], place: str
+        self, place: str, rendered: Rendered, encoded: _Encoded, document: Tokens
     ) -> None:
         """Raise DataError if the template's own tags name other tokens than the prefixes do."""
-        encoded = self.tokenizer.apply_chat_template(
-            list(rendered.messages),
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-        )
-        ids = list(encoded["input_ids"])
-        by_tags = [False] * len(document.input_ids)
-        if ids == document.input_ids:
-            mask = [
-                bool(one) and range_[1] > rendered.begins_at
-                for one, range_ in zip(encoded["assistant_masks"], ranges, strict=True)
-            ]
-            for turn in _runs(mask):
-                for number in self._without_tail(turn, rendered.text, ids, ranges):
-                    by_tags[number] = True
-        if by_tags != document.trained:
-            raise DataError(_disagreement(place, by_tags, document, self.tokenizer))
+        assert rendered.tags is not None
+        inside = [
+            encoded.tokens_in((max(begin, rendered.begins_at), end)) for begin, end in rendered.tags
+        ]
+        by_tags = merged(self._without_tail(run, encoded) for run in merged(inside))
+        if by_tags != document.runs:
+            tagged = Tokens(input_ids=document.input_ids, runs=by_tags)
+            raise DataError(_disagreement(place, tagged, document, self.tokenizer))
 
 
-def _ranges(offsets: Iterable[tuple[int, int]]) -> Iterator[Span]:
-    """Yield each token's characters. Tokenizers may trim a lone space to nothing: give it back."""
-    before = 0
-    for start, end in offsets:
-        yield (start if end > start else min(before, start), end)
-        before = end
+def _all_texts(
+    rows: Sequence[tuple[str, Row]], texts: Sequence[list[Rendered] | BadRow], *, are_text: bool
+) -> list[str]:
+    """Return the texts of all rows that are plain text, or of all that are not."""
+
+    def chosen() -> Iterator[str]:
+        for (_, row), parts in zip(rows, texts, strict=True):
+            if bool(row.text) is are_text and not isinstance(parts, BadRow):
+                yield from (part.text for part in parts)
+
+    return list(chosen())
 
 
-def _runs(mask: Sequence[bool]) -> Iterator[list[int]]:
-    for value, run in groupby(range(len(mask)), key=lambda number: mask[number]):
-        if value:
-            yield list(run)
-
-
-def _disagreement(place: str, by_tags: list[bool], document: Tokens, tokenizer: Any) -> str:
-    at = next(i for i, (a, b) in enumerate(zip(by_tags, document.trained, strict=True)) if a != b)
+def _disagreement(place: str, tagged: Tokens, document: Tokens, tokenizer: Any) -> str:
+    by_tags, by_prefixes = tagged.trained, document.trained
+    at = next(i for i, (a, b) in enumerate(zip(by_tags, by_prefixes, strict=True)) if a != b)
     token = tokenizer.convert_ids_to_tokens(document.input_ids[at])
     who, other = ("tags", "prefixes") if by_tags[at] else ("prefixes", "tags")
     return (
         f"{place}: the chat template contradicts itself: its generation {who} train token {at} "
         f"({token!r}), its {other} do not. {sum(by_tags)} tokens by tags, "
-        f"{sum(document.trained)} by prefixes. Put the answer and its end-of-turn token, and "
+        f"{sum(by_prefixes)} by prefixes. Put the answer and its end-of-turn token, and "
         "nothing else, between {% generation %} and {% endgeneration %}."
     )

@@ -23,10 +23,18 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.data.chat import TrainOn
-from megatrain.data.encoding import ChunkEncoder, Encoded, NoTarget, Overlong
+from megatrain.data.encoding import (
+    Chunk,
+    ChunkEncoder,
+    Encoded,
+    NoTarget,
+    Overlong,
+    Settings,
+    begin_worker,
+    encode_chunk,
+)
 from megatrain.data.fingerprint import fingerprint
 from megatrain.data.formats import Format
-from megatrain.data.masks import Encoder
 from megatrain.data.prepared import Prepared, PreparedWriter, check_usable
 from megatrain.data.skipped import Skipped
 from megatrain.data.source import Source, open_source
@@ -39,8 +47,6 @@ _CHUNK_CHARS = 2**22
 _CHUNK_LIMIT_S = 600.0
 _HOPELESS_ROWS = 2000
 """So many rows, all of them bad, and the rest is not tried."""
-
-Chunk = list[tuple[str, object]]
 
 
 def prepare(
@@ -64,7 +70,7 @@ def prepare(
     if max_length < 2:
         raise ConfigError(f"max_length {max_length}: a document needs a token and its successor")
     source = open_source(path, shape)
-    settings = {
+    settings: Settings = {
         "max_length": max_length,
         "train_on": train_on,
         "overlong": overlong,
@@ -81,7 +87,7 @@ def prepare(
 
 
 def _prepared(
-    source: Source, tokenizer: Any, settings: Mapping[str, Any], folder: Path, num_workers: int
+    source: Source, tokenizer: Any, settings: Settings, folder: Path, num_workers: int
 ) -> Prepared:
     total_bytes = sum(path.stat().st_size for path in source.files)
     try:
@@ -142,18 +148,17 @@ def _num_chars(value: object) -> int:
 def _encoded(
     source: Source,
     tokenizer: Any,
-    settings: Mapping[str, Any],
+    settings: Settings,
     num_workers: int,
     advance: Advance,
 ) -> Iterator[Encoded]:
     chunks = _chunks(source.values(advance))
     begin = (tokenizer, source.format, settings)
     if num_workers <= 1:
-        encoder = _chunk_encoder(*begin)
-        yield from map(encoder.encode, chunks)
+        yield from map(ChunkEncoder(*begin).encode, chunks)
         return
     with ProcessPoolExecutor(
-        num_workers, multiprocessing.get_context("spawn"), _begin_worker, begin
+        num_workers, multiprocessing.get_context("spawn"), begin_worker, begin
     ) as pool:
         try:
             yield from _in_order(pool, chunks, most=2 * num_workers)
@@ -170,7 +175,7 @@ def _in_order(pool: ProcessPoolExecutor, chunks: Iterator[Chunk], most: int) -> 
     """Yield results in the order of the chunks, with at most `most` of them under way."""
     under_way: deque[Future[Encoded]] = deque()
     for chunk in chunks:
-        under_way.append(pool.submit(_encode, chunk))
+        under_way.append(pool.submit(encode_chunk, chunk))
         if len(under_way) == most:
             yield _result(under_way.popleft(), pool)
     while under_way:
@@ -187,26 +192,3 @@ def _result(future: Future[Encoded], pool: ProcessPoolExecutor) -> Encoded:
             f"{_CHUNK_ROWS} rows were not tokenised in {_CHUNK_LIMIT_S:g} s: does the chat "
             "template loop for ever on one of them?"
         ) from None
-
-
-def _chunk_encoder(tokenizer: Any, shape: Format, settings: Mapping[str, Any]) -> ChunkEncoder:
-    return ChunkEncoder(
-        Encoder(tokenizer, settings["train_on"]),
-        shape,
-        max_length=settings["max_length"],
-        overlong=settings["overlong"],
-        no_target=settings["no_target"],
-    )
-
-
-_worker: ChunkEncoder | None = None
-
-
-def _begin_worker(tokenizer: Any, shape: Format, settings: Mapping[str, Any]) -> None:
-    global _worker
-    _worker = _chunk_encoder(tokenizer, shape, settings)
-
-
-def _encode(chunk: Chunk) -> Encoded:
-    assert _worker is not None
-    return _worker.encode(chunk)

@@ -20,10 +20,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from megatrain.data.encoding import Encoded, mask_of
+from megatrain.data.encoding import Encoded
 from megatrain.data.micro_batches import Documents
 from megatrain.data.packing import Lengths
 from megatrain.data.skipped import Skipped
+from megatrain.data.spans import mask_of
 from megatrain.errors import DataError
 
 Card = dict[str, Any]
@@ -113,9 +114,9 @@ class PreparedWriter:
         total.num_open += encoded.num_open
         total.bad.merge(encoded.bad)
         total.dropped.merge(encoded.dropped)
-        self._lengths.append(np.array(encoded.lengths, dtype=np.int32))
+        self._lengths.append(encoded.lengths)
         self._waiting.append(encoded)
-        self._waiting_tokens += sum(encoded.lengths)
+        self._waiting_tokens += len(encoded.ids)
         if self._waiting_tokens >= _BATCH_TOKENS:
             self._flush()
 
@@ -141,10 +142,12 @@ class PreparedWriter:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _flush(self) -> None:
-        ids = [one for encoded in self._waiting for one in encoded.ids]
-        runs = [one for encoded in self._waiting for one in encoded.runs]
-        if ids:
-            arrays = [_lists(ids), _lists(runs)]
+        waiting = self._waiting
+        if self._waiting_tokens:
+            arrays = [
+                _lists([one.ids for one in waiting], [one.lengths for one in waiting]),
+                _lists([one.edges for one in waiting], [one.num_edges for one in waiting]),
+            ]
             self._writer.write_batch(pa.record_batch(arrays, schema=_SCHEMA))
         self._waiting, self._waiting_tokens = [], 0
 
@@ -181,9 +184,12 @@ def bad_rows(card: Card) -> Skipped:
     return Skipped(counts=card["bad"], places=card["bad_places"])
 
 
-def _lists(arrays: Sequence[NDArray[np.int32]]) -> pa.ListArray:
-    offsets = np.cumsum([0, *(len(one) for one in arrays)], dtype=np.int32)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(arrays)))
+def _lists(
+    values: Sequence[NDArray[np.int32]], counts: Sequence[NDArray[np.int32]]
+) -> pa.ListArray:
+    """Return values, end to end, as lists of so many each."""
+    offsets = np.cumsum(np.concatenate([[0], *counts]), dtype=np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(values)))
 
 
 def check_usable(card: Card, max_bad_share: float) -> None:

@@ -39,8 +39,25 @@ _DECODER = json.JSONDecoder()
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
+class Line(str):
+    """A line of JSON that is not parsed yet: that is work for whoever makes a row of it."""
+
+    __slots__ = ()
+
+
 def read_rows(path: str | Path, advance: Advance = lambda _: None) -> Iterator[Raw]:
     """Yield the raw rows of a local file, by its suffix; tell `advance` of bytes as they come."""
+    for number, value in read_unparsed(path, advance):
+        yield number, parsed(value)
+
+
+def parsed(value: object) -> object:
+    """Return what a line holds, or a BadRow; any other value as it is."""
+    return _parsed(value) if isinstance(value, Line) else value
+
+
+def read_unparsed(path: str | Path, advance: Advance = lambda _: None) -> Iterator[Raw]:
+    """Yield the same with each line of JSON as a `Line`."""
     path = Path(path)
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
@@ -147,7 +164,7 @@ def _read_txt(path: Path, advance: Advance) -> Iterator[Raw]:
 
 def _read_jsonl(path: Path, advance: Advance) -> Iterator[Raw]:
     for number, line in _text_lines(path, advance):
-        yield number, line if isinstance(line, BadRow) else _parsed(line)
+        yield number, line if isinstance(line, BadRow) else Line(line)
 
 
 def _parsed(line: str) -> object:

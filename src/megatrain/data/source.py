@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain.data.formats import Format, detect
-from megatrain.data.reading import data_files, read_hub, read_rows
+from megatrain.data.reading import data_files, parsed, read_hub, read_unparsed
 from megatrain.data.rows import Row, canonical
 from megatrain.data.skipped import BadRow, Skipped
 from megatrain.progress import Advance
@@ -27,14 +27,17 @@ class Source:
     format: Format
 
     def values(self, advance: Advance = lambda _: None) -> Iterator[tuple[str, object]]:
-        """Yield each raw row with its place, `train.jsonl:17`; tell `advance` of bytes read."""
+        """Yield each raw row with its place, `train.jsonl:17`; tell `advance` of bytes read.
+
+        Lines of JSON come unparsed: see `parsed` in reading.py.
+        """
         return _values(self.name, self.files, advance)
 
     def rows(self, skipped: Skipped) -> Iterator[tuple[str, Row]]:
         """Yield each usable row with its place; count the others in `skipped`."""
         for place, value in self.values():
             try:
-                yield place, canonical(value, self.format)
+                yield place, canonical(parsed(value), self.format)
             except BadRow as bad:
                 skipped.add(place, bad)
 
@@ -47,7 +50,7 @@ def open_source(path: str | Path, shape: Format | None = None) -> Source:
     files = tuple(data_files(path))
     name = str(path)
     if shape is None:
-        shape = detect((value for _, value in _values(name, files)), where=name)
+        shape = detect((parsed(value) for _, value in _values(name, files)), where=name)
     return Source(name=name, files=files, format=shape)
 
 
@@ -58,5 +61,5 @@ def _values(
         for number, value in read_hub(name):
             yield f"{name}:{number}", value
     for path in files:
-        for number, value in read_rows(path, advance):
+        for number, value in read_unparsed(path, advance):
             yield f"{path.name}:{number}", value

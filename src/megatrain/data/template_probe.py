@@ -11,7 +11,7 @@ import resource
 from collections.abc import Sequence
 from typing import Any
 
-from megatrain.data.chat import render
+from megatrain.data.chat_template import ChatTemplate
 from megatrain.data.rows import Message
 from megatrain.data.skipped import BadRow
 from megatrain.errors import DataError
@@ -48,7 +48,7 @@ def probe_template(tokenizer: Any, messages: Sequence[Message], limit_s: float =
 def _render_once(tokenizer: Any, messages: list[Message]) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_LIMIT_BYTES, _LIMIT_BYTES))
     try:
-        render(tokenizer, messages)
+        ChatTemplate(tokenizer).render(messages)
     except BadRow as bad:
         if isinstance(bad.__cause__, MemoryError):
             raise SystemExit(3) from None
