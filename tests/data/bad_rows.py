@@ -135,3 +135,70 @@ LINES: dict[str, tuple[bytes, str]] = {
     "escaped surrogate": (b'{"text": "\\ud800"}\n', rows.NOT_TEXT),
     "NaN": (b'{"text": NaN}\n', rows.WRONG_TYPE),
 }
+
+# What else a kind of file can hold in the place of a row, as it stands in the file.
+
+TXT_LINES: dict[str, tuple[bytes, str]] = {
+    "not UTF-8": (b"\xff\xfe\n", "not UTF-8"),
+    "latin-1": (b"caf\xe9\n", "not UTF-8"),
+    "UTF-16": ("hello".encode("utf-16") + b"\n", "not UTF-8"),
+    "a character cut off": (b"caf\xc3\n", "not UTF-8"),
+    "an overlong character": (b"a\xc0\xafb\n", "not UTF-8"),
+    "a character beyond Unicode": (b"\xf5\x80\x80\x80\n", "not UTF-8"),
+    "a surrogate in bytes": (b"a\xed\xa0\x80b\n", "not UTF-8"),
+    "a pair of surrogates in bytes": (b"\xed\xa0\xbd\xed\xb8\x80\n", "not UTF-8"),
+    "a stray continuation": (b"\x80\n", "not UTF-8"),
+    "too long": (b"x" * 5000 + b"\n", "line too long"),
+}
+
+CSV_LINES: dict[str, tuple[bytes, str]] = {
+    "too few fields": (b"a\n", "broken CSV"),
+    "too many fields": (b"a,1,2\n", "broken CSV"),
+    "text after a quote": (b'"a"b,1\n', "broken CSV"),
+    "a field too long": (b"x" * 5000 + b",1\n", "broken CSV"),
+    "empty": (b",1\n", rows.EMPTY),
+    "empty in quotes": (b'"",1\n', rows.EMPTY),
+    "blank": (b'"  \t ",1\n', rows.EMPTY),
+    "a blank of two lines": (b'" \n ",1\n', rows.EMPTY),
+    "not UTF-8": (b"\xff\xfe,1\n", rows.NOT_TEXT),
+    "latin-1": (b"caf\xe9,1\n", rows.NOT_TEXT),
+    "a character cut off": (b"caf\xc3,1\n", rows.NOT_TEXT),
+    "an overlong character": (b"a\xc0\xafb,1\n", rows.NOT_TEXT),
+    "a surrogate in bytes": (b"a\xed\xa0\x80b,1\n", rows.NOT_TEXT),
+    "not UTF-8 in quotes": (b'"a\n\xff",1\n', rows.NOT_TEXT),
+}
+
+JSON_ELEMENTS: dict[str, tuple[bytes, str]] = {
+    "null": (b"null", rows.IS_NULL),
+    "a number": (b"3", rows.WRONG_TYPE),
+    "a fraction": (b"-0.5e3", rows.WRONG_TYPE),
+    "true": (b"true", rows.WRONG_TYPE),
+    "text": (b'"a"', rows.WRONG_TYPE),
+    "a list": (b'[{"text": "a"}]', rows.WRONG_TYPE),
+    "an empty list": (b"[]", rows.WRONG_TYPE),
+    "an empty object": (b"{}", rows.OTHER_SHAPE),
+    "another key": (b'{"txt": "a"}', rows.OTHER_SHAPE),
+    "NaN": (b'{"text": NaN}', rows.WRONG_TYPE),
+    "Infinity alone": (b"-Infinity", rows.WRONG_TYPE),
+    "escaped surrogate": (b'{"text": "\\ud800"}', rows.NOT_TEXT),
+    "not UTF-8": (b'{"text": "\xff\xfe"}', rows.NOT_TEXT),
+    "latin-1": (b'{"text": "caf\xe9"}', rows.NOT_TEXT),
+    "a character cut off": (b'{"text": "caf\xc3"}', rows.NOT_TEXT),
+    "a surrogate in bytes": (b'{"text": "a\xed\xa0\x80b"}', rows.NOT_TEXT),
+    "the same key twice": (b'{"text": "a", "text": null}', rows.IS_NULL),
+    "deep": (b'{"text": ' + b"[" * 200 + b"]" * 200 + b"}", rows.WRONG_TYPE),
+}
+
+JSON_BREAKS: dict[str, bytes] = {
+    "cut off": b'{"text": "abc',
+    "not JSON": b"hello",
+    "single quotes": b"{'text': 'a'}",
+    "trailing comma": b'{"text": "a",}',
+    "bare control character": b'{"text": "a\x01"}',
+    "absurd number": b'{"text": ' + b"9" * 5000 + b"}",
+    "too deep": b"[" * 100_000,
+    "zero bytes": b"\0" * 64,
+    "nothing between commas": b"",
+    "a comment": b"// no",
+}
+"""In an array nothing after these can be found: the file is refused, and the row named."""

@@ -263,11 +263,27 @@ def _read_parquet(path: Path, advance: Advance) -> Iterator[Raw]:
             row_bytes = path.stat().st_size / max(file.metadata.num_rows, 1)
             for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
                 advance(int(row_bytes * batch.num_rows))
-                for value in batch.to_pylist():
+                for value in _batch_rows(batch):
                     number += 1
                     yield number, value
-    except (ArrowException, UnicodeDecodeError) as error:
+    except ArrowException as error:
         raise DataError(f"{path}: broken Parquet after row {number}: {error}") from error
+
+
+def _batch_rows(batch: Any) -> Iterator[object]:
+    """Yield a batch's rows; row by row where one of them has no value in Python."""
+    try:
+        yield from batch.to_pylist()
+        return
+    except (ValueError, OverflowError):  # before the first row: the list is made as a whole
+        pass
+    for number in range(batch.num_rows):
+        try:
+            yield batch.slice(number, 1).to_pylist()[0]
+        except UnicodeDecodeError as error:
+            yield BadRow("not UTF-8", f"byte {error.start}")
+        except (ValueError, OverflowError) as error:
+            yield BadRow("unreadable value", str(error)[:80])
 
 
 _READERS: dict[str, Callable[[Path, Advance], Iterator[Raw]]] = {
