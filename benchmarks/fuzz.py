@@ -6,10 +6,13 @@
     index    parse_index and read_folder, in a folder with links, pipes and shards
     header   parse_header and read_entries
     yaml     a run's config: parse_document, resolve_config, dump_config; and its migration
+    jsonl    a file of rows: open_source and its rows; every fifth is also tokenised
+    parquet  the same for a Parquet file whose bytes were changed
 
 Input number i of a seed is always the same: `--first i --count 1` plays it again. Each input has
 5 s and 2 GiB. What is accepted is checked too: a config names a decoder, paths of an index lie in
-the folder, tensors of a header lie in the file and cover it, a config survives being dumped.
+the folder, tensors of a header lie in the file and cover it, a config survives being dumped, each
+line of a file of rows is a row or counted as bad, in order.
 """
 
 from __future__ import annotations
@@ -45,6 +48,9 @@ from megatrain.config.foreign import NAMES
 from megatrain.config.load import resolve_config
 from megatrain.config.settings import FIELDS
 from megatrain.config.yaml_reader import parse_document
+from megatrain.data.encoding import ChunkEncoder, Settings
+from megatrain.data.skipped import Skipped
+from megatrain.data.source import open_source
 from megatrain.disk.folder import INDEX_NAME, parse_index, read_folder
 from megatrain.disk.names import NameMap
 from megatrain.disk.safetensors_format import TensorEntry, parse_header, read_entries
@@ -53,6 +59,7 @@ from megatrain.memory.layout import build_layout
 from megatrain.migration.translate import TABLES, migrate_document
 from megatrain.models.decoder import build_decoder
 from megatrain.models.model_config import LARGEST, REFUSED, parse_config
+from tests.data.tokenizers_of_kinds import tokenizer_of
 from tests.families import FAMILIES, tiny_config
 
 MAX_SECONDS = 5.0
@@ -387,11 +394,115 @@ def _yaml_target(scratch: Path) -> Target:
     return Target(make=make, play=play)
 
 
+# --- rows ----------------------------------------------------------------------------------------
+
+_TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "two words"}]
+_ROW_SEEDS: list[dict[str, Any]] = [
+    {"messages": [{"role": "system", "content": "s"}, *_TALK, *_TALK], "id": 7},
+    {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+    {"instruction": "add", "input": "1, 2", "output": "3", "history": [["q", "a"]]},
+    {"prompt": "p", "completion": "c"},
+    {"prompt": _TALK[:1], "completion": _TALK[1:]},
+    {"question": "q?", "answer": "a", "text": None},
+    {"text": "plain words \u00e9"},
+]
+_ROW_KEYS = (
+    "messages", "conversations", "role", "content", "from", "value", "instruction", "input",
+    "output", "history", "system", "prompt", "completion", "question", "answer", "text",
+)  # fmt: skip
+_ROW_VALUES = (
+    "user", "assistant", "gpt", "tool", "wizard", _TALK, [_TALK], json.dumps(_TALK), ["a", "b"],
+    "<|im_end|>", "<|im_start|>system\n", " ", "\r", "\u2028", "\x85", "[]", "[{}]", "null",
+)  # fmt: skip
+_ROW_JUNK = (
+    b"\n", b"\r\n", b"\r", b"\n\n", b"\xef\xbb\xbf", b"\0", b"\x0b", b"\xe2\x80\xa8", b"\xff\xfe",
+    b"[" * 2000, b'{"a":' * 2000, b"9" * 5000, b" " * 3000, b"// x\n", b"]\n[", b"\x1a",
+)  # fmt: skip
+
+
+def _jsonl_target(scratch: Path) -> Target:
+    def make(rng: random.Random) -> tuple[str, bytes]:
+        kind = rng.choice(_ROW_SEEDS)  # most lines of a file have one shape
+        lines = []
+        for _ in range(rng.choice((1, 2, 3, 5))):
+            same = json.dumps(kind).encode()
+            mutator = Mutator(rng, _ROW_KEYS, _ROW_VALUES, (kind, kind, rng.choice(_ROW_SEEDS)))
+            lines.append(same if rng.random() < 0.6 else mutator.mutate())
+        is_array = rng.random() < 0.15
+        data = b"[" + b",\n".join(lines) + b"]" if is_array else b"\n".join(lines)
+        if rng.random() < 0.2:
+            at = rng.randrange(len(data) + 1)
+            data = data[:at] + rng.choice(_ROW_JUNK) + data[at:]
+        return "a.json" if is_array else "a.jsonl", data
+
+    return _rows_target(scratch, make)
+
+
+def _parquet_target(scratch: Path) -> Target:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    seeds = []
+    for number, kind in enumerate(_ROW_SEEDS):
+        for codec in ("none", "snappy", "zstd"):
+            path = scratch / f"{number}-{codec}.parquet"
+            rows = [{**kind, "number": row} for row in range(1 + 40 * (number % 3))]
+            pq.write_table(pa.Table.from_pylist(rows), path, compression=codec)
+            seeds.append(path.read_bytes())
+
+    def make(rng: random.Random) -> tuple[str, bytes]:
+        data = bytearray(rng.choice(seeds))
+        for _ in range(rng.choice((0, 1, 1, 1, 2, 8))):
+            at = rng.randrange(len(data)) if rng.random() < 0.6 else -1 - rng.randrange(300)
+            at = max(at, -len(data))
+            kind = rng.randrange(4)
+            if kind == 0:
+                data[at] ^= 1 << rng.randrange(8)
+            elif kind == 1:
+                data[at] = rng.choice((0, 1, 127, 128, 255))
+            elif kind == 2:
+                data[at : at + rng.choice((1, 4, 30))] = b""
+            else:
+                data[at:at] = rng.randbytes(rng.choice((1, 4, 30)))
+        return "a.parquet", bytes(data)
+
+    return _rows_target(scratch, make)
+
+
+def _rows_target(scratch: Path, make: Callable[[random.Random], tuple[str, bytes]]) -> Target:
+    tokenizer = tokenizer_of("qwen3")
+    settings: Settings = {
+        "max_length": 64, "train_on": "assistant", "overlong": "truncate", "no_target": "drop",
+    }  # fmt: skip
+    played = 0
+
+    def play(made: tuple[str, bytes]) -> str:
+        nonlocal played
+        path = scratch / made[0]
+        path.write_bytes(made[1])
+        source, skipped = open_source(path), Skipped()
+        values = list(source.values())
+        places = [place for place, _ in source.rows(skipped)]
+        assert len(places) + skipped.total == len(values), "a row is lost"
+        numbers = [int(place.rpartition(":")[2]) for place in places]
+        assert numbers == sorted(set(numbers)), "rows out of order"
+        played += 1
+        if played % BUILD_EVERY == 0:
+            encoded = ChunkEncoder(tokenizer, source.format, settings).encode(values)
+            assert encoded.num_rows == len(values)
+            assert int(encoded.lengths.sum()) == len(encoded.ids)
+        return "some bad" if skipped.total else "accepted"
+
+    return Target(make=make, play=play)
+
+
 TARGETS: dict[str, Callable[[Path], Target]] = {
     "config": _config_target,
     "index": _index_target,
     "header": _header_target,
     "yaml": _yaml_target,
+    "jsonl": _jsonl_target,
+    "parquet": _parquet_target,
 }
 
 if __name__ == "__main__":

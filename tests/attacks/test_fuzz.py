@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -16,10 +17,12 @@ from benchmarks.fuzz import MAX_BYTES, MAX_SECONDS, TARGETS, Target, fuzz
 from megatrain.config.yaml_reader import Document
 from megatrain.errors import WeightsFormatError
 
+COUNTS = {
+    "config": 1500, "index": 4000, "header": 6000, "yaml": 1500, "jsonl": 1000, "parquet": 1000,
+}  # fmt: skip
 
-@pytest.mark.parametrize(
-    ("target", "count"), [("config", 1500), ("index", 4000), ("header", 6000), ("yaml", 1500)]
-)
+
+@pytest.mark.parametrize(("target", "count"), COUNTS.items())
 def test_whatever_the_input_only_errors_of_ours(target: str, count: int) -> None:
     result = fuzz(target, count)
     assert result.failures == []
@@ -28,6 +31,7 @@ def test_whatever_the_input_only_errors_of_ours(target: str, count: int) -> None
     assert sum(result.outcomes.values()) == count
     # Neither all refused nor all accepted: the inputs reach beyond the first check.
     assert count / 50 < result.outcomes["accepted"] < count / 2
+    assert set(COUNTS) == set(TARGETS)
 
 
 @pytest.mark.parametrize("target", sorted(TARGETS))
@@ -51,6 +55,23 @@ def _trusting_yaml(data: bytes, name: str) -> Any:
     return Document(name=name, value=yaml.load(data, yaml.FullLoader))
 
 
+class _TrustingSource:
+    """Reads rows as a script would."""
+
+    format = None
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def values(self) -> Any:
+        if self.path.suffix == ".parquet":
+            return [("a:1", row) for row in pq.read_table(self.path).to_pylist()]
+        return [("a:1", json.loads(line)) for line in self.path.read_text().splitlines()]
+
+    def rows(self, skipped: Any) -> Any:
+        return [(f"a:{n}", dict(row)) for n, (_, row) in enumerate(self.values())]
+
+
 def _config_without_guard(data: bytes) -> Any:
     from transformers import CONFIG_MAPPING
 
@@ -65,6 +86,8 @@ def _config_without_guard(data: bytes) -> Any:
         ("header", "read_entries", _trusting_header),
         ("config", "parse_config", _config_without_guard),
         ("yaml", "parse_document", _trusting_yaml),
+        ("jsonl", "open_source", _TrustingSource),
+        ("parquet", "open_source", _TrustingSource),
     ],
 )
 def test_a_reader_that_trusts_would_be_noticed(

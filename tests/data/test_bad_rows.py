@@ -150,6 +150,14 @@ def test_a_time_that_python_has_not_costs_its_row() -> None:
     assert [row["text"] for row in found if isinstance(row, dict)] == GOOD
 
 
+def test_a_parquet_column_whose_name_is_no_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["a"], "xyzzy": ["b"]}), path, store_schema=False)
+    path.write_bytes(path.read_bytes().replace(b"xyzzy", b"xyz\xf2y"))
+    with pytest.raises(DataError, match=r"a\.parquet: broken Parquet after row 0"):
+        _read(path)
+
+
 @pytest.mark.parametrize("at", [0.1, 0.5, 0.9])
 def test_a_damaged_parquet_file_is_named(tmp_path: Path, at: float) -> None:
     path = tmp_path / "a.parquet"

@@ -266,7 +266,7 @@ def _read_parquet(path: Path, advance: Advance) -> Iterator[Raw]:
                 for value in _batch_rows(batch):
                     number += 1
                     yield number, value
-    except ArrowException as error:
+    except (ArrowException, ValueError, OverflowError) as error:  # names may be no text either
         raise DataError(f"{path}: broken Parquet after row {number}: {error}") from error
 
 
