@@ -136,6 +136,15 @@ def test_other_settings_are_prepared_anew(tmp_path: Path, other: dict[str, Any])
     assert _prepare(path).folder != _prepare(path, **other).folder
 
 
+def test_the_told_format_is_prepared(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{**row, "text": "some words"} for row in ROWS])
+    as_text, as_talk = _prepare(path, wanted="text"), _prepare(path, wanted="messages")
+    assert as_text.card["format"] == "told: text (text)"
+    assert as_text.tokens(0)[1].all()
+    assert not as_talk.tokens(0)[1].all()
+    assert as_talk.folder == _prepare(path).folder  # what is detected is the same
+
+
 def test_bad_rows_are_counted_and_limited(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [*ROWS[:95], *[{"messages": None}] * 5])
     with pytest.raises(DataError, match=r"(?s)5 of 100 rows cannot be used.*5 x null: a\.jsonl:96"):

@@ -151,6 +151,62 @@ def test_the_majority_of_the_first_rows_decides() -> None:
     assert str(detect([*odd, *GOOD])) == "detected: messages (role, content)"
 
 
+BOTH: dict[str, Any] = {**GOOD[0], "text": "a", "prompt": "p", "completion": "c"}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "printed", "row"),
+    [
+        ("auto", "detected: messages (role, content)", canonical(GOOD[0], detect(GOOD))),
+        ("messages", "told: messages (role, content)", canonical(GOOD[0], detect(GOOD))),
+        ("text", "told: text (text)", Row(text="a")),
+        (
+            "prompt_completion",
+            "told: prompt / completion",
+            canonical({"prompt": "p", "completion": "c"}, detect([{"prompt": 1, "completion": 2}])),
+        ),
+    ],
+)
+def test_the_told_format_is_used(tmp_path: Path, wanted: Any, printed: str, row: Row) -> None:
+    source = open_source(write(tmp_path / "a.jsonl", [BOTH, BOTH]), wanted)
+    assert str(source.format) == printed
+    assert [found for _, found in source.rows(Skipped())] == [row, row]
+
+
+def test_a_told_format_counts_rows_of_another_as_such(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [*GOOD, {"text": "a"}, *GOOD])
+    skipped = Skipped()
+    rows = list(open_source(path, "text").rows(skipped))
+    assert [row.text for _, row in rows] == ["a"]
+    assert skipped.counts == {"other shape": 6}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "text"),
+    [
+        (
+            "alpaca",
+            r"a\.jsonl: format alpaca looks for instruction and output; the columns of the first "
+            r"3 rows are messages\. Formats that would fit: messages\.",
+        ),
+        (
+            "prompt_completion",
+            r"looks for prompt and completion, or prompt and response, or .* and answer; the",
+        ),
+        ("text", r"looks for text; .* Formats that would fit: messages\."),
+    ],
+)
+def test_a_told_format_that_no_row_has_is_refused(tmp_path: Path, wanted: Any, text: str) -> None:
+    with pytest.raises(DataError, match=text):
+        open_source(write(tmp_path / "a.jsonl", GOOD), wanted)
+
+
+def test_a_told_format_where_none_would_fit_names_those_that_are_known(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"a": "b"}])
+    with pytest.raises(DataError, match=r"rows are a\. Known are: messages or conversations"):
+        open_source(path, "messages")
+
+
 def test_no_known_format_names_columns_and_formats() -> None:
     with pytest.raises(
         DataError, match=r"x\.jsonl: no known format .* columns are a, b\. Known are"

@@ -34,7 +34,7 @@ from megatrain.data.encoding import (
     encode_chunk,
 )
 from megatrain.data.fingerprint import fingerprint
-from megatrain.data.formats import Format
+from megatrain.data.formats import FormatName
 from megatrain.data.prepared import Prepared, PreparedWriter, check_usable
 from megatrain.data.skipped import Skipped
 from megatrain.data.source import Source, open_source
@@ -60,16 +60,16 @@ def prepare(
     no_target: NoTarget = "drop",
     max_bad_share: float = 0.01,
     num_workers: int = 1,
-    shape: Format | None = None,
+    wanted: FormatName = "auto",
 ) -> Prepared:
     """Return the documents of a file, folder or Hub dataset, from the cache if they are there.
 
-    Raises DataError if the data is of no known format, too many rows are bad, none is left, or the
-    chat template contradicts itself.
+    `wanted` names the format of its rows. Raises DataError if they do not have it, too many are
+    bad, none is left, or the chat template contradicts itself.
     """
     if max_length < 2:
         raise ConfigError(f"max_length {max_length}: a document needs a token and its successor")
-    source = open_source(path, shape)
+    source = open_source(path, wanted)
     settings: Settings = {
         "max_length": max_length,
         "train_on": train_on,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatrain.data.formats import Format, detect
+from megatrain.data.formats import Format, FormatName, detect
 from megatrain.data.reading import data_files, parsed, read_hub, read_unparsed
 from megatrain.data.rows import Row, canonical
 from megatrain.data.skipped import BadRow, Skipped
@@ -42,15 +42,15 @@ class Source:
                 skipped.add(place, bad)
 
 
-def open_source(path: str | Path, shape: Format | None = None) -> Source:
-    """Return the source of this name, its format detected from its first rows unless given.
+def open_source(path: str | Path, wanted: FormatName = "auto") -> Source:
+    """Return the source of this name, its format detected from its first rows unless told.
 
-    Raises DataError if it is neither a file, a folder nor a dataset, or of no known format.
+    Raises DataError if it is neither a file, a folder nor a dataset, or not of that format.
     """
     files = tuple(data_files(path))
     name = str(path)
-    if shape is None:
-        shape = detect((parsed(value) for _, value in _values(name, files)), where=name)
+    first = (parsed(value) for _, value in _values(name, files))
+    shape = detect(first, where=name, wanted=wanted)
     return Source(name=name, files=files, format=shape)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatrain.config import Config
+from megatrain.config.settings import Source
 from megatrain.data.loader import Loader
 from megatrain.data.micro_batches import Documents
 from megatrain.data.order import InOrder, Mixed, Order, Permutation, Shuffled
@@ -85,7 +86,7 @@ class TrainingData:
 def open_data(config: Config, tokenizer: Any, resolved: Resolved) -> TrainingData:
     """Prepare what the config names. Raises DataError, with the file and line."""
     data = config.data
-    sources = [_prepared(config, tokenizer, source.path) for source in data.train]
+    sources = [_prepared(config, tokenizer, source) for source in data.train]
     kept: list[Documents] = []
     held: list[Documents] = []
     for number, source in enumerate(sources):
@@ -93,7 +94,7 @@ def open_data(config: Config, tokenizer: Any, resolved: Resolved) -> TrainingDat
         kept.append(train)
         held += evaluation
     if isinstance(data.eval, tuple):
-        held = [_prepared(config, tokenizer, source.path) for source in data.eval]
+        held = [_prepared(config, tokenizer, source) for source in data.eval]
     documents = kept[0] if len(kept) == 1 else Joined(kept)
     weights = [source.weight for source in data.train]
     sizes = [len(part.lengths) for part in kept]
@@ -147,15 +148,16 @@ def mean_loss(engine: Engine, batches: Iterable[list[MicroBatch]]) -> tuple[floa
     return (total / count, count) if count else None
 
 
-def _prepared(config: Config, tokenizer: Any, path: str) -> Prepared:
+def _prepared(config: Config, tokenizer: Any, source: Source) -> Prepared:
     return prepare(
-        path,
+        source.path,
         tokenizer,
         cache_dir=cache_folder(),
         max_length=config.data.max_length,
         train_on=config.data.train_on,
         overlong=config.data.overlong,
         num_workers=len(os.sched_getaffinity(0)),
+        wanted=source.format,
     )
 
 

@@ -45,7 +45,7 @@ from megatrain.trainer.host_memory import check_ram
 from megatrain.trainer.interrupts import Interrupts
 from megatrain.trainer.live import Live
 from megatrain.trainer.memory_plan import memory_plan
-from megatrain.trainer.resolve import Resolved, open_device, refuse_unsupported, resolve
+from megatrain.trainer.resolve import Resolved, open_device, resolve
 from megatrain.trainer.resumption import Resumed, resume
 from megatrain.trainer.run_folder import RunFolder, machine_facts
 from megatrain.trainer.run_state import RunState
@@ -99,7 +99,6 @@ class Trainer:
                 f"{folder.path}: holds a run already. Go on with it by --resume, give save.dir "
                 "another folder, or remove it."
             )
-        refuse_unsupported(config)
         check_sinks(config.log.to)
         self.device, name = open_device(config)
         self.resolved: Resolved = resolve(config, self.device, name)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from megatrain.config import Config
-from megatrain.errors import ConfigError, DeviceFull
+from megatrain.errors import DeviceFull
 from megatrain.pipeline.accelerator import Accelerator
 from megatrain.pipeline.device import CpuDevice, Device
 from megatrain.pipeline.runtime import TorchRuntime
@@ -26,16 +26,6 @@ class Resolved:
 
     def facts(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def refuse_unsupported(config: Config) -> None:
-    """Raise ConfigError for settings that nothing reads yet, rather than pass over them."""
-    asked = {
-        "data.train.format": any(source.format != "auto" for source in config.data.train),
-    }
-    found = [key for key, is_asked in asked.items() if is_asked]
-    if found:
-        raise ConfigError(f"not supported yet: {', '.join(found)}. Leave out what is not.")
 
 
 def open_device(config: Config) -> tuple[Device, str]:
