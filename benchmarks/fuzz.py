@@ -49,6 +49,7 @@ from megatrain.config.load import resolve_config
 from megatrain.config.settings import FIELDS
 from megatrain.config.yaml_reader import parse_document
 from megatrain.data.encoding import ChunkEncoder, Settings
+from megatrain.data.formats import Format
 from megatrain.data.skipped import Skipped
 from megatrain.data.source import open_source
 from megatrain.disk.folder import INDEX_NAME, parse_index, read_folder
@@ -476,6 +477,10 @@ def _rows_target(scratch: Path, make: Callable[[random.Random], tuple[str, bytes
     }  # fmt: skip
     played = 0
 
+    @functools.cache  # a template takes ten times as long to compile as a row to encode
+    def encoder(shape: Format) -> ChunkEncoder:
+        return ChunkEncoder(tokenizer, shape, settings)
+
     def play(made: tuple[str, bytes]) -> str:
         nonlocal played
         path = scratch / made[0]
@@ -488,7 +493,7 @@ def _rows_target(scratch: Path, make: Callable[[random.Random], tuple[str, bytes
         assert numbers == sorted(set(numbers)), "rows out of order"
         played += 1
         if played % BUILD_EVERY == 0:
-            encoded = ChunkEncoder(tokenizer, source.format, settings).encode(values)
+            encoded = encoder(source.format).encode(values)
             assert encoded.num_rows == len(values)
             assert int(encoded.lengths.sum()) == len(encoded.ids)
         return "some bad" if skipped.total else "accepted"
