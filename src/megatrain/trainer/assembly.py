@@ -12,13 +12,15 @@ from megatrain.pipeline.device import Device
 from megatrain.pipeline.engine import Engine
 from megatrain.trainer.resolve import Resolved
 
+OPTIMIZERS = {"adamw": AdamW}
+
 
 def make_engine(
     config: Config, resolved: Resolved, home: HostModel, device: Device, rate: LearningRate
 ) -> Engine:
     """Return the engine that trains `home` as the config says."""
     optim, train = config.optim, config.train
-    optimizer = AdamW(
+    optimizer = OPTIMIZERS[optim.name](
         home.store,
         learning_rate=rate.rate,
         betas=optim.betas,

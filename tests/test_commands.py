@@ -1,0 +1,114 @@
+"""Every command in README, docs and examples works as written.
+
+Each page's bash blocks run in order, in a folder of their own, with a `.venv` whose programs are
+those of the tests; `hf download` makes a tiny model in place of the one it names. What cannot run
+in CI is shortened, or only held against its parser: SHORTER and CUDA say which, and a test says
+that they are still there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatrain.cli import app
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    str(path.relative_to(ROOT))
+    for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md"))
+    if "```bash" in path.read_text()
+)
+INSTALL = re.compile(r"-m venv |/pip install ")
+SHORTER = {
+    "make.py addition": "make.py addition 2000",
+    "train examples/addition/addition.yaml": (
+        "train examples/addition/addition.yaml train.steps=2 eval.every=null eval.samples=0"
+    ),
+    "held_out.jsonl --answers": "held_out.jsonl --answers --max-rows 20",
+}
+CUDA = {"-m pytest": "--collect-only -q", "-m benchmarks.gpu": "--help"}
+"""What is added to commands that ask for a GPU."""
+PROGRAMS = {
+    "python": 'exec {python} "$@"',
+    "megatrain": 'exec {python} -m megatrain "$@"',
+    "hf": "exec {python} -c 'import shutil, sys; from pathlib import Path; "
+    'from megatrain.trainer.demo import write_demo; write_demo(Path("hub"), num_steps=2); '
+    'shutil.move("hub/model", sys.argv[-1])\' "$@"',
+}
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"```bash\n(.*?)```", (ROOT / page).read_text(), re.S)
+
+
+def runnable(block: str) -> str:
+    """Return a block as CI can run it."""
+    lines = []
+    for line in block.replace("\\\n", " ").splitlines():
+        if INSTALL.search(line):
+            continue
+        for long, short in SHORTER.items():
+            line = line.replace(long, short)
+        if "--device cuda" in line:
+            (extra,) = [extra for start, extra in CUDA.items() if start in line]
+            line = f"{line.split(' > ')[0]} {extra} > /dev/null"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a script in a folder that looks like a clone with an environment."""
+    programs = folder / ".venv" / "bin"
+    if not programs.exists():
+        programs.mkdir(parents=True)
+        for name, text in PROGRAMS.items():
+            program = programs / name
+            program.write_text(f"#!/bin/sh\n{text.format(python=sys.executable)}\n")
+            program.chmod(0o755)
+        for name in ("examples", "tests", "benchmarks", "pyproject.toml"):
+            (folder / name).symlink_to(ROOT / name)
+    searched = [str(Path(part).resolve()) for part in os.environ.get("PYTHONPATH", "").split(":")]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": ":".join(searched),
+        "MEGATRAIN_CACHE": str(folder / "cache"),
+    }
+    return subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script],
+        cwd=folder, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_run(page: str, tmp_path: Path) -> None:
+    for block in blocks(page):
+        done = run(runnable(block), tmp_path)
+        assert done.returncode == 0, f"{block}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def test_a_command_that_fails_would_be_noticed(tmp_path: Path) -> None:
+    for script in (".venv/bin/megatrain tarin x.yaml\necho fine", ".venv/bin/megatrain --no-such"):
+        assert run(script, tmp_path).returncode != 0
+
+
+def test_what_is_shortened_is_still_in_the_pages() -> None:
+    text = "\n".join(block for page in PAGES for block in blocks(page))
+    for command in (*SHORTER, *CUDA, "--device cuda"):
+        assert command in text, command
+
+
+def test_verbs_named_in_the_text_exist() -> None:
+    verbs = {info.name or info.callback.__name__ for info in app.registered_commands}  # type: ignore[union-attr]
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")]
+    named = {
+        (path.name, verb)
+        for path in pages
+        for verb in re.findall(r"(?:`|/bin/)megatrain ([a-z]\w*)", path.read_text())
+    }
+    assert {verb for _, verb in named} == verbs, named
