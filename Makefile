@@ -24,6 +24,7 @@ bench:  ## every benchmark, as JSON lines
 	$(python) -m benchmarks.masters --json
 	$(python) -m benchmarks.step --json
 	$(python) -m benchmarks.step --optimizer --json
+	$(python) -m benchmarks.step --trainer --json
 	$(python) -m benchmarks.overlap --json
 	$(python) -m benchmarks.overlap --late --json
 
