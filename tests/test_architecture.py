@@ -25,6 +25,13 @@ BANNED_IMPORTS = {"pickle", "marshal", "shelve", "joblib", "dill", "cloudpickle"
 BANNED_CALLS = {"eval", "exec", "compile", "__import__"}
 BANNED_ATTRIBUTES = {("torch", "load"), ("torch", "save"), ("os", "system"), ("torch", "hub")}
 DEVICE_MODULES = {"pipeline/runtime.py"}
+FILE_MODULES = {"files.py"}
+FILE_CHANGES = {
+    "write_text", "write_bytes", "unlink", "rmdir", "mkdir", "makedirs", "symlink_to",
+    "symlink", "hardlink_to", "rmtree", "copytree", "copyfile", "fsync", "fdatasync", "ftruncate",
+    "truncate", "pwrite", "pwritev", "posix_fallocate",
+}  # fmt: skip
+OS_CHANGES = {"replace", "rename", "remove", "write", "link", "open"}
 
 
 def _name(path: Path) -> str:
@@ -73,7 +80,23 @@ def faults(name: str, source: str) -> list[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and getattr(node.func, "id", None) in BANNED_CALLS:
             found.append(f"calls {ast.unparse(node.func)}")
+        if isinstance(node, ast.Call) and name not in FILE_MODULES and _changes_files(node):
+            found.append(f"changes files by {ast.unparse(node.func)}")
     return found
+
+
+def _changes_files(call: ast.Call) -> bool:
+    """Return whether a call makes, changes or removes a file, as far as names tell."""
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    owner = getattr(getattr(call.func, "value", None), "id", "")
+    if name == "open" and owner != "os":
+        modes = [*call.args, *(word.value for word in call.keywords if word.arg == "mode")]
+        texts = [mode.value for mode in modes if isinstance(mode, ast.Constant)]
+        return any(isinstance(text, str) and set(text) & set("wax+") for text in texts[-1:])
+    if owner == "os" and name == "write":
+        return ast.unparse(call.args[0]) != "sys.stderr.fileno()"
+    is_call_on = isinstance(call.func, ast.Attribute) and owner != "files"
+    return is_call_on and (name in FILE_CHANGES or (owner == "os" and name in OS_CHANGES))
 
 
 @pytest.mark.parametrize("path", MODULES, ids=_name)
@@ -94,6 +117,11 @@ def test_modules_keep_the_rules(path: Path) -> None:
         ("pipeline/accelerator.py", "torch.accelerator.synchronize()", r"uses torch\.accelerator"),
         ("memory/store.py", "from torch.accelerator import x", r"imports torch\.accelerator"),
         ("models/decoder.py", "eval('1')", "calls eval"),
+        ("disk/save.py", "path.write_text('x')", r"changes files by path\.write_text"),
+        ("disk/save.py", "path.open('wb')", r"changes files by path\.open"),
+        ("disk/save.py", "open(path, mode='a')", "changes files by open"),
+        ("disk/save.py", "os.replace(a, b)", r"changes files by os\.replace"),
+        ("data/prepared.py", "shutil.rmtree(a)", r"changes files by shutil\.rmtree"),
     ],
 )
 def test_broken_rules_would_be_noticed(name: str, source: str, fault: str) -> None:

@@ -21,6 +21,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from megatrain.errors import DiskError, RunFolderError
 
@@ -91,12 +92,27 @@ def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
             finally:
                 os.close(fd)
             os.replace(temporary, path)
+    except FileNotFoundError as error:
+        raise DiskError(f"cannot write {path}: there is no folder {path.parent}") from error
     except BaseException:
         with suppress(DiskError):  # the first failure is the one to tell
             remove(temporary)
         raise
     if durable:
         sync_folder(path.parent)
+
+
+def open_new(path: Path) -> BinaryIO:
+    """Return a new file to write to. Raises FileExistsError if the name is taken."""
+    with explained("create", path):
+        return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb")
+
+
+def close_durably(file: BinaryIO) -> None:
+    """Close a file whose bytes must be on disk before the rename that names them."""
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
 
 
 def append(path: Path, data: bytes) -> None:

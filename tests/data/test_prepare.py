@@ -228,7 +228,7 @@ def test_a_damaged_cache_is_named(tmp_path: Path) -> None:
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ROWS)
-    with pytest.raises(DiskError, match="cannot be written"):
+    with pytest.raises(DiskError, match="cannot make folder"):
         _prepare(path, cache_dir=path)
 
 

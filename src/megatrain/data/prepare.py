@@ -90,10 +90,7 @@ def _prepared(
     source: Source, tokenizer: Any, settings: Settings, folder: Path, num_workers: int
 ) -> Prepared:
     total_bytes = sum(path.stat().st_size for path in source.files)
-    try:
-        writer = PreparedWriter(folder)
-    except OSError as error:
-        raise DiskError(f"{folder.parent}: cannot be written: {error.strerror}") from error
+    writer = PreparedWriter(folder)
     try:
         with byte_progress(f"preparing {source.name}", total_bytes) as advance:
             for encoded in _encoded(source, tokenizer, settings, num_workers, advance):

@@ -10,22 +10,22 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from megatrain import files
 from megatrain.data.encoding import Encoded
 from megatrain.data.micro_batches import Documents
 from megatrain.data.packing import Lengths
 from megatrain.data.skipped import Skipped
 from megatrain.data.spans import mask_of
-from megatrain.errors import DataError
+from megatrain.errors import DataError, DiskError
 
 Card = dict[str, Any]
 
@@ -95,9 +95,10 @@ class PreparedWriter:
     def __init__(self, folder: Path) -> None:
         self._final = folder
         self._folder = folder.with_name(f".{folder.name}.{os.getpid()}")
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir(parents=True)
-        self._sink = (self._folder / _FILE).open("wb")
+        if self._folder.exists():
+            files.remove_folder(self._folder)
+        files.make_folder(self._folder)
+        self._sink = files.open_new(self._folder / _FILE)
         self._writer = pa.ipc.new_stream(self._sink, _SCHEMA)
         self._waiting: list[Encoded] = []
         self._waiting_tokens = 0
@@ -124,22 +125,21 @@ class PreparedWriter:
         """Finish the files, give them their name, open them."""
         self._flush()
         self._writer.close()
-        _close_durably(self._sink)
-        card = (self._folder / _CARD).open("wb")
-        card.write(json.dumps(about | self._card(), indent=1).encode())
-        _close_durably(card)
+        files.close_durably(self._sink)
+        card = json.dumps(about | self._card(), indent=1).encode()
+        files.write_file(self._folder / _CARD, card)
         try:
-            self._folder.rename(self._final)
-        except OSError:
+            files.rename(self._folder, self._final)
+        except DiskError:
             if not self._final.is_dir():
                 raise
-            shutil.rmtree(self._folder)  # another run prepared the same meanwhile
+            files.remove_folder(self._folder)  # another run prepared the same meanwhile
         return Prepared(self._final)
 
     def discard(self) -> None:
         """Remove what was written."""
         self._sink.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        files.remove_folder(self._folder)
 
     def _flush(self) -> None:
         waiting = self._waiting
@@ -170,13 +170,6 @@ class PreparedWriter:
             "dropped": total.dropped.counts,
             "dropped_places": total.dropped.places,
         }
-
-
-def _close_durably(file: IO[bytes]) -> None:
-    """Close a file whose bytes must be on disk before the rename that names them."""
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()
 
 
 def bad_rows(card: Card) -> Skipped:

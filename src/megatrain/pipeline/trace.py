@@ -18,6 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatrain.files import write_file
 from megatrain.pipeline.ops import Op, OpKind
 
 
@@ -84,7 +85,8 @@ class Trace:
 
     def write(self, path: Path) -> None:
         """Write the trace as Chrome's JSON, which Perfetto opens: one row per lane."""
-        path.write_text(json.dumps({"traceEvents": list(self._events())}), encoding="ascii")
+        text = json.dumps({"traceEvents": list(self._events())})
+        write_file(path, text.encode(), durable=False)
 
     def _ops(self) -> Iterator[Span]:
         return (span for span in self.spans if span.awaited is None)

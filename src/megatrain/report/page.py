@@ -14,11 +14,11 @@ Laws (tests/report/test_page.py)
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatrain.errors import ConfigError, DiskError
+from megatrain.errors import ConfigError
+from megatrain.files import write_file
 from megatrain.report.config_diff import config_section
 from megatrain.report.curves import curves
 from megatrain.report.loss_png import draw_loss
@@ -44,11 +44,11 @@ def write_report(folders: Sequence[Path], target: Path) -> list[Path]:
     if not folders:
         raise ConfigError("a report needs at least one run folder")
     runs = [read_run(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
-    _replace(target, render(runs).encode())
+    write_file(target, render(runs).encode(), durable=False)
     image = draw_loss(runs)
     if image is None:
         return [target]
-    _replace(target.with_name("loss.png"), image)
+    write_file(target.with_name("loss.png"), image, durable=False)
     return [target, target.with_name("loss.png")]
 
 
@@ -122,14 +122,3 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 def _anchor(name: str) -> str:
     return name.lower().replace(" ", "-")
-
-
-def _replace(target: Path, content: bytes) -> None:
-    """Write beside the target, then rename: a reader sees the old file or the new one."""
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        beside.write_bytes(content)
-        beside.replace(target)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise DiskError(f"cannot write {target}: {error.strerror}") from error

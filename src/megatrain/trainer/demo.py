@@ -26,6 +26,7 @@ from megatrain.config import load_config
 from megatrain.disk.hf import load_model
 from megatrain.disk.manifest import read_manifest
 from megatrain.errors import Interrupted
+from megatrain.files import make_folder, write_file
 from megatrain.memory.layout import Kind
 from megatrain.pipeline.batch import MicroBatch, trained_token_weights
 from megatrain.pipeline.engine import Engine
@@ -54,7 +55,7 @@ log: {{every: 10}}
 def write_demo(folder: Path, *, num_steps: int = 120) -> Path:
     """Write model, tokenizer, rows and config into a folder; return the config's path."""
     folder = folder.resolve()  # the config works from anywhere
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(folder / "model")
     config = LlamaConfig(
@@ -78,11 +79,10 @@ def write_demo(folder: Path, *, num_steps: int = 120) -> Path:
         )
     rows = [_row(a, b) for _ in range(8) for a in range(10) for b in range(10)]
     text = "".join(json.dumps(row) + "\n" for row in rows)
-    (folder / "rows.jsonl").write_text(text, encoding="utf-8")
+    write_file(folder / "rows.jsonl", text.encode())
     path = folder / "demo.yaml"
-    path.write_text(
-        CONFIG.format(folder=folder, steps=num_steps, every=num_steps // 2), encoding="utf-8"
-    )
+    config_text = CONFIG.format(folder=folder, steps=num_steps, every=num_steps // 2)
+    write_file(path, config_text.encode())
     return path
 
 

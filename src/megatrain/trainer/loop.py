@@ -136,7 +136,7 @@ class Trainer:
         self._rollbacks: list[int] = []
         self._best_is_new = False
         self._take_up(resumed)
-        folder.write_text("config.yaml", dump_config(config))
+        folder.write("config.yaml", dump_config(config))
         folder.write_json("machine.json", machine_facts())
         folder.write_json("data_card.json", self.data.card)
         self._write_plan()

@@ -63,9 +63,9 @@ class RunFolder:
             files.cut(self.path / name, int(lengths.get(name, 0)))
 
     def write_json(self, name: str, value: Any) -> None:
-        self.write_text(name, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+        self.write(name, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
-    def write_text(self, name: str, text: str) -> None:
+    def write(self, name: str, text: str) -> None:
         """Write a file, whole or not at all."""
         data = text.encode("utf-8", "backslashreplace")
         files.write_file(self.path / name, data, durable=False)

@@ -17,6 +17,7 @@ from megatrain.disk.hf import HostModel, load_model
 from megatrain.disk.restore import verify
 from megatrain.disk.retention import finished
 from megatrain.errors import CheckpointDamaged, ConfigError, RunFolderError
+from megatrain.files import write_file
 from megatrain.memory.layout import Kind
 from megatrain.memory.ledger import gib
 from megatrain.migration import migrate
@@ -189,10 +190,10 @@ def init_config(target: Path, source: Path | None) -> str:
     if target.exists():
         raise ConfigError(f"{target}: exists already; give another name")
     if source is None:
-        target.write_text(STARTER, encoding="utf-8")
+        write_file(target, STARTER.encode())
         return f"wrote {target}: set model and data, then `megatrain train {target}`"
     migration = migrate(source)
-    target.write_text(migration.to_yaml(), encoding="utf-8")
+    write_file(target, migration.to_yaml().encode())
     return f"{migration.report()}\nwrote {target}"
 
 
