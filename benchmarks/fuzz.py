@@ -8,6 +8,7 @@
     yaml     a run's config: parse_document, resolve_config, dump_config; and its migration
     jsonl    a file of rows: open_source and its rows; every fifth is also tokenised
     parquet  the same for a Parquet file whose bytes were changed
+    manifest a checkpoint's: parse_manifest, and what the run knew; most of them with a right hash
 
 Input number i of a seed is always the same: `--first i --count 1` plays it again. Each input has
 5 s and 2 GiB. What is accepted is checked too: a config names a decoder, paths of an index lie in
@@ -43,7 +44,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks.mutation import NUMBERS, Mutator
-from megatrain.config import dump_config
+from megatrain.config import Config, dump_config
 from megatrain.config.foreign import NAMES
 from megatrain.config.load import resolve_config
 from megatrain.config.settings import FIELDS
@@ -52,7 +53,9 @@ from megatrain.data.encoding import ChunkEncoder, Settings
 from megatrain.data.formats import Format
 from megatrain.data.skipped import Skipped
 from megatrain.data.source import open_source
+from megatrain.disk.direct import CHUNK_BYTES
 from megatrain.disk.folder import INDEX_NAME, parse_index, read_folder
+from megatrain.disk.manifest import Manifest, parse_manifest, signed
 from megatrain.disk.names import NameMap
 from megatrain.disk.safetensors_format import TensorEntry, parse_header, read_entries
 from megatrain.errors import MegaTrainError
@@ -60,6 +63,8 @@ from megatrain.memory.layout import build_layout
 from megatrain.migration.translate import TABLES, migrate_document
 from megatrain.models.decoder import build_decoder
 from megatrain.models.model_config import LARGEST, REFUSED, parse_config
+from megatrain.trainer.resumption import changed_settings, known_of
+from megatrain.trainer.run_state import RunState
 from tests.data.tokenizers_of_kinds import tokenizer_of
 from tests.families import FAMILIES, tiny_config
 
@@ -501,6 +506,69 @@ def _rows_target(scratch: Path, make: Callable[[random.Random], tuple[str, bytes
     return Target(make=make, play=play)
 
 
+# --- manifest ------------------------------------------------------------------------------------
+
+_HASH = "0123456789abcdef" * 2
+
+
+def _manifest_seed(files: dict[str, Any], **run: Any) -> dict[str, Any]:
+    state = RunState(step=7, total_tokens=900, first_loss=2.5, left_out={3: "why"})
+    state.judge("loss", 2.25)
+    training = {
+        "run": state.to_json() | run,
+        "eval_loss": 1.5,
+        "data": {"epoch": 0, "window": 1, "row": 2, "order": _HASH},
+        "lines": {"metrics.jsonl": 1000, "samples.jsonl": 0},
+        "config": _manifest_config().model_dump(mode="json"),
+        "num_updates": [[0, 7], [1, 7]],
+    }
+    written = Manifest(step=7, files={}, model=_HASH, training=training).to_bytes()
+    fields: dict[str, Any] = json.loads(written) | {"files": files}
+    del fields["sha256"]
+    return fields
+
+
+@functools.cache
+def _manifest_config() -> Config:
+    return Config.model_validate({"model": "m", "data": "rows.jsonl"})
+
+
+def _manifest_target(scratch: Path) -> Target:
+    one = {"num_bytes": 10, "digests": [_HASH]}
+    two = {"num_bytes": CHUNK_BYTES + 1, "digests": [_HASH, _HASH]}
+    seeds = [
+        _manifest_seed({"model/config.json": one, "state/block-00000.safetensors": two}),
+        _manifest_seed({"model/empty": {"num_bytes": 0, "digests": []}}, eval_loss=1.0),
+    ]
+    keys = (
+        *("schema", "step", "model", "chunk_bytes", "training", "files", "num_bytes", "digests"),
+        *("run", "data", "lines", "config", "num_updates", "left_out", "recent", "order", "epoch"),
+        *("model/a", "state/..", "../x", "/x", "model/" + "x" * 300, "model/a/b", "sha256"),
+    )
+    values = (_HASH, _HASH.upper(), [_HASH], one, two, 8 << 20, CHUNK_BYTES, [[0, 7]], [["0", 7]])
+
+    def make(rng: random.Random) -> bytes:
+        data = Mutator(rng, keys, values, seeds).mutate()
+        if rng.random() < 0.9:
+            data = signed(data.removesuffix(b"}") + b"\n}")
+        return data if rng.random() < 0.95 else data[: rng.randrange(len(data))]
+
+    def play(data: bytes) -> str:
+        manifest = parse_manifest(data, "manifest.json")
+        again = parse_manifest(manifest.to_bytes(), "again")
+        # Not ==: NaN is not itself.
+        assert again.to_bytes() == manifest.to_bytes(), "lost in the writing"
+        for name, record in manifest.files.items():
+            assert (scratch / name).resolve().parent.parent == scratch.resolve(), name
+            assert len(record.digests) == -(-record.num_bytes // CHUNK_BYTES)
+        changed_settings(_manifest_config(), manifest)
+        known = known_of(manifest)
+        assert json.dumps(known.state.to_json())
+        return "accepted"
+
+    return Target(make=make, play=play)
+
+
 TARGETS: dict[str, Callable[[Path], Target]] = {
     "config": _config_target,
     "index": _index_target,
@@ -508,6 +576,7 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "yaml": _yaml_target,
     "jsonl": _jsonl_target,
     "parquet": _parquet_target,
+    "manifest": _manifest_target,
 }
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 
 from megatrain.cli import app
 from megatrain.errors import MegaTrainError
@@ -13,7 +14,8 @@ def main() -> None:
     try:
         app(prog_name="megatrain")
     except MegaTrainError as error:
-        print(f"{type(error).__name__} [{error.code}]: {error}", file=sys.stderr)
+        with suppress(OSError):  # the terminal is gone: the exit code still tells
+            print(f"{type(error).__name__} [{error.code}]: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
 
 

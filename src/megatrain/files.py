@@ -115,14 +115,15 @@ def close_durably(file: BinaryIO) -> None:
     file.close()
 
 
-def append(path: Path, data: bytes) -> None:
-    """Add `data` at the end of a file, which is made if it is not there."""
+def append(path: Path, data: bytes, start: int | None = None) -> None:
+    """Add `data` at the end of a file, which is made if it is not there.
+
+    `start` is where the end was before an append that failed: it may have left a piece there.
+    """
     with explained("write", path):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            memory = memoryview(data)
-            while memory:
-                memory = memory[os.write(fd, memory) :]
+            write_at(fd, memoryview(data), os.fstat(fd).st_size if start is None else start)
         finally:
             os.close(fd)
 
@@ -245,8 +246,11 @@ def lock(path: Path) -> int:
         except BaseException:
             os.close(fd)
             raise
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, str(os.getpid()).encode(), 0)
+        try:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, str(os.getpid()).encode(), 0)
+        except OSError:
+            pass  # a full disk: the lock holds all the same, only its holder is not named
     return fd
 
 

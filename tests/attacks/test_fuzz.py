@@ -15,10 +15,12 @@ import yaml
 from benchmarks import fuzz as fuzzing
 from benchmarks.fuzz import MAX_BYTES, MAX_SECONDS, TARGETS, Target, fuzz
 from megatrain.config.yaml_reader import Document
+from megatrain.disk.manifest import FileRecord, Manifest
 from megatrain.errors import WeightsFormatError
 
 COUNTS = {
     "config": 1500, "index": 4000, "header": 6000, "yaml": 1500, "jsonl": 1000, "parquet": 1000,
+    "manifest": 3000,
 }  # fmt: skip
 
 
@@ -72,6 +74,16 @@ class _TrustingSource:
         return [(f"a:{n}", dict(row)) for n, (_, row) in enumerate(self.values())]
 
 
+def _trusting_manifest(data: bytes, where: str) -> Any:
+    fields = json.loads(data)
+    return Manifest(
+        step=fields["step"],
+        model=fields["model"],
+        training=fields["training"],
+        files={name: FileRecord(**record) for name, record in fields["files"].items()},
+    )
+
+
 def _config_without_guard(data: bytes) -> Any:
     from transformers import CONFIG_MAPPING
 
@@ -88,6 +100,7 @@ def _config_without_guard(data: bytes) -> Any:
         ("yaml", "parse_document", _trusting_yaml),
         ("jsonl", "open_source", _TrustingSource),
         ("parquet", "open_source", _TrustingSource),
+        ("manifest", "parse_manifest", _trusting_manifest),
     ],
 )
 def test_a_reader_that_trusts_would_be_noticed(

@@ -2,11 +2,12 @@
 
 It names every file with its size and the hash of each chunk, and carries the state of the run that
 is not tensors. It is written last, so a folder that has one had all its bytes on stable storage. It
-hashes itself, because a disk may change it like any other file. It is read as foreign input.
+ends with a hash of its own bytes, because a disk may change it like any other file. It is read as
+foreign input.
 
 Laws (tests/disk/test_manifest.py)
-    1. Whatever the bytes, the result is a manifest or a CheckpointDamaged.
-    2. A manifest that was changed in any byte is refused.
+    1. Whatever the bytes, the result is a manifest, a CheckpointDamaged or a CheckpointMismatch.
+    2. A manifest that was changed in any byte is refused, also where its meaning stays the same.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ MAX_MANIFEST_BYTES = 256 << 20
 """Of 1.4 TB in chunks of 8 MiB: 7 MB of hashes."""
 _FILE_NAME = re.compile(r"(model|state)/[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
+_END = b"\n}"
+_SIGNATURE_BYTES = len(b',\n "sha256": ""\n}\n') + 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +67,7 @@ class Manifest:
             "training": self.training,
             "files": {name: asdict(record) for name, record in sorted(self.files.items())},
         }
-        as_read = json.loads(json.dumps(fields))
-        return json.dumps(fields | {"sha256": _checksum(as_read)}, indent=1).encode() + b"\n"
+        return signed(json.dumps(fields, indent=1).encode())
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -84,14 +86,13 @@ def read_manifest(folder: Path) -> Manifest:
 
 def parse_manifest(data: bytes, where: str) -> Manifest:
     """Return the manifest that `data` is. Raises CheckpointDamaged or CheckpointMismatch."""
+    body = data[:-_SIGNATURE_BYTES] + _END
+    if signed(body) != data:
+        raise CheckpointDamaged(f"{where}: is not as it was written")
     try:
-        fields = json.loads(data.decode("utf-8"))
-        checksum = fields.pop("sha256")
-        sound = checksum == _checksum(fields)
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        fields = _object(json.loads(body.decode("utf-8")))
+    except (ValueError, RecursionError) as error:
         raise CheckpointDamaged(f"{where}: is no manifest: {str(error)[:200]}") from None
-    if not sound:
-        raise CheckpointDamaged(f"{where}: was changed after it was written")
     if fields.get("schema") != SCHEMA or fields.get("chunk_bytes") != CHUNK_BYTES:
         raise CheckpointMismatch(
             f"{where}: was written by another version (schema {str(fields.get('schema'))[:20]}, "
@@ -106,20 +107,24 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
                 _file_name(name): _record(value) for name, value in _object(fields["files"]).items()
             },
         )
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, RecursionError) as error:
         raise CheckpointDamaged(f"{where}: is no manifest: {str(error)[:200]}") from None
 
 
-def _checksum(fields: Mapping[str, Any]) -> str:
-    plain = json.dumps(fields, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(plain.encode()).hexdigest()
+def signed(body: bytes) -> bytes:
+    """Return a JSON object with one more field at its end: the hash of all bytes before it."""
+    checksum = hashlib.sha256(body).hexdigest().encode()
+    return body.removesuffix(_END) + b',\n "sha256": "' + checksum + b'"' + _END + b"\n"
 
 
 def _record(value: Any) -> FileRecord:
     fields = _object(value)
-    record = FileRecord(num_bytes=_count(fields["num_bytes"]), digests=tuple(fields["digests"]))
-    if not all(isinstance(text, str) and _DIGEST.fullmatch(text) for text in record.digests):
+    hashes = fields["digests"]
+    if not isinstance(hashes, list) or not all(
+        isinstance(text, str) and _DIGEST.fullmatch(text) for text in hashes
+    ):
         raise ValueError("a hash is none")
+    record = FileRecord(num_bytes=_count(fields["num_bytes"]), digests=tuple(hashes))
     if len(record.digests) != -(-record.num_bytes // CHUNK_BYTES):
         raise ValueError("not one hash for each chunk")
     return record

@@ -3,6 +3,10 @@
 A folder with a manifest is a checkpoint; one without is a save that never ended, and is cleared
 away by the next run that owns the folder. Links named `last` and `best` are for people: nothing
 reads them.
+
+Laws (tests/disk/test_retention.py)
+    1. The newest checkpoint and, if told, the best are never deleted.
+    2. What is no save of ours, links among it, is neither looked into nor removed.
 """
 
 from __future__ import annotations
@@ -45,10 +49,13 @@ def clear_unfinished(parent: Path) -> list[str]:
     return cleared
 
 
-def prune(parent: Path, keep: int, *, keep_best: bool) -> list[str]:
-    """Delete all but the newest `keep` checkpoints, and the best if told; return their names."""
+def prune(parent: Path, keep: int, *, keep_best: bool, newest: Path | None = None) -> list[str]:
+    """Delete all but the newest `keep` checkpoints, and the best if told; return their names.
+
+    `newest` was just saved and stays, even where a damaged one of a later step was passed over.
+    """
     folders = finished(parent)
-    kept = set(folders[:keep])
+    kept = {*folders[:keep], newest}
     if keep_best and (best := best_of(parent)) is not None:
         kept.add(best.path)
     deleted = [folder for folder in folders if folder not in kept]

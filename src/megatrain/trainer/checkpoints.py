@@ -39,16 +39,17 @@ class Saved:
 
     def __str__(self) -> str:
         if self.path is None:
-            return f"step {self.step}: NOT saved: {self.error} Training goes on."
-        return f"step {self.step}: saved in {self.path.name}, {self.seconds:.1f} s"
+            return f"step {self.step}: NOT saved: {self.error}. Training goes on."
+        said = f"step {self.step}: saved in {self.path.name}, {self.seconds:.1f} s"
+        return said if self.error is None else f"{said}; older ones stay: {self.error}"
 
     def event(self) -> dict[str, Any]:
         """Return the record for events.jsonl."""
         facts: dict[str, Any] = {"event": "saved" if self.path else "save failed"}
         facts |= {"step": self.step, "seconds": round(self.seconds, 3)}
         if self.path is not None:
-            return facts | {"checkpoint": self.path.name, "deleted": list(self.deleted)}
-        return facts | {"error": self.error}
+            facts |= {"checkpoint": self.path.name, "deleted": list(self.deleted)}
+        return facts if self.error is None else facts | {"error": self.error}
 
 
 class Checkpoints:
@@ -86,20 +87,22 @@ class Checkpoints:
                 path = save_checkpoint(self.folder, self._parts, snapshot, training)
                 self.saved_step = step
                 deleted = self._tidy(path)
-            except (DiskError, SnapshotLost) as failure:
-                error = str(failure)
+            except (DiskError, SnapshotLost, OSError) as failure:
+                error = str(failure).removesuffix(".")  # OSError: someone removed the folder
             except BaseException as failure:  # a bug of ours: raised where it is noticed
-                self._failure = failure
-            finally:
-                seconds = time.monotonic() - began
-                self._results.append(
-                    Saved(
-                        step=step, path=path, seconds=seconds, error=error, deleted=tuple(deleted)
-                    )
-                )
+                self._failure, error = failure, repr(failure)
+            seconds = time.monotonic() - began
+            self._results.append(
+                Saved(step=step, path=path, seconds=seconds, error=error, deleted=tuple(deleted))
+            )
 
         self._thread = threading.Thread(target=work, name="save")
         self._thread.start()
+
+    def give_up(self, step: int, error: Exception) -> None:
+        """Note that a save was not even begun."""
+        reason = str(error).removesuffix(".")
+        self._results.append(Saved(step=step, path=None, seconds=0.0, error=reason, deleted=()))
 
     def ended(self) -> list[Saved]:
         """Return the saves that ended since the last call."""
@@ -117,7 +120,7 @@ class Checkpoints:
 
     def _tidy(self, newest: Path) -> list[str]:
         """Delete what is not kept, and set the links."""
-        deleted = prune(self.folder, self._keep, keep_best=self._keep_best)
+        deleted = prune(self.folder, self._keep, keep_best=self._keep_best, newest=newest)
         point(self._run / "last", f"{FOLDER}/{newest.name}")
         best = best_of(self.folder)
         if best is not None:

@@ -1,12 +1,14 @@
 """Reasons to stop a run early: signals, and memory that runs out.
 
 The first signal asks: the step is finished, the state saved, and the process ends with 130. The
-second one is obeyed at once; what was saved before stays whole. While there is nothing to save yet
-(data and model are being read) the first one is obeyed at once too.
+second one is obeyed at once; what was saved before stays whole. While no step is under way (data
+and model are being read, or the model is exported) the first one is obeyed at once too. A signal
+that the caller lets us ignore, as nohup does, stays ignored.
 
 Laws (tests/trainer/test_interrupts.py)
     1. One signal ends a run with a checkpoint of a whole step, two end it at once.
     2. Outside of the `with` block signals do what they did before.
+    3. Nothing but the reason changes inside of a step, even if the terminal is gone.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -39,6 +42,7 @@ class Interrupts:
         """Why the run should end after this step; None while it should not."""
         self.patient = False
         """Whether there is a step to finish; else a signal raises Interrupted at once."""
+        self._signalled = False
         self._free, self._least = free, least_free_bytes
         self._before: dict[int, Any] = {}
         self._ended = threading.Event()
@@ -46,14 +50,15 @@ class Interrupts:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        if self.reason is not None:
+        if self._signalled:
             os._exit(Interrupted.exit_code)
-        self.reason = name
+        self._signalled, self.reason = True, self.reason or name
         if not self.patient:
-            raise Interrupted(f"{name}: stopped before the first step, nothing was lost")
+            raise Interrupted(f"{name}: stopped while no step was under way; none was lost")
         # Not print: the signal may have come inside of one.
         text = f"\n{name}: the step is being finished and saved; once more stops at once\n"
-        os.write(sys.stderr.fileno(), text.encode())
+        with suppress(OSError, ValueError):  # the terminal has hung up, or there is none
+            os.write(sys.stderr.fileno(), text.encode())
 
     def _watch(self) -> None:
         while not self._ended.wait(_WATCH_S):
@@ -67,7 +72,8 @@ class Interrupts:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                self._before[number] = signal.signal(number, self._receive)
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                    self._before[number] = signal.signal(number, self._receive)
         self._watcher = threading.Thread(target=self._watch, name="memory watch", daemon=True)
         self._watcher.start()
         return self

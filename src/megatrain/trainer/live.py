@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -38,11 +39,12 @@ class Live:
         self.say(f"step {metrics['step']}/{self._num_steps}  {text}{self._left(metrics['step'])}")
 
     def say(self, text: str) -> None:
-        """Print a line that stays."""
-        if self._progress is not None:
-            self._progress.console.print(text, markup=False, highlight=False)
-        else:
-            print(text, file=sys.stderr, flush=True)
+        """Print a line that stays. A terminal or pipe that is gone must not end a run."""
+        with suppress(OSError):
+            if self._progress is not None:
+                self._progress.console.print(text, markup=False, highlight=False)
+            else:
+                print(text, file=sys.stderr, flush=True)
 
     def _left(self, step: int) -> str:
         if self._first is None:
@@ -63,7 +65,8 @@ class Live:
         where: TracebackType | None,
     ) -> None:
         if self._progress is not None:
-            self._progress.stop()
+            with suppress(OSError):
+                self._progress.stop()
 
 
 def _text(metrics: dict[str, Any]) -> str:

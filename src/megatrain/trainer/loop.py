@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -28,15 +27,13 @@ from typing import Any, Self
 from megatrain.config import Config, dump_config
 from megatrain.disk.hf import HostModel, load_model
 from megatrain.disk.retention import clear_unfinished
-from megatrain.errors import Interrupted, NonFiniteStep, RunFolderError
+from megatrain.errors import DiskError, Interrupted, NonFiniteStep, RunFolderError
 from megatrain.memory.host import resident_bytes
 from megatrain.memory.store import WITH_CLIP, WITHOUT_CLIP
-from megatrain.sampling import continue_texts
 from megatrain.trainer.assembly import learning_rate, make_engine
 from megatrain.trainer.checkpoints import FOLDER, Checkpoints
 from megatrain.trainer.dataset import (
     TrainingData,
-    end_tokens,
     load_tokenizer,
     mean_loss,
     open_data,
@@ -48,28 +45,15 @@ from megatrain.trainer.memory_plan import memory_plan
 from megatrain.trainer.resolve import Resolved, open_device, resolve
 from megatrain.trainer.resumption import Resumed, resume
 from megatrain.trainer.run_folder import RunFolder, machine_facts
-from megatrain.trainer.run_state import RunState
+from megatrain.trainer.run_state import Outcome, RunState, perplexity
+from megatrain.trainer.samples import written_texts
 from megatrain.trainer.sinks import Sinks, check_sinks
 from megatrain.trainer.step_time import step_metrics, step_split
 
-SAMPLE_TOKENS = 64
 TRACED_STEP = 3
 """The first ones warm up."""
 MOST_ROLLBACKS = 3
 """From one checkpoint: more would mean that something else is wrong."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What a run came to."""
-
-    num_steps: int
-    first_loss: float
-    last_loss: float
-    eval_loss: float | None
-    seconds: float
-    """Of this process; a run that was resumed took longer."""
-    total_tokens: int
 
 
 class Trainer:
@@ -134,6 +118,7 @@ class Trainer:
         self.state = RunState()
         self._notes: list[str] = []
         self._rollbacks: list[int] = []
+        self._said_trouble: str | None = None
         self._best_is_new = False
         self._take_up(resumed)
         folder.write("config.yaml", dump_config(config))
@@ -146,11 +131,11 @@ class Trainer:
         if resumed is None:
             self.folder.cut({})
             return
-        training = resumed.manifest.training
-        self.engine.restore(resumed.manifest.step, resumed.num_updates)
-        self.data.seek(training["data"])
-        self.state = RunState.from_json(training["run"])
-        self.folder.cut(training["lines"])
+        known = resumed.known
+        self.engine.restore(resumed.manifest.step, known.num_updates)
+        self.data.seek(known.data)
+        self.state = known.state
+        self.folder.cut(known.lines)
         self.checkpoints.last_step = self.checkpoints.saved_step = self.state.step
         self._notes += [f"passed over: {reason}" for reason in resumed.skipped]
         self._notes += [f"changed: {text}" for text in resumed.changed]
@@ -184,7 +169,8 @@ class Trainer:
                 self._end_if_asked()
             self._save_at_end()
             self.interrupts.patient = False
-            self._write_plan()
+            self._if_possible(self._write_plan)
+            self._tell_trouble()
         return Outcome(
             num_steps=state.step,
             first_loss=math.nan if state.first_loss is None else state.first_loss,
@@ -252,7 +238,7 @@ class Trainer:
         result = self.engine.step(batch)
         seconds = time.monotonic() - began
         if step == min(TRACED_STEP, self.num_steps):
-            self.engine.write_trace(self.folder.path / "trace.json")
+            self._if_possible(lambda: self.engine.write_trace(self.folder.path / "trace.json"))
         split = step_split(trace, seconds, data_seconds)
         metrics = step_metrics(step, result, self._rate.rate(step - 1), seconds, split)
         if result.applied:
@@ -284,23 +270,18 @@ class Trainer:
             self._best_is_new = is_best and step > 0
             if "stopped_early" in record:
                 self._live.say(self.state.evaluations.in_words())
-        self._sample(step)
-
-    def _sample(self, step: int) -> None:
         prompts = self.data.prompts(self.config.eval.samples)
-        if not prompts:
-            return
-        made = continue_texts(self.engine, prompts, SAMPLE_TOKENS, end_tokens(self.tokenizer))
-        for prompt, tokens in zip(prompts, made, strict=True):
-            texts = {"prompt": self._text(prompt), "text": self._text(tokens)}
-            self.folder.append("samples.jsonl", {"step": step, **texts})
-
-    def _text(self, tokens: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(tokens)))
+        for record in written_texts(self.engine, self.tokenizer, prompts):
+            self.folder.append("samples.jsonl", {"step": step, **record})
 
     def _save(self) -> None:
         """Begin to save the state after the last step, unless that was done."""
         if self.checkpoints.last_step == self.state.step:
+            return
+        try:
+            lines = self.folder.lengths()
+        except (DiskError, OSError) as error:
+            self.checkpoints.give_up(self.state.step, error)
             return
         self.checkpoints.begin(
             self.state.step,
@@ -308,7 +289,7 @@ class Trainer:
                 "run": self.state.to_json(),
                 "eval_loss": self.state.eval_loss,
                 "data": self.data.state(),
-                "lines": self.folder.lengths(),
+                "lines": lines,
                 "config": self.config.model_dump(mode="json"),
             },
         )
@@ -321,15 +302,39 @@ class Trainer:
         self._best_is_new = False
 
     def _save_at_end(self) -> None:
-        self._save()
-        self.engine.settle()
-        self.checkpoints.wait()
-        self._tell_saves()
+        """Save and wait for it; once more if it failed, for there is no later one to make up."""
+        for _ in range(2):
+            self._save()
+            self.engine.settle()
+            self.checkpoints.wait()
+            self._tell_saves()
+            if self.checkpoints.saved_step == self.state.step:
+                return
+            self.checkpoints.last_step = None
 
     def _tell_saves(self) -> None:
         for saved in self.checkpoints.ended():
             self._live.say(str(saved))
             self.folder.append("events.jsonl", saved.event())
+        self._tell_trouble()
+
+    def _tell_trouble(self) -> None:
+        """Say once that lines wait for a disk, and once that they do no more."""
+        trouble, said = self.folder.trouble, self._said_trouble
+        if (trouble is None) != (said is None):
+            self._live.say(
+                "metrics and events are on disk again"
+                if trouble is None
+                else f"{trouble}. Training goes on; metrics and events wait in memory."
+            )
+        self._said_trouble = trouble
+
+    def _if_possible(self, write: Callable[[], None]) -> None:
+        """Write what only explains the run: a disk that fails must not end it."""
+        try:
+            write()
+        except (DiskError, OSError) as error:
+            self._live.say(f"{error}. Training goes on.")
 
     def _end_if_asked(self) -> None:
         reason = self.interrupts.reason
@@ -391,8 +396,3 @@ class Trainer:
         where: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def perplexity(loss: float) -> float:
-    """Return what a mean loss is as a perplexity; finite, however large the loss."""
-    return math.exp(min(loss, 700.0))

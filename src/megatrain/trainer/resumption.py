@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megatrain.config import Config
 from megatrain.disk.direct import digests
@@ -18,9 +19,10 @@ from megatrain.disk.manifest import Manifest, read_manifest
 from megatrain.disk.parts import checkpoint_parts
 from megatrain.disk.restore import restore
 from megatrain.disk.retention import finished
-from megatrain.errors import CheckpointDamaged, CheckpointMismatch
+from megatrain.errors import CheckpointDamaged, CheckpointMismatch, DiskError
 from megatrain.memory.layout import Kind
 from megatrain.models.model_config import CONFIG_NAME
+from megatrain.trainer.run_state import RunState, as_count
 
 FIXED = {
     "model": ("dtype", "frozen"),
@@ -31,20 +33,29 @@ FIXED = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What a checkpoint says of its run, besides tensors."""
+
+    state: RunState
+    num_updates: dict[int, int]
+    """By block."""
+    data: dict[str, Any]
+    lines: dict[str, int]
+    """How long the step's files were."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
     """A model as it was, and what the run knew then."""
 
     home: HostModel
     manifest: Manifest
+    known: Known
     path: Path
     skipped: list[str] = field(default_factory=list)
     """Newer checkpoints that are damaged, and why."""
     changed: list[str] = field(default_factory=list)
     """Settings that are not as they were."""
-
-    @property
-    def num_updates(self) -> dict[int, int]:
-        return {int(block): int(count) for block, count in self.manifest.training["num_updates"]}
 
 
 def resume(
@@ -60,13 +71,20 @@ def resume(
     for path in candidates:
         try:
             manifest = read_manifest(path)
-            changed = changed_settings(config, manifest)
+            changed, known = changed_settings(config, manifest), known_of(manifest)
             home = into or _opened(path, manifest, config, kinds)
             restore(path, manifest, checkpoint_parts(home))
-        except CheckpointDamaged as error:
+        except (CheckpointDamaged, DiskError) as error:  # a sector that cannot be read is damage
             skipped.append(str(error))
             continue
-        return Resumed(home=home, manifest=manifest, path=path, skipped=skipped, changed=changed)
+        return Resumed(
+            home=home,
+            manifest=manifest,
+            known=known,
+            path=path,
+            skipped=skipped,
+            changed=changed,
+        )
     if skipped:
         reasons = "\n  ".join(skipped)
         raise CheckpointDamaged(
@@ -74,6 +92,33 @@ def resume(
             "Restore one from a backup, or remove the folder to begin again."
         )
     return None
+
+
+def known_of(manifest: Manifest) -> Known:
+    """Return what a manifest says of its run. Raises CheckpointMismatch if it is not as we say it.
+
+    The manifest is foreign input, and another version of us may have said other things in it.
+    """
+    training = manifest.training
+    try:
+        state = RunState.from_json(training["run"])
+        known = Known(
+            state=state,
+            num_updates={as_count(block): as_count(n) for block, n in training["num_updates"]},
+            data={
+                "order": str(training["data"]["order"]),
+                **{name: as_count(training["data"][name]) for name in ("epoch", "window", "row")},
+            },
+            lines={str(name): as_count(size) for name, size in training["lines"].items()},
+        )
+        if state.step != manifest.step:
+            raise ValueError(f"step {state.step} of a run in a checkpoint of step {manifest.step}")
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise CheckpointMismatch(
+            "the checkpoint's state of the run is not of this version: "
+            f"{type(error).__name__} {str(error)[:100]}"
+        ) from None
+    return known
 
 
 def changed_settings(config: Config, manifest: Manifest) -> list[str]:
@@ -85,11 +130,12 @@ def changed_settings(config: Config, manifest: Manifest) -> list[str]:
     changed: list[str] = []
     refused: list[str] = []
     for section, values in now.items():
-        old = before.get(section, {})
+        old = before.get(section)
+        old = old if isinstance(old, Mapping) else {}
         for key, value in values.items():
             if old.get(key) == value:
                 continue
-            text = f"{section}.{key}: {old.get(key)} -> {value}"
+            text = f"{section}.{key}: {str(old.get(key))[:100]} -> {value}"
             (refused if key in FIXED.get(section, ()) else changed).append(text)
     if refused:
         raise CheckpointMismatch(

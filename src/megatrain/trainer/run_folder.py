@@ -11,6 +11,9 @@
 Lines are appended whole, so a run that dies leaves all of them but perhaps the last. A checkpoint
 knows how long the files were; a resumed run goes on from there, and each line comes once. Only one
 process writes to a folder: it holds a lock as long as it lives.
+
+A disk that is full or fails must not end a run of weeks: lines it does not take are kept in memory
+and written with a later one, in order, and no checkpoint is begun before they are all written.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -37,6 +41,10 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         """Make the folder if it is not there. Raises RunFolderError if it is in use."""
         self.path = Path(path)
+        self.trouble: str | None = None
+        """Why lines wait in memory; None while none do."""
+        self._waiting: dict[str, bytes] = {}
+        self._starts: dict[str, int] = {}
         try:
             files.make_folder(self.path)
             self._lock: int | None = files.lock(self.path / ".lock")
@@ -49,18 +57,38 @@ class RunFolder:
         return (self.path / "metrics.jsonl").exists()
 
     def append(self, name: str, record: Mapping[str, Any]) -> None:
-        """Add a line to `metrics.jsonl`, `samples.jsonl` or `events.jsonl`."""
+        """Add a line to `metrics.jsonl`, `samples.jsonl` or `events.jsonl`, sooner or later."""
         line = json.dumps(record, ensure_ascii=False, allow_nan=True) + "\n"
-        files.append(self.path / name, line.encode("utf-8", "backslashreplace"))
+        data = line.encode("utf-8", "backslashreplace")
+        self._waiting[name] = self._waiting.get(name, b"") + data
+        try:
+            self._write_waiting()
+            self.trouble = None
+        except (DiskError, OSError) as error:  # OSError: the folder was removed
+            self.trouble = str(error)
+
+    def _write_waiting(self) -> None:
+        for name, data in list(self._waiting.items()):
+            path = self.path / name
+            if name not in self._starts:
+                self._starts[name] = path.stat().st_size if path.exists() else 0
+            files.append(path, data, self._starts[name])
+            del self._waiting[name], self._starts[name]
 
     def lengths(self) -> dict[str, int]:
-        """Return how long the step's files are now; so much of them is then on stable storage."""
+        """Return how long the step's files are now; so much of them is then on stable storage.
+
+        Raises DiskError or OSError, also if lines wait that the disk still does not take.
+        """
+        self._write_waiting()
         return {name: files.sync_file(self.path / name) for name in RESUMED_FILES}
 
     def cut(self, lengths: Mapping[str, int]) -> None:
         """Forget the lines of steps after a checkpoint: they will come again."""
         for name in RESUMED_FILES:
             files.cut(self.path / name, int(lengths.get(name, 0)))
+            self._waiting.pop(name, None)
+            self._starts.pop(name, None)
 
     def write_json(self, name: str, value: Any) -> None:
         self.write(name, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
@@ -75,7 +103,8 @@ class RunFolder:
         request = self.path / _REQUEST
         if not request.exists():
             return False
-        files.remove(request)
+        with suppress(DiskError):  # then it is asked again after the next step
+            files.remove(request)
         return True
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -59,13 +60,53 @@ class RunState:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> RunState:
+        """Raises one of Python's own errors for what no run has said."""
+        judged = fields["evaluations"]
         return cls(
-            step=int(fields["step"]),
-            total_tokens=int(fields["total_tokens"]),
-            first_loss=fields["first_loss"],
-            last_loss=fields["last_loss"],
-            eval_loss=fields["eval_loss"],
-            evaluations=Patience(**fields["evaluations"]),
+            step=as_count(fields["step"]),
+            total_tokens=as_count(fields["total_tokens"]),
+            first_loss=_as_loss(fields["first_loss"]),
+            last_loss=_as_loss(fields["last_loss"]),
+            eval_loss=_as_loss(fields["eval_loss"]),
+            evaluations=Patience(
+                best_loss=_as_loss(judged["best_loss"]),
+                best_step=as_count(judged["best_step"]),
+                num_worse=as_count(judged["num_worse"]),
+            ),
             left_out={int(step): str(reason) for step, reason in fields["left_out"].items()},
-            recent={k: deque(v, maxlen=WINDOW) for k, v in fields["recent"].items()},
+            recent={
+                str(name): deque(map(float, values), maxlen=WINDOW)
+                for name, values in fields["recent"].items()
+            },
         )
+
+
+def as_count(value: Any) -> int:
+    """Return a count as it is; raises TypeError for anything else."""
+    if type(value) is not int or value < 0:
+        raise TypeError(f"{str(value)[:40]!r} is no count")
+    return value
+
+
+def _as_loss(value: Any) -> float | None:
+    if value is not None and type(value) is not float:
+        raise TypeError(f"{str(value)[:40]!r} is no loss")
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a run came to."""
+
+    num_steps: int
+    first_loss: float
+    last_loss: float
+    eval_loss: float | None
+    seconds: float
+    """Of this process; a run that was resumed took longer."""
+    total_tokens: int
+
+
+def perplexity(loss: float) -> float:
+    """Return what a mean loss is as a perplexity; finite, however large the loss."""
+    return math.exp(min(loss, 700.0))

@@ -40,10 +40,11 @@ from megatrain.trainer.demo import (
     write_demo,
 )
 from megatrain.trainer.interrupts import Interrupts
-from megatrain.trainer.loop import Trainer, perplexity
+from megatrain.trainer.loop import Trainer
 from megatrain.trainer.preview import show_card, show_rows
 from megatrain.trainer.resolve import open_device, resolve
 from megatrain.trainer.run_folder import ask_for_save
+from megatrain.trainer.run_state import perplexity
 
 EVAL_TOKENS = 8192
 STARTER = """\
