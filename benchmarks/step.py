@@ -31,7 +31,7 @@ With --trainer, a run of the trainer against a bare engine on the same batches
 
     overhead_share        of a cycle of the loop, what was spent outside the engine: data, metrics,
                           files, console
-    loop_over_engine      a cycle of the loop over the bare engine's step
+    loop_over_engine      processor time of a cycle of the loop over that of the bare engine's step
 """
 
 from __future__ import annotations

@@ -33,6 +33,9 @@ BATCH_TOKENS = 2048
 WARM_UP = 2
 """Steps that count for nothing."""
 
+Clocks = tuple[float, float]
+"""Seconds, and seconds of processor time."""
+
 
 def measure_trainer(num_threads: int, num_rounds: int) -> dict[str, object]:
     """Return the figures with --trainer."""
@@ -65,38 +68,53 @@ class Turns:
 
     def __init__(self, engine: Engine, bare: Engine) -> None:
         self._engine, self._bare = engine, bare
-        self._cycle_began = time.perf_counter()
-        self._seconds: list[tuple[float, float, float]] = []  # of cycle, its step, bare step
+        self._began = _clocks()
+        self._cycles: list[Clocks] = []
+        self._own: list[Clocks] = []
+        self._alone: list[Clocks] = []
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._engine, name)
 
     def step(self, batch: Sequence[MicroBatch]) -> StepResult:
-        begin = time.perf_counter()
+        begin = _clocks()
         result = self._engine.step(batch)
-        end = time.perf_counter()
+        end = _clocks()
         self._bare.step(batch)
-        bare_end = time.perf_counter()
-        self._seconds.append((end - self._cycle_began, end - begin, bare_end - end))
-        self._cycle_began = time.perf_counter()
+        bare_end = _clocks()
+        self._cycles.append(_between(self._began, end))
+        self._own.append(_between(begin, end))
+        self._alone.append(_between(end, bare_end))
+        self._began = _clocks()
         return result
 
     def figures(self) -> dict[str, object]:
         """Return medians over the rounds after the warm-up.
 
-        overhead_share      of a cycle, what was spent outside the engine
-        loop_over_engine    a cycle over the bare step that follows it
+        overhead_share      seconds of a cycle that were spent outside the engine
+        loop_over_engine    processor time of a cycle, other threads included, over that of the
+                            bare step that follows it: whatever else the machine does
         """
-        rounds = self._seconds[WARM_UP:]
-        outside = [cycle - own for cycle, own, _ in rounds]
-        shares = [part / cycle for part, (cycle, _, _) in zip(outside, rounds, strict=True)]
+        cycles, own, alone = (part[WARM_UP:] for part in (self._cycles, self._own, self._alone))
+        outside = [cycle[0] - step[0] for cycle, step in zip(cycles, own, strict=True)]
+        shares = [part / cycle[0] for part, cycle in zip(outside, cycles, strict=True)]
+        ratios = [cycle[1] / bare[1] for cycle, bare in zip(cycles, alone, strict=True)]
         return {
-            "cycle_s": round(statistics.median(cycle for cycle, _, _ in rounds), 3),
-            "bare_s": round(statistics.median(bare for _, _, bare in rounds), 3),
+            "cycle_s": round(statistics.median(cycle[0] for cycle in cycles), 3),
+            "bare_s": round(statistics.median(bare[0] for bare in alone), 3),
+            "bare_cpu_s": round(statistics.median(bare[1] for bare in alone), 3),
             "outside_ms": round(1e3 * statistics.median(outside), 2),
             "overhead_share": round(statistics.median(shares), 5),
-            "loop_over_engine": round(statistics.median(c / b for c, _, b in rounds), 3),
+            "loop_over_engine": round(statistics.median(ratios), 4),
         }
+
+
+def _clocks() -> Clocks:
+    return time.perf_counter(), time.process_time()
+
+
+def _between(begin: Clocks, end: Clocks) -> Clocks:
+    return end[0] - begin[0], end[1] - begin[1]
 
 
 def _write_run(folder: Path, num_steps: int) -> Config:
@@ -121,11 +139,11 @@ def _write_run(folder: Path, num_steps: int) -> Config:
     with (folder / "rows.jsonl").open("w") as file:
         for number in range(40 * num_steps):
             said = " ".join(words[(number * k + k) % 8] for k in range(1, 12 + number % 30))
-            file.write(json.dumps({"prompt": f"{number}?", "completion": said}) + "\n")
+            file.write(json.dumps({"text": f"{number} {said}"}) + "\n")
     return Config.model_validate(
         {
             "model": str(folder / "model"),
-            "data": {"train": str(folder / "rows.jsonl"), "max_length": 512},
+            "data": {"train": str(folder / "rows.jsonl"), "max_length": 512, "train_on": "all"},
             "train": {"steps": num_steps, "batch_tokens": BATCH_TOKENS},
             "memory": {"device": "cpu"},
             "eval": {"every": None, "samples": 0},

@@ -1,8 +1,8 @@
-"""Make what the addition example needs: a small random Llama, its tokenizer, and rows of sums.
+"""Make what the addition example needs: a small random GPT-2, its tokenizer, and rows of sums.
 
     python examples/addition/make.py FOLDER [ROWS]
 
-The model has 6 million random weights and has seen nothing. A row is a chat: the user says
+The model has 5 million random weights and has seen nothing. A row is a chat: the user says
 `123+456`, the assistant answers `9750`. Two choices make the task learnable in minutes: the answer
 has its lowest digit first, as one adds on paper, and always four digits. No pair of numbers of
 `held_out.jsonl` is in `train.jsonl`.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedTokenizerFast
 
 SPECIAL = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>")
 CHARACTERS = "0123456789+"
@@ -46,16 +46,18 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> torch.nn.Module:
-    """Return a random Llama, wide and shallow: a CPU is best at large matmuls."""
-    config = LlamaConfig(
+    """Return a random GPT-2: it has a vector for each position, so columns are easily found."""
+    config = GPT2Config(
         vocab_size=len(tokenizer),
-        hidden_size=512,
-        intermediate_size=1280,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=128,
-        max_position_embeddings=128,
+        n_embd=384,
+        n_inner=1536,
+        n_layer=3,
+        n_head=6,
+        n_positions=64,
+        activation_function="gelu",
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
         tie_word_embeddings=False,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
