@@ -105,7 +105,8 @@ class Checkpoints:
         self._results.append(Saved(step=step, path=None, seconds=0.0, error=reason, deleted=()))
 
     def ended(self) -> list[Saved]:
-        """Return the saves that ended since the last call."""
+        """Return the saves that ended since the last call. Raises only what is a bug."""
+        self._raise_failure()
         results, self._results = self._results, []
         return results
 
@@ -114,6 +115,9 @@ class Checkpoints:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure

@@ -1,4 +1,15 @@
-"""What a run knows besides tensors: small, exact, and in every checkpoint."""
+"""What a run knows besides tensors: small, exact, and in every checkpoint.
+
+A spike is a loss or norm far above what the last steps lead to expect: in logarithms, because noise
+is in proportion; beyond a falling trend, because early losses fall fast; measured by medians,
+because the last steps hold spikes themselves.
+
+Laws (tests/trainer/test_run_state.py)
+    1. A state comes back from JSON in every bit, and judges as it would have.
+    2. Of spikes that stand out of the noise 99 % are found; of usual values less than 1 % are said
+       to be spikes, also where the noise has heavy tails.
+    3. A level that stays is no spike for long.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +17,7 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -13,9 +25,10 @@ from megatrain.trainer.patience import Patience
 
 WINDOW = 64
 _LEAST = 16
-_SPREADS = 8.0
-_LEAST_SPREAD = 0.05
-"""Of the median: what is nearly constant has no spread to measure by."""
+"""So many values are seen before one is judged; the last ones give level and trend."""
+_SPREADS = 4.5
+_LEAST_RISE = math.log(1.3)
+"""What is nearly constant has no spread to measure by."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,12 +51,10 @@ class RunState:
         seen = self.recent.setdefault(name, deque(maxlen=WINDOW))
         spike = None
         if len(seen) >= _LEAST:
-            usual = median(seen)
-            spread = max(1.4826 * median(abs(x - usual) for x in seen), _LEAST_SPREAD * abs(usual))
-            if value > usual + _SPREADS * spread:
-                spike = f"{name} {value:.4g}, usually {usual:.4g}"
-        if spike is None:
-            seen.append(value)
+            level, spread = _expected([_log(x) for x in seen])
+            if _log(value) > level + max(_SPREADS * spread, _LEAST_RISE):
+                spike = f"{name} {value:.4g}, expected {math.exp(level):.4g}"
+        seen.append(value)
         return spike
 
     def to_json(self) -> dict[str, Any]:
@@ -79,6 +90,21 @@ class RunState:
                 for name, values in fields["recent"].items()
             },
         )
+
+
+def _expected(logs: list[float]) -> tuple[float, float]:
+    """Return the level that the next value should have, and the spread of the noise around it."""
+    half = _LEAST // 2
+    before, now = median(logs[-_LEAST:-half]), median(logs[-half:])
+    # From the middle of the last half to the next value: its slope, if it falls.
+    level = now + min(0.0, now - before) * (half + 1) / 2 / half
+    # Of neighbours, which a trend hardly parts: their difference has the noise twice.
+    steps = [abs(b - a) for a, b in pairwise(logs)]
+    return level, 1.4826 * median(steps) / math.sqrt(2)
+
+
+def _log(value: float) -> float:
+    return math.log(max(value, 1e-30))
 
 
 def as_count(value: Any) -> int:

@@ -1,0 +1,261 @@
+"""Save and load a checkpoint: speed against the disk, memory, and what training loses to a save.
+
+    python -m benchmarks.checkpoint --params 400M --json [--rounds 5] [--dir D] [--tokens 64]
+
+A random Llama of the asked size is made in memory, with masters and moments. Save and load take
+turns with a plain sequential O_DIRECT loop over as many bytes, fsync included, hashing on our side;
+figures are medians over rounds of the ratio within a round.
+
+    save_vs_disk       our save, from call to acknowledged, in bytes/s over the raw write
+    load_vs_disk       our verified load into the store, over the raw read of the same files
+    save_extra_bytes   peak of resident memory during a save above what it was before
+
+Then real steps of the engine, in pairs of stretches of the same number of steps: one without a
+save, one with a save in the background from its first step on; who begins alternates. A stretch
+is as many steps as a save covers. The batch decides how long a step is, and this choice is ours:
+`--tokens` is set such that a step takes about as long as a save, as with 7B parameters,
+128k tokens, 150 TFLOP/s and a disk of 2.5 GB/s. The model computes on one thread, because on an
+accelerator the host's cores are free for saving; other work on the machine is in the figures.
+
+    save_stall_share   (seconds with a save - seconds without) / seconds without, median of pairs
+    held_share         seconds that updates waited for a block that was not yet copied, likewise:
+                       what the save costs by its design, without the cores it uses
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from benchmarks.load_export import _config, _count, _peak
+from megatrain.disk.direct import aligned_buffer, as_memory
+from megatrain.disk.hf import HostModel
+from megatrain.disk.manifest import read_manifest
+from megatrain.disk.parts import checkpoint_parts
+from megatrain.disk.restore import restore
+from megatrain.disk.save import delete_checkpoint, save_checkpoint
+from megatrain.memory.host import resident_bytes
+from megatrain.memory.layout import Kind, build_layout
+from megatrain.memory.store import WITH_CLIP, WITHOUT_CLIP, Store
+from megatrain.models.decoder import build_decoder
+from megatrain.optim.adamw import AdamW
+from megatrain.pipeline.batch import MicroBatch
+from megatrain.pipeline.engine import Engine, Update
+from megatrain.pipeline.snapshot import Gate
+
+RAW_BYTES = 16 << 20
+TARGETS = {"save_vs_disk": 0.8, "load_vs_disk": 0.8, "save_stall_share": 0.05}
+
+
+def main() -> None:
+    """Run the benchmark and print one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--params", default="400M", help="how many parameters, e.g. 400M or 1.5B")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of a batch")
+    parser.add_argument("--dir", type=Path, default=None, help="a folder on the disk to measure")
+    parser.add_argument("--json", action="store_true", help="print one JSON object only")
+    parser.add_argument("--no-steps", action="store_true", help="save and load only")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    scratch = Path(tempfile.mkdtemp(prefix="megatrain-bench-", dir=options.dir))
+    try:
+        home = _model(_count(options.params), WITH_CLIP)
+        result = measure_disk(scratch, home, options.rounds)
+        if not options.no_steps:
+            result |= measure_steps(scratch, home, "late", options.tokens, options.rounds)
+            del home
+            home = _model(_count(options.params), WITHOUT_CLIP)
+            found = measure_steps(scratch, home, "in_backward", options.tokens, options.rounds)
+            result |= {f"{name}_in_backward": value for name, value in found.items()}
+    finally:
+        shutil.rmtree(scratch)
+    if options.json:
+        print(json.dumps(result))
+    else:
+        for key, value in result.items():
+            print(f"{key:34} {value}")
+
+
+def _model(num_params: int, kinds: tuple[Kind, ...]) -> HostModel:
+    """Return a model of small random weights and moments that never were on a disk."""
+    config = _config(num_params)
+    decoder = build_decoder(config, "bf16")
+    store = Store(build_layout(decoder.blocks), kinds)
+    generator = torch.Generator().manual_seed(0)
+    for param in decoder.params:
+        weight = store.param(param.name, Kind.HI)
+        if weight.dim() > 1:
+            weight.normal_(0.0, 0.02, generator=generator)
+        else:
+            weight.fill_(1.0)
+    for block in range(store.layout.num_blocks):
+        for kind in kinds:
+            if kind is not Kind.HI:
+                store.block_bytes(block, kind).fill_(0)  # resident, as in training
+    return HostModel(
+        decoder=decoder,
+        store=store,
+        source=Path(),
+        config_json=config.to_json_string().encode(),
+        carried={},
+    )
+
+
+def measure_disk(scratch: Path, home: HostModel, rounds: int) -> dict[str, float]:
+    """Return the figures of save and load, nothing else going on."""
+    parts = checkpoint_parts(home)
+    saves, loads, extra, raw_writes, raw_reads = [], [], [], [], []
+    with _engine(home, "late") as engine:
+        for number in range(rounds + 1):
+            raw_write = _raw_write(scratch / "raw", parts.num_bytes)
+            before = resident_bytes()
+            with _peak() as peak:
+                begin = time.perf_counter()
+                folder = save_checkpoint(scratch / "saves", parts, engine.snapshot(), {})
+                save_rate = parts.num_bytes / (time.perf_counter() - begin)
+            raw_read = _raw_read(sorted(folder.glob("*/*.safetensors")))
+            begin = time.perf_counter()
+            restore(folder, read_manifest(folder), parts)
+            load_rate = parts.num_bytes / (time.perf_counter() - begin)
+            delete_checkpoint(folder)
+            if number == 0:
+                continue  # to warm up
+            extra.append(peak[0] - before)
+            saves.append(save_rate / raw_write)
+            loads.append(load_rate / raw_read)
+            raw_writes.append(raw_write)
+            raw_reads.append(raw_read)
+    return {
+        "params": home.store.layout.num_params,
+        "state_bytes": parts.num_bytes,
+        "save_vs_disk": round(statistics.median(saves), 3),
+        "load_vs_disk": round(statistics.median(loads), 3),
+        "save_extra_bytes": max(extra),
+        "most_extra_bytes": max(256 << 20, parts.num_bytes // 50),
+        "raw_write_gb_s": round(statistics.median(raw_writes) / 1e9, 3),
+        "raw_read_gb_s": round(statistics.median(raw_reads) / 1e9, 3),
+    }
+
+
+def measure_steps(
+    scratch: Path, home: HostModel, update: Update, tokens: int, rounds: int
+) -> dict[str, float]:
+    """Return what a save in the background costs the steps it covers."""
+    parts = checkpoint_parts(home)
+    ids = torch.randint(0, 32000, (1, tokens), generator=torch.Generator().manual_seed(0))
+    batch = [MicroBatch(input_ids=ids, labels=ids)]
+    saves: list[float] = []
+
+    def save(engine: Engine) -> None:
+        snapshot = engine.snapshot()
+        begin = time.perf_counter()
+        folder = save_checkpoint(scratch / "saves", parts, snapshot, {})
+        saves.append(time.perf_counter() - begin)
+        delete_checkpoint(folder)
+
+    def stretch(engine: Engine, num_steps: int, *, saving: bool) -> float:
+        thread = threading.Thread(target=save, args=(engine,))
+        begin = time.perf_counter()
+        if saving:
+            thread.start()
+        for _ in range(num_steps):
+            engine.step(batch)
+        seconds = time.perf_counter() - begin
+        if saving:
+            thread.join()
+        return seconds
+
+    with _engine(home, update) as engine:
+        engine.step(batch)
+        step_s = min(stretch(engine, 1, saving=False) for _ in range(3))
+        stretch(engine, 3, saving=True)
+        num_steps = max(1, math.ceil(saves[-1] / step_s))
+        shares, held, plain = [], [], []
+        for number in range(rounds):
+            seconds = {}
+            for saving in (number % 2 == 0, number % 2 == 1):
+                with _waits() as waited:
+                    seconds[saving] = stretch(engine, num_steps, saving=saving)
+                if saving:
+                    held.append(waited[0])
+            plain.append(seconds[False])
+            shares.append(seconds[True] / seconds[False] - 1)
+    return {
+        "save_stall_share": round(statistics.median(shares), 4),
+        "held_share": round(statistics.median(held) / statistics.median(plain), 4),
+        "step_s": round(statistics.median(plain) / num_steps, 3),
+        "save_s": round(statistics.median(saves[1:]), 3),
+        "steps_covered": num_steps,
+        "tokens": tokens,
+    }
+
+
+def _engine(home: HostModel, update: Update) -> Engine:
+    clips = 1.0 if update == "late" else None
+    optimizer = AdamW(home.store, learning_rate=1e-5, max_grad_norm=clips, num_threads=1)
+    return Engine(home.decoder, home.store, optimizer=optimizer, update=update)
+
+
+@contextmanager
+def _waits() -> Iterator[list[float]]:
+    """Yield a list whose one item is how long updates waited at the gate inside the block."""
+    waited, real = [0.0], Gate.enter
+
+    def enter(self: Gate, block: int) -> int:
+        begin = time.perf_counter()
+        number = real(self, block)
+        waited[0] += time.perf_counter() - begin
+        return number
+
+    Gate.enter = enter  # type: ignore[method-assign]
+    try:
+        yield waited
+    finally:
+        Gate.enter = real  # type: ignore[method-assign]
+
+
+def _raw_read(paths: list[Path]) -> float:
+    """Return the bytes/s of one sequential O_DIRECT read of `paths`."""
+    memory = as_memory(aligned_buffer(RAW_BYTES))
+    total, begin = 0, time.perf_counter()
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        while count := os.readv(fd, [memory]):
+            total += count
+        os.close(fd)
+    return total / (time.perf_counter() - begin)
+
+
+def _raw_write(path: Path, num_bytes: int) -> float:
+    """Return the bytes/s of one sequential O_DIRECT write and fsync."""
+    buffer = aligned_buffer(RAW_BYTES)
+    buffer.random_(0, 256)
+    memory = as_memory(buffer)
+    begin = time.perf_counter()
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
+    os.posix_fallocate(fd, 0, num_bytes)
+    written = 0
+    while written < num_bytes:
+        written += os.write(fd, memory)
+    os.fsync(fd)
+    os.close(fd)
+    seconds = time.perf_counter() - begin
+    path.unlink()
+    return written / seconds
+
+
+if __name__ == "__main__":
+    main()
