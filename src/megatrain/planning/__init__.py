@@ -1,1 +1,1 @@
-"""How weights change: the host kernel and the learning rate."""
+"""Will it fit, how fast will it be, and what limits it."""
