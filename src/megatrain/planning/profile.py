@@ -15,6 +15,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from megatrain.errors import ConfigError
@@ -168,7 +169,7 @@ def _linear(points: Sequence[tuple[float, float]], at: float) -> float:
     """Return the value at `at` of the line through `points`, which are in order."""
     if at <= points[0][0]:
         return points[0][1]
-    for (left, low), (right, high) in zip(points, points[1:], strict=False):
+    for (left, low), (right, high) in pairwise(points):
         if at <= right:
             return low + (high - low) * (at - left) / (right - left)
     return points[-1][1]

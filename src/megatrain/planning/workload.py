@@ -305,8 +305,8 @@ def expert_counts(facts: dict[str, Any]) -> tuple[int, int]:
     """Return how many experts a layer has and how many of them a token uses."""
     names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     count = next((int(facts[name]) for name in names if facts.get(name)), 0)
-    names = ("num_experts_per_tok", "moe_k", "num_experts_per_token", "moe_top_k", "top_k_experts")
-    return count, next((int(facts[name]) for name in names if facts.get(name)), 1)
+    used = ("num_experts_per_tok", "moe_k", "num_experts_per_token", "moe_top_k", "top_k_experts")
+    return count, next((int(facts[name]) for name in used if facts.get(name)), 1)
 
 
 def attention_of(facts: dict[str, Any], window: int | None) -> AttentionShape:
@@ -330,7 +330,8 @@ def attention_of(facts: dict[str, Any], window: int | None) -> AttentionShape:
 
 
 _PERIODS = {
-    "gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "cohere2": 4, "olmo3": 4, "exaone4": 4, "llama4_text": 4,
+    "gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "cohere2": 4, "olmo3": 4, "exaone4": 4,
+    "llama4_text": 4,
 }  # fmt: skip
 """Every so-many-th layer sees all tokens, where a config does not list its layers."""
 

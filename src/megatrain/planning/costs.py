@@ -1,0 +1,253 @@
+"""How long each op takes when it has the machine to itself, and what it takes of what is shared.
+
+A cost is seconds alone, and the rates at which it uses what lanes share meanwhile: host memory
+traffic, the two directions of the link, and cores where compute is on the host's. Who slows whom is
+the simulator's part.
+
+    products       2 FLOPs per weight and token forward, 4 backward; forward again in backward
+    attention      as products, at a share of their rate
+    element-wise   bytes that norms, rotations and activations read and write
+    copies         bytes over the link
+    update         params over the kernel's rate
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatrain.pipeline.ops import Op, OpKind
+from megatrain.planning.profile import MachineProfile
+from megatrain.planning.settings import Settings
+from megatrain.planning.workload import BlockShape, Workload
+
+UPDATE_BYTES = 26
+"""Host memory traffic of an update per bf16 param: reads hi, lo, m, v, grad, writes all but grad."""
+UPDATE_BYTES_FP32 = 28
+BACKWARD_PASSES = 2.5
+"""Element-wise work of backward over that of forward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What one op takes."""
+
+    seconds: float
+    """Alone."""
+    num_bytes: int = 0
+    """That it moves over the link, or in an update reads of gradients."""
+    dram_rate: float = 0.0
+    """Host memory bytes per second while it runs alone."""
+    cores: float = 0.0
+    """Host cores it keeps busy while it runs alone."""
+    link: str = ""
+    """`in` or `out` if it is on the link."""
+
+
+class Costs:
+    """The costs of a workload's ops on a machine."""
+
+    def __init__(self, profile: MachineProfile, workload: Workload, settings: Settings) -> None:
+        self.profile, self.workload, self.settings = profile, workload, settings
+        self._micro_sizes = workload.micro_sizes(settings.micro_tokens)
+        self._blocks = workload.model.blocks
+        self._cached: dict[tuple[object, ...], Cost] = {}
+
+    def of(self, op: Op) -> Cost:
+        """Return the op's cost. Ops of equal blocks and micro-batches share one object."""
+        key = self._key(op)
+        cost = self._cached.get(key)
+        if cost is None:
+            cost = self._cached[key] = self._cost(op)
+        return cost
+
+    def _key(self, op: Op) -> tuple[object, ...]:
+        if op.block is None:
+            return (op.kind,)
+        tokens = 0 if op.micro is None else self._micro_sizes[op.micro]
+        return (op.kind, self._kind_of_block[op.block], tokens, op.adds)
+
+    @cached_property
+    def _kind_of_block(self) -> list[int]:
+        return [-1, *self.workload.model.layer_kinds, -2]
+
+    def _cost(self, op: Op) -> Cost:
+        block = self._blocks[op.block or 0]
+        tokens = 0 if op.micro is None else self._micro_sizes[op.micro]
+        match op.kind:
+            case OpKind.FETCH:
+                return self._copy("in", self._fetched_bytes(op, block))
+            case OpKind.RESTORE:
+                return self._copy("in", self._taped_bytes(tokens))
+            case OpKind.STASH:
+                return self._copy("out", self._taped_bytes(tokens))
+            case OpKind.DRAIN:
+                return self._drain(op, block)
+            case OpKind.NORM:
+                return self._norm(op, block)
+            case OpKind.UPDATE:
+                return self._update(block)
+            case OpKind.CLIP:
+                return Cost(seconds=self.profile.op_overhead_s)
+        return self._compute(self._compute_seconds(op, block, tokens))
+
+    # Compute.
+
+    def _compute(self, seconds: float) -> Cost:
+        """On the host's own cores, compute takes cores; its memory traffic is in its rates."""
+        return Cost(
+            seconds=seconds + self.profile.op_overhead_s, cores=self.profile.compute_cores
+        )
+
+    def _compute_seconds(self, op: Op, block: BlockShape, tokens: int) -> float:
+        if op.kind is OpKind.HEAD:
+            return self._head_seconds(block, tokens)
+        if op.block == 0:
+            return self._embedding_seconds(block, tokens, backward=op.kind is OpKind.BACKWARD)
+        forward = self._layer_seconds(block, tokens)
+        if op.kind is OpKind.FORWARD:
+            return forward
+        return forward + self._layer_backward_seconds(block, tokens) + self._add_up(block, op)
+
+    def _layer_seconds(self, block: BlockShape, tokens: int) -> float:
+        products = block.matmul_flops_per_token * tokens / self._forward_rate(tokens)
+        return products + self._attention_seconds(block, tokens, 1.0) + self._passes(block, tokens)
+
+    def _layer_backward_seconds(self, block: BlockShape, tokens: int) -> float:
+        products = 2 * block.matmul_flops_per_token * tokens / self._backward_rate(tokens)
+        passes = BACKWARD_PASSES * self._passes(block, tokens)
+        return products + self._attention_seconds(block, tokens, 2.5) + passes
+
+    def _attention_seconds(self, block: BlockShape, tokens: int, times: float) -> float:
+        """Backward of a fused kernel computes the scores once more: 2.5 times forward."""
+        if block.attention is None:
+            return 0.0
+        workload = self.workload
+        sequence = min(workload.sequence, tokens)
+        flops = block.attention.flops_per_token(sequence, packed=workload.packed) * tokens
+        rate = self._forward_rate(tokens) * self.profile.attention_efficiency
+        return times * flops / rate
+
+    def _passes(self, block: BlockShape, tokens: int) -> float:
+        """Return the seconds of forward's element-wise work."""
+        return tokens * elementwise_bytes(block, self._width) / self.profile.device_bytes_per_s
+
+    def _add_up(self, block: BlockShape, op: Op) -> float:
+        """Return the seconds in which a block's gradient gets into its slot."""
+        params = block.trained_elements()
+        grad = self._element_bytes
+        moved = params * (grad + 8 if op.adds else grad + 4)
+        if self.profile.unified and not op.adds:
+            moved = 0
+        return moved / self.profile.device_bytes_per_s
+
+    def _head_seconds(self, block: BlockShape, tokens: int) -> float:
+        model, profile = self.workload.model, self.profile
+        flops = model.head_flops_per_token * tokens
+        products = flops / self._forward_rate(tokens) + 2 * flops / self._backward_rate(tokens)
+        # Logits: widened, their maximum and sum taken, turned into their gradient, narrowed.
+        scores = tokens * model.vocab * (4 * self._element_bytes + 20)
+        chunks = -(-tokens // self.settings.chunk_tokens)
+        added = chunks * model.vocab * model.hidden * (self._element_bytes + 8)
+        return products + (scores + added) / profile.device_bytes_per_s
+
+    def _embedding_seconds(self, block: BlockShape, tokens: int, *, backward: bool) -> float:
+        """Look-ups move rows; backward makes a gradient of the whole table, mostly zeros."""
+        rows = 2 * tokens * self._width * self._element_bytes
+        table = 0
+        if backward and not self.settings.gather_embedding:
+            table = block.trained_elements() * (2 * self._element_bytes + 4)
+        return (rows + table) / self.profile.device_bytes_per_s
+
+    def _forward_rate(self, tokens: int) -> float:
+        return self.profile.forward_rate(self._width, tokens) * self._dtype_share
+
+    def _backward_rate(self, tokens: int) -> float:
+        return self.profile.backward_rate(self._width, tokens) * self._dtype_share
+
+    @property
+    def _dtype_share(self) -> float:
+        return 1.0 if self.workload.dtype == "bf16" else self.profile.fp32_efficiency
+
+    @property
+    def _width(self) -> int:
+        return self.workload.model.hidden
+
+    @property
+    def _element_bytes(self) -> int:
+        return 2 if self.workload.dtype == "bf16" else 4
+
+    # Copies.
+
+    def _fetched_bytes(self, op: Op, block: BlockShape) -> int:
+        if op.block == 0 and self.settings.gather_embedding:
+            model = self.workload.model
+            rows = min(model.vocab, self.workload.step_tokens)
+            return rows * model.hidden * self._element_bytes
+        return block.weight_bytes(self.workload.dtype)
+
+    def _taped_bytes(self, tokens: int) -> int:
+        return 0 if self.profile.unified else tokens * self._width * self._element_bytes
+
+    def _copy(self, way: str, num_bytes: int) -> Cost:
+        """Return the cost of a copy over the link; host memory is read or written once."""
+        profile = self.profile
+        rate = profile.copy_in_bytes_per_s if way == "in" else profile.copy_out_bytes_per_s
+        seconds = num_bytes / rate + profile.op_overhead_s
+        # Where compute is on the host's cores, a core does the copying: one that keeps up with
+        # memory is busy for as long as that takes, and sleeps while a slower link is awaited.
+        own = profile.compute_cores > 0
+        cores = min(1.0, 4 * num_bytes / profile.dram_bytes_per_s / seconds) if own else 0.0
+        return Cost(
+            seconds=seconds,
+            num_bytes=num_bytes,
+            dram_rate=num_bytes / seconds,
+            cores=cores,
+            link=way,
+        )
+
+    def _drain(self, op: Op, block: BlockShape) -> Cost:
+        num_bytes = block.gradient_bytes(self.workload.dtype)
+        if self.profile.unified:
+            seconds = 2 * num_bytes / self.profile.device_bytes_per_s + self.profile.op_overhead_s
+            return Cost(seconds=seconds, num_bytes=num_bytes, cores=self.profile.compute_cores)
+        if op.block == 0 and self.settings.gather_embedding:
+            num_bytes = self._fetched_bytes(op, block)
+        return self._copy("out", num_bytes)
+
+    # Host.
+
+    def _norm(self, op: Op, block: BlockShape) -> Cost:
+        num_bytes = block.gradient_bytes(self.workload.dtype)
+        moved = 3 * num_bytes if op.block == 0 and self.settings.gather_embedding else num_bytes
+        rate = self.profile.update_params_per_s * UPDATE_BYTES
+        return self._host(moved / rate, moved, num_bytes)
+
+    def _update(self, block: BlockShape) -> Cost:
+        params = block.trained_elements()
+        per_param = UPDATE_BYTES if self.workload.dtype == "bf16" else UPDATE_BYTES_FP32
+        seconds = params * per_param / UPDATE_BYTES / self.profile.update_params_per_s
+        return self._host(seconds, params * per_param, block.gradient_bytes(self.workload.dtype))
+
+    def _host(self, seconds: float, moved: int, num_bytes: int) -> Cost:
+        seconds += self.profile.op_overhead_s
+        return Cost(
+            seconds=seconds,
+            num_bytes=num_bytes,
+            dram_rate=moved / seconds,
+            cores=self.profile.update_cores if self.profile.compute_cores else 0.0,
+        )
+
+
+def elementwise_bytes(block: BlockShape, hidden: int) -> float:
+    """Return what forward's element-wise work reads and writes per token, in bf16.
+
+    A norm widens, squares, averages, scales and narrows: 30 bytes per element. A residual is three
+    passes of two bytes; a rotation ten, of queries and keys; an activation and a product five.
+    """
+    norms = sum(1 for t in block.tensors if len(t.shape) == 1 and t.shape[0] == hidden)
+    total = (30.0 * max(1, norms) + 12.0) * hidden
+    if block.attention is not None:
+        keys = block.attention.kv_heads * block.attention.head_dim
+        total += 20.0 * (block.attention.query_width + keys)
+    return total + (10.0 if block.gated else 4.0) * block.inner
