@@ -89,14 +89,16 @@ class _FusedAttention(TorchFunctionMode):
         if kwargs.get("enable_gqa"):
             groups = query.shape[-3] // key.shape[-3]
             key, value = (kv.repeat_interleave(groups, dim=-3) for kv in (key, value))
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        width = value.shape[-1]  # the kernel wants one width; narrower values cost as much
+        attended = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query,
             key,
-            value,
+            F.pad(value, (0, query.shape[-1] - width)) if width < query.shape[-1] else value,
             is_causal=kwargs.get("is_causal", False),
             attn_mask=kwargs.get("attn_mask"),
             scale=kwargs.get("scale"),
         )[0]
+        return attended[..., :width]
 
 
 class _MetaMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]

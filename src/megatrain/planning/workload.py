@@ -59,6 +59,8 @@ class AttentionShape:
     value_dim: int
     window: int | None = None
     """Tokens that one sees at most; None: all before it."""
+    score_bytes: int = 0
+    """Kept per score where attention is taken apart: soft-caps and sinks have no fused kernel."""
 
     @property
     def query_width(self) -> int:
@@ -325,10 +327,16 @@ def attention_of(facts: dict[str, Any], window: int | None) -> AttentionShape:
         )
     head_dim = int(facts.get("head_dim") or hidden // heads)
     return AttentionShape(
-        heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=head_dim, window=window
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=head_dim,
+        window=window,
+        score_bytes=_SCORE_BYTES.get(str(facts.get("model_type")), 0),
     )
 
 
+_SCORE_BYTES = {"gemma2": 13, "gpt_oss": 8}
 _PERIODS = {
     "gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "cohere2": 4, "olmo3": 4, "exaone4": 4,
     "llama4_text": 4,
