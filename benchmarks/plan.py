@@ -107,8 +107,7 @@ class Configuration:
         generator = torch.Generator().manual_seed(0)
         shape = (self.rows, self.length)
         tokens = [
-            torch.randint(0, self.vocab, shape, generator=generator)
-            for _ in range(self.num_micro)
+            torch.randint(0, self.vocab, shape, generator=generator) for _ in range(self.num_micro)
         ]
         return [MicroBatch(input_ids=ids, labels=ids) for ids in tokens]
 

@@ -95,9 +95,7 @@ class Costs:
 
     def _compute(self, seconds: float) -> Cost:
         """On the host's own cores, compute takes cores; its memory traffic is in its rates."""
-        return Cost(
-            seconds=seconds + self.profile.op_overhead_s, cores=self.profile.compute_cores
-        )
+        return Cost(seconds=seconds + self.profile.op_overhead_s, cores=self.profile.compute_cores)
 
     def _compute_seconds(self, op: Op, block: BlockShape, tokens: int) -> float:
         if op.kind is OpKind.HEAD:

@@ -93,9 +93,7 @@ def _pages(num_bytes: int) -> int:
     return -(-num_bytes // PAGE) * PAGE
 
 
-def _ring_lines(
-    profile: MachineProfile, workload: Workload, settings: Settings
-) -> Iterator[Line]:
+def _ring_lines(profile: MachineProfile, workload: Workload, settings: Settings) -> Iterator[Line]:
     """Yield the tape on the host, and gradients on their way where updates run in backward."""
     model, dtype = workload.model, workload.dtype
     if settings.tape == "host" and not profile.unified:
@@ -238,9 +236,7 @@ def _layer_bytes(block: BlockShape, workload: Workload, tokens: int) -> float:
     return max(feed_forward, in_attention, at_end)
 
 
-def _kept_per_token(
-    block: BlockShape, workload: Workload, tokens: int
-) -> tuple[float, float]:
+def _kept_per_token(block: BlockShape, workload: Workload, tokens: int) -> tuple[float, float]:
     """Return what recompute keeps beside the feed-forward, and what attention's backward adds."""
     hidden, width = workload.model.hidden, _width(workload.dtype)
     norms = sum(1 for t in block.tensors if t.name.endswith("weight") and t.shape == (hidden,))

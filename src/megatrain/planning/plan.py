@@ -1,0 +1,188 @@
+"""The plan: the immutable decision from workload and machine, with its reasons.
+
+    plan = make_plan(profile, workload)
+    print(plan)                 # a table: memory, speed, what limits it, every choice and why
+    plan.facts()                # the same as plain values: plan.json
+
+A plan that does not fit says by how much and what would help (`fixes`), and has the settings that
+need least, so that everything else can still be said of it.
+
+Laws (tests/planning/test_plan.py)
+    1. A plan that fits has a ledger that fits, with headroom; each of its settings has a reason.
+    2. A plan that does not fit has fixes, and each of them, applied, fits.
+    3. Its text has no line longer than 80 columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatrain.errors import DoesNotFit
+from megatrain.memory.ledger import Ledger, gib
+from megatrain.planning.fixes import Fix, find_fixes
+from megatrain.planning.ledger import predicted_ledger
+from megatrain.planning.profile import MachineProfile
+from megatrain.planning.reasons import reasons_for
+from megatrain.planning.search import Fixed, Search, effective_profile, shortfalls
+from megatrain.planning.settings import Settings
+from megatrain.planning.simulate import Simulation, simulate
+from megatrain.planning.workload import Workload
+
+_LIMITS = {
+    "compute": "compute: the device is busy; only a faster one helps",
+    "link in": "link in: weights on their way to the device",
+    "link out": "link out: gradients on their way to the host",
+    "tape": "tape: block inputs on the link",
+    "optimizer": "optimizer: updates at the speed of host memory",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What will be run, and what is known of it beforehand."""
+
+    profile: MachineProfile
+    workload: Workload
+    settings: Settings
+    ledger: Ledger
+    simulation: Simulation
+    fits: bool
+    reasons: dict[str, str]
+    """By setting."""
+    lever: str
+    """The one setting that would move the bottleneck, and by how much."""
+    fixes: tuple[Fix, ...] = ()
+
+    @property
+    def step_s(self) -> float:
+        return self.simulation.step_s
+
+    @property
+    def bottleneck(self) -> str:
+        return self.simulation.bottleneck
+
+    def require(self) -> None:
+        """Raise DoesNotFit, with all fixes, unless the plan fits."""
+        if self.fits:
+            return
+        missing = ", ".join(
+            f"{place} memory {gib(num_bytes)} short"
+            for place, num_bytes in shortfalls(self.profile, self.ledger).items()
+        )
+        ways = "".join(f"\n  {fix}" for fix in self.fixes)
+        raise DoesNotFit(f"{self.workload.model.name} does not fit: {missing}. What would:{ways}")
+
+    def facts(self) -> dict[str, Any]:
+        """Return the plan as plain values, for plan.json."""
+        simulation = self.simulation
+        return {
+            "model": self.workload.model.name,
+            "machine": self.profile.name,
+            "fits": self.fits,
+            "settings": self.settings.facts(),
+            "reasons": self.reasons,
+            "ledger": [
+                {"place": line.place, "purpose": line.purpose, "num_bytes": line.num_bytes}
+                for line in self.ledger.lines
+            ],
+            "predicted": {
+                "step_s": simulation.step_s,
+                "tokens_per_s": simulation.tokens_per_s,
+                "bottleneck": simulation.bottleneck,
+                "busy": simulation.busy_shares,
+                "chain_s": simulation.chain,
+            },
+            "lever": self.lever,
+            "fixes": [fix.text for fix in self.fixes],
+        }
+
+    def __str__(self) -> str:
+        rows = [*self._heading(), *self._memory()]
+        if self.fits:
+            rows += [*self._speed(), *self._choices()]
+        else:
+            rows += ["does not fit. What would make it fit, the cheapest first:"]
+            rows += [f"  {fix}" for fix in self.fixes] or ["  nothing that was tried"]
+        lines = "\n".join(rows).splitlines()
+        return "\n".join(row if len(row) <= 80 else f"{row[:77]}..." for row in lines)
+
+    def _heading(self) -> list[str]:
+        workload, model = self.workload, self.workload.model
+        return [
+            f"plan      {model.name}, {model.params / 1e9:,.2f}B params, on {self.profile.name}",
+            f"step      {workload.step_tokens:,} tokens in rows of {workload.sequence:,}, "
+            f"{workload.dtype}",
+            "",
+        ]
+
+    def _memory(self) -> list[str]:
+        has = {"host": self.profile.ram_bytes, "device": self.profile.device_bytes}
+        rows = []
+        for place in dict.fromkeys(line.place for line in self.ledger.lines):
+            if place == "pinned":
+                continue
+            free = f"of {gib(has[place])}" if has.get(place) else ""
+            rows.append(f"{place:10}{gib(self.ledger.total(place)):>12} {free}")
+            lines = [line for line in self.ledger.lines if line.place == place]
+            for line in sorted(lines, key=lambda line: -line.num_bytes):
+                rows.append(f"  {line.purpose:28}{gib(line.num_bytes):>12}")
+        return [*rows, ""]
+
+    def _speed(self) -> list[str]:
+        simulation = self.simulation
+        shares = simulation.busy_shares
+        busy = ", ".join(f"{lane} {shares[lane]:.0%}" for lane in ("compute", "in", "out", "host"))
+        return [
+            f"speed     {simulation.tokens_per_s:,.0f} tokens/s, {simulation.step_s:,.3g} s a step",
+            f"limit     {_LIMITS[simulation.bottleneck]}",
+            f"busy      {busy}",
+            f"lever     {self.lever}",
+            "",
+        ]
+
+    def _choices(self) -> list[str]:
+        facts = self.settings.facts()
+        return [f"{name:18}{facts[name]!s:12}{why}" for name, why in self.reasons.items()]
+
+
+def make_plan(profile: MachineProfile, workload: Workload, fixed: Fixed | None = None) -> Plan:
+    """Return the best plan for a workload on a machine; `fixed` is what the user has decided."""
+    fixed = fixed or Fixed()
+    search = Search(profile, workload, fixed)
+    best = search.best()
+    settings = search.smallest() if best is None else best.settings
+    ledger = predicted_ledger(profile, workload, settings)
+    simulation = simulate(effective_profile(profile, ledger), workload, settings)
+    return Plan(
+        profile=profile,
+        workload=workload,
+        settings=settings,
+        ledger=ledger,
+        simulation=simulation,
+        fits=best is not None,
+        reasons=reasons_for(search, settings),
+        lever=_lever(search, settings) if best is not None else "",
+        fixes=() if best is not None else find_fixes(profile, workload, fixed),
+    )
+
+
+def _lever(search: Search, settings: Settings) -> str:
+    """Return the change that would raise tokens per second most, and by how much."""
+    workload, profile = search.workload, search.profile
+    here = Search(profile, workload).seconds(settings) / workload.step_tokens
+    found: list[tuple[float, str]] = []
+    for times in (2, 4):
+        tokens = times * workload.step_tokens
+        larger = Search(profile, replace(workload, step_tokens=tokens))
+        if larger.fits(settings):
+            gain = here / (larger.seconds(settings) / tokens) - 1
+            found.append((gain, f"train.batch_tokens {workload.step_tokens} -> {tokens}"))
+    if workload.max_grad_norm is not None:
+        other = settings.changed(update="in_backward")
+        gain = here * workload.step_tokens / search.seconds(other) - 1
+        found.append((gain, "train.max_grad_norm: null"))
+    gain, text = max(found, default=(0.0, ""))
+    if gain < 0.02:
+        return "none of the settings: within 2 % of what this machine does"
+    return f"{text}: {gain:+.0%} tokens/s"

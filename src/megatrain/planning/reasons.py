@@ -1,0 +1,86 @@
+"""Why each setting was chosen, in words and with the figures of what was not chosen."""
+
+from __future__ import annotations
+
+from megatrain.memory.ledger import gib
+from megatrain.planning.ledger import predicted_ledger
+from megatrain.planning.search import Search, shortfalls
+from megatrain.planning.settings import Settings
+
+
+def reasons_for(search: Search, settings: Settings) -> dict[str, str]:
+    """Return a reason for each setting, by its name."""
+    reasons = {
+        "micro_tokens": _micro(search, settings),
+        "slots": _slots(search, settings),
+        "tape": _tape(search, settings),
+        "update": _update(search, settings),
+        "chunk_tokens": _chunk(search, settings),
+        "gather_embedding": _gather(search, settings),
+    }
+    fixed = search.fixed
+    return {
+        name: "as you set it" if getattr(fixed, name) is not None else reason
+        for name, reason in reasons.items()
+    }
+
+
+def _against(search: Search, settings: Settings, other: Settings) -> str:
+    """Return how another way compares: what it lacks, or how much slower it is."""
+    missing = shortfalls(search.profile, predicted_ledger(search.profile, search.workload, other))
+    if missing:
+        place, num_bytes = next(iter(missing.items()))
+        return f"lacks {gib(num_bytes)} on the {place}"
+    if settings not in search.tried or other not in search.tried:
+        return "is no faster"
+    slower = search.tried[other] / search.tried[settings] - 1
+    return f"is {slower:.1%} slower" if slower > 0.0005 else "is no faster"
+
+
+def _micro(search: Search, settings: Settings) -> str:
+    micro = settings.micro_tokens
+    if micro >= search.workload.step_tokens:
+        return "the whole step at once"
+    return f"{2 * micro} {_against(search, settings, settings.changed(micro_tokens=2 * micro))}"
+
+
+def _slots(search: Search, settings: Settings) -> str:
+    if search.profile.unified:
+        return "not used: compute reads the store"
+    if settings.slots == 2:
+        return f"3 {_against(search, settings, settings.changed(slots=3))}"
+    return f"the last {settings.slots} layers are fetched once, not twice"
+
+
+def _tape(search: Search, settings: Settings) -> str:
+    if search.profile.unified:
+        return "host and device are one memory"
+    other = "host" if settings.tape == "device" else "device"
+    return f"on the {other} it {_against(search, settings, settings.changed(tape=other))}"
+
+
+def _update(search: Search, settings: Settings) -> str:
+    if search.workload.max_grad_norm is not None:
+        return "exact clipping: updates behind the next forward"
+    if settings.update == "late":
+        return "no clipping, but behind forward it is faster"
+    return "no clipping: updates as gradients arrive"
+
+
+def _chunk(search: Search, settings: Settings) -> str:
+    if settings.chunk_tokens >= settings.micro_tokens:
+        return "all logits of a micro-batch at once"
+    larger = settings.changed(chunk_tokens=2 * settings.chunk_tokens)
+    if settings.chunk_tokens >= 4096:
+        return "large enough for full speed"
+    return f"{larger.chunk_tokens} {_against(search, settings, larger)}"
+
+
+def _gather(search: Search, settings: Settings) -> str:
+    if search.workload.model.tied:
+        return "the head reads the table too"
+    if search.profile.unified:
+        return "not used: compute reads the store"
+    other = settings.changed(gather_embedding=not settings.gather_embedding)
+    way = "the whole table" if settings.gather_embedding else "rows alone"
+    return f"{way} {_against(search, settings, other)}"

@@ -1,0 +1,231 @@
+"""The best settings of a workload on a machine: what fits, tried by simulation.
+
+Fitting is arithmetic on the ledger. Speed is simulated; layers repeat, so for the search a step of
+few layers and one of a few more are played, and the rest is their difference. The winner is then
+played whole.
+
+    1. for each micro-batch size and place of the tape: the largest chunk and fewest slots that fit
+    2. around the fastest of those: more slots, rows in place of the table, the other update policy
+
+Laws (tests/planning/test_search.py)
+    1. What is returned fits; if anything on the grid fits, something is returned.
+    2. On a small grid its simulated time is within 2 % of the best of all settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megatrain.memory.ledger import Ledger
+from megatrain.planning.ledger import predicted_ledger
+from megatrain.planning.profile import MachineProfile
+from megatrain.planning.settings import Settings
+from megatrain.planning.simulate import simulate
+from megatrain.planning.workload import ModelShape, Workload
+
+HOST_HEADROOM = 1.04
+"""A run needs this much more than its ledger before it is started: the ledger is true to 3 %."""
+DEVICE_HEADROOM = 1.03
+"""Working memory is predicted, not reserved."""
+MAX_MICRO_TOKENS = 1 << 16
+CHUNKS = (4096, 2048, 1024, 512, 256)
+_FEW, _MORE = 6, 12
+"""Layers that are played: periods of 2, 3 and 6 layers fit in between."""
+_WORTH = 0.995
+"""More memory for less gain than this is not spent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fixed:
+    """What the user has decided; None leaves it to the search."""
+
+    micro_tokens: int | None = None
+    slots: int | None = None
+    tape: str | None = None
+    update: str | None = None
+    chunk_tokens: int | None = None
+    gather_embedding: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """Settings that fit, and the time of a step with them."""
+
+    settings: Settings
+    step_s: float
+
+
+def effective_profile(profile: MachineProfile, ledger: Ledger) -> MachineProfile:
+    """Return the machine as copies see it: slower where not all can be pinned."""
+    if not profile.pinned_bytes or ledger.total("pinned") <= profile.pinned_bytes:
+        return profile
+    share = profile.unpinned_share
+    return profile.changed(
+        copy_in_bytes_per_s=profile.copy_in_bytes_per_s * share,
+        copy_out_bytes_per_s=profile.copy_out_bytes_per_s * share,
+    )
+
+
+def shortfalls(profile: MachineProfile, ledger: Ledger) -> dict[str, int]:
+    """Return the bytes that are missing, by place; empty: it fits."""
+    needed = {"host": int(ledger.total("host") * HOST_HEADROOM)}
+    has = {"host": profile.ram_bytes}
+    if profile.device_bytes and not profile.unified:
+        needed["device"] = int(ledger.total("device") * DEVICE_HEADROOM)
+        has["device"] = profile.device_bytes
+    return {place: needed[place] - has[place] for place in needed if needed[place] > has[place]}
+
+
+class Search:
+    """Tries settings of one workload on one machine."""
+
+    def __init__(
+        self, profile: MachineProfile, workload: Workload, fixed: Fixed | None = None
+    ) -> None:
+        self.profile, self.workload, self.fixed = profile, workload, fixed or Fixed()
+        self.tried: dict[Settings, float] = {}
+        self._few = _with_layers(workload, _FEW)
+        self._more = _with_layers(workload, _MORE)
+
+    def best(self) -> Tried | None:
+        """Return the fastest that fits, or None if nothing does."""
+        starts = [self._try(settings) for settings in self._starts() if self.fits(settings)]
+        if not starts:
+            return None
+        best = _frugal(starts)
+        for settings in self._around(best.settings):
+            if self.fits(settings):
+                other = self._try(settings)
+                if other.step_s < best.step_s * _WORTH:
+                    best = other
+        return best
+
+    def fits(self, settings: Settings) -> bool:
+        """Return whether the ledger of these settings fits."""
+        ledger = predicted_ledger(self.profile, self.workload, settings)
+        return not shortfalls(self.profile, ledger)
+
+    def smallest(self) -> Settings:
+        """Return the settings that lack least; they show by how much it does not fit."""
+        fixed, unified = self.fixed, self.profile.unified
+        tapes = [fixed.tape] if fixed.tape else ["device"] if unified else ["host", "device"]
+        ways = [
+            self._settings(
+                fixed.micro_tokens or self._micro_sizes()[0],
+                tape=tape,
+                chunk=fixed.chunk_tokens or CHUNKS[-1],
+                gather=self._may_gather,
+            )
+            for tape in tapes
+        ]
+        return min(ways, key=self._lack)
+
+    def _lack(self, settings: Settings) -> float:
+        """Return what is missing, each place in shares of what it has."""
+        ledger = predicted_ledger(self.profile, self.workload, settings)
+        has = {"host": self.profile.ram_bytes, "device": self.profile.device_bytes}
+        lacks = shortfalls(self.profile, ledger)
+        return sum(num_bytes / has[place] for place, num_bytes in lacks.items())
+
+    def _try(self, settings: Settings) -> Tried:
+        if settings not in self.tried:
+            self.tried[settings] = self.seconds(settings)
+        return Tried(settings=settings, step_s=self.tried[settings])
+
+    def seconds(self, settings: Settings) -> float:
+        """Return the time of a step, from those of two steps of few layers."""
+        layers = self.workload.model.num_layers
+        profile = effective_profile(
+            self.profile, predicted_ledger(self.profile, self.workload, settings)
+        )
+        if layers <= _MORE or settings.slots > _FEW:
+            return simulate(profile, self.workload, settings).step_s
+        few = simulate(profile, self._few, settings).step_s
+        more = simulate(profile, self._more, settings).step_s
+        return more + (layers - _MORE) * (more - few) / (_MORE - _FEW)
+
+    def _starts(self) -> Iterator[Settings]:
+        fixed = self.fixed
+        tapes = [fixed.tape] if fixed.tape else ["device", "host"]
+        if self.profile.unified:
+            tapes = ["device"]
+        for micro in [fixed.micro_tokens] if fixed.micro_tokens else self._micro_sizes():
+            for tape in tapes:
+                found = self._roomiest(micro, tape)
+                if found is not None:
+                    yield found
+
+    def _roomiest(self, micro: int, tape: str) -> Settings | None:
+        """Return the settings with the largest chunk that fits, or None."""
+        gathers = [False, True] if self._may_gather else [False]
+        if self.fixed.gather_embedding is not None:
+            gathers = [self.fixed.gather_embedding and self._may_gather]
+        chunks = [self.fixed.chunk_tokens] if self.fixed.chunk_tokens else CHUNKS
+        for gather in gathers:
+            for chunk in chunks:
+                settings = self._settings(micro, tape=tape, chunk=chunk, gather=gather)
+                if self.fits(settings):
+                    return settings
+        return None
+
+    def _around(self, settings: Settings) -> Iterator[Settings]:
+        fixed, layers = self.fixed, self.workload.model.num_layers
+        if fixed.slots is None and self._waits_for_fetches(settings):
+            counts = [3, 4, 8, 16, 32, 64, 128, layers]
+            for slots in sorted({count for count in counts if count <= layers}):
+                yield settings.changed(slots=slots)
+        if fixed.gather_embedding is None and self._may_gather:
+            yield settings.changed(gather_embedding=not settings.gather_embedding)
+        if fixed.update is None and self.workload.max_grad_norm is None:
+            yield settings.changed(update="late")
+
+    def _waits_for_fetches(self, settings: Settings) -> bool:
+        """Return whether a link without limits would help: only then can more slots."""
+        if self.profile.unified:
+            return False
+        free = self.profile.changed(copy_in_bytes_per_s=1e3 * self.profile.copy_in_bytes_per_s)
+        here = simulate(self.profile, self._few, settings).step_s
+        return simulate(free, self._few, settings).step_s < here * _WORTH
+
+    @property
+    def _may_gather(self) -> bool:
+        wanted = self.fixed.gather_embedding is not False
+        return wanted and not self.workload.model.tied and not self.profile.unified
+
+    def _micro_sizes(self) -> list[int]:
+        """Return whole rows, twice as many each time, up to the step's tokens."""
+        workload = self.workload
+        size, sizes = min(workload.sequence, workload.step_tokens), []
+        while size < workload.step_tokens and size <= MAX_MICRO_TOKENS:
+            sizes.append(size)
+            size *= 2
+        if workload.step_tokens <= MAX_MICRO_TOKENS or not sizes:
+            sizes.append(workload.step_tokens)
+        return sizes
+
+    def _settings(self, micro: int, *, tape: str, chunk: int, gather: bool) -> Settings:
+        clips = self.workload.max_grad_norm is not None
+        return Settings(
+            micro_tokens=micro,
+            slots=self.fixed.slots or 2,
+            tape="host" if tape == "host" else "device",
+            update="late" if clips or self.fixed.update == "late" else "in_backward",
+            chunk_tokens=chunk,
+            gather_embedding=gather,
+        )
+
+
+def _frugal(tried: list[Tried]) -> Tried:
+    """Return the fastest; of those hardly slower, the one with the smallest micro-batches."""
+    fastest = min(one.step_s for one in tried)
+    near = [one for one in tried if one.step_s * _WORTH <= fastest]
+    return min(near, key=lambda one: (one.settings.micro_tokens, one.step_s))
+
+
+def _with_layers(workload: Workload, count: int) -> Workload:
+    """Return the workload with the model's first layers only."""
+    model: ModelShape = workload.model
+    if model.num_layers <= count:
+        return workload
+    return replace(workload, model=replace(model, layer_kinds=model.layer_kinds[:count]))
