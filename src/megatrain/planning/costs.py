@@ -22,10 +22,12 @@ from megatrain.planning.settings import Settings
 from megatrain.planning.workload import BlockShape, Workload
 
 UPDATE_BYTES = 26
-"""Host memory traffic of an update per bf16 param: reads hi, lo, m, v, grad, writes all but grad."""
+"""Host memory traffic of an update per bf16 param: reads all five kinds, writes all but grad."""
 UPDATE_BYTES_FP32 = 28
 BACKWARD_PASSES = 2.5
 """Element-wise work of backward over that of forward."""
+BACKWARD_ATTENTION = 2.5
+"""FLOPs of attention's backward over forward's: a fused kernel computes the scores once more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,25 +101,27 @@ class Costs:
 
     def _compute_seconds(self, op: Op, block: BlockShape, tokens: int) -> float:
         if op.kind is OpKind.HEAD:
-            return self._head_seconds(block, tokens)
+            return self.head_seconds(tokens)
         if op.block == 0:
             return self._embedding_seconds(block, tokens, backward=op.kind is OpKind.BACKWARD)
-        forward = self._layer_seconds(block, tokens)
+        forward = self.layer_seconds(block, tokens)
         if op.kind is OpKind.FORWARD:
             return forward
-        return forward + self._layer_backward_seconds(block, tokens) + self._add_up(block, op)
+        return (
+            forward + self._layer_backward_seconds(block, tokens) + self.add_up(block, adds=op.adds)
+        )
 
-    def _layer_seconds(self, block: BlockShape, tokens: int) -> float:
+    def layer_seconds(self, block: BlockShape, tokens: int) -> float:
         products = block.matmul_flops_per_token * tokens / self._forward_rate(tokens)
-        return products + self._attention_seconds(block, tokens, 1.0) + self._passes(block, tokens)
+        return products + self.attention_seconds(block, tokens, 1.0) + self.passes(block, tokens)
 
     def _layer_backward_seconds(self, block: BlockShape, tokens: int) -> float:
         products = 2 * block.matmul_flops_per_token * tokens / self._backward_rate(tokens)
-        passes = BACKWARD_PASSES * self._passes(block, tokens)
-        return products + self._attention_seconds(block, tokens, 2.5) + passes
+        passes = BACKWARD_PASSES * self.passes(block, tokens)
+        return products + self.attention_seconds(block, tokens, BACKWARD_ATTENTION) + passes
 
-    def _attention_seconds(self, block: BlockShape, tokens: int, times: float) -> float:
-        """Backward of a fused kernel computes the scores once more: 2.5 times forward."""
+    def attention_seconds(self, block: BlockShape, tokens: int, times: float) -> float:
+        """Return the seconds of attention, `times` forward's."""
         if block.attention is None:
             return 0.0
         workload = self.workload
@@ -126,20 +130,20 @@ class Costs:
         rate = self._forward_rate(tokens) * self.profile.attention_efficiency
         return times * flops / rate
 
-    def _passes(self, block: BlockShape, tokens: int) -> float:
+    def passes(self, block: BlockShape, tokens: int) -> float:
         """Return the seconds of forward's element-wise work."""
         return tokens * elementwise_bytes(block, self._width) / self.profile.device_bytes_per_s
 
-    def _add_up(self, block: BlockShape, op: Op) -> float:
+    def add_up(self, block: BlockShape, *, adds: bool) -> float:
         """Return the seconds in which a block's gradient gets into its slot."""
         params = block.trained_elements()
         grad = self._element_bytes
-        moved = params * (grad + 8 if op.adds else grad + 4)
-        if self.profile.unified and not op.adds:
+        moved = params * (grad + 8 if adds else grad + 4)
+        if self.profile.unified and not adds:
             moved = 0
         return moved / self.profile.device_bytes_per_s
 
-    def _head_seconds(self, block: BlockShape, tokens: int) -> float:
+    def head_seconds(self, tokens: int) -> float:
         model, profile = self.workload.model, self.profile
         flops = model.head_flops_per_token * tokens
         products = flops / self._forward_rate(tokens) + 2 * flops / self._backward_rate(tokens)
@@ -147,7 +151,8 @@ class Costs:
         scores = tokens * model.vocab * (4 * self._element_bytes + 20)
         chunks = -(-tokens // self.settings.chunk_tokens)
         added = chunks * model.vocab * model.hidden * (self._element_bytes + 8)
-        return products + (scores + added) / profile.device_bytes_per_s
+        seconds = products + (scores + added) / profile.device_bytes_per_s
+        return seconds / profile.head_efficiency
 
     def _embedding_seconds(self, block: BlockShape, tokens: int, *, backward: bool) -> float:
         """Look-ups move rows; backward makes a gradient of the whole table, mostly zeros."""

@@ -44,8 +44,9 @@ def predicted_ledger(profile: MachineProfile, workload: Workload, settings: Sett
         *_ring_lines(profile, workload, settings),
         Line(place="host", purpose="save buffers", num_bytes=SAVE_BYTES),
     ]
-    device = list(device_lines(workload, settings, unified=profile.unified))
-    if profile.unified or not profile.device_bytes:
+    on_host = profile.unified or not profile.device_bytes
+    device = list(device_lines(workload, settings, unified=profile.unified, on_host=on_host))
+    if on_host:
         return Ledger([*host, *(_moved(line) for line in device), *_disk_lines(workload)])
     return Ledger([*host, *_pinned_lines(workload, settings), *device, *_disk_lines(workload)])
 
@@ -59,19 +60,24 @@ def _moved(line: Line) -> Line:
 
 def store_lines(model: ModelShape, dtype: Dtype, update: str) -> Iterator[Line]:
     """Yield the arenas of the store."""
-    sizes = {
-        "weights (hi)": lambda low, full, frozen: 2 * low + 4 * full + frozen,
-        "master remainder (lo)": lambda low, full, frozen: 2 * low,
-        "first moment (m)": lambda low, full, frozen: 4 * (low + full),
-        "second moment (v)": lambda low, full, frozen: 4 * (low + full),
-        "gradients (grad)": lambda low, full, frozen: 2 * low + 4 * full,
-    }
-    if update == "in_backward":
-        del sizes["gradients (grad)"]
-    for purpose, size in sizes.items():
-        counts = ((count, _elements(block, dtype)) for block, count in _counted(model))
-        total = sum(count * _pages(size(*elements)) for count, elements in counts)
+    for purpose, (low, full, frozen) in _ARENAS.items():
+        if purpose == "gradients (grad)" and update == "in_backward":
+            continue
+        total = 0
+        for block, count in _counted(model):
+            num_low, num_full, frozen_bytes = _elements(block, dtype)
+            total += count * _pages(low * num_low + full * num_full + frozen * frozen_bytes)
         yield Line(place="host", purpose=purpose, num_bytes=total)
+
+
+_ARENAS = {
+    "weights (hi)": (2, 4, 1),
+    "master remainder (lo)": (2, 0, 0),
+    "first moment (m)": (4, 4, 0),
+    "second moment (v)": (4, 4, 0),
+    "gradients (grad)": (2, 4, 0),
+}
+"""Bytes per trained element in bf16, per one in fp32, and whether frozen bytes count."""
 
 
 def _counted(model: ModelShape) -> Iterator[tuple[BlockShape, int]]:
@@ -127,9 +133,14 @@ def _disk_lines(workload: Workload) -> Iterator[Line]:
 # The device.
 
 
-def device_lines(workload: Workload, settings: Settings, *, unified: bool) -> Iterator[Line]:
-    """Yield the device's memory by purpose; their sum is the peak."""
-    sizes = {"working memory": working_bytes(workload, settings)}
+def device_lines(
+    workload: Workload, settings: Settings, *, unified: bool, on_host: bool = False
+) -> Iterator[Line]:
+    """Yield the device's memory by purpose; their sum is the peak.
+
+    `on_host`: compute is on the host's cores, where a sum of fp32 and bf16 first widens the latter.
+    """
+    sizes = {"working memory": working_bytes(workload, settings, widens=unified or on_host)}
     if unified:
         sizes |= _unified_bytes(workload, settings)
     else:
@@ -178,10 +189,13 @@ def _unified_bytes(workload: Workload, settings: Settings) -> dict[str, float]:
     num_micro = workload.num_micro(settings.micro_tokens)
     edge = 4 * model.vocab * model.hidden
     chunked = min(settings.micro_tokens, workload.step_tokens) > settings.chunk_tokens
-    sums = _grad_slot_bytes(model) if num_micro > 1 else edge if chunked else 0
-    drained = max(layer.gradient_bytes(dtype) for layer in model.structures)
+    several = num_micro > 1
+    sums = _grad_slot_bytes(model) if several else edge if chunked or model.tied else 0
+    waiting = max(layer.gradient_bytes(dtype) for layer in model.structures)
+    if model.tied and not several and not chunked:  # the head's part, until the embedding's comes
+        waiting += model.embedding.gradient_bytes(dtype)
     tape = model.num_layers * sum(_taped(workload, settings))
-    return {"gradient slots": sums, "gradients being drained": drained, "tape": tape}
+    return {"gradient slots": sums, "waiting gradients": waiting, "tape": tape}
 
 
 def _taped(workload: Workload, settings: Settings) -> list[int]:
@@ -190,16 +204,33 @@ def _taped(workload: Workload, settings: Settings) -> list[int]:
     return [tokens * per_token for tokens in workload.micro_sizes(settings.micro_tokens)]
 
 
-def working_bytes(workload: Workload, settings: Settings) -> float:
+def working_bytes(workload: Workload, settings: Settings, *, widens: bool = False) -> float:
     """Return the most that compute holds at once, beside what is reserved before a step."""
     sizes = workload.micro_sizes(settings.micro_tokens)
     tokens = max(sizes)
-    moments = [_head_bytes(workload, settings, tokens)]
-    moments += [_layer_bytes(layer, workload, tokens) for layer in workload.model.structures]
     model, width = workload.model, _width(workload.dtype)
+    moments = [_head_bytes(workload, settings, tokens)]
+    moments += [_layer_bytes(layer, workload, tokens) for layer in model.structures]
     moments.append(model.vocab * model.hidden * width + 4 * tokens * model.hidden * width)
+    if widens:
+        moments += _widening_moments(workload, settings, tokens)
     others = (sum(sizes) - tokens) * model.hidden * width
     return max(moments) + others + sum(_given_bytes(workload, size) for size in sizes)
+
+
+def _widening_moments(workload: Workload, settings: Settings, tokens: int) -> Iterator[float]:
+    """Yield the moments at which a gradient is added to a sum, and exists in fp32 once more."""
+    model, width = workload.model, _width(workload.dtype)
+    several, chunked = workload.step_tokens > tokens, tokens > settings.chunk_tokens
+    table = model.vocab * model.hidden
+    rows = 7 * tokens * model.hidden * width
+    if several or chunked:
+        yield rows + table * (width * (1 + chunked) + 4)
+    if several or model.tied:
+        yield rows + table * (width + 4)
+    for layer in model.structures if several else ():
+        largest = max(tensor.num_elements for tensor in layer.tensors)
+        yield rows + layer.gradient_bytes(workload.dtype) + 4 * largest
 
 
 def _given_bytes(workload: Workload, tokens: int) -> float:

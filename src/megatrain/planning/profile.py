@@ -65,6 +65,8 @@ class MachineProfile:
     """FLOP/s with fp32 weights, as a share of that with bf16."""
     attention_efficiency: float = 0.5
     """FLOP/s of attention as a share of that of products."""
+    head_efficiency: float = 1.0
+    """Speed of the head as a share of what products and element-wise work would say."""
     device_bytes_per_s: float
     """Element-wise work: bytes read and written in device memory."""
     op_overhead_s: float = 2e-4
@@ -144,6 +146,7 @@ _RATES = (
     "disk_write_bytes_per_s",
     "fp32_efficiency",
     "attention_efficiency",
+    "head_efficiency",
     "device_bytes_per_s",
     "op_overhead_s",
     "copy_in_bytes_per_s",

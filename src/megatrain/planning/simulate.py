@@ -19,7 +19,7 @@ Laws (tests/planning/test_simulate.py)
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -92,7 +92,7 @@ class Simulation:
     @cached_property
     def chain(self) -> dict[str, float]:
         """Seconds, by limit, of the chain of ops that ends with the step: they add up to it."""
-        seconds: Counter[str] = Counter()
+        seconds: defaultdict[str, float] = defaultdict(float)
         index = max(range(len(self.ops)), key=lambda i: (self._ends_step(i), self.ops[i].end_s))
         while index >= 0:
             played = self.ops[index]
