@@ -1,6 +1,6 @@
 """The plan against what happens: memory, time, and whether the choice was the best.
 
-    python -m benchmarks.plan --memory [--json]
+    python -m benchmarks.plan --memory | --time | --choice [--json] [--rounds 3] [--steps 2]
 
 Small Llamas of random weights, on this machine's CPU: compute reads the store (`views`), or copies
 blocks into slots as an accelerator would (`copies`), with the tape on either side.
@@ -10,7 +10,17 @@ that was resident. What Python and libraries hold is measured once, in a process
 model of no size, as the profile of a machine has it. malloc is told to give memory from 1 MiB on
 back when it is freed; left alone it keeps up to 80 MiB, now more, now less (`--keeping` shows it).
 
-    error                 |predicted / measured - 1|, worst and median
+    worst, median         of |predicted / measured - 1|
+
+--time: 15 configurations (plan_time.py), with real compute and with each lane slowed down.
+
+    worst, median         of |predicted / measured - 1| of the step time, each the median of rounds
+    limits_named          share of the slowed cases whose slow lane was named as the limit, always
+
+--choice: on three such machines, every combination of micro-batch, slots and tape is tried, in
+turns; the planner chooses before.
+
+    choice_over_best      step time of its choice over that of the best, by measurement; worst grid
 """
 
 from __future__ import annotations
@@ -155,7 +165,7 @@ def memory_configurations() -> list[Configuration]:
         Configuration(**middle, layers=16, update="in_backward", length=128),
         Configuration(**middle, layers=16, update="late", device="copies", slots=4, length=64),
     ]
-    large = {"hidden": 1856, "inner": 5376, "layers": 16, "vocab": 32000, "length": 64}
+    large = {"hidden": 1792, "inner": 6144, "layers": 16, "vocab": 32000, "length": 64}
     found += [
         Configuration(**large, update="in_backward"),
         Configuration(**large, update="late", num_micro=2),
@@ -249,9 +259,25 @@ def _peak_bytes() -> int:
     return int(match[1]) * 1024
 
 
+def _figures(options: argparse.Namespace) -> dict[str, object]:
+    from benchmarks.plan_time import measure_choice, measure_time  # it needs this module
+
+    if options.time:
+        return measure_time(options.rounds, options.steps, options.only)
+    if options.choice:
+        return measure_choice(options.rounds, options.steps)
+    environment = {} if options.keeping else GIVING_BACK
+    return measure_memory(memory_configurations()[: options.first or None], environment)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--memory", action="store_true", help="ledger against resident peak")
+    parser.add_argument("--time", action="store_true", help="predicted against measured steps")
+    parser.add_argument("--choice", action="store_true", help="the plan against all others")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--only", default="", help="one slow lane, or `real`")
     parser.add_argument("--keeping", action="store_true", help="with malloc as it is")
     parser.add_argument("--first", type=int, default=0, help="only so many configurations")
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
@@ -261,8 +287,7 @@ def main() -> None:
     if options.alone:
         print(json.dumps(run_alone(Configuration(**json.loads(options.alone)))))
         return
-    environment = {} if options.keeping else GIVING_BACK
-    figures = measure_memory(memory_configurations()[: options.first or None], environment)
+    figures = _figures(options)
     if options.json:
         print(json.dumps(figures))
         return

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatrain.memory.ledger import Ledger, Line
+from megatrain.pipeline.ops import Op, OpKind
 from megatrain.planning.profile import MachineProfile
 from megatrain.planning.settings import Settings
 from megatrain.planning.workload import PAGE, BlockShape, Dtype, ModelShape, Workload
@@ -216,6 +217,25 @@ def working_bytes(workload: Workload, settings: Settings, *, widens: bool = Fals
         moments += _widening_moments(workload, settings, tokens)
     others = (sum(sizes) - tokens) * model.hidden * width
     return max(moments) + others + sum(_given_bytes(workload, size) for size in sizes)
+
+
+def moment_bytes(op: Op, workload: Workload, settings: Settings) -> float:
+    """Return the working memory of one compute op, the hidden states of all others included."""
+    model, width = workload.model, _width(workload.dtype)
+    sizes = workload.micro_sizes(settings.micro_tokens)
+    tokens = sizes[op.micro or 0]
+    states = (sum(sizes) - tokens) * model.hidden * width
+    given = sum(_given_bytes(workload, size) for size in sizes)
+    block = model.blocks[op.block or 0]
+    if op.kind is OpKind.HEAD:
+        return states + given + _head_bytes(workload, settings, tokens)
+    if op.block == 0:
+        table = model.vocab * model.hidden * width if op.kind is OpKind.BACKWARD else 0
+        return states + given + table + 4 * tokens * model.hidden * width
+    if op.kind is OpKind.BACKWARD:
+        return states + given + _layer_bytes(block, workload, tokens)
+    # Forward keeps nothing: at its widest it holds what goes into and out of the feed-forward.
+    return states + given + tokens * width * (3 * block.inner + 2 * model.hidden)
 
 
 def _widening_moments(workload: Workload, settings: Settings, tokens: int) -> Iterator[float]:

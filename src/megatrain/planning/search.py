@@ -33,7 +33,9 @@ CHUNKS = (4096, 2048, 1024, 512, 256)
 _FEW, _MORE = 6, 12
 """Layers that are played: periods of 2, 3 and 6 layers fit in between."""
 _WORTH = 0.995
-"""More memory for less gain than this is not spent."""
+"""More device memory for less gain than this is not spent."""
+_WORTH_GRADIENTS = 0.98
+"""Nor are 2 bytes per parameter of host memory, for updates that are late without need."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +99,8 @@ class Search:
         for settings in self._around(best.settings):
             if self.fits(settings):
                 other = self._try(settings)
-                if other.step_s < best.step_s * _WORTH:
+                later = settings.update != best.settings.update
+                if other.step_s < best.step_s * (_WORTH_GRADIENTS if later else _WORTH):
                     best = other
         return best
 

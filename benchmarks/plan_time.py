@@ -1,0 +1,270 @@
+"""Predicted against measured step time, and the planner's choice against every other: see plan.py.
+
+A case is a small Llama and, for most, one lane that is slowed down: `in` and `out` by a bandwidth,
+`compute` and `host` by a delay, as an accelerator behind a slow link, a slow accelerator, or slow
+host memory would be. In each round first a model of the same width but two layers is played one op
+at a time, and a profile fitted to its trace; then the model itself is trained, and the time of its
+steps held against the simulation; then the small one again, and the mean of both predictions
+counts. So all see the machine as busy as it is at that moment.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from benchmarks.plan import Configuration, plain_profile
+from megatrain.pipeline.lanes import Lane
+from megatrain.pipeline.ops import LANES, Op, OpKind
+from megatrain.pipeline.trace import Trace
+from megatrain.planning.fit import fitted
+from megatrain.planning.plan import make_plan
+from megatrain.planning.profile import MachineProfile
+from megatrain.planning.search import Fixed
+from megatrain.planning.simulate import Simulation, simulate
+
+TIME_TARGETS = {"median": 0.10, "worst": 0.20, "limits_named": 1.0}
+CHOICE_TARGETS = {"choice_over_best": 1.05}
+SLOW_S = 0.08
+"""A layer's time in the lane that is slowed down: long beside what small tensors and threads cost."""
+
+Slow = Literal["", "in", "out", "tape", "host", "compute"]
+LIMITS: dict[Slow, str] = {
+    "in": "link in",
+    "out": "link out",
+    "tape": "tape",
+    "host": "optimizer",
+    "compute": "compute",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model, and the lane that is slowed down."""
+
+    configuration: Configuration
+    slow: Slow = ""
+    slow_s: float = SLOW_S
+
+    def lanes(self) -> list[Lane]:
+        """Return the lanes; `slow_s` is what a layer takes in the slow one."""
+        model, configuration = self.configuration.model, self.configuration
+        layer = model.structures[0]
+        bandwidths: dict[str, float] = {}
+        delays: dict[str, Callable[[Op], float]] = {}
+        match self.slow:
+            case "in":
+                bandwidths["in"] = layer.weight_bytes("bf16") / self.slow_s
+            case "out":
+                bandwidths["out"] = layer.gradient_bytes("bf16") / self.slow_s
+            case "tape":
+                taped = configuration.rows * configuration.length * configuration.hidden * 2
+                bandwidths["in"] = bandwidths["out"] = taped / self.slow_s
+            case "host":
+                delays["host"] = self._update_delay
+            case "compute":
+                delays["compute"] = self._compute_delay
+        return [
+            Lane(name, bandwidth=bandwidths.get(name), delay=delays.get(name)) for name in LANES
+        ]
+
+    def _update_delay(self, op: Op) -> float:
+        if op.kind is not OpKind.UPDATE or op.block is None:
+            return 0.0
+        model = self.configuration.model
+        block = self._block_of(op.block)
+        return self.slow_s * block / model.structures[0].trained_elements()
+
+    def _block_of(self, index: int) -> int:
+        """Return the elements of a block; models of fewer layers have the same edges."""
+        model = self.configuration.model
+        if index == 0:
+            return model.embedding.trained_elements()
+        layers = model.structures[0].trained_elements()
+        return layers if index <= self._num_layers else model.head.trained_elements()
+
+    @property
+    def _num_layers(self) -> int:
+        return self.configuration.layers
+
+    def _compute_delay(self, op: Op) -> float:
+        if op.block == 0:
+            return 0.0
+        return self.slow_s * (1 if op.kind is OpKind.FORWARD else 3)
+
+    def small(self) -> Case:
+        """Return the case with two layers and one micro-batch."""
+        return replace(self, configuration=replace(self.configuration, layers=2, num_micro=1))
+
+    def profile(self) -> MachineProfile:
+        """Return what a profile starts from; a trace then says the rates."""
+        views = self.configuration.device == "views"
+        return plain_profile(0).changed(
+            unified=views,
+            device_bytes_per_s=5e9,
+            dram_bytes_per_s=15e9 if views else 1e12,
+            compute_cores=1.0 if views else 0.0,
+            attention_efficiency=0.2,
+            duplex_share=1.0,
+            op_overhead_s=5e-4,
+        )
+
+    def calibrated(self) -> MachineProfile:
+        """Return the profile that a short trace of a small model shows."""
+        small = self.small()
+        _, trace = small.run(2, reference=True)
+        spans = [span for span in trace.spans if span.step > 0]
+        configuration = small.configuration
+        return fitted(self.profile(), configuration.workload, configuration.settings, spans)
+
+    def run(self, num_steps: int, *, reference: bool = False) -> tuple[float, Trace]:
+        """Return the seconds of a step, the first not counted, and the trace."""
+        batch = self.configuration.batch()
+        engine = self.configuration.engine(lanes=self.lanes(), reference=reference, trace=True)
+        with engine:
+            engine.step(batch)
+            begin = time.perf_counter()
+            for _ in range(num_steps):
+                engine.step(batch)
+            seconds = (time.perf_counter() - begin) / num_steps
+        assert engine.trace is not None
+        return seconds, engine.trace
+
+    def predicted(self, profile: MachineProfile) -> Simulation:
+        configuration = self.configuration
+        return simulate(profile, configuration.workload, configuration.settings)
+
+
+def cases() -> list[Case]:
+    """Return sizes, micro-batches and policies; real compute, and each lane slowed down."""
+    real = [
+        Configuration(hidden=256, inner=768, layers=6, length=512),
+        Configuration(hidden=256, inner=768, layers=4, num_micro=3, length=512),
+        Configuration(hidden=512, inner=1408, layers=4, length=512, update="in_backward"),
+        Configuration(hidden=512, inner=1408, layers=3, num_micro=2, length=512),
+    ]
+    small = Configuration(
+        hidden=128, inner=384, layers=8, vocab=512, length=32, device="copies", tape="host"
+    )
+    slowed: list[tuple[Slow, dict[str, object]]] = [
+        ("in", {}),
+        ("in", {"num_micro": 3, "update": "in_backward"}),
+        ("in", {"slots": 4, "tape": "device", "layers": 10}),
+        ("out", {}),
+        ("out", {"num_micro": 2, "update": "in_backward", "tape": "device"}),
+        ("host", {}),
+        ("host", {"update": "in_backward", "num_micro": 2}),
+        ("compute", {"num_micro": 2}),
+        ("compute", {"update": "in_backward", "slots": 3}),
+        ("tape", {"length": 1024, "num_micro": 3, "layers": 5, "inner": 128}),
+        ("tape", {"length": 1024, "num_micro": 2, "inner": 128, "update": "in_backward"}),
+    ]
+    found = [Case(configuration=configuration) for configuration in real]
+    for slow, changes in slowed:
+        configuration = replace(small, **changes)  # type: ignore[arg-type]
+        found.append(Case(configuration=configuration, slow=slow))
+    return found
+
+
+def measure_time(num_rounds: int, num_steps: int, only: str) -> dict[str, object]:
+    """Return the figures with --time."""
+    rows = []
+    for case in cases():
+        if only and case.slow != only.replace("real", ""):
+            continue
+        ratios, limits = [], []
+        for _ in range(num_rounds):
+            before = case.predicted(case.calibrated())
+            measured, _ = case.run(num_steps)
+            after = case.predicted(case.calibrated())
+            ratios.append((before.step_s + after.step_s) / 2 / measured)
+            limits += [before.bottleneck, after.bottleneck]
+        rows.append(
+            {
+                "configuration": str(case.configuration),
+                "slow": case.slow,
+                "measured_s": round(measured, 3),
+                "ratio": round(statistics.median(ratios), 4),
+                "ratios": [round(ratio, 3) for ratio in ratios],
+                "named": statistics.mode(limits),
+                "right": not case.slow or set(limits) == {LIMITS[case.slow]},
+            }
+        )
+        print(rows[-1], file=sys.stderr, flush=True)
+    errors = [abs(float(str(row["ratio"])) - 1) for row in rows]
+    slowed = [row for row in rows if row["slow"]]
+    return {
+        "configurations": len(rows),
+        "median": round(statistics.median(errors), 4),
+        "worst": round(max(errors), 4),
+        "limits_named": round(sum(bool(row["right"]) for row in slowed) / max(1, len(slowed)), 3),
+        "rows": rows,
+        "targets": TIME_TARGETS,
+    }
+
+
+def measure_choice(num_rounds: int, num_steps: int) -> dict[str, object]:
+    """Return the figures with --choice: every plan of a small grid, in turns."""
+    rows = []
+    for case, grid in _grids():
+        seconds: dict[Configuration, list[float]] = {way: [] for way in grid}
+        chosen = _chosen(case, grid)
+        for _ in range(num_rounds):
+            for way in grid:
+                measured, _ = replace(case, configuration=way).run(num_steps)
+                seconds[way].append(measured)
+        medians = {way: statistics.median(times) for way, times in seconds.items()}
+        best = min(medians, key=lambda way: medians[way])
+        rows.append(
+            {
+                "slow": case.slow,
+                "plans": len(grid),
+                "chosen": str(chosen),
+                "best": str(best),
+                "choice_over_best": round(medians[chosen] / medians[best], 4),
+                "worst_over_best": round(max(medians.values()) / medians[best], 3),
+            }
+        )
+        print(rows[-1], file=sys.stderr, flush=True)
+    return {
+        "grids": len(rows),
+        "choice_over_best": max(float(str(row["choice_over_best"])) for row in rows),
+        "rows": rows,
+        "targets": CHOICE_TARGETS,
+    }
+
+
+def _grids() -> list[tuple[Case, list[Configuration]]]:
+    """Return machines, and for each all ways to train one model on it."""
+    small = Configuration(
+        hidden=128, inner=384, layers=6, vocab=512, length=32, device="copies", tape="host"
+    )
+    found = []
+    for slow in ("in", "compute", "tape"):
+        case = Case(configuration=small, slow=slow, slow_s=0.05)  # type: ignore[arg-type]
+        ways = [
+            replace(small, rows=rows, num_micro=4 // rows, slots=slots, tape=tape)
+            for rows, slots, tape in itertools.product((1, 2, 4), (2, 3, 6), ("device", "host"))
+        ]
+        found.append((case, ways))
+    return found
+
+
+def _chosen(case: Case, grid: list[Configuration]) -> Configuration:
+    """Return what the planner would take, of the grid's settings."""
+    profile = case.calibrated().changed(ram_bytes=1 << 40, device_bytes=1 << 30)
+    workload = replace(case.configuration.workload, step_tokens=4 * case.configuration.length)
+    plan = make_plan(profile, workload, Fixed(chunk_tokens=4096, gather_embedding=False))
+    settings = plan.settings
+    rows = settings.micro_tokens // case.configuration.length
+    slots = max(slots for slots in (2, 3, 6) if slots <= settings.slots)
+    wanted = replace(
+        case.configuration, rows=rows, num_micro=4 // rows, slots=slots, tape=settings.tape
+    )
+    assert wanted in grid, wanted
+    return wanted

@@ -1,0 +1,141 @@
+"""A plan fits and says why, or does not and says what would."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from dataclasses import replace
+
+import pytest
+
+from megatrain.errors import DoesNotFit
+from megatrain.planning.fixes import MOST, find_fixes
+from megatrain.planning.plan import Plan, make_plan
+from megatrain.planning.profile import MachineProfile
+from megatrain.planning.search import Fixed, shortfalls
+from megatrain.planning.workload import ModelShape, Workload
+from tests.planning.machines import (
+    DESKTOP,
+    EIGHT,
+    EXPERTS,
+    GIB,
+    LARGEST,
+    PROCESSOR,
+    SERVER,
+    SEVENTY,
+    SMALL,
+    llama,
+)
+
+FITTING = [(SMALL, DESKTOP), (SMALL, PROCESSOR), (EIGHT, DESKTOP), (SEVENTY, SERVER)]
+TIED = llama(3072, 8192, 28, 128256, tie_word_embeddings=True)
+TOO_SMALL = [
+    DESKTOP.changed(name="64 GiB", ram_bytes=60 * GIB),
+    DESKTOP.changed(name="small card", device_bytes=5 * GIB),
+    DESKTOP.changed(name="both small", ram_bytes=30 * GIB, device_bytes=4 * GIB),
+    PROCESSOR.changed(name="processor", ram_bytes=16 * GIB),
+    SERVER.changed(name="1 TiB", ram_bytes=900 * GIB, device_bytes=22 * GIB),
+]
+REFUSED = [
+    (model, profile)
+    for model, profile in itertools.product((EIGHT, EXPERTS, SEVENTY, LARGEST, TIED), TOO_SMALL)
+    if not (profile.name == "1 TiB" and model in (EIGHT, EXPERTS, TIED))
+    if not (profile.name == "64 GiB" and model is TIED)
+]
+
+
+def plan_of(model: ModelShape, profile: MachineProfile, tokens: int = 32768) -> Plan:
+    return make_plan(profile, Workload(model=model, step_tokens=tokens))
+
+
+@pytest.mark.parametrize(("model", "profile"), FITTING, ids=lambda value: value.name)
+def test_a_plan_that_fits(model: ModelShape, profile: MachineProfile) -> None:
+    plan = plan_of(model, profile)
+    assert plan.fits
+    assert shortfalls(profile, plan.ledger) == {}
+    assert set(plan.reasons) <= set(plan.settings.facts())
+    assert all(plan.reasons.values())
+    assert plan.lever
+    assert plan.bottleneck in str(plan)
+    plan.require()
+
+
+def test_there_are_twenty_that_do_not() -> None:
+    assert len(REFUSED) >= 20
+
+
+@pytest.mark.parametrize(("model", "profile"), REFUSED, ids=lambda value: value.name)
+def test_each_fix_applied_fits(model: ModelShape, profile: MachineProfile) -> None:
+    workload = Workload(model=model, step_tokens=32768)
+    plan = make_plan(profile, workload)
+    assert not plan.fits
+    assert 1 <= len(plan.fixes) <= MOST
+    assert [fix.cost for fix in plan.fixes] == sorted(fix.cost for fix in plan.fixes)
+    for fix in plan.fixes:
+        assert make_plan(fix.profile, fix.workload).fits, fix.text
+    assert plan.fixes[0].text.splitlines()[0] in str(plan).replace("\n    and ", "; ")
+    with pytest.raises(DoesNotFit, match=r"does not fit: .* memory .* short\. What would:"):
+        plan.require()
+
+
+def test_the_cheapest_comes_first() -> None:
+    """8B needs 14 bytes a parameter with clipping, 12 without: 105 GiB or 90."""
+    little = DESKTOP.changed(ram_bytes=100 * GIB)
+    first, *others = find_fixes(little, Workload(model=EIGHT, step_tokens=8192), Fixed())
+    assert first.text.startswith("train.max_grad_norm: null")
+    assert any("host memory: 128.0 GiB" in fix.text for fix in others)
+
+
+def test_a_fix_that_is_too_small_would_be_noticed() -> None:
+    profile = DESKTOP.changed(ram_bytes=60 * GIB)
+    fix = make_plan(profile, Workload(model=EIGHT, step_tokens=8192)).fixes[-1]
+    assert make_plan(fix.profile, fix.workload).fits
+    stingy = fix.profile.changed(ram_bytes=60 * GIB)
+    assert not make_plan(stingy, fix.workload).fits
+
+
+def test_the_lever_moves_what_limits() -> None:
+    slow = DESKTOP.changed(copy_in_bytes_per_s=2e9, device_bytes=6 * GIB)
+    few = Workload(model=SMALL, step_tokens=2048)
+    plan = make_plan(slow, few)
+    assert plan.bottleneck == "link in"
+    assert plan.lever.startswith("train.batch_tokens 2048 -> ")
+    more = make_plan(slow, replace(few, step_tokens=8192))
+    assert more.simulation.tokens_per_s > 1.2 * plan.simulation.tokens_per_s
+
+
+@pytest.mark.parametrize(
+    ("model", "profile"), [*FITTING, *REFUSED[:6]], ids=lambda value: value.name
+)
+def test_it_reads_well_at_80_columns(model: ModelShape, profile: MachineProfile) -> None:
+    text = str(plan_of(model, profile))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "..." not in text
+    assert text.isascii()
+
+
+def test_it_goes_to_json() -> None:
+    facts = json.loads(json.dumps(plan_of(EIGHT, DESKTOP).facts()))
+    assert facts["predicted"]["bottleneck"] == "compute"
+    assert facts["settings"]["update"] == "late"
+    assert sum(line["num_bytes"] for line in facts["ledger"] if line["place"] == "host") > 100 * GIB
+
+
+def test_a_user_who_set_everything_is_told_so() -> None:
+    fixed = Fixed(micro_tokens=4096, slots=2, tape="host", update="late", chunk_tokens=512)
+    plan = make_plan(DESKTOP, Workload(model=EIGHT, step_tokens=8192), fixed)
+    assert {plan.reasons[name] for name in ("micro_tokens", "slots", "tape")} == {"as you set it"}
+
+
+def test_planning_the_largest_in_time() -> None:
+    begin = time.process_time()
+    plan = plan_of(LARGEST, SERVER, 64 * 8192)
+    assert time.process_time() - begin < 20
+    assert plan.fits
+
+
+def test_an_estimate_in_time() -> None:
+    begin = time.process_time()
+    plan_of(EIGHT, DESKTOP, 131072)
+    assert time.process_time() - begin < 1
