@@ -37,7 +37,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers import LlamaConfig
@@ -146,15 +146,15 @@ def memory_configurations() -> list[Configuration]:
     """Return thirty: sizes, policies, places, micro-batches."""
     found = []
     for number, (hidden, inner, layers) in enumerate(_SIZES):
-        size = {"hidden": hidden, "inner": inner, "layers": layers}
-        longer = {"rows": 2, "length": 512}
+        size: dict[str, Any] = {"hidden": hidden, "inner": inner, "layers": layers}
+        longer: dict[str, Any] = {"rows": 2, "length": 512}
         found += [
             Configuration(**size, update="late", **longer),
             Configuration(**size, update="in_backward", num_micro=3),
             Configuration(**size, update="late", device="copies", tape="host", num_micro=2),
             Configuration(**size, update="in_backward", device="copies", slots=2 + number % 3),
         ]
-    middle = {"hidden": 1024, "inner": 2816, "vocab": 32000}
+    middle: dict[str, Any] = {"hidden": 1024, "inner": 2816, "vocab": 32000}
     found += [
         Configuration(**middle, layers=4, update="late"),
         Configuration(**middle, layers=4, update="in_backward", tied=True),
@@ -165,12 +165,12 @@ def memory_configurations() -> list[Configuration]:
         Configuration(**middle, layers=16, update="in_backward", length=128),
         Configuration(**middle, layers=16, update="late", device="copies", slots=4, length=64),
     ]
-    large = {"hidden": 1792, "inner": 6144, "layers": 16, "vocab": 32000, "length": 64}
+    large: dict[str, Any] = middle | {"hidden": 1792, "inner": 6144, "layers": 16, "length": 64}
     found += [
         Configuration(**large, update="in_backward"),
         Configuration(**large, update="late", num_micro=2),
     ]
-    return found  # type: ignore[return-value]
+    return found
 
 
 def plain_profile(base_bytes: int) -> MachineProfile:

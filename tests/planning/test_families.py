@@ -68,7 +68,7 @@ def test_a_config_of_several_parts_is_taken_for_its_text() -> None:
 
 
 def test_what_is_not_known_is_said() -> None:
-    with pytest.raises(ModelConfigError, match="'jamba': its tensors are not known .* llama"):
+    with pytest.raises(ModelConfigError, match=r"'jamba': its tensors are not known .* llama"):
         shape_from_config({"model_type": "jamba"})
-    with pytest.raises(ModelConfigError, match="config of a llama: dimension missing.*vocab_size"):
+    with pytest.raises(ModelConfigError, match=r"config of a llama: dimension missing.*vocab_size"):
         shape_from_config({"model_type": "llama", "hidden_size": 64})

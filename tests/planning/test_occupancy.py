@@ -50,7 +50,7 @@ def test_what_comes_goes(settings: Settings) -> None:
 def test_a_tape_on_the_host_is_seen_there() -> None:
     workload = Workload(model=SMALL, step_tokens=8192)
     device, host = (
-        peaks(over_time(DESKTOP, workload, Settings(micro_tokens=2048, tape=tape)))  # type: ignore[arg-type]
+        peaks(over_time(DESKTOP, workload, Settings(micro_tokens=2048, tape=tape)))
         for tape in ("device", "host")
     )
     tape = SMALL.num_layers * 8192 * SMALL.hidden * 2

@@ -50,7 +50,7 @@ def test_what_is_no_profile_is_refused() -> None:
         MachineProfile.from_json("{")
     with pytest.raises(ConfigError, match="unknown keys colour"):
         MachineProfile.from_facts({"name": "x", "colour": "red"})
-    with pytest.raises(ConfigError, match="missing .* argument"):
+    with pytest.raises(ConfigError, match=r"missing .* argument"):
         MachineProfile.from_facts({"name": "x"})
 
 

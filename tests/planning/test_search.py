@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Literal
 
 import pytest
 
@@ -27,13 +28,13 @@ PLACES = [
 def everything(workload: Workload, profile: MachineProfile) -> list[Settings]:
     """All settings of a grid."""
     micros = [2048 * 2**power for power in range(5) if 2048 * 2**power <= workload.step_tokens]
-    places = ("device",) if profile.unified else ("device", "host")
+    places: list[Literal["device", "host"]] = ["device"] if profile.unified else ["device", "host"]
     slots = (2,) if profile.unified else (2, 3, 4, 8)
     gathers = (False,) if profile.unified or workload.model.tied else (False, True)
     return [
         Settings(
             micro_tokens=micro, slots=count, tape=tape, chunk_tokens=chunk, gather_embedding=gather
-        )  # type: ignore[arg-type]
+        )
         for micro, count, tape, chunk, gather in itertools.product(
             micros, slots, places, (CHUNKS[0], CHUNKS[3]), gathers
         )
@@ -112,7 +113,7 @@ def test_without_clipping_updates_may_run_in_backward() -> None:
     small = Workload(model=EIGHT, step_tokens=4096, max_grad_norm=None)
     slow = DESKTOP.changed(update_params_per_s=1e9)
     times = {
-        update: simulate(slow, small, Settings(micro_tokens=4096, update=update)).step_s  # type: ignore[arg-type]
+        update: simulate(slow, small, Settings(micro_tokens=4096, update=update)).step_s
         for update in ("late", "in_backward")
     }
     best = Search(slow, small).best()

@@ -6,6 +6,7 @@ import itertools
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ WAYS = [
         (4096, 16384), (2, 4), ("device", "host"), ("late", "in_backward")
     )
 ]
-SLOW = {
+SLOW: dict[str, dict[str, Any]] = {
     "compute": {"forward_flops": (FlopRate(1, 1, 1e12),)},
     "link in": {"copy_in_bytes_per_s": 1e7},
     "link out": {"copy_out_bytes_per_s": 1e7},

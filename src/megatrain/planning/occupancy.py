@@ -47,7 +47,8 @@ def occupancy(
         for place in ("host", "device")
     }
     on_host = profile.unified or not profile.device_bytes
-    changes = sorted(_changes(workload, settings, simulation), key=lambda change: change[0])
+    found_changes = _changes(workload, settings, simulation, copies=not profile.unified)
+    changes = sorted(found_changes, key=lambda change: change[0])
     found = [Occupancy(at_s=0.0, place=place, num_bytes=held[place]) for place in held]
     for at_s, place, num_bytes in changes:
         where = "host" if on_host else place
@@ -66,10 +67,11 @@ def peaks(changes: list[Occupancy]) -> dict[str, Occupancy]:
 
 
 def _changes(
-    workload: Workload, settings: Settings, simulation: Simulation
+    workload: Workload, settings: Settings, simulation: Simulation, *, copies: bool
 ) -> Iterator[tuple[float, str, int]]:
     for played in simulation.ops:
-        yield from _tape_changes(workload, settings, played)
+        if copies or played.op.kind not in (OpKind.STASH, OpKind.RESTORE):
+            yield from _tape_changes(workload, settings, played)
         if played.op.lane == "compute":
             num_bytes = round(moment_bytes(played.op, workload, settings))
             yield played.start_s, "device", num_bytes
