@@ -169,7 +169,9 @@ def find_model(name: str) -> KnownModel:
         found = [number for number, row in enumerate(rows) if key(row) == key(name)]
         if found:
             return _row(_TABLE.strip().splitlines()[found[0]])
-    raise ConfigError(f"{name[:200]}: no folder, no file, and no known model.{_nearest(name, rows)}")
+    raise ConfigError(
+        f"{name[:200]}: no folder, no file, and no known model.{_nearest(name, rows)}"
+    )
 
 
 def _nearest(name: str, rows: list[str]) -> str:
