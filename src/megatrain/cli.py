@@ -164,3 +164,15 @@ def demo(
     from megatrain.trainer.verbs import run_demo
 
     run_demo(folder, steps)
+
+
+@app.command()
+def doctor(
+    folder: Annotated[Path, typer.Argument(help="Folder whose disk is measured.")] = Path("."),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure what this machine can do; plans use it from then on."""
+    from megatrain.trainer.examine import examine
+
+    found = examine(folder, lambda what: typer.echo(f"measuring {what} ...", err=True))
+    typer.echo(found.to_json() if as_json else found.text())
