@@ -142,8 +142,8 @@ MACHINES = (
         memory_gib=24,
         peak=165.2,
         # Cards hold 2.65 to 2.75 GHz where the sheet's rate is for 2.52: products with fp32
-        # accumulation run at half the tensor rate and do not reach the power limit. 93 % of that.
-        sustained=165.0,
+        # accumulation run at half the tensor rate and do not reach the power limit. 91 % of that.
+        sustained=160.0,
         clock_share=1.07,
         memory_rate=1008,
         link_in=24,

@@ -1,0 +1,99 @@
+"""Measuring: a device that is slower by a known factor is found slower by it, within the budget."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain.pipeline.device import CpuDevice
+from megatrain.planning.measure import (
+    Bench,
+    attention_share,
+    copy_rates,
+    elementwise_rate,
+    fp32_share,
+    product_rates,
+)
+
+HERE = Bench(place=torch.device("cpu"), synchronize=lambda: None, budget_s=0.02)
+
+
+class SlowDevice(CpuDevice):
+    """Copies at given rates; `shared`: both directions share one."""
+
+    def __init__(self, into: float, out: float, *, shared: bool = False) -> None:
+        super().__init__(copying=True)
+        self._rates = {True: into, False: out}
+        self._shared = shared
+        self.busy = 0
+        self.inward: set[int] = set()
+
+    def allocate(self, num_bytes: int, purpose: str) -> Tensor:
+        made = super().allocate(num_bytes, purpose)
+        self.inward.add(made.data_ptr())
+        return made
+
+    def fill(self, target: Tensor, source: Tensor) -> None:
+        self.busy += 1
+        time.sleep(0.002)  # until the other direction has begun, if it does
+        seconds = target.nbytes / self._rates[target.data_ptr() in self.inward]
+        time.sleep(seconds * (self.busy if self._shared else 1))
+        self.busy -= 1
+
+
+def test_copies_are_measured_each_way() -> None:
+    rates = copy_rates(SlowDevice(1e8, 4e8), num_bytes=2 << 20, budget_s=0.05)
+    assert rates.into == pytest.approx(1e8, rel=0.35)
+    assert rates.out / rates.into == pytest.approx(3, rel=0.5)
+    assert rates.duplex_share > 0.7
+
+
+def test_a_link_that_is_shared_both_ways_is_found_out() -> None:
+    rates = copy_rates(SlowDevice(2e8, 2e8, shared=True), num_bytes=4 << 20, budget_s=0.05)
+    assert rates.duplex_share < 0.75
+
+
+def test_real_copies_have_a_rate() -> None:
+    rates = copy_rates(CpuDevice(copying=True), num_bytes=1 << 20, budget_s=0.01)
+    assert rates.into > 1e7
+    assert 0 < rates.duplex_share <= 1
+
+
+def test_products_are_measured_at_every_shape_that_is_quick_enough() -> None:
+    forward, backward = product_rates(HERE, (32, 64), (16, 64))
+    assert [(point.width, point.tokens) for point in forward] == [
+        (32, 16), (32, 64), (64, 16), (64, 64),
+    ]  # fmt: skip
+    assert [point[:2] for point in backward] == [point[:2] for point in forward]
+    assert all(point.flops > 0 for point in (*forward, *backward))
+
+
+def test_shapes_that_would_take_too_long_are_left_out() -> None:
+    forward, _ = product_rates(HERE, (32, 4096), (16, 65536), most_s=0.2)
+    assert (32, 16) in [point[:2] for point in forward]
+    assert (4096, 65536) not in [point[:2] for point in forward]
+
+
+def test_shares_are_ratios_of_rates() -> None:
+    assert 0.01 < fp32_share(HERE, 64, 64) < 100
+    assert attention_share(HERE, 1e9, heads=2, length=64) > 0
+    twice = attention_share(HERE, 2e9, heads=2, length=64)
+    assert twice < attention_share(HERE, 0.2e9, heads=2, length=64)
+    assert elementwise_rate(HERE, 1 << 12) > 0
+
+
+def _naps(seconds: float) -> Callable[[], None]:
+    return lambda: time.sleep(seconds)
+
+
+def test_a_time_is_near_the_best_and_within_the_budget() -> None:
+    naps = iter([0.0, 0.01, 0.01, 0.05, 0.01, 0.01, 0.05, 0.01, 0.01] * 10)
+    taken = HERE.seconds(lambda: time.sleep(next(naps)))
+    assert taken == pytest.approx(0.01, rel=0.5)
+    begin = time.monotonic()
+    HERE.seconds(_naps(0.05))
+    assert time.monotonic() - begin < 1.0

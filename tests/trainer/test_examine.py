@@ -1,0 +1,64 @@
+"""The examination of this machine: whole, kept, and gone from the disk it was made on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatrain.errors import DoesNotFit
+from megatrain.planning.doctor import kept_examination
+from megatrain.planning.measure import Bench
+from megatrain.trainer import examine as module
+from megatrain.trainer.examine import examine
+
+
+@pytest.fixture(autouse=True)
+def _small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(module, "PARAMS", 1 << 16)
+    monkeypatch.setattr(module, "COPY_BYTES", 1 << 20)
+    monkeypatch.setattr(module, "DISK_BYTES", 32 << 20)
+    monkeypatch.setattr(module, "NEEDED_BYTES", 1 << 20)
+    monkeypatch.setattr(module, "shapes_for", lambda own_memory: iter([(32, 64), (16, 32)]))
+    monkeypatch.setattr(module, "elementwise_rate", lambda bench: 1e9)
+    monkeypatch.setattr(module, "_dram_rate", lambda kernel, num_threads: 1e10)
+    monkeypatch.setattr(Bench, "seconds", _quick)
+
+
+def _quick(bench: Bench, work: object) -> float:
+    return max(bench._timed(work), 1e-9)  # type: ignore[arg-type]
+
+
+def test_it_is_whole_and_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "disk"
+    said: list[str] = []
+    found = examine(folder, said.append)
+    assert kept_examination() == found
+    assert found.profile.source == "measured"
+    assert found.profile.unified
+    assert found.profile.disk_read_bytes_per_s > 0
+    assert said == [
+        "copies", "products", "attention and element-wise work", "optimizer and memory traffic",
+        f"disk, in {folder}",
+    ]  # fmt: skip
+    assert list(folder.iterdir()) == []
+
+
+def test_too_little_memory_is_said_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "NEEDED_BYTES", 1 << 60)
+    with pytest.raises(DoesNotFit, match=r"the measurements need 1073741824\.0 GiB, .* are free"):
+        examine(tmp_path, lambda what: None)
+    assert kept_examination() is None
+
+
+def test_a_disk_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "_read_seconds", fail)
+    with pytest.raises(KeyboardInterrupt):
+        examine(tmp_path / "disk", lambda what: None)
+    assert list((tmp_path / "disk").iterdir()) == []
