@@ -1,0 +1,175 @@
+"""An estimate as a picture: speed against tokens per step, and models against host memory.
+
+Left, tokens/s as simulated, below the lines that each resource allows by itself: what the step
+would do if nothing but compute, the link in, the link out or the optimizer took time. Where the
+curve leaves a line, something else limits. Right, the largest model that host memory can be the
+home of, with known models on the line.
+
+matplotlib is optional (`pip install megatrain[plots]`) and imported only here.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatrain.errors import ConfigError
+from megatrain.planning.families import shape_from_config
+from megatrain.planning.known_models import find_model
+from megatrain.planning.profile import MachineProfile
+from megatrain.planning.settings import Settings
+from megatrain.planning.simulate import simulate
+from megatrain.planning.workload import ModelShape, Workload
+
+STEP_TOKENS = tuple(1 << power for power in range(10, 21))
+LANE_NAMES = {
+    "compute": "compute",
+    "in": "link to the device",
+    "out": "link to the host",
+    "host": "optimizer",
+}
+_COLOURS = {"compute": "#d55e00", "in": "#0072b2", "out": "#3a9bd9", "host": "#00875f"}
+_CURVE = "#222222"
+MARKED = (
+    "Qwen/Qwen3-4B", "Qwen/Qwen3-8B", "Qwen/Qwen3-14B", "google/gemma-3-27b-pt",
+    "meta-llama/Llama-3.1-70B", "openai/gpt-oss-120b", "Qwen/Qwen3-235B-A22B",
+    "meta-llama/Llama-3.1-405B", "moonshotai/Kimi-K2-Instruct",
+)  # fmt: skip
+"""Known models that everyone can place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedPoint:
+    """One size of step."""
+
+    step_tokens: int
+    tokens_per_s: float
+    allowed: dict[str, float]
+    """Tokens/s by lane, if nothing else took time."""
+
+
+def speed_curve(
+    profile: MachineProfile, workload: Workload, settings: Settings
+) -> list[SpeedPoint]:
+    """Return the simulated speed at each of STEP_TOKENS."""
+    points = []
+    for step_tokens in STEP_TOKENS:
+        fewer = settings.changed(micro_tokens=min(settings.micro_tokens, step_tokens))
+        played = simulate(profile, replace(workload, step_tokens=step_tokens), fewer)
+        allowed = {lane: step_tokens / busy for lane, busy in played.busy_s.items() if busy > 0}
+        points.append(
+            SpeedPoint(step_tokens=step_tokens, tokens_per_s=played.tokens_per_s, allowed=allowed)
+        )
+    return points
+
+
+def draw(
+    profile: MachineProfile, workload: Workload, settings: Settings, chosen: SpeedPoint
+) -> bytes:
+    """Return both pictures as one PNG; `chosen` is the estimate. Raises ConfigError."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib: pip install megatrain[plots]") from None
+    figure = Figure(figsize=(13, 5.6), dpi=120, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _draw_speed(left, speed_curve(profile, workload, settings), chosen)
+    left.set_title(f"{_plain(workload.model.name)} on {_plain(profile.name)}")
+    _draw_memory(right, workload.model, profile.ram_bytes)
+    written = io.BytesIO()
+    figure.savefig(written, format="png")
+    return written.getvalue()
+
+
+def _draw_speed(axes: Any, points: Sequence[SpeedPoint], chosen: SpeedPoint) -> None:
+    tokens = [point.step_tokens for point in points]
+    top = max(point.tokens_per_s for point in points)
+    for lane, name in LANE_NAMES.items():
+        line = [(p.step_tokens, p.allowed[lane]) for p in points if lane in p.allowed]
+        if line:
+            axes.plot(*zip(*line, strict=True), "--", color=_COLOURS[lane], label=f"{name} alone")
+    speeds = [point.tokens_per_s for point in points]
+    axes.plot(tokens, speeds, color=_CURVE, linewidth=2.5, label="simulated")
+    axes.plot(chosen.step_tokens, chosen.tokens_per_s, "o", color=_CURVE, markersize=9)
+    axes.annotate(
+        f"{chosen.tokens_per_s:,.0f} tokens/s",
+        (chosen.step_tokens, chosen.tokens_per_s),
+        xytext=(0, -18),
+        textcoords="offset points",
+        ha="center",
+    )
+    axes.set(xscale="log", yscale="log", xlabel="tokens per step", ylabel="tokens/s")
+    axes.set_xticks(tokens, [_tokens(each) for each in tokens])
+    axes.minorticks_off()
+    axes.set_ylim(min(speeds) / 1.5, 2.5 * top)
+    axes.set_yticks(*_round_ticks(min(speeds) / 1.5, 2.5 * top))
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, loc="lower right")
+
+
+def _draw_memory(axes: Any, model: ModelShape, ram_bytes: int) -> None:
+    names = [name for name in MARKED if name != model.name]
+    shapes = [shape_from_config(find_model(name).config, name) for name in names]
+    params = sorted(shape.params for shape in (*shapes, model))
+    span = [params[0] / 2, params[-1] * 2]
+    for per_param, style, name in ((14, "-", "clipped by the global norm"), (12, ":", "unclipped")):
+        axes.plot(
+            [each * per_param / _GIB for each in span],
+            span,
+            style,
+            color="#888888",
+            label=f"{per_param} bytes a parameter: {name}",
+        )
+    for shape in (*shapes, model):
+        _mark(axes, shape, chosen=shape is model)
+    axes.axvline(ram_bytes / _GIB, color="#d55e00", linestyle="--", label="host memory here")
+    axes.set(xscale="log", yscale="log", xlabel="host memory, GiB", ylabel="parameters")
+    memory = [span[0] * 14 / _GIB, 2 * span[1] * 14 / _GIB]
+    axes.set(xlim=memory, ylim=span, title="Largest model against host memory")
+    ticks = [each for each in _PARAM_TICKS if span[0] <= each <= span[1]]
+    axes.minorticks_off()
+    axes.set_yticks(ticks, [_params(each) for each in ticks])
+    axes.set_xticks(*_round_ticks(memory[0], memory[1], (1, 3)))
+    axes.grid(alpha=0.3)
+    axes.legend(edgecolor="none", framealpha=0.95, loc="upper left")
+
+
+def _mark(axes: Any, shape: ModelShape, *, chosen: bool) -> None:
+    place = (shape.params * 14 / _GIB, shape.params)
+    axes.plot(*place, "o", color=_CURVE if chosen else "#0072b2", markersize=9 if chosen else 6)
+    axes.annotate(
+        _plain(shape.name.rpartition("/")[2]).removesuffix("-Instruct"),
+        place,
+        xytext=(9, -9),
+        textcoords="offset points",
+        weight="bold" if chosen else "normal",
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
+    )
+
+
+_GIB = 1 << 30
+_PARAM_TICKS = [mantissa * 10**power for power in range(8, 13) for mantissa in (1, 3)]
+
+
+def _round_ticks(
+    low: float, high: float, mantissas: tuple[int, ...] = (1, 2, 5)
+) -> tuple[list[float], list[str]]:
+    """Return round numbers and their tenfolds between two numbers, and how they are written."""
+    every = [mantissa * 10.0**power for power in range(-2, 8) for mantissa in mantissas]
+    ticks = [tick for tick in every if low <= tick <= high]
+    return ticks, [f"{tick:,.10g}" for tick in ticks]
+
+
+def _tokens(count: int) -> str:
+    return f"{count >> 20}M" if count >= 1 << 20 else f"{count >> 10}k"
+
+
+def _params(count: int) -> str:
+    return f"{count / 1e12:g}T" if count >= 10**12 else f"{count / 1e9:g}B"
+
+
+def _plain(text: str) -> str:
+    """Return a name as matplotlib draws it: in its font, and no formula."""
+    return text.encode("ascii", "backslashreplace").decode()[:60].replace("$", r"\$")
