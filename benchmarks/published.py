@@ -3,8 +3,8 @@
     python -m benchmarks.published
 
     reached    tokens/s as published (TFLOPS at 6 FLOPs per parameter and token turned into tokens)
-    ceiling    ours with perfect kernels: products at the sustained rate, attention as fast, element-
-               wise work and the start of ops free. Link, DRAM, optimizer and the schedule remain
+    ceiling    ours with perfect kernels: products at the sustained rate, attention as fast,
+               element-wise work and starting ops free. Link, DRAM, optimizer and schedule remain
     expected   ours with the model's own kernels, one after the other, as Hugging Face writes them
 
 A ceiling below what was reached would mean that a profile or the simulator is wrong.

@@ -1,0 +1,236 @@
+"""The arithmetic at scale, as tables: what docs/scale.md quotes.
+
+    python -m benchmarks.scale eight | workstations | failures | wear | data
+
+One GPU is simulated (`megatrain estimate`). Several are not built yet, so they are the closed form
+of DESIGN's section on many hosts: each of N ranks owns 1/N of every block, copies it over its own
+link, gathers the rest from the others, and sends its gradients to their owners.
+
+    forward    max(2 A T/N F, 2 P/N B, 2 P/W, 28 P/M)    updates of the last step run here
+    backward   max(6 A T/N F, 2 P/N B, 4 P/W)            gathers weights, scatters gradients
+
+P params, A those a token uses, T tokens a step, F FLOP/s and B link bytes/s of a rank, W bytes/s
+between ranks, M DRAM bytes/s of all hosts together.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from megatrain.planning.families import shape_from_config
+from megatrain.planning.known_models import find_model
+from megatrain.planning.reference_machines import GIB, ReferenceMachine, find_machine
+from megatrain.planning.settings import Settings
+from megatrain.planning.simulate import simulate
+from megatrain.planning.workload import ModelShape, Workload
+
+HOME = 14
+"""Bytes per param in host memory."""
+SAVED = 12
+"""Bytes per param in a checkpoint: weights, remainders, moments."""
+ETHERNET = {"1 GbE": 0.117e9, "10 GbE": 1.17e9, "25 GbE": 2.9e9, "100 GbE": 11.7e9}
+"""What a connection sustains each way."""
+NVLINK = 360e9
+"""80 % of the 450 GB/s each way of NVLink 4."""
+RESTART_S = 300.0
+"""To notice, start processes and load a checkpoint."""
+BATCH = 4 << 20
+"""Tokens per step that large models are usually pre-trained with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """Equal GPUs, and what is between them."""
+
+    machine: ReferenceMachine
+    count: int
+    between: float
+    """Bytes/s each way from a rank to the others."""
+    hosts: int
+    dram_rate: float
+    """Of one host."""
+
+    def step_seconds(self, model: ModelShape, step_tokens: int) -> tuple[float, str]:
+        """Return the time of a step, and what limits the longer half of it."""
+        params, active, count = model.params, model.active_params, self.count
+        flops, link = count * self.machine.sustained * 1e12, count * self.machine.link_in * 1e9
+        others = (count - 1) / count
+        gathered = others * 2 * params / self.between if count > 1 else 0.0
+        forward = {
+            "compute": 2 * active * step_tokens / flops,
+            "link": 2 * params / link,
+            "network": gathered,
+            "DRAM": 28 * params / (self.hosts * self.dram_rate),
+        }
+        backward = {
+            "compute": 6 * active * step_tokens / flops,
+            "link": 2 * params / link,
+            "network": 2 * gathered,
+        }
+        seconds = max(forward.values()) + max(backward.values())
+        longer = max(forward, backward, key=lambda half: max(half.values()))
+        return seconds, max(longer, key=lambda name: longer[name])
+
+
+def model_shape(name: str) -> ModelShape:
+    return shape_from_config(find_model(name).config, name)
+
+
+def short(name: str) -> str:
+    return name.rpartition("/")[2].removesuffix("-Instruct").removesuffix("-Instruct-2407")
+
+
+def eight() -> Iterator[str]:
+    """120B on one H200 and on eight in one host, by tokens per step."""
+    machine, _ = find_machine("H200")
+    yield f"{'model':20}{'GPUs':>5}{'tokens/step':>13}{'step':>9}{'tokens/s':>10}{'limit':>9}"
+    for name in ("Mistral-Large-Instruct-2407", "gpt-oss-120b"):
+        shape = model_shape(name)
+        for count in (1, 8):
+            # Eight share a host of two sockets, one uses what one socket has.
+            dram = machine.dram_rate * 1e9 * (2 if count > 1 else 1)
+            ranks = Ranks(machine=machine, count=count, between=NVLINK, hosts=1, dram_rate=dram)
+            for step_tokens in (32 << 10, 128 << 10, 1 << 20):
+                seconds, limit = ranks.step_seconds(shape, step_tokens)
+                yield (
+                    f"{short(name):20}{count:>5}{step_tokens:>13,}{seconds:>7.1f} s"
+                    f"{step_tokens / seconds:>10,.0f}{limit:>9}"
+                )
+
+
+def workstations() -> Iterator[str]:
+    """RTX 4090 workstations over Ethernet: what a step must be to keep them busy."""
+    machine, _ = find_machine("4090")
+    shape = model_shape("Llama-3.1-70B")
+    alone = machine.sustained * 1e12 / (8 * shape.active_params)
+    yield f"{short(shape.name)}, {HOME * shape.params / GIB:,.0f} GiB at home in all hosts together"
+    yield (
+        f"{'network':9}{'hosts':>7}{'GiB each':>10}{'tokens/step, 90 % busy':>24}"
+        f"{'at 4M tokens/step':>19}{'limit':>9}"
+    )
+    for name, between in ETHERNET.items():
+        for count in (8, 64, 1000):
+            ranks = Ranks(
+                machine=machine, count=count, between=between, hosts=count,
+                dram_rate=machine.dram_rate * 1e9,
+            )  # fmt: skip
+            needed = next(
+                tokens
+                for tokens in (1 << power for power in range(10, 40))
+                if tokens / ranks.step_seconds(shape, tokens)[0] >= 0.9 * count * alone
+            )
+            seconds, limit = ranks.step_seconds(shape, BATCH)
+            share = BATCH / seconds / (count * alone)
+            yield (
+                f"{name:9}{count:>7,}{HOME * shape.params / count / GIB:>10,.1f}"
+                f"{needed:>24,}{share:>17.0%}  {limit:>9}"
+            )
+
+
+def failures() -> Iterator[str]:
+    """Checkpoint time, time between failures, and what both cost."""
+    yield "One machine fails once a year and restarts in 5 minutes: assumptions, measure yours."
+    yield (
+        f"{'model':20}{'hosts':>6}{'save':>9}{'a failure every':>17}{'save every':>12}{'lost':>7}"
+    )
+    disk = 3e9
+    for name in ("Qwen3-8B", "Llama-3.1-70B", "Llama-3.1-405B", "Kimi-K2-Instruct"):
+        shape = model_shape(name)
+        for count in (1, 8, 1000):
+            if HOME * shape.params / count > 3 << 40:
+                continue
+            save = SAVED * shape.params / count / disk
+            between = 365 * 86400 / count
+            every = math.sqrt(2 * save * between)  # Young: saves and lost work in balance
+            lost = save / every + (every / 2 + RESTART_S) / between
+            yield (
+                f"{short(name):20}{count:>6,}{_time(save):>9}{_time(between):>17}"
+                f"{_time(every):>12}{lost:>7.2%}"
+            )
+
+
+def wear() -> Iterator[str]:
+    """Moments and remainders on an NVMe drive: time and wear, with steps of 128k tokens."""
+    yield (
+        f"{'model':14}{'machine':9}{'GiB: RAM':>9}{'disk':>6}{'step':>9}"
+        f"{'disk needs':>11}{'a day':>8}{'drive lasts':>12}"
+    )
+    for name, gpu in (
+        ("Qwen3-8B", "3090"),
+        ("Qwen3-14B", "4090"),
+        ("Qwen3-32B", "5090"),
+        ("Llama-3.1-70B", "H100 SXM"),
+    ):
+        shape = model_shape(name)
+        machine, _ = find_machine(gpu)
+        workload = Workload(model=shape, step_tokens=128 << 10)
+        settings = Settings(micro_tokens=8192, tape="host")
+        compute = simulate(machine.profile(ram_bytes=1 << 42), workload, settings).step_s
+        moved = 10 * shape.params
+        disk = moved / (machine.disk_read * 1e9) + moved / (machine.disk_write * 1e9)
+        daily = moved * 86400 / max(compute, disk)
+        drive = 2400e12  # a drive of 4 TB: 600 full writes
+        yield (
+            f"{short(name):14}{gpu:9}{4 * shape.params / GIB:>9,.0f}"
+            f"{10 * shape.params / GIB:>6,.0f}{_time(compute):>9}{_time(disk):>11}"
+            f"{daily / 1e12:>5,.0f} TB{_time(drive / daily * 86400):>12}"
+        )
+
+
+def data() -> Iterator[str]:
+    """What the data side holds, and what a position is, whatever the number of tokens."""
+    import numpy as np
+
+    from megatrain.data.order import Permutation
+
+    yield (
+        f"{'tokens':>8}{'documents':>12}{'on disk':>10}{'lengths in RAM':>16}"
+        f"{'position':>10}{'row at the middle of epoch 0':>30}"
+    )
+    for power in (9, 10, 11, 12, 13):
+        tokens = 10**power
+        documents = tokens // 1000
+        state = json.dumps({"epoch": 0, "window": documents // 4096 // 2, "row": 17})
+        row = Permutation(documents, 42, 0)(np.array([documents // 2]))[0]
+        yield (
+            f"{f'10^{power}':>8}{documents:>12.0e}{_bytes(4 * tokens):>10}"
+            f"{_bytes(8 * documents):>16}{len(state):>8} B{row:>30,}"
+        )
+
+
+def _time(seconds: float) -> str:
+    for unit, name in ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.1f} {name}"
+    return f"{seconds:.1f} s"
+
+
+def _bytes(count: float) -> str:
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
+        if count >= unit:
+            return f"{count / unit:,.3g} {name}"
+    return f"{count:,.0f} B"
+
+
+TABLES: dict[str, Callable[[], Iterator[str]]] = {
+    "eight": eight,
+    "workstations": workstations,
+    "failures": failures,
+    "wear": wear,
+    "data": data,
+}
+
+
+def main() -> None:
+    wanted = sys.argv[1] if len(sys.argv) == 2 else ""
+    if wanted not in TABLES:
+        sys.exit(f"give one of: {', '.join(TABLES)}")
+    print("\n".join(TABLES[wanted]()))
+
+
+if __name__ == "__main__":
+    main()
