@@ -63,7 +63,7 @@ PCIE_3 = {"copy_in_bytes_per_s": 12e9, "copy_out_bytes_per_s": 12e9}
 BATCH = 131072
 """Where a source gives no tokens per step: enough that copies and updates hide."""
 POINTS = (
-    Point(who="LLMQ", model="Qwen/Qwen2.5-14B", machine="4090", step_tokens=524288,
+    Point(who="LLMQ", model="Qwen/Qwen2.5-14B", machine="4090", step_tokens=BATCH,
           tokens_per_s=1350),
     Point(who="DeepSpeed", model="meta-llama/Llama-3.1-8B", machine="4090", step_tokens=8192,
           tokens_per_s=914),

@@ -133,7 +133,7 @@ def workstations() -> Iterator[str]:
 
 def failures() -> Iterator[str]:
     """Checkpoint time, time between failures, and what both cost."""
-    yield "One machine fails once a year and restarts in 5 minutes: assumptions, measure yours."
+    yield "Assumed: a machine fails once a year, and a restart takes 5 minutes."
     yield (
         f"{'model':20}{'hosts':>6}{'save':>9}{'a failure every':>17}{'save every':>12}{'lost':>7}"
     )

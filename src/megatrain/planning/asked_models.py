@@ -1,0 +1,88 @@
+"""The model that a person means, as its shape: a known name, a folder, or a config.json.
+
+    name               from the table (known_models.py): milliseconds, no network
+    folder or file     its config.json: milliseconds for the usual families, else the skeleton of
+                       the model is built as for training, which takes torch and some seconds
+
+A config.json is foreign input. Here only numbers are taken from it, after a look at their size; the
+strict reader (models/model_config.py) stands before the slow way.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatrain.errors import ModelConfigError, ModelFolderError
+from megatrain.planning.families import ALIASES, FAMILIES, shape_from_config
+from megatrain.planning.known_models import find_model
+from megatrain.planning.workload import ModelShape, shape_of
+
+MAX_BYTES = 4 << 20
+LARGEST = 1 << 40
+"""No number in a config is larger: lengths, and the sizes some configs carry."""
+MOST_LAYERS = 256
+
+
+def find_shape(asked: str) -> ModelShape:
+    """Return the shape of the model. Raises ConfigError, ModelFolderError or ModelConfigError."""
+    path = Path(asked)
+    if path.is_dir():
+        return _read(path / "config.json", path.resolve().name)
+    if path.is_file():
+        return _read(path, path.resolve().parent.name)
+    known = find_model(asked)
+    return shape_from_config(known.config, known.name)
+
+
+def _read(path: Path, name: str) -> ModelShape:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ModelFolderError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if len(data) > MAX_BYTES:
+        raise ModelConfigError(f"{path}: larger than {MAX_BYTES} bytes: this is no config.json")
+    fields = _object(data, path)
+    if _family(fields) not in FAMILIES:
+        return _by_skeleton(data, name)
+    _check(fields, path)
+    return shape_from_config(fields, name)
+
+
+def _object(data: bytes, path: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ModelConfigError(f"{path}: not valid JSON: {str(error)[:200]}") from error
+    if not isinstance(fields, dict):
+        raise ModelConfigError(f"{path}: holds a {type(fields).__name__}, not an object")
+    return fields
+
+
+def _family(fields: Mapping[str, Any]) -> str:
+    inner = fields.get("text_config")
+    family = str((inner if isinstance(inner, Mapping) else fields).get("model_type"))
+    return ALIASES.get(family, family)
+
+
+def _check(fields: Mapping[str, Any], path: Path) -> None:
+    """Refuse numbers that no model has: they would be looped over, or multiplied."""
+    for key, value in fields.items():
+        if isinstance(value, Mapping):
+            _check(value, path)
+        elif isinstance(value, int) and not -LARGEST <= value <= LARGEST:
+            raise ModelConfigError(f"{path}: {key[:80]} is {str(value)[:40]}: out of range")
+        elif key == "num_hidden_layers" and not (type(value) is int and 0 < value <= MOST_LAYERS):
+            raise ModelConfigError(
+                f"{path}: num_hidden_layers is {str(value)[:40]}; 1 to {MOST_LAYERS} is accepted"
+            )
+
+
+def _by_skeleton(data: bytes, name: str) -> ModelShape:
+    from megatrain.models.decoder import build_decoder
+    from megatrain.models.model_config import parse_config
+
+    return shape_of(build_decoder(parse_config(data), "bf16"), name)
