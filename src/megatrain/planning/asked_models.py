@@ -23,7 +23,13 @@ from megatrain.planning.workload import ModelShape, shape_of
 MAX_BYTES = 4 << 20
 LARGEST = 1 << 40
 """No number in a config is larger: lengths, and the sizes some configs carry."""
-MOST_LAYERS = 256
+NEEDED = {
+    "num_hidden_layers": 256,
+    "hidden_size": 1 << 18,
+    "num_attention_heads": 512,
+    "vocab_size": 1 << 24,
+}
+"""What every config must have, and the largest that any model could have."""
 
 
 def find_shape(asked: str) -> ModelShape:
@@ -46,9 +52,12 @@ def _read(path: Path, name: str) -> ModelShape:
     if len(data) > MAX_BYTES:
         raise ModelConfigError(f"{path}: larger than {MAX_BYTES} bytes: this is no config.json")
     fields = _object(data, path)
-    if _family(fields) not in FAMILIES:
+    parts = fields.get("text_config")
+    decoder = parts if isinstance(parts, Mapping) else fields
+    family = str(decoder.get("model_type"))
+    if ALIASES.get(family, family) not in FAMILIES:
         return _by_skeleton(data, name)
-    _check(fields, path)
+    _check(decoder, path)
     return shape_from_config(fields, name)
 
 
@@ -62,23 +71,16 @@ def _object(data: bytes, path: Path) -> dict[str, Any]:
     return fields
 
 
-def _family(fields: Mapping[str, Any]) -> str:
-    inner = fields.get("text_config")
-    family = str((inner if isinstance(inner, Mapping) else fields).get("model_type"))
-    return ALIASES.get(family, family)
-
-
 def _check(fields: Mapping[str, Any], path: Path) -> None:
     """Refuse numbers that no model has: they would be looped over, or multiplied."""
+    for key, largest in NEEDED.items():
+        value = fields.get(key)
+        if type(value) is not int or not 0 < value <= largest:
+            shown = str(value)[:40]
+            raise ModelConfigError(f"{path}: {key} is {shown}; 1 to {largest} is accepted")
     for key, value in fields.items():
-        if isinstance(value, Mapping):
-            _check(value, path)
-        elif isinstance(value, int) and not -LARGEST <= value <= LARGEST:
+        if isinstance(value, int) and not -LARGEST <= value <= LARGEST:
             raise ModelConfigError(f"{path}: {key[:80]} is {str(value)[:40]}: out of range")
-        elif key == "num_hidden_layers" and not (type(value) is int and 0 < value <= MOST_LAYERS):
-            raise ModelConfigError(
-                f"{path}: num_hidden_layers is {str(value)[:40]}; 1 to {MOST_LAYERS} is accepted"
-            )
 
 
 def _by_skeleton(data: bytes, name: str) -> ModelShape:
