@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from megatrain.pipeline.batch import MicroBatch, StepResult
     from megatrain.pipeline.device import CpuDevice
     from megatrain.pipeline.engine import Engine
+    from megatrain.planning.estimate import estimate
     from megatrain.trainer.loop import Trainer
 
 _HOMES = {
@@ -37,6 +38,7 @@ _HOMES = {
     "StepResult": "megatrain.pipeline.batch",
     "Trainer": "megatrain.trainer.loop",
     "accelerator": "megatrain.pipeline.accelerator",
+    "estimate": "megatrain.planning.estimate",
     "load_config": "megatrain.config",
     "load_model": "megatrain.disk.hf",
 }
@@ -55,6 +57,7 @@ __all__ = [
     "Trainer",
     "__version__",
     "accelerator",
+    "estimate",
     "load_config",
     "load_model",
 ]

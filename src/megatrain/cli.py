@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from megatrain.errors import DoesNotFit
 from megatrain.version import __version__
 
 app = typer.Typer(
@@ -176,3 +177,33 @@ def doctor(
 
     found = examine(folder, lambda what: typer.echo(f"measuring {what} ...", err=True))
     typer.echo(found.to_json() if as_json else found.text())
+
+
+@app.command()
+def estimate(
+    model: Annotated[str, typer.Argument(help="Known model, model folder, or config.json.")],
+    gpu: Annotated[str | None, typer.Option(help="Like 4090, or 24GB; default: this one.")] = None,
+    ram: Annotated[str | None, typer.Option(help="Host memory for the run, like 128GB.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="Tokens to train on, like 1e9.")] = None,
+    seq: Annotated[str, typer.Option(help="Length of a row, in tokens.")] = "2048",
+    batch_tokens: Annotated[str, typer.Option(help="Tokens of one optimizer step.")] = "128k",
+    price_per_hour: Annotated[float | None, typer.Option(help="Of the machine.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="PNG file to draw.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Tell whether a model would fit, how fast it would train, what limits it, what it costs."""
+    from megatrain.planning.estimate import estimate as estimated
+
+    found = estimated(
+        model,
+        gpu=gpu,
+        ram=ram,
+        tokens=tokens,
+        seq=seq,
+        batch_tokens=batch_tokens,
+        price_per_hour=price_per_hour,
+    )
+    typer.echo(found.to_json() if as_json else str(found))
+    if plot is not None:
+        found.draw(plot)
+    raise typer.Exit(0 if found.fits else DoesNotFit.exit_code)

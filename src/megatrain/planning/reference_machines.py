@@ -69,7 +69,7 @@ class ReferenceMachine:
             disk_read_bytes_per_s=self.disk_read * 1e9,
             disk_write_bytes_per_s=self.disk_write * 1e9,
             device=self.name,
-            device_bytes=0 if self.unified else int(self.memory_gib * GIB * _USABLE),
+            device_bytes=0 if self.unified else self.usable(self.memory_gib * GIB),
             unified=self.unified,
             forward_flops=tuple(
                 FlopRate(width, tokens, flops * share) for width, tokens, share in _SHAPES
@@ -79,6 +79,11 @@ class ReferenceMachine:
             copy_out_bytes_per_s=self.link_out * 1e9,
             duplex_share=self.duplex_share,
         )
+
+    @staticmethod
+    def usable(device_bytes: int) -> int:
+        """Return what of so much device memory a run can have."""
+        return int(device_bytes * _USABLE)
 
 
 _SHAPES = (

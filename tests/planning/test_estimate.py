@@ -1,0 +1,177 @@
+"""An estimate: at once, offline, in lines that fit, and honest about what does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megatrain as mt
+from megatrain.errors import ConfigError
+from megatrain.planning.doctor import Examination
+from megatrain.planning.estimate import Estimate, estimate
+from megatrain.planning.host_facts import host_facts, profile_path
+from megatrain.planning.known_models import known_models
+from megatrain.planning.reference_machines import GIB, MACHINES, find_machine
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
+
+
+def _run(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megatrain", "estimate", *words]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-8B", "Llama-3.1-405B", "Kimi-K2-Instruct"])
+def test_answers_in_under_a_second(model: str) -> None:
+    # Processor time, and the least of a few: a busy machine must not decide. Nothing is waited for.
+    times = []
+    for _ in range(3):
+        begin = _cpu_seconds()
+        done = _run(model, "--gpu", "H200", "--ram", "16TB")
+        assert done.returncode in (0, 3), done.stderr
+        times.append(_cpu_seconds() - begin)
+    assert min(times) < 1.0
+
+
+def test_heavy_libraries_are_not_imported() -> None:
+    code = (
+        "import sys; from megatrain.planning.estimate import estimate;"
+        "print(estimate('qwen3-8b', gpu='4090', ram='192GB'));"
+        "print({'torch', 'transformers', 'numpy', 'matplotlib'} & set(sys.modules))"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.endswith("set()\n")
+
+
+def test_what_fits_says_how_fast_and_what_limits() -> None:
+    found = estimate("Qwen/Qwen3-8B", gpu="4090", ram="192GB", tokens="1e9", price_per_hour=0.5)
+    assert found.fits
+    assert 1000 < found.tokens_per_s < 2500
+    assert found.seconds == pytest.approx(1e9 / found.tokens_per_s)
+    assert found.cost == pytest.approx(found.seconds / 3600 * 0.5)  # type: ignore[operator]
+    text = str(found)
+    for word in (
+        "Qwen/Qwen3-8B: 8.19B parameters, 36 layers", "RTX 4090 (reference figures)",
+        "131,072 tokens in rows of 2,048", "host memory", "device memory", "weights (hi)",
+        "limited by          compute", "1B tokens", "cost", "micro-batches of",
+    ):  # fmt: skip
+        assert word in text, word
+
+
+def test_experts_are_counted_apart() -> None:
+    assert "30.5B parameters, 3.35B active" in str(estimate("Qwen3-30B-A3B", gpu="4090", ram="1TB"))
+
+
+def test_what_does_not_fit_says_by_how_much_and_ends_with_3() -> None:
+    done = _run("Llama-3.1-70B", "--gpu", "24GB", "--ram", "64GB")
+    assert done.returncode == 3
+    assert " too many" in done.stdout
+    assert "does not fit" in done.stdout
+    assert "24GB, as fast as a RTX 3090" in done.stdout
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
+def test_every_machine_has_an_answer(machine: object) -> None:
+    for model in ("Qwen3-0.6B", "gpt-oss-20b"):
+        found = estimate(model, gpu=machine.name)  # type: ignore[attr-defined]
+        assert found.tokens_per_s > 0
+        assert _widest(found) <= 80
+
+
+def _widest(found: Estimate) -> int:
+    return max(map(len, str(found).splitlines()))
+
+
+def test_every_model_has_an_answer_in_80_columns() -> None:
+    for model in known_models()[::7]:
+        found = estimate(model.name, gpu="H200", ram="2TB", seq=4096, tokens="1e12")
+        assert _widest(found) <= 80
+        assert model.name in str(found)
+
+
+def test_json_has_every_figure() -> None:
+    done = _run("qwen3-8b", "--gpu", "4090", "--ram", "192GB", "--json", "--tokens", "1e9")
+    facts = json.loads(done.stdout)
+    assert facts["params"] == 8_190_735_360
+    assert facts["fits"] is True
+    assert facts["bytes"]["host"] == sum(
+        line["bytes"] for line in facts["ledger"] if line["place"] == "host"
+    )
+    assert facts["available"]["host"] == 192 * 10**9
+    assert facts["tokens"] == 10**9
+    assert facts["limit"] == "compute"
+    assert set(facts["settings"]) >= {"micro_tokens", "slots", "tape", "update"}
+
+
+def test_from_python() -> None:
+    assert mt.estimate("Qwen/Qwen3-8B", gpu="24GB", ram="192GB").tokens_per_s > 0
+
+
+def test_more_memory_and_a_faster_card_help() -> None:
+    slow = estimate("Qwen3-8B", gpu="3090", ram="256GB")
+    fast = estimate("Qwen3-8B", gpu="H100 SXM", ram="256GB")
+    assert fast.tokens_per_s > 4 * slow.tokens_per_s
+    assert not estimate("Qwen3-8B", gpu="3090", ram="32GB").fits
+
+
+def test_this_machine_is_meant_without_a_gpu() -> None:
+    with pytest.raises(ConfigError, match="or run `megatrain doctor` here first"):
+        estimate("qwen3-0.6b")
+    facts = host_facts()
+    found = Examination(
+        facts=facts, profile=find_machine("5090")[0].profile(ram_bytes=64 * GIB), kernel="native",
+        folder=".", when="2026-01-02", seconds=1.0,
+    )  # fmt: skip
+    path = profile_path(facts)
+    path.parent.mkdir(parents=True)
+    path.write_text(found.to_json())
+    assert "RTX 5090 (measured 2026-01-02)" in str(estimate("qwen3-0.6b"))
+    assert estimate("qwen3-0.6b", ram="32GB").plan.profile.ram_bytes == 32 * 10**9
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"ram": "128"}, "--ram is 128; "),
+        ({"ram": "many"}, "--ram is many; give a size"),
+        ({"seq": "x"}, "--seq is x; give a number of tokens"),
+        ({"tokens": "-1"}, "--tokens is -1; "),
+        ({"batch_tokens": "0"}, "--batch-tokens is 0; "),
+        ({"gpu": "abacus"}, "--gpu abacus: give a size like 24GB"),
+    ],
+)
+def test_what_cannot_be_meant_is_said(asked: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        estimate("qwen3-8b", **({"gpu": "4090"} | asked))  # type: ignore[arg-type]
+
+
+def test_a_plot_is_a_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    estimate("qwen3-0.6b", gpu="4090", ram="64GB").draw(tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_a_plot_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match=r"pip install megatrain\[plots\]"):
+        estimate("qwen3-0.6b", gpu="4090", ram="64GB").draw(Path("never.png"))
