@@ -1,6 +1,6 @@
 """The arithmetic at scale, as tables: what docs/scale.md quotes.
 
-    python -m benchmarks.scale eight | workstations | failures | wear | data
+    python -m benchmarks.scale machines | eight | workstations | failures | wear | data
 
 One GPU is simulated (`megatrain estimate`). Several are not built yet, so they are the closed form
 of DESIGN's section on many hosts: each of N ranks owns 1/N of every block, copies it over its own
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from megatrain.planning.families import shape_from_config
 from megatrain.planning.known_models import find_model
+from megatrain.planning.plan import make_plan
 from megatrain.planning.reference_machines import GIB, ReferenceMachine, find_machine
 from megatrain.planning.settings import Settings
 from megatrain.planning.simulate import simulate
@@ -82,6 +83,37 @@ def model_shape(name: str) -> ModelShape:
 
 def short(name: str) -> str:
     return name.rpartition("/")[2].removesuffix("-Instruct").removesuffix("-Instruct-2407")
+
+
+ONE_GPU = ("3090", "4090", "5090", "H100 SXM", "H200", "GH200")
+MODELS = (
+    "Qwen2.5-7B", "Qwen3-14B", "Qwen3-32B", "Llama-3.1-70B", "Mistral-Large-Instruct-2407",
+    "gpt-oss-120b", "Qwen3-235B-A22B", "Llama-3.1-405B", "Kimi-K2-Instruct",
+)  # fmt: skip
+
+
+def machines() -> Iterator[str]:
+    """Tokens/s of one GPU with steps of 128k tokens, if its host has the memory."""
+    yield (
+        f"{'model':17}{'GiB home':>9}"
+        + "".join(f"{gpu:>9}" for gpu in ONE_GPU[:-1])
+        + (f"{ONE_GPU[-1]:>7}")
+    )
+    for name in MODELS:
+        shape = model_shape(name)
+        speeds = [_speed(shape, gpu) for gpu in ONE_GPU]
+        yield (
+            f"{short(name)[:16]:17}{HOME * shape.params / GIB:>9,.0f}"
+            + "".join(f"{speed:>9}" for speed in speeds[:-1])
+            + f"{speeds[-1]:>7}"
+        )
+
+
+def _speed(shape: ModelShape, gpu: str) -> str:
+    """Return the planned tokens/s, or a dash where device memory is too small for a layer."""
+    profile = find_machine(gpu)[0].profile(ram_bytes=64 << 40)
+    plan = make_plan(profile, Workload(model=shape, step_tokens=128 << 10))
+    return f"{plan.simulation.tokens_per_s:,.0f}" if plan.fits else "-"
 
 
 def eight() -> Iterator[str]:
@@ -217,6 +249,7 @@ def _bytes(count: float) -> str:
 
 
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
+    "machines": machines,
     "eight": eight,
     "workstations": workstations,
     "failures": failures,

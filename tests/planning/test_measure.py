@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatrain.pipeline.accelerator import Accelerator
 from megatrain.pipeline.device import CpuDevice
 from megatrain.planning.measure import (
     Bench,
@@ -18,6 +19,8 @@ from megatrain.planning.measure import (
     fp32_share,
     product_rates,
 )
+from tests.simulated.accelerator import Simulator
+from tests.simulated.watched import watched
 
 HERE = Bench(place=torch.device("cpu"), synchronize=lambda: None, budget_s=0.02)
 
@@ -97,3 +100,14 @@ def test_a_time_is_near_the_best_and_within_the_budget() -> None:
     begin = time.monotonic()
     HERE.seconds(_naps(0.05))
     assert time.monotonic() - begin < 1.0
+
+
+def test_the_same_code_measures_an_accelerator() -> None:
+    simulator = Simulator(policy="late")
+    with watched(simulator):
+        device = Accelerator(simulator)
+        rates = copy_rates(device, num_bytes=1 << 16, budget_s=0.01, stream=simulator.stream)
+        device.close()
+    assert rates.into > 0
+    assert rates.out > 0
+    assert simulator.failures == []

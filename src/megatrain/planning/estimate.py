@@ -152,7 +152,7 @@ class Estimate:
             if place != "pinned":  # named under host already
                 ordered = sorted(lines, key=lambda line: -line.num_bytes)
                 rows += [
-                    f"  {line.purpose:{_NAME + 8}}{size(line.num_bytes):>12}" for line in ordered
+                    f"  {line.purpose:{_WIDE - 2}}{size(line.num_bytes):>12}" for line in ordered
                 ]
         return [*rows, ""]
 
