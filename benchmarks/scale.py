@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 from megatrain.planning.families import shape_from_config
 from megatrain.planning.known_models import find_model
-from megatrain.planning.plan import make_plan
 from megatrain.planning.reference_machines import GIB, ReferenceMachine, find_machine
+from megatrain.planning.search import Fixed, Search
 from megatrain.planning.settings import Settings
 from megatrain.planning.simulate import simulate
 from megatrain.planning.workload import ModelShape, Workload
@@ -112,8 +112,13 @@ def machines() -> Iterator[str]:
 def _speed(shape: ModelShape, gpu: str) -> str:
     """Return the planned tokens/s, or a dash where device memory is too small for a layer."""
     profile = find_machine(gpu)[0].profile(ram_bytes=64 << 40)
-    plan = make_plan(profile, Workload(model=shape, step_tokens=128 << 10))
-    return f"{plan.simulation.tokens_per_s:,.0f}" if plan.fits else "-"
+    workload = Workload(model=shape, step_tokens=128 << 10)
+    for micro_tokens in (16384, 4096):
+        search = Search(profile, workload, Fixed(micro_tokens=micro_tokens, slots=2, tape="host"))
+        found = search.best()
+        if found is not None:
+            return f"{workload.step_tokens / found.step_s:,.0f}"
+    return "-"
 
 
 def eight() -> Iterator[str]:

@@ -71,31 +71,31 @@ def test_what_fits_says_how_fast_and_what_limits() -> None:
     assert found.cost == pytest.approx(found.seconds / 3600 * 0.5)  # type: ignore[operator]
     text = str(found)
     for word in (
-        "Qwen/Qwen3-8B: 8.19B parameters, 36 layers", "RTX 4090 (reference figures)",
-        "131,072 tokens in rows of 2,048", "host memory", "device memory", "weights (hi)",
-        "limited by          compute", "1B tokens", "cost", "micro-batches of",
+        "RTX 4090 (reference figures)", "Qwen/Qwen3-8B, 8.19B params",
+        "131,072 tokens in rows of 2,048", "weights (hi)", "limit     compute",
+        "in all    1B tokens in ", "at 0.5 an hour", "micro_tokens",
     ):  # fmt: skip
         assert word in text, word
 
 
 def test_experts_are_counted_apart() -> None:
-    assert "30.5B parameters, 3.35B active" in str(estimate("Qwen3-30B-A3B", gpu="4090", ram="1TB"))
+    found = estimate("Qwen3-30B-A3B", gpu="4090", ram="1TB")
+    assert "a token uses 3.35B of 30.5B parameters" in str(found)
 
 
 def test_what_does_not_fit_says_by_how_much_and_ends_with_3() -> None:
     done = _run("Llama-3.1-70B", "--gpu", "24GB", "--ram", "64GB")
     assert done.returncode == 3
-    assert " too many" in done.stdout
+    assert "short of  host memory " in done.stdout
     assert "does not fit" in done.stdout
     assert "24GB, as fast as a RTX 3090" in done.stdout
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
 def test_every_machine_has_an_answer(machine: object) -> None:
-    for model in ("Qwen3-0.6B", "gpt-oss-20b"):
-        found = estimate(model, gpu=machine.name)  # type: ignore[attr-defined]
-        assert found.tokens_per_s > 0
-        assert _widest(found) <= 80
+    found = estimate("SmolLM2-135M", gpu=machine.name)  # type: ignore[attr-defined]
+    assert found.tokens_per_s > 0
+    assert _widest(found) <= 80
 
 
 def _widest(found: Estimate) -> int:
@@ -103,7 +103,7 @@ def _widest(found: Estimate) -> int:
 
 
 def test_every_model_has_an_answer_in_80_columns() -> None:
-    for model in known_models()[::7]:
+    for model in known_models()[::16]:
         found = estimate(model.name, gpu="H200", ram="2TB", seq=4096, tokens="1e12")
         assert _widest(found) <= 80
         assert model.name in str(found)
@@ -114,12 +114,11 @@ def test_json_has_every_figure() -> None:
     facts = json.loads(done.stdout)
     assert facts["params"] == 8_190_735_360
     assert facts["fits"] is True
-    assert facts["bytes"]["host"] == sum(
-        line["bytes"] for line in facts["ledger"] if line["place"] == "host"
-    )
-    assert facts["available"]["host"] == 192 * 10**9
+    host = sum(line["num_bytes"] for line in facts["ledger"] if line["place"] == "host")
+    assert host < facts["available"]["host"] == 192 * 10**9
+    assert facts["short"] == {}
     assert facts["tokens"] == 10**9
-    assert facts["limit"] == "compute"
+    assert facts["predicted"]["bottleneck"] == "compute"
     assert set(facts["settings"]) >= {"micro_tokens", "slots", "tape", "update"}
 
 

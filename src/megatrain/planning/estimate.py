@@ -23,20 +23,12 @@ from megatrain.planning.doctor import kept_examination
 from megatrain.planning.plan import Plan, make_plan
 from megatrain.planning.profile import MachineProfile
 from megatrain.planning.reference_machines import find_machine
+from megatrain.planning.search import shortfalls
 from megatrain.planning.workload import Workload
-from megatrain.report.numbers import count, duration, figure, percent, size
+from megatrain.report.numbers import duration, figure, size
 
 BATCH_TOKENS = 131072
 """As in a config that does not say (train.batch_tokens)."""
-_NAME = 20
-_WIDE = 32
-_PLACES = {
-    "host": "host memory",
-    "pinned": "of it pinned",
-    "device": "device memory",
-    "disk": "disk",
-}
-_LANES = {"compute": "compute", "in": "link in", "out": "link out", "host": "optimizer"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,37 +62,20 @@ class Estimate:
         return self.seconds / 3600 * self.price_per_hour
 
     def __str__(self) -> str:
-        plan = self.plan
-        rows = [*self._head(), *self._memory()]
-        if plan.fits:
-            rows += [*self._speed(), *self._bill()]
-        else:
-            rows += ["does not fit. The cheapest changes that would:", *self._fixes()]
-        return "\n".join(_cut(row) for row in rows)
+        lines = [*self._head(), *str(self.plan).splitlines(), *self._bill()]
+        return "\n".join(line if len(line) <= 80 else f"{line[:77]}..." for line in lines)
 
     def to_json(self) -> str:
         """Return all of it as JSON text."""
-        plan, model = self.plan, self.plan.workload.model
-        facts: dict[str, Any] = {
-            "model": model.name,
-            "params": model.params,
-            "active_params": model.active_params,
+        plan, workload = self.plan, self.plan.workload
+        facts: dict[str, Any] = plan.facts() | {
             "machine": self.machine,
-            "fits": plan.fits,
-            "step_tokens": plan.workload.step_tokens,
-            "sequence": plan.workload.sequence,
-            "bytes": {place: plan.ledger.total(place) for place in _PLACES},
-            "available": self._available(),
-            "ledger": [
-                {"place": line.place, "purpose": line.purpose, "bytes": line.num_bytes}
-                for line in plan.ledger.lines
-            ],
-            "settings": plan.settings.facts(),
-            "step_s": plan.simulation.step_s,
-            "tokens_per_s": self.tokens_per_s,
-            "limit": plan.simulation.bottleneck,
-            "busy": plan.simulation.busy_shares,
-            "fixes": [str(fix) for fix in plan.fixes],
+            "params": workload.model.params,
+            "active_params": workload.model.active_params,
+            "step_tokens": workload.step_tokens,
+            "sequence": workload.sequence,
+            "available": {"host": plan.profile.ram_bytes, "device": plan.profile.device_bytes},
+            "short": shortfalls(plan.profile, plan.ledger),
             "tokens": self.tokens,
             "seconds": self.seconds,
             "cost": self.cost,
@@ -118,73 +93,24 @@ class Estimate:
         path.write_bytes(draw(plan.profile, plan.workload, plan.settings, here))
 
     def _head(self) -> list[str]:
-        model, workload = self.plan.workload.model, self.plan.workload
-        active = ""
+        model = self.plan.workload.model
+        rows = [_row("machine", self.machine)]
         if model.active_params < 0.95 * model.params:
-            active = f", {figure(model.active_params)} active"
-        about = f"{figure(model.params)} parameters{active}, {model.num_layers} layers"
-        clipped = "not clipped" if workload.max_grad_norm is None else "clipped"
-        work = f"{count(workload.step_tokens)} tokens in rows of {count(workload.sequence)}"
-        return [
-            _row("model", f"{model.name}: {about}"),
-            _row("machine", self.machine),
-            _row("a step", f"{work}, {workload.dtype}, {clipped}"),
-            "",
-        ]
-
-    def _available(self) -> dict[str, int]:
-        profile = self.plan.profile
-        known = {"host": profile.ram_bytes, "device": profile.device_bytes}
-        return {place: has for place, has in known.items() if has}
-
-    def _memory(self) -> list[str]:
-        ledger, available = self.plan.ledger, self._available()
-        rows = []
-        for place, name in _PLACES.items():
-            lines = [line for line in ledger.lines if line.place == place]
-            if not lines:
-                continue
-            total, has = ledger.total(place), available.get(place)
-            told = "" if has is None else f"of {size(has)}"
-            if has is not None and total > has:
-                told += f", {size(total - has)} too many"
-            rows.append(f"{name:{_WIDE}}{size(total):>12} {told}".rstrip())
-            if place != "pinned":  # named under host already
-                ordered = sorted(lines, key=lambda line: -line.num_bytes)
-                rows += [
-                    f"  {line.purpose:{_WIDE - 2}}{size(line.num_bytes):>12}" for line in ordered
-                ]
-        return [*rows, ""]
-
-    def _speed(self) -> list[str]:
-        simulation, settings = self.plan.simulation, self.plan.settings
-        busy = simulation.busy_shares
-        lanes = ", ".join(
-            f"{name} {percent(busy[lane])}" for lane, name in _LANES.items() if busy.get(lane)
-        )
-        chosen = (
-            f"micro-batches of {count(settings.micro_tokens)} tokens, {settings.slots} slots, "
-            f"tape on the {settings.tape}"
-        )
-        speed = f"{self.tokens_per_s:,.0f} tokens/s, {duration(simulation.step_s)} a step"
-        return [
-            _row("speed", speed),
-            _row("limited by", simulation.bottleneck),
-            _row("busy", lanes),
-            _row("settings", chosen),
-            _row("", f"updates {settings.update.replace('_', ' ')}"),
-        ]
+            share = f"{figure(model.active_params)} of {figure(model.params)} parameters"
+            rows.append(_row("experts", f"a token uses {share}"))
+        return rows
 
     def _bill(self) -> list[str]:
+        if not self.fits:
+            missing = shortfalls(self.plan.profile, self.plan.ledger)
+            told = ", ".join(f"{place} memory {size(short)}" for place, short in missing.items())
+            return ["", _row("short of", told)]
         if self.seconds is None or self.tokens is None:
             return []
-        told = duration(self.seconds)
+        told = f"{figure(self.tokens)} tokens in {duration(self.seconds)}"
         if self.cost is not None:
             told += f", cost {self.cost:,.2f} at {self.price_per_hour:g} an hour"
-        return [_row(f"{figure(self.tokens)} tokens", told)]
-
-    def _fixes(self) -> list[str]:
-        return [f"  {fix}" for fix in self.plan.fixes] or ["  none was found: a larger machine"]
+        return ["", _row("in all", told)]
 
 
 def estimate(
@@ -253,8 +179,4 @@ def _read(name: str, value: Any, read: Any) -> int:
 
 
 def _row(name: str, value: str) -> str:
-    return f"{name:{_NAME}}{value}"
-
-
-def _cut(line: str) -> str:
-    return line if len(line) <= 80 else f"{line[:77]}..."
+    return f"{name:10}{value}"
