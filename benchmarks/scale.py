@@ -113,7 +113,7 @@ def _speed(shape: ModelShape, gpu: str) -> str:
     """Return the planned tokens/s, or a dash where device memory is too small for a layer."""
     profile = find_machine(gpu)[0].profile(ram_bytes=64 << 40)
     workload = Workload(model=shape, step_tokens=128 << 10)
-    for micro_tokens in (16384, 4096):
+    for micro_tokens in (16384, 4096, 2048):
         search = Search(profile, workload, Fixed(micro_tokens=micro_tokens, slots=2, tape="host"))
         found = search.best()
         if found is not None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
 
 from megatrain.errors import DoesNotFit
 from megatrain.planning.doctor import kept_examination
-from megatrain.planning.measure import Bench
+from megatrain.planning.measure import Bench, CopyRates
 from megatrain.trainer import examine as module
 from megatrain.trainer.examine import examine
 
@@ -43,6 +44,20 @@ def test_it_is_whole_and_kept(tmp_path: Path) -> None:
         f"disk, in {folder}",
     ]  # fmt: skip
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("pins", [True, False])
+def test_whether_memory_can_be_pinned_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pins: bool
+) -> None:
+    def rates(device: object, **_: object) -> CopyRates:
+        if not pins:
+            warnings.warn("host memory: could not be pinned", stacklevel=1)
+        return CopyRates(into=1e9, out=1e9, duplex_share=1.0)
+
+    monkeypatch.setattr(module, "copy_rates", rates)
+    profile = examine(tmp_path, lambda what: None).profile
+    assert (profile.pinned_bytes == 0) is pins
 
 
 def test_too_little_memory_is_said_before_anything_is_measured(

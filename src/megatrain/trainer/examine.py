@@ -11,6 +11,7 @@ from __future__ import annotations
 import secrets
 import shutil
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -32,7 +33,7 @@ from megatrain.disk.files import (
 )
 from megatrain.errors import DeviceFull, DoesNotFit
 from megatrain.memory.arena import map_arena
-from megatrain.memory.host import free_bytes, resident_bytes
+from megatrain.memory.host import free_bytes
 from megatrain.memory.ledger import gib
 from megatrain.optim.kernel import AdamWScalars, Kernel
 from megatrain.optim.native import NativeKernel, load_kernel
@@ -108,7 +109,9 @@ def _measured(facts: HostFacts, usable: int, folder: Path, say: Say) -> tuple[Ma
     widths, tokens = shapes_for(own_memory)
     say("copies")
     copying = subject.device if own_memory else CpuDevice(copying=True)
-    copies = copy_rates(copying, num_bytes=COPY_BYTES, stream=subject.stream)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")  # the device says so where it cannot pin
+        copies = copy_rates(copying, num_bytes=COPY_BYTES, stream=subject.stream)
     say("products")
     forward, backward = product_rates(bench, widths, tokens)
     best = max(point.flops for point in forward)
@@ -125,7 +128,6 @@ def _measured(facts: HostFacts, usable: int, folder: Path, say: Say) -> tuple[Ma
         dram_bytes_per_s=_dram_rate(kernel, facts.cores),
         update_params_per_s=_update_rate(kernel, update_cores),
         cores=facts.cores,
-        base_bytes=resident_bytes(),
         device=subject.name,
         device_bytes=subject.device_bytes,
         unified=not own_memory,
@@ -137,7 +139,8 @@ def _measured(facts: HostFacts, usable: int, folder: Path, say: Say) -> tuple[Ma
         copy_in_bytes_per_s=copies.into,
         copy_out_bytes_per_s=copies.out,
         duplex_share=copies.duplex_share,
-        pinned_bytes=0 if facts.memlock_bytes is None else facts.memlock_bytes,
+        # Drivers pin beyond the limit of memlock on most systems: what counts is whether they did.
+        pinned_bytes=min(facts.memlock_bytes or COPY_BYTES, COPY_BYTES) if told else 0,
         compute_cores=0.0 if own_memory else float(torch.get_num_threads()),
         update_cores=float(update_cores),
     )
