@@ -1,6 +1,7 @@
 """The arithmetic at scale, as tables: what docs/scale.md quotes.
 
-    python -m benchmarks.scale machines | eight | workstations | failures | wear | data
+    python -m benchmarks.scale TABLE    machines, patience, limits, eight, workstations,
+                                        failures, wear or data
 
 One GPU is simulated (`megatrain estimate`). Several are not built yet, so they are the closed form
 of DESIGN's section on many hosts: each of N ranks owns 1/N of every block, copies it over its own
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 
 from megatrain.planning.families import shape_from_config
 from megatrain.planning.known_models import find_model
-from megatrain.planning.reference_machines import GIB, ReferenceMachine, find_machine
+from megatrain.planning.reference_machines import GIB, MACHINES, ReferenceMachine, find_machine
 from megatrain.planning.search import Fixed, Search
 from megatrain.planning.settings import Settings
 from megatrain.planning.simulate import simulate
@@ -101,7 +102,8 @@ def machines() -> Iterator[str]:
     )
     for name in MODELS:
         shape = model_shape(name)
-        speeds = [_speed(shape, gpu) for gpu in ONE_GPU]
+        planned = [_speed(shape, gpu) for gpu in ONE_GPU]
+        speeds = ["-" if speed is None else f"{speed:,.0f}" for speed in planned]
         yield (
             f"{short(name)[:16]:17}{HOME * shape.params / GIB:>9,.0f}"
             + "".join(f"{speed:>9}" for speed in speeds[:-1])
@@ -109,16 +111,46 @@ def machines() -> Iterator[str]:
         )
 
 
-def _speed(shape: ModelShape, gpu: str) -> str:
-    """Return the planned tokens/s, or a dash where device memory is too small for a layer."""
+def patience() -> Iterator[str]:
+    """How long one GPU takes for a number of tokens."""
+    amounts = (10**7, 10**8, 10**9, 10**10, 10**12)
+    yield f"{'model':15}{'machine':10}{'tokens/s':>9}" + "".join(
+        f"{f'10^{len(str(amount)) - 1}':>9}" for amount in amounts
+    )
+    for name in ("Qwen3-8B", "Qwen3-14B", "Qwen3-32B", "Llama-3.1-70B"):
+        for gpu in ("4090", "H100 SXM"):
+            speed = _speed(model_shape(name), gpu)
+            if speed is not None:
+                times = "".join(f"{_time(amount / speed):>9}" for amount in amounts)
+                yield f"{short(name):15}{gpu:10}{speed:>9,.0f}{times}"
+
+
+def _speed(shape: ModelShape, gpu: str) -> float | None:
+    """Return the planned tokens/s; None where device memory is too small for a block."""
     profile = find_machine(gpu)[0].profile(ram_bytes=64 << 40)
     workload = Workload(model=shape, step_tokens=128 << 10)
     for micro_tokens in (16384, 4096, 2048):
         search = Search(profile, workload, Fixed(micro_tokens=micro_tokens, slots=2, tape="host"))
         found = search.best()
         if found is not None:
-            return f"{workload.step_tokens / found.step_s:,.0f}"
-    return "-"
+            return workload.step_tokens / found.step_s
+    return None
+
+
+def limits() -> Iterator[str]:
+    """Tokens per step from which each resource hides behind the compute of a dense model."""
+    yield (
+        f"{'machine':15}{'TFLOP/s':>8}{'link GB/s':>11}{'DRAM GB/s':>11}"
+        f"{'link':>9}{'unclipped':>11}{'clipped':>9}"
+    )
+    for machine in MACHINES:
+        flops, dram = machine.sustained * 1e12, machine.dram_rate * 1e9
+        link = "-" if machine.unified else f"{flops / machine.link_in / 1e9:,.0f}"
+        early, late = 5 * flops / dram, 14 * flops / dram
+        yield (
+            f"{machine.name:15}{machine.sustained:>8.0f}{machine.link_in:>11.0f}"
+            f"{machine.dram_rate:>11.0f}{link:>9}{early:>11,.0f}{late:>9,.0f}"
+        )
 
 
 def eight() -> Iterator[str]:
@@ -140,8 +172,8 @@ def eight() -> Iterator[str]:
 
 
 def workstations() -> Iterator[str]:
-    """RTX 4090 workstations over Ethernet: what a step must be to keep them busy."""
-    machine, _ = find_machine("4090")
+    """RTX 5090 workstations over Ethernet: what a step must be to keep them busy."""
+    machine, _ = find_machine("5090")
     shape = model_shape("Llama-3.1-70B")
     alone = machine.sustained * 1e12 / (8 * shape.active_params)
     yield f"{short(shape.name)}, {HOME * shape.params / GIB:,.0f} GiB at home in all hosts together"
@@ -226,7 +258,7 @@ def data() -> Iterator[str]:
 
     yield (
         f"{'tokens':>8}{'documents':>12}{'on disk':>10}{'lengths in RAM':>16}"
-        f"{'position':>10}{'row at the middle of epoch 0':>30}"
+        f"{'position':>10}{'row at half an epoch':>24}"
     )
     for power in (9, 10, 11, 12, 13):
         tokens = 10**power
@@ -235,7 +267,7 @@ def data() -> Iterator[str]:
         row = Permutation(documents, 42, 0)(np.array([documents // 2]))[0]
         yield (
             f"{f'10^{power}':>8}{documents:>12.0e}{_bytes(4 * tokens):>10}"
-            f"{_bytes(8 * documents):>16}{len(state):>8} B{row:>30,}"
+            f"{_bytes(8 * documents):>16}{len(state):>8} B{row:>24,}"
         )
 
 
@@ -255,6 +287,8 @@ def _bytes(count: float) -> str:
 
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "machines": machines,
+    "patience": patience,
+    "limits": limits,
     "eight": eight,
     "workstations": workstations,
     "failures": failures,

@@ -32,6 +32,7 @@ LANE_NAMES = {
 }
 _COLOURS = {"compute": "#d55e00", "in": "#0072b2", "out": "#3a9bd9", "host": "#00875f"}
 _CURVE = "#222222"
+_LABEL = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
 MARKED = (
     "Qwen/Qwen3-4B", "Qwen/Qwen3-8B", "Qwen/Qwen3-14B", "google/gemma-3-27b-pt",
     "meta-llama/Llama-3.1-70B", "openai/gpt-oss-120b", "Qwen/Qwen3-235B-A22B",
@@ -96,12 +97,12 @@ def _draw_speed(axes: Any, points: Sequence[SpeedPoint], chosen: SpeedPoint) -> 
     axes.annotate(
         f"{chosen.tokens_per_s:,.0f} tokens/s",
         (chosen.step_tokens, chosen.tokens_per_s),
-        xytext=(0, -18),
+        xytext=(8, -18),
         textcoords="offset points",
-        ha="center",
+        bbox=_LABEL,
     )
     axes.set(xscale="log", yscale="log", xlabel="tokens per step", ylabel="tokens/s")
-    axes.set_xticks(tokens, [_tokens(each) for each in tokens])
+    axes.set_xticks(tokens[::2], [_tokens(each) for each in tokens[::2]])
     axes.minorticks_off()
     axes.set_ylim(min(speeds) / 1.5, 2.5 * top)
     axes.set_yticks(*_round_ticks(min(speeds) / 1.5, 2.5 * top))
@@ -145,7 +146,7 @@ def _mark(axes: Any, shape: ModelShape, *, chosen: bool) -> None:
         xytext=(9, -9),
         textcoords="offset points",
         weight="bold" if chosen else "normal",
-        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
+        bbox=_LABEL,
     )
 
 
