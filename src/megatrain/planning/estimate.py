@@ -18,6 +18,7 @@ from typing import Any
 
 from megatrain.config.quantities import read_bytes, read_number, read_tokens
 from megatrain.errors import ConfigError
+from megatrain.memory.host import free_bytes
 from megatrain.planning.asked_models import find_shape
 from megatrain.planning.doctor import kept_examination
 from megatrain.planning.plan import Plan, make_plan
@@ -126,8 +127,8 @@ def estimate(
     """Return what training `model` would need and take.
 
     `gpu` is a name (`4090`) or a size (`24GB`); None: this machine, as `megatrain doctor` measured
-    it. `ram` is the host memory a run may use. Raises ConfigError, ModelFolderError or
-    ModelConfigError.
+    it. `ram` is the host memory a run may use; None: what is free here, or usual there. Raises
+    ConfigError, ModelFolderError or ModelConfigError.
     """
     profile, machine = _machine(gpu, None if ram is None else _read("ram", ram, read_bytes))
     sequence = _read("seq", seq, read_tokens)
@@ -165,9 +166,7 @@ def _this_machine(ram_bytes: int | None) -> tuple[MachineProfile, str]:
             "which machine? Give --gpu 4090 (or --gpu 24GB) and --ram 128GB, or run "
             "`megatrain doctor` here first"
         )
-    profile = found.profile
-    if ram_bytes is not None:
-        profile = profile.changed(ram_bytes=ram_bytes)
+    profile = found.profile.changed(ram_bytes=ram_bytes or max(1, free_bytes()))
     return profile, f"{profile.name} (measured {found.when})"
 
 

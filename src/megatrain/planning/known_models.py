@@ -27,7 +27,8 @@ from typing import Any
 from megatrain.errors import ConfigError
 
 # family, name, published (billions), from, hidden, layers, heads, key-value heads, head size,
-# inner, vocabulary, then what else matters. `t`: embedding and head are one; `u`: they are two.
+# inner, vocabulary, then what else matters. `t`: embedding and head are one; `u`: they are two;
+# `8/128x768+1`: experts chosen / all x width + shared; `w=`: sliding window of some layers.
 _TABLE = """
 llama       meta-llama/Llama-2-7b-hf              6.74  c  4096  32  32 32 128 11008  32000 u
 llama       meta-llama/Llama-2-13b-hf             13.0  c  5120  40  40 40 128 13824  32000 u
@@ -58,7 +59,7 @@ smollm3     HuggingFaceTB/SmolLM3-3B              3.08  c  2048  36  16  4 128 1
 granite     ibm-granite/granite-3.1-2b-base       2.53  k  2048  40  32  8  64  8192  49155 t
 granite     ibm-granite/granite-3.1-8b-base       8.17  k  4096  40  32  8 128 12800  49155 t
 seed_oss    ByteDance-Seed/Seed-OSS-36B-Base      36.2  k  5120  64  80  8 128 27648 155136 u qkv
-mistral     mistralai/Mistral-7B-v0.1             7.24  c  4096  32  32  8 128 14336  32000 u
+mistral     mistralai/Mistral-7B-v0.1             7.24  c  4096  32  32  8 128 14336  32000 u w=4096
 mistral     mistralai/Mistral-7B-v0.3             7.25  c  4096  32  32  8 128 14336  32768 u
 mistral     mistralai/Ministral-8B-Instruct-2410  8.02  k  4096  36  32  8 128 12288 131072 u
 mistral     mistralai/Mistral-Nemo-Base-2407      12.2  k  5120  40  32  8 128 14336 131072 u
@@ -88,22 +89,22 @@ qwen3_moe   Qwen/Qwen3-235B-A22B                  235.1 c  4096  94  64  4 128 1
 qwen3_moe   Qwen/Qwen3-Coder-480B-A35B-Instruct   480.2 k  6144  62  96  8 128  8192 151936 u 8/160x2560
 gemma       google/gemma-2b                       2.51  c  2048  18   8  1 256 16384 256000 t
 gemma       google/gemma-7b                       8.54  c  3072  28  16 16 256 24576 256000 t
-gemma2      google/gemma-2-2b                     2.61  c  2304  26   8  4 256  9216 256000 t
-gemma2      google/gemma-2-9b                     9.24  c  3584  42  16  8 256 14336 256000 t
-gemma2      google/gemma-2-27b                    27.2  c  4608  46  32 16 128 36864 256000 t
-gemma3_text google/gemma-3-270m                   0.268 k   640  18   4  1 256  2048 262144 t
-gemma3_text google/gemma-3-1b-pt                  1.00  c  1152  26   4  1 256  6912 262144 t
-gemma3_text google/gemma-3-4b-pt                  3.88  c  2560  34   8  4 256 10240 262208 t
-gemma3_text google/gemma-3-12b-pt                 11.77 c  3840  48  16  8 256 15360 262208 t
-gemma3_text google/gemma-3-27b-pt                 27.01 c  5376  62  32 16 128 21504 262208 t
+gemma2      google/gemma-2-2b                     2.61  c  2304  26   8  4 256  9216 256000 t w=4096
+gemma2      google/gemma-2-9b                     9.24  c  3584  42  16  8 256 14336 256000 t w=4096
+gemma2      google/gemma-2-27b                    27.2  c  4608  46  32 16 128 36864 256000 t w=4096
+gemma3_text google/gemma-3-270m                   0.268 k   640  18   4  1 256  2048 262144 t w=512
+gemma3_text google/gemma-3-1b-pt                  1.00  c  1152  26   4  1 256  6912 262144 t w=512
+gemma3_text google/gemma-3-4b-pt                  3.88  c  2560  34   8  4 256 10240 262208 t w=1024
+gemma3_text google/gemma-3-12b-pt                 11.77 c  3840  48  16  8 256 15360 262208 t w=1024
+gemma3_text google/gemma-3-27b-pt                 27.01 c  5376  62  32 16 128 21504 262208 t w=1024
 phi         microsoft/phi-2                       2.78  c  2560  32  32 32  80 10240  51200 u
-phi3        microsoft/Phi-3-mini-4k-instruct      3.82  c  3072  32  32 32  96  8192  32064 u
+phi3        microsoft/Phi-3-mini-4k-instruct      3.82  c  3072  32  32 32  96  8192  32064 u w=2047
 phi3        microsoft/Phi-3-medium-4k-instruct    13.96 k  5120  40  40 10 128 17920  32064 u
 phi3        microsoft/Phi-3.5-mini-instruct       3.82  c  3072  32  32 32  96  8192  32064 u
 phi3        microsoft/phi-4                       14.66 c  5120  40  40 10 128 17920 100352 u
 phi3        microsoft/Phi-4-mini-instruct         3.84  c  3072  32  24  8 128  8192 200064 t
-gpt_oss     openai/gpt-oss-20b                    20.9  c  2880  24  64  8  64  2880 201088 u 4/32
-gpt_oss     openai/gpt-oss-120b                   116.8 c  2880  36  64  8  64  2880 201088 u 4/128
+gpt_oss     openai/gpt-oss-20b                    20.9  c  2880  24  64  8  64  2880 201088 u 4/32 w=128
+gpt_oss     openai/gpt-oss-120b                   116.8 c  2880  36  64  8  64  2880 201088 u 4/128 w=128
 deepseek_v2 deepseek-ai/DeepSeek-V2-Lite          15.7  c  2048  27  16 16   0 10944 102400 u 6/64x1408+2 dense=1
 deepseek_v2 deepseek-ai/DeepSeek-V2               235.7 c  5120  60 128 128  0 12288 102400 u 6/160x1536+2 dense=1 q=1536
 deepseek_v3 deepseek-ai/DeepSeek-V3               671   c  7168  61 128 128  0 18432 129280 u 8/256x2048+1 dense=3 q=1536
@@ -114,7 +115,7 @@ olmo2       allenai/OLMo-2-0425-1B                1.48  k  2048  16  16 16 128  
 olmo2       allenai/OLMo-2-1124-7B                7.30  c  4096  32  32 32 128 11008 100352 u
 olmo2       allenai/OLMo-2-1124-13B               13.7  c  5120  40  40 40 128 13824 100352 u
 olmo2       allenai/OLMo-2-0325-32B               32.2  k  5120  64  40  8 128 27648 100352 u
-olmo3       allenai/Olmo-3-1025-7B                7.30  k  4096  32  32 32 128 11008 100278 u
+olmo3       allenai/Olmo-3-1025-7B                7.30  k  4096  32  32 32 128 11008 100278 u w=4096
 olmoe       allenai/OLMoE-1B-7B-0924              6.92  k  2048  16  16 16 128  1024  50304 u 8/64
 glm4        zai-org/GLM-4-9B-0414                 9.40  c  4096  40  32  2 128 13696 151552 u qkv
 glm4        zai-org/GLM-4-32B-0414                32.6  k  6144  61  48  2 128 23040 151552 u
@@ -126,8 +127,8 @@ starcoder2  bigcode/starcoder2-15b                15.96 k  6144  40  48  4 128 2
 cohere      CohereLabs/c4ai-command-r-v01         35.0  c  8192  40  64 64 128 22528 256000 t
 cohere      CohereLabs/c4ai-command-r-08-2024     32.3  k  8192  40  64  8 128 24576 256000 t
 cohere      CohereLabs/c4ai-command-r-plus        104   k 12288  64  96  8 128 33792 256000 t qkn
-cohere2     CohereLabs/c4ai-command-r7b-12-2024   8.03  k  4096  32  32  8 128 14336 256000 t
-cohere2     CohereLabs/c4ai-command-a-03-2025     111.1 k 12288  64  96  8 128 36864 256000 t
+cohere2     CohereLabs/c4ai-command-r7b-12-2024   8.03  k  4096  32  32  8 128 14336 256000 t w=4096
+cohere2     CohereLabs/c4ai-command-a-03-2025     111.1 k 12288  64  96  8 128 36864 256000 t w=4096
 """  # noqa: E501
 
 _LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
@@ -228,9 +229,7 @@ def _extra(family: str, word: str) -> dict[str, Any]:
         return _WORDS[word]
     key, _, value = word.partition("=")
     if value:
-        return {"dense": {"first_k_dense_replace": int(value)}, "q": {"q_lora_rank": int(value)}}[
-            key
-        ]
+        return {_KEYS[key]: int(value)}
     match = _EXPERTS.fullmatch(word)
     assert match is not None, word
     chosen, experts, width, shared = match.groups()
@@ -245,6 +244,7 @@ def _extra(family: str, word: str) -> dict[str, Any]:
     return config | (_LATENT | {"q_lora_rank": None} if family.startswith("deepseek") else {})
 
 
+_KEYS = {"dense": "first_k_dense_replace", "q": "q_lora_rank", "w": "sliding_window"}
 _WORDS: dict[str, dict[str, Any]] = {
     "t": {"tie_word_embeddings": True},
     "u": {"tie_word_embeddings": False},
