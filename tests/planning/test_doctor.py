@@ -87,3 +87,11 @@ def test_the_page_fits_80_columns_and_has_every_figure() -> None:
         "both at once", "products, width 4096", "optimizer", "disk read / write", "torch",
     ):  # fmt: skip
         assert word in page, word
+
+
+def test_a_busy_machine_is_told() -> None:
+    found = examination()
+    assert "Others were at work" not in found.text()
+    busy = replace(found, load=20.5, facts=replace(found.facts, cores=2)).text()
+    assert "Others were at work: 20.5 processes on 2 cores." in busy
+    assert max(map(len, busy.splitlines())) <= 80

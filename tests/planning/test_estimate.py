@@ -17,6 +17,7 @@ from megatrain.planning.doctor import Examination
 from megatrain.planning.estimate import Estimate, estimate
 from megatrain.planning.host_facts import host_facts, profile_path
 from megatrain.planning.known_models import known_models
+from megatrain.planning.plan import make_plan
 from megatrain.planning.reference_machines import GIB, MACHINES, find_machine
 
 ROOT = Path(__file__).parents[2]
@@ -174,3 +175,19 @@ def test_without_matplotlib_a_plot_is_refused_in_words(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r"pip install megatrain\[plots\]"):
         estimate("qwen3-0.6b", gpu="4090", ram="64GB").draw(Path("never.png"))
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "ram"),
+    [
+        ("Qwen3-14B", "24GB", "128GB"),
+        ("Qwen3-32B", "3080", "256GB"),
+        ("gpt-oss-20b", "12GB", "1TB"),
+    ],
+)
+def test_each_proposed_change_fits_when_applied(model: str, gpu: str, ram: str) -> None:
+    found = estimate(model, gpu=gpu, ram=ram)
+    assert not found.fits
+    assert found.plan.fixes
+    for fix in found.plan.fixes:
+        assert make_plan(fix.profile, fix.workload).fits, fix.text

@@ -38,6 +38,8 @@ class Examination:
     """Where the disk was measured."""
     when: str
     seconds: float
+    load: float = 0.0
+    """Others' processes that wanted a core when it began."""
 
     def to_json(self) -> str:
         """Return all of it, and the verdict, as JSON text."""
@@ -57,6 +59,7 @@ class Examination:
             folder=str(fields["folder"]),
             when=str(fields["when"]),
             seconds=float(fields["seconds"]),
+            load=float(fields["load"]),
         )
 
     @property
@@ -118,6 +121,11 @@ class Examination:
         ]
         lines = [_row(name, value) for name, value in rows]
         told = [*_wrapped(self.verdict()), f"measured {self.when} in {duration(self.seconds)}"]
+        if self.load > facts.cores / 2:
+            told += _wrapped(
+                f"Others were at work: {self.load:.1f} processes on {facts.cores} cores. The rates "
+                "are lower than this machine's; measure again when it is quiet."
+            )
         return "\n".join([*lines, "", *told])
 
     def _disk(self) -> str:

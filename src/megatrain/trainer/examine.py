@@ -8,6 +8,7 @@ The only place where what planning, optim and disk each know is put together.
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
 import time
@@ -80,7 +81,7 @@ class Subject:
 
 def examine(folder: Path, say: Say) -> Examination:
     """Measure this machine, keep what was found, and return it. `say` is told what goes on."""
-    begin = time.monotonic()
+    begin, load = time.monotonic(), os.getloadavg()[0]
     facts = host_facts()
     usable = min(free_bytes(), facts.usable_bytes)
     if usable < NEEDED_BYTES:
@@ -95,6 +96,7 @@ def examine(folder: Path, say: Say) -> Examination:
         folder=str(folder),
         when=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         seconds=time.monotonic() - begin,
+        load=load,
     )
     path = profile_path(facts)
     make_folder(path.parent)
