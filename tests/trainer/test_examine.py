@@ -11,6 +11,7 @@ from megatrain.errors import DoesNotFit
 from megatrain.planning.doctor import kept_examination
 from megatrain.planning.measure import Bench, CopyRates
 from megatrain.trainer import examine as module
+from megatrain.trainer import trial_steps
 from megatrain.trainer.examine import examine
 
 
@@ -25,6 +26,8 @@ def _small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "elementwise_rate", lambda bench: 1e9)
     monkeypatch.setattr(module, "_dram_rate", lambda kernel, num_threads: 1e10)
     monkeypatch.setattr(Bench, "seconds", _quick)
+    monkeypatch.setattr(trial_steps, "SHAPES", ((64, 16), (64, 32)))
+    monkeypatch.setattr(trial_steps, "VOCABULARY", 128)
 
 
 def _quick(bench: Bench, work: object) -> float:
@@ -38,12 +41,23 @@ def test_it_is_whole_and_kept(tmp_path: Path) -> None:
     assert kept_examination() == found
     assert found.profile.source == "measured"
     assert found.profile.unified
+    assert [point[:2] for point in found.profile.forward_flops] == [(64, 16), (64, 32)]
     assert found.profile.disk_read_bytes_per_s > 0
     assert said == [
         "copies", "products", "attention and element-wise work", "optimizer and memory traffic",
-        f"disk, in {folder}",
+        "trial steps", f"disk, in {folder}",
     ]  # fmt: skip
     assert list(folder.iterdir()) == []
+
+
+def test_a_machine_that_is_slow_is_measured_roughly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ENOUGH_S", 0.0)
+    said: list[str] = []
+    found = examine(tmp_path / "disk", said.append)
+    assert "trial steps" not in said
+    assert len(found.profile.forward_flops) == 1
 
 
 @pytest.mark.parametrize("pins", [True, False])

@@ -136,7 +136,7 @@ class Examination:
         """Return the rates of products by width: at few tokens and at many."""
         rows = []
         for width in sorted({point.width for point in self.profile.forward_flops}):
-            points = [point for point in self.profile.forward_flops if point.width == width]
+            points = sorted(p for p in self.profile.forward_flops if p.width == width)
             few, many = points[0], points[-1]
             text = f"{_flops(few.flops)} at {few.tokens} tokens"
             if many is not few:

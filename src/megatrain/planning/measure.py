@@ -18,6 +18,7 @@ Laws (tests/planning/test_measure.py)
 
 from __future__ import annotations
 
+import math
 import statistics
 import threading
 import time
@@ -72,16 +73,24 @@ class Bench:
 
 
 def product_rates(
-    bench: Bench, widths: tuple[int, ...], tokens: tuple[int, ...], most_s: float = 1.5
+    bench: Bench,
+    widths: tuple[int, ...],
+    tokens: tuple[int, ...],
+    *,
+    most_s: float = 1.5,
+    until: float = math.inf,
 ) -> tuple[tuple[FlopRate, ...], tuple[FlopRate, ...]]:
-    """Return the rates of forward's and of backward's products, at all shapes but the slowest."""
+    """Return the rates of forward's and of backward's products, at all shapes but the slowest.
+
+    `most_s` is the most that a shape may take, `until` when (time.monotonic) no more is begun.
+    """
     forward: list[FlopRate] = []
     backward: list[FlopRate] = []
     for width in widths:
         for rows in tokens:
             flops = float(_MIXED_WIDTH * rows * width * width)
             known = max((point.flops for point in forward), default=None)
-            if known is not None and 4 * flops / known > most_s:
+            if known is not None and (4 * flops / known > most_s or time.monotonic() > until):
                 continue
             ahead, back = _block_products(bench, width, rows, torch.bfloat16)
             forward.append(FlopRate(width, rows, bench.rate(ahead, flops)))

@@ -54,7 +54,10 @@ from megatrain.planning.measure import (
     shapes_for,
 )
 from megatrain.planning.profile import MachineProfile
+from megatrain.trainer.trial_steps import calibrated
 
+ENOUGH_S = 25.0
+"""After so long, on a machine that is slow or busy, what refines figures is left out."""
 NEEDED_BYTES = 2 << 30
 """Host memory that the measurements take at most, all of them together."""
 PARAMS = 24 << 20
@@ -88,7 +91,7 @@ def examine(folder: Path, say: Say) -> Examination:
         raise DoesNotFit(
             f"host memory: the measurements need {gib(NEEDED_BYTES)}, {gib(usable)} are free"
         )
-    profile, kernel = _measured(facts, usable, folder, say)
+    profile, kernel = _measured(facts, usable, folder, say, begin + ENOUGH_S)
     found = Examination(
         facts=facts,
         profile=profile,
@@ -115,7 +118,7 @@ def _measured(facts: HostFacts, usable: int, folder: Path, say: Say) -> tuple[Ma
         warnings.simplefilter("always")  # the device says so where it cannot pin
         copies = copy_rates(copying, num_bytes=COPY_BYTES, stream=subject.stream)
     say("products")
-    forward, backward = product_rates(bench, widths, tokens)
+    forward, backward = product_rates(bench, widths, tokens, until=until)
     best = max(point.flops for point in forward)
     say("attention and element-wise work")
     attention = attention_share(bench, best, heads=widths[-1] // 64, length=1024)
@@ -146,6 +149,9 @@ def _measured(facts: HostFacts, usable: int, folder: Path, say: Say) -> tuple[Ma
         compute_cores=0.0 if own_memory else float(torch.get_num_threads()),
         update_cores=float(update_cores),
     )
+    if profile.unified and time.monotonic() < until:
+        say("trial steps")
+        profile = calibrated(profile)
     say(f"disk, in {folder}")
     return _with_disk(profile, folder), kernel.description
 
