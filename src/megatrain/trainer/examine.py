@@ -107,7 +107,9 @@ def examine(folder: Path, say: Say) -> Examination:
     return found
 
 
-def _measured(facts: HostFacts, usable: int, folder: Path, say: Say) -> tuple[MachineProfile, str]:
+def _measured(
+    facts: HostFacts, usable: int, folder: Path, say: Say, until: float
+) -> tuple[MachineProfile, str]:
     subject = _subject()
     own_memory = subject.device.own_memory
     bench = Bench(place=subject.place, synchronize=subject.device.synchronize)
