@@ -2,8 +2,8 @@
 
     python docs/console.py
 
-A line of three dots stands for lines that are left out; of the lines that are kept beside it, each is
-found again by its first word. tests/test_console_docs.py holds the pages to the commands.
+A line of three dots stands for lines that are left out; the lines kept beside it are each
+found again by their first word. tests/test_console_docs.py holds the pages to the commands.
 """
 
 from __future__ import annotations
