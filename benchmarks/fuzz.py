@@ -521,6 +521,7 @@ def _manifest_seed(files: dict[str, Any], **run: Any) -> dict[str, Any]:
         "lines": {"metrics.jsonl": 1000, "samples.jsonl": 0},
         "config": _manifest_config().model_dump(mode="json"),
         "num_updates": [[0, 7], [1, 7]],
+        "micro_batch_tokens": 8192,
     }
     written = Manifest(step=7, files={}, model=_HASH, training=training).to_bytes()
     fields: dict[str, Any] = json.loads(written) | {"files": files}

@@ -68,6 +68,8 @@ def test_a_refusal_names_what_would_fit(path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_trainer_refuses_before_it_loads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatrain.trainer.loop.load_model", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(
+        "megatrain.trainer.opening.load_model", lambda *_, **__: pytest.fail("loaded")
+    )
     with pytest.raises(DoesNotFit, match=r"memory\.ram allows"):
         Trainer(capped(path, resident_bytes() // 2))

@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatrain.errors import MegaTrainError
+from megatrain.numbers import count, duration, figure, size
 from megatrain.planning.host_facts import HostFacts, host_facts, profile_path
 from megatrain.planning.profile import MachineProfile
-from megatrain.report.numbers import count, duration, figure, size
 
 BYTES_PER_PARAM = 14
 """bf16 weights, the rest of the fp32 master, two moments, and gradients that wait for the norm."""

@@ -19,6 +19,7 @@ from typing import Any
 from megatrain.config.quantities import read_bytes, read_number, read_tokens
 from megatrain.errors import ConfigError
 from megatrain.memory.host import free_bytes
+from megatrain.numbers import duration, figure, size
 from megatrain.planning.asked_models import find_shape
 from megatrain.planning.doctor import kept_examination
 from megatrain.planning.plan import Plan, make_plan
@@ -26,7 +27,6 @@ from megatrain.planning.profile import MachineProfile
 from megatrain.planning.reference_machines import find_machine
 from megatrain.planning.search import shortfalls
 from megatrain.planning.workload import Workload
-from megatrain.report.numbers import duration, figure, size
 
 BATCH_TOKENS = 131072
 """As in a config that does not say (train.batch_tokens)."""

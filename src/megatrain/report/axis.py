@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median_low
 
-from megatrain.report.numbers import figure
+from megatrain.numbers import figure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

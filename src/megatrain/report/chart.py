@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from megatrain.numbers import count, figure
 from megatrain.report.axis import Axis, step_axis, value_axis
 from megatrain.report.markup import Html, join, tag
-from megatrain.report.numbers import count, figure
 from megatrain.report.thinning import Point, pieces, thinned
 
 WIDTH, HEIGHT = 1000, 400

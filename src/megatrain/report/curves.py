@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatrain.numbers import count, figure
 from megatrain.report.chart import Line, line_chart
 from megatrain.report.markup import Html, join, tag
-from megatrain.report.numbers import count, figure
 from megatrain.report.run_folder import Run
 from megatrain.report.thinning import FEW, averaged, smoothed
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from megatrain.numbers import percent, size
 from megatrain.report.markup import Html, join, tag
-from megatrain.report.numbers import percent, size
 from megatrain.report.run_folder import LedgerLine, Run
 from megatrain.report.tables import table
 

@@ -6,10 +6,10 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from megatrain.numbers import duration, percent
 from megatrain.report.axis import step_axis, value_axis
 from megatrain.report.chart import frame, legend, path
 from megatrain.report.markup import Html, join, tag
-from megatrain.report.numbers import duration, percent
 from megatrain.report.run_folder import Run
 from megatrain.report.thinning import averaged
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from megatrain.numbers import count, duration, figure, percent
 from megatrain.report.markup import Html, join, tag
-from megatrain.report.numbers import count, duration, figure, percent
 from megatrain.report.run_folder import Run
 from megatrain.report.split import split_shares
 from megatrain.report.tables import facts_table

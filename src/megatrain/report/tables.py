@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from megatrain.numbers import count, duration, figure, size
 from megatrain.report.markup import Html, join, shortened, tag
-from megatrain.report.numbers import count, duration, figure, size
 from megatrain.report.run_folder import Run, number
 
 _MOST_CHARACTERS = 300

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatrain.numbers import duration, percent
 from megatrain.report.axis import Axis
 from megatrain.report.chart import legend, x_label
 from megatrain.report.markup import Html, join, tag
-from megatrain.report.numbers import duration, percent
 from megatrain.report.run_folder import Run, Span
 
 _WIDTH, _ROW = 2000, 100

@@ -23,16 +23,16 @@ from typing import Any
 
 import torch
 
-from megatrain.disk.files import (
+from megatrain.disk.direct import (
+    CHUNK_BYTES,
     PAGE,
     DirectReader,
     DirectWriter,
+    WriteQueue,
     aligned_buffer,
-    make_folder,
-    remove,
-    write_file,
 )
 from megatrain.errors import DeviceFull, DoesNotFit
+from megatrain.files import make_folder, remove, write_file
 from megatrain.memory.arena import map_arena
 from megatrain.memory.host import free_bytes
 from megatrain.memory.ledger import gib
@@ -208,13 +208,11 @@ def _with_disk(profile: MachineProfile, folder: Path) -> MachineProfile:
     path = folder / f".megatrain-doctor-{secrets.token_hex(4)}"
     try:
         begin = time.perf_counter()
-        with DirectWriter(path, DISK_BYTES) as writer:
-            written = 0
-            while written < DISK_BYTES:
-                space = writer.space()
-                space.fill_(written % 251)  # zeros may never reach a disk that compresses
-                writer.filled(len(space))
-                written += len(space)
+        with WriteQueue() as carrier, DirectWriter(path, DISK_BYTES, carrier) as writer:
+            # Not zeros: they may never reach a disk that compresses.
+            piece = torch.arange(CHUNK_BYTES, dtype=torch.int32).view(torch.uint8)[:CHUNK_BYTES]
+            for start in range(0, DISK_BYTES, CHUNK_BYTES):
+                writer.write(piece[: min(CHUNK_BYTES, DISK_BYTES - start)])
             writer.finish()
         write_s = time.perf_counter() - begin
         read_s = _read_seconds(path)

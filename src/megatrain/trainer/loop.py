@@ -25,31 +25,27 @@ from types import TracebackType
 from typing import Any, Self
 
 from megatrain.config import Config, dump_config
-from megatrain.disk.hf import HostModel, load_model
-from megatrain.disk.retention import clear_unfinished
-from megatrain.errors import DiskError, Interrupted, NonFiniteStep, RunFolderError
-from megatrain.memory.host import resident_bytes
-from megatrain.memory.store import WITH_CLIP, WITHOUT_CLIP
+from megatrain.errors import DiskError, Interrupted, NonFiniteStep
 from megatrain.trainer.assembly import learning_rate, make_engine
-from megatrain.trainer.checkpoints import FOLDER, Checkpoints
+from megatrain.trainer.checkpoints import Checkpoints
 from megatrain.trainer.dataset import (
-    TrainingData,
-    load_tokenizer,
     mean_loss,
-    open_data,
 )
-from megatrain.trainer.host_memory import check_ram
 from megatrain.trainer.interrupts import Interrupts
 from megatrain.trainer.live import Live
 from megatrain.trainer.memory_plan import memory_plan
-from megatrain.trainer.resolve import Resolved, open_device, resolve
+from megatrain.trainer.opening import open_run
+from megatrain.trainer.planned import facts, predicted_against_measured
 from megatrain.trainer.resumption import Resumed, resume
 from megatrain.trainer.run_folder import RunFolder, machine_facts
 from megatrain.trainer.run_state import Outcome, RunState, perplexity
 from megatrain.trainer.samples import written_texts
-from megatrain.trainer.sinks import Sinks, check_sinks
+from megatrain.trainer.sinks import Sinks
 from megatrain.trainer.step_time import step_metrics, step_split
 
+UNMEASURED = (
+    "auto by simple rules; `megatrain doctor` measures this machine, and then it is planned"
+)
 TRACED_STEP = 3
 """The first ones warm up."""
 MOST_ROLLBACKS = 3
@@ -78,34 +74,11 @@ class Trainer:
 
     def _open(self, wants_resume: bool) -> None:
         config, folder = self.config, self.folder
-        if folder.has_run and not wants_resume:
-            raise RunFolderError(
-                f"{folder.path}: holds a run already. Go on with it by --resume, give save.dir "
-                "another folder, or remove it."
-            )
-        check_sinks(config.log.to)
-        self.device, name = open_device(config)
-        self.resolved: Resolved = resolve(config, self.device, name)
-        self._base_bytes = resident_bytes()
-        check_ram(config)
-        clear_unfinished(folder.path / FOLDER)
-        kinds = WITH_CLIP if self.resolved.update == "late" else WITHOUT_CLIP
-        resumed = resume(folder.path / FOLDER, config, kinds) if wants_resume else None
-        source = config.model.name_or_path if resumed is None else resumed.home.source
-        self.tokenizer = load_tokenizer(source)
-        self.data: TrainingData = open_data(config, self.tokenizer, self.resolved)
+        opened = open_run(config, folder, resumes=wants_resume)
+        self.device, self.resolved, self.plan = opened.device, opened.resolved, opened.plan
+        self.tokenizer, self.data, self.home = opened.tokenizer, opened.data, opened.home
+        self._base_bytes = opened.base_bytes
         self.num_steps = config.train.steps or self.data.steps_of(config.train.epochs or 1.0)
-        self.home: HostModel = (
-            resumed.home
-            if resumed is not None
-            else load_model(
-                source,
-                dtype=config.model.dtype,
-                kinds=kinds,
-                frozen=config.model.frozen,
-                attn=None if config.model.attn == "auto" else config.model.attn,
-            )
-        )
         self._rate = learning_rate(config, self.num_steps)
         self.engine = make_engine(config, self.resolved, self.home, self.device, self._rate)
         self.checkpoints = Checkpoints(
@@ -118,9 +91,10 @@ class Trainer:
         self.state = RunState()
         self._notes: list[str] = []
         self._rollbacks: list[int] = []
+        self._step_seconds: list[float] = []
         self._said_trouble: str | None = None
         self._best_is_new = False
-        self._take_up(resumed)
+        self._take_up(opened.resumed)
         folder.write("config.yaml", dump_config(config))
         folder.write_json("machine.json", machine_facts())
         folder.write_json("data_card.json", self.data.card)
@@ -156,6 +130,7 @@ class Trainer:
         ):
             self._live = live
             live.say(self._opening())
+            live.say(str(self.plan) if self.plan else UNMEASURED)
             for note in self._notes:
                 live.say(note)
             self.interrupts.patient = True
@@ -170,6 +145,8 @@ class Trainer:
             self._save_at_end()
             self.interrupts.patient = False
             self._if_possible(self._write_plan)
+            if self.plan is not None and self._step_seconds:
+                live.say(predicted_against_measured(self.plan, self._step_seconds))
             self._tell_trouble()
         return Outcome(
             num_steps=state.step,
@@ -237,6 +214,7 @@ class Trainer:
         trace.spans.clear()
         result = self.engine.step(batch)
         seconds = time.monotonic() - began
+        self._step_seconds.append(seconds - data_seconds)
         if step == min(TRACED_STEP, self.num_steps):
             self._if_possible(lambda: self.engine.write_trace(self.folder.path / "trace.json"))
         split = step_split(trace, seconds, data_seconds)
@@ -291,6 +269,7 @@ class Trainer:
                 "data": self.data.state(),
                 "lines": lines,
                 "config": self.config.model_dump(mode="json"),
+                "micro_batch_tokens": self.resolved.micro_batch_tokens,
             },
         )
 
@@ -383,7 +362,8 @@ class Trainer:
         )
 
     def _write_plan(self) -> None:
-        plan = memory_plan(self.home.store, self.device, self._base_bytes, self.resolved)
+        planned = {} if self.plan is None else facts(self.plan, self._step_seconds)
+        plan = memory_plan(self.home.store, self.device, self._base_bytes, self.resolved, planned)
         self.folder.write_json("plan.json", plan)
 
     def __enter__(self) -> Self:

@@ -12,9 +12,12 @@ from megatrain.trainer.resolve import Resolved
 
 
 def memory_plan(
-    store: Store, device: Device, base_bytes: int, resolved: Resolved
+    store: Store, device: Device, base_bytes: int, resolved: Resolved, planned: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the ledger, line by line, what was measured until now, and the settings."""
+    """Return the ledger, line by line, what was measured until now, and the settings.
+
+    `planned` is what a plan says, if there is one; its ledger has working memory too.
+    """
     base = Line(place="host", purpose="Python and libraries", num_bytes=base_bytes)
     ledger = Ledger([base]) + store_ledger(store.layout, store.kinds)
     lines = [
@@ -25,4 +28,4 @@ def memory_plan(
         "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
         "device_peak_bytes": device.peak_bytes,
     }
-    return {"ledger": lines, "measured": measured, "settings": resolved.facts()}
+    return {"ledger": lines, "measured": measured, "settings": resolved.facts()} | planned

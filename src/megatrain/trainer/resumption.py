@@ -42,6 +42,7 @@ class Known:
     data: dict[str, Any]
     lines: dict[str, int]
     """How long the step's files were."""
+    micro_batch_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +111,7 @@ def known_of(manifest: Manifest) -> Known:
                 **{name: as_count(training["data"][name]) for name in ("epoch", "window", "row")},
             },
             lines={str(name): as_count(size) for name, size in training["lines"].items()},
+            micro_batch_tokens=as_count(training["micro_batch_tokens"]),
         )
         if state.step != manifest.step:
             raise ValueError(f"step {state.step} of a run in a checkpoint of step {manifest.step}")

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatrain.numbers import count, duration, figure, percent, size
 from megatrain.report.axis import Axis, step_axis, value_axis
-from megatrain.report.numbers import count, duration, figure, percent, size
 
 SANE = st.floats(-1e200, 1e200).map(lambda value: 0.0 if abs(value) < 1e-200 else value)
 

@@ -1,0 +1,90 @@
+"""All that a run needs before its first step, opened in the order in which it can fail cheaply."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatrain.config import Config
+from megatrain.disk.hf import HostModel, load_model
+from megatrain.disk.retention import clear_unfinished
+from megatrain.errors import RunFolderError
+from megatrain.memory.host import resident_bytes
+from megatrain.memory.store import WITH_CLIP, WITHOUT_CLIP
+from megatrain.pipeline.device import Device
+from megatrain.planning.plan import Plan
+from megatrain.trainer.checkpoints import FOLDER
+from megatrain.trainer.dataset import TrainingData, load_tokenizer, open_data
+from megatrain.trainer.host_memory import check_ram
+from megatrain.trainer.planned import plan_run, resolved_by
+from megatrain.trainer.resolve import Resolved, open_device, resolve
+from megatrain.trainer.resumption import Resumed, resume
+from megatrain.trainer.run_folder import RunFolder
+from megatrain.trainer.sinks import check_sinks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A device, data and a model, and how they will be used."""
+
+    device: Device
+    resolved: Resolved
+    plan: Plan | None
+    """None: this machine was never measured, or the run goes on as it began."""
+    tokenizer: Any
+    data: TrainingData
+    home: HostModel
+    resumed: Resumed | None
+    base_bytes: int
+    """What the process held before its model."""
+
+
+def open_run(config: Config, folder: RunFolder, *, resumes: bool) -> Opened:
+    """Open what the config names; with `resumes` the newest whole checkpoint, if there is one."""
+    if folder.has_run and not resumes:
+        raise RunFolderError(
+            f"{folder.path}: holds a run already. Go on with it by --resume, give save.dir "
+            "another folder, or remove it."
+        )
+    check_sinks(config.log.to)
+    device, name = open_device(config)
+    resolved = resolve(config, device, name)
+    base_bytes = resident_bytes()
+    clear_unfinished(folder.path / FOLDER)
+    kinds = WITH_CLIP if resolved.update == "late" else WITHOUT_CLIP
+    resumed = resume(folder.path / FOLDER, config, kinds) if resumes else None
+    source = config.model.name_or_path if resumed is None else resumed.home.source
+    tokenizer = load_tokenizer(source)
+    plan = None
+    if resumed is None:
+        check_ram(config)
+        plan = plan_run(config, device, resolved.update)
+        resolved = resolved if plan is None else resolved_by(plan, resolved)
+    elif isinstance(config.train.micro_batch_tokens, str):  # others would give other bits
+        resolved = replace(resolved, micro_batch_tokens=resumed.known.micro_batch_tokens)
+    data = open_data(config, tokenizer, resolved)
+    try:
+        home = (
+            resumed.home
+            if resumed is not None
+            else load_model(
+                source,
+                dtype=config.model.dtype,
+                kinds=kinds,
+                frozen=config.model.frozen,
+                attn=None if config.model.attn == "auto" else config.model.attn,
+            )
+        )
+    except BaseException:
+        data.close()
+        raise
+    return Opened(
+        device=device,
+        resolved=resolved,
+        plan=plan,
+        tokenizer=tokenizer,
+        data=data,
+        home=home,
+        resumed=resumed,
+        base_bytes=base_bytes,
+    )
