@@ -22,7 +22,7 @@ from benchmarks.plan import Configuration, plain_profile
 from megatrain.pipeline.lanes import Lane
 from megatrain.pipeline.ops import LANES, Op, OpKind
 from megatrain.pipeline.trace import Trace
-from megatrain.planning.fit import fitted
+from megatrain.planning.fit import fitted, merged
 from megatrain.planning.plan import make_plan
 from megatrain.planning.profile import MachineProfile
 from megatrain.planning.search import Fixed
@@ -254,13 +254,24 @@ def _grids() -> list[tuple[Case, list[Configuration]]]:
             replace(small, rows=rows, num_micro=4 // rows, slots=slots, tape=tape)
             for rows, slots, tape in itertools.product((1, 2, 4), (2, 6), tapes)
         ]
-        found.append((Case(configuration=small, slow=slow, slow_s=SLOW_S / 2), ways))
+        found.append(
+            (
+                Case(
+                    configuration=small,
+                    slow=slow,
+                    slow_s=SLOW_S / 2 if slow == "compute" else 2 * SLOW_S,
+                ),
+                ways,
+            )
+        )
     return found
 
 
 def _chosen(case: Case, grid: list[Configuration]) -> Configuration:
     """Return what the planner would take, of the grid's settings."""
-    profile = case.calibrated().changed(ram_bytes=1 << 40, device_bytes=1 << 30)
+    large = replace(case, configuration=replace(case.configuration, rows=4))
+    profiles = [large.calibrated(), case.calibrated()]  # small ops mostly cost a start
+    profile = merged(profiles).changed(ram_bytes=1 << 40, device_bytes=1 << 30)
     workload = replace(case.configuration.workload, step_tokens=4 * case.configuration.length)
     plan = make_plan(profile, workload, Fixed(chunk_tokens=4096, gather_embedding=False))
     settings = plan.settings
