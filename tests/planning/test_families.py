@@ -67,7 +67,16 @@ def test_a_config_of_several_parts_is_taken_for_its_text() -> None:
     assert shape_from_config(outer) == shape_from_config(fields)
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_norms_of_queries_and_keys_that_a_config_asks_for(asked: bool) -> None:
+    fields = KNOWN["glm 4.5"] | {"use_qk_norm": asked}
+    config = parse_config(json.dumps(fields).encode())
+    require_equal(shape_from_config(fields), shape_of(build_decoder(config, "bf16")))
+
+
 def test_what_is_not_known_is_said() -> None:
+    with pytest.raises(ModelConfigError, match="1000000000 layers"):
+        shape_from_config(KNOWN["llama 3.1"] | {"num_hidden_layers": 10**9})
     with pytest.raises(ModelConfigError, match=r"'jamba': its tensors are not known .* llama"):
         shape_from_config({"model_type": "jamba"})
     with pytest.raises(ModelConfigError, match=r"config of a llama: dimension missing.*vocab_size"):

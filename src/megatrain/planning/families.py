@@ -36,6 +36,8 @@ class Family:
     norm_bias: bool = False
     qk_norm: Literal["", "head", "full"] = ""
     """Norms of queries and keys: as wide as a head, or as all heads."""
+    qk_norm_asked: bool = False
+    """Only if the config has `use_qk_norm`."""
     qkv_bias: bool = False
     o_bias: bool = False
     attention_bias: bool = False
@@ -90,12 +92,17 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v2": replace(_PLAIN, moe="after", mla=True),
     "deepseek_v3": replace(_PLAIN, moe="after", mla=True),
     "glm4": replace(_PLAIN, norms=4, attention_bias=True, fused_mlp=True),
-    "glm4_moe": replace(_PLAIN, attention_bias=True, moe="after"),
+    "glm4_moe": replace(
+        _PLAIN, qk_norm="head", qk_norm_asked=True, attention_bias=True, moe="after"
+    ),
     "olmo2": replace(_PLAIN, qk_norm="full", attention_bias=True, attention_bias_o=True),
     "olmo3": replace(_PLAIN, qk_norm="full", attention_bias=True, attention_bias_o=True),
     "smollm3": replace(_PLAIN, tied=True, attention_bias=True, attention_bias_o=True),
     "granite": replace(_PLAIN, attention_bias=True, attention_bias_o=True),
-    "cohere": replace(_PLAIN, norms=1, tied=True, attention_bias=True, attention_bias_o=True),
+    "cohere": replace(
+        _PLAIN, norms=1, qk_norm="full", qk_norm_asked=True, tied=True, attention_bias=True,
+        attention_bias_o=True,
+    ),
     "cohere2": replace(_PLAIN, norms=1, tied=True, attention_bias=True, attention_bias_o=True),
     "starcoder2": replace(
         _PLAIN, norm_bias=True, qkv_bias=True, o_bias=True, mlp_bias=True, gated=False, tied=True
@@ -109,6 +116,7 @@ FAMILIES: dict[str, Family] = {
         _PLAIN, attention_bias=True, attention_bias_o=True, moe="every"
     ),
 }  # fmt: skip
+_MAX_LAYERS = 256
 ALIASES = {"kimi_k2": "deepseek_v3"}
 """Names that transformers does not know of families that it does."""
 
@@ -140,6 +148,8 @@ def shape_from_config(fields: Mapping[str, Any], name: str = "") -> ModelShape:
 def _shape(facts: dict[str, Any], family: Family, name: str) -> ModelShape:
     hidden, vocab = int(facts["hidden_size"]), int(facts["vocab_size"])
     num_layers = int(facts["num_hidden_layers"])
+    if not (0 < num_layers <= _MAX_LAYERS and min(hidden, vocab) > 0):
+        raise ValueError(f"{num_layers} layers of width {hidden}, {vocab} tokens")
     tied = bool(facts.get("tie_word_embeddings", family.tied))
     structures: list[BlockShape] = []
     kinds = []
@@ -217,7 +227,7 @@ def _attention(facts: dict[str, Any], family: Family) -> Iterator[TensorShape]:
     yield from _linear("self_attn.o_proj", hidden, queries, o_bias)
     if family.sinks:
         yield TensorShape(name="self_attn.sinks", shape=(shape.heads,))
-    if family.qk_norm and facts.get("use_qk_norm", True):
+    if family.qk_norm and facts.get("use_qk_norm", not family.qk_norm_asked):
         full = family.qk_norm == "full"
         for letter, width in (("q", queries), ("k", keys)):
             size = width if full else shape.head_dim

@@ -61,8 +61,12 @@ def find_fixes(profile: MachineProfile, workload: Workload, fixed: Fixed) -> tup
         for first, second in itertools.permutations(_kinds(), 2):
             for one in first(start):
                 found += [fix for fix in second(one) if _fits(fix, fixed)]
-    unique = {frozenset(fix.text.split("; ")): fix for fix in sorted(found, key=_order)[::-1]}
-    return tuple(sorted(unique.values(), key=_order)[:MOST])
+    chosen: dict[frozenset[str], Fix] = {}
+    for fix in sorted(found, key=_order):
+        parts = frozenset(fix.text.split("; "))
+        if not any(known <= parts for known in chosen):  # more of what is enough already is no fix
+            chosen[parts] = fix
+    return tuple(chosen.values())[:MOST]
 
 
 def _order(fix: Fix) -> tuple[float, str]:
@@ -76,6 +80,7 @@ def _fits(fix: Fix, fixed: Fixed) -> bool:
 
 def _kinds() -> list[_Maker]:
     return [
+        _shorter_steps,
         _without_clipping,
         _in_bf16,
         _with_frozen_tables,
@@ -94,6 +99,21 @@ def _then(before: Fix, text: str, cost: float, **changes: object) -> Fix:
     """Return the fix that does `before` and then this."""
     joined = f"{before.text}; {text}" if before.text else text
     return replace(before, text=joined, cost=before.cost + cost, **changes)  # type: ignore[arg-type]
+
+
+def _shorter_steps(start: Fix) -> Iterator[Fix]:
+    """Offer the longest step, of half the tokens or less, whose tape fits the host."""
+    workload, tokens = start.workload, start.workload.step_tokens // 2
+    while tokens >= workload.sequence:
+        shorter = replace(workload, step_tokens=tokens)
+        search = Search(start.profile, shorter)
+        ledger = predicted_ledger(start.profile, shorter, search.smallest())
+        if "host" not in shortfalls(start.profile, ledger):
+            saved = _needed(start, "host") - ledger.total("host")
+            text = f"train.batch_tokens: {tokens} (now {workload.step_tokens}, -{gib(saved)} host)"
+            yield _then(start, text, 0.8, workload=shorter)
+            return
+        tokens //= 2
 
 
 def _without_clipping(start: Fix) -> Iterator[Fix]:

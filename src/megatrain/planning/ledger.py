@@ -61,12 +61,12 @@ def _moved(line: Line) -> Line:
 
 def store_lines(model: ModelShape, dtype: Dtype, update: str) -> Iterator[Line]:
     """Yield the arenas of the store."""
+    counted = [(count, _elements(block, dtype)) for block, count in _counted(model)]
     for purpose, (low, full, frozen) in _ARENAS.items():
         if purpose == "gradients (grad)" and update == "in_backward":
             continue
         total = 0
-        for block, count in _counted(model):
-            num_low, num_full, frozen_bytes = _elements(block, dtype)
+        for count, (num_low, num_full, frozen_bytes) in counted:
             total += count * _pages(low * num_low + full * num_full + frozen * frozen_bytes)
         yield Line(place="host", purpose=purpose, num_bytes=total)
 
@@ -159,7 +159,8 @@ def _slot_bytes(workload: Workload, settings: Settings) -> dict[str, float]:
         rows = min(model.vocab, workload.step_tokens) * model.hidden * _width(dtype)
     else:
         slots += model.embedding.weight_bytes(dtype)
-    gradients = max(block.gradient_bytes(dtype) for block in model.blocks)
+    kinds = (model.embedding, *model.structures, model.head)
+    gradients = max(block.gradient_bytes(dtype) for block in kinds)
     taped = [-(-size // TAPE_ALIGNMENT) * TAPE_ALIGNMENT for size in _taped(workload, settings)]
     on_host = settings.tape == "host"
     tape = settings.num_tape_slots * max(taped) if on_host else model.num_layers * sum(taped)
@@ -216,7 +217,7 @@ def working_bytes(workload: Workload, settings: Settings, *, widens: bool = Fals
     if widens:
         moments += _widening_moments(workload, settings, tokens)
     others = (sum(sizes) - tokens) * model.hidden * width
-    return max(moments) + others + sum(_given_bytes(workload, size) for size in sizes)
+    return max(moments) + others + _all_given_bytes(workload, sizes)
 
 
 def moment_bytes(op: Op, workload: Workload, settings: Settings) -> float:
@@ -225,7 +226,7 @@ def moment_bytes(op: Op, workload: Workload, settings: Settings) -> float:
     sizes = workload.micro_sizes(settings.micro_tokens)
     tokens = sizes[op.micro or 0]
     states = (sum(sizes) - tokens) * model.hidden * width
-    given = sum(_given_bytes(workload, size) for size in sizes)
+    given = _all_given_bytes(workload, sizes)
     block = model.blocks[op.block or 0]
     if op.kind is OpKind.HEAD:
         return states + given + _head_bytes(workload, settings, tokens)
@@ -251,6 +252,11 @@ def _widening_moments(workload: Workload, settings: Settings, tokens: int) -> It
     for layer in model.structures if several else ():
         largest = max(tensor.num_elements for tensor in layer.tensors)
         yield rows + layer.gradient_bytes(workload.dtype) + 4 * largest
+
+
+def _all_given_bytes(workload: Workload, sizes: list[int]) -> float:
+    """Return what all micro-batches keep; few of them differ in size."""
+    return sum(sizes.count(size) * _given_bytes(workload, size) for size in set(sizes))
 
 
 def _given_bytes(workload: Workload, tokens: int) -> float:

@@ -47,6 +47,7 @@ class Plan:
     settings: Settings
     ledger: Ledger
     simulation: Simulation
+    """Of a plan that does not fit: of a few layers."""
     fits: bool
     reasons: dict[str, str]
     """By setting."""
@@ -75,7 +76,6 @@ class Plan:
 
     def facts(self) -> dict[str, Any]:
         """Return the plan as plain values, for plan.json."""
-        simulation = self.simulation
         return {
             "model": self.workload.model.name,
             "machine": self.profile.name,
@@ -86,15 +86,19 @@ class Plan:
                 {"place": line.place, "purpose": line.purpose, "num_bytes": line.num_bytes}
                 for line in self.ledger.lines
             ],
-            "predicted": {
-                "step_s": simulation.step_s,
-                "tokens_per_s": simulation.tokens_per_s,
-                "bottleneck": simulation.bottleneck,
-                "busy": simulation.busy_shares,
-                "chain_s": simulation.chain,
-            },
+            "predicted": self._predicted() if self.fits else None,
             "lever": self.lever,
             "fixes": [fix.text for fix in self.fixes],
+        }
+
+    def _predicted(self) -> dict[str, Any]:
+        simulation = self.simulation
+        return {
+            "step_s": simulation.step_s,
+            "tokens_per_s": simulation.tokens_per_s,
+            "bottleneck": simulation.bottleneck,
+            "busy": simulation.busy_shares,
+            "chain_s": simulation.chain,
         }
 
     def __str__(self) -> str:
@@ -118,12 +122,14 @@ class Plan:
 
     def _memory(self) -> list[str]:
         has = {"host": self.profile.ram_bytes, "device": self.profile.device_bytes}
+        missing = shortfalls(self.profile, self.ledger)
         rows = []
         for place in dict.fromkeys(line.place for line in self.ledger.lines):
             if place == "pinned":
                 continue
-            free = f"of {gib(has[place])}" if has.get(place) else ""
-            rows.append(f"{place:10}{gib(self.ledger.total(place)):>12} {free}")
+            free = f" of {gib(has[place])}" if has.get(place) else ""
+            short = f", {gib(missing[place])} short" if place in missing else ""
+            rows.append(f"{place:10}{gib(self.ledger.total(place)):>12}{free}{short}")
             lines = [line for line in self.ledger.lines if line.place == place]
             for line in sorted(lines, key=lambda line: -line.num_bytes):
                 rows.append(f"  {line.purpose:28}{gib(line.num_bytes):>12}")
@@ -153,7 +159,9 @@ def make_plan(profile: MachineProfile, workload: Workload, fixed: Fixed | None =
     best = search.best()
     settings = search.smallest() if best is None else best.settings
     ledger = predicted_ledger(profile, workload, settings)
-    simulation = simulate(effective_profile(profile, ledger), workload, settings)
+    # Nobody asks how fast what does not fit would be: few layers are played then.
+    played = search.few if best is None else workload
+    simulation = simulate(effective_profile(profile, ledger), played, settings)
     return Plan(
         profile=profile,
         workload=workload,

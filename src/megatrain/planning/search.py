@@ -87,7 +87,7 @@ class Search:
     ) -> None:
         self.profile, self.workload, self.fixed = profile, workload, fixed or Fixed()
         self.tried: dict[Settings, float] = {}
-        self._few = _with_layers(workload, _FEW)
+        self.few = _with_layers(workload, _FEW)
         self._more = _with_layers(workload, _MORE)
 
     def best(self) -> Tried | None:
@@ -144,7 +144,7 @@ class Search:
         )
         if layers <= _MORE or settings.slots > _FEW:
             return simulate(profile, self.workload, settings).step_s
-        few = simulate(profile, self._few, settings).step_s
+        few = simulate(profile, self.few, settings).step_s
         more = simulate(profile, self._more, settings).step_s
         return more + (layers - _MORE) * (more - few) / (_MORE - _FEW)
 
@@ -188,8 +188,8 @@ class Search:
         if self.profile.unified:
             return False
         free = self.profile.changed(copy_in_bytes_per_s=1e3 * self.profile.copy_in_bytes_per_s)
-        here = simulate(self.profile, self._few, settings).step_s
-        return simulate(free, self._few, settings).step_s < here * _WORTH
+        here = simulate(self.profile, self.few, settings).step_s
+        return simulate(free, self.few, settings).step_s < here * _WORTH
 
     @property
     def _may_gather(self) -> bool:
