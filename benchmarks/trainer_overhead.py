@@ -1,9 +1,9 @@
 """What the trainer adds to a step: `python -m benchmarks.step --trainer`.
 
 A run of the trainer and a bare engine, each with a Llama of 58M random parameters of its own, take
-turns on the same batches: whenever the loop's engine is done with a step, the bare one takes it
-too. A cycle of the loop is all from the end of the bare step to the end of its own next one:
-metrics, their lines in files and on the console, waiting for data, and the step itself.
+turns on the same batches: whenever the loop takes a step, the bare engine takes it too, and who
+begins alternates. A cycle of the loop is its step and all that it does between two of them: metrics,
+their lines in files and on the console, waiting for data.
 """
 
 from __future__ import annotations
@@ -68,42 +68,40 @@ class Turns:
 
     def __init__(self, engine: Engine, bare: Engine) -> None:
         self._engine, self._bare = engine, bare
-        self._began = _clocks()
-        self._cycles: list[Clocks] = []
-        self._own: list[Clocks] = []
-        self._alone: list[Clocks] = []
+        self._left = _clocks()
+        self._rounds: list[tuple[Clocks, Clocks, Clocks]] = []  # outside, the loop's step, bare
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._engine, name)
 
     def step(self, batch: Sequence[MicroBatch]) -> StepResult:
-        begin = _clocks()
-        result = self._engine.step(batch)
-        end = _clocks()
-        self._bare.step(batch)
-        bare_end = _clocks()
-        self._cycles.append(_between(self._began, end))
-        self._own.append(_between(begin, end))
-        self._alone.append(_between(end, bare_end))
-        self._began = _clocks()
-        return result
+        outside = _since(self._left)
+        spent: dict[Engine, Clocks] = {}
+        results: dict[Engine, StepResult] = {}
+        engines = [self._engine, self._bare]
+        for engine in engines if len(self._rounds) % 2 else reversed(engines):
+            begin = _clocks()
+            results[engine] = engine.step(batch)
+            spent[engine] = _since(begin)
+        self._rounds.append((outside, spent[self._engine], spent[self._bare]))
+        self._left = _clocks()
+        return results[self._engine]
 
     def figures(self) -> dict[str, object]:
         """Return medians over the rounds after the warm-up.
 
         overhead_share      seconds of a cycle that were spent outside the engine
         loop_over_engine    processor time of a cycle, other threads included, over that of the
-                            bare step that follows it: whatever else the machine does
+                            bare step: whatever else the machine does
         """
-        cycles, own, alone = (part[WARM_UP:] for part in (self._cycles, self._own, self._alone))
-        outside = [cycle[0] - step[0] for cycle, step in zip(cycles, own, strict=True)]
-        shares = [part / cycle[0] for part, cycle in zip(outside, cycles, strict=True)]
-        ratios = [cycle[1] / bare[1] for cycle, bare in zip(cycles, alone, strict=True)]
+        rounds = self._rounds[WARM_UP:]
+        shares = [out[0] / (out[0] + own[0]) for out, own, _ in rounds]
+        ratios = [(out[1] + own[1]) / bare[1] for out, own, bare in rounds]
         return {
-            "cycle_s": round(statistics.median(cycle[0] for cycle in cycles), 3),
-            "bare_s": round(statistics.median(bare[0] for bare in alone), 3),
-            "bare_cpu_s": round(statistics.median(bare[1] for bare in alone), 3),
-            "outside_ms": round(1e3 * statistics.median(outside), 2),
+            "cycle_s": round(statistics.median(out[0] + own[0] for out, own, _ in rounds), 3),
+            "bare_s": round(statistics.median(bare[0] for _, _, bare in rounds), 3),
+            "bare_cpu_s": round(statistics.median(bare[1] for _, _, bare in rounds), 3),
+            "outside_ms": round(1e3 * statistics.median(out[0] for out, _, _ in rounds), 2),
             "overhead_share": round(statistics.median(shares), 5),
             "loop_over_engine": round(statistics.median(ratios), 4),
         }
@@ -113,8 +111,9 @@ def _clocks() -> Clocks:
     return time.perf_counter(), time.process_time()
 
 
-def _between(begin: Clocks, end: Clocks) -> Clocks:
-    return end[0] - begin[0], end[1] - begin[1]
+def _since(begin: Clocks) -> Clocks:
+    now = _clocks()
+    return now[0] - begin[0], now[1] - begin[1]
 
 
 def _write_run(folder: Path, num_steps: int) -> Config:
