@@ -2,8 +2,8 @@
 
 A run of the trainer and a bare engine, each with a Llama of 58M random parameters of its own, take
 turns on the same batches: whenever the loop takes a step, the bare engine takes it too, and who
-begins alternates. A cycle of the loop is its step and all that it does between two of them: metrics,
-their lines in files and on the console, waiting for data.
+begins alternates. A cycle of the loop is its step and all that it does between two of them:
+metrics, their lines in files and on the console, waiting for data.
 """
 
 from __future__ import annotations
