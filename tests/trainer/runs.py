@@ -132,7 +132,7 @@ class StopAfter(Interrupts):
         super().__init__()
         self._step = step
 
-    @property  # type: ignore[override]
+    @property
     def reason(self) -> str | None:
         return "a test" if self.trainer.state.step >= self._step else None
 

@@ -69,7 +69,7 @@ def train_from(
         outcome = trainer.train()
         model = trainer.folder.path / "model"
         trainer.export(model)
-    report = report_on([trainer.folder.path], None)
+        report = report_on([trainer.folder.path], None)
     return (
         f"loss {outcome.first_loss:.4f} to {outcome.last_loss:.4f} in {outcome.num_steps} steps, "
         f"{outcome.total_tokens:,} tokens, {outcome.seconds:.0f} s\nmodel in {model}\n{report}"
