@@ -16,7 +16,7 @@ from typing import Any
 
 from megatrain.disk.hf import HostModel
 from megatrain.disk.parts import checkpoint_parts
-from megatrain.disk.retention import best_of, prune
+from megatrain.disk.retention import best_of, clear_unfinished, prune
 from megatrain.disk.save import require_space, save_checkpoint
 from megatrain.errors import DiskError, SnapshotLost
 from megatrain.files import point
@@ -123,7 +123,8 @@ class Checkpoints:
             raise failure
 
     def _tidy(self, newest: Path) -> list[str]:
-        """Delete what is not kept, and set the links."""
+        """Delete what is not kept, and what an earlier failure has left; set the links."""
+        clear_unfinished(self.folder)
         deleted = prune(self.folder, self._keep, keep_best=self._keep_best, newest=newest)
         point(self._run / "last", f"{FOLDER}/{newest.name}")
         best = best_of(self.folder)
