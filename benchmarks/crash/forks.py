@@ -1,0 +1,93 @@
+"""Children of a process that has imported everything: each begins at once and dies on demand.
+
+The parent must have one thread when it forks, and torch one thread for ever: a thread of the parent
+would be missing in the child, and a lock it held would stay locked.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+Tell = Callable[[str], None]
+
+
+class Child:
+    """A forked process that tells what it does, line by line; lines told before a death arrive."""
+
+    def __init__(self, work: Callable[[Tell], None], log: Path) -> None:
+        self.lines: list[str] = []
+        self.times: list[float] = []
+        """When each line was read."""
+        self.began = time.monotonic()
+        reading, writing = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(reading)
+            _work_and_exit(work, writing, log)
+        os.close(writing)
+        self._fd, self._rest = reading, b""
+        self.status: int | None = None
+
+    def follow(self, until: Callable[[str], bool], deadline: float) -> bool:
+        """Take lines until one is as wanted; False if the deadline or the end came first."""
+        while (left := deadline - time.monotonic()) > 0:
+            if not select.select([self._fd], [], [], left)[0]:
+                return False
+            data = os.read(self._fd, 65536)
+            if not data:
+                return False
+            if any(until(line) for line in self._take(data)):
+                return True
+        return False
+
+    def end(self, deadline: float) -> bool:
+        """Wait for the end; kill it if the deadline comes first. Return whether it was killed."""
+        self.follow(lambda line: False, deadline)
+        gone, status = os.waitpid(self.pid, os.WNOHANG)
+        while not gone and time.monotonic() < deadline:  # it has closed its pipe and is exiting
+            time.sleep(0.001)
+            gone, status = os.waitpid(self.pid, os.WNOHANG)
+        if not gone:
+            os.kill(self.pid, signal.SIGKILL)
+            _, status = os.waitpid(self.pid, 0)
+        while data := os.read(self._fd, 65536):
+            self._take(data)
+        os.close(self._fd)
+        self.status = status
+        return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+
+    def _take(self, data: bytes) -> list[str]:
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        lines = [line.decode() for line in whole]
+        self.lines += lines
+        self.times += [time.monotonic()] * len(lines)
+        return lines
+
+
+def _work_and_exit(work: Callable[[Tell], None], writing: int, log: Path) -> None:
+    sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(sink, 1)
+    os.dup2(sink, 2)
+    code = 1
+    try:
+        work(lambda line: _tell(writing, line))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _tell(fd: int, line: str) -> None:
+    data = line.encode() + b"\n"
+    while data:
+        data = data[os.write(fd, data) :]
