@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 Tell = Callable[[str], None]
@@ -32,18 +32,18 @@ class Child:
             os.close(reading)
             _work_and_exit(work, writing, log)
         os.close(writing)
-        self._fd, self._rest = reading, b""
+        self.fd, self._rest = reading, b""
         self.status: int | None = None
 
     def follow(self, until: Callable[[str], bool], deadline: float) -> bool:
         """Take lines until one is as wanted; False if the deadline or the end came first."""
         while (left := deadline - time.monotonic()) > 0:
-            if not select.select([self._fd], [], [], left)[0]:
+            if not select.select([self.fd], [], [], left)[0]:
                 return False
-            data = os.read(self._fd, 65536)
+            data = os.read(self.fd, 65536)
             if not data:
                 return False
-            if any(until(line) for line in self._take(data)):
+            if any(until(line) for line in self.take(data)):
                 return True
         return False
 
@@ -57,18 +57,31 @@ class Child:
         if not gone:
             os.kill(self.pid, signal.SIGKILL)
             _, status = os.waitpid(self.pid, 0)
-        while data := os.read(self._fd, 65536):
-            self._take(data)
-        os.close(self._fd)
+        while data := os.read(self.fd, 65536):
+            self.take(data)
+        os.close(self.fd)
         self.status = status
         return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
 
-    def _take(self, data: bytes) -> list[str]:
+    def take(self, data: bytes) -> list[str]:
+        """Return the lines that bytes from the pipe complete."""
         *whole, self._rest = (self._rest + data).split(b"\n")
         lines = [line.decode() for line in whole]
         self.lines += lines
         self.times += [time.monotonic()] * len(lines)
         return lines
+
+
+def gather(children: Sequence[Child]) -> Iterator[str]:
+    """Yield the lines of all children as they come, until all have ended."""
+    alive = {child.fd: child for child in children}
+    while alive:
+        for fd in select.select(list(alive), [], [])[0]:
+            data = os.read(fd, 65536)
+            if data:
+                yield from alive[fd].take(data)
+            else:
+                alive.pop(fd).end(time.monotonic() + 60)
 
 
 def _work_and_exit(work: Callable[[Tell], None], writing: int, log: Path) -> None:

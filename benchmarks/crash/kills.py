@@ -10,14 +10,19 @@ metrics and samples must be that of the run that nobody killed.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib
 import itertools
 import json
 import os
 import random
 import shutil
+import sys
+import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +30,7 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.crash.forks import Child, Tell
+from benchmarks.crash.forks import Child, Tell, gather
 from megatrain.disk.direct import as_memory
 from megatrain.disk.restore import verify
 from megatrain.disk.retention import finished
@@ -37,6 +42,8 @@ from tests.trainer.runs import Setting, config_of, lines_of, setting_of, state_o
 NUM_STEPS = 5
 NUM_SETTINGS = 12
 KILLS_PER_CHAIN = 6
+NUM_JOBS = 6
+"""Chains at a time: a run of threads waits more than it works."""
 SAVE_SHARE = 0.4
 """Of kills that wait for a save to begin."""
 SAMPLE_TOKENS = 3
@@ -44,23 +51,32 @@ SAMPLE_TOKENS = 3
 PATIENCE_S = 600.0
 
 
-def run(scratch: Path, count: int, first: int, *, tell: bool) -> dict[str, Any]:
-    """Kill `count` times; return what was found."""
+def run(
+    scratch: Path, count: int, first: int, *, tell: bool, num_jobs: int = NUM_JOBS
+) -> dict[str, Any]:
+    """Kill `count` times or some more; return what was found."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     world = World(scratch)
     began = time.monotonic()
-    number = first
-    while world.counts["kills"] < count and not world.failures:
-        world.chain(number, min(KILLS_PER_CHAIN, count - world.counts["kills"]))
-        number += 1
+    share = -(-count // num_jobs)
+    workers = [
+        Child(functools.partial(world.work, share, first + job, num_jobs), scratch / "log")
+        for job in range(num_jobs)
+    ]
+    counts: Counter[str] = Counter()
+    failures: list[str] = []
+    for line in gather(workers):
+        counts.update(json.loads(line)["counts"])
+        failures += json.loads(line)["failures"]
         if tell:
-            passed = time.monotonic() - began
-            print(f"{passed:.0f} s, chain {number}: {dict(world.counts)}", flush=True)
-    found = {key: world.counts[key] for key in ("kills", "resumes", "chains", "torn", "lost")}
-    by_phase = {key: world.counts[key] for key in sorted(world.counts) if key.startswith("in ")}
+            print(f"{time.monotonic() - began:.0f} s: {dict(counts)} {failures}", flush=True)
+    if any(worker.status != 0 for worker in workers):
+        failures.append(f"a worker died: {(scratch / 'log').read_text()[-2000:]}")
+    found = {key: counts[key] for key in ("kills", "resumes", "chains", "torn", "lost")}
+    by_phase = {key: counts[key] for key in sorted(counts) if key.startswith("in ")}
     seconds = round(time.monotonic() - began, 1)
-    return {"what": "sigkill", **found, **by_phase, "seconds": seconds, "failures": world.failures}
+    return {"what": "sigkill", **found, **by_phase, "seconds": seconds, "failures": failures}
 
 
 class World:
@@ -68,19 +84,39 @@ class World:
 
     def __init__(self, scratch: Path) -> None:
         self._scratch, self._log = scratch, scratch / "log"
-        self._life, self._save_seconds = 5.0, 0.1
+        self._life, self._save_seconds = 1.0, 0.1
         self._whole: dict[int, tuple[list[str], Path]] = {}
         self.counts: Counter[str] = Counter()
         self.failures: list[str] = []
         self._let(lambda tell: write_world(scratch))
-        # The data is then in the cache, and a run's life is that of the next.
-        self._let(lambda tell: _train(scratch, scratch / "warm", 0, tell))
+        # The data is then in the cache, and what a run imports late is here before any fork.
+        warm = self._let(lambda tell: _train(scratch, scratch / "warm", 0, tell, imports=True))
+        for line in warm.lines:
+            if line.startswith("imported "):
+                with suppress(ImportError):
+                    importlib.import_module(line.split()[1])
+        assert threading.active_count() == 1, "only a lone thread may fork"
+        for which in range(NUM_SETTINGS):
+            folder = scratch / f"whole-{which}"
+            child = self._let(functools.partial(_train, scratch, folder, which))
+            self._life = time.monotonic() - child.began
+            self._whole[which] = [line for line in child.lines if line.startswith("end ")], folder
+
+    def work(self, num_kills: int, number: int, stride: int, tell: Tell) -> None:
+        """Kill so often, in every so many-th chain from `number` on; tell of each chain."""
+        done = 0
+        while done < num_kills and not self.failures:
+            self.counts.clear()
+            self.chain(number, KILLS_PER_CHAIN)
+            done += self.counts["kills"]
+            number += stride
+            tell(json.dumps({"counts": self.counts, "failures": self.failures}))
 
     def chain(self, number: int, num_kills: int) -> None:
         """Kill one run `num_kills` times, or as often as it lives; compare its end."""
         draw = random.Random(f"chain {number}")
         which = number % NUM_SETTINGS
-        expected, whole = self._uninterrupted(which)
+        expected, whole = self._whole[which]
         folder = self._scratch / f"chain-{number}"
         acknowledged = 0
         child = None
@@ -105,7 +141,8 @@ class World:
     def _kill(self, child: Child, draw: random.Random) -> bool:
         """Kill a child at a random instant; False if it had ended before."""
         deadline = child.began + draw.random() * self._life
-        if draw.random() < SAVE_SHARE:
+        is_at_save = draw.random() < SAVE_SHARE
+        if is_at_save:
             wanted = draw.randrange(1, 3)
             seen = 0
 
@@ -119,7 +156,12 @@ class World:
         was_killed = child.end(deadline)
         self._learn(child)
         if not was_killed:
+            self._life = 0.9 * (time.monotonic() - child.began)
             return False
+        if not child.lines:
+            self._life *= (
+                1.05  # it was killed while it opened: this machine is slower than we think
+            )
         self.counts["kills"] += 1
         self.counts[f"in {_phase(child.lines)}"] += 1
         return True
@@ -166,15 +208,6 @@ class World:
         if _on_disk(folder) != _on_disk(whole):
             self._fail(number, "the last checkpoint differs")
 
-    def _uninterrupted(self, which: int) -> tuple[list[str], Path]:
-        if which not in self._whole:
-            folder = self._scratch / f"whole-{which}"
-            child = self._let(lambda tell: _train(self._scratch, folder, which, tell))
-            self._life = time.monotonic() - child.began
-            ended = [line for line in child.lines if line.startswith("end ")]
-            self._whole[which] = ended, folder
-        return self._whole[which]
-
     def _let(self, work: Any) -> Child:
         """Let a child work to its end."""
         child = Child(work, self._log)
@@ -191,7 +224,7 @@ def setting(which: int) -> Setting:
     return replace(setting_of(which), save_every=1 + which % 2, keep=1 + which // 2 % 2)
 
 
-def _train(scratch: Path, folder: Path, which: int, tell: Tell) -> None:
+def _train(scratch: Path, folder: Path, which: int, tell: Tell, imports: bool = False) -> None:
     """Train to the end, telling of each save before it begins and after it is acknowledged."""
     os.environ["MEGATRAIN_CACHE"] = str(scratch / "cache")
     vars(loop)["SAMPLE_TOKENS"] = SAMPLE_TOKENS
@@ -207,6 +240,9 @@ def _train(scratch: Path, folder: Path, which: int, tell: Tell) -> None:
         tell(f"end state {json.dumps(trainer.state.to_json())}")
         tell(f"end data {json.dumps(trainer.data.state())}")
     tell("closed")
+    if imports:
+        for name in sorted(sys.modules):
+            tell(f"imported {name}")
 
 
 def _announce(tell: Tell) -> None:

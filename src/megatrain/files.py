@@ -167,8 +167,11 @@ def remove(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its parents, durably; an existing one is fine."""
+    """Make a folder and its parents, durably; an existing one is fine, and is then durable too."""
     missing = [p for p in (path, *path.parents) if not p.exists()]
+    there = missing[-1].parent if missing else path
+    if os.access(there.parent, os.R_OK):
+        sync_folder(there.parent)  # who made it may have been killed before this
     for folder in reversed(missing):
         with suppress(FileExistsError):
             make_new_folder(folder)
