@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import PurePosixPath
 
 from benchmarks.crash.recorded import Op
@@ -29,25 +30,28 @@ class Disk:
     def __init__(self, log: Sequence[Op]) -> None:
         self.log = log
         self._made: dict[tuple[tuple[int, int], ...], bytes] = {}
-        self._folders = [_folder(op.path) for op in log]
+        self._unforced = list(self._all_unforced())
 
     def unforced(self, instant: int) -> list[int]:
         """Return the operations before an instant of which the disk may know nothing."""
-        free: dict[int, Op] = {}
-        for number, op in enumerate(self.log[:instant]):
+        return self._unforced[instant]
+
+    def _all_unforced(self) -> Iterator[list[int]]:
+        free: list[int] = []
+        yield free
+        for number, op in enumerate(self.log):
             if op.kind in NAME_OPS or op.kind in DATA_OPS:
-                free[number] = op
-            elif op.kind == "fsync":
-                free = {
-                    n: o for n, o in free.items() if not (o.kind in DATA_OPS and o.file == op.file)
-                }
-            elif op.kind == "sync_names":
-                free = {
-                    n: o
-                    for n, o in free.items()
-                    if not (o.kind in NAME_OPS and self._folders[n] == op.path)
-                }
-        return list(free)
+                free = [*free, number]
+            elif op.kind in ("fsync", "sync_names"):
+                free = [other for other in free if not self._forces(op, other)]
+            yield free
+
+    def _forces(self, op: Op, other: int) -> bool:
+        """Return whether an fsync makes another operation durable."""
+        forced = self.log[other]
+        if op.kind == "fsync":
+            return forced.kind in DATA_OPS and forced.file == op.file
+        return forced.kind in NAME_OPS and _folder(forced.path) == op.path
 
     def states(self, instant: int, most: int, draw: random.Random) -> Iterator[Files]:
         """Yield states that a power loss at an instant may leave, `most` at most, no two alike."""
@@ -118,6 +122,7 @@ class Disk:
         return length if draw.random() < 0.5 else -1
 
 
+@cache
 def _folder(path: str) -> str:
     parent = str(PurePosixPath(path).parent)
     return "" if parent == "." else parent

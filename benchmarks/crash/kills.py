@@ -49,6 +49,7 @@ SAVE_SHARE = 0.4
 SAMPLE_TOKENS = 3
 """For time is better spent on kills."""
 PATIENCE_S = 600.0
+WARM_TRIES = 6
 
 
 def run(
@@ -90,7 +91,12 @@ class World:
         self.failures: list[str] = []
         self._let(lambda tell: write_world(scratch))
         # The data is then in the cache, and what a run imports late is here before any fork.
-        warm = self._let(lambda tell: _train(scratch, scratch / "warm", 0, tell, imports=True))
+        # A chat template has 30 s to show that it ends, which a busy machine may need for Python.
+        for _ in range(WARM_TRIES):
+            warm = Child(functools.partial(_train, scratch, scratch / "warm", 0, True), self._log)
+            warm.end(time.monotonic() + PATIENCE_S)
+            if warm.status == 0:
+                break
         for line in warm.lines:
             if line.startswith("imported "):
                 with suppress(ImportError):
@@ -98,7 +104,7 @@ class World:
         assert threading.active_count() == 1, "only a lone thread may fork"
         for which in range(NUM_SETTINGS):
             folder = scratch / f"whole-{which}"
-            child = self._let(functools.partial(_train, scratch, folder, which))
+            child = self._let(functools.partial(_train, scratch, folder, which, False))
             self._life = time.monotonic() - child.began
             self._whole[which] = [line for line in child.lines if line.startswith("end ")], folder
 
@@ -136,7 +142,7 @@ class World:
             shutil.rmtree(folder)
 
     def _start(self, which: int, folder: Path) -> Child:
-        return Child(lambda tell: _train(self._scratch, folder, which, tell), self._log)
+        return Child(lambda tell: _train(self._scratch, folder, which, False, tell), self._log)
 
     def _kill(self, child: Child, draw: random.Random) -> bool:
         """Kill a child at a random instant; False if it had ended before."""
@@ -224,7 +230,7 @@ def setting(which: int) -> Setting:
     return replace(setting_of(which), save_every=1 + which % 2, keep=1 + which // 2 % 2)
 
 
-def _train(scratch: Path, folder: Path, which: int, tell: Tell, imports: bool = False) -> None:
+def _train(scratch: Path, folder: Path, which: int, imports: bool, tell: Tell) -> None:
     """Train to the end, telling of each save before it begins and after it is acknowledged."""
     os.environ["MEGATRAIN_CACHE"] = str(scratch / "cache")
     vars(loop)["SAMPLE_TOKENS"] = SAMPLE_TOKENS
