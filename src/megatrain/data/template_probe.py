@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import resource
 from collections.abc import Sequence
+from multiprocessing import connection
 from typing import Any
 
 from megatrain.data.chat_template import ChatTemplate
@@ -17,19 +18,22 @@ from megatrain.data.skipped import BadRow
 from megatrain.errors import DataError
 
 LIMIT_S = 30.0
+_START_LIMIT_S = 300.0
 _LIMIT_BYTES = 8 * 2**30
 
 
 def probe_template(tokenizer: Any, messages: Sequence[Message], limit_s: float = LIMIT_S) -> None:
-    """Render one conversation in a child; it is killed when `limit_s` have passed.
+    """Render one conversation in a child; it is killed `limit_s` after it began.
 
     Waits for the child. A template that raises is no failure here: its rows are counted later.
     Raises DataError if the child did not end by itself.
     """
-    child = multiprocessing.get_context("spawn").Process(
-        target=_render_once, args=(tokenizer, list(messages))
-    )
+    context = multiprocessing.get_context("spawn")
+    begun, begins = context.Pipe(duplex=False)
+    child = context.Process(target=_render_once, args=(tokenizer, list(messages), begins))
     child.start()
+    # On a busy machine a process may take longer to begin than a template to end.
+    connection.wait([begun, child.sentinel], _START_LIMIT_S)
     child.join(limit_s)
     if child.exitcode is None:
         child.kill()
@@ -45,7 +49,8 @@ def probe_template(tokenizer: Any, messages: Sequence[Message], limit_s: float =
         )
 
 
-def _render_once(tokenizer: Any, messages: list[Message]) -> None:
+def _render_once(tokenizer: Any, messages: list[Message], begins: connection.Connection) -> None:
+    begins.send_bytes(b"begun")
     resource.setrlimit(resource.RLIMIT_AS, (_LIMIT_BYTES, _LIMIT_BYTES))
     try:
         ChatTemplate(tokenizer).render(messages)
