@@ -1,0 +1,205 @@
+"""SIGKILL at each system call of one save, one delete and one load, by strace.
+
+A forked child waits, strace takes hold of it, and kills it as it enters its K-th call that names a
+file or uses a descriptor; K counts up until the child ends by itself. The work is done twice: on
+one thread, where K is every call in turn, and as it is, where K counts each thread's own calls.
+After each kill the checkpoint before, or the new one, must be whole, and what was acknowledged
+there; no folder with a manifest may be damaged.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from benchmarks.crash.forks import Child, Tell
+from benchmarks.crash.tiny import TinyRun, newest_whole
+from megatrain.disk import restore, save
+from megatrain.disk.direct import WriteQueue
+from megatrain.trainer.checkpoints import FOLDER
+
+CALLS = "%file,%desc"
+PATIENCE_S = 120.0
+MOST_CALLS = 2000
+
+
+def run(scratch: Path, count: int, first: int, *, tell: bool) -> dict[str, Any]:
+    """Kill at every call, or at the first `count` of each kind of work."""
+    if shutil.which("strace") is None:
+        return {"what": "strace", "skipped": "strace is not installed", "failures": []}
+    began = time.monotonic()
+    result: dict[str, Any] = {"what": "strace"}
+    counts: Counter[str] = Counter()
+    failures: list[str] = []
+    for name, work in WORKS.items():
+        for threads in (False, True):
+            sweep = Sweep(scratch, work, threads=threads)
+            killed = sweep.run(first + 1, count or MOST_CALLS)
+            result[f"{name}{', threads' if threads else ''}"] = killed
+            counts += sweep.counts
+            failures += [f"{name}: {failure}" for failure in sweep.failures]
+            if not count and killed >= MOST_CALLS:
+                failures.append(f"{name}: did not end within {MOST_CALLS} calls")
+            if tell:
+                print(f"{time.monotonic() - began:.0f} s: {result} {failures}", flush=True)
+    result |= {key: counts[key] for key in ("kills", "torn", "lost")}
+    return {**result, "seconds": round(time.monotonic() - began, 1), "failures": failures}
+
+
+class Sweep:
+    """One kind of work, killed at one call after the other."""
+
+    def __init__(self, scratch: Path, work: Callable[[TinyRun, Tell], None], threads: bool) -> None:
+        self._scratch, self._work, self._threads = scratch, work, threads
+        self._before = scratch / "before"
+        self.counts: Counter[str] = Counter()
+        self.failures: list[str] = []
+        if not self._before.exists():
+            _make_two(self._before)
+
+    def run(self, first: int, most: int) -> int:
+        """Return at how many calls the work was killed."""
+        for call in range(first, first + most):
+            if not self._kill_at(call):
+                return call - first
+        return most
+
+    def _kill_at(self, call: int) -> bool:
+        """Kill the work at a call; False if it ended before it came so far."""
+        folder = self._scratch / "run"
+        shutil.copytree(self._before, folder, symlinks=True)
+        gate, go = os.pipe()
+        child = Child(
+            functools.partial(_wait_and_work, gate, folder, self._work, self._threads),
+            self._scratch / "log",
+        )
+        os.close(gate)
+        child.follow(lambda line: line == "ready", time.monotonic() + PATIENCE_S)
+        tracer = _trace(child.pid, call)
+        os.write(go, b"g")
+        os.close(go)
+        was_killed = child.end(time.monotonic() + PATIENCE_S)
+        tracer.wait()
+        if was_killed:
+            self.counts["kills"] += 1
+        elif child.status != 0:
+            log = (self._scratch / "log").read_text()[-500:]
+            self.failures.append(f"call {call}: ended with {child.status}: {log}")
+        self._judge(call, child, folder)
+        shutil.rmtree(folder)
+        return was_killed
+
+    def _judge(self, call: int, child: Child, folder: Path) -> None:
+        newest, damaged = newest_whole(folder / FOLDER)
+        acknowledged = 3 if "saved" in child.lines else 2
+        if damaged:
+            self.counts["torn"] += 1
+            self.failures.append(f"call {call}: torn: {damaged}")
+        if newest < acknowledged or "wrong" in child.lines:
+            self.counts["lost"] += 1
+            self.failures.append(f"call {call}: {acknowledged} acknowledged, newest is {newest}")
+
+
+def _save(run: TinyRun, tell: Tell) -> None:
+    run.save()
+    tell("saved")
+
+
+def _delete(run: TinyRun, tell: Tell) -> None:
+    run.prune(keep=1)
+
+
+def _load(run: TinyRun, tell: Tell) -> None:
+    step = run.take_up()
+    tell("loaded" if run.holds(step) else "wrong")
+
+
+WORKS: dict[str, Callable[[TinyRun, Tell], None]] = {
+    "save": _save,
+    "delete": _delete,
+    "load": _load,
+}
+
+
+def _make_two(folder: Path) -> None:
+    """Make a run with checkpoints of steps 1 and 2."""
+    run = TinyRun(folder)
+    for _ in range(2):
+        run.take_step()
+        run.save()
+    run.folder.close()
+
+
+def _wait_and_work(
+    gate: int, folder: Path, work: Callable[[TinyRun, Tell], None], threads: bool, tell: Tell
+) -> None:
+    if not threads:
+        vars(save)["WriteQueue"] = _OneThreadQueue
+        vars(restore)["ThreadPoolExecutor"] = _OneThread
+    run = TinyRun(folder)
+    run.step = 2
+    run.take_step()
+    tell("ready")
+    os.read(gate, 1)
+    work(run, tell)
+    os._exit(0)
+
+
+def _trace(pid: int, call: int) -> subprocess.Popen[bytes]:
+    """Let strace kill a process at a call; return when it has hold of it."""
+    inject = f"inject={CALLS}:signal=SIGKILL:when={call}"
+    command = ["strace", "-f", "-qq", "-o", "/dev/null", "-p", str(pid), "-e", inject]
+    tracer = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + PATIENCE_S
+    while "TracerPid:\t0\n" in Path(f"/proc/{pid}/status").read_text():
+        if time.monotonic() > deadline or tracer.poll() is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            raise RuntimeError("strace cannot trace here")
+        time.sleep(0.002)
+    return tracer
+
+
+class _OneThreadQueue(WriteQueue):
+    """Does at once what it is given."""
+
+    def submit(self, work: Callable[[], None]) -> Future[None]:
+        return _done(work)
+
+
+class _OneThread:
+    """A pool without threads."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
+        return _done(functools.partial(work, *args))
+
+    def shutdown(self, **_: Any) -> None:
+        pass
+
+    def __enter__(self) -> _OneThread:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def _done(work: Callable[[], Any]) -> Future[Any]:
+    future: Future[Any] = Future()
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)
+    return future
