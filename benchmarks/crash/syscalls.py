@@ -1,8 +1,9 @@
 """SIGKILL at each system call of one save, one delete and one load, by strace.
 
-A forked child waits, strace takes hold of it, and kills it as it enters its K-th call that names a
-file or uses a descriptor; K counts up until the child ends by itself. The work is done twice: on
-one thread, where K is every call in turn, and as it is, where K counts each thread's own calls.
+A forked child waits, strace takes hold of it, and kills it as it enters a system call that names a
+file or uses a descriptor: the K-th of each name, K counting up until the child ends by itself. The
+work is done twice: on one thread, where that is every call, and as it is, where each thread counts
+its own calls.
 After each kill the checkpoint before, or the new one, must be whole, and what was acknowledged
 there; no folder with a manifest may be damaged.
 """
@@ -10,7 +11,9 @@ there; no folder with a manifest may be damaged.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -44,12 +47,10 @@ def run(scratch: Path, count: int, first: int, *, tell: bool) -> dict[str, Any]:
     for name, work in WORKS.items():
         for threads in (False, True):
             sweep = Sweep(scratch, work, threads=threads)
-            killed = sweep.run(first + 1, count or MOST_CALLS)
-            result[f"{name}{', threads' if threads else ''}"] = killed
+            key = f"{name}{', threads' if threads else ''}"
+            result[key] = sweep.run(count or MOST_CALLS)
             counts += sweep.counts
-            failures += [f"{name}: {failure}" for failure in sweep.failures]
-            if not count and killed >= MOST_CALLS:
-                failures.append(f"{name}: did not end within {MOST_CALLS} calls")
+            failures += [f"{key}: {failure}" for failure in sweep.failures]
             if tell:
                 print(f"{time.monotonic() - began:.0f} s: {result} {failures}", flush=True)
     result |= {key: counts[key] for key in ("kills", "torn", "lost")}
@@ -67,14 +68,25 @@ class Sweep:
         if not self._before.exists():
             _make_two(self._before)
 
-    def run(self, first: int, most: int) -> int:
-        """Return at how many calls the work was killed."""
-        for call in range(first, first + most):
-            if not self._kill_at(call):
-                return call - first
-        return most
+    def run(self, most: int) -> dict[str, int]:
+        """Return at how many calls of each name the work was killed, `most` of each."""
+        killed: dict[str, int] = {}
+        for name in self._names():
+            inject = f"inject={name}:signal=SIGKILL:when="
+            calls = itertools.takewhile(
+                lambda call, inject=inject: self._kill_at(f"{inject}{call}"),  # type: ignore[misc]
+                range(1, most + 1),
+            )
+            killed[name] = sum(1 for _ in calls)
+        return killed
 
-    def _kill_at(self, call: int) -> bool:
+    def _names(self) -> list[str]:
+        """Return the names of all calls that the work makes."""
+        record = self._scratch / "calls"
+        self._kill_at(f"trace={CALLS}", record)
+        return sorted(set(re.findall(r"^(?:\d+ +)?(\w+)\(", record.read_text(), re.M)))
+
+    def _kill_at(self, call: str, record: Path = Path(os.devnull)) -> bool:
         """Kill the work at a call; False if it ended before it came so far."""
         folder = self._scratch / "run"
         shutil.copytree(self._before, folder, symlinks=True)
@@ -85,7 +97,7 @@ class Sweep:
         )
         os.close(gate)
         child.follow(lambda line: line == "ready", time.monotonic() + PATIENCE_S)
-        tracer = _trace(child.pid, call)
+        tracer = _trace(child.pid, call, record)
         os.write(go, b"g")
         os.close(go)
         was_killed = child.end(time.monotonic() + PATIENCE_S)
@@ -94,20 +106,20 @@ class Sweep:
             self.counts["kills"] += 1
         elif child.status != 0:
             log = (self._scratch / "log").read_text()[-500:]
-            self.failures.append(f"call {call}: ended with {child.status}: {log}")
+            self.failures.append(f"{call}: ended with {child.status}: {log}")
         self._judge(call, child, folder)
         shutil.rmtree(folder)
         return was_killed
 
-    def _judge(self, call: int, child: Child, folder: Path) -> None:
+    def _judge(self, call: str, child: Child, folder: Path) -> None:
         newest, damaged = newest_whole(folder / FOLDER)
         acknowledged = 3 if "saved" in child.lines else 2
         if damaged:
             self.counts["torn"] += 1
-            self.failures.append(f"call {call}: torn: {damaged}")
+            self.failures.append(f"{call}: torn: {damaged}")
         if newest < acknowledged or "wrong" in child.lines:
             self.counts["lost"] += 1
-            self.failures.append(f"call {call}: {acknowledged} acknowledged, newest is {newest}")
+            self.failures.append(f"{call}: {acknowledged} acknowledged, newest is {newest}")
 
 
 def _save(run: TinyRun, tell: Tell) -> None:
@@ -155,10 +167,9 @@ def _wait_and_work(
     os._exit(0)
 
 
-def _trace(pid: int, call: int) -> subprocess.Popen[bytes]:
-    """Let strace kill a process at a call; return when it has hold of it."""
-    inject = f"inject={CALLS}:signal=SIGKILL:when={call}"
-    command = ["strace", "-f", "-qq", "-o", "/dev/null", "-p", str(pid), "-e", inject]
+def _trace(pid: int, told: str, record: Path) -> subprocess.Popen[bytes]:
+    """Let strace do what it is told to a process; return when it has hold of it."""
+    command = ["strace", "-f", "-qq", "-o", str(record), "-p", str(pid), "-e", told]
     tracer = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + PATIENCE_S
     while "TracerPid:\t0\n" in Path(f"/proc/{pid}/status").read_text():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -60,11 +61,11 @@ class TinyRun:
     def tensors(self) -> list[NamedTensor]:
         return [t for files in self.parts.blocks for file in files for t in file.tensors]
 
-    def save(self) -> Path:
-        """Save, and return the folder: it is acknowledged."""
+    def save(self, **facts: Any) -> Path:
+        """Save, with some facts in the manifest, and return the folder: it is acknowledged."""
         gate = Gate(range(NUM_BLOCKS))
         snapshot = Snapshot(gate, range(NUM_BLOCKS), self.step, dict.fromkeys(range(NUM_BLOCKS), 0))
-        training = {"lines": self.folder.lengths()}
+        training = {"lines": self.folder.lengths(), **facts}
         return save_checkpoint(self.checkpoints, self.parts, snapshot, training)
 
     def prune(self, keep: int = 1) -> list[str]:
