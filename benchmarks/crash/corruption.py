@@ -30,6 +30,7 @@ from megatrain.disk.manifest import MANIFEST_NAME
 from megatrain.disk.safetensors_format import read_entries
 from megatrain.errors import MegaTrainError
 from megatrain.trainer import resumption
+from megatrain.trainer.run_state import RunState
 
 CHUNK_BYTES = direct.PAGE
 NUM_STEPS = 4
@@ -72,12 +73,21 @@ class Victim:
         self._folders = []
         for _ in range(NUM_STEPS):
             self._run.take_step()
-            settings = self._config.model_dump(mode="json")
-            self._folders.append(self._run.save(config=settings, num_updates=[]))
+            self._folders.append(self._run.save(**self._facts()))
         self._folders.reverse()
         self.counts: Counter[str] = Counter()
         self.failures: list[str] = []
         self._unreadable: set[Path] = set()
+
+    def _facts(self) -> dict[str, Any]:
+        """Return what a resume asks of a manifest."""
+        return {
+            "config": self._config.model_dump(mode="json"),
+            "run": RunState(step=self._run.step).to_json(),
+            "num_updates": [[0, self._run.step], [1, self._run.step]],
+            "data": {"order": "tiny", "epoch": 0, "window": 0, "row": self._run.step},
+            "micro_batch_tokens": 64,
+        }
 
     def try_damage(self, number: int) -> None:
         """Damage, resume, judge, repair."""

@@ -38,6 +38,7 @@ class TinyRun:
         self.folder = RunFolder(folder)
         self.checkpoints = folder / FOLDER
         self.step = 0
+        self._newest: Path | None = None
         self.parts = Parts(
             blocks=[_files(block, num_elements) for block in range(NUM_BLOCKS)],
             small=dict(SMALL),
@@ -66,10 +67,11 @@ class TinyRun:
         gate = Gate(range(NUM_BLOCKS))
         snapshot = Snapshot(gate, range(NUM_BLOCKS), self.step, dict.fromkeys(range(NUM_BLOCKS), 0))
         training = {"lines": self.folder.lengths(), **facts}
-        return save_checkpoint(self.checkpoints, self.parts, snapshot, training)
+        self._newest = save_checkpoint(self.checkpoints, self.parts, snapshot, training)
+        return self._newest
 
     def prune(self, keep: int = 1) -> list[str]:
-        return prune(self.checkpoints, keep, keep_best=False)
+        return prune(self.checkpoints, keep, keep_best=False, newest=self._newest)
 
     def take_up(self) -> int:
         """Go on from the newest checkpoint that is whole; return its step, 0 if there is none."""

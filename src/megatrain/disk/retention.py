@@ -87,7 +87,12 @@ def _saves(parent: Path) -> list[Path]:
     return [p for p in parent.iterdir() if _NAME.fullmatch(p.name) and not p.is_symlink()]
 
 
-def _age(folder: Path) -> tuple[int, int]:
+def step_of(folder: Path) -> int:
+    """Return the step that a checkpoint's folder is named for."""
     match = _NAME.fullmatch(folder.name)
     assert match is not None
-    return int(match[1]), (folder / MANIFEST_NAME).stat().st_mtime_ns
+    return int(match[1])
+
+
+def _age(folder: Path) -> tuple[int, int]:
+    return step_of(folder), (folder / MANIFEST_NAME).stat().st_mtime_ns

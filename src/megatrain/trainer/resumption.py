@@ -18,7 +18,7 @@ from megatrain.disk.hf import HostModel, open_model
 from megatrain.disk.manifest import Manifest, read_manifest
 from megatrain.disk.parts import checkpoint_parts
 from megatrain.disk.restore import restore
-from megatrain.disk.retention import finished
+from megatrain.disk.retention import finished, step_of
 from megatrain.errors import CheckpointDamaged, CheckpointMismatch, DiskError
 from megatrain.memory.layout import Kind
 from megatrain.models.model_config import CONFIG_NAME
@@ -72,6 +72,8 @@ def resume(
     for path in candidates:
         try:
             manifest = read_manifest(path)
+            if manifest.step != step_of(path):
+                raise CheckpointDamaged(f"{path}: holds step {manifest.step}: files were mixed up")
             changed, known = changed_settings(config, manifest), known_of(manifest)
             home = into or _opened(path, manifest, config, kinds)
             restore(path, manifest, checkpoint_parts(home))
