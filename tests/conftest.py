@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import faulthandler
+import signal
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)
 faulthandler.dump_traceback_later(900, exit=False)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup; children would inherit it
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

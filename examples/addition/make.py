@@ -53,7 +53,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> torch.nn.Module:
         n_inner=1536,
         n_layer=3,
         n_head=6,
-        n_positions=64,
+        n_positions=128,
         activation_function="gelu",
         resid_pdrop=0.0,
         embd_pdrop=0.0,

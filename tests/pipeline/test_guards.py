@@ -102,7 +102,7 @@ def _inject(home: HostModel, poison: Poison, count: int) -> None:
 
 
 def test_no_injected_fault_reaches_a_weight(home: HostModel, poison: Poison) -> None:
-    _inject(home, poison, 1000)
+    _inject(home, poison, 400)
 
 
 @pytest.mark.long

@@ -43,7 +43,7 @@ def _cpu_seconds() -> float:
 def test_answers_in_under_a_second(model: str) -> None:
     # Processor time, and the least of a few: a busy machine must not decide. Nothing is waited for.
     times = []
-    for _ in range(3):
+    for _ in range(6):
         begin = _cpu_seconds()
         done = _run(model, "--gpu", "H200", "--ram", "16TB")
         assert done.returncode in (0, 3), done.stderr

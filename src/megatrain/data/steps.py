@@ -53,7 +53,7 @@ class Steps:
                 f"batch_tokens {batch_tokens} does not hold: a row must fit into a micro-batch, "
                 "and a micro-batch into a step"
             )
-        self._documents = documents
+        self.documents = documents
         self._windows = Windows(order, documents.lengths, max_length, packing=packing, seed=seed)
         self._batch_tokens = batch_tokens
         self._micro_batch_tokens = micro_batch_tokens
@@ -67,7 +67,7 @@ class Steps:
         rows, after = self.rows(position)
         batch = micro_batches(
             rows,
-            self._documents,
+            self.documents,
             micro_batch_tokens=self._micro_batch_tokens,
             packing=self._windows.packing,
             pad_id=self._pad_id,
@@ -81,7 +81,7 @@ class Steps:
         while window < self._windows.num_windows:
             rows = self._window(position.epoch, window)
             for row in rows[number:]:
-                tokens += int(self._documents.lengths[row].sum())
+                tokens += int(self.documents.lengths[row].sum())
                 if tokens > self._batch_tokens:
                     return taken, Position(epoch=position.epoch, window=window, row=number)
                 taken.append(row)
@@ -130,9 +130,7 @@ class Steps:
     def _order_mark(self) -> str:
         """Name all that decides which rows a position means."""
         windows = self._windows
-        first = windows.order.rows(0, 0, 64).tolist()
-        tokens = [self._documents.tokens(row)[0].tolist() for row in first]
-        kind = type(windows.order).__name__, first, tokens
-        lengths = hashlib.blake2b(self._documents.lengths.tobytes()).hexdigest()
+        kind = type(windows.order).__name__, windows.order.rows(0, 0, 64).tolist()
+        lengths = hashlib.blake2b(self.documents.lengths.tobytes()).hexdigest()
         settings = (windows.max_length, windows.packing, self._seed, WINDOW)
         return hashlib.blake2b(repr((kind, lengths, settings)).encode(), digest_size=8).hexdigest()

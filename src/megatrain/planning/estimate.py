@@ -18,6 +18,7 @@ from typing import Any
 
 from megatrain.config.quantities import read_bytes, read_number, read_tokens
 from megatrain.errors import ConfigError
+from megatrain.files import write_file
 from megatrain.memory.host import free_bytes
 from megatrain.numbers import duration, figure, size
 from megatrain.planning.asked_models import find_shape
@@ -91,7 +92,7 @@ class Estimate:
         here = SpeedPoint(
             step_tokens=plan.workload.step_tokens, tokens_per_s=self.tokens_per_s, allowed={}
         )
-        path.write_bytes(draw(plan.profile, plan.workload, plan.settings, here))
+        write_file(path, draw(plan.profile, plan.workload, plan.settings, here), durable=False)
 
     def _head(self) -> list[str]:
         model = self.plan.workload.model

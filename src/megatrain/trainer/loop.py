@@ -186,9 +186,9 @@ class Trainer:
                 raise
             self._roll_back(step, str(error))
             return
-        spike = metrics.get("spike")
-        if spike is not None and config.train.on_spike != "record":
-            if config.train.on_spike == "stop":
+        spike, on_spike = metrics.get("spike"), config.train.on_spike
+        if spike is not None and on_spike != "record":
+            if on_spike == "stop":
                 raise NonFiniteStep(f"step {step}: {spike}")
             self._roll_back(step, spike)
             return
