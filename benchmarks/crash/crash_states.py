@@ -37,8 +37,10 @@ from megatrain.disk.retention import clear_unfinished
 from megatrain.errors import CheckpointDamaged
 from megatrain.trainer.checkpoints import FOLDER
 
-NUM_COMPARED = 500
 NUM_RESTARTS = 100
+"""A kill at each of the first calls, then a restart; a save takes about as many."""
+PER_LOG = 6
+"""States of a log that the real reader judges too."""
 FAULTS = ("torn", "taken", "lost", "lines", "unlike")
 
 
@@ -49,7 +51,7 @@ def run(scratch: Path, count: int, first: int, *, tell: bool) -> dict[str, Any]:
     logs += [record(scratch / f"restart-{k}", die_at=k) for k in range(NUM_RESTARTS)]
     counts: Counter[str] = Counter()
     for log in logs:
-        counts += judge(log, share=count // len(logs) + 1, seed=first, real=scratch / "real")
+        counts += judge(log, count // len(logs) + 1, first, scratch / "real", PER_LOG)
         if tell:
             print(f"{time.monotonic() - began:.0f} s: {dict(counts)}", flush=True)
     broken = {}
@@ -94,8 +96,13 @@ def _save_thrice(folder: Path, log: Log, die_at: int | None) -> None:
             run.folder.close()
 
 
-def judge(log: Sequence[Op], share: int, seed: int, real: Path | None = None) -> Counter[str]:
-    """Count the states of a log, about `share` of them, and what is wrong with them."""
+def judge(
+    log: Sequence[Op], share: int, seed: int, real: Path | None = None, num_compared: int = 0
+) -> Counter[str]:
+    """Count the states of a log, about `share` of them, and what is wrong with them.
+
+    About `num_compared` of them are written to `real`, for the real reader to judge.
+    """
     disk, draw = Disk(log), random.Random(seed)
     reader = Reader(disk)
     counts: Counter[str] = Counter()
@@ -107,13 +114,13 @@ def judge(log: Sequence[Op], share: int, seed: int, real: Path | None = None) ->
         for files in disk.states(instant, most, draw):
             found = reader.read(files)
             counts["states"] += 1
-            counts["torn"] += found.is_torn
+            counts["torn"] += found.num_damaged > 0
             counts["taken"] += found.is_foreign
             counts["lost"] += found.step < acknowledged
             counts["lines"] += not found.has_lines
-            if real is not None and draw.random() < NUM_COMPARED / share / (NUM_RESTARTS + 1):
+            if real is not None and draw.random() < num_compared / share:
                 counts["compared"] += 1
-                counts["unlike"] += (found.step, found.passed_over) != really_read(files, real)
+                counts["unlike"] += (found.step, found.num_damaged) != really_read(files, real)
         counts["instants"] += 1
     return counts
 
@@ -133,10 +140,8 @@ class Found:
 
     step: int
     """0 if it would begin again."""
-    passed_over: int
-    """How many newer checkpoints are damaged."""
-    is_torn: bool
-    """Whether any folder with a manifest is damaged, the ones being deleted too."""
+    num_damaged: int
+    """Folders with a manifest that are not whole, the ones being deleted too."""
     is_foreign: bool
     """Whether what is taken was never saved."""
     has_lines: bool
@@ -164,11 +169,8 @@ class Reader:
         """Return what a resume would find."""
         folders = _checkpoints(files)
         whole = [folder for folder in folders if self._is_whole(folder, files)]
-        is_torn = len(whole) < len(folders)
         if not whole:
-            return Found(
-                step=0, passed_over=len(folders), is_torn=is_torn, is_foreign=False, has_lines=True
-            )
+            return Found(step=0, num_damaged=len(folders), is_foreign=False, has_lines=True)
         taken = whole[0]
         data = files[f"{taken}/{MANIFEST_NAME}"]
         manifest, saved = self._parse(data), self._saved.get(data, {})
@@ -178,8 +180,7 @@ class Reader:
         lines = {f"{run}/{name}": end for name, end in manifest.training["lines"].items()}
         return Found(
             step=manifest.step,
-            passed_over=folders.index(taken),
-            is_torn=is_torn,
+            num_damaged=len(folders) - len(whole),
             is_foreign=any(files[name] != saved.get(name) for name in names),
             has_lines=all(
                 files.get(name, b"")[:end] == saved.get(name, b"")[:end]
@@ -198,7 +199,7 @@ class Reader:
 
 
 def really_read(files: Files, scratch: Path) -> tuple[int, int]:
-    """Write a state to a disk, and return what the real reader takes and passes over."""
+    """Write a state to a disk; return what the real reader takes, and how many are damaged."""
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     for path, data in files.items():

@@ -31,6 +31,7 @@ import torch
 import transformers
 
 from benchmarks.crash.forks import Child, Tell, gather
+from megatrain.data import prepare
 from megatrain.disk.direct import as_memory
 from megatrain.disk.restore import verify
 from megatrain.disk.retention import finished
@@ -46,20 +47,21 @@ NUM_JOBS = 6
 """Chains at a time: a run of threads waits more than it works."""
 SAVE_SHARE = 0.4
 """Of kills that wait for a save to begin."""
+SAVES = (1, 2)
+"""Which save of a process that is."""
 SAMPLE_TOKENS = 3
 """For time is better spent on kills."""
 PATIENCE_S = 600.0
-WARM_TRIES = 6
 
 
-def run(
-    scratch: Path, count: int, first: int, *, tell: bool, num_jobs: int = NUM_JOBS
-) -> dict[str, Any]:
+def run(scratch: Path, count: int, first: int, *, tell: bool) -> dict[str, Any]:
     """Kill `count` times or some more; return what was found."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    world = World(scratch)
+    num_settings = min(NUM_SETTINGS, 1 + count // KILLS_PER_CHAIN)
+    world = World(scratch, num_settings)
     began = time.monotonic()
+    num_jobs = min(NUM_JOBS, num_settings)
     share = -(-count // num_jobs)
     workers = [
         Child(functools.partial(world.work, share, first + job, num_jobs), scratch / "log")
@@ -83,7 +85,7 @@ def run(
 class World:
     """Models and rows, the runs that nobody killed, and what became of the others."""
 
-    def __init__(self, scratch: Path) -> None:
+    def __init__(self, scratch: Path, num_settings: int) -> None:
         self._scratch, self._log = scratch, scratch / "log"
         self._life, self._save_seconds = 1.0, 0.1
         self._whole: dict[int, tuple[list[str], Path]] = {}
@@ -91,18 +93,13 @@ class World:
         self.failures: list[str] = []
         self._let(lambda tell: write_world(scratch))
         # The data is then in the cache, and what a run imports late is here before any fork.
-        # A chat template has 30 s to show that it ends, which a busy machine may need for Python.
-        for _ in range(WARM_TRIES):
-            warm = Child(functools.partial(_train, scratch, scratch / "warm", 0, True), self._log)
-            warm.end(time.monotonic() + PATIENCE_S)
-            if warm.status == 0:
-                break
+        warm = self._let(functools.partial(_train, scratch, scratch / "warm", 0, True))
         for line in warm.lines:
             if line.startswith("imported "):
                 with suppress(ImportError):
                     importlib.import_module(line.split()[1])
         assert threading.active_count() == 1, "only a lone thread may fork"
-        for which in range(NUM_SETTINGS):
+        for which in range(num_settings):
             folder = scratch / f"whole-{which}"
             child = self._let(functools.partial(_train, scratch, folder, which, False))
             self._life = time.monotonic() - child.began
@@ -121,7 +118,7 @@ class World:
     def chain(self, number: int, num_kills: int) -> None:
         """Kill one run `num_kills` times, or as often as it lives; compare its end."""
         draw = random.Random(f"chain {number}")
-        which = number % NUM_SETTINGS
+        which = number % len(self._whole)
         expected, whole = self._whole[which]
         folder = self._scratch / f"chain-{number}"
         acknowledged = 0
@@ -149,7 +146,7 @@ class World:
         deadline = child.began + draw.random() * self._life
         is_at_save = draw.random() < SAVE_SHARE
         if is_at_save:
-            wanted = draw.randrange(1, 3)
+            wanted = draw.choice(SAVES)
             seen = 0
 
             def is_it(line: str) -> bool:
@@ -233,6 +230,7 @@ def setting(which: int) -> Setting:
 def _train(scratch: Path, folder: Path, which: int, imports: bool, tell: Tell) -> None:
     """Train to the end, telling of each save before it begins and after it is acknowledged."""
     os.environ["MEGATRAIN_CACHE"] = str(scratch / "cache")
+    vars(prepare)["probe_template"] = lambda *_: None  # its child process takes seconds to begin
     vars(loop)["SAMPLE_TOKENS"] = SAMPLE_TOKENS
     _announce(tell)
     config = config_of(scratch, folder / "run", setting(which), train={"steps": NUM_STEPS})

@@ -97,14 +97,15 @@ class TinyRun:
 
 
 def newest_whole(parent: Path) -> tuple[int, list[str]]:
-    """Return the step a resume would take, 0 for none, and which folders it would pass over."""
+    """Return the step a resume would take, 0 for none, and what is wrong with damaged folders."""
+    steps = [0]
     damaged: list[str] = []
     for path in finished(parent):
         try:
-            return verify(path).step, damaged
+            steps.append(verify(path).step)
         except CheckpointDamaged as error:
             damaged.append(str(error))
-    return 0, damaged
+    return max(steps), damaged
 
 
 def _files(block: int, num_elements: int) -> list[WeightsFile]:
