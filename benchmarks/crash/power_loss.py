@@ -85,6 +85,9 @@ class LoopDisk:
             image.truncate(IMAGE_BYTES)
         self._is_mounted = False
         self._device = _output("losetup", "--find", "--show", str(self._image))
+        self._hold = os.open(self._device, os.O_RDONLY | os.O_CLOEXEC)
+        # Detached when nobody holds it any more: also if this process is killed.
+        _output("losetup", "--detach", self._device)
         try:
             self.make()
             self.mount()
@@ -117,7 +120,7 @@ class LoopDisk:
 
     def close(self) -> None:
         self.unmount()
-        _output("losetup", "--detach", self._device)
+        os.close(self._hold)
 
 
 class Trials:

@@ -86,6 +86,12 @@ class Recorder:
         """Write down that a save was acknowledged."""
         self.log.ops.append(Op(kind="ack", size=step))
 
+    def close_all(self) -> None:
+        """Close what a process that died has left open: its lock is then free."""
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()
+
     def _add(self, kind: str, **facts: Any) -> None:
         self.log.ops.append(Op(kind=kind, **facts))
 
@@ -170,5 +176,8 @@ class Recorder:
 def recorded(root: Path, log: Log, die_at: int | None = None) -> Iterator[Recorder]:
     """Record all file calls of the package under `root` into `log`, until the block ends."""
     recorder = Recorder(root, log, die_at)
-    with patch.object(files, "os", recorder):
-        yield recorder
+    try:
+        with patch.object(files, "os", recorder):
+            yield recorder
+    finally:
+        recorder.close_all()
