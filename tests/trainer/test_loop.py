@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from megatrain.config import Config, load_config
 from megatrain.disk.hf import load_model
-from megatrain.errors import ModelFolderError, RunFolderError
+from megatrain.errors import ConfigError, ModelFolderError, RunFolderError
 from megatrain.memory.layout import Kind
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.learning_rate import LearningRate
@@ -122,6 +122,16 @@ def test_a_folder_with_a_run_is_refused(config: Config) -> None:
     (Path(config.run_dir) / "metrics.jsonl").write_text("")
     with pytest.raises(RunFolderError, match="holds a run already"):
         Trainer(config)
+
+
+def test_a_model_that_mixes_packed_documents_is_refused(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatrain.data.isolation.ISOLATES", frozenset({"qwen3"}))
+    with pytest.raises(ConfigError, match=r"llama is not known to keep the documents .* apart"):
+        Trainer(config)
+    apart = config.data.model_copy(update={"packing": False})
+    Trainer(config.model_copy(update={"data": apart})).close()
 
 
 def test_a_model_that_is_not_there_is_said(config: Config) -> None:

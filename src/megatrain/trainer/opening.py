@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config
+from megatrain.data.isolation import check_packing
+from megatrain.disk.folder import read_config_bytes
 from megatrain.disk.hf import HostModel, load_model
 from megatrain.disk.retention import clear_unfinished
 from megatrain.errors import RunFolderError
 from megatrain.memory.host import resident_bytes
 from megatrain.memory.store import WITH_CLIP, WITHOUT_CLIP
+from megatrain.models.model_config import parse_config
 from megatrain.pipeline.device import Device
 from megatrain.planning.plan import Plan
 from megatrain.trainer.checkpoints import FOLDER
@@ -55,6 +59,8 @@ def open_run(config: Config, folder: RunFolder, *, resumes: bool) -> Opened:
     resumed = resume(folder.path / FOLDER, config, kinds) if resumes else None
     source = config.model.name_or_path if resumed is None else resumed.home.source
     tokenizer = load_tokenizer(source)
+    if config.data.packing:
+        check_packing(parse_config(read_config_bytes(Path(source))).model_type)
     plan = None
     if resumed is None:
         check_ram(config)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megatrain.config import Config, load_config
+from megatrain.data.isolation import ISOLATES
 from megatrain.data.prepare import prepare
 from megatrain.data.prepared import Prepared
 from megatrain.disk.folder import read_config_bytes
@@ -227,7 +228,8 @@ def model_folder(path: Path) -> Path:
 
 def _judging_config(model: Path, folder: Path, data: Path, max_rows: int | None) -> Config:
     """Return what to evaluate with; rows are read as the run has read its own."""
-    rows: dict[str, object] = {"train": str(data), "eval": str(data)}
+    isolates = parse_config(read_config_bytes(folder)).model_type in ISOLATES
+    rows: dict[str, object] = {"train": str(data), "eval": str(data), "packing": isolates}
     value: dict[str, object] = {"model": str(folder), "data": rows, "eval": {"max_rows": max_rows}}
     batch_tokens = EVAL_TOKENS
     if folder != model and (model / "config.yaml").exists():
