@@ -11,8 +11,14 @@ transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)
 faulthandler.dump_traceback_later(900, exit=False)
-if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup; children would inherit it
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+# Ignored under nohup, or behind a shell's `&`; children would inherit that.
+for number, usual in (
+    (signal.SIGHUP, signal.SIG_DFL),
+    (signal.SIGTERM, signal.SIG_DFL),
+    (signal.SIGINT, signal.default_int_handler),
+):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

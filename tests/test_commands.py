@@ -28,7 +28,8 @@ INSTALL = re.compile(r"-m venv |/pip install ")
 SHORTER = {
     "make.py addition": "make.py addition 2000",
     "train examples/addition/addition.yaml": (
-        "train examples/addition/addition.yaml train.steps=2 eval.every=null eval.samples=0"
+        "train examples/addition/addition.yaml train.steps=2 eval.every=null eval.samples=0 "
+        "optim.warmup=1"
     ),
     "held_out.jsonl --answers": "held_out.jsonl --answers --max-rows 20",
 }
