@@ -21,7 +21,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +33,14 @@ from megatrain.trainer.checkpoints import FOLDER
 CALLS = "%file,%desc"
 PATIENCE_S = 120.0
 MOST_CALLS = 2000
+TRIES = 3
+"""How often strace may fail to take hold of a child that still waits."""
 
 
 def run(scratch: Path, count: int, first: int, *, tell: bool) -> dict[str, Any]:
     """Kill at every call, or at the first `count` of each kind of work."""
-    if shutil.which("strace") is None:
-        return {"what": "strace", "skipped": "strace is not installed", "failures": []}
+    if reason := _cannot_trace():
+        return {"what": "strace", "skipped": reason, "failures": []}
     began = time.monotonic()
     result: dict[str, Any] = {"what": "strace"}
     counts: Counter[str] = Counter()
@@ -96,12 +97,15 @@ class Sweep:
             self._scratch / "log",
         )
         os.close(gate)
-        child.follow(lambda line: line == "ready", time.monotonic() + PATIENCE_S)
+        if not child.follow(lambda line: line == "ready", time.monotonic() + PATIENCE_S):
+            child.end(time.monotonic())
+            log = (self._scratch / "log").read_text()[-2000:]
+            raise RuntimeError(f"{call}: the child never began: {child.status}: {log}")
         tracer = _trace(child.pid, call, record)
         os.write(go, b"g")
         os.close(go)
         was_killed = child.end(time.monotonic() + PATIENCE_S)
-        tracer.wait()
+        tracer.communicate()
         if was_killed:
             self.counts["kills"] += 1
         elif child.status != 0:
@@ -167,18 +171,32 @@ def _wait_and_work(
     os._exit(0)
 
 
-def _trace(pid: int, told: str, record: Path) -> subprocess.Popen[bytes]:
-    """Let strace do what it is told to a process; return when it has hold of it."""
+def _cannot_trace() -> str | None:
+    """Return why strace cannot be used on this machine."""
+    if shutil.which("strace") is None:
+        return "strace is not installed"
+    tried = subprocess.run(
+        ["strace", "-qq", "-o", os.devnull, "true"], capture_output=True, text=True, check=False
+    )
+    return f"strace cannot trace here: {tried.stderr.strip()}" if tried.returncode else None
+
+
+def _trace(pid: int, told: str, record: Path) -> subprocess.Popen[str]:
+    """Let strace do what it is told to a waiting process; return when it has hold of it."""
     command = ["strace", "-f", "-qq", "-o", str(record), "-p", str(pid), "-e", told]
-    tracer = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + PATIENCE_S
-    while "TracerPid:\t0\n" in Path(f"/proc/{pid}/status").read_text():
-        if time.monotonic() > deadline or tracer.poll() is not None:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            raise RuntimeError("strace cannot trace here")
-        time.sleep(0.002)
-    return tracer
+    reasons: list[str] = []
+    while len(reasons) < TRIES:
+        tracer = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        while tracer.poll() is None:
+            if "TracerPid:\t0\n" not in Path(f"/proc/{pid}/status").read_text():
+                return tracer
+            time.sleep(0.002)
+        reasons.append(f"{tracer.returncode}: {tracer.communicate()[1].strip()}")
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    raise RuntimeError(f"strace could not take hold of a process for {told}: {reasons}")
 
 
 class _OneThreadQueue(WriteQueue):
