@@ -119,7 +119,7 @@ class SimulatedRig:
         assert self.runtime.num_syncs == before, "called a synchronizing operation"
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        return self.runtime._kind(tensor) == "pinned"
+        return self.runtime.kind_of(tensor) == "pinned"
 
     def live_bytes(self) -> int:
         return self.runtime._live_bytes

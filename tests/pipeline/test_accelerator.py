@@ -90,7 +90,7 @@ def test_what_is_placed_is_there_and_stays(name: str) -> None:
         expected = tensor.clone()
         tensor.zero_()
         gc.collect()
-        with simulator.bypassed():
+        with simulator.bypassed:
             assert torch.equal(placed, expected)
     assert simulator.is_device(placed) or tensor.numel() == 0
     assert clean(simulator)
@@ -107,7 +107,7 @@ def test_fills_are_exact_both_ways_and_wait_for_nobody(
     with lane(simulator):
         arena = device.map_host(4 * PIECE, "weights")
         back = device.map_host(4 * PIECE, "gradients")
-        with simulator.bypassed():
+        with simulator.bypassed:
             arena.copy_(torch.arange(4 * PIECE) % 251)
         there = device.allocate(stop - start, "weight slots")
         device.fill(there.view(torch.int32), arena[start:stop].view(torch.int32))

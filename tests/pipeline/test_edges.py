@@ -67,7 +67,7 @@ class There:
 
     def micro(self, kind: str, seed: int) -> MicroBatch:
         """Return a micro-batch of the host, also inside a lane."""
-        with self.simulator.bypassed():
+        with self.simulator.bypassed:
             return micro_of(kind, seed)
 
     def front(self, micro: MicroBatch) -> tuple[Tensor, list[Call]]:
@@ -260,7 +260,7 @@ def test_tails_and_scores_are_those_of_the_host_and_ask_once_for_a_shape(family:
     width = template.bytes_per_token // 2
     with there.lane():
         for number, shape in enumerate(((2, 5), (2, 5), (1, 7), (2, 5))):
-            with there.simulator.bypassed():
+            with there.simulator.bypassed:
                 torch.manual_seed(number)
                 hidden = torch.randn(*shape, width).bfloat16()
                 logits = torch.randn(shape[1], 320).bfloat16()

@@ -24,32 +24,17 @@ import random
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatrain.pipeline.runtime import PinningFailed
 from tests.simulated.clocks import Clock, History, merge
+from tests.simulated.dispatch import Mode
 
-aten = torch.ops.aten
 Policy = Literal["late", "early", "random"]
-_FRESH = aten.lift_fresh.default
-"""What torch.tensor(...) ends with: a view by its schema, though nothing on a device holds it."""
-SYNCHRONISING = {
-    aten._local_scalar_dense.default,
-    aten.equal.default,
-    aten.nonzero.default,
-    aten.masked_select.default,
-    aten._unique2.default,
-    aten.unique_dim.default,
-    aten.bincount.default,
-    aten.repeat_interleave.Tensor,
-}
 
 
 class Region:
@@ -78,6 +63,22 @@ class Region:
             typed = self.base[shift : shift + whole].view(tensor.dtype)
             self._typed[tensor.dtype, shift] = typed
         return typed.as_strided(tensor.shape, tensor.stride(), first // size)
+
+
+Access = tuple[Tensor, Region | None]
+"""A tensor, and the memory it lies in."""
+
+
+class Bypass(threading.local):
+    """What this thread does inside is done at once, unseen."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *exc: object) -> None:
+        self.depth -= 1
 
 
 class Task:
@@ -117,7 +118,7 @@ class SimStream:
         self.simulator, self.name = simulator, name
         self.queue: deque[Task] = deque()
         self.clock: Clock = {name: 0}
-        self._modes: list[tuple[SimStream | None, _Mode]] = []
+        self._modes: list[tuple[SimStream | None, Mode]] = []
 
     def record_event(self) -> SimEvent:
         return self.simulator.record(self)
@@ -129,7 +130,7 @@ class SimStream:
         self.record_event().synchronize()
 
     def __enter__(self) -> SimStream:
-        mode = _Mode(self.simulator)
+        mode = Mode(self.simulator)
         self._modes.append((self.simulator.entered, mode))
         self.simulator.entered = self
         mode.__enter__()  # type: ignore[no-untyped-call]
@@ -154,7 +155,8 @@ class Simulator:
         registers: bool = True,
     ) -> None:
         self._random, self._policy = random.Random(seed), policy
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+        self.bypassed = Bypass()
         self._local = threading.local()
         self._regions: dict[int, Region] = {}
         self._starts: list[int] = []
@@ -177,7 +179,7 @@ class Simulator:
     # The runtime.
 
     def stream(self, name: str = "") -> SimStream:
-        with self._lock:
+        with self.lock:
             made = SimStream(self, name or f"stream {len(self._streams)}")
             self._streams.append(made)
             return made
@@ -186,18 +188,18 @@ class Simulator:
         return self.entered or self.default
 
     def empty(self, num_bytes: int) -> Tensor:
-        with self._lock, self.bypassed():
-            return self._allocate((num_bytes,), (1,), torch.uint8)
+        with self.lock, self.bypassed:
+            return self.allocate((num_bytes,), (1,), torch.uint8)
 
     def pinned(self, num_bytes: int) -> Tensor:
-        with self._lock, self.bypassed():
+        with self.lock, self.bypassed:
             return self._make(num_bytes, "pinned", None)
 
     def is_device(self, tensor: Tensor) -> bool:
-        return self._kind(tensor) == "device"
+        return self.kind_of(tensor) == "device"
 
     def register(self, address: int, num_bytes: int) -> None:
-        with self._lock:
+        with self.lock:
             self.num_registrations += 1
             if not self._registers or self.num_registrations == self.fails_at_registration:
                 raise PinningFailed("the simulator was told to refuse")
@@ -206,8 +208,17 @@ class Simulator:
             self._registered[address] = address + num_bytes
             self.registered_bytes += num_bytes
 
+    def is_registered(self, host: Tensor) -> bool:
+        """Return whether copies from or to host memory may go on beside the host."""
+        low, high = extent(host)
+        for start, stop in self._registered.items():
+            if start <= low < stop:
+                assert high <= stop, "a copy across two registered pieces"
+                return True
+        return False
+
     def unregister(self, address: int) -> None:
-        with self._lock:
+        with self.lock:
             self.registered_bytes -= self._registered.pop(address) - address
 
     def limit(self, num_bytes: int) -> None:
@@ -216,19 +227,19 @@ class Simulator:
     # Queued work that draws borrows the generator, in whatever thread it is done: under the lock.
 
     def seed(self, seed: int) -> None:
-        with self._lock:
+        with self.lock:
             torch.default_generator.manual_seed(seed)
 
     def random_state(self) -> list[Tensor]:
-        with self._lock:
+        with self.lock:
             return [torch.get_rng_state()]
 
     def set_random_state(self, state: list[Tensor]) -> None:
-        with self._lock:
+        with self.lock:
             torch.set_rng_state(state[0])
 
     def synchronize(self) -> None:
-        with self._lock:
+        with self.lock:
             for stream in list(self._streams):
                 self.await_event(self.record(stream))
 
@@ -254,35 +265,35 @@ class Simulator:
 
     def published(self) -> Clock:
         """Return what this thread has seen: whoever hears of it has seen that too."""
-        with self._lock:
+        with self.lock:
             return dict(self.host_clock())
 
     def hear(self, clock: Clock) -> None:
-        with self._lock:
+        with self.lock:
             merge(self.host_clock(), clock)
 
     def thread_ended(self, ident: int) -> None:
         """This thread has joined that one."""
-        with self._lock:
+        with self.lock:
             merge(self.host_clock(), self._host_clocks.get(ident, {}))
 
     def record(self, stream: SimStream) -> SimEvent:
-        with self._lock:
+        with self.lock:
             merge(stream.clock, self.host_clock())
             return SimEvent(self, self._push(Task(stream)), dict(stream.clock))
 
     def wait(self, stream: SimStream, event: SimEvent) -> None:
-        with self._lock:
+        with self.lock:
             merge(stream.clock, event.clock)
             self._push(Task(stream, needs=event.task))
 
     def await_event(self, event: SimEvent) -> None:
-        with self._lock:
+        with self.lock:
             self._run_until(event.task)
             merge(self.host_clock(), event.clock)
 
     def poll(self, event: SimEvent) -> bool:
-        with self._lock:
+        with self.lock:
             if self._policy == "random" and self._random.random() < 0.5:
                 self._run_some()
             else:
@@ -293,35 +304,21 @@ class Simulator:
 
     def touch(self, tensor: Tensor, *, writes: bool, what: str) -> None:
         """Note that this host thread reads or writes memory that a device may use too."""
-        with self._lock:
+        with self.lock:
             clock, actor = self.host_clock(), f"thread {threading.get_ident()}"
             clock[actor] += 1
-            self._note(tensor, actor, clock, what, writes=writes)
+            self._note((tensor, self.region_of(tensor)), actor, clock, what, writes=writes)
 
     def watch(self, name: str, arena: Tensor) -> None:
         """Note accesses to an arena of the host."""
-        with self._lock:
+        with self.lock:
             self._add(Region(arena, "host", None, name))
 
     def record_stream(self, tensor: Tensor, stream: SimStream) -> None:
         """Tell the allocator that a stream uses memory that was allocated on another."""
-        region = self._region(tensor)
+        region = self.region_of(tensor)
         assert region is not None
         region.recorded.add(stream.name)
-
-    @contextmanager
-    def bypassed(self) -> Iterator[None]:
-        """Do what follows at once, unseen."""
-        before = getattr(self._local, "bypassed", False)
-        self._local.bypassed = True
-        try:
-            yield
-        finally:
-            self._local.bypassed = before
-
-    @property
-    def is_bypassed(self) -> bool:
-        return getattr(self._local, "bypassed", False)
 
     # Memory.
 
@@ -334,7 +331,7 @@ class Simulator:
         weakref.finalize(given.untyped_storage(), self._free, region)
         return given[:num_bytes]
 
-    def _allocate(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def allocate(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
         num = (
             sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1
             if 0 not in shape
@@ -357,7 +354,7 @@ class Simulator:
         bisect.insort(self._starts, region.start)
 
     def _free(self, region: Region) -> None:
-        with self._lock:
+        with self.lock:
             if self._regions.get(region.start) is not region:
                 return
             del self._regions[region.start]
@@ -372,7 +369,7 @@ class Simulator:
                 self.races.append(f"{region.history.name} is freed while in use: {access}")
             owner.queue.append(Task(owner, functools.partial(region.base.fill_, 0xFF)))
 
-    def _region(self, tensor: Tensor) -> Region | None:
+    def region_of(self, tensor: Tensor) -> Region | None:
         if tensor.device.type != "cpu":
             return None
         pointer = tensor.untyped_storage().data_ptr() if tensor.numel() == 0 else tensor.data_ptr()
@@ -382,15 +379,15 @@ class Simulator:
         region = self._regions[self._starts[number]]
         return region if pointer < region.stop else None
 
-    def _kind(self, tensor: Tensor) -> str | None:
-        with self._lock:
-            region = self._region(tensor)
+    def kind_of(self, tensor: Tensor) -> str | None:
+        with self.lock:
+            region = self.region_of(tensor)
             return None if region is None else region.kind
 
-    def _note(self, tensor: Tensor, actor: str, clock: Clock, what: str, *, writes: bool) -> None:
-        region = self._region(tensor)
+    def _note(self, access: Access, actor: str, clock: Clock, what: str, *, writes: bool) -> None:
+        tensor, region = access
         if region is not None and tensor.numel():
-            span = _extent(tensor)
+            span = extent(tensor)
             self.races += region.history.touch(span, actor, clock, what, writes=writes)
 
     # Work.
@@ -399,17 +396,17 @@ class Simulator:
         self,
         stream: SimStream,
         what: str,
-        reads: Sequence[Tensor],
-        writes: Sequence[Tensor],
+        reads: Iterable[Access],
+        writes: Iterable[Access],
         work: Callable[[], object] | None,
     ) -> None:
-        with self._lock:
+        with self.lock:
             merge(stream.clock, self.host_clock())
             stream.clock[stream.name] += 1
-            for tensor in reads:
-                self._note(tensor, stream.name, stream.clock, what, writes=False)
-            for tensor in writes:
-                self._note(tensor, stream.name, stream.clock, what, writes=True)
+            for access in reads:
+                self._note(access, stream.name, stream.clock, what, writes=False)
+            for access in writes:
+                self._note(access, stream.name, stream.clock, what, writes=True)
             if work is not None:
                 self._push(Task(stream, work, what=what))
 
@@ -435,7 +432,7 @@ class Simulator:
         stream.queue.popleft()
         self.num_tasks += 1
         if task.work is not None:
-            with self.bypassed(), torch._C._AutoDispatchBelowAutograd(), torch.no_grad():
+            with self.bypassed, torch._C._AutoDispatchBelowAutograd(), torch.no_grad():
                 try:
                     task.work()
                 except Exception as error:
@@ -452,248 +449,10 @@ class Simulator:
             self._run_first(task.stream)
 
 
-class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sends every op of this thread to the simulator."""
-
-    def __init__(self, simulator: Simulator) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._simulator = simulator
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self._simulator.is_bypassed or (_is_view(func) and func is not _FRESH):
-            return func(*args, **kwargs)
-        return _Dispatch(self._simulator, func, args, kwargs).run()
-
-
-class _Dispatch:
-    """One op in a thread that has entered a stream."""
-
-    def __init__(self, simulator: Simulator, func: Any, args: Any, kwargs: Any) -> None:
-        self.simulator, self.func, self.args, self.kwargs = simulator, func, args, kwargs
-        self.flat, self.spec = tree_flatten((args, kwargs))
-        self.stream = simulator.current_stream()
-        self.name = func._schema.name.removeprefix("aten::")
-
-    def run(self) -> Any:
-        func, simulator = self.func, self.simulator
-        tensors = [value for value in self.flat if isinstance(value, Tensor)]
-        kinds = [simulator._kind(tensor) for tensor in tensors]
-        device = self.kwargs.get("device")
-        if (device is not None and torch.device(device).type == "meta") or any(
-            tensor.device.type == "meta" for tensor in tensors
-        ):
-            return func(*self.args, **self.kwargs)
-        in_lane = self.stream is not simulator.default
-        if func is _FRESH and kinds == [None] and in_lane:
-            return self._given()
-        if "device" not in kinds:
-            if tensors or not in_lane:
-                return self._on_host(tensors)
-            return self._queued()
-        if func is aten.copy_.default:
-            return self._copied(*kinds)
-        for tensor, kind in zip(tensors, kinds, strict=True):
-            assert kind == "device" or tensor.dim() == 0, (
-                f"{self.name}: a host tensor {tuple(tensor.shape)} meets device memory"
-            )
-        return self._asked(tensors) if self._asks() else self._queued()
-
-    def _on_host(self, tensors: list[Tensor]) -> Any:
-        written = {id(tensor) for tensor in self._written()}
-        for tensor in tensors:
-            self.simulator.touch(tensor, writes=id(tensor) in written, what=self.name)
-        return self.func(*self.args, **self.kwargs)
-
-    def _given(self) -> Tensor:
-        """torch.tensor(...) on a device: a copy from pageable memory, which the host waits for."""
-        source = self.args[0]
-        self.stream.synchronize()
-        with self.simulator._lock, self.simulator.bypassed():
-            target = self.simulator._allocate(source.shape, source.stride(), source.dtype)
-            target.copy_(source)
-        return target
-
-    def _copied(self, target_kind: str | None, source_kind: str | None) -> Tensor:
-        target: Tensor = self.args[0]
-        source: Tensor = self.args[1]
-        if "device" in (target_kind, source_kind) and target_kind != source_kind:
-            assert target.dtype is source.dtype, "a copy that changes the dtype on its way"
-            host = source if target_kind == "device" else target
-            blocks = not (len(self.args) > 2 and self.args[2]) and not self.kwargs.get(
-                "non_blocking"
-            )
-            pageable = not self._is_pinned(host)
-            self._queue([source], [target])
-            if (host.dim() > 0 and (blocks or pageable)) or pageable:
-                self.stream.synchronize()
-            return target
-        self._queued()
-        return target
-
-    def _is_pinned(self, host: Tensor) -> bool:
-        simulator = self.simulator
-        if simulator._kind(host) == "pinned" or host.numel() == 0:
-            return True
-        low, high = _extent(host)
-        for start, stop in simulator._registered.items():
-            if start <= low < stop:
-                assert high <= stop, "a copy across two registered pieces"
-                return True
-        return False
-
-    def _asks(self) -> bool:
-        if self.func in SYNCHRONISING:
-            return True
-        if self.func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
-            indices = self.args[1]
-            return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
-        return False
-
-    def _asked(self, tensors: list[Tensor]) -> Any:
-        """The host must know: all that is queued here is done first."""
-        self.simulator.launch(self.stream, self.name, tensors, self._written(), None)
-        self.stream.synchronize()
-        with self.simulator._lock, self.simulator.bypassed():
-            outs, spec = tree_flatten(self.func(*self.args, **self.kwargs))
-            for number, out in enumerate(outs):
-                if isinstance(out, Tensor) and self.simulator._kind(out) != "device":
-                    made = self.simulator._allocate(out.shape, out.stride(), out.dtype)
-                    outs[number] = made.copy_(out)
-        return tree_unflatten(outs, spec)
-
-    def _queued(self) -> Any:
-        written = self._written()
-        if written:
-            read = [t for t in self.flat if isinstance(t, Tensor)]
-            self._queue(read, written)
-            return written[0] if len(self.func._schema.returns) == 1 else tuple(written)
-        outs, spec = self._outputs()
-        results = [out for out in outs if isinstance(out, Tensor)]
-        self._queue([t for t in self.flat if isinstance(t, Tensor)], results, outs)
-        return tree_unflatten(outs, spec)
-
-    def _queue(
-        self, reads: list[Tensor], writes: list[Tensor], outs: list[Any] | None = None
-    ) -> None:
-        func, simulator = self.func, self.simulator
-        args, kwargs = tree_unflatten([self._alias(value) for value in self.flat], self.spec)
-        with simulator._lock:
-            state = _drawn_state(func, args, kwargs)
-        aliases = [self._alias(out) for out in outs or []]
-
-        def work() -> None:
-            if state is not None:
-                after = torch.get_rng_state()
-                torch.set_rng_state(state)
-            result = func(*args, **kwargs)
-            if state is not None:
-                torch.set_rng_state(after)
-            for alias, value in zip(
-                aliases, tree_flatten(result)[0] if aliases else (), strict=True
-            ):
-                if isinstance(alias, Tensor):
-                    alias.copy_(value)
-
-        empty = outs is not None and func in (
-            aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default,
-            aten.new_empty.default, aten.new_empty_strided.default,
-        )  # fmt: skip
-        if not empty:
-            simulator.launch(self.stream, self.name, reads, writes, work)
-
-    def _alias(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        with self.simulator._lock, self.simulator.bypassed():
-            region = self.simulator._region(value)
-            if region is None:  # a scalar of the host, or pageable memory: read now
-                return value.detach().clone()
-            return region.alias(value)
-
-    def _written(self) -> list[Tensor]:
-        found: list[Tensor] = []
-        for number, argument in enumerate(self.func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            value = (
-                self.kwargs.get(argument.name)
-                if argument.kwarg_only or number >= len(self.args)
-                else self.args[number]
-            )
-            found += [tensor for tensor in tree_flatten(value)[0] if isinstance(tensor, Tensor)]
-        return found
-
-    def _outputs(self) -> tuple[list[Any], Any]:
-        """Return fresh memory in the form of the op's results."""
-        with self.simulator._lock, self.simulator.bypassed():
-            forms, spec = _forms(self.func, self.flat, self.spec)
-            outs = [
-                self.simulator._allocate(*form) if isinstance(form, tuple) else form
-                for form in forms
-            ]
-        return outs, spec
-
-
-_known_forms: dict[Any, tuple[list[Any], Any]] = {}
-
-
-def _forms(func: Any, flat: list[Any], spec: Any) -> tuple[list[Any], Any]:
-    """Return shape, strides and dtype of each result.
-
-    By trying it on other values: the meta device knows some results (of layer norm in bf16, say) in
-    another dtype than the CPU makes them.
-    """
-    key = (
-        func,
-        tuple(
-            (tuple(v.shape), v.stride(), v.dtype, v.dim() == 0)
-            if isinstance(v, Tensor)
-            else repr(v)
-            for v in flat
-        ),
-    )
-    if key not in _known_forms:
-        args, kwargs = tree_unflatten([_dummy(value) for value in flat], spec)
-        state = torch.get_rng_state()
-        outs, out_spec = tree_flatten(func(*args, **kwargs))
-        torch.set_rng_state(state)
-        _known_forms[key] = (
-            [(o.shape, o.stride(), o.dtype) if isinstance(o, Tensor) else o for o in outs],
-            out_spec,
-        )
-    return _known_forms[key]
-
-
-def _drawn_state(func: Any, args: Any, kwargs: Any) -> Tensor | None:
-    """Return the generator's state for an op that draws, and let the generator go on as it will."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return None
-    if func in (aten._scaled_dot_product_flash_attention_for_cpu.default,):
-        return None
-    state = torch.get_rng_state()
-    flat, spec = tree_flatten((args, kwargs))
-    drawn_args, drawn_kwargs = tree_unflatten([_dummy(value) for value in flat], spec)
-    func(*drawn_args, **drawn_kwargs)
-    return state
-
-
-def _dummy(value: Any) -> Any:
-    """Return a tensor like `value` that is in range as an index and as a probability."""
-    if not isinstance(value, Tensor):
-        return value
-    fresh = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-    return fresh.fill_(0.5 if value.is_floating_point() else 0)
-
-
-@functools.cache
-def _is_view(func: Any) -> bool:
-    returns = func._schema.returns
-    return bool(returns) and all(
-        out.alias_info is not None and not out.alias_info.is_write for out in returns
-    )
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
+def extent(tensor: Tensor) -> tuple[int, int]:
+    """Return the addresses between which a tensor that is not empty lies."""
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
     span = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    return tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size()
+    return start, start + span * tensor.element_size()

@@ -101,28 +101,28 @@ def watched(simulator: Simulator) -> Iterator[None]:
     def copy_bits(target: Tensor, source: Tensor) -> None:
         simulator.touch(source, writes=False, what="copy on the host")
         simulator.touch(target, writes=True, what="copy on the host")
-        with simulator.bypassed():
+        with simulator.bypassed:
             original_copy_bits(target, source)
 
     def gather_rows(target: Tensor, table: Tensor, ids: Tensor) -> None:
         simulator.touch(table, writes=False, what="gather")
         simulator.touch(target, writes=True, what="gather")
-        with simulator.bypassed():
+        with simulator.bypassed:
             original_gather(target, table, ids)
 
     def spread_rows(target: Tensor, rows: Tensor, ids: Tensor) -> None:
         simulator.touch(rows, writes=False, what="spread")
         simulator.touch(target, writes=True, what="spread")
-        with simulator.bypassed():
+        with simulator.bypassed:
             original_spread(target, rows, ids)
 
     def ask_host(edges: Edges, run: Any) -> Any:
         # Locked, because it puts the random state back: queued work must not draw in between.
-        with simulator._lock, simulator.bypassed():
+        with simulator.lock, simulator.bypassed:
             return original_ask_host(edges, run)
 
     def pin(device: Accelerator, name: str, arena: Tensor) -> None:
-        if simulator._region(arena) is None:
+        if simulator.region_of(arena) is None:
             simulator.watch(name, arena)
         original_pin(device, name, arena)
 
