@@ -1,6 +1,6 @@
 """The plan against what happens: memory, time, and whether the choice was the best.
 
-    python -m benchmarks.plan --memory | --time | --choice [--json] [--rounds 3] [--steps 2]
+    python -m benchmarks.plan --memory | --cap | --time | --choice [--json] [--rounds 3] [--steps 2]
 
 Small Llamas of random weights, on this machine's CPU: compute reads the store (`views`), or copies
 blocks into slots as an accelerator would (`copies`), with the tape on either side.
@@ -11,6 +11,13 @@ model of no size, as the profile of a machine has it. malloc is told to give mem
 back when it is freed; left alone it keeps up to 80 MiB, now more, now less (`--keeping` shows it).
 
     worst, median         of |predicted / measured - 1|
+
+--cap: runs of the trainer in a control group whose limit is 0.5 to 1.2 of their plan
+(plan_cap.py).
+
+    died                  starts that the kernel killed
+    refused_above         refusals with a limit of 1.1 and more
+    stopped               runs that saw the limit come, saved, and ended by themselves
 
 --time: 15 configurations (plan_time.py), with real compute and with each lane slowed down.
 
@@ -51,7 +58,7 @@ from megatrain.pipeline.device import CpuDevice
 from megatrain.pipeline.engine import Engine
 from megatrain.planning.families import shape_from_config
 from megatrain.planning.ledger import SAVE_BYTES, predicted_ledger
-from megatrain.planning.profile import MachineProfile
+from megatrain.planning.profile import MachineProfile, unmeasured
 from megatrain.planning.settings import Settings
 from megatrain.planning.workload import ModelShape, Workload
 
@@ -175,20 +182,7 @@ def memory_configurations() -> list[Configuration]:
 
 def plain_profile(base_bytes: int) -> MachineProfile:
     """Return a profile for memory alone: no rate matters."""
-    return MachineProfile(
-        name="memory",
-        source="no rates",
-        ram_bytes=1 << 40,
-        dram_bytes_per_s=1e10,
-        update_params_per_s=1e9,
-        cores=2,
-        base_bytes=base_bytes,
-        device_bytes=0,
-        forward_flops=((1024, 1024, 1e12),),  # type: ignore[arg-type]
-        device_bytes_per_s=1e10,
-        copy_in_bytes_per_s=1e10,
-        copy_out_bytes_per_s=1e10,
-    )
+    return unmeasured(ram_bytes=1 << 40, base_bytes=base_bytes).changed(cores=2)
 
 
 def predicted_bytes(configuration: Configuration, base_bytes: int) -> int:
@@ -260,8 +254,11 @@ def _peak_bytes() -> int:
 
 
 def _figures(options: argparse.Namespace) -> dict[str, object]:
+    from benchmarks.plan_cap import measure_caps
     from benchmarks.plan_time import measure_choice, measure_time  # it needs this module
 
+    if options.cap:
+        return measure_caps()
     if options.time:
         return measure_time(options.rounds, options.steps, options.only)
     if options.choice:
@@ -273,6 +270,7 @@ def _figures(options: argparse.Namespace) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--memory", action="store_true", help="ledger against resident peak")
+    parser.add_argument("--cap", action="store_true", help="runs under a limit of the kernel's")
     parser.add_argument("--time", action="store_true", help="predicted against measured steps")
     parser.add_argument("--choice", action="store_true", help="the plan against all others")
     parser.add_argument("--rounds", type=int, default=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import subprocess
@@ -42,13 +43,15 @@ def _cpu_seconds() -> float:
 @pytest.mark.parametrize("model", ["Qwen/Qwen3-8B", "Llama-3.1-405B", "Kimi-K2-Instruct"])
 def test_answers_in_under_a_second(model: str) -> None:
     # Processor time, and the least of a few: a busy machine must not decide. Nothing is waited for.
-    times = []
+    least = math.inf
     for _ in range(6):
         begin = _cpu_seconds()
         done = _run(model, "--gpu", "H200", "--ram", "16TB")
         assert done.returncode in (0, 3), done.stderr
-        times.append(_cpu_seconds() - begin)
-    assert min(times) < 1.0
+        least = min(least, _cpu_seconds() - begin)
+        if least < 1.0:
+            return
+    pytest.fail(f"{least:.2f} s")
 
 
 def test_heavy_libraries_are_not_imported() -> None:

@@ -17,6 +17,7 @@ def _root(folder: Path, *, limit: str = "max", gpus: tuple[str, ...] = ()) -> Pa
         "proc/cpuinfo": "processor : 0\nmodel name\t: Fast  Processor 9\n",
         "proc/meminfo": "MemTotal:       134217728 kB\nMemFree: 1 kB\n",
         "sys/fs/cgroup/memory.max": f"{limit}\n",
+        "sys/fs/cgroup/memory.current": "0\n",
     }
     for number, gpu in enumerate(gpus):
         files[f"proc/driver/nvidia/gpus/{number}/information"] = f"Model: \t {gpu}\nIRQ: 7\n"

@@ -213,7 +213,9 @@ def _listed_datasets(value: Any, values: Values) -> tuple[Any, str]:
         if not isinstance(item, dict) or not item.get("path"):
             raise Dropped("an entry has no path")
         files = item.get("data_files")
-        files = [files] if isinstance(files, str) else files
+        files = [files] if isinstance(files, str) else files or []
+        if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
+            raise Dropped("data_files is neither a name nor a list of names")
         kind = str(item.get("type", "")).partition(".")[0].partition(":")[0]
         source = {"path": item["path"], "format": _FORMATS.get(kind, "auto")}
         sources += [source | {"path": file} for file in files] if files else [source]

@@ -57,6 +57,10 @@ class Accelerator:
     def peak_bytes(self) -> int:
         return self._runtime.peak_bytes()
 
+    @property
+    def free_bytes(self) -> int:
+        return self._runtime.free_bytes()
+
     def lanes(self) -> list[Lane]:
         return [
             Lane(name, stream=None if name == HOST_LANE else self._runtime.stream())
@@ -68,8 +72,7 @@ class Accelerator:
             return self._runtime.empty(num_bytes)
         except torch.OutOfMemoryError as error:
             raise DeviceFull(
-                f"device memory: {purpose} needs {gib(num_bytes)}, "
-                f"{gib(self._runtime.free_bytes())} are free"
+                f"device memory: {purpose} needs {gib(num_bytes)}, {gib(self.free_bytes)} are free"
             ) from error
 
     def map_host(self, num_bytes: int, purpose: str) -> Tensor:

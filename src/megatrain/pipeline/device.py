@@ -46,6 +46,10 @@ class Device(Protocol):
     def peak_bytes(self) -> int:
         """The most bytes of device memory that were in use at once."""
 
+    @property
+    def free_bytes(self) -> int:
+        """Device memory that can still be had; 0 where it is the host's."""
+
     def lanes(self) -> list[Lane]:
         """Return new lanes, each with its stream."""
 
@@ -127,6 +131,7 @@ class CpuDevice:
 
     own_memory = False
     answers = True
+    free_bytes = 0
 
     def __init__(self, *, copying: bool = False, cap_bytes: int | None = None) -> None:
         self.copying = copying

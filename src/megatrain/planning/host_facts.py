@@ -21,12 +21,10 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from megatrain.memory.host import groups
 from megatrain.version import __version__
 
 CACHE = "MEGATRAIN_CACHE"
-_LIMITS = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes")
-_UNLIMITED = 1 << 60
-"""Version 1 of control groups writes "no limit" as a number near 2^63."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +65,7 @@ def host_facts(root: Path = Path("/")) -> HostFacts:
         processor=_processor(root),
         cores=len(os.sched_getaffinity(0)),
         ram_bytes=_ram(root),
-        group_limit_bytes=_group_limit(root),
+        group_limit_bytes=min((group.limit_bytes for group in groups(root)), default=None),
         memlock_bytes=_memlock(),
         numa_nodes=len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) or 1,
         gpus=_gpus(root),
@@ -101,12 +99,6 @@ def _ram(root: Path) -> int:
         if line.startswith("MemTotal:"):
             return int(line.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _group_limit(root: Path) -> int | None:
-    found = [_read(root / name).strip() for name in _LIMITS]
-    limits = [int(text) for text in found if text.isdigit() and int(text) < _UNLIMITED]
-    return min(limits, default=None)
 
 
 def _memlock() -> int | None:

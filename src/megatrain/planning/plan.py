@@ -20,9 +20,10 @@ from typing import Any
 
 from megatrain.errors import DoesNotFit
 from megatrain.memory.ledger import Ledger, gib
+from megatrain.numbers import figure
 from megatrain.planning.fixes import Fix, find_fixes
 from megatrain.planning.ledger import predicted_ledger
-from megatrain.planning.profile import MachineProfile
+from megatrain.planning.profile import NOT_MEASURED, MachineProfile
 from megatrain.planning.reasons import reasons_for
 from megatrain.planning.search import Fixed, Search, effective_profile, shortfalls
 from megatrain.planning.settings import Settings
@@ -56,6 +57,11 @@ class Plan:
     fixes: tuple[Fix, ...] = ()
 
     @property
+    def knows_time(self) -> bool:
+        """Whether the machine was measured: else only what is said of memory counts."""
+        return self.profile.source != NOT_MEASURED
+
+    @property
     def step_s(self) -> float:
         return self.simulation.step_s
 
@@ -63,15 +69,15 @@ class Plan:
     def bottleneck(self) -> str:
         return self.simulation.bottleneck
 
-    def require(self) -> None:
-        """Raise DoesNotFit, with all fixes, unless the plan fits."""
+    def require(self, *others: str) -> None:
+        """Raise DoesNotFit, with `others` and all fixes, unless the plan fits."""
         if self.fits:
             return
         missing = ", ".join(
             f"{place} memory {gib(num_bytes)} short"
             for place, num_bytes in shortfalls(self.profile, self.ledger).items()
         )
-        ways = "".join(f"\n  {fix}" for fix in self.fixes)
+        ways = "".join(f"\n  {way}" for way in (*others, *self.fixes))
         raise DoesNotFit(f"{self.workload.model.name} does not fit: {missing}. What would:{ways}")
 
     def facts(self) -> dict[str, Any]:
@@ -81,12 +87,12 @@ class Plan:
             "machine": self.profile.name,
             "fits": self.fits,
             "settings": self.settings.facts(),
-            "reasons": self.reasons,
+            "reasons": self.reasons if self.knows_time else {},
             "ledger": [
                 {"place": line.place, "purpose": line.purpose, "num_bytes": line.num_bytes}
                 for line in self.ledger.lines
             ],
-            "predicted": self._predicted() if self.fits else None,
+            "predicted": self._predicted() if self.fits and self.knows_time else None,
             "lever": self.lever,
             "fixes": [fix.text for fix in self.fixes],
         }
@@ -103,9 +109,9 @@ class Plan:
 
     def __str__(self) -> str:
         rows = [*self._heading(), *self._memory()]
-        if self.fits:
+        if self.fits and self.knows_time:
             rows += [*self._speed(), *self._choices()]
-        else:
+        elif not self.fits:
             rows += ["does not fit. What would make it fit, the cheapest first:"]
             rows += [f"  {fix}" for fix in self.fixes] or ["  nothing that was tried"]
         lines = "\n".join(rows).splitlines()
@@ -114,7 +120,7 @@ class Plan:
     def _heading(self) -> list[str]:
         workload, model = self.workload, self.workload.model
         return [
-            f"plan      {model.name}, {model.params / 1e9:,.2f}B params, on {self.profile.name}",
+            f"plan      {model.name}, {figure(model.params)} params, on {self.profile.name}",
             f"step      {workload.step_tokens:,} tokens in rows of {workload.sequence:,}, "
             f"{workload.dtype}",
             "",

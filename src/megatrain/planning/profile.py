@@ -20,6 +20,9 @@ from typing import Any, NamedTuple
 
 from megatrain.errors import ConfigError
 
+NOT_MEASURED = "not measured"
+"""The source of a profile whose rates mean nothing."""
+
 
 class FlopRate(NamedTuple):
     """Sustained FLOP/s of the products of one block: `tokens` rows, matrices `width` wide."""
@@ -135,6 +138,25 @@ class MachineProfile:
             return cls(**facts)
         except TypeError as error:
             raise ConfigError(f"profile: {error}") from None
+
+
+def unmeasured(*, ram_bytes: int, base_bytes: int, device_bytes: int = 0) -> MachineProfile:
+    """Return a machine of which only memory is known; no time that it predicts means anything."""
+    return MachineProfile(
+        name="this machine",
+        source=NOT_MEASURED,
+        ram_bytes=ram_bytes,
+        dram_bytes_per_s=1e11,
+        update_params_per_s=1e9,
+        cores=1,
+        base_bytes=base_bytes,
+        device_bytes=device_bytes,
+        unified=not device_bytes,
+        forward_flops=(FlopRate(1024, 1024, 1e13),),
+        device_bytes_per_s=1e11,
+        copy_in_bytes_per_s=1e10,
+        copy_out_bytes_per_s=1e10,
+    )
 
 
 _RATES = (

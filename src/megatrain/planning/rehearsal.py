@@ -162,6 +162,7 @@ class _MetaDevice:
     copying = True
     own_memory = True
     answers = False
+    free_bytes = 0
 
     def __init__(self) -> None:
         self.meter = _MetaMeter()

@@ -111,8 +111,7 @@ class Search:
 
     def smallest(self) -> Settings:
         """Return the settings that lack least; they show by how much it does not fit."""
-        fixed, unified = self.fixed, self.profile.unified
-        tapes = [fixed.tape] if fixed.tape else ["device"] if unified else ["host", "device"]
+        fixed = self.fixed
         ways = [
             self._settings(
                 fixed.micro_tokens or self._micro_sizes()[0],
@@ -120,7 +119,7 @@ class Search:
                 chunk=fixed.chunk_tokens or CHUNKS[-1],
                 gather=self._may_gather,
             )
-            for tape in tapes
+            for tape in self._tapes()
         ]
         return min(ways, key=self._lack)
 
@@ -150,14 +149,16 @@ class Search:
 
     def _starts(self) -> Iterator[Settings]:
         fixed = self.fixed
-        tapes = [fixed.tape] if fixed.tape else ["device", "host"]
-        if self.profile.unified:
-            tapes = ["device"]
         for micro in [fixed.micro_tokens] if fixed.micro_tokens else self._micro_sizes():
-            for tape in tapes:
+            for tape in self._tapes():
                 found = self._roomiest(micro, tape)
                 if found is not None:
                     yield found
+
+    def _tapes(self) -> list[str]:
+        if self.fixed.tape:
+            return [self.fixed.tape]
+        return ["device"] if self.profile.unified else ["device", "host"]
 
     def _roomiest(self, micro: int, tape: str) -> Settings | None:
         """Return the settings with the largest chunk that fits, or None."""

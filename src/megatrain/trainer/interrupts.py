@@ -23,12 +23,13 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from megatrain.errors import Interrupted
-from megatrain.memory.host import free_bytes
+from megatrain.memory.host import free_bytes, resident_bytes
 from megatrain.memory.ledger import gib
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-LEAST_FREE_BYTES = 384 << 20
-"""Below this the kernel may soon kill: a save needs up to 64 MiB, a step's batch some more."""
+LEAST_FREE_BYTES, LEAST_FREE_SHARE = 384 << 20, 0.015
+"""Below both, the second of all we may use, the kernel may soon kill. A run is planned with a share
+of 0.04 free."""
 _WATCH_S = 1.0
 
 
@@ -36,14 +37,16 @@ class Interrupts:
     """Listens to signals and watches free memory inside a `with` block of the main thread."""
 
     def __init__(
-        self, free: Callable[[], int] = free_bytes, least_free_bytes: int = LEAST_FREE_BYTES
+        self, free: Callable[[], int] = free_bytes, least_free_bytes: int | None = None
     ) -> None:
         self.reason: str | None = None
         """Why the run should end after this step; None while it should not."""
         self.patient = False
         """Whether there is a step to finish; else a signal raises Interrupted at once."""
         self._signalled = False
-        self._free, self._least = free, least_free_bytes
+        self._free = free
+        share = int(LEAST_FREE_SHARE * (free() + resident_bytes()))
+        self._least = min(LEAST_FREE_BYTES, share) if least_free_bytes is None else least_free_bytes
         self._before: dict[int, Any] = {}
         self._ended = threading.Event()
         self._watcher: threading.Thread | None = None

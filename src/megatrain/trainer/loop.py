@@ -130,7 +130,7 @@ class Trainer:
         ):
             self._live = live
             live.say(self._opening())
-            live.say(str(self.plan) if self.plan else UNMEASURED)
+            self._tell_plan()
             for note in self._notes:
                 live.say(note)
             self.interrupts.patient = True
@@ -145,7 +145,7 @@ class Trainer:
             self._save_at_end()
             self.interrupts.patient = False
             self._if_possible(self._write_plan)
-            if self.plan is not None and self._step_seconds:
+            if self.plan is not None and self.plan.knows_time and self._step_seconds:
                 live.say(predicted_against_measured(self.plan, self._step_seconds))
             self._tell_trouble()
         return Outcome(
@@ -360,6 +360,12 @@ class Trainer:
             f"{self.num_steps} steps of {self.config.train.batch_tokens:,} tokens, "
             f"{card.get('rows', 0):,} rows; run folder {self.folder.path}"
         )
+
+    def _tell_plan(self) -> None:
+        if self.plan is not None:
+            self._live.say(str(self.plan))
+            if not self.plan.knows_time:
+                self._live.say(UNMEASURED)
 
     def _write_plan(self) -> None:
         planned = {} if self.plan is None else facts(self.plan, self._step_seconds)

@@ -19,8 +19,7 @@ from megatrain.pipeline.device import Device
 from megatrain.planning.plan import Plan
 from megatrain.trainer.checkpoints import FOLDER
 from megatrain.trainer.dataset import TrainingData, load_tokenizer, open_data
-from megatrain.trainer.host_memory import check_ram
-from megatrain.trainer.planned import plan_run, resolved_by
+from megatrain.trainer.planned import plan_run
 from megatrain.trainer.resolve import Resolved, open_device, resolve
 from megatrain.trainer.resumption import Resumed, resume
 from megatrain.trainer.run_folder import RunFolder
@@ -34,7 +33,7 @@ class Opened:
     device: Device
     resolved: Resolved
     plan: Plan | None
-    """None: this machine was never measured, or the run goes on as it began."""
+    """None: the run goes on as it began."""
     tokenizer: Any
     data: TrainingData
     home: HostModel
@@ -63,9 +62,7 @@ def open_run(config: Config, folder: RunFolder, *, resumes: bool) -> Opened:
         check_packing(parse_config(read_config_bytes(Path(source))).model_type)
     plan = None
     if resumed is None:
-        check_ram(config)
-        plan = plan_run(config, device, resolved.update)
-        resolved = resolved if plan is None else resolved_by(plan, resolved)
+        resolved, plan = plan_run(config, device, resolved)
     elif isinstance(config.train.micro_batch_tokens, str):  # others would give other bits
         resolved = replace(resolved, micro_batch_tokens=resumed.known.micro_batch_tokens)
     data = open_data(config, tokenizer, resolved)

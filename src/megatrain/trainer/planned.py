@@ -1,11 +1,14 @@
-"""The plan of a run: what `auto` becomes on a machine that `megatrain doctor` has measured.
+"""The plan of a run: what `auto` becomes, and whether the run fits.
 
-Without a measured profile there is nothing to predict from: simple rules decide (resolve.py), and
-the run says so. With one, every run is held to its prediction: plan.json has both.
+On a machine that `megatrain doctor` has measured the planner decides, and every run is held to its
+prediction: plan.json has both. Elsewhere simple rules decide (resolve.py), unless memory is too
+small for them and the planner finds settings that fit; memory needs no measuring.
 
 Laws (tests/trainer/test_planned.py)
     1. What the config decides, the plan keeps; what it leaves open, the plan decides with a reason.
     2. A run that cannot fit is refused before its weights are read, with changes that would fit.
+    3. Memory that is free, `memory.ram` and `memory.vram` are what it has to fit into.
+    4. No run that was started is killed for its memory (`python -m benchmarks.plan --cap`).
 """
 
 from __future__ import annotations
@@ -16,37 +19,64 @@ from typing import Any
 
 from megatrain.config import Config
 from megatrain.disk.folder import read_config_bytes
-from megatrain.memory.host import free_bytes, resident_bytes
+from megatrain.memory.host import free_bytes, give_back_at_once, resident_bytes
 from megatrain.models.decoder import build_decoder
 from megatrain.models.model_config import parse_config
 from megatrain.pipeline.device import Device
 from megatrain.planning.doctor import measured_profile
 from megatrain.planning.plan import Plan, make_plan
-from megatrain.planning.profile import MachineProfile
-from megatrain.planning.search import Fixed
+from megatrain.planning.profile import MachineProfile, unmeasured
+from megatrain.planning.search import HOST_HEADROOM, Fixed
 from megatrain.planning.workload import Workload, shape_of
 from megatrain.trainer.resolve import Resolved
 
+LATER_BYTES = 96 << 20
+"""What Python and libraries come to hold once a run has begun: modules, threads, their caches."""
+TIGHT = 1.3
+"""With less than this, in shares of the ledger, malloc must not keep what is freed."""
 
-def plan_run(config: Config, device: Device, update: str) -> Plan | None:
-    """Return the plan of a run that fits; None if this machine and device were never measured.
+
+def plan_run(config: Config, device: Device, resolved: Resolved) -> tuple[Resolved, Plan]:
+    """Return settings that fit, and their plan.
 
     Raises DoesNotFit, with what would fit, and what reading config.json raises.
     """
-    profile = measured_profile()
-    if profile is None or profile.unified == device.own_memory:
-        return None
-    plan = make_plan(_as_now(profile, config), _workload(config), _fixed(config, update))
-    plan.require()
-    return plan
+    resolved, plan = _planned(config, device, resolved)
+    if not device.own_memory and plan.profile.ram_bytes < TIGHT * plan.ledger.total("host"):
+        give_back_at_once()
+    return resolved, plan
 
 
-def resolved_by(plan: Plan, resolved: Resolved) -> Resolved:
+def _planned(config: Config, device: Device, resolved: Resolved) -> tuple[Resolved, Plan]:
+    workload, fixed = _workload(config), _fixed(config, resolved.update)
+    measured = measured_profile()
+    if measured is not None and measured.unified != device.own_memory:
+        plan = make_plan(_as_now(measured, config), workload, fixed)
+        _require(plan, config)
+        return _resolved_by(plan, resolved), plan
+    machine = _as_now(unmeasured(ram_bytes=1, base_bytes=0, device_bytes=device.free_bytes), config)
+    plan = make_plan(machine, workload, _by_rules(fixed, resolved))
+    if not plan.fits:
+        plan = make_plan(machine, workload, fixed)
+        _require(plan, config)
+    return _resolved_by(plan, resolved), plan
+
+
+def _resolved_by(plan: Plan, resolved: Resolved) -> Resolved:
     """Return the settings with what the plan decided."""
     chosen = plan.settings
     return replace(
         resolved, micro_batch_tokens=chosen.micro_tokens, slots=chosen.slots, tape=chosen.tape
     )
+
+
+def _require(plan: Plan, config: Config) -> None:
+    """Raise DoesNotFit unless the plan fits; a cap of the config's is the first thing to change."""
+    needed = int(plan.ledger.total("host") * HOST_HEADROOM)
+    ways = []
+    if isinstance(config.memory.ram, int) and config.memory.ram < needed < _free_for_us():
+        ways.append(f"memory.ram: {-(-needed // 10**6)}MB")
+    plan.require(*ways)
 
 
 def predicted_against_measured(plan: Plan, step_seconds: list[float]) -> str:
@@ -69,14 +99,19 @@ def facts(plan: Plan, step_seconds: list[float]) -> dict[str, Any]:
 
 def _as_now(profile: MachineProfile, config: Config) -> MachineProfile:
     """Return the machine with the memory that is free now, within what the config allows."""
-    held, ram, vram = resident_bytes(), config.memory.ram, config.memory.vram
+    ram, vram = config.memory.ram, config.memory.vram
     changes: dict[str, Any] = {
-        "ram_bytes": ram if isinstance(ram, int) else free_bytes() + held,
-        "base_bytes": held,
+        "ram_bytes": min(ram, _free_for_us()) if isinstance(ram, int) else _free_for_us(),
+        "base_bytes": resident_bytes() + LATER_BYTES,
     }
     if isinstance(vram, int) and not profile.unified:
         changes["device_bytes"] = min(vram, profile.device_bytes)
     return profile.changed(**changes)
+
+
+def _free_for_us() -> int:
+    """Return what this process holds and could still have."""
+    return free_bytes() + resident_bytes()
 
 
 def _workload(config: Config) -> Workload:
@@ -103,6 +138,16 @@ def _fixed(config: Config, update: str) -> Fixed:
         update=update,
         chunk_tokens=memory.chunk_tokens,
         gather_embedding=memory.gather_embedding,
+    )
+
+
+def _by_rules(fixed: Fixed, resolved: Resolved) -> Fixed:
+    """Return what the config decides, and for the rest what the simple rules say."""
+    return replace(
+        fixed,
+        micro_tokens=resolved.micro_batch_tokens,
+        slots=resolved.slots,
+        tape=resolved.tape,
     )
 
 

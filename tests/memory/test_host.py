@@ -1,0 +1,88 @@
+"""Laws of memory/host.py, on files as systems write them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatrain.memory.host import free_bytes, groups
+
+V1 = ("sys/fs/cgroup/memory", "limit_in_bytes", "usage_in_bytes", "3:cpu,memory:{}\n1:cpu:/\n")
+V2 = ("sys/fs/cgroup", "max", "current", "0::{}\n")
+System = tuple[str, str, str, str]
+
+
+def write_group(root: Path, system: System, path: str, limit: str, used: int, cache: int) -> None:
+    base, limit_name, used_name, _ = system
+    folder = root / base / path
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"memory.{limit_name}").write_text(f"{limit}\n")
+    (folder / f"memory.{used_name}").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 1\ninactive_file {cache}\n")
+
+
+def write_membership(root: Path, system: System, path: str) -> None:
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(system[3].format(path))
+
+
+@pytest.mark.parametrize("system", [V1, V2], ids=["v1", "v2"])
+@pytest.mark.parametrize("tight", ["", "slice", "slice/job"])
+def test_the_tightest_group_around_the_process_counts(
+    tmp_path: Path, system: System, tight: str
+) -> None:
+    write_membership(tmp_path, system, "/slice/job")
+    for path in ("", "slice", "slice/job", "slice/other"):
+        limit = "1000000" if path == tight else "5000000" if path != "slice/other" else "1"
+        write_group(tmp_path, system, path, limit, 400_000, 50_000)
+    assert free_bytes(tmp_path) == 650_000
+    assert len(list(groups(tmp_path))) == 3
+
+
+@pytest.mark.parametrize("limit", ["max", str((1 << 63) - 4096), "", "many"])
+@pytest.mark.parametrize("system", [V1, V2], ids=["v1", "v2"])
+def test_no_limit_limits_nothing(tmp_path: Path, system: System, limit: str) -> None:
+    write_membership(tmp_path, system, "/")
+    write_group(tmp_path, system, "", limit, 400_000, 0)
+    assert list(groups(tmp_path)) == []
+    assert free_bytes(tmp_path) == pytest.approx(psutil.virtual_memory().available, rel=0.2)
+
+
+@pytest.mark.parametrize("system", [V1, V2], ids=["v1", "v2"])
+def test_a_group_that_a_container_does_not_show_leaves_the_one_it_shows(
+    tmp_path: Path, system: System
+) -> None:
+    write_membership(tmp_path, system, "/of/the/host")
+    write_group(tmp_path, system, "", "1000000", 999_000, 0)
+    assert free_bytes(tmp_path) == 1000
+
+
+def test_a_group_over_its_limit_has_nothing_free(tmp_path: Path) -> None:
+    write_group(tmp_path, V2, "", "1000", 2000, 0)
+    assert free_bytes(tmp_path) == 0
+
+
+KEPT = """
+import sys, torch
+from megatrain.memory.host import give_back_at_once, resident_bytes
+torch.empty(20 << 20, dtype=torch.uint8).fill_(1)  # malloc learns that this size comes and goes
+if {told}:
+    give_back_at_once()
+before = resident_bytes()
+tensors = [torch.empty(4 << 20, dtype=torch.uint8).fill_(1) for _ in range(40)]
+del tensors[:-1]
+print(resident_bytes() - before)
+"""
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_malloc_gives_back_what_is_freed_if_it_is_told(told: bool) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KEPT.format(told=told)], capture_output=True, text=True, check=True
+    )
+    kept = int(done.stdout) - (4 << 20)
+    assert (kept < 16 << 20) == told

@@ -1,0 +1,146 @@
+"""Laws of planned.py: what `auto` becomes, and what is refused before a weight is read."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatrain.config import Config, load_config
+from megatrain.errors import DoesNotFit
+from megatrain.pipeline.device import CpuDevice
+from megatrain.planning.plan import Plan
+from megatrain.planning.profile import MachineProfile, unmeasured
+from megatrain.trainer import planned
+from megatrain.trainer.demo import write_demo
+from megatrain.trainer.loop import Trainer
+from megatrain.trainer.planned import plan_run
+from megatrain.trainer.resolve import Resolved, resolve
+
+BASE = 2_000_000
+PLENTY = 1 << 28
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(planned, "resident_bytes", lambda: BASE)
+    monkeypatch.setattr(planned, "free_bytes", lambda: PLENTY)
+    monkeypatch.setattr(planned, "LATER_BYTES", 0)
+    monkeypatch.setattr(planned, "give_back_at_once", lambda: None)
+    return write_demo(tmp_path / "demo", num_steps=2)
+
+
+@pytest.fixture(params=["measured", "unmeasured"])
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    found = _profile() if request.param == "measured" else None
+    monkeypatch.setattr(planned, "measured_profile", lambda: found)
+    return str(request.param)
+
+
+def _profile() -> MachineProfile:
+    return unmeasured(ram_bytes=1 << 30, base_bytes=BASE).changed(source="measured")
+
+
+def config_of(path: Path, *changes: str) -> Config:
+    return load_config(path, ["model.dtype=bf16", "train.micro_batch_tokens=auto", *changes])
+
+
+def plan_of(path: Path, *changes: str) -> tuple[Resolved, Plan]:
+    config = config_of(path, *changes)
+    device = CpuDevice()
+    return plan_run(config, device, resolve(config, device, "cpu"))
+
+
+def least_ram(path: Path, *changes: str) -> int:
+    """Return the smallest `memory.ram` that is enough."""
+    low, high = BASE, PLENTY
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            plan_of(path, f"memory.ram={middle}B", *changes)
+            high = middle
+        except DoesNotFit:
+            low = middle + 1
+    return low
+
+
+def test_what_the_config_decides_is_kept(path: Path, machine: str) -> None:
+    resolved, _ = plan_of(
+        path, "train.micro_batch_tokens=256", "memory.slots=3", "memory.tape=host"
+    )
+    assert (resolved.micro_batch_tokens, resolved.slots, resolved.tape) == (256, 3, "host")
+
+
+def test_what_it_leaves_open_is_planned_with_a_reason_where_rates_are_known(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planned, "measured_profile", _profile)
+    resolved, plan = plan_of(path)
+    assert plan.fits
+    assert plan.knows_time
+    assert plan.settings.micro_tokens == resolved.micro_batch_tokens
+    assert {"micro_tokens", "slots", "tape"} <= plan.reasons.keys()
+
+
+def test_elsewhere_simple_rules_decide(path: Path) -> None:
+    config = config_of(path)
+    resolved, plan = plan_of(path)
+    assert not plan.knows_time
+    assert plan.facts()["predicted"] is None
+    assert resolved == resolve(config, CpuDevice(), "cpu")
+
+
+def test_where_the_rules_do_not_fit_something_that_does_is_found(path: Path) -> None:
+    usual, _ = plan_of(path)
+    cap = f"memory.ram={least_ram(path)}B"
+    resolved, _ = plan_of(path, cap)
+    assert resolved.micro_batch_tokens < usual.micro_batch_tokens
+    with pytest.raises(DoesNotFit):
+        plan_of(path, cap, f"train.micro_batch_tokens={usual.micro_batch_tokens}")
+
+
+def test_a_refusal_names_changes_that_fit(path: Path, machine: str) -> None:
+    cap = f"memory.ram={least_ram(path) - 1}B"
+    with pytest.raises(DoesNotFit) as refused:
+        plan_of(path, cap)
+    ways = re.findall(
+        r"(memory\.ram|train\.max_grad_norm|train\.batch_tokens): (\w+)", str(refused.value)
+    )
+    assert ways[0][0] == "memory.ram"
+    assert len(ways) > 1
+    for key, value in ways:
+        plan_of(path, cap, f"{key}={value}")
+
+
+def test_what_is_not_free_cannot_be_had(
+    path: Path, machine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    least = least_ram(path)
+    monkeypatch.setattr(planned, "free_bytes", lambda: least - BASE - 1)
+    with pytest.raises(DoesNotFit, match=r"host memory .* short"):
+        plan_of(path, f"memory.ram={PLENTY}B")
+    monkeypatch.setattr(planned, "free_bytes", lambda: least - BASE)
+    plan_of(path)
+
+
+def test_where_memory_is_tight_malloc_keeps_nothing(
+    path: Path, machine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[bool] = []
+    monkeypatch.setattr(planned, "give_back_at_once", lambda: told.append(True))
+    plan_of(path)
+    assert not told
+    plan_of(path, f"memory.ram={int(1.2 * least_ram(path))}B")
+    assert told
+
+
+def test_a_run_is_refused_before_its_weights_are_read(
+    path: Path, machine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "megatrain.trainer.opening.load_model", lambda *_, **__: pytest.fail("loaded")
+    )
+    with pytest.raises(DoesNotFit, match=r"memory\.ram: "):
+        Trainer(config_of(path, f"memory.ram={BASE}B"))
