@@ -22,6 +22,7 @@ back when it is freed; left alone it keeps up to 80 MiB, now more, now less (`--
 --time: 15 configurations (plan_time.py), with real compute and with each lane slowed down.
 
     worst, median         of |predicted / measured - 1| of the step time, each the median of rounds
+    *_by_doctor           the same where compute is real, with the profile of `megatrain doctor`
     limits_named          share of the slowed cases whose slow lane was named as the limit, always
 
 --choice: on three such machines, every combination of micro-batch, slots and tape is tried, in

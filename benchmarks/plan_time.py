@@ -5,17 +5,22 @@ A case is a small Llama and, for most, one lane that is slowed down: `in` and `o
 host memory would be. In each round first a model of the same width but two layers is played one op
 at a time, and a profile fitted to its trace; then the model itself is trained, and the time of its
 steps held against the simulation; then the small one again, and the mean of both predictions
-counts. So all see the machine as busy as it is at that moment.
+counts. So all see the machine as busy as it is at that moment. Cases that really compute have short
+and uneven steps: more of them are taken, and they are also held against the profile that `doctor`
+measured before the first case.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.plan import Configuration, plain_profile
@@ -27,11 +32,15 @@ from megatrain.planning.plan import make_plan
 from megatrain.planning.profile import MachineProfile
 from megatrain.planning.search import Fixed
 from megatrain.planning.simulate import Simulation, simulate
+from megatrain.trainer.examine import examine
 
 TIME_TARGETS = {"median": 0.10, "worst": 0.20, "limits_named": 1.0}
 CHOICE_TARGETS = {"choice_over_best": 1.05}
 SLOW_S = 0.08
 """A layer's time in the slow lane: long beside what small tensors and threads cost."""
+
+MORE = 5
+"""Times as many steps where compute is real."""
 
 Slow = Literal["", "in", "out", "tape", "host", "compute"]
 LIMITS: dict[Slow, str] = {
@@ -118,7 +127,7 @@ class Case:
     def calibrated(self) -> MachineProfile:
         """Return the profile that a short trace of a small model shows."""
         small = self.small()
-        _, trace = small.run(2, reference=True)
+        _, trace = small.run(2 if self.slow else 2 * MORE, reference=True)
         spans = [span for span in trace.spans if span.step > 0]
         configuration = small.configuration
         return fitted(self.profile(), configuration.workload, configuration.settings, spans)
@@ -175,16 +184,18 @@ def cases() -> list[Case]:
 
 def measure_time(num_rounds: int, num_steps: int, only: str) -> dict[str, object]:
     """Return the figures with --time."""
-    rows = []
+    rows, by_doctor = [], _doctors_profile() if only in ("", "real") else None
     for case in cases():
         if only and case.slow != only.replace("real", ""):
             continue
-        ratios, limits = [], []
+        ratios, doctors, limits = [], [], []
         for _ in range(num_rounds):
             before = case.predicted(case.calibrated())
-            measured, _ = case.run(num_steps)
+            measured, _ = case.run(num_steps if case.slow else num_steps * MORE)
             after = case.predicted(case.calibrated())
             ratios.append((before.step_s + after.step_s) / 2 / measured)
+            if by_doctor is not None and not case.slow:
+                doctors.append(case.predicted(by_doctor).step_s / measured)
             limits += [before.bottleneck, after.bottleneck]
         rows.append(
             {
@@ -192,6 +203,7 @@ def measure_time(num_rounds: int, num_steps: int, only: str) -> dict[str, object
                 "slow": case.slow,
                 "measured_s": round(measured, 3),
                 "ratio": round(statistics.median(ratios), 4),
+                "by_doctor": round(statistics.median(doctors), 4) if doctors else None,
                 "ratios": [round(ratio, 3) for ratio in ratios],
                 "named": statistics.mode(limits),
                 "right": not case.slow or set(limits) == {LIMITS[case.slow]},
@@ -199,15 +211,25 @@ def measure_time(num_rounds: int, num_steps: int, only: str) -> dict[str, object
         )
         print(rows[-1], file=sys.stderr, flush=True)
     errors = [abs(float(str(row["ratio"])) - 1) for row in rows]
+    doctors = [abs(float(str(row["by_doctor"])) - 1) for row in rows if row["by_doctor"]]
     slowed = [row for row in rows if row["slow"]]
     return {
         "configurations": len(rows),
         "median": round(statistics.median(errors), 4),
         "worst": round(max(errors), 4),
+        "median_by_doctor": round(statistics.median(doctors), 4) if doctors else None,
+        "worst_by_doctor": round(max(doctors), 4) if doctors else None,
         "limits_named": round(sum(bool(row["right"]) for row in slowed) / max(1, len(slowed)), 3),
         "rows": rows,
         "targets": TIME_TARGETS,
     }
+
+
+def _doctors_profile() -> MachineProfile:
+    """Return what `megatrain doctor` measures, with the threads that cases compute on."""
+    with tempfile.TemporaryDirectory() as scratch:
+        os.environ["MEGATRAIN_CACHE"] = scratch
+        return examine(Path(scratch), lambda said: None).profile
 
 
 def measure_choice(num_rounds: int, num_steps: int) -> dict[str, object]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.plan_cap import measure_caps
 from megatrain.config import Config, load_config
 from megatrain.errors import DoesNotFit
 from megatrain.pipeline.device import CpuDevice
@@ -144,3 +145,11 @@ def test_a_run_is_refused_before_its_weights_are_read(
     )
     with pytest.raises(DoesNotFit, match=r"memory\.ram: "):
         Trainer(config_of(path, f"memory.ram={BASE}B"))
+
+
+def test_the_kernel_kills_no_run_that_was_started() -> None:
+    """The whole form: `python -m benchmarks.plan --cap`."""
+    figures = measure_caps(["83M, updates in backward"], [0.8, 1.1])
+    if "skipped" in figures:
+        pytest.skip(str(figures["skipped"]))
+    assert (figures["finished"], figures["refused"]) == (1, 1)
