@@ -263,7 +263,7 @@ def _figures(options: argparse.Namespace) -> dict[str, object]:
     if options.time:
         return measure_time(options.rounds, options.steps, options.only)
     if options.choice:
-        return measure_choice(options.rounds, options.steps)
+        return measure_choice(options.rounds, options.steps, options.only)
     environment = {} if options.keeping else GIVING_BACK
     return measure_memory(memory_configurations()[: options.first or None], environment)
 

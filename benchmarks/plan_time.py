@@ -232,10 +232,12 @@ def _doctors_profile() -> MachineProfile:
         return examine(Path(scratch), lambda said: None).profile
 
 
-def measure_choice(num_rounds: int, num_steps: int) -> dict[str, object]:
+def measure_choice(num_rounds: int, num_steps: int, only: str) -> dict[str, object]:
     """Return the figures with --choice: every plan of a small grid, in turns."""
     rows = []
     for case, grid in _grids():
+        if only and case.slow != only:
+            continue
         seconds: dict[Configuration, list[float]] = {way: [] for way in grid}
         chosen = _chosen(case, grid)
         for _ in range(num_rounds):
@@ -268,24 +270,21 @@ def _grids() -> list[tuple[Case, list[Configuration]]]:
     small = Configuration(
         hidden=128, inner=384, layers=6, vocab=512, length=32, device="copies", tape="host"
     )
-    found = []
-    slows: tuple[Slow, ...] = ("in", "compute", "tape")
+    # Inputs of a block count beside its weights only where they are long, and the weights few.
+    long = replace(small, length=512, inner=128, layers=4)
+    machines: list[tuple[Slow, float, Configuration]] = [
+        ("in", 2 * SLOW_S, small),
+        ("compute", SLOW_S / 2, small),
+        ("tape", SLOW_S / 2, long),
+    ]
     tapes: tuple[Literal["device", "host"], ...] = ("device", "host")
-    for slow in slows:
+    found = []
+    for slow, slow_s, model in machines:
         ways = [
-            replace(small, rows=rows, num_micro=4 // rows, slots=slots, tape=tape)
-            for rows, slots, tape in itertools.product((1, 2, 4), (2, 6), tapes)
+            replace(model, rows=rows, num_micro=4 // rows, slots=slots, tape=tape)
+            for rows, slots, tape in itertools.product((1, 2, 4), (2, model.layers), tapes)
         ]
-        found.append(
-            (
-                Case(
-                    configuration=small,
-                    slow=slow,
-                    slow_s=SLOW_S / 2 if slow == "compute" else 2 * SLOW_S,
-                ),
-                ways,
-            )
-        )
+        found.append((Case(configuration=model, slow=slow, slow_s=slow_s), ways))
     return found
 
 
@@ -298,7 +297,7 @@ def _chosen(case: Case, grid: list[Configuration]) -> Configuration:
     plan = make_plan(profile, workload, Fixed(chunk_tokens=4096, gather_embedding=False))
     settings = plan.settings
     rows = settings.micro_tokens // case.configuration.length
-    slots = 6 if settings.slots == 6 else 2
+    slots = case.configuration.layers if settings.slots == case.configuration.layers else 2
     wanted = replace(
         case.configuration, rows=rows, num_micro=4 // rows, slots=slots, tape=settings.tape
     )
