@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from megatrain.numbers import size
+
 Advance = Callable[[int], None]
 """Takes the number of bytes done since the last call. Safe to call from any thread."""
 
@@ -59,8 +61,8 @@ def _lines(title: str, total_bytes: int) -> Iterator[Advance]:
         now = time.monotonic()
         if now - last >= _LINE_EVERY_S:
             last = now
-            rate = done / (now - begin) / 2**30
+            rate = size(done / (now - begin))
             share = 100 * done // max(total_bytes, 1)
-            print(f"{title}: {share}% ({rate:.2f} GiB/s)", file=sys.stderr, flush=True)
+            print(f"{title}: {share}% ({rate}/s)", file=sys.stderr, flush=True)
 
     yield advance
