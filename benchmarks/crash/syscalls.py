@@ -15,7 +15,6 @@ import itertools
 import os
 import re
 import shutil
-import signal
 import subprocess
 import time
 from collections import Counter
@@ -34,7 +33,7 @@ CALLS = "%file,%desc"
 PATIENCE_S = 120.0
 MOST_CALLS = 2000
 TRIES = 3
-"""How often strace may fail to take hold of a child that still waits."""
+"""To have a child that waits, held by strace."""
 
 
 def run(scratch: Path, count: int, first: int, *, tell: bool) -> dict[str, Any]:
@@ -45,6 +44,7 @@ def run(scratch: Path, count: int, first: int, *, tell: bool) -> dict[str, Any]:
     result: dict[str, Any] = {"what": "strace"}
     counts: Counter[str] = Counter()
     failures: list[str] = []
+    troubles: list[str] = []
     for name, work in WORKS.items():
         for threads in (False, True):
             sweep = Sweep(scratch, work, threads=threads)
@@ -52,9 +52,11 @@ def run(scratch: Path, count: int, first: int, *, tell: bool) -> dict[str, Any]:
             result[key] = sweep.run(count or MOST_CALLS)
             counts += sweep.counts
             failures += [f"{key}: {failure}" for failure in sweep.failures]
+            troubles += sweep.troubles
             if tell:
                 print(f"{time.monotonic() - began:.0f} s: {result} {failures}", flush=True)
     result |= {key: counts[key] for key in ("kills", "torn", "lost")}
+    result["troubles"] = troubles
     return {**result, "seconds": round(time.monotonic() - began, 1), "failures": failures}
 
 
@@ -66,6 +68,7 @@ class Sweep:
         self._before = scratch / "before"
         self.counts: Counter[str] = Counter()
         self.failures: list[str] = []
+        self.troubles: list[str] = []
         if not self._before.exists():
             _make_two(self._before)
 
@@ -90,18 +93,7 @@ class Sweep:
     def _kill_at(self, call: str, record: Path = Path(os.devnull)) -> bool:
         """Kill the work at a call; False if it ended before it came so far."""
         folder = self._scratch / "run"
-        shutil.copytree(self._before, folder, symlinks=True)
-        gate, go = os.pipe()
-        child = Child(
-            functools.partial(_wait_and_work, gate, folder, self._work, self._threads),
-            self._scratch / "log",
-        )
-        os.close(gate)
-        if not child.follow(lambda line: line == "ready", time.monotonic() + PATIENCE_S):
-            child.end(time.monotonic())
-            log = (self._scratch / "log").read_text()[-2000:]
-            raise RuntimeError(f"{call}: the child never began: {child.status}: {log}")
-        tracer = _trace(child.pid, call, record)
+        child, tracer, go = self._held(call, record, folder)
         os.write(go, b"g")
         os.close(go)
         was_killed = child.end(time.monotonic() + PATIENCE_S)
@@ -109,11 +101,42 @@ class Sweep:
         if was_killed:
             self.counts["kills"] += 1
         elif child.status != 0:
-            log = (self._scratch / "log").read_text()[-500:]
-            self.failures.append(f"{call}: ended with {child.status}: {log}")
+            self.failures.append(f"{call}: ended with {child.status}: {self._log()}")
         self._judge(call, child, folder)
         shutil.rmtree(folder)
         return was_killed
+
+    def _held(
+        self, call: str, record: Path, folder: Path
+    ) -> tuple[Child, subprocess.Popen[str], int]:
+        """Return a child that waits, the strace that has hold of it, and what lets it go.
+
+        What fails before anything was tried is tried again, and told.
+        """
+        for _ in range(TRIES):
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(self._before, folder, symlinks=True)
+            gate, go = os.pipe()
+            child = Child(
+                functools.partial(_wait_and_work, gate, folder, self._work, self._threads),
+                self._scratch / "log",
+            )
+            os.close(gate)
+            if not child.follow(lambda line: line == "ready", time.monotonic() + PATIENCE_S):
+                child.end(time.monotonic())
+                self.troubles.append(f"{call}: ended early, {child.status}: {self._log()}")
+            else:
+                tracer = _trace(child.pid, call, record)
+                if tracer.poll() is None:
+                    return child, tracer, go
+                child.end(time.monotonic())
+                said = tracer.communicate()[1].strip()
+                self.troubles.append(f"{call}: strace, {tracer.returncode}: {said}")
+            os.close(go)
+        raise RuntimeError("; ".join(self.troubles))
+
+    def _log(self) -> str:
+        return (self._scratch / "log").read_text()[-2000:]
 
     def _judge(self, call: str, child: Child, folder: Path) -> None:
         newest, damaged = newest_whole(folder / FOLDER)
@@ -182,21 +205,13 @@ def _cannot_trace() -> str | None:
 
 
 def _trace(pid: int, told: str, record: Path) -> subprocess.Popen[str]:
-    """Let strace do what it is told to a waiting process; return when it has hold of it."""
+    """Let strace do what it is told to a waiting process; return when it has hold, or has ended."""
     command = ["strace", "-f", "-qq", "-o", str(record), "-p", str(pid), "-e", told]
-    reasons: list[str] = []
-    while len(reasons) < TRIES:
-        tracer = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
-        while tracer.poll() is None:
-            if "TracerPid:\t0\n" not in Path(f"/proc/{pid}/status").read_text():
-                return tracer
-            time.sleep(0.002)
-        reasons.append(f"{tracer.returncode}: {tracer.communicate()[1].strip()}")
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    raise RuntimeError(f"strace could not take hold of a process for {told}: {reasons}")
+    tracer = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    status = Path(f"/proc/{pid}/status")
+    while "TracerPid:\t0\n" in status.read_text() and tracer.poll() is None:
+        time.sleep(0.002)
+    return tracer
 
 
 class _OneThreadQueue(WriteQueue):

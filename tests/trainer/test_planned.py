@@ -147,6 +147,7 @@ def test_a_run_is_refused_before_its_weights_are_read(
         Trainer(config_of(path, f"memory.ram={BASE}B"))
 
 
+@pytest.mark.long
 def test_the_kernel_kills_no_run_that_was_started() -> None:
     """The whole form: `python -m benchmarks.plan --cap`."""
     figures = measure_caps(["83M, updates in backward"], [0.8, 1.1])
