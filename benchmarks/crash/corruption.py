@@ -263,7 +263,9 @@ def _swap(damage: Damage) -> bool:
 
 
 def _stale_folder(damage: Damage) -> bool:
-    """All files are those of another step."""
+    """All files are those of another step, unless they were taken from here before."""
+    if _copied(damage.other) == _copied(damage.folder):
+        return False
     shutil.rmtree(damage.folder)
     shutil.copytree(damage.other, damage.folder)
     return True
