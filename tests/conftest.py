@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import faulthandler
 import signal
 
 import pytest
@@ -10,7 +9,6 @@ import transformers
 transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)
-faulthandler.dump_traceback_later(900, exit=False)
 # Ignored under nohup, or behind a shell's `&`; children would inherit that.
 for number, usual in (
     (signal.SIGHUP, signal.SIG_DFL),

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from megatrain.errors import DoesNotFit
 from megatrain.version import __version__
 
+
+class _Group(TyperGroup):
+    """The root, with a `--help` that is off until asked for.
+
+    Typer leaves it None, and to turn None into a bool imports pydantic: half of the time.
+    """
+
+    def get_help_option(self, ctx: Any) -> Any:
+        option = super().get_help_option(ctx)
+        if option is not None:
+            option.default = False
+        return option
+
+
 app = typer.Typer(
+    cls=_Group,
     name="megatrain",
     help="Train Hugging Face language models larger than GPU memory, at full precision.",
     no_args_is_help=True,
