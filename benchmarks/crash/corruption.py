@@ -94,7 +94,8 @@ class Victim:
         draw = random.Random(f"damage {number}")
         hurt = self._folders[: 2 if draw.random() < SECOND_SHARE else 1]
         kept = {folder: _copied(folder) for folder in self._folders}
-        damages = [self._damage(folder, draw) for folder in hurt]
+        whole = [folder for folder in self._folders if folder not in hurt]
+        damages = [self._damage(folder, whole, draw) for folder in hurt]
         self._run.fill(100)
         try:
             with (
@@ -148,8 +149,8 @@ class Victim:
         told = "; ".join(f"{damage.kind} {damage.name}" for damage in damages)
         self.failures.append(f"trial {number}: {told}: {text}")
 
-    def _damage(self, folder: Path, draw: random.Random) -> Damage:
-        others = [other for other in self._folders if other != folder]
+    def _damage(self, folder: Path, others: list[Path], draw: random.Random) -> Damage:
+        """Damage `folder`; what is stale comes from `others`."""
         names = sorted(
             str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()
         )
@@ -263,9 +264,7 @@ def _swap(damage: Damage) -> bool:
 
 
 def _stale_folder(damage: Damage) -> bool:
-    """All files are those of another step, unless they were taken from here before."""
-    if _copied(damage.other) == _copied(damage.folder):
-        return False
+    """All files are those of another step."""
     shutil.rmtree(damage.folder)
     shutil.copytree(damage.other, damage.folder)
     return True

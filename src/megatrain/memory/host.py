@@ -68,7 +68,7 @@ def groups(root: Path = Path("/")) -> Iterator[Group]:
 
 def _group_paths(root: Path) -> Iterator[tuple[str, str]]:
     """Yield controller and path of this process's groups; version 2 has none, `0::/path`."""
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in told(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         for controller in controllers.split(","):
             yield controller, path.lstrip("/")
@@ -78,10 +78,10 @@ def _limited(base: Path, path: str, limit_name: str, used_name: str) -> Iterator
     """Yield the group at `path` and all around it; in a container they may not be visible."""
     inner = base / path
     for folder in [inner, *(outer for outer in inner.parents if outer.is_relative_to(base))]:
-        limit = _read(folder / f"memory.{limit_name}").strip()
-        used = _read(folder / f"memory.{used_name}").strip()
+        limit = told(folder / f"memory.{limit_name}").strip()
+        used = told(folder / f"memory.{used_name}").strip()
         if limit.isdigit() and used.isdigit() and int(limit) < _UNLIMITED:
-            cache = _reclaimable(_read(folder / "memory.stat"))
+            cache = _reclaimable(told(folder / "memory.stat"))
             yield Group(limit_bytes=int(limit), used_bytes=int(used) - cache)
 
 
@@ -90,8 +90,9 @@ def _reclaimable(stat: str) -> int:
     return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
 
 
-def _read(path: Path) -> str:
+def told(path: Path) -> str:
+    """Return what a file of the system says; empty where there is none."""
     try:
-        return path.read_text()
+        return path.read_text(errors="replace")
     except OSError:
         return ""

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from megatrain.memory.host import groups
+from megatrain.memory.host import groups, told
 from megatrain.version import __version__
 
 CACHE = "MEGATRAIN_CACHE"
@@ -87,7 +87,7 @@ def profile_path(facts: HostFacts) -> Path:
 
 
 def _processor(root: Path) -> str:
-    for line in _read(root / "proc/cpuinfo").splitlines():
+    for line in told(root / "proc/cpuinfo").splitlines():
         name, _, value = line.partition(":")
         if name.strip() in ("model name", "Model"):
             return " ".join(value.split())
@@ -95,7 +95,7 @@ def _processor(root: Path) -> str:
 
 
 def _ram(root: Path) -> int:
-    for line in _read(root / "proc/meminfo").splitlines():
+    for line in told(root / "proc/meminfo").splitlines():
         if line.startswith("MemTotal:"):
             return int(line.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -109,7 +109,7 @@ def _memlock() -> int | None:
 def _gpus(root: Path) -> tuple[str, ...]:
     names = []
     for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
-        for line in _read(path).splitlines():
+        for line in told(path).splitlines():
             if line.startswith("Model:"):
                 names.append(line.partition(":")[2].strip())
     return tuple(names)
@@ -120,10 +120,3 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
