@@ -19,10 +19,9 @@ back when it is freed; left alone it keeps up to 80 MiB, now more, now less (`--
     refused_above         refusals with a limit of 1.1 and more
     stopped               runs that saw the limit come, saved, and ended by themselves
 
---time: 15 configurations (plan_time.py), with real compute and with each lane slowed down.
+--time: 17 configurations (plan_time.py), with real compute and with each lane slowed down.
 
     worst, median         of |predicted / measured - 1| of the step time, each the median of rounds
-    *_by_doctor           the same where compute is real, with the profile of `megatrain doctor`
     limits_named          share of the slowed cases whose slow lane was named as the limit, always
 
 --choice: on three such machines, every combination of micro-batch, slots and tape is tried, in
