@@ -17,6 +17,7 @@ test:  ## the tests of CI
 
 docs:  ## the pages that are made from code
 	$(python) docs/generate.py
+	$(python) docs/console.py
 
 bench:  ## every benchmark, as JSON lines
 	$(python) -m benchmarks.load_export --json
@@ -27,6 +28,9 @@ bench:  ## every benchmark, as JSON lines
 	$(python) -m benchmarks.step --trainer --json
 	$(python) -m benchmarks.overlap --json
 	$(python) -m benchmarks.overlap --late --json
+	$(python) -m benchmarks.data --json
+	$(python) -m benchmarks.checkpoint --params 400M --json
+	for what in memory cap time choice; do $(python) -m benchmarks.plan --$$what --json || exit 1; done
 
 gpu:  ## the engine's laws on an accelerator: docs/gpu.md
 	$(python) -m pytest tests/gpu -m gpu --device cuda
@@ -34,6 +38,9 @@ gpu:  ## the engine's laws on an accelerator: docs/gpu.md
 long:  ## proofs that take hours
 	$(python) -m benchmarks.interleavings --json
 	$(python) -m benchmarks.races --json
+	for what in sigkill strace power states corrupt; do $(python) -m benchmarks.crash $$what --json || exit 1; done
+	$(python) -m benchmarks.signals --json
+	for what in jsonl yaml manifest; do $(python) -m benchmarks.fuzz --target $$what --json || exit 1; done
 	$(python) -m pytest -m long -s
 
 lock:  ## write requirements-dev.lock from .venv

@@ -28,9 +28,7 @@ from megatrain.config import Config, dump_config
 from megatrain.errors import DiskError, Interrupted, NonFiniteStep
 from megatrain.trainer.assembly import learning_rate, make_engine
 from megatrain.trainer.checkpoints import Checkpoints
-from megatrain.trainer.dataset import (
-    mean_loss,
-)
+from megatrain.trainer.dataset import mean_loss
 from megatrain.trainer.interrupts import Interrupts
 from megatrain.trainer.live import Live
 from megatrain.trainer.memory_plan import memory_plan
