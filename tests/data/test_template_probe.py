@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from megatrain.data.rows import Message
-from megatrain.data.template_probe import probe_template
+from megatrain.data.template_probe import probe_template, require_children
 from megatrain.errors import DataError
 from tests.data.tokenizers_of_kinds import made, tokenizer_of
 
@@ -35,3 +38,34 @@ def test_a_template_without_bounds_is_stopped() -> None:
     huge = made("{{ 'x' * 99999999999 }}", ("<s>",), eos="<s>")
     with pytest.raises(DataError, match="ended its process with code 3"):
         probe_template(huge, TALK)
+
+
+def test_children_can_begin_here() -> None:
+    require_children()
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_a_script_that_cannot_be_imported_is_told_what_to_change(
+    guarded: bool, tmp_path: Path
+) -> None:
+    """It does not wait for a child that died before it read what was to be given."""
+    lines = [
+        "from tests.data.tokenizers_of_kinds import tokenizer_of",
+        "from megatrain.data.template_probe import probe_template",
+        "if __name__ == '__main__':" if guarded else "if True:",
+        "    talk = [{'role': 'user', 'content': 'x' * 1_000_000}]",
+        "    probe_template(tokenizer_of('chatml'), talk)",
+    ]
+    script = tmp_path / "script.py"
+    script.write_text("\n".join(lines))
+    root = Path(__file__).parents[2]
+    ended = subprocess.run(
+        [sys.executable, str(script)],
+        env={"PYTHONPATH": f"{root}:{root / 'src'}"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    told = "what it does belongs under `if __name__" in ended.stderr
+    assert (ended.returncode == 0, told) == (guarded, not guarded), ended.stderr

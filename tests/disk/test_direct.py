@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatrain import files
+from megatrain.disk import direct
 from megatrain.disk.direct import (
     CHUNK_BYTES,
     PAGE,
@@ -122,6 +124,28 @@ def test_many_files_share_the_buffers_of_one_queue(tmp_path: Path) -> None:
         for future in finishing:
             future.result()
     assert all((tmp_path / str(n)).read_bytes() == data.numpy().tobytes() for n in range(5))
+
+
+@pytest.mark.parametrize("let_go", [True, False])
+def test_sources_may_change_once_they_are_let_go(
+    let_go: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not before: threads that copy late would find other bytes."""
+    data, gather = _bytes(2 * CHUNK_BYTES + 5), direct._gather
+
+    def late(pieces: list[torch.Tensor], buffer: torch.Tensor) -> None:
+        time.sleep(0.2)
+        gather(pieces, buffer)
+
+    monkeypatch.setattr(direct, "_gather", late)
+    expected = data.numpy().tobytes()
+    with WriteQueue() as carrier, DirectWriter(tmp_path / "file", len(data), carrier) as writer:
+        writer.write(data)
+        if let_go:
+            writer.let_go()
+        data.zero_()
+        writer.finish()
+    assert ((tmp_path / "file").read_bytes() == expected) == let_go
 
 
 def test_no_space_is_known_before_writing(tmp_path: Path) -> None:

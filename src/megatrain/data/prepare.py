@@ -38,7 +38,7 @@ from megatrain.data.formats import FormatName
 from megatrain.data.prepared import Prepared, PreparedWriter, check_usable
 from megatrain.data.skipped import Skipped
 from megatrain.data.source import Source, open_source
-from megatrain.data.template_probe import probe_template
+from megatrain.data.template_probe import probe_template, require_children
 from megatrain.errors import ConfigError, DataError, DiskError
 from megatrain.progress import Advance, byte_progress
 
@@ -80,7 +80,7 @@ def prepare(
     if folder.is_dir():
         prepared = Prepared(folder)
     else:
-        _probe(source, tokenizer)
+        _probe(source, tokenizer, num_workers)
         prepared = _prepared(source, tokenizer, settings, folder, num_workers)
     check_usable(prepared.card, max_bad_share)
     return prepared
@@ -112,9 +112,11 @@ def _check_hope(total: Encoded) -> None:
         total.bad.check(total.num_rows, 0.0)
 
 
-def _probe(source: Source, tokenizer: Any) -> None:
+def _probe(source: Source, tokenizer: Any, num_workers: int) -> None:
     """Let the template render the first conversation where it can do no harm."""
     if source.format.kind == "text" or not tokenizer.chat_template:
+        if num_workers > 1:
+            require_children()
         return
     for _, row in source.rows(Skipped()):
         probe_template(tokenizer, row.messages)

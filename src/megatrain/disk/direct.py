@@ -8,6 +8,7 @@ Laws (tests/disk/test_direct.py)
     1. Bytes arrive as they were given, whatever their number.
     2. Memory is that of the queue's buffers, whatever the number and size of files.
     3. A file that was not finished is removed.
+    4. Once `let_go` returns, what was given may change: the file has the bytes from before.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from __future__ import annotations
 import mmap
 import os
 import queue
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -53,6 +55,14 @@ def copy_bytes(target: Tensor, source: Tensor) -> None:
     Not `copy_`: it would start a team of threads in each of ours, and they would fight for cores.
     """
     target.numpy()[:] = source.numpy()
+
+
+def _gather(pieces: Sequence[Tensor], buffer: Tensor) -> None:
+    """Copy the pieces into the buffer, end to end."""
+    start = 0
+    for piece in pieces:
+        copy_bytes(buffer[start : start + len(piece)], piece)
+        start += len(piece)
 
 
 def digest(memory: memoryview) -> str:
@@ -116,7 +126,7 @@ class WriteQueue:
     """A few buffers and the threads that carry them to the disk, for any number of files."""
 
     DEPTH = 6
-    THREADS = 3
+    THREADS = 4
 
     def __init__(self) -> None:
         self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
@@ -150,9 +160,10 @@ class WriteQueue:
 class DirectWriter:
     """Writes one new file from its start to its end.
 
-    `write` returns when the bytes are in the queue's buffers or on the disk: the source may change.
-    `finish` waits for stable storage, `finish_later` leaves that to the queue; `abandon` removes
-    the file. One of them must be called, whatever happens: use a `with` block, or see to it.
+    The queue's threads copy what `write` was given, hash and write it. Until `let_go` or `finish`
+    returns it must stay as it is. `finish` waits for stable storage, `finish_later` leaves that to
+    the queue; `abandon` removes the file. One of these must be called, whatever happens: use a
+    `with` block, or see to it.
     """
 
     def __init__(self, path: Path, num_bytes: int, carrier: WriteQueue) -> None:
@@ -166,24 +177,31 @@ class DirectWriter:
             files.close(self._fd)
             files.remove(path)
             raise
-        self._buffer: Tensor | None = None
+        self._pieces: list[Tensor] = []
+        """Of the chunk that is not yet sent."""
         self._pending: list[Future[None]] = []
+        self._copied: list[threading.Event] = []
         self._used = self._sent = 0
         self._closed = False
         self.digests: dict[int, str] = {}
         """By number of chunk; whole once the file is finished."""
 
     def write(self, data: Tensor) -> None:
-        """Append the bytes of a uint8 tensor."""
+        """Append the bytes of a uint8 tensor; waits while all buffers of the queue are in use."""
         while len(data):
-            if self._buffer is None:
-                self._buffer, self._used = self._queue.take(), 0
             count = min(CHUNK_BYTES - self._used, len(data))
-            copy_bytes(self._buffer[self._used : self._used + count], data[:count])
+            self._pieces.append(data[:count])
             self._used += count
             data = data[count:]
             if self._used == CHUNK_BYTES:
                 self._send()
+
+    def let_go(self) -> None:
+        """Return when all is copied, and sources may change. It must have been written whole."""
+        self._send_rest()
+        for copied in self._copied:
+            copied.wait()
+        self._copied = []
 
     def finish(self) -> None:
         """Write what is left, cut the file to size, and wait for stable storage."""
@@ -191,17 +209,13 @@ class DirectWriter:
 
     def finish_later(self) -> Future[None]:
         """Finish the file in the background; the result raises what went wrong."""
-        if self._buffer is not None:
-            self._send()
-        assert self._sent == self._num_bytes, "not as many bytes as announced"
+        self._send_rest()
         pending, self._pending = self._pending, []
         return self._queue.submit(lambda: self._finish(pending))
 
     def abandon(self) -> None:
         """Remove the file, unless it is finished."""
-        if self._buffer is not None:
-            self._queue.give(self._buffer)
-            self._buffer = None
+        self._pieces = []
         for future in self._pending:
             with suppress(DiskError):
                 future.result()
@@ -225,22 +239,37 @@ class DirectWriter:
             raise
         self._close(remove=False)
 
+    def _send_rest(self) -> None:
+        if self._used:
+            self._send()
+        assert self._sent == self._num_bytes, "not as many bytes as announced"
+
     def _send(self) -> None:
-        assert self._buffer is not None
-        buffer, used, offset = self._buffer, self._used, self._sent
-        self._buffer, self._sent = None, offset + used
-        self._pending.append(self._queue.submit(lambda: self._put(buffer, used, offset)))
+        buffer, pieces, used, offset = self._queue.take(), self._pieces, self._used, self._sent
+        self._pieces, self._used, self._sent = [], 0, offset + used
+        copied = threading.Event()
+        self._copied.append(copied)
+
+        def put() -> None:
+            try:
+                try:
+                    _gather(pieces, buffer)
+                finally:
+                    pieces.clear()  # let go of the sources
+                    copied.set()
+                self._put(buffer, used, offset)
+            finally:
+                self._queue.give(buffer)
+
+        self._pending.append(self._queue.submit(put))
 
     def _put(self, buffer: Tensor, used: int, offset: int) -> None:
-        try:
-            memory = as_memory(buffer)
-            self.digests[offset // CHUNK_BYTES] = digest(memory[:used])
-            whole = -(-used // PAGE) * PAGE if self._direct else used
-            buffer[used:whole].zero_()
-            with explained("write", self.path):
-                files.write_at(self._fd, memory[:whole], offset)
-        finally:
-            self._queue.give(buffer)
+        memory = as_memory(buffer)
+        self.digests[offset // CHUNK_BYTES] = digest(memory[:used])
+        whole = -(-used // PAGE) * PAGE if self._direct else used
+        buffer[used:whole].zero_()
+        with explained("write", self.path):
+            files.write_at(self._fd, memory[:whole], offset)
 
     def _close(self, *, remove: bool) -> None:
         if not self._closed:

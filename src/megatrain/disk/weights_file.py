@@ -74,6 +74,7 @@ class WeightsFile:
             for tensor in self.tensors:
                 writer.write(tensor.memory)
                 advance(tensor.values.nbytes)
+            writer.let_go()
         except BaseException:
             writer.abandon()
             raise
