@@ -126,7 +126,7 @@ class WriteQueue:
     """A few buffers and the threads that carry them to the disk, for any number of files."""
 
     DEPTH = 6
-    THREADS = 4
+    THREADS = 3
 
     def __init__(self) -> None:
         self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
