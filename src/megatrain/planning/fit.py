@@ -1,9 +1,9 @@
 """A profile from a trace: the rates that make the costs of ops what they were measured to be.
 
 Products, attention and element-wise work measured apart add up to a block only roughly: a cache
-that holds, a library that starts threads. Here a few steps of a small model are played one op at a
-time, and the rates are chosen so that its ops cost what they took. Works on any trace of any run,
-so a prediction can be held to the machine it was made for.
+that holds, a library that starts threads. Here the rates are chosen so that the ops of a trace
+cost what they took. Works on any trace of any run, so a prediction can be held to the machine it
+was made for.
 
 Laws (tests/planning/test_fit.py)
     1. A trace that was simulated with some rates gives those rates back.
