@@ -136,6 +136,17 @@ def test_other_settings_are_prepared_anew(tmp_path: Path, other: dict[str, Any])
     assert _prepare(path).folder != _prepare(path, **other).folder
 
 
+def test_the_digest_is_of_every_token_and_what_is_trained_of_it(tmp_path: Path) -> None:
+    first = _prepare(write(tmp_path / "a.jsonl", ROWS)).card["digest"]
+    assert _prepare(write(tmp_path / "b.jsonl", ROWS), num_workers=2).card["digest"] == first
+    found = {first, _prepare(tmp_path / "a.jsonl", train_on="all").card["digest"]}
+    for number in (0, 301, 599):
+        other = [*ROWS[:number], _talk(number, 2 + number % 9), *ROWS[number + 1 :]]
+        found.add(_prepare(write(tmp_path / f"{number}.jsonl", other)).card["digest"])
+    found.add(_prepare(write(tmp_path / "swapped.jsonl", ROWS[::-1])).card["digest"])
+    assert len(found) == 6
+
+
 def test_the_told_format_is_prepared(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{**row, "text": "some words"} for row in ROWS])
     as_text, as_talk = _prepare(path, wanted="text"), _prepare(path, wanted="messages")

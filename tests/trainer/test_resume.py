@@ -186,8 +186,24 @@ def test_other_rows_are_refused(world: Path, tmp_path: Path) -> None:
     other = tmp_path / "rows.jsonl"
     other.write_text("".join(line.replace("1", "2") for line in lines))
     changed = config_of(world, tmp_path / "run", setting, data={"train": str(other)})
-    with pytest.raises(DataError, match="belongs to other data or settings"):
+    with pytest.raises(DataError, match="the rows are not those that the run was trained on"):
         run(changed, resume=True)
+
+
+def test_one_changed_row_of_many_is_noticed(world: Path, tmp_path: Path) -> None:
+    """Of the same length, so that order and packing stay as they were."""
+    lines = (world / "rows.jsonl").read_text().splitlines(keepends=True) * 5
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(lines))
+    config = config_of(world, tmp_path / "run", Setting(), data={"train": str(rows)})
+    assert run(config, die=5) is None
+    for number in (1, 150, 299):
+        other = lines[number].translate(str.maketrans("0123456789", "1234567890"))
+        rows.write_text("".join([*lines[:number], other, *lines[number + 1 :]]))
+        with pytest.raises(DataError, match="the rows are not those that the run was trained on"):
+            run(config, resume=True)
+    rows.write_text("".join(lines))
+    assert run(config, resume=True) is not None
 
 
 @pytest.mark.parametrize("hurt", ["flip", "cut", "missing", "manifest"])

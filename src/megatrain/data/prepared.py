@@ -1,7 +1,8 @@
 """Prepared data: documents in an Arrow file that is mapped, never loaded, and a card about them.
 
     <folder>/documents.arrow    input_ids: list<int32>, trained: list<int32> (begin, end, begin...)
-    <folder>/card.json          rows, documents, tokens, lengths, what was left out and why
+    <folder>/card.json          rows, documents, tokens, lengths, what was left out and why, and a
+                                digest of all documents: the same tokens, trained alike, in order
 
 The folder appears by one rename when it is whole.
 """
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import xxhash
 from numpy.typing import NDArray
 
 from megatrain import files
@@ -103,6 +105,7 @@ class PreparedWriter:
         self._waiting: list[Encoded] = []
         self._waiting_tokens = 0
         self._lengths: list[NDArray[np.int32]] = []
+        self._content = [xxhash.xxh3_128() for _ in range(4)]
         self.total = Encoded()
 
     def add(self, encoded: Encoded) -> None:
@@ -116,6 +119,9 @@ class PreparedWriter:
         total.bad.merge(encoded.bad)
         total.dropped.merge(encoded.dropped)
         self._lengths.append(encoded.lengths)
+        columns = (encoded.ids, encoded.lengths, encoded.edges, encoded.num_edges)
+        for content, column in zip(self._content, columns, strict=True):
+            content.update(np.ascontiguousarray(column, dtype=np.int32).data)
         self._waiting.append(encoded)
         self._waiting_tokens += len(encoded.ids)
         if self._waiting_tokens >= _BATCH_TOKENS:
@@ -169,7 +175,13 @@ class PreparedWriter:
             "bad_places": total.bad.places,
             "dropped": total.dropped.counts,
             "dropped_places": total.dropped.places,
+            "digest": digest_of([content.hexdigest() for content in self._content]),
         }
+
+
+def digest_of(parts: Sequence[str]) -> str:
+    """Return one digest for several, in their order."""
+    return xxhash.xxh3_128_hexdigest("|".join(parts).encode())
 
 
 def bad_rows(card: Card) -> Skipped:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from megatrain.data.micro_batches import Documents
 from megatrain.data.order import InOrder, Mixed, Order, Permutation, Shuffled
 from megatrain.data.packing import Lengths
 from megatrain.data.prepare import prepare
-from megatrain.data.prepared import Joined, Prepared
+from megatrain.data.prepared import Joined, Prepared, digest_of
 from megatrain.data.steps import Position, State, Steps
 from megatrain.errors import DataError, ModelFolderError
 from megatrain.pipeline.batch import MicroBatch
@@ -26,7 +25,6 @@ from megatrain.pipeline.engine import Engine
 from megatrain.trainer.resolve import Resolved
 
 CACHE = "MEGATRAIN_CACHE"
-CONTENT_ROWS = 64
 
 
 class Subset:
@@ -44,9 +42,16 @@ class TrainingData:
     """Steps to train on, batches to evaluate on, prompts. Close it when done."""
 
     def __init__(
-        self, steps: Steps, evaluation: Steps | None, shown: Documents, card: dict[str, Any]
+        self,
+        steps: Steps,
+        evaluation: Steps | None,
+        shown: Documents,
+        card: dict[str, Any],
+        digest: str,
     ) -> None:
+        """`digest` is that of all rows that are trained on."""
         self._steps, self._evaluation, self._shown = steps, evaluation, shown
+        self._digest = digest
         self._loader = Loader(steps)
         self.card = card
 
@@ -60,20 +65,18 @@ class TrainingData:
     def state(self) -> State:
         """Return where the next batch begins, and of which rows."""
         state = self._loader.state()
-        return state | {"order": f"{state['order']}-{self._content()}"}
+        return state | {"order": f"{state['order']}-{self._digest}"}
 
     def seek(self, state: State) -> None:
         """Go to a saved state. Raises DataError if it belongs to other data."""
-        order, _, content = str(state["order"]).partition("-")
-        # Rows that differ in their words alone have the same order: then it is made none.
-        self._loader.seek(state | {"order": order if content == self._content() else "other"})
-
-    def _content(self) -> str:
-        """Return a hash of some rows' tokens."""
-        rows = self._steps.documents
-        numbers = range(0, len(rows.lengths), max(1, len(rows.lengths) // CONTENT_ROWS))
-        texts = b"|".join(rows.tokens(number)[0].tobytes() for number in numbers)
-        return hashlib.blake2b(texts, digest_size=8).hexdigest()
+        order, _, digest = str(state["order"]).partition("-")
+        if digest != self._digest:
+            raise DataError(
+                "the rows are not those that the run was trained on: their tokens, their order or "
+                "what is trained of them has changed. Resume with the same files, tokenizer and "
+                "data settings, or start a new run from the exported model with another save.dir."
+            )
+        self._loader.seek(state | {"order": order})
 
     def eval_batches(self) -> Iterator[list[MicroBatch]]:
         """Yield the evaluation's rows, all of them, in order; nothing if there are none."""
@@ -121,7 +124,10 @@ def open_data(config: Config, tokenizer: Any, resolved: Resolved) -> TrainingDat
             judged = Subset(judged, np.arange(min(most, len(judged.lengths)), dtype=np.int64))
         in_order = InOrder(len(judged.lengths))
         evaluation_steps = _steps(config, judged, in_order, tokenizer, resolved)
-    return TrainingData(steps, evaluation_steps, held[0] if held else kept[0], _card(sources))
+    digest = digest_of([source.card["digest"] for source in sources])
+    return TrainingData(
+        steps, evaluation_steps, held[0] if held else kept[0], _card(sources), digest
+    )
 
 
 def load_tokenizer(folder: str | Path) -> Any:
