@@ -160,6 +160,13 @@ class MissingPackage(MegaTrainError):
     exit_code = 5
 
 
+class NoDevice(MegaTrainError):
+    """The accelerator that was asked for is not on this machine, or torch cannot use it."""
+
+    code = "MT506"
+    exit_code = 5
+
+
 class Interrupted(MegaTrainError):
     """A signal, or too little memory, ended a run; what it says tells whether it was saved."""
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.interleavings import Case, world_of
-from megatrain.errors import DeviceFull
+from megatrain.errors import NoDevice
 from megatrain.pipeline.runtime import PinningFailed, TorchRuntime
 from tests.gpu.rigs import RealRig, delayed_lanes, play
 from tests.pipeline.states import steps_of
@@ -84,6 +84,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, mock.Mock]:
     accelerator = torch.accelerator
     stub(accelerator, "current_accelerator", torch.device("cuda"))
     stub(accelerator, "current_device_index", 0)
+    stub(accelerator, "device_count", 1)
     stub(accelerator, "set_device_index")
     stub(accelerator, "synchronize")
     stub(accelerator, "get_memory_info", (3 * GIB, 4 * GIB))
@@ -157,5 +158,5 @@ def test_the_driver_is_asked_and_believed(calls: dict[str, mock.Mock]) -> None:
 
 def test_no_accelerator_is_said(calls: dict[str, mock.Mock]) -> None:
     calls["current_accelerator"].return_value = None
-    with pytest.raises(DeviceFull, match=r"torch\.accelerator finds none on this machine"):
+    with pytest.raises(NoDevice, match=r"finds no accelerator on this machine"):
         TorchRuntime.find("cuda")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatrain.errors import NotSplittable
+from megatrain.errors import MissingPackage, NotSplittable
 from megatrain.models import decoder as decoder_module
 from megatrain.models.decoder import build_decoder
 from tests.families import FAMILIES, tiny_config, tiny_model
@@ -99,6 +99,11 @@ def test_a_config_that_cannot_be_built_says_why() -> None:
     config = tiny_config("llama", hidden_act="no_such_function")
     with pytest.raises(NotSplittable, match="cannot build a llama"):
         build_decoder(config, "bf16")
+
+
+def test_an_attention_whose_package_is_missing_names_the_package() -> None:
+    with pytest.raises(MissingPackage, match=r"model\.attn is flash_attention_2, .* flash-attn"):
+        build_decoder(tiny_config("llama"), "bf16", attn="flash_attention_2")
 
 
 def test_shared_layers_are_refused() -> None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatrain.errors import DeviceFull
+from megatrain.errors import NoDevice
 from megatrain.pipeline.accelerator import accelerator
 from megatrain.pipeline.runtime import PinningFailed, TorchRuntime
 
@@ -19,11 +19,11 @@ def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_accelerator")
 @pytest.mark.parametrize("name", ["", "cuda", "cuda:1"])
-def test_without_an_accelerator_there_is_none_to_find(name: str) -> None:
-    text = r"^there is no accelerator: torch\.accelerator finds none on this machine$"
-    with pytest.raises(DeviceFull, match=text):
+def test_a_device_that_is_not_there_is_not_called_full(name: str) -> None:
+    text = rf"^{name or 'accelerator'}: torch .* finds no accelerator .* memory\.device: cpu"
+    with pytest.raises(NoDevice, match=text):
         TorchRuntime.find(name)
-    with pytest.raises(DeviceFull, match=text):
+    with pytest.raises(NoDevice, match=text):
         accelerator(name)
 
 
@@ -51,11 +51,30 @@ def test_the_device_that_is_found_has_an_index(
         current_accelerator=lambda check_available: torch.device(found),
         current_device_index=lambda: current,
         set_device_index=chosen.append,
+        device_count=lambda: 4,
     )
     monkeypatch.setattr(torch, "accelerator", accelerators)
     monkeypatch.setattr(torch, "get_device_module", lambda device: None)
     assert TorchRuntime.find(name).device == torch.device(expected)
     assert chosen == [torch.device(expected)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("cuda:4", r"^cuda:4: this machine has 4, the last is cuda:3$"),
+        ("xpu", r"^xpu: the accelerator of this machine is cuda$"),
+    ],
+)
+def test_another_device_than_there_is_is_refused_by_name(
+    name: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerators = SimpleNamespace(
+        current_accelerator=lambda check_available: torch.device("cuda"), device_count=lambda: 4
+    )
+    monkeypatch.setattr(torch, "accelerator", accelerators)
+    with pytest.raises(NoDevice, match=text):
+        TorchRuntime.find(name)
 
 
 @pytest.mark.parametrize("device", ["xpu:0", "mps:0", "cpu"])

@@ -122,6 +122,21 @@ def test_without_clipping_updates_may_run_in_backward() -> None:
     assert best.settings.update == wanted
 
 
+@pytest.mark.parametrize("sequence", [65536, 131072, 262144])
+def test_rows_longer_than_usual_are_computed_one_at_a_time(sequence: int) -> None:
+    workload = Workload(model=SMALL, step_tokens=4 * sequence, sequence=sequence)
+    best = Search(SERVER, workload).best()
+    assert best is not None
+    assert best.settings.micro_tokens == sequence
+
+
+def test_a_step_of_one_long_row_is_one_micro_batch() -> None:
+    workload = Workload(model=SMALL, step_tokens=262144, sequence=262144)
+    best = Search(SERVER, workload).best()
+    assert best is not None
+    assert best.settings.micro_tokens == 262144
+
+
 def test_what_cannot_be_pinned_is_copied_slower() -> None:
     limited = DESKTOP.changed(pinned_bytes=GIB)
     workload, settings = Workload(model=EIGHT, step_tokens=8192), Settings(micro_tokens=8192)

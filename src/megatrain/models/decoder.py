@@ -141,7 +141,7 @@ def build_decoder(
     """Return the decoder that `config` describes; `frozen` are name patterns not to be trained.
 
     `attn` is an attention implementation of transformers (`sdpa`, `eager`, `flex_attention` ...);
-    None lets it choose. Costs no memory for weights. Raises NotSplittable.
+    None lets it choose. Costs no memory for weights. Raises NotSplittable or MissingPackage.
     """
     model = build_skeleton(config, DTYPES[dtype], attn)
     path, layers = _find_layers(model)

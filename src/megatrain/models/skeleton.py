@@ -19,12 +19,14 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from megatrain.errors import NotSplittable
+from megatrain.errors import MissingPackage, NotSplittable
 
 MAX_PARAMS = 1 << 14
 """A fused layer has up to 40; building takes 0.1 ms each."""
 MAX_BUFFER_BYTES = 128 << 20
 MAX_ALL_BUFFER_BYTES = 768 << 20
+_PACKAGES = {"flash_attention_2": "flash-attn"}
+"""What an attention implementation needs besides torch."""
 
 
 def build_skeleton(
@@ -40,6 +42,14 @@ def build_skeleton(
         _make_buffers(model)
     except NotSplittable:
         raise
+    except ImportError as error:
+        if attn is None:
+            raise
+        package = _PACKAGES.get(attn, attn)
+        raise MissingPackage(
+            f"model.attn is {attn}, and the package {package} cannot be used here: "
+            f"{str(error)[:300]} Install {package}, or leave model.attn at auto"
+        ) from error
     except Exception as error:  # a config may pass every check of its own and still not build
         raise NotSplittable(
             f"transformers cannot build a {config.model_type} from this config: "

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatrain.errors import DeviceFull
+from megatrain.errors import NoDevice
 from megatrain.pipeline.lanes import Stream
 
 
@@ -70,13 +70,24 @@ class TorchRuntime:
 
     @classmethod
     def find(cls, name: str = "") -> TorchRuntime:
-        """Return the runtime of torch's accelerator, or of the one called `name`."""
+        """Return the runtime of torch's accelerator, or of the one called `name`.
+
+        Raises NoDevice.
+        """
         found = torch.accelerator.current_accelerator(check_available=True)
         if found is None:
-            raise DeviceFull(
-                "there is no accelerator: torch.accelerator finds none on this machine"
+            raise NoDevice(
+                f"{name or 'accelerator'}: torch {torch.__version__} finds no accelerator on this "
+                "machine. Use memory.device: cpu, or check the driver and that this build of "
+                "torch is for your device"
             )
         device = torch.device(name) if name else found
+        if device.type != found.type:
+            raise NoDevice(f"{name}: the accelerator of this machine is {found.type}")
+        count = torch.accelerator.device_count()
+        if device.index is not None and device.index >= count:
+            last = f"{found.type}:{count - 1}"
+            raise NoDevice(f"{name}: this machine has {count}, the last is {last}")
         index = torch.accelerator.current_device_index() if device.index is None else device.index
         return cls(torch.device(device.type, index))
 

@@ -198,10 +198,14 @@ class Search:
         return wanted and not self.workload.model.tied and not self.profile.unified
 
     def _micro_sizes(self) -> list[int]:
-        """Return whole rows, twice as many each time, up to the step's tokens."""
+        """Return whole rows, twice as many each time, up to the step's tokens.
+
+        One row is always offered, however long; beyond MAX_MICRO_TOKENS no second one joins it.
+        """
         workload = self.workload
-        size, sizes = min(workload.sequence, workload.step_tokens), []
-        while size < workload.step_tokens and size <= MAX_MICRO_TOKENS:
+        size = min(workload.sequence, workload.step_tokens)
+        sizes: list[int] = []
+        while size < workload.step_tokens and (size <= MAX_MICRO_TOKENS or not sizes):
             sizes.append(size)
             size *= 2
         if workload.step_tokens <= MAX_MICRO_TOKENS or not sizes:

@@ -31,7 +31,7 @@ from megatrain.disk.direct import (
     WriteQueue,
     aligned_buffer,
 )
-from megatrain.errors import DeviceFull, DoesNotFit
+from megatrain.errors import DoesNotFit, NoDevice
 from megatrain.files import make_folder, remove, write_file
 from megatrain.memory.arena import map_arena
 from megatrain.memory.host import free_bytes
@@ -162,7 +162,7 @@ def _subject() -> Subject:
     """Return torch's accelerator, or the processor where there is none."""
     try:
         runtime = TorchRuntime.find()
-    except DeviceFull:
+    except NoDevice:
         cpu = CpuDevice()
         return Subject(
             name="", device=cpu, place=torch.device("cpu"), device_bytes=0, stream=nullcontext

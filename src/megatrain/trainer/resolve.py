@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from megatrain.config import Config
-from megatrain.errors import DeviceFull
+from megatrain.errors import NoDevice
 from megatrain.pipeline.accelerator import Accelerator
 from megatrain.pipeline.device import CpuDevice, Device
 from megatrain.pipeline.runtime import TorchRuntime
@@ -36,7 +36,7 @@ def open_device(config: Config) -> tuple[Device, str]:
         return CpuDevice(), "cpu"
     try:
         runtime = TorchRuntime.find("" if wanted == "auto" else wanted)
-    except DeviceFull:
+    except NoDevice:
         if wanted != "auto":
             raise
         return CpuDevice(), "cpu"
