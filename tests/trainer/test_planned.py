@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.plan_cap import measure_caps
 from megatrain.config import Config, load_config
+from megatrain.disk.hf import ModelFolder, read_folder
 from megatrain.errors import DoesNotFit
 from megatrain.pipeline.device import CpuDevice
 from megatrain.planning.plan import Plan
@@ -50,8 +51,9 @@ def config_of(path: Path, *changes: str) -> Config:
 
 def plan_of(path: Path, *changes: str) -> tuple[Resolved, Plan]:
     config = config_of(path, *changes)
-    device = CpuDevice()
-    return plan_run(config, device, resolve(config, device, "cpu"))
+    device, model = CpuDevice(), config.model
+    read = read_folder(model.name_or_path, dtype=model.dtype, frozen=model.frozen, attn=model.attn)
+    return plan_run(config, device, resolve(config, device, "cpu"), read.decoder)
 
 
 def least_ram(path: Path, *changes: str) -> int:
@@ -140,9 +142,7 @@ def test_where_memory_is_tight_malloc_keeps_nothing(
 def test_a_run_is_refused_before_its_weights_are_read(
     path: Path, machine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "megatrain.trainer.opening.load_model", lambda *_, **__: pytest.fail("loaded")
-    )
+    monkeypatch.setattr(ModelFolder, "load", lambda *_: pytest.fail("loaded"))
     with pytest.raises(DoesNotFit, match=r"memory\.ram: "):
         Trainer(config_of(path, f"memory.ram={BASE}B"))
 

@@ -40,6 +40,32 @@ class HostModel:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFolder:
+    """A model folder, read but for its weights: enough to plan a run, before memory is taken."""
+
+    source: Path
+    config_json: bytes
+    carried: Mapping[str, bytes]
+    decoder: Decoder
+
+    def empty(self, kinds: tuple[Kind, ...]) -> HostModel:
+        """Return the model with weights that are all zeros. Raises DoesNotFit."""
+        return HostModel(
+            decoder=self.decoder,
+            store=Store(build_layout(self.decoder.blocks), kinds),
+            source=self.source,
+            config_json=self.config_json,
+            carried=self.carried,
+        )
+
+    def load(self, kinds: tuple[Kind, ...]) -> HostModel:
+        """Return the model with its weights in host memory. Raises what `load_model` does."""
+        home = self.empty(kinds)
+        load_weights(home.source, home.decoder, home.store)
+        return home
+
+
 def load_model(
     folder: str | Path,
     *,
@@ -51,28 +77,27 @@ def load_model(
     """Return the model of a local folder, its weights in host memory.
 
     `frozen` are name patterns of params that are not trained; `attn` an attention implementation of
-    transformers, None for its own choice. Raises ModelConfigError,
-    NotSplittable, DoesNotFit, ModelFolderError, WeightsFormatError, WeightsMismatch or DiskError.
+    transformers, None for its own choice. Raises ModelConfigError, NotSplittable, MissingPackage,
+    DoesNotFit, ModelFolderError, WeightsFormatError, WeightsMismatch or DiskError.
     """
-    home = open_model(folder, dtype=dtype, kinds=kinds, frozen=frozen, attn=attn)
-    load_weights(home.source, home.decoder, home.store)
-    return home
+    return read_folder(folder, dtype=dtype, frozen=frozen, attn=attn).load(kinds)
 
 
-def open_model(
+def read_folder(
     folder: str | Path,
     *,
     dtype: Literal["bf16", "fp32"],
-    kinds: tuple[Kind, ...],
     frozen: tuple[str, ...],
     attn: str | None,
-) -> HostModel:
-    """Return what `load_model` does, its weights not yet read: all zeros."""
+) -> ModelFolder:
+    """Return what a model folder holds besides weights. Its config is parsed once, here.
+
+    `attn` may be `auto` too: the choice of transformers.
+    """
     source = Path(folder)
     config_json = read_config_bytes(source)
     carried = read_carried(source)  # refused now, and not by the export at the end of a run
-    decoder = build_decoder(parse_config(config_json), dtype, frozen, attn)
-    store = Store(build_layout(decoder.blocks), kinds)
-    return HostModel(
-        decoder=decoder, store=store, source=source, config_json=config_json, carried=carried
+    decoder = build_decoder(
+        parse_config(config_json), dtype, frozen, None if attn == "auto" else attn
     )
+    return ModelFolder(source=source, config_json=config_json, carried=carried, decoder=decoder)

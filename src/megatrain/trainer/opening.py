@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config
 from megatrain.data.isolation import check_packing
-from megatrain.disk.folder import read_config_bytes
-from megatrain.disk.hf import HostModel, load_model
+from megatrain.disk.hf import HostModel, ModelFolder, read_folder
 from megatrain.disk.retention import clear_unfinished
 from megatrain.errors import RunFolderError
 from megatrain.memory.host import resident_bytes
 from megatrain.memory.store import WITH_CLIP, WITHOUT_CLIP
-from megatrain.models.model_config import parse_config
 from megatrain.pipeline.device import Device
 from megatrain.planning.plan import Plan
 from megatrain.trainer.checkpoints import FOLDER
@@ -58,26 +55,21 @@ def open_run(config: Config, folder: RunFolder, *, resumes: bool) -> Opened:
     resumed = resume(folder.path / FOLDER, config, kinds) if resumes else None
     source = config.model.name_or_path if resumed is None else resumed.home.source
     tokenizer = load_tokenizer(source)
+    model, plan = config.model, None
+    found: HostModel | ModelFolder = (
+        resumed.home
+        if resumed is not None
+        else read_folder(source, dtype=model.dtype, frozen=model.frozen, attn=model.attn)
+    )
     if config.data.packing:
-        check_packing(parse_config(read_config_bytes(Path(source))).model_type)
-    plan = None
+        check_packing(found.decoder.config.model_type)
     if resumed is None:
-        resolved, plan = plan_run(config, device, resolved)
+        resolved, plan = plan_run(config, device, resolved, found.decoder)
     elif isinstance(config.train.micro_batch_tokens, str):  # others would give other bits
         resolved = replace(resolved, micro_batch_tokens=resumed.known.micro_batch_tokens)
     data = open_data(config, tokenizer, resolved)
     try:
-        home = (
-            resumed.home
-            if resumed is not None
-            else load_model(
-                source,
-                dtype=config.model.dtype,
-                kinds=kinds,
-                frozen=config.model.frozen,
-                attn=None if config.model.attn == "auto" else config.model.attn,
-            )
-        )
+        home = found.load(kinds) if isinstance(found, ModelFolder) else found
     except BaseException:
         data.close()
         raise

@@ -18,10 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config
-from megatrain.disk.folder import read_config_bytes
 from megatrain.memory.host import free_bytes, give_back_at_once, resident_bytes
-from megatrain.models.decoder import build_decoder
-from megatrain.models.model_config import parse_config
+from megatrain.models.decoder import Decoder
 from megatrain.pipeline.device import Device
 from megatrain.planning.doctor import measured_profile
 from megatrain.planning.plan import Plan, make_plan
@@ -36,19 +34,20 @@ TIGHT = 1.3
 """With less than this, in shares of the ledger, malloc must not keep what is freed."""
 
 
-def plan_run(config: Config, device: Device, resolved: Resolved) -> tuple[Resolved, Plan]:
-    """Return settings that fit, and their plan.
-
-    Raises DoesNotFit, with what would fit, and what reading config.json raises.
-    """
-    resolved, plan = _planned(config, device, resolved)
+def plan_run(
+    config: Config, device: Device, resolved: Resolved, decoder: Decoder
+) -> tuple[Resolved, Plan]:
+    """Return settings that fit, and their plan. Raises DoesNotFit, with what would fit."""
+    resolved, plan = _planned(config, device, resolved, _workload(config, decoder))
     if not device.own_memory and plan.profile.ram_bytes < TIGHT * plan.ledger.total("host"):
         give_back_at_once()
     return resolved, plan
 
 
-def _planned(config: Config, device: Device, resolved: Resolved) -> tuple[Resolved, Plan]:
-    workload, fixed = _workload(config), _fixed(config, resolved.update)
+def _planned(
+    config: Config, device: Device, resolved: Resolved, workload: Workload
+) -> tuple[Resolved, Plan]:
+    fixed = _fixed(config, resolved.update)
     measured = measured_profile()
     if measured is not None and measured.unified != device.own_memory:
         plan = make_plan(_as_now(measured, config), workload, fixed)
@@ -114,11 +113,8 @@ def _free_for_us() -> int:
     return free_bytes() + resident_bytes()
 
 
-def _workload(config: Config) -> Workload:
+def _workload(config: Config, decoder: Decoder) -> Workload:
     model = config.model
-    attn = None if model.attn == "auto" else model.attn
-    parsed = parse_config(read_config_bytes(Path(model.name_or_path)))
-    decoder = build_decoder(parsed, model.dtype, model.frozen, attn)
     return Workload(
         model=shape_of(decoder, Path(model.name_or_path).name),
         step_tokens=config.train.batch_tokens,

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatrain.config import Config
 from megatrain.disk.direct import digests
-from megatrain.disk.hf import HostModel, open_model
+from megatrain.disk.hf import HostModel, read_folder
 from megatrain.disk.manifest import Manifest, read_manifest
 from megatrain.disk.parts import checkpoint_parts
 from megatrain.disk.restore import restore
@@ -162,10 +162,7 @@ def _opened(path: Path, manifest: Manifest, config: Config, kinds: tuple[Kind, .
             raise CheckpointDamaged(f"{path / name}: is not what was written")
     if f"model/{CONFIG_NAME}" not in manifest.files:
         raise CheckpointDamaged(f"{path}: has no {CONFIG_NAME}")
-    return open_model(
-        path / "model",
-        dtype=config.model.dtype,
-        kinds=kinds,
-        frozen=config.model.frozen,
-        attn=None if config.model.attn == "auto" else config.model.attn,
-    )
+    model = config.model
+    return read_folder(
+        path / "model", dtype=model.dtype, frozen=model.frozen, attn=model.attn
+    ).empty(kinds)

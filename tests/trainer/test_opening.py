@@ -1,0 +1,46 @@
+"""Opening a run: nothing is read or built twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.models import decoder, model_config
+from megatrain.trainer.loop import Trainer
+from tests.trainer.runs import Setting, config_of, run, write_world
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Count what parses a config.json and what builds a skeleton, wherever they are called."""
+    calls: Counter[str] = Counter()
+
+    def count(owner: Any, name: str) -> None:
+        original: Callable[..., Any] = getattr(owner, name)
+
+        def counting(*args: Any, **settings: Any) -> Any:
+            calls[name] += 1
+            return original(*args, **settings)
+
+        monkeypatch.setattr(owner, name, counting)
+
+    count(model_config, "_check_single")
+    count(decoder, "build_skeleton")
+    return calls
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_config_is_read_and_the_skeleton_built_once(
+    tmp_path: Path, counted: Counter[str], resumes: bool
+) -> None:
+    write_world(tmp_path)
+    config = config_of(tmp_path, tmp_path / "run", Setting(save_every=1))
+    if resumes:
+        run(config, die=2)
+        counted.clear()
+    Trainer(config, resume=resumes).close()
+    assert counted == {"_check_single": 1, "build_skeleton": 1}
