@@ -54,13 +54,14 @@ from megatrain.data.formats import Format
 from megatrain.data.skipped import Skipped
 from megatrain.data.source import open_source
 from megatrain.disk.direct import CHUNK_BYTES
-from megatrain.disk.folder import INDEX_NAME, parse_index, read_folder
+from megatrain.disk.folder import parse_index, read_folder
 from megatrain.disk.manifest import Manifest, parse_manifest, signed
 from megatrain.disk.names import NameMap
 from megatrain.disk.safetensors_format import TensorEntry, parse_header, read_entries
 from megatrain.errors import MegaTrainError
 from megatrain.memory.layout import build_layout
 from megatrain.migration.translate import TABLES, migrate_document
+from megatrain.model_files import INDEX_NAME
 from megatrain.models.decoder import build_decoder
 from megatrain.models.model_config import LARGEST, REFUSED, parse_config
 from megatrain.trainer.resumption import changed_settings, known_of

@@ -167,6 +167,13 @@ class NoDevice(MegaTrainError):
     exit_code = 5
 
 
+class HubError(MegaTrainError):
+    """The Hugging Face Hub cannot be reached, or does not have or give what was asked for."""
+
+    code = "MT507"
+    exit_code = 5
+
+
 class Interrupted(MegaTrainError):
     """A signal, or too little memory, ended a run; what it says tells whether it was saved."""
 

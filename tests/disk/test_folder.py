@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatrain.disk.folder import INDEX_NAME, parse_index, read_config_bytes, read_folder
+from megatrain.disk.folder import parse_index, read_config_bytes, read_folder
 from megatrain.errors import DiskError, ModelConfigError, ModelFolderError, WeightsFormatError
+from megatrain.model_files import INDEX_NAME
 
 
 def _index(folder: Path, weight_map: Any) -> None:
@@ -66,6 +67,34 @@ def test_links_of_the_hub_cache_are_followed(tmp_path: Path) -> None:
     _shard(tmp_path / "blobs" / "0f", "w")
     (snapshot / "model.safetensors").symlink_to("../../blobs/0f")
     assert list(read_folder(snapshot)) == ["w"]
+
+
+def _shared_blob(cache: Path, name: str) -> Path:
+    """Make a model in a cache whose weights lie in the store that models share."""
+    model = cache / "models--a--b"
+    snapshot = model / "snapshots" / "abc"
+    for folder in (snapshot, model / "blobs", (cache / "blobs" / name).parent):
+        folder.mkdir(parents=True)
+    _shard(cache / "blobs" / name, "w")
+    (model / "blobs" / "etag").symlink_to(f"../../blobs/{name}")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/etag")
+    return snapshot
+
+
+def test_links_into_the_store_shared_by_models_are_followed(tmp_path: Path) -> None:
+    snapshot = _shared_blob(tmp_path, "0f/" + "0f" * 32)
+    with pytest.raises(ModelFolderError, match="leads out of the folder"):  # it has no mark
+        read_folder(snapshot)
+    (tmp_path / "blobs" / ".huggingface-shared-blobs").write_text("1\n")
+    assert list(read_folder(snapshot)) == ["w"]
+
+
+@pytest.mark.parametrize("name", ["0f/secret", "ab/" + "0f" * 32, "0f/x/" + "0f" * 32])
+def test_other_files_of_the_shared_store_are_refused(tmp_path: Path, name: str) -> None:
+    snapshot = _shared_blob(tmp_path, name)
+    (tmp_path / "blobs" / ".huggingface-shared-blobs").write_text("1\n")
+    with pytest.raises(ModelFolderError, match="leads out of the folder"):
+        read_folder(snapshot)
 
 
 def test_a_pipe_is_not_opened(tmp_path: Path) -> None:

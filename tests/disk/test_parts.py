@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megatrain import HostModel
-from megatrain.disk.folder import INDEX_NAME
 from megatrain.disk.parts import checkpoint_parts, model_mark
 from megatrain.memory.layout import Kind
+from megatrain.model_files import INDEX_NAME
 from tests.disk.saving import KINDS, tiny_model
 
 FAMILIES = ["llama", "gemma", "mixtral", "qwen3"]

@@ -20,11 +20,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from megatrain.disk.direct import WriteQueue
-from megatrain.disk.folder import INDEX_NAME, SINGLE_NAME, read_index
+from megatrain.disk.folder import read_index
 from megatrain.disk.weights_file import NamedTensor, WeightsFile, folder_tensors
 from megatrain.errors import DiskError, ModelFolderError, WeightsFormatError
 from megatrain.files import make_folder, remove, rename, temporary_name, write_file
 from megatrain.memory.store import Store
+from megatrain.model_files import INDEX_NAME, SINGLE_NAME
 from megatrain.models.decoder import Decoder
 from megatrain.models.model_config import CONFIG_NAME, read_object
 from megatrain.progress import Advance, byte_progress

@@ -1,7 +1,8 @@
 """The files of a Hugging Face folder: config, tokenizer, and which file holds which tensor.
 
 A folder is foreign input. Its index may name only plain files inside it, and a link counts as
-inside only where the Hugging Face cache puts its links: from `snapshots/X` into `blobs`.
+inside only where the Hugging Face cache puts its links: from `snapshots/X` into the `blobs` of the
+model, and from there into the store that all models of the cache share.
 
 Laws (tests/disk/test_folder.py)
     1. No name in a folder makes us open a file outside it, or one that is not a regular file.
@@ -27,19 +28,14 @@ from megatrain.errors import (
     WeightsFormatError,
     listing,
 )
+from megatrain.model_files import CARRIED, INDEX_NAME, SHARD_NAME, SINGLE_NAME
 from megatrain.models.model_config import CONFIG_NAME, MAX_BYTES
 
-SINGLE_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 32 << 20
 MAX_SHARDS = 10_000
 MAX_CARRIED_BYTES = 256 << 20
-_CARRIED = re.compile(
-    r"generation_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)"
-    r"|merges\.txt|chat_template\.(jinja|json)|(tokenizer|spiece|sentencepiece).*\.(json|model)"
-)
-"""What a folder carries beside weights and config: tokenizer, chat template, generation."""
-_SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}\.safetensors")
+_SHARED_MARK = ".huggingface-shared-blobs"
+_SHARED_NAME = re.compile(r"([0-9a-f]{2})/\1[0-9a-f]{62}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +86,7 @@ def read_carried(folder: Path) -> dict[str, bytes]:
     """
     with _explained(folder):
         names = [path.name for path in folder.iterdir() if path.exists()]
-        files = {name: resolve(folder, name) for name in sorted(names) if _CARRIED.fullmatch(name)}
+        files = {name: resolve(folder, name) for name in sorted(names) if CARRIED.fullmatch(name)}
         for name, path in files.items():
             if path.stat().st_size > MAX_CARRIED_BYTES:
                 raise ModelFolderError(
@@ -154,7 +150,7 @@ def parse_index(data: bytes) -> dict[str, str]:
                 f"{INDEX_NAME}: the name {tensor[:80]!r}... has {len(tensor)} characters, more "
                 f"than {MAX_NAME}"
             )
-        if not isinstance(shard, str) or not _SHARD_NAME.fullmatch(shard):
+        if not isinstance(shard, str) or not SHARD_NAME.fullmatch(shard):
             raise WeightsFormatError(
                 f"{INDEX_NAME} places {tensor[:200]!r} in {str(shard)[:200]!r}, "
                 "which is not a plain name of a safetensors file"
@@ -169,16 +165,29 @@ def resolve(folder: Path, name: str) -> Path:
         path = (base / name).resolve()
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
         raise ModelFolderError(f"{folder / name} cannot be followed: {error}") from error
-    homes = [base]
-    if base.parent.name == "snapshots":  # the Hugging Face cache
-        homes.append(base.parent.parent / "blobs")
-    if not any(path.is_relative_to(home) for home in homes):
+    if not path.is_relative_to(base) and not _in_hub_cache(base, path):
         raise ModelFolderError(f"{folder / name} leads out of the folder, to {path}: refused")
     if not path.exists():
         raise ModelFolderError(f"{folder / name} does not exist")
     if not path.is_file():
         raise ModelFolderError(f"{folder / name} is not a regular file: refused")
     return path
+
+
+def _in_hub_cache(base: Path, path: Path) -> bool:
+    """Return whether `path` is where the Hugging Face cache keeps the files of folder `base`."""
+    if base.parent.name != "snapshots":
+        return False
+    model = base.parent.parent
+    if path.is_relative_to(model / "blobs"):
+        return True
+    shared = model.parent / "blobs"
+    return (
+        model.name.startswith("models--")
+        and (shared / _SHARED_MARK).is_file()
+        and path.parent.parent == shared
+        and bool(_SHARED_NAME.fullmatch(f"{path.parent.name}/{path.name}"))
+    )
 
 
 def _read(path: Path, most: int) -> bytes:

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatrain.disk.export import config_bytes, index_bytes, shard_names
-from megatrain.disk.folder import INDEX_NAME
 from megatrain.disk.hf import HostModel
 from megatrain.disk.weights_file import NamedTensor, WeightsFile, folder_tensors
 from megatrain.memory.layout import Kind
 from megatrain.memory.store import Store
+from megatrain.model_files import INDEX_NAME
 from megatrain.models.model_config import CONFIG_NAME
 
 _STATE_KINDS = (Kind.M, Kind.V, Kind.LO)  # by falling size: elements stay aligned in the file

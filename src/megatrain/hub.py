@@ -1,0 +1,344 @@
+"""Models and datasets by their id on the Hugging Face Hub, each at one commit.
+
+    found = find_model("Qwen/Qwen3-8B")      # a folder of that name on this disk always wins
+    found.folder, found.commit
+
+A model goes to the Hugging Face cache, and its folder there passes the same strict readers as any
+other. Of its files only safetensors, config.json and those of tokenizer and generation are fetched,
+never .bin or .py. config.json is fetched first: a model that cannot be trained is refused before
+its weights are downloaded. Files come one after another, so that Ctrl-C ends at once; files that
+are whole are kept, and the next call continues with the others.
+
+Laws (tests/test_hub.py)
+    1. A commit that is whole in the cache needs no network.
+    2. Without a network the answer comes in seconds, as one sentence that says what to do.
+    3. Nothing is fetched that is not read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from logging import CRITICAL
+from pathlib import Path
+from typing import Any, Literal
+
+from megatrain.errors import ConfigError, HubError, ModelConfigError, ModelFolderError, listing
+from megatrain.model_files import CARRIED, INDEX_NAME, SHARD_NAME, SINGLE_NAME
+from megatrain.numbers import size
+from megatrain.progress import Advance, byte_progress
+
+Need = Literal["config", "tokenizer", "weights"]
+"""How much of a model is wanted; each includes those before it."""
+
+MAIN = "main"
+_CONFIG_NAME = "config.json"
+_ANSWER_S = 10.0
+"""How long the Hub may take to answer a question."""
+_MARGIN_BYTES = 1 << 30
+"""What a download leaves free on the disk."""
+_ID = re.compile(r"(?=.{1,193}$)(\w[\w.\-]{0,95}/)?\w[\w.\-]{0,95}", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_TOKENIZER = re.compile(r"(tokenizer|spiece|sentencepiece|vocab).*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A model on this disk."""
+
+    folder: Path
+    commit: str | None
+    """None: it is a folder of the user's, not of the Hub's."""
+
+
+class _NoAnswer(Exception):
+    """The Hub gives no usable answer; the text says why."""
+
+
+def is_id(name: str) -> bool:
+    """Return whether `name` could be an id on the Hub."""
+    return bool(_ID.fullmatch(name)) and "--" not in name and ".." not in name
+
+
+def is_commit(revision: str | None) -> bool:
+    """Return whether a revision is a commit, which never changes."""
+    return revision is not None and bool(_COMMIT.fullmatch(revision))
+
+
+def find_model(name: str, revision: str | None = None, need: Need = "weights") -> Found:
+    """Return the folder of a model, downloaded if it is an id and not in the cache.
+
+    Raises ModelFolderError if there is no such folder and it is not an id, ModelConfigError if the
+    model cannot be trained, HubError if the Hub does not give it, ConfigError for a revision of a
+    folder.
+    """
+    if Path(name).is_dir():
+        if revision is not None:
+            raise ConfigError(
+                f"model.revision is {revision}, and {name} is a folder on this disk, which has no "
+                "revisions. Leave model.revision out."
+            )
+        return Found(folder=Path(name), commit=None)
+    if Path(name).exists():
+        raise ModelFolderError(f"{name} is a file. Give the folder that holds config.json.")
+    if not is_id(name):
+        raise ModelFolderError(
+            f"{name}: no such folder. Give a folder, or an id of the Hugging Face Hub like "
+            "Qwen/Qwen3-8B."
+        )
+    return _from_hub(name, revision or MAIN, need)
+
+
+def dataset_commit(name: str, revision: str | None) -> tuple[str | None, bool]:
+    """Return the commit of a dataset, and whether the Hub answers.
+
+    Without an answer it is the commit that the cache has for this revision; None: it has none.
+    Raises HubError if the Hub answers and has no such dataset.
+    """
+    revision = revision or MAIN
+    try:
+        return _asked("dataset", name, revision).sha, True
+    except _NoAnswer:
+        cached = _cached("dataset", name, revision, "README.md")
+        known = cached.name if cached else revision if is_commit(revision) else None
+        return known, False
+
+
+def _from_hub(name: str, revision: str, need: Need) -> Found:
+    cached = _cached("model", name, revision, _CONFIG_NAME)
+    lacks = _lacks(cached, need) if cached else "all of it"
+    if cached and is_commit(revision) and not lacks:
+        return Found(folder=cached, commit=cached.name)
+    try:
+        info = _asked("model", name, revision)
+    except _NoAnswer as reason:
+        if cached is None or lacks:
+            raise HubError(_no_way(name, str(reason), lacks if cached else "")) from reason
+        _say(f"{name}: {reason}; commit {cached.name[:12]} is taken from the cache")
+        return Found(folder=cached, commit=cached.name)
+    folder = _fetched(name, revision, info, need)
+    return Found(folder=folder, commit=folder.name)
+
+
+def _no_way(name: str, reason: str, lacks: str) -> str:
+    """Return what to say of a model that is neither here nor to be had."""
+    state = f"in the cache without {lacks}" if lacks else "not in the Hugging Face cache"
+    return (
+        f"{name} is neither a folder here nor whole on this machine ({state}), and {reason}. Run "
+        f"`hf download {name}` on a machine with a network and copy its cache (HF_HOME) here, or "
+        "give the path of a model folder. A mirror is set by HF_ENDPOINT."
+    )
+
+
+def _cached(kind: str, name: str, revision: str, file: str) -> Path | None:
+    """Return the folder of a revision in the Hugging Face cache if `file` is in it."""
+    from huggingface_hub import try_to_load_from_cache
+
+    path = try_to_load_from_cache(name, file, revision=revision, repo_type=kind)
+    return Path(path).parent if isinstance(path, str) else None
+
+
+def _lacks(folder: Path, need: Need) -> str:
+    """Return what a folder of the cache lacks, or nothing."""
+    if need == "config":
+        return ""
+    if not any(_TOKENIZER.fullmatch(path.name) for path in folder.iterdir()):
+        return "a tokenizer"
+    if need == "tokenizer" or (folder / SINGLE_NAME).exists():
+        return ""
+    if not (folder / INDEX_NAME).exists():
+        return "weights"
+    shards = _shards(folder / INDEX_NAME)
+    return next((shard for shard in shards if not (folder / shard).exists()), "")
+
+
+def _shards(index: Path) -> list[str]:
+    """Return the files that an index names; nothing it could name leads out of the folder."""
+    try:
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise HubError(f"{index}: cannot be read: {str(error)[:200]}") from error
+    if odd := [str(name) for name in names if not SHARD_NAME.fullmatch(str(name))]:
+        raise HubError(f"{index}: names files that are no weights: {listing(odd)}")
+    return sorted(names)
+
+
+def _asked(kind: Literal["model", "dataset"], name: str, revision: str) -> Any:
+    """Return what the Hub says of a repository. Raises _NoAnswer, or HubError for a clear no."""
+    from huggingface_hub import HfApi, errors
+
+    api = HfApi()
+    try:
+        with _quiet():
+            if kind == "dataset":
+                return api.dataset_info(name, revision=revision, timeout=_ANSWER_S)
+            return api.model_info(name, revision=revision, timeout=_ANSWER_S, files_metadata=True)
+    except errors.GatedRepoError as error:
+        raise HubError(
+            f"{name}: gated. Accept its terms on its page at the Hub, then run `hf auth login`."
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise HubError(f"{name}: the Hub has no revision {revision} of it") from error
+    except errors.RepositoryNotFoundError as error:
+        raise HubError(
+            f"{name}: no such folder here, and the Hub has no {kind} of this name. If it is "
+            "private, run `hf auth login`."
+        ) from error
+    except errors.OfflineModeIsEnabled as error:
+        raise _NoAnswer("HF_HUB_OFFLINE forbids asking the Hub") from error
+    except errors.HfHubHTTPError as error:
+        raise _NoAnswer(f"the Hub answers {error.response.status_code}") from error
+    except Exception as error:  # the failures of a network have no common base
+        raise _NoAnswer(f"the Hub cannot be reached ({type(error).__name__})") from error
+
+
+def _fetched(name: str, revision: str, info: Any, need: Need) -> Path:
+    """Return the folder of a commit with all that is needed in it."""
+    _require(name, _sizes(info), _CONFIG_NAME, "it is not a transformers model")
+    with _downloading(name):
+        config = _download(name, _CONFIG_NAME, revision)
+        if config.parent.name != info.sha:  # the branch moved between two questions
+            info = _asked("model", name, config.parent.name)
+        sizes = _sizes(info)
+        if need == "weights":
+            _check_config(name, config, sizes[_CONFIG_NAME])
+        names = [] if need == "config" else [file for file in sizes if CARRIED.fullmatch(file)]
+        if need == "weights":
+            names += _weights(name, info.sha, sizes)
+        missing = [file for file in names if not (config.parent / file).exists()]
+        _fetch_all(name, revision, info.sha, {file: sizes[file] for file in missing})
+    return config.parent
+
+
+def _sizes(info: Any) -> dict[str, int]:
+    return {file.rfilename: file.size or 0 for file in info.siblings or ()}
+
+
+def _require(name: str, sizes: dict[str, int], file: str, why: str) -> None:
+    if file not in sizes:
+        others = f" It has {listing(sizes)}." if sizes else ""
+        raise HubError(f"{name}: the Hub has no {file} of it: {why}.{others}")
+
+
+def _check_config(name: str, path: Path, num_bytes: int) -> None:
+    """Refuse what the strict reader refuses, before weights are downloaded."""
+    from megatrain.models.model_config import MAX_BYTES, parse_config
+
+    if num_bytes > MAX_BYTES:
+        raise ModelConfigError(f"{name}: {_CONFIG_NAME} is larger than {MAX_BYTES >> 20} MiB")
+    try:
+        parse_config(path.read_bytes())
+    except ModelConfigError as error:
+        raise ModelConfigError(f"{name}: {error}") from error
+
+
+def _weights(name: str, commit: str, sizes: dict[str, int]) -> list[str]:
+    """Return the files that hold the weights; other copies of them are left where they are."""
+    if SINGLE_NAME in sizes:
+        return [SINGLE_NAME]
+    if INDEX_NAME not in sizes:
+        raise HubError(
+            f"{name}: the Hub has no safetensors weights of it, and no others are read. It has "
+            f"{listing(sizes)}."
+        )
+    shards = _shards(_download(name, INDEX_NAME, commit))
+    for shard in shards:
+        _require(name, sizes, shard, f"{INDEX_NAME} names it")
+    return [INDEX_NAME, *shards]
+
+
+def _fetch_all(name: str, revision: str, commit: str, sizes: dict[str, int]) -> None:
+    """Download files, if the disk has room for them."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    total = sum(sizes.values())
+    free = shutil.disk_usage(_existing(Path(HF_HUB_CACHE))).free
+    if total and total + _MARGIN_BYTES > free:
+        raise HubError(
+            f"{name}: {size(total)} are to be downloaded to {HF_HUB_CACHE}, where {size(free)} are "
+            "free. Set HF_HOME to a folder on a larger disk, or make room."
+        )
+    of = "" if is_commit(revision) else f" of {revision}"
+    _say(f"{name}: commit {commit[:12]}{of}, {size(total)} to download to {HF_HUB_CACHE}")
+    with byte_progress(f"downloading {name}", total) as advance:
+        for file in sizes:
+            _download(name, file, commit, advance)
+
+
+def _existing(path: Path) -> Path:
+    return next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+
+
+def _download(name: str, file: str, revision: str, advance: Advance = lambda _: None) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(name, file, revision=revision, tqdm_class=_bar(advance)))
+
+
+def _bar(advance: Advance) -> Any:
+    """Return a class that stands where huggingface_hub would make a bar of its own."""
+
+    class Bar:
+        def __init__(self, *_: object, initial: int = 0, **__: object) -> None:
+            self.total: int | None = None
+            self.update(initial)
+
+        def update(self, count: float | None = 1) -> None:
+            advance(int(count or 0))
+
+        def update_transfer(self, count: float | None = 1) -> None:
+            """Bytes on the wire; those on the disk are counted."""
+
+        def set_postfix_str(self, *_: object, **__: object) -> None: ...
+
+        def set_transfer_postfix_str(self, *_: object, **__: object) -> None: ...
+
+        def refresh(self) -> None: ...
+
+        def close(self) -> None: ...
+
+        def __enter__(self) -> Bar:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+    return Bar
+
+
+@contextmanager
+def _downloading(name: str) -> Iterator[None]:
+    """Turn whatever ends a download into one sentence."""
+    try:
+        with _quiet():
+            yield
+    except (HubError, ModelConfigError):
+        raise
+    except _NoAnswer as error:
+        raise HubError(f"{name}: {error}. Run the same command again.") from error
+    except Exception as error:  # the failures of a network have no common base
+        raise HubError(
+            f"{name}: the download ended early: {type(error).__name__}: {str(error)[:300]}\n"
+            "Files that are whole are kept; run the same command again for the others."
+        ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the library's own lines: what went wrong is said once, by us."""
+    from huggingface_hub.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity(CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,279 @@
+"""Names on the Hub: one commit, only what is read, one sentence where it cannot be had."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from megatrain import hub as hub_module
+from megatrain.disk.folder import read_folder
+from megatrain.errors import ConfigError, HubError, ModelConfigError, ModelFolderError
+from megatrain.hub import dataset_commit, find_model, is_id
+from tests.hub_on_loopback import Files, Hub, serving, use
+
+NAME = "acme/tiny"
+CONFIG = b'{"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2}'
+
+
+def _weights(*names: str) -> bytes:
+    header = {
+        name: {"dtype": "BF16", "shape": [2], "data_offsets": [4 * i, 4 * i + 4]}
+        for i, name in enumerate(names)
+    }
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(4 * len(names))
+
+
+def _model(**more: bytes) -> Files:
+    files = {
+        "config.json": CONFIG,
+        "generation_config.json": b"{}",
+        "tokenizer.json": b"{ }",
+        "tokenizer_config.json": b"{  }",
+        "model.safetensors": _weights("w"),
+        "pytorch_model.bin": b"pickle",
+        "modeling_evil.py": b"print()",
+        "README.md": b"# tiny",
+        "onnx/model.onnx": b"onnx",
+    }
+    return files | more
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    with serving() as served:
+        use(monkeypatch, served.url, str(tmp_path / "cache"))
+        yield served
+
+
+def _go_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+def test_a_model_is_downloaded_without_what_is_not_read(hub: Hub) -> None:
+    commit = hub.put(NAME, _model())
+    found = find_model(NAME)
+    assert found.commit == commit
+    assert list(read_folder(found.folder)) == ["w"]
+    kept = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert {path.name for path in found.folder.iterdir()} == kept | {"model.safetensors"}
+    assert set(hub.fetched()) == kept | {"model.safetensors"}
+
+
+def test_a_tokenizer_comes_without_weights_and_a_config_alone(hub: Hub) -> None:
+    hub.put(NAME, _model())
+    find_model(NAME, need="config")
+    assert hub.fetched() == ["config.json"]
+    find_model(NAME, need="tokenizer")
+    assert "model.safetensors" not in hub.fetched()
+    find_model(NAME)
+    assert hub.fetched()[-1] == "model.safetensors"
+    assert len(hub.fetched()) == len(set(hub.fetched()))
+
+
+def test_shards_are_those_of_the_index(hub: Hub) -> None:
+    index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
+    files = _model()
+    del files["model.safetensors"]
+    files |= {
+        "model.safetensors.index.json": json.dumps(index).encode(),
+        "model-1-of-2.safetensors": _weights("a"),
+        "model-2-of-2.safetensors": _weights("b"),
+        "consolidated.safetensors": _weights("a", "b"),
+    }
+    hub.put(NAME, files)
+    assert set(read_folder(find_model(NAME).folder)) == {"a", "b"}
+    assert "consolidated.safetensors" not in hub.fetched()
+
+
+def test_a_folder_on_this_disk_wins(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.put(NAME, _model())
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / NAME).mkdir(parents=True)
+    assert find_model(NAME).commit is None
+    assert hub.requests == []
+    with pytest.raises(ConfigError, match=r"revision is v1, and acme/tiny is a folder"):
+        find_model(NAME, "v1")
+
+
+def test_a_commit_stays_when_main_moves(hub: Hub) -> None:
+    first = hub.put(NAME, _model())
+    pinned = find_model(NAME)
+    second = hub.put(NAME, _model(**{"model.safetensors": _weights("other")}))
+    moved = find_model(NAME)
+    assert (pinned.commit, moved.commit) == (first, second)
+    hub.requests.clear()
+    again = find_model(NAME, first)
+    assert again == pinned
+    assert hub.requests == []
+    assert list(read_folder(again.folder)) == ["w"]
+    assert list(read_folder(moved.folder)) == ["other"]
+
+
+def test_a_branch_that_moves_between_two_questions_gives_one_commit(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = hub.put(NAME, _model())
+    asked = hub_module._asked
+
+    def moving(kind: str, name: str, revision: str) -> object:
+        answer = asked(kind, name, revision)
+        if revision == "main":
+            hub.put(NAME, _model(**{"model.safetensors": _weights("other")}))
+        return answer
+
+    monkeypatch.setattr(hub_module, "_asked", moving)
+    found = find_model(NAME)
+    assert found.commit != first
+    assert list(read_folder(found.folder)) == ["other"]
+
+
+def test_a_broken_connection_is_resumed_where_it_broke(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = _weights(*(f"w{i}" for i in range(2000)))
+    hub.put(NAME, _model(**{"model.safetensors": weights}))
+    hub.cuts["model.safetensors"] = [50_000]
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    found = find_model(NAME)
+    assert (found.folder / "model.safetensors").read_bytes() == weights
+    assert any("bytes=50000-" in line for line in hub.requests)
+
+
+def test_an_interrupted_download_keeps_the_files_that_are_whole(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.put(NAME, _model())
+    hub.cuts["model.safetensors"] = [1] * 20
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    with pytest.raises(HubError, match=r"ended early: .*\nFiles that are whole are kept"):
+        find_model(NAME)
+    hub.cuts.clear()
+    hub.requests.clear()
+    assert list(read_folder(find_model(NAME).folder)) == ["w"]
+    assert hub.fetched() == ["model.safetensors"]
+
+
+def test_a_model_in_the_cache_needs_no_network(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commit = hub.put(NAME, _model())
+    online = find_model(NAME)
+    _go_offline(monkeypatch)
+    assert find_model(NAME) == online
+    assert "HF_HUB_OFFLINE forbids asking the Hub; commit" in capsys.readouterr().err
+    hub.requests.clear()
+    assert find_model(NAME, commit) == online
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("is_set", [True, False])
+def test_without_network_and_cache_one_sentence_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_set: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    use(monkeypatch, "http://127.0.0.1:9", str(tmp_path))  # nobody listens there
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_set)
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("a retry waits"))
+    with pytest.raises(HubError) as caught:
+        find_model(NAME)
+    text = str(caught.value)
+    why = "HF_HUB_OFFLINE forbids asking" if is_set else r"the Hub cannot be reached (ConnectError)"
+    for part in (NAME, why, f"`hf download {NAME}`", "HF_HOME", "HF_ENDPOINT", "model folder"):
+        assert part in text
+    assert "\n" not in text
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_cache_with_a_part_of_the_model_says_which(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.put(NAME, _model())
+    find_model(NAME, need="tokenizer")
+    _go_offline(monkeypatch)
+    assert find_model(NAME, need="tokenizer").folder.is_dir()
+    with pytest.raises(HubError, match="in the cache without weights"):
+        find_model(NAME)
+
+
+def test_quantised_weights_are_refused_before_they_are_downloaded(hub: Hub) -> None:
+    config = CONFIG[:-1] + b', "quantization_config": {"quant_method": "fp8"}}'
+    hub.put(NAME, _model(**{"config.json": config}))
+    with pytest.raises(ModelConfigError, match=rf"{NAME}: .*quantization_config is refused"):
+        find_model(NAME)
+    assert hub.fetched() == ["config.json"]
+
+
+def test_a_repository_of_other_weights_is_refused(hub: Hub) -> None:
+    files = _model()
+    del files["model.safetensors"]
+    hub.put(NAME, files)
+    with pytest.raises(HubError, match=r"no safetensors weights .*pytorch_model.bin"):
+        find_model(NAME)
+    assert "pytorch_model.bin" not in hub.fetched()
+    hub.put("acme/gguf", {"tiny.gguf": b""})
+    with pytest.raises(HubError, match=r"no config.json of it: .* It has tiny.gguf"):
+        find_model("acme/gguf")
+
+
+def test_an_index_cannot_name_files_elsewhere(hub: Hub) -> None:
+    files = _model()
+    del files["model.safetensors"]
+    index = {"weight_map": {"a": "../../../x.safetensors"}}
+    hub.put(NAME, files | {"model.safetensors.index.json": json.dumps(index).encode()})
+    with pytest.raises(HubError, match=r"names files that are no weights: \.\./"):
+        find_model(NAME)
+
+
+def test_what_the_hub_refuses_is_said_as_it_is(hub: Hub) -> None:
+    hub.put(NAME, _model())
+    hub.put("acme/gated", _model())
+    hub.gated.add("acme/gated")
+    with pytest.raises(HubError, match=r"acme/gated: gated. Accept its terms .* `hf auth login`"):
+        find_model("acme/gated")
+    with pytest.raises(HubError, match="no such folder here, and the Hub has no model of this"):
+        find_model("acme/none")
+    with pytest.raises(HubError, match="the Hub has no revision v9"):
+        find_model(NAME, "v9")
+
+
+def test_a_download_that_the_disk_cannot_hold_is_not_begun(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.put(NAME, _model())
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=500 << 20))
+    with pytest.raises(
+        HubError, match=r"to be downloaded to .*, where 500.0 MiB are free. Set HF_"
+    ):
+        find_model(NAME)
+    assert hub.fetched() == ["config.json"]
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "a/../b", "a/b/c", "./a", "~/a", "/a/b", "a//b", "-a/b", "a--b/c", "a/b\n", ""]
+)
+def test_what_cannot_be_an_id_is_not_asked_for(hub: Hub, name: str) -> None:
+    assert not is_id(name)
+    if name:
+        with pytest.raises(ModelFolderError, match="no such folder"):
+            find_model(name)
+    assert hub.requests == []
+
+
+def test_a_dataset_has_a_commit(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = hub.put("acme/rows", {"README.md": b"", "train.jsonl": b"{}"}, "datasets")
+    assert dataset_commit("acme/rows", None) == (commit, True)
+    with pytest.raises(HubError, match="the Hub has no dataset of this name"):
+        dataset_commit("acme/none", None)
+    _go_offline(monkeypatch)
+    assert dataset_commit("acme/rows", None) == (None, False)
+    assert dataset_commit("acme/rows", commit) == (commit, False)
