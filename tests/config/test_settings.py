@@ -93,6 +93,9 @@ def test_defaults_and_choices_are_those_of_the_engine() -> None:
         ({"memory": {"device": "cpu", "gather_embedding": True}},
          "memory.gather_embedding is true and memory.device is cpu: it needs a device with memory "
          "of its own. Make it false."),
+        ({"model": {"name_or_path": "m", "attn": "flash_attention_2", "dtype": "fp32"}},
+         "model.attn is flash_attention_2 and model.dtype is fp32: its kernels compute in bf16 "
+         "only. Set model.dtype to bf16, or model.attn to sdpa."),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_be_meant_together(sections: dict[str, Any], message: str) -> None:

@@ -34,6 +34,22 @@ def test_a_model_gets_what_there_is_and_nothing_else() -> None:
     assert list(packed.inputs) == ["input_ids", "position_ids"]
 
 
+def test_the_lengths_of_documents_count_over_all_rows() -> None:
+    places = torch.tensor([[0, 1, 0, 1], [0, 1, 2, 3]])
+    packed = MicroBatch(input_ids=IDS, labels=LABELS, position_ids=places).document_lengths()
+    ends = packed["cu_seq_lens_q"]
+    assert isinstance(ends, Tensor)
+    assert ends.dtype is torch.int32
+    assert ends.tolist() == [0, 2, 4, 8]
+    assert packed["cu_seq_lens_k"] is ends
+    assert packed["max_length_q"] == packed["max_length_k"] == 4
+
+
+def test_rows_that_are_not_packed_have_no_lengths() -> None:
+    assert micro().document_lengths() == {}
+    assert MicroBatch(input_ids=IDS, labels=LABELS).document_lengths() == {}
+
+
 def test_weights_of_a_step_sum_to_minus_one_over_its_trained_tokens() -> None:
     weights = trained_token_weights(torch.tensor([-100, 3, 0, -100]), 4)
     assert weights.dtype is torch.float32

@@ -19,6 +19,7 @@ def conflicts(config: Config) -> list[Fault]:
         *_learning_rate(config),
         *_memory(config),
         *_patience(config),
+        *_attention(config),
     ]
 
 
@@ -97,3 +98,13 @@ def _patience(config: Config) -> Iterator[Fault]:
                 f"eval.patience is {patience} and {key} is null: nothing tells when to stop. "
                 f"Leave out eval.patience, or {repair}.",
             )
+
+
+def _attention(config: Config) -> Iterator[Fault]:
+    model = config.model
+    if model.attn.startswith("flash") and model.dtype == "fp32":
+        yield _fault(
+            "model.attn",
+            f"model.attn is {model.attn} and model.dtype is fp32: its kernels compute in bf16 "
+            "only. Set model.dtype to bf16, or model.attn to sdpa.",
+        )

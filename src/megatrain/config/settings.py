@@ -145,7 +145,9 @@ class ModelSettings(Section):
     )
     attn: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = Field(
         default="auto",
-        description="Attention implementation; auto takes the best that is installed.",
+        description="Attention implementation; auto is sdpa where transformers has it for the "
+        "family, else eager; the others are used only when named, and flash_attention_2 needs the "
+        "package flash-attn and dtype bf16.",
     )
     frozen: Patterns = Field(
         default=(), description="Params that are not trained, like model.embed_*."

@@ -1,14 +1,18 @@
 """Which models keep the documents of a packed row apart.
 
-Position ids that start anew tell a model where a document begins; whether every layer listens is
-the model's affair. Layers with a state (convolutions, recurrences, linear attention) and some older
-attention do not, and attention in chunks or over the best few keys counts from the row's beginning.
-Nothing fails then: each document is trained after foreign text. So documents share rows only in
-families that were shown to keep them apart.
+Position ids that restart tell a model where a document begins, but not every layer heeds them.
+Layers with a state (convolutions, recurrences, linear attention) and some older attention do not,
+and attention in chunks or over the best few keys counts from the row's beginning. Nothing fails
+then: each document is trained as if the one before it were its own beginning. So documents share
+rows only in families that were shown to keep them apart.
 
-Laws (tests/pipeline/test_isolation.py)
-    1. In the families below, loss, logits and gradients of a packed row are those of its documents
-       alone; in every other family that we test they are not.
+Flash attention takes no mask. It is given the lengths of the documents instead, as arguments that
+a model's forward must pass on to the attention of every layer. Some families drop them.
+
+Laws (tests/pipeline/test_isolation.py, tests/pipeline/test_flash_isolation.py)
+    1. In ISOLATES, loss, logits and gradients of a packed row are those of its documents alone; in
+       every other family that we test they are not.
+    2. The same holds with flash attention, for any number of rows, except in DROPS_LENGTHS.
 """
 
 from __future__ import annotations
@@ -29,11 +33,21 @@ ISOLATES = frozenset(
 )
 
 
-def check_packing(model_type: str) -> None:
+DROPS_LENGTHS = frozenset({"gpt_neo", "gptj", "nemotron", "stablelm"})
+"""Families whose flash attention is not given the lengths of documents."""
+
+
+def check_packing(model_type: str, attn: str = "auto") -> None:
     """Raise ConfigError if documents in one row might see each other in this family."""
     if model_type not in ISOLATES:
         raise ConfigError(
             f"data.packing: {model_type} is not known to keep the documents of a packed row apart: "
             "each would be trained after foreign text. Set data.packing to false; then a row is "
             "one document."
+        )
+    if attn.startswith("flash") and model_type in DROPS_LENGTHS:
+        raise ConfigError(
+            f"data.packing: with model.attn {attn}, {model_type} does not keep the documents of a "
+            "packed row apart: its code does not pass their lengths to the kernel. Set model.attn "
+            "to sdpa, or data.packing to false."
         )

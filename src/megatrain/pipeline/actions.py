@@ -46,7 +46,8 @@ class StepActions:
         self._hidden: dict[int, Tensor] = {}
         self._d_hidden: dict[int, Tensor] = {}
         self._calls: dict[int, list[Call]] = {}
-        self._inputs: dict[int, dict[str, Tensor]] = {}
+        self._host_inputs: dict[int, dict[str, Tensor | int]] = {}
+        self._inputs: dict[int, dict[str, Tensor | int]] = {}
         self._rows: dict[int, Tensor] = {}
         self.losses: dict[int, Tensor] = {}
         """By micro-batch, once its HEAD is complete."""
@@ -294,13 +295,18 @@ class StepActions:
         self._machine.device.seed(seed)
 
     def _front(self, weights: Mapping[str, Tensor], micro: int) -> tuple[Tensor, list[Call]]:
-        give, inputs = self._machine.device.give, self._batch[micro].inputs
+        machine = self._machine
         if micro not in self._inputs:
-            self._inputs[micro] = {name: give(tensor) for name, tensor in inputs.items()}
-            if (gathered := self._machine.gathered) is not None:
-                self._rows[micro] = give(gathered.places(micro))
+            host = self._host_inputs[micro] = machine.inputs(self._batch[micro])
+            give = machine.device.give
+            self._inputs[micro] = {
+                name: give(value) if isinstance(value, Tensor) else value
+                for name, value in host.items()
+            }
+            if machine.gathered is not None:
+                self._rows[micro] = give(machine.gathered.places(micro))
         rows = self._rows.get(micro)
-        return self._machine.edges.front(weights, inputs, self._inputs[micro], rows)
+        return machine.edges.front(weights, self._host_inputs[micro], self._inputs[micro], rows)
 
     def _targets(self, micro: int) -> tuple[Tensor, list[slice]]:
         """Return each token's target, on the device, and the chunks that have any."""

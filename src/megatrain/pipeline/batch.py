@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from megatrain.errors import BatchError
@@ -44,6 +45,26 @@ class MicroBatch:
         mask = self.attention_mask
         lengths = torch.full((num_rows,), length) if mask is None else mask.sum(1)
         return torch.arange(num_rows) * length + lengths - 1
+
+    def document_lengths(self) -> dict[str, Tensor | int]:
+        """Return where the documents of packed rows end, by the names that flash attention uses.
+
+        Ends are counted over the tokens of all rows, one row behind the other; no document goes
+        beyond its row. Empty for rows that are not packed.
+        """
+        if self.position_ids is None or self.attention_mask is not None:
+            return {}
+        begins = torch.ones_like(self.position_ids, dtype=torch.bool)
+        begins[:, 1:] = self.position_ids.diff() != 1
+        starts = begins.flatten().nonzero().flatten()
+        ends = F.pad(starts, (0, 1), value=begins.numel()).to(torch.int32)
+        longest = int(ends.diff().max())
+        return {
+            "cu_seq_lens_q": ends,
+            "cu_seq_lens_k": ends,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
         """Return the micro-batch with `change` made to each tensor."""

@@ -47,8 +47,8 @@ class Edges:
     def front(
         self,
         weights: Weights,
-        host_inputs: Mapping[str, Tensor],
-        inputs: Mapping[str, Tensor],
+        host_inputs: Mapping[str, Any],
+        inputs: Mapping[str, Any],
         rows: Tensor | None = None,
     ) -> tuple[Tensor, list[Call]]:
         """Return the embedding's output, and the call that each layer is to get."""

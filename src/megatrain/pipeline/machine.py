@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
+from transformers.utils.generic import is_flash_attention_requested
 
 from megatrain.memory.grad_slots import GradSlots
 from megatrain.memory.layout import Kind, Segment
@@ -70,6 +71,7 @@ class Machine:
         template = Template(decoder, compile=compile)
         self.template = template.placed(device.place) if device.own_memory else template
         self.edges = Edges(template, self.template, answers=device.answers)
+        self._takes_lengths = is_flash_attention_requested(decoder.config)
         self.tape = Tape(device, on_host=shape.tape == "host", num_ring_slots=shape.num_tape_slots)
         self._taped_layers = range(shape.bottom_layer, shape.head)
         layout, places = store.layout, OpTable(shape).places
@@ -130,6 +132,18 @@ class Machine:
             return self.gathered.weights()
         assert self.slots is not None
         return self.slots.weights(slot, block)
+
+    def inputs(self, micro: MicroBatch) -> dict[str, Tensor | int]:
+        """Return what the model's forward gets of a micro-batch, on the host.
+
+        Masks keep the documents of packed rows apart, but flash attention takes no mask. Left to
+        itself, transformers looks for documents in a single row only, and asks the device in
+        every layer.
+        """
+        lengths = micro.document_lengths() if self._takes_lengths else {}
+        pin = self.device.pinned
+        pinned = {n: pin(v) if isinstance(v, Tensor) else v for n, v in lengths.items()}
+        return {**micro.inputs, **pinned}
 
     def gradients(self, op: Op) -> list[tuple[Segment, Tensor]]:
         """Return where the gradient of the op's block is on the host, segment by segment."""

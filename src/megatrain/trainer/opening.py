@@ -62,7 +62,7 @@ def open_run(config: Config, folder: RunFolder, *, resumes: bool) -> Opened:
         else read_folder(source, dtype=model.dtype, frozen=model.frozen, attn=model.attn)
     )
     if config.data.packing:
-        check_packing(found.decoder.config.model_type)
+        check_packing(found.decoder.config.model_type, model.attn)
     if resumed is None:
         resolved, plan = plan_run(config, device, resolved, found.decoder)
     elif isinstance(config.train.micro_batch_tokens, str):  # others would give other bits
