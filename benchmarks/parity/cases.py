@@ -120,7 +120,7 @@ ALL = {"data.train_on": "all"}
 COMPLETION = {"data.train_on": "completion"}
 RAW = {"data.chat_template": "none"}
 TRL_TEMPLATE = {"data.chat_template": "trl:qwen3_training"}
-WHOLE = {"epochs": 20, "rows_per_step": 40, "accumulate": 1}
+WHOLE: dict[str, Any] = {"epochs": 20, "rows_per_step": 40, "accumulate": 1}
 """All rows in every step: packers that fill rows otherwise still train the same documents."""
 
 CASES = (
@@ -132,7 +132,8 @@ CASES = (
          theirs=ASSISTANT),
     Case(name="chat, ShareGPT", sources=(Rows(5).sharegpt(40),), ours=ALL),
     _qwen3("chat, Qwen3's template", Rows(6).chats(40), theirs=ASSISTANT),
-    Case(name="prompt and completion", sources=(Rows(7).pairs(40),), template=None, ours=COMPLETION),
+    Case(name="prompt and completion", sources=(Rows(7).pairs(40),), template=None,
+         ours=COMPLETION),
     Case(name="prompt and completion, every token", sources=(Rows(8).pairs(40),), template=None,
          ours=ALL, theirs={"completion_only_loss": False}),
     Case(name="prompt and completion beside a template", sources=(Rows(9).pairs(40),),

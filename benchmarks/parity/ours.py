@@ -51,4 +51,4 @@ def _config(case: Case, model: Path, files: list[Path], scratch: Path) -> Config
     for key, value in {**case.shared_by_ours(), **case.ours}.items():
         section, _, name = key.partition(".")
         sections.setdefault(section, {})[name] = resolved(value)
-    return Config(**sections)
+    return Config.model_validate(sections)

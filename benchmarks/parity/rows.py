@@ -7,9 +7,10 @@ from typing import Any
 
 Row = dict[str, Any]
 WORDS = (
-    "the a model block weight gradient host device stream copy moves learns reads writes adds "
-    "large small exact slow fast first last two three four and of to in with once again why how"
-).split()
+    "the", "a", "model", "block", "weight", "gradient", "host", "device", "stream", "copy", "moves",
+    "learns", "reads", "writes", "adds", "large", "small", "exact", "slow", "fast", "first", "last",
+    "two", "three", "four", "and", "of", "to", "in", "with", "once", "again", "why", "how",
+)  # fmt: skip
 TOOLS = [
     {
         "type": "function",

@@ -1,4 +1,4 @@
-"""What a trainer did, in a form that two trainers share: the documents and the loss of each step."""
+"""What a trainer did, as two trainers can share it: documents and loss of each step."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ def faults_of(ours: History, theirs: History) -> list[str]:
     faults = []
     if ours.planned_steps != theirs.planned_steps:
         faults.append(f"{ours.planned_steps} steps, theirs {theirs.planned_steps}")
-    steps = list(zip_longest(ours.documents, theirs.documents, fillvalue=[]))
-    differing = [step for step, (mine, other) in enumerate(steps) if sorted(mine) != sorted(other)]
-    if differing or not steps:
-        faults.append(f"documents or targets differ in {len(differing)} of {len(steps)} steps")
+    none: list[Document] = []
+    steps = zip_longest(ours.documents, theirs.documents, fillvalue=none)
+    equal = [sorted(mine) == sorted(other) for mine, other in steps]
+    if not all(equal) or not equal:
+        faults.append(f"documents or targets differ in {equal.count(False)} of {len(equal)} steps")
     worst = ours.worst_difference(theirs)
     if not worst <= TOLERANCE:
         faults.append(f"losses differ by up to {worst:.2g}")

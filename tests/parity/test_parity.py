@@ -1,4 +1,4 @@
-"""Parity with TRL: the comparison notices what differs; the comparison itself runs where trl is."""
+"""Parity with TRL: the comparison notices every difference, and runs where trl is installed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib.util
 
 import pytest
 import torch
+
 from benchmarks.parity.cases import CASES
 from benchmarks.parity.steps import IGNORED, Document, History, documents_of, faults_of
 
