@@ -220,7 +220,9 @@ class _Idle:
     def clip_factor(self, norm: float) -> float:
         return 1.0
 
-    def update(self, segment: Segment, gradient: Tensor, number: int, scale: float) -> None:
+    def update(
+        self, segment: Segment, gradient: Tensor, *, step: int, number: int, scale: float
+    ) -> None:
         pass
 
 
@@ -237,7 +239,7 @@ def host_seconds(store: Store, optimizer: AdamW) -> float:
     for segment, size in zip(segments, sizes, strict=True):
         gradient = zeros[:size].view(segment.dtype)
         optimizer.squared_norm(gradient)
-        optimizer.update(segment, gradient, 1, 1.0)
+        optimizer.update(segment, gradient, step=1, number=1, scale=1.0)
     return time.perf_counter() - begin
 
 

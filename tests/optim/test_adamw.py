@@ -64,9 +64,13 @@ def put_gradients(store: Store, seed: int) -> dict[str, Tensor]:
     return gradients
 
 
-def update(store: Store, optimizer: AdamW, number: int, scale: float = 1.0) -> None:
+def update(
+    store: Store, optimizer: AdamW, number: int, scale: float = 1.0, step: int | None = None
+) -> None:
+    step = number if step is None else step
     for segment in store.layout.trained_segments(0):
-        optimizer.update(segment, store.segment(segment, Kind.GRAD), number, scale)
+        gradient = store.segment(segment, Kind.GRAD)
+        optimizer.update(segment, gradient, step=step, number=number, scale=scale)
 
 
 def by_hand(store: Store, lr: float = 1e-2, decayed: set[str] = DECAYED) -> HandAdamW:
@@ -166,6 +170,20 @@ def test_the_learning_rate_is_asked_for_each_step_counted_from_zero(store: Store
         hand.update(gradients, number)
     assert differing(store, hand) == []
     assert sorted(set(asked)) == [0, 1, 2]
+
+
+def test_the_rate_follows_the_step_and_the_bias_correction_the_update(store: Store) -> None:
+    """Steps 2 and 3 were skipped: the second update has the rate of step 4."""
+    optimizer = AdamW(store, learning_rate=lambda step: 1e-3 * (step + 1), **SETTINGS)  # type: ignore[arg-type]
+    hand, by_update = by_hand(store), by_hand(store)
+    for number, step in ((1, 1), (2, 4)):
+        gradients = put_gradients(store, number)
+        update(store, optimizer, number, step=step)
+        hand._lr, by_update._lr = 1e-3 * step, 1e-3 * number
+        hand.update(gradients, number)
+        by_update.update(gradients, number)
+    assert differing(store, hand) == []
+    assert differing(store, by_update) != []
 
 
 def test_it_keeps_no_state_of_its_own(store: Store) -> None:

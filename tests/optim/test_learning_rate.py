@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import TrainingArguments, get_scheduler
 
 from megatrain.errors import ConfigError, MegaTrainError
 from megatrain.optim.learning_rate import LearningRate, Shape
@@ -21,10 +24,10 @@ def rates(schedule: LearningRate) -> list[float]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_warmup_rises_from_one_part_to_the_peak(shape: Shape) -> None:
+def test_warmup_rises_from_zero_and_the_peak_follows_it(shape: Shape) -> None:
     schedule = LearningRate(peak=3e-4, shape=shape, num_steps=100, warmup=10)
-    assert schedule.rate(0) == 3e-4 / 10
-    assert [schedule.rate(step) for step in (4, 9, 10)] == [3e-4 / 2, 3e-4, 3e-4]
+    assert [schedule.rate(step) for step in (0, 5, 10)] == [0.0, 3e-4 / 2, 3e-4]
+    assert schedule.rate(9) == pytest.approx(3e-4 * 0.9, rel=1e-15)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -76,7 +79,8 @@ def test_rises_then_never_rises_and_stays_within_bounds(
     assert rise == sorted(rise)
     assert all(later <= earlier + 1e-15 for earlier, later in itertools.pairwise(rest))
     assert max(values) == 1.0
-    assert min(values[:num_steps]) > 0
+    assert min(values[bool(rise) : num_steps], default=1.0) > 0
+    assert not rise or rise[0] == 0
     assert min(rest) >= final_fraction - 1e-15
 
 
@@ -91,7 +95,69 @@ def test_steps_and_fraction_are_two_ways_to_say_the_same() -> None:
 
 def test_the_whole_run_may_be_warmup() -> None:
     schedule = LearningRate(peak=1.0, shape="cosine", num_steps=5, warmup=5)
-    assert rates(schedule) == [0.2, 0.4, 0.6, 0.8, 1.0, 1.0, 1.0, 1.0]
+    assert rates(schedule) == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("warmup", [0.03, 0.5, 0.99])
+def test_a_fraction_never_gives_every_step_a_rate_of_zero(warmup: float) -> None:
+    """Rounded up it would be the whole of a run of one step."""
+    assert LearningRate(peak=1.0, shape="cosine", num_steps=1, warmup=warmup).rate(0) == 1.0
+    two = LearningRate(peak=1.0, shape="cosine", num_steps=2, warmup=warmup)
+    assert [two.rate(0), two.rate(1)] == [0.0, 1.0]
+
+
+THEIRS = {
+    "constant": ("constant_with_warmup", {}),
+    "linear": ("linear", {}),
+    "cosine": ("cosine", {}),
+    "wsd": ("warmup_stable_decay", {"decay_type": "linear"}),
+}
+
+
+def theirs(shape: Shape, peak: float, warmup: int, num_steps: int, decay: int) -> list[float]:
+    """The rate of each step of a run with transformers' scheduler."""
+    name, options = THEIRS[shape]
+    if shape == "wsd":
+        options = {**options, "num_decay_steps": decay}
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
+    scheduler = get_scheduler(name, optimizer, warmup, num_steps, options)
+    found = []
+    for _ in range(num_steps):
+        found.append(float(scheduler.get_last_lr()[0]))
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 7, 20, 101])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_rate_is_the_one_of_transformers(shape: Shape, num_steps: int) -> None:
+    for warmup in {0, 1, 2, num_steps // 3, num_steps - 1} & set(range(num_steps)):
+        for decay in {0, 1, (num_steps - warmup) // 2}:
+            ours = LearningRate(
+                peak=3e-5, shape=shape, num_steps=num_steps, warmup=warmup, decay=decay
+            )
+            expected = theirs(shape, 3e-5, warmup, num_steps, decay)
+            assert rates(ours)[:num_steps] == expected, (warmup, decay)
+
+
+@given(num_steps=st.integers(2, 400), ratio=st.floats(0, 0.99))
+def test_a_fraction_of_warmup_is_rounded_as_transformers_does(num_steps: int, ratio: float) -> None:
+    settings = SimpleNamespace(warmup_steps=ratio)  # the whole would need accelerate
+    expected = TrainingArguments.get_warmup_steps(settings, num_steps)
+    ours = LearningRate(peak=1.0, shape="linear", num_steps=num_steps, warmup=ratio)
+    assert ours.warmup_steps == min(expected, num_steps - 1)
+
+
+def test_a_floor_is_that_of_cosine_with_min_lr() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2e-5)
+    options = {"min_lr_rate": 0.1}
+    scheduler = get_scheduler("cosine_with_min_lr", optimizer, 3, 30, options)
+    ours = LearningRate(peak=2e-5, shape="cosine", num_steps=30, warmup=3, final_fraction=0.1)
+    for step in range(30):
+        assert ours.rate(step) == scheduler.get_last_lr()[0]
+        optimizer.step()
+        scheduler.step()
 
 
 @pytest.mark.parametrize(
@@ -106,6 +172,7 @@ def test_the_whole_run_may_be_warmup() -> None:
             {"shape": "wsd", "warmup": 60, "decay": 0.5},
             "60 steps of warm-up and 50 of decay do not fit a run of 100",
         ),
+        ({"num_steps": 1, "warmup": 1}, "nothing would be trained. Set optim.warmup to 0"),
         ({"warmup": 1.0}, "warmup is 1.0; an integer means steps, a fraction of the run lies"),
         ({"shape": "wsd", "decay": -0.1}, "decay is -0.1; an integer means steps"),
         ({"warmup": -1}, "warmup is -1 steps; give 0 or more"),

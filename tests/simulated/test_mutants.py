@@ -93,9 +93,9 @@ def weights_are_read() -> list[str]:
     optimizer = WatchedOptimizer(world.optimizer(), world.store, simulator)
     update = optimizer.update
 
-    def update_late(*args: Any) -> None:
+    def update_late(*args: Any, **counts: Any) -> None:
         time.sleep(0.05)
-        update(*args)
+        update(*args, **counts)
 
     optimizer.update = update_late  # type: ignore[method-assign]
     with watched(simulator):

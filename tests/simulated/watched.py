@@ -40,14 +40,16 @@ class WatchedOptimizer:
     def clip_factor(self, norm: float) -> float:
         return self._optimizer.clip_factor(norm)
 
-    def update(self, segment: Segment, gradient: Tensor, number: int, scale: float) -> None:
+    def update(
+        self, segment: Segment, gradient: Tensor, *, step: int, number: int, scale: float
+    ) -> None:
         self._simulator.touch(gradient, writes=False, what="update")
         for kind in (Kind.HI, Kind.LO, Kind.M, Kind.V):
             if kind in segment.starts:
                 self._simulator.touch(
                     self._store.segment(segment, kind), writes=True, what="update"
                 )
-        self._optimizer.update(segment, gradient, number, scale)
+        self._optimizer.update(segment, gradient, step=step, number=number, scale=scale)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from megatrain.errors import (
     RunFolderError,
 )
 from megatrain.files import append
+from megatrain.optim.kernel import AdamWScalars
+from megatrain.trainer.assembly import learning_rate
 from megatrain.trainer.checkpoints import FOLDER
 from megatrain.trainer.loop import Trainer
 from tests.faulty_os import faulty
@@ -325,6 +328,36 @@ def test_rollback_leaves_the_bad_step_out(
         e for e in lines_of(tmp_path / "run", "events.jsonl") if e["event"] == "rolled back"
     ]
     assert (event["step"], event["to"]) == (6, 4)
+
+
+@pytest.mark.parametrize("on_nonfinite", ["skip", "rollback"])
+@pytest.mark.parametrize("clips", [True, False])
+def test_the_applied_rate_is_the_logged_one_after_a_step_without_an_update(
+    world: Path, tmp_path: Path, clips: bool, on_nonfinite: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after a resume: the rate follows the step, and the decay ends with the run."""
+    _poison_at(monkeypatch, 4, float("nan"))
+    applied: list[float] = []
+    at = AdamWScalars.at
+
+    def noted(number: int, **scalars: Any) -> AdamWScalars:
+        applied.append(scalars["lr"])
+        return at(number, **scalars)
+
+    monkeypatch.setattr(AdamWScalars, "at", noted)
+    changes: dict[str, Any] = {"train": {"on_nonfinite": on_nonfinite}}
+    config = config_of(world, tmp_path / "run", Setting(clips=clips), **changes)
+    with pytest.raises(Interrupted):
+        run(config, stop=6)
+    run(config, resume=True)
+    lines = [line for line in lines_of(tmp_path / "run") if line.get("applied")]
+    logged = [line["learning_rate"] for line in lines]
+    schedule = learning_rate(config, NUM_STEPS)
+    assert logged == [schedule.rate(step - 1) for step in range(1, NUM_STEPS + 1) if step != 4]
+    # In backward, a step with a fault updates the blocks whose gradient is finite.
+    expected = set(logged) if clips else {*logged, schedule.rate(3)}
+    assert set(applied) == expected
+    assert applied[-1] == schedule.rate(NUM_STEPS - 1)
 
 
 def test_a_rollback_without_a_checkpoint_stops(

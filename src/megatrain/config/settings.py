@@ -241,7 +241,11 @@ class OptimSettings(Section):
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
         default="cosine", description="Shape of the learning rate; wsd holds the peak, then decays."
     )
-    warmup: Length = Field(default=0.03, description="Length of the rise from 0 to the peak.")
+    warmup: Length = Field(
+        default=0.03,
+        description="Length of the rise from 0 to the peak; as in transformers, the first step "
+        "has the rate 0 and a fraction is rounded up.",
+    )
     decay: Length = Field(
         default=0.1, description="Length of the last part of wsd; others ignore it."
     )

@@ -1,7 +1,9 @@
 """AdamW on the store: fp32 masters and moments, one pass per run of params.
 
-A pure function of the store, a gradient and the number of the update: it keeps no state of its own,
-so what is in the store is all there is to save.
+A pure function of the store, a gradient, the step of the run and the number of the update: it keeps
+no state of its own, so what is in the store is all there is to save. The learning rate follows the
+step, which also counts steps that were skipped or left out; the bias correction of the moments
+follows the updates that a segment has had.
 
 Norms and biases are not decayed, nor what `no_decay` names. Inside a segment params of equal decay
 that follow each other form a run, and each run is one pass of the kernel.
@@ -41,7 +43,7 @@ class AdamW:
         num_threads: int = 1,
         kernel: Kernel | None = None,
     ) -> None:
-        """`learning_rate` is a number, or a function of the step, counted from 0."""
+        """`learning_rate` is a number, or a function of the run's step, counted from 0."""
         self._store, self._betas, self._eps = store, betas, eps
         self._rate: Callable[[int], float] = (
             learning_rate if callable(learning_rate) else lambda _: learning_rate
@@ -65,10 +67,15 @@ class AdamW:
             return 1.0
         return min(1.0, self._max_grad_norm / (norm + 1e-6))
 
-    def update(self, segment: Segment, gradient: Tensor, number: int, scale: float) -> None:
-        """Apply update `number`, counted from 1, with `scale` x `gradient`, to the segment."""
+    def update(
+        self, segment: Segment, gradient: Tensor, *, step: int, number: int, scale: float
+    ) -> None:
+        """Apply `scale` x `gradient` to the segment, with the learning rate of `step`.
+
+        `number` says which update of the segment this is. Both count from 1.
+        """
         assert math.isfinite(scale), scale
-        rate = self._rate(number - 1)
+        rate = self._rate(step - 1)
         weight = self._store.segment(segment, Kind.HI)
         lo = self._store.segment(segment, Kind.LO) if Kind.LO in segment.starts else None
         m, v = self._store.segment(segment, Kind.M), self._store.segment(segment, Kind.V)

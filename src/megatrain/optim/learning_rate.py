@@ -13,12 +13,16 @@ Every shape is these three parts; they differ in where the decay begins and how 
     cosine     half a cosine over the same steps
     wsd        warm-up, stable, decay: holds the peak, then a straight line over the last steps
 
-Steps count from 0. No step is wasted on a rate of zero: warm-up begins at peak / warm-up steps and
-its last step has the peak; the decay leaves the peak after its first step and would reach the final
-rate one step after the run. Beyond the run the final rate stays.
+Steps count from 0. The rates are those of transformers' schedulers, to the last bit: step k of w
+warm-up steps has k/w of the peak, so the first step of a warm-up has a rate of 0 and moves only
+Adam's moments; the step after the warm-up has the peak; the decay would reach the final rate one
+step after the run. Beyond the run the final rate stays.
 
-Laws (tests/optim/test_learning_rate.py): closed forms at both ends; never above the peak; never
-falls in warm-up, never rises after it.
+A fraction of the run is rounded up, as transformers does it, but leaves at least one step: a run
+of one step would otherwise have no rate but 0.
+
+Laws (tests/optim/test_learning_rate.py): equal to transformers.get_scheduler; closed forms at both
+ends; never above the peak; never falls in warm-up, never rises after it.
 """
 
 from __future__ import annotations
@@ -56,6 +60,11 @@ class LearningRate:
                 f"learning rate: final_fraction is {self.final_fraction}; give 0 to 1, 1 being "
                 "the peak."
             )
+        if self.warmup_steps == self.num_steps == 1:
+            raise ConfigError(
+                "learning rate: warmup is 1 step of a run of 1, and the first step of a warm-up "
+                "has a rate of 0: nothing would be trained. Set optim.warmup to 0."
+            )
         if self.warmup_steps + self.decay_steps > self.num_steps:
             raise ConfigError(
                 f"learning rate: {self.warmup_steps} steps of warm-up and {self.decay_steps} of "
@@ -65,46 +74,52 @@ class LearningRate:
 
     @property
     def warmup_steps(self) -> int:
-        return _steps("warmup", self.warmup, self.num_steps)
+        _check_length("warmup", self.warmup)
+        if isinstance(self.warmup, int):
+            return self.warmup
+        return min(math.ceil(self.num_steps * self.warmup), self.num_steps - 1)
 
     @property
     def decay_steps(self) -> int:
         """Length of the last part."""
         if self.shape == "constant":
             return 0
-        if self.shape == "wsd":
-            return _steps("decay", self.decay, self.num_steps)
-        return max(0, self.num_steps - self.warmup_steps)
+        longest = max(0, self.num_steps - self.warmup_steps)
+        if self.shape != "wsd":
+            return longest
+        _check_length("decay", self.decay)
+        if isinstance(self.decay, int):
+            return self.decay
+        decay = round(self.num_steps * self.decay)
+        # Two fractions that make up the whole run may be rounded to a step more.
+        return min(decay, longest) if isinstance(self.warmup, float) else decay
 
     def rate(self, step: int) -> float:
-        """The rate of update `step`, counted from 0."""
+        """The rate of step `step` of the run, counted from 0."""
         assert step >= 0, step
         if step < self.warmup_steps:
-            return self.peak * (step + 1) / self.warmup_steps
-        decay_begin = self.num_steps - self.decay_steps
-        if step <= decay_begin or self.decay_steps == 0:
+            return self.peak * (step / self.warmup_steps)
+        done = step - (self.num_steps - self.decay_steps)
+        if done <= 0 or self.decay_steps == 0:
             return self.peak
-        progress = min(1.0, (step - decay_begin) / self.decay_steps)
-        remaining = _CURVES[self.shape](progress)
+        remaining = _CURVES[self.shape](min(done, self.decay_steps), self.decay_steps)
         return self.peak * (self.final_fraction + (1 - self.final_fraction) * remaining)
 
 
-_CURVES: dict[Shape, Callable[[float], float]] = {
-    "linear": lambda progress: 1 - progress,
-    "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
-    "wsd": lambda progress: 1 - progress,
+_CURVES: dict[Shape, Callable[[int, int], float]] = {
+    "linear": lambda done, length: (length - done) / length,
+    "cosine": lambda done, length: 0.5 * (1 + math.cos(math.pi * (done / length))),
+    "wsd": lambda done, length: 1 - done / length,
 }
-"""What is left of the way from peak to final, by the part of the decay that is done."""
+"""What is left of the way from peak to final, by the steps of the decay that are done."""
 
 
-def _steps(name: str, length: int | float, num_steps: int) -> int:
+def _check_length(name: str, length: int | float) -> None:
     if isinstance(length, int):
         if length < 0:
             raise ConfigError(f"learning rate: {name} is {length} steps; give 0 or more.")
-        return length
-    if not 0 <= length < 1:
+    elif not 0 <= length < 1:
         raise ConfigError(
             f"learning rate: {name} is {length}; an integer means steps, a fraction of the run "
             "lies between 0 and 1."
         )
-    return round(length * num_steps)

@@ -247,6 +247,7 @@ class StepActions:
         norm = math.sqrt(math.fsum(self._squared_norms.values()))
         finite = math.isfinite(norm)
         machine.verdict = Verdict(
+            step=self._step,
             norm=norm,
             scale=machine.optimizer.clip_factor(norm) if finite else 0.0,
             applies=finite,
@@ -256,15 +257,17 @@ class StepActions:
         machine, block = self._machine, _block(op)
         assert machine.optimizer is not None
         if op.host_grad is None:
-            applies, scale = machine.verdict.applies, machine.verdict.scale
+            verdict = machine.verdict
+            applies, scale, step = verdict.applies, verdict.scale, verdict.step
         else:
             applies, scale = math.isfinite(self._squared_norms[block]), 1.0
+            step = self._step
         num_bytes = 0
         if applies:
             number = machine.gate.enter(block)
             machine.half_applied = True
             for segment, gradient in machine.gradients(op):
-                machine.optimizer.update(segment, gradient, number, scale)
+                machine.optimizer.update(segment, gradient, step=step, number=number, scale=scale)
                 num_bytes += gradient.nbytes
             machine.gate.leave(block)
         if block == machine.last_updated:

@@ -28,7 +28,7 @@ from megatrain.pipeline.snapshot import Gate
 
 
 class Optimizer(Protocol):
-    """What the host lane needs of an optimizer. `number` counts updates from 1."""
+    """What the host lane needs of an optimizer."""
 
     def squared_norm(self, gradient: Tensor) -> float:
         """Return the sum of squares of a flat gradient; finite exactly when all of it is."""
@@ -36,14 +36,22 @@ class Optimizer(Protocol):
     def clip_factor(self, norm: float) -> float:
         """Return what all gradients of a step with this norm are multiplied with."""
 
-    def update(self, segment: Segment, gradient: Tensor, number: int, scale: float) -> None:
-        """Update weights, master and moments of a segment of the store, in place."""
+    def update(
+        self, segment: Segment, gradient: Tensor, *, step: int, number: int, scale: float
+    ) -> None:
+        """Update weights, master and moments of a segment of the store, in place.
+
+        `step` is the step of the run, `number` the update of the segment: it is smaller where steps
+        were skipped or left out. Both count from 1.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """What is to become of a step's gradients, once all norms are known."""
 
+    step: int
+    """The step of the run, from 1: its update may be played with the next step."""
     norm: float
     scale: float
     applies: bool
@@ -117,7 +125,7 @@ class Machine:
         self.trained = frozenset(param.name for param in decoder.params if param.trained)
         self.head_weight = decoder.owner(f"{decoder.head_path}.weight")
         self.head_bias = f"{decoder.head_path}.bias"
-        self.verdict = Verdict(norm=0.0, scale=1.0, applies=False)
+        self.verdict = Verdict(step=0, norm=0.0, scale=1.0, applies=False)
         self.gate = Gate(shape.trained_blocks)
         late = shape.update == "late"
         self.last_updated = shape.trained_blocks[-1 if late else 0]
