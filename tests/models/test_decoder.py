@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatrain.errors import MissingPackage, NotSplittable
+from megatrain.errors import ConfigError, MissingPackage, NotSplittable
 from megatrain.models import decoder as decoder_module
 from megatrain.models.decoder import build_decoder
 from tests.families import FAMILIES, tiny_config, tiny_model
@@ -60,9 +60,19 @@ def test_what_a_model_keeps_in_fp32_stays_fp32() -> None:
 
 
 def test_frozen_patterns() -> None:
-    decoder = build_decoder(tiny_config("llama"), "bf16", frozen=("model.embed_tokens.*", "*.bias"))
+    decoder = build_decoder(tiny_config("llama"), "bf16", frozen=("model.embed_tokens.*",))
     assert [p.trained for p in decoder.blocks[0].params] == [False]
     assert all(p.trained for p in decoder.params[1:])
+
+
+def test_a_frozen_pattern_that_matches_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model\.frozen: model\.embd_tokens\.\* matches no"):
+        build_decoder(tiny_config("llama"), "bf16", frozen=("*norm*", "model.embd_tokens.*"))
+
+
+def test_freezing_everything_is_refused() -> None:
+    with pytest.raises(ConfigError, match="matches every parameter: nothing would be trained"):
+        build_decoder(tiny_config("llama"), "bf16", frozen=("model.*", "lm_head.*"))
 
 
 def test_layers_keep_their_own_skeletons() -> None:

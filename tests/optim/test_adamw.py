@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatrain.errors import ConfigError
 from megatrain.memory.layout import Kind, build_layout
 from megatrain.memory.split import split_into
 from megatrain.memory.store import Store
@@ -257,6 +258,11 @@ def test_patterns_name_what_else_does_not_decay(store: Store) -> None:
     update(store, optimizer, 1)
     hand.update(gradients, 1)
     assert differing(store, hand) == []
+
+
+def test_a_no_decay_pattern_that_matches_nothing_is_refused(store: Store) -> None:
+    with pytest.raises(ConfigError, match=r"optim\.no_decay: \*\.upproj\.\* matches no parameter"):
+        AdamW(store, learning_rate=1e-2, no_decay=("*router*", "*.upproj.*"))
 
 
 # Clipping.

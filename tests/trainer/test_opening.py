@@ -1,4 +1,4 @@
-"""Opening a run: nothing is read or built twice."""
+"""Opening a run: nothing is read or built twice, and typing errors are found first."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from megatrain.disk.hf import ModelFolder
+from megatrain.errors import ConfigError
 from megatrain.models import decoder, model_config
 from megatrain.trainer.loop import Trainer
 from tests.trainer.runs import Setting, config_of, run, write_world
@@ -44,3 +46,19 @@ def test_config_is_read_and_the_skeleton_built_once(
         counted.clear()
     Trainer(config, resume=resumes).close()
     assert counted == {"_check_single": 1, "build_skeleton": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"model": {"frozen": ["model.embd*"]}}, r"model\.frozen: model\.embd\* matches no param"),
+        ({"optim": {"no_decay": ["*.q_prj.*"]}}, r"optim\.no_decay: \*\.q_prj\.\* matches no par"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_refused_before_weights_are_read(
+    tmp_path: Path, changes: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_world(tmp_path)
+    monkeypatch.setattr(ModelFolder, "load", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(ConfigError, match=text):
+        Trainer(config_of(tmp_path, tmp_path / "run", Setting(), **changes))

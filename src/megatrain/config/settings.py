@@ -150,7 +150,9 @@ class ModelSettings(Section):
         "package flash-attn and dtype bf16.",
     )
     frozen: Patterns = Field(
-        default=(), description="Params that are not trained, like model.embed_*."
+        default=(),
+        description="Params that are not trained, like model.embed_*; a pattern that matches "
+        "none is an error.",
     )
 
 
@@ -237,7 +239,10 @@ class OptimSettings(Section):
     weight_decay: Number = Field(
         default=0.0, ge=0, description="Decoupled decay of matrices; norms and biases have none."
     )
-    no_decay: Patterns = Field(default=(), description="Further params without decay.")
+    no_decay: Patterns = Field(
+        default=(),
+        description="Further params without decay; a pattern that matches none is an error.",
+    )
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
         default="cosine", description="Shape of the learning rate; wsd holds the peak, then decays."
     )

@@ -22,14 +22,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from megatrain.errors import NotSplittable, listing
+from megatrain.errors import ConfigError, NotSplittable, listing
+from megatrain.models.patterns import check_patterns, matches
 from megatrain.models.recorder import (
     Call,
     Carried,
@@ -106,6 +106,11 @@ class Decoder:
         return tuple(param for block in self.blocks for param in block.params)
 
     @property
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """The params' names, each with its other names."""
+        return {param.name: param.aliases for param in self.params}
+
+    @property
     def tied(self) -> bool:
         """Whether the output projection's weight is a param of the embedding."""
         return self.owner(f"{self.head_path}.weight") in {p.name for p in self.blocks[0].params}
@@ -141,7 +146,8 @@ def build_decoder(
     """Return the decoder that `config` describes; `frozen` are name patterns not to be trained.
 
     `attn` is an attention implementation of transformers (`sdpa`, `eager`, `flex_attention` ...);
-    None lets it choose. Costs no memory for weights. Raises NotSplittable or MissingPackage.
+    None lets it choose. Costs no memory for weights. Raises NotSplittable, MissingPackage, or
+    ConfigError for a pattern that matches nothing.
     """
     model = build_skeleton(config, DTYPES[dtype], attn)
     path, layers = _find_layers(model)
@@ -154,6 +160,10 @@ def build_decoder(
     names.append(after)
     _refuse_shared(names)
     aliases = _aliases(model)
+    owned = {name: aliases.get(name, ()) for block_names in names for name in block_names}
+    check_patterns("model.frozen", frozen, owned)
+    if all(matches(name, frozen) for name in owned):
+        raise ConfigError("model.frozen matches every parameter: nothing would be trained.")
     blocks = tuple(
         Block(
             index=index,
@@ -341,5 +351,5 @@ def _param(
         shape=tuple(tensor.shape),
         dtype=tensor.dtype,
         aliases=aliases.get(name, ()),
-        trained=not any(fnmatchcase(name, pattern) for pattern in frozen),
+        trained=not matches(name, frozen),
     )

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from fnmatch import fnmatchcase
 
 from torch import Tensor
 
 from megatrain.memory.layout import Kind, Segment
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Param
+from megatrain.models.patterns import check_patterns, matches
 from megatrain.optim.kernel import AdamWScalars, Kernel
 from megatrain.optim.native import load_kernel
 
@@ -43,7 +43,12 @@ class AdamW:
         num_threads: int = 1,
         kernel: Kernel | None = None,
     ) -> None:
-        """`learning_rate` is a number, or a function of the run's step, counted from 0."""
+        """`learning_rate` is a number, or a function of the run's step, counted from 0.
+
+        Raises ConfigError for a pattern of `no_decay` that matches nothing.
+        """
+        names = {name: place.param.aliases for name, place in store.layout.places.items()}
+        check_patterns("optim.no_decay", no_decay, names)
         self._store, self._betas, self._eps = store, betas, eps
         self._rate: Callable[[int], float] = (
             learning_rate if callable(learning_rate) else lambda _: learning_rate
@@ -106,7 +111,7 @@ def decays(param: Param, no_decay: tuple[str, ...] = ()) -> bool:
     is_norm = "norm" in module.rpartition(".")[2]  # of heads, say: (heads, head size)
     if len(param.shape) < 2 or leaf.endswith("bias") or is_norm:
         return False
-    return not any(fnmatchcase(param.name, pattern) for pattern in no_decay)
+    return not matches(param.name, no_decay)
 
 
 def _runs(store: Store, segment: Segment, no_decay: tuple[str, ...]) -> list[Run]:

@@ -12,6 +12,7 @@ from megatrain.disk.retention import clear_unfinished
 from megatrain.errors import RunFolderError
 from megatrain.memory.host import resident_bytes
 from megatrain.memory.store import WITH_CLIP, WITHOUT_CLIP
+from megatrain.models.patterns import check_patterns
 from megatrain.pipeline.device import Device
 from megatrain.planning.plan import Plan
 from megatrain.trainer.checkpoints import FOLDER
@@ -61,6 +62,7 @@ def open_run(config: Config, folder: RunFolder, *, resumes: bool) -> Opened:
         if resumed is not None
         else read_folder(source, dtype=model.dtype, frozen=model.frozen, attn=model.attn)
     )
+    check_patterns("optim.no_decay", config.optim.no_decay, found.decoder.names)
     if config.data.packing:
         check_packing(found.decoder.config.model_type, model.attn)
     if resumed is None:
