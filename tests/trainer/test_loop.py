@@ -20,6 +20,7 @@ from megatrain.pipeline.engine import Engine
 from megatrain.trainer.dataset import open_data
 from megatrain.trainer.demo import write_demo
 from megatrain.trainer.loop import Trainer
+from megatrain.trainer.run_folder import RunFolder
 
 STEPS = 4
 OVERRIDES = ["train.batch_tokens=512", "train.micro_batch_tokens=256", "eval.samples=2"]
@@ -118,8 +119,8 @@ def test_a_run_that_dies_has_written_every_step_before(
 
 
 def test_a_folder_with_a_run_is_refused(config: Config) -> None:
-    (Path(config.run_dir)).mkdir(parents=True)
-    (Path(config.run_dir) / "metrics.jsonl").write_text("")
+    with RunFolder(config.run_dir) as folder:
+        folder.append("metrics.jsonl", {"step": 1})
     with pytest.raises(RunFolderError, match="holds a run already"):
         Trainer(config)
 

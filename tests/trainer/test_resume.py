@@ -143,7 +143,7 @@ def test_a_run_that_died_before_its_first_save_begins_again(world: Path, tmp_pat
 def test_a_run_in_the_folder_is_not_overwritten(world: Path, tmp_path: Path) -> None:
     config = config_of(world, tmp_path / "run", Setting())
     assert run(config, die=3) is None
-    with pytest.raises(RunFolderError, match=r"holds a run already\. Go on with it by --resume"):
+    with pytest.raises(RunFolderError, match=r"holds a run already\. Continue it with --resume"):
         run(config)
 
 

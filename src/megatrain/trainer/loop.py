@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from megatrain.config import Config, dump_config
+from megatrain.config import Config
 from megatrain.errors import DiskError, Interrupted, NonFiniteStep
 from megatrain.trainer.assembly import learning_rate, make_engine
 from megatrain.trainer.checkpoints import Checkpoints
@@ -32,7 +32,7 @@ from megatrain.trainer.dataset import mean_loss
 from megatrain.trainer.interrupts import Interrupts
 from megatrain.trainer.live import Live
 from megatrain.trainer.memory_plan import memory_plan
-from megatrain.trainer.opening import open_run
+from megatrain.trainer.opening import open_run, require_apart
 from megatrain.trainer.planned import facts, predicted_against_measured
 from megatrain.trainer.resumption import Resumed, resume
 from megatrain.trainer.run_folder import RunFolder, machine_facts
@@ -54,16 +54,23 @@ class Trainer:
     """One run. Use it in a `with` block, or `close` it."""
 
     def __init__(
-        self, config: Config, *, resume: bool = False, interrupts: Interrupts | None = None
+        self,
+        config: Config,
+        *,
+        resume: bool = False,
+        dry_run: bool = False,
+        interrupts: Interrupts | None = None,
     ) -> None:
         """Open the run folder, read the data and load the model: all that can fail early.
 
-        With `resume` go on from the newest whole checkpoint in the folder, or begin if it has none.
-        Whoever gives `interrupts` has opened them, and `train` then ends early when they say so.
+        With `resume` continue from the newest whole checkpoint in the folder, or begin if it has
+        none. With `dry_run` nothing is written, and `train` may not be called. Whoever gives
+        `interrupts` has opened them, and `train` then ends early when they say so.
         """
         self.config = config
         self.interrupts = interrupts or Interrupts()
-        self.folder = RunFolder(config.run_dir)
+        require_apart(config)
+        self.folder = RunFolder(config.run_dir, dry=dry_run)
         try:
             self._open(resume)
         except BaseException:
@@ -87,13 +94,16 @@ class Trainer:
             keep_best=config.save.best,
         )
         self.state = RunState()
-        self._notes: list[str] = []
+        self.notes: list[str] = []
+        """What was decided or found while opening, in words."""
         self._rollbacks: list[int] = []
         self._step_seconds: list[float] = []
         self._said_trouble: str | None = None
         self._best_is_new = False
+        if wants_resume and opened.resumed is None:
+            self.notes.append(_nothing_to_resume(folder))
         self._take_up(opened.resumed)
-        folder.write("config.yaml", dump_config(config))
+        self.notes += folder.write_config(config)
         folder.write_json("machine.json", machine_facts())
         folder.write_json("data_card.json", self.data.card)
         self._write_plan()
@@ -101,19 +111,20 @@ class Trainer:
     def _take_up(self, resumed: Resumed | None) -> None:
         """Set all that is not tensors to what the checkpoint says."""
         if resumed is None:
-            self.folder.cut({})
+            self.notes += self.folder.cut({})
             return
         known = resumed.known
         self.engine.restore(resumed.manifest.step, known.num_updates)
         self.data.seek(known.data)
         self.state = known.state
-        self.folder.cut(known.lines)
+        lost = self.folder.cut(known.lines)
         self.checkpoints.last_step = self.checkpoints.saved_step = self.state.step
-        self._notes += [f"passed over: {reason}" for reason in resumed.skipped]
-        self._notes += [f"changed: {text}" for text in resumed.changed]
-        self._notes.append(f"resumed from {resumed.path.name}")
+        self.notes += [f"passed over: {reason}" for reason in resumed.skipped]
+        self.notes += [f"changed: {text}" for text in resumed.changed]
+        self.notes += lost
+        self.notes.append(f"resumed from {resumed.path.name}")
         record = {"event": "resumed", "step": self.state.step, "checkpoint": resumed.path.name}
-        changes = {"skipped": resumed.skipped, "changed": resumed.changed}
+        changes = {"skipped": resumed.skipped, "changed": resumed.changed, "lost": lost}
         self.folder.append("events.jsonl", record | changes)
 
     def train(self) -> Outcome:
@@ -121,6 +132,7 @@ class Trainer:
 
         Raises Interrupted, once the state is saved, if the run is to end early.
         """
+        assert not self.folder.is_dry, "a dry run takes no step"
         config, state, began = self.config, self.state, time.monotonic()
         with (
             Live(self.num_steps) as live,
@@ -129,7 +141,7 @@ class Trainer:
             self._live = live
             live.say(self._opening())
             self._tell_plan()
-            for note in self._notes:
+            for note in self.notes:
                 live.say(note)
             self.interrupts.patient = True
             if state.step == 0:
@@ -380,3 +392,8 @@ class Trainer:
         where: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _nothing_to_resume(folder: RunFolder) -> str:
+    dropped = "; the lines of steps that were never saved are dropped" if folder.has_run else ""
+    return f"nothing to resume: {folder.path} has no checkpoint. Starting at step 0{dropped}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config
@@ -23,6 +24,9 @@ from megatrain.trainer.resumption import Resumed, resume
 from megatrain.trainer.run_folder import RunFolder
 from megatrain.trainer.sinks import check_sinks
 
+MODEL = "model"
+"""Where in a run folder its result is."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
@@ -40,18 +44,32 @@ class Opened:
     """What the process held before its model."""
 
 
+def require_apart(config: Config) -> None:
+    """Raise RunFolderError if the run would write over the model that it trains from."""
+    run, model = Path(config.run_dir).resolve(), Path(config.model.name_or_path).resolve()
+    result = (run / MODEL).resolve()
+    for written in (run, result):
+        if model.is_relative_to(written):
+            raise RunFolderError(
+                f"save.dir {config.run_dir}: the run writes into {written}, and the model it would "
+                f"be trained from, {config.model.name_or_path}, is in there. Give save.dir another "
+                "folder."
+            )
+
+
 def open_run(config: Config, folder: RunFolder, *, resumes: bool) -> Opened:
     """Open what the config names; with `resumes` the newest whole checkpoint, if there is one."""
     if folder.has_run and not resumes:
         raise RunFolderError(
-            f"{folder.path}: holds a run already. Go on with it by --resume, give save.dir "
-            "another folder, or remove it."
+            f"{folder.path}: holds a run already. Continue it with --resume, or give save.dir "
+            "another folder."
         )
     check_sinks(config.log.to)
     device, name = open_device(config)
     resolved = resolve(config, device, name)
     base_bytes = resident_bytes()
-    clear_unfinished(folder.path / FOLDER)
+    if not folder.is_dry:
+        clear_unfinished(folder.path / FOLDER)
     kinds = WITH_CLIP if resolved.update == "late" else WITHOUT_CLIP
     resumed = resume(folder.path / FOLDER, config, kinds) if resumes else None
     source = config.model.name_or_path if resumed is None else resumed.home.source

@@ -63,10 +63,11 @@ def train_from(
     config = load_config(path, list(overrides))
     with (
         Interrupts() as interrupts,
-        Trainer(config, resume=resume, interrupts=interrupts) as trainer,
+        Trainer(config, resume=resume, dry_run=dry_run, interrupts=interrupts) as trainer,
     ):
         if dry_run:
-            return f"all is there for {trainer.num_steps} steps; no step was taken"
+            said = f"ready to train {trainer.num_steps} steps; no step was taken, nothing written"
+            return "\n".join([*trainer.notes, said])
         outcome = trainer.train()
         model = trainer.folder.path / "model"
         trainer.export(model)
