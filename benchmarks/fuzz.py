@@ -479,7 +479,8 @@ def _parquet_target(scratch: Path) -> Target:
 def _rows_target(scratch: Path, make: Callable[[random.Random], tuple[str, bytes]]) -> Target:
     tokenizer = tokenizer_of("qwen3")
     settings: Settings = {
-        "max_length": 64, "train_on": "assistant", "overlong": "truncate", "no_target": "drop",
+        "max_length": 64, "train_on": "assistant", "template_kwargs": {},
+        "overlong": "truncate", "no_target": "drop",
     }  # fmt: skip
     played = 0
 

@@ -14,7 +14,8 @@ from typing import Any, get_args
 
 from megatrain import errors
 from megatrain.config.load import write_yaml
-from megatrain.config.settings import SECTIONS, SHORT_FORMS, Kind, Section, Source
+from megatrain.config.settings import SECTIONS, SHORT_FORMS, Section, Source
+from megatrain.config.value_types import Kind
 from megatrain.migration.translate import TABLES
 from megatrain.migration.values import ALWAYS, DEFAULTS
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megatrain.data import reading, rows
+from megatrain.data import cells, reading
 from megatrain.data.skipped import BadRow, Skipped
 from megatrain.data.source import open_source
 from megatrain.errors import DataError
@@ -90,15 +90,15 @@ def _texts(*values: bytes | None) -> pa.Array:
 
 
 PARQUET: dict[str, tuple[pa.Array, str]] = {
-    "null": (_texts(b"first", None, b"second", b"third"), rows.IS_NULL),
-    "empty": (_texts(b"first", b"", b"second", b"third"), rows.EMPTY),
-    "blank": (_texts(b"first", b" \n", b"second", b"third"), rows.EMPTY),
+    "null": (_texts(b"first", None, b"second", b"third"), cells.IS_NULL),
+    "empty": (_texts(b"first", b"", b"second", b"third"), cells.EMPTY),
+    "blank": (_texts(b"first", b" \n", b"second", b"third"), cells.EMPTY),
     "not UTF-8": (_texts(b"first", b"\xff\xfe", b"second", b"third"), "not UTF-8"),
     "latin-1": (_texts(b"first", b"caf\xe9", b"second", b"third"), "not UTF-8"),
     "a surrogate in bytes": (_texts(b"first", b"\xed\xa0\x80", b"second", b"third"), "not UTF-8"),
     "null in a dictionary": (
         _texts(b"first", None, b"second", b"third").dictionary_encode(),
-        rows.IS_NULL,
+        cells.IS_NULL,
     ),
 }
 

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from megatrain.data.chat import NO_PREFIX, render_assistant
+from megatrain.data.chat import NO_PREFIX, UNOPENED_THOUGHT, render_row
 from megatrain.data.chat_template import REFUSED, ChatTemplate, has_generation_tags
 from megatrain.data.formats import format_of
 from megatrain.data.masks import TOKENIZER_REFUSED, Encoder, Tokens
-from megatrain.data.rows import Message, Row, canonical
+from megatrain.data.messages import Message
+from megatrain.data.rows import Row, canonical
 from megatrain.data.skipped import BadRow
 from megatrain.errors import DataError
 from tests.data.shapes import SHAPES
@@ -58,7 +59,7 @@ def test_every_answer_is_trained_once_with_its_end(shape: str, kind: str) -> Non
         with pytest.raises(BadRow, match=f"{REFUSED}.*no system role"):
             encoder.encode(row)
         return
-    assert trained_text(kind, encoder.encode(row)) == expected(kind, row.messages)
+    assert trained_text(kind, encoder.encode(row)) == expected(kind, row.messages[row.num_prompt :])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -81,7 +82,7 @@ def test_what_stands_before_a_trained_turn_is_what_inference_gives(kind: str) ->
     tokenizer = tokenizer_of(kind)
     prompts = [
         text.text[: span[0]]
-        for text in render_assistant(ChatTemplate(tokenizer), TALK)
+        for text in render_row(ChatTemplate(tokenizer), Row(messages=TALK), "assistant")
         for span in text.spans
     ]
     assert prompts == [
@@ -91,8 +92,9 @@ def test_what_stands_before_a_trained_turn_is_what_inference_gives(kind: str) ->
 
 
 def test_templates_that_rewrite_history_give_a_text_for_each_turn() -> None:
-    assert len(render_assistant(ChatTemplate(tokenizer_of("chatml")), TALK)) == 1
-    first, second = render_assistant(ChatTemplate(tokenizer_of("qwen3")), TALK)
+    row = Row(messages=TALK)
+    assert len(render_row(ChatTemplate(tokenizer_of("chatml")), row, "assistant")) == 1
+    first, second = render_row(ChatTemplate(tokenizer_of("qwen3")), row, "assistant")
     assert "<think>" in first.text
     assert second.text.count("<think>") == 1
 
@@ -164,9 +166,24 @@ def test_tags_around_nothing_are_refused() -> None:
 
 def test_a_generation_prompt_the_turn_does_not_begin_with_is_no_prefix() -> None:
     kind = KINDS["chatml"]
-    template = kind.template.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
-    with pytest.raises(BadRow, match=rf"{NO_PREFIX}.*turn 3: the prompt goes on with '<think>"):
+    template = kind.template.replace("assistant\n' }}{% endif", "assistant\nSure: ' }}{% endif")
+    with pytest.raises(BadRow, match=rf"{NO_PREFIX}.*turn 3: the prompt goes on with 'Sure: '"):
         Encoder(made(template, kind.marks, eos=kind.eos)).encode(Row(messages=TALK))
+
+
+@pytest.mark.parametrize("opened", ["<think>\n", "<think>\n\n</think>\n\n", "[THINK]"])
+def test_a_thought_that_only_the_generation_prompt_opens_does_not_cost_the_row(opened: str) -> None:
+    kind = KINDS["chatml"]
+    template = kind.template.replace(
+        "assistant\n' }}{% endif", f"assistant\n{opened}' }}}}{{% endif"
+    )
+    talk = (*TALK[:3], {"role": "assistant", "content": "<b>four"})
+    tokenizer = made(template, kind.marks, eos=kind.eos)
+    (document,) = Encoder(tokenizer).encode(Row(messages=talk))
+    plain = Encoder(tokenizer_of("chatml")).encode(Row(messages=talk))[0]
+    assert (document.input_ids, document.runs) == (plain.input_ids, plain.runs)
+    assert document.notes == (UNOPENED_THOUGHT, UNOPENED_THOUGHT)
+    assert plain.notes == ()
 
 
 @pytest.mark.parametrize(
@@ -193,9 +210,7 @@ def test_without_template_a_pair_is_joined_and_a_conversation_refused() -> None:
     assert tokenizer.decode(document.input_ids) == "helloone  two\n</s>"
     trained = [i for i, t in zip(document.input_ids, document.trained, strict=True) if t]
     assert tokenizer.decode(trained) == "one  two\n</s>"
-    with pytest.raises(
-        DataError, match=r"a:1: a conversation, but the tokenizer has no chat template"
-    ):
+    with pytest.raises(DataError, match=r"a:1: a conversation, but there is no chat template"):
         encoder.encode(Row(messages=TALK), "a:1")
 
 

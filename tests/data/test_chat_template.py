@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from megatrain.data.chat_template import REFUSED, ChatTemplate
-from megatrain.data.rows import Message
+from megatrain.data.messages import Message
+from megatrain.data.rows import Row
 from megatrain.data.skipped import BadRow
 from megatrain.errors import DataError
 from tests.data.tokenizers_of_kinds import KINDS, made, tokenizer_of
@@ -18,6 +19,8 @@ TALK: list[Message] = [
     {"role": "user", "content": "and?"},
     {"role": "assistant", "content": "two"},
 ]
+
+ROW = Row(messages=tuple(TALK))
 
 PARTICULARS = {
     "json": "{{ messages | tojson }}{{ messages[0] | tojson(indent=2, ensure_ascii=True) }}",
@@ -44,7 +47,7 @@ def _tokenizer(template: str) -> Any:
 @pytest.mark.parametrize("template", PARTICULARS.values(), ids=PARTICULARS)
 def test_particulars_are_written_as_the_library_writes_them(template: str, prompt: bool) -> None:
     tokenizer = _tokenizer(template)
-    ours = ChatTemplate(tokenizer).render(TALK, add_generation_prompt=prompt)
+    ours = ChatTemplate(tokenizer).render(ROW, add_generation_prompt=prompt)
     assert ours == tokenizer.apply_chat_template(TALK, tokenize=False, add_generation_prompt=prompt)
 
 
@@ -54,11 +57,11 @@ def test_every_kind_is_written_as_the_library_writes_it(kind: str) -> None:
     for end in range(1, 5):
         for prompt in (False, True):
             assert template.render(
-                TALK[:end], add_generation_prompt=prompt
+                ROW, end, add_generation_prompt=prompt
             ) == tokenizer.apply_chat_template(
                 TALK[:end], tokenize=False, add_generation_prompt=prompt
             )
-    template.check(TALK)
+    template.check(ROW)
 
 
 @pytest.mark.parametrize("kind", ["zephyr", "qwen3"])
@@ -66,8 +69,8 @@ def test_tagged_characters_are_the_answers(kind: str) -> None:
     template = ChatTemplate(tokenizer_of(kind))
     assert template.has_tags
     for _ in range(2):  # the second time nothing is left of the first
-        text, spans = template.render_tagged(TALK)
-        assert text == template.render(TALK)
+        text, spans = template.render_tagged(ROW)
+        assert text == template.render(ROW)
         first, last = (text[begin:end] for begin, end in spans)
         assert first.endswith(" one \U0001f600" + KINDS[kind].end)
         assert last.endswith("two" + KINDS[kind].end)
@@ -76,10 +79,10 @@ def test_tagged_characters_are_the_answers(kind: str) -> None:
 def test_a_template_that_is_written_otherwise_when_used_is_refused() -> None:
     tokenizer = _tokenizer("{{ messages[0].content }}")
     template = ChatTemplate(tokenizer)
-    template.check(TALK)
+    template.check(ROW)
     tokenizer.chat_template = "{{ messages[1].content }}"
     with pytest.raises(DataError, match=r"writes \"a <b>.* here and ' one .* when the model is"):
-        template.check(TALK)
+        template.check(ROW)
 
 
 @pytest.mark.parametrize(
@@ -92,9 +95,9 @@ def test_a_template_that_is_written_otherwise_when_used_is_refused() -> None:
 )
 def test_the_sandbox_holds(template: str) -> None:
     with pytest.raises(BadRow, match=f"{REFUSED}.*SecurityError"):
-        ChatTemplate(_tokenizer(template)).render(TALK)
+        ChatTemplate(_tokenizer(template)).render(ROW)
 
 
 def test_an_answer_to_nothing_is_refused() -> None:
     with pytest.raises(BadRow, match=f"{REFUSED}.*nothing is said before the first answer"):
-        ChatTemplate(_tokenizer("x")).render([])
+        ChatTemplate(_tokenizer("x")).render(Row())

@@ -42,7 +42,7 @@ ROWS = [_talk(number, 1 + number % 9) for number in range(600)]
 @pytest.fixture(autouse=True)
 def _probe_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """The probe has tests of its own; here it would cost seconds each time."""
-    monkeypatch.setattr(prepare_module, "probe_template", lambda tokenizer, messages: None)
+    monkeypatch.setattr(prepare_module, "probe_template", lambda *_: None)
 
 
 def _prepare(path: Path, kind: str = "chatml", **changes: Any) -> Prepared:
@@ -266,7 +266,8 @@ def test_a_worker_that_is_killed_is_a_data_error(monkeypatch: pytest.MonkeyPatch
 
     source: Any = type("S", (), {"format": None, "values": lambda self, advance: iter(())})()
     monkeypatch.setattr(prepare_module, "_chunks", lambda values: iter([[("a:1", Killer())]]))
-    settings = {"max_length": 64, "train_on": "assistant", "overlong": "drop", "no_target": "drop"}
+    settings = {"max_length": 64, "train_on": "assistant", "template_kwargs": {},
+                "overlong": "drop", "no_target": "drop"}  # fmt: skip
     with pytest.raises(DataError, match="ended without a word"):
         list(prepare_module._encoded(source, tokenizer_of("chatml"), settings, 2, lambda n: None))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +171,8 @@ BOTH: dict[str, Any] = {**GOOD[0], "text": "a", "prompt": "p", "completion": "c"
 def test_the_told_format_is_used(tmp_path: Path, wanted: Any, printed: str, row: Row) -> None:
     source = open_source(write(tmp_path / "a.jsonl", [BOTH, BOTH]), wanted)
     assert str(source.format) == printed
-    assert [found for _, found in source.rows(Skipped())] == [row, row]
+    read = [replace(found, unused=()) for _, found in source.rows(Skipped())]
+    assert read == [row, row]
 
 
 def test_a_told_format_counts_rows_of_another_as_such(tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.data.rows import Message
+from megatrain.data.rows import Row
 from megatrain.data.template_probe import probe_template, require_children
 from megatrain.errors import DataError
 from tests.data.tokenizers_of_kinds import made, tokenizer_of
 
-TALK: list[Message] = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+TALK = Row(messages=({"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}))
 _TEN = "{% for a in range(99999) %}"
 
 
@@ -51,9 +51,10 @@ def test_a_script_that_cannot_be_imported_is_told_what_to_change(
     """It does not wait for a child that died before it read what was to be given."""
     lines = [
         "from tests.data.tokenizers_of_kinds import tokenizer_of",
+        "from megatrain.data.rows import Row",
         "from megatrain.data.template_probe import probe_template",
         "if __name__ == '__main__':" if guarded else "if True:",
-        "    talk = [{'role': 'user', 'content': 'x' * 1_000_000}]",
+        "    talk = Row(messages=({'role': 'user', 'content': 'x' * 1_000_000},))",
         "    probe_template(tokenizer_of('chatml'), talk)",
     ]
     script = tmp_path / "script.py"

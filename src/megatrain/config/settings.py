@@ -31,56 +31,26 @@ from pydantic import (
 
 from megatrain.config.conflicts import conflicts
 from megatrain.config.faults import faults_of, refusal
-from megatrain.config.quantities import (
-    or_auto,
-    read_bytes,
-    read_length,
-    read_number,
-    read_tokens,
-    read_whole,
+from megatrain.config.quantities import or_auto, read_number, read_tokens, read_whole
+from megatrain.config.template_settings import Arguments
+from megatrain.config.value_types import (
+    Beta,
+    Kind,
+    Length,
+    Name,
+    Number,
+    Patterns,
+    Seed,
+    Size,
+    Steps,
+    Template,
+    TemplateArguments,
+    Tokens,
+    Whole,
+    listed,
+    read_device,
 )
 from megatrain.config.yaml_reader import Document
-
-
-class Kind(str):
-    """Written in docs/config.md as the type of a key."""
-
-    __slots__ = ()
-
-
-def _path(value: object) -> object:
-    if not isinstance(value, str) or not value.strip() or not value.isprintable():
-        raise ValueError("give a path or a name")
-    return value
-
-
-def _listed(value: object) -> object:
-    return [value] if isinstance(value, str | Mapping) else value
-
-
-def _device(value: object) -> object:
-    name, _, number = value.partition(":") if isinstance(value, str) else ("", "", "")
-    if name not in ("auto", "cpu", "cuda", "xpu") or (
-        value != name and not (name in ("cuda", "xpu") and number.isdecimal() and len(number) < 4)
-    ):
-        raise ValueError("give auto, cpu, cuda, cuda:1 or xpu")
-    return value
-
-
-Number = Annotated[float, BeforeValidator(read_number), Kind("number")]
-Whole = Annotated[int, BeforeValidator(read_whole), Kind("whole number")]
-Tokens = Annotated[int, BeforeValidator(read_tokens), Kind("tokens, like 2048 or 128k")]
-Length = Annotated[int | float, PlainValidator(read_length), Kind("steps, or fraction of the run")]
-Steps = Annotated[Whole, Field(ge=1), Kind("steps")]
-Seed = Annotated[Whole, Field(ge=0, lt=1 << 32)]
-Name = Annotated[str, BeforeValidator(_path), Kind("path or name")]
-Patterns = Annotated[tuple[Name, ...], BeforeValidator(_listed), Kind("list of name patterns")]
-Beta = Annotated[Number, Field(ge=0, lt=1)]
-Size = Annotated[
-    int | Literal["auto"],
-    PlainValidator(or_auto(read_bytes)),
-    Kind("size, like 24GB or 128GiB, or auto"),
-]
 
 
 class Section(BaseModel):
@@ -114,7 +84,7 @@ class Source(Section):
 
 Sources = Annotated[
     tuple[Annotated[Source, _short("path")], ...],
-    BeforeValidator(_listed),
+    BeforeValidator(listed),
     Field(min_length=1),
 ]
 
@@ -170,8 +140,19 @@ class DataSettings(Section):
     overlong: Literal["drop", "truncate", "split"] = Field(
         default="drop", description="What happens to longer rows; they are counted and reported."
     )
-    train_on: Literal["assistant", "all"] = Field(
-        default="assistant", description="Whether only the assistant's tokens are targets, or all."
+    train_on: Literal["assistant", "last", "completion", "all"] = Field(
+        default="assistant",
+        description="Which tokens are targets: those of every assistant turn, of the last one, all "
+        "that follows the prompt, or every token.",
+    )
+    template_kwargs: TemplateArguments = Field(
+        default=Arguments(),
+        description="Arguments for the chat template; a row's own chat_template_kwargs come first.",
+    )
+    chat_template: Template = Field(
+        default=None,
+        description="In place of the tokenizer's: a file, the text of a template, or none, which "
+        "joins prompt and completion as they are.",
     )
     packing: bool = Field(
         default=True,
@@ -262,7 +243,7 @@ class OptimSettings(Section):
 class MemorySettings(Section):
     """Where bytes live."""
 
-    device: Annotated[str, BeforeValidator(_device), Kind("auto, cpu, cuda, cuda:N or xpu")] = (
+    device: Annotated[str, BeforeValidator(read_device), Kind("auto, cpu, cuda, cuda:N or xpu")] = (
         Field(
             default="auto",
             description="Where compute happens; auto takes the accelerator there is.",
@@ -333,7 +314,7 @@ class LogSettings(Section):
     every: Steps = Field(default=1, description="Steps between lines of the log.")
     to: Annotated[
         tuple[Literal["tensorboard", "wandb", "trackio"], ...],
-        BeforeValidator(_listed),
+        BeforeValidator(listed),
         Kind("list of tensorboard, wandb, trackio"),
     ] = Field(default=(), description="Where metrics go besides metrics.jsonl.")
 

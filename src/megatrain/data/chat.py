@@ -7,32 +7,48 @@ A turn is trained in the very context the model will meet it in:
     trained    = what through(i) has beyond prompt(i): the answer and its end-of-turn token
 
 This needs no tags in the template, but it needs true prefixes, and that is checked: through(i)
-must begin with prompt(i). A conversation is one text if every through(i) begins it. Some templates
-rewrite earlier turns (a thinking model's thoughts are removed once the user speaks again); then no
-single text shows each turn as it was generated, and the conversation becomes several texts, each
-of which trains the turns it shows truly. Every assistant turn is trained exactly once.
+must begin with prompt(i). One exception: a generation prompt may open a thought that the template
+does not write in the turn itself; then the answer begins where the thought would. A conversation is
+one text if every through(i) begins it. Some templates rewrite earlier turns (a thinking model's
+thoughts are removed once the user speaks again); then no single text shows each turn as it was
+generated, and the conversation becomes several texts, each of which trains the turns it shows
+truly. Every assistant turn is trained exactly once.
 
 Where the template has `{% generation %}` tags the same is derived from them (see masks.py), and
 both must agree.
 
 Laws (tests/data/test_chat.py)
-    1. Every assistant turn's content and end-of-turn token is trained, once, and nothing else is.
+    1. Every chosen turn's content and end-of-turn token is trained, once, and nothing else is.
     2. The text before a trained span is what the model is given at inference.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from megatrain.data.chat_template import ChatTemplate, Span
-from megatrain.data.rows import Message
+from megatrain.data.messages import Message
+from megatrain.data.rows import Row
 from megatrain.data.skipped import BadRow
 
-TrainOn = Literal["assistant", "all"]
+TrainOn = Literal["assistant", "last", "completion", "all"]
 
 NO_PREFIX = "generation prompt is no prefix of the turn"
+NO_CALLS = "chat template cannot write tool calls"
+REWRITTEN = "a turn that is not to be trained is rewritten by the chat template"
+
+EMPTY_THOUGHT = "empty_thoughts"
+LOST_THOUGHT = "lost_thoughts"
+UNOPENED_THOUGHT = "unopened_thoughts"
+
+_THOUGHT = r"(?:<[\w:]*(?:think|thinking|thought|reasoning)>|\[THINK\])"
+_THOUGHT_END = r"(?:</[\w:]*(?:think|thinking|thought|reasoning)>|\[/THINK\])"
+_OPENED = re.compile(rf"{_THOUGHT}\s*(?:{_THOUGHT_END}\s*)?\Z")
+_IS_EMPTY = re.compile(rf"\s*{_THOUGHT}\s*{_THOUGHT_END}")
+_IN_CONTENT = re.compile(rf"{_THOUGHT}(.*?){_THOUGHT_END}", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,59 +57,148 @@ class Rendered:
 
     text: str
     spans: tuple[Span, ...]
-    """Trained characters, one span for each trained turn, in order."""
+    """Trained characters, in order."""
     tags: tuple[Span, ...] | None = None
-    """The same by the template's own tags, of all turns of the text; None if it has no tags."""
+    """Assistant turns by the template's own tags; None if there is nothing to compare."""
+    shown: tuple[Span, ...] = ()
+    """What the tags should name: assistant turns from `begins_at` on, also untrained ones."""
     begins_at: int = 0
     """Assistant turns that end before this character are trained in another text."""
+    notes: tuple[str, ...] = ()
+    """What should be said about its turns, once for each."""
 
 
-def render_all(template: ChatTemplate, messages: Sequence[Message]) -> Rendered:
-    """Return the whole conversation as one text, all of it trained."""
-    text = template.render(messages)
-    return Rendered(text=text, spans=((0, len(text)),))
+def render_row(template: ChatTemplate, row: Row, train_on: TrainOn) -> list[Rendered]:
+    """Return the fewest texts that show each trained turn as it would be generated.
 
-
-def render_assistant(template: ChatTemplate, messages: Sequence[Message]) -> list[Rendered]:
-    """Return the fewest texts that show each assistant turn as it would be generated.
-
-    What follows the last assistant turn trains nothing and is left out. Raises BadRow if the
-    template refuses the conversation, or writes a turn otherwise than its own prompt begins it.
+    What follows the last trained turn trains nothing and is left out. Raises BadRow if the template
+    refuses the conversation, or writes a turn otherwise than its own prompt begins it.
     """
-    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    texts: list[Rendered] = []
-    spans: list[Span] = []
-    whole, tags = "", None
-    for turn in reversed(turns):
-        prompt = template.render(messages[:turn], add_generation_prompt=True)
-        # What is looked for as a beginning needs no tags; a text of its own does.
-        through = template.render(messages[: turn + 1]) if spans else None
-        if through is None or not whole.startswith(through):
-            if spans:
-                texts.append(_rendered(whole, spans, tags))
-            whole, tags = _through(template, messages[: turn + 1])
-            through, spans = whole, []
-        if not through.startswith(prompt):
-            raise BadRow(NO_PREFIX, _difference(prompt, through, turn))
-        spans.append((len(prompt), len(through)))
-    texts.append(_rendered(whole, spans, tags, is_first=True))
-    return texts[::-1]
+    if any("tool_calls" in message for message in row.messages) and not template.reads(
+        "tool_calls"
+    ):
+        raise BadRow(NO_CALLS, "it never reads tool_calls; data.chat_template can give another")
+    talk = _Talk(template, row)
+    if train_on == "all":
+        return [talk.whole(len(row.messages))]
+    answers = [n for n, m in enumerate(row.messages) if m["role"] == "assistant"]
+    chosen = [n for n in answers if n >= row.num_prompt]
+    if train_on == "completion":
+        return [talk.whole(chosen[-1] + 1, _completion_begins(row, chosen))]
+    if train_on == "last":
+        chosen = chosen[-1:]
+    chosen = [n for n in chosen if n not in row.untrained]
+    if not chosen:
+        return [Rendered(text=template.render(row), spans=())]
+    turns = [n for n in answers if chosen[0] <= n <= chosen[-1]]
+    return talk.by_turns(turns, is_first=turns[0] == answers[0])
 
 
-def _through(
-    template: ChatTemplate, messages: Sequence[Message]
-) -> tuple[str, tuple[Span, ...] | None]:
-    if template.has_tags:
-        return template.render_tagged(messages)
-    return template.render(messages), None
+def _completion_begins(row: Row, answers: Sequence[int]) -> int:
+    """Return the first answer of the completion: of a conversation, after its last question."""
+    if row.num_prompt:
+        return answers[0]
+    asked = [n for n in range(answers[-1]) if row.messages[n]["role"] == "user"]
+    return next(n for n in answers if not asked or n > asked[-1])
 
 
-def _rendered(
-    text: str, spans: Sequence[Span], tags: tuple[Span, ...] | None, is_first: bool = False
-) -> Rendered:
-    ordered = tuple(reversed(spans))
-    begins_at = 0 if is_first else ordered[0][0]
-    return Rendered(text=text, spans=ordered, tags=tags, begins_at=begins_at)
+class _Talk:
+    """One row and its template."""
+
+    def __init__(self, template: ChatTemplate, row: Row) -> None:
+        self._template, self._row = template, row
+        self._notes: list[str] = []
+
+    def through(self, turn: int) -> str:
+        return self._template.render(self._row, turn + 1)
+
+    def begin_of(self, turn: int, text: str) -> int:
+        """Return where the model begins to write `turn` in a text that goes through it."""
+        prompt = self._template.render(self._row, turn, add_generation_prompt=True)
+        if text.startswith(prompt):
+            return len(prompt)
+        head = _OPENED.sub("", prompt)
+        if head == prompt or not text.startswith(head):
+            raise BadRow(NO_PREFIX, _difference(prompt, text, turn))
+        self._notes.append(UNOPENED_THOUGHT)
+        return len(head)
+
+    def whole(self, end: int, first: int | None = None) -> Rendered:
+        """Return the messages before `end` as one text, trained from the turn `first` on."""
+        text = self._template.render(self._row, end)
+        begin = 0 if first is None else self.begin_of(first, text)
+        if first is not None:
+            self._notes += _thoughts(self._row.messages[first], text[begin:])
+        spans = [(begin, len(text))]
+        for turn in sorted(self._row.untrained):
+            if turn < end and self._row.messages[turn]["role"] == "assistant":
+                spans = _without(spans, self._place_of(turn, text))
+        return Rendered(text=text, spans=tuple(spans), notes=tuple(self._notes))
+
+    def _place_of(self, turn: int, text: str) -> Span:
+        through = self.through(turn)
+        if not text.startswith(through):
+            raise BadRow(REWRITTEN, f"turn {turn}")
+        return self.begin_of(turn, through), len(through)
+
+    def by_turns(self, turns: Sequence[int], *, is_first: bool) -> list[Rendered]:
+        """Return the texts of these assistant turns; without those that train nothing."""
+        texts: list[Rendered] = []
+        shown: list[tuple[int, Span]] = []
+        whole, tags = "", None
+        for turn in reversed(turns):
+            # What is looked for as a beginning needs no tags; a text of its own does.
+            through = self.through(turn) if shown else None
+            if through is None or not whole.startswith(through):
+                if shown:
+                    texts.append(self._rendered(whole, shown, tags))
+                whole, tags = self._tagged(turn)
+                through, shown = whole, []
+            shown.append((turn, (self.begin_of(turn, through), len(through))))
+        texts.append(self._rendered(whole, shown, tags, is_first=is_first))
+        return [text for text in reversed(texts) if text.spans]
+
+    def _tagged(self, turn: int) -> tuple[str, tuple[Span, ...] | None]:
+        if self._template.has_tags:
+            return self._template.render_tagged(self._row, turn + 1)
+        return self.through(turn), None
+
+    def _rendered(
+        self,
+        text: str,
+        turns: Sequence[tuple[int, Span]],
+        tags: tuple[Span, ...] | None,
+        is_first: bool = False,
+    ) -> Rendered:
+        shown = tuple(span for _, span in reversed(turns))
+        trained = [(n, span) for n, span in reversed(turns) if n not in self._row.untrained]
+        notes = [*self._notes]
+        for number, (begin, end) in trained:
+            notes += _thoughts(self._row.messages[number], text[begin:end])
+        self._notes.clear()
+        return Rendered(
+            text=text,
+            spans=tuple(span for _, span in trained),
+            tags=tags,
+            shown=shown,
+            begins_at=0 if is_first else shown[0][0],
+            notes=tuple(notes),
+        )
+
+
+def _thoughts(message: Message, trained: str) -> list[str]:
+    """Return what should be said about the thought of a trained turn."""
+    thought = message.get("reasoning_content")
+    if thought is None and (found := _IN_CONTENT.search(message["content"] or "")):
+        thought = found[1]
+    if thought and thought.strip() not in trained:
+        return [LOST_THOUGHT]
+    return [EMPTY_THOUGHT] if _IS_EMPTY.match(trained) else []
+
+
+def _without(spans: Sequence[Span], hole: Span) -> list[Span]:
+    parts = [part for a, b in spans for part in ((a, min(b, hole[0])), (max(a, hole[1]), b))]
+    return [(a, b) for a, b in parts if a < b]
 
 
 def _difference(prompt: str, through: str, turn: int) -> str:

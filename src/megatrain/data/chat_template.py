@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 from jinja2 import Template, TemplateError, nodes
@@ -22,7 +23,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from megatrain.data.rows import Message
+from megatrain.data.messages import Message
+from megatrain.data.rows import Row
 from megatrain.data.skipped import BadRow
 from megatrain.errors import DataError
 
@@ -36,44 +38,66 @@ _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 class ChatTemplate:
     """Conversations to text. Raises BadRow where the template raises: it is foreign code."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> None:
+        """`kwargs` are arguments for every row; a row's own come before them."""
         self._tokenizer = tokenizer
-        self._source: str = tokenizer.get_chat_template()
-        self._given = {**tokenizer.special_tokens_map, "tools": None, "documents": None}
-        self._compiled: Template | None = None
-        self.has_tags = has_generation_tags(self._source)
+        self._given = {
+            **tokenizer.special_tokens_map, "tools": None, "documents": None, **(kwargs or {}),
+        }  # fmt: skip
+        self._kwargs = dict(kwargs or {})
+        self._sources = {
+            with_tools: _source(tokenizer, with_tools=with_tools) for with_tools in (False, True)
+        }
+        self._words = {word for s in self._sources.values() for word in re.findall(r"\w+", s)}
+        self._compiled: dict[str, Template] = {}
+        self.has_tags = any(map(has_generation_tags, self._sources.values()))
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-        """Return the conversation's text."""
+    def reads(self, name: str) -> bool:
+        """Return whether the template names a variable or a key of a message."""
+        return name in self._words
+
+    def render(
+        self, row: Row, end: int | None = None, *, add_generation_prompt: bool = False
+    ) -> str:
+        """Return the text of a row's messages before `end`, or of all."""
         try:
-            return self._template(messages).render(
-                messages=list(messages), add_generation_prompt=add_generation_prompt, **self._given
+            return self._template(row, end).render(
+                messages=self._messages(row, end),
+                add_generation_prompt=add_generation_prompt,
+                **self._arguments(row),
             )
         except Exception as error:  # templates raise whatever they like, on purpose and by mistake
             raise _refusal(error) from error
 
-    def render_tagged(self, messages: Sequence[Message]) -> tuple[str, tuple[Span, ...]]:
+    def render_tagged(self, row: Row, end: int | None = None) -> tuple[str, tuple[Span, ...]]:
         """Return the text, and the characters between generation tags."""
         try:
-            template = self._template(messages)
+            template = self._template(row, end)
             notes = template.environment.extensions[_GenerationTags.identifier]
             assert isinstance(notes, _GenerationTags)
             notes.begin()
             pieces = template.generate(
-                messages=list(messages), add_generation_prompt=False, **self._given
+                messages=self._messages(row, end),
+                add_generation_prompt=False,
+                **self._arguments(row),
             )
             return "".join(map(notes.passed, pieces)), tuple(notes.spans)
         except Exception as error:
             raise _refusal(error) from error
 
-    def check(self, messages: Sequence[Message]) -> None:
+    def check(self, row: Row) -> None:
         """Raise DataError if the library writes this conversation otherwise than we do.
 
         Raises BadRow if one of the two refuses it.
         """
-        ours = self.render(messages)
+        ours = self.render(row)
         try:
-            theirs = self._tokenizer.apply_chat_template(list(messages), tokenize=False)
+            theirs = self._tokenizer.apply_chat_template(
+                self._messages(row, None),
+                tools=list(row.tools) or None,
+                tokenize=False,
+                **{**self._kwargs, **row.template_kwargs},
+            )
         except Exception as error:
             raise _refusal(error) from error
         if ours != theirs:
@@ -82,12 +106,61 @@ class ChatTemplate:
                 "is used; it must not depend on anything but the conversation"
             )
 
-    def _template(self, messages: Sequence[Message]) -> Template:
-        if not messages:
+    def _template(self, row: Row, end: int | None) -> Template:
+        if not row.messages[:end]:
             raise ValueError("nothing is said before the first answer")
-        if self._compiled is None:
-            self._compiled = _compiled(self._source)
-        return self._compiled
+        source = self._sources[bool(row.tools)]
+        if source not in self._compiled:
+            self._compiled[source] = compile_template(source)
+        return self._compiled[source]
+
+    def _arguments(self, row: Row) -> dict[str, Any]:
+        if not row.tools and not row.template_kwargs:
+            return self._given
+        return {**self._given, "tools": list(row.tools) or None, **row.template_kwargs}
+
+    def _messages(self, row: Row, end: int | None) -> list[Message]:
+        messages = list(row.messages[:end])
+        if any(m["content"] is None for m in messages) and self._minds_null:
+            return [{**m, "content": ""} if m["content"] is None else m for m in messages]
+        return messages
+
+    @cached_property
+    def _minds_null(self) -> bool:
+        """Whether the template would write `None` for a turn that only calls a tool, or fail."""
+        call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+        turn = {"role": "assistant", "content": None, "tool_calls": [call]}
+        try:
+            text = compile_template(self._sources[False]).render(
+                messages=[{"role": "user", "content": "x"}, turn],
+                add_generation_prompt=False,
+                **self._given,
+            )
+        except Exception:
+            return True
+        return "None" in text
+
+
+def _source(tokenizer: Any, *, with_tools: bool) -> str:
+    """Return the template for rows with or without tools: a tokenizer may have one for each."""
+    try:
+        return str(tokenizer.get_chat_template(tools=[] if with_tools else None))
+    except ValueError as error:
+        raise DataError(f"the tokenizer's chat template cannot be used: {error}") from error
+
+
+def check_kwargs(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
+    """Raise DataError for an argument that the chat template never reads."""
+    for name in kwargs:
+        if not tokenizer.chat_template:
+            raise DataError(
+                f"data.template_kwargs: {name} is given, but there is no chat template to read it"
+            )
+        if not ChatTemplate(tokenizer).reads(name):
+            raise DataError(
+                f"data.template_kwargs: the chat template does not read {name}. Leave it out, or "
+                "correct its name."
+            )
 
 
 def has_generation_tags(template: str) -> bool:
@@ -98,7 +171,8 @@ def _refusal(error: Exception) -> BadRow:
     return BadRow(REFUSED, f"{type(error).__name__}: {error}"[:120])
 
 
-def _compiled(source: str) -> Template:
+def compile_template(source: str) -> Template:
+    """Return the template in its sandbox. Raises TemplateSyntaxError."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTags, loopcontrols]
     )

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from megatrain.data.chat import TrainOn
 from megatrain.data.formats import Format
 from megatrain.data.masks import Encoder, Tokens
+from megatrain.data.notes import Notes
 from megatrain.data.reading import parsed
 from megatrain.data.rows import Row, canonical
 from megatrain.data.skipped import BadRow, Skipped
@@ -38,6 +39,7 @@ class Settings(TypedDict):
 
     max_length: int
     train_on: TrainOn
+    template_kwargs: dict[str, Any]
     overlong: Overlong
     no_target: NoTarget
 
@@ -64,13 +66,14 @@ class Encoded:
     """Trained turns that no control token ends."""
     bad: Skipped = field(default_factory=Skipped)
     dropped: Skipped = field(default_factory=Skipped)
+    notes: Notes = field(default_factory=Notes)
 
 
 class ChunkEncoder:
     """Chunks of raw rows to documents, under fixed settings."""
 
     def __init__(self, tokenizer: Any, shape: Format, settings: Settings) -> None:
-        self._encoder = Encoder(tokenizer, settings["train_on"])
+        self._encoder = Encoder(tokenizer, settings["train_on"], settings["template_kwargs"])
         self._shape = shape
         self._max_length = settings["max_length"]
         self._overlong = settings["overlong"]
@@ -98,6 +101,7 @@ class ChunkEncoder:
             if isinstance(made, BadRow):
                 encoded.bad.add(place, made)
             else:
+                encoded.notes.add(row, made, self._encoder.template)
                 kept += self._kept(encoded, place, row, made)
         _put_together(encoded, kept)
         return encoded

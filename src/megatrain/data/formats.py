@@ -7,13 +7,13 @@ then only rows of that shape count, and there must be some.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Literal
 
+from megatrain.data.cells import decoded
 from megatrain.errors import DataError, listing
 
 Kind = Literal["messages", "alpaca", "pair", "text"]
@@ -130,18 +130,8 @@ def formats_of(value: object) -> Iterator[Format]:
         yield Format(kind="text", columns=("text",))
 
 
-def decoded_turns(value: object) -> object:
-    """Return the turns of a cell, which csv can only hold as JSON text."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
-
-
 def _turn_keys(turns: object) -> tuple[str, str]:
-    turns = decoded_turns(turns)
+    turns = decoded(turns)
     first = turns[0] if isinstance(turns, list) and turns else None
     for keys in _TURN_KEYS:
         if isinstance(first, Mapping) and all(first.get(key) is not None for key in keys):

@@ -11,12 +11,13 @@ Laws (tests/data/test_chat.py)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from megatrain.data.chat import Rendered, TrainOn, render_all, render_assistant
+from megatrain.data.chat import Rendered, TrainOn, render_row
 from megatrain.data.chat_template import ChatTemplate, Span
 from megatrain.data.rows import Row
 from megatrain.data.skipped import BadRow
@@ -24,6 +25,7 @@ from megatrain.data.spans import Runs, mask_of, merged, moved, tokens_in
 from megatrain.errors import DataError
 
 TOKENIZER_REFUSED = "tokenizer refuses the row"
+FORMATTED = "prompt is already in the form of the chat template"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,8 @@ class Tokens:
     """Trained tokens."""
     num_open: int = 0
     """Trained turns that no control token ends: a model of them may never stop."""
+    notes: tuple[str, ...] = ()
+    """What should be said about its turns, once for each."""
 
     @property
     def trained(self) -> list[bool]:
@@ -63,7 +67,12 @@ class _Encoded:
 class Encoder:
     """Rows to tokens, by one tokenizer and its chat template."""
 
-    def __init__(self, tokenizer: Any, train_on: TrainOn = "assistant") -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        train_on: TrainOn = "assistant",
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         """Raise DataError for a tokenizer that cannot say which characters a token stands for."""
         if not tokenizer.is_fast:
             raise DataError(
@@ -72,8 +81,10 @@ class Encoder:
             )
         self.tokenizer = tokenizer
         self.train_on = train_on
-        self.template = ChatTemplate(tokenizer) if tokenizer.chat_template else None
-        self._marks = set(tokenizer.added_tokens_decoder) | set(tokenizer.all_special_ids)
+        has_template = bool(tokenizer.chat_template)
+        self.template = ChatTemplate(tokenizer, template_kwargs) if has_template else None
+        self._added = set(tokenizer.added_tokens_decoder)
+        self._marks = self._added | set(tokenizer.all_special_ids)
         first = tokenizer.bos_token_id
         # Only some tokenizers that know a first token also use it.
         self._before = [first] if tokenizer("")["input_ids"][:1] == [first] else []
@@ -112,11 +123,31 @@ class Encoder:
         if self.template is None:
             return [self._joined(place, row)]
         try:
-            if self.train_on == "all":
-                return [render_all(self.template, row.messages)]
-            return render_assistant(self.template, row.messages)
+            if row.plain:
+                self._check_unformatted(row)
+            return render_row(self.template, row, self.train_on)
         except BadRow as bad:
             return bad
+
+    def _check_unformatted(self, row: Row) -> None:
+        """Raise BadRow for a prompt that holds what the template would put around it."""
+        prompt = row.messages[0]["content"]
+        if mark := next((mark for mark in self._frame if mark in prompt), None):
+            raise BadRow(
+                FORMATTED, f"the prompt has {mark}; data.chat_template: none joins rows as they are"
+            )
+
+    @cached_property
+    def _frame(self) -> list[str]:
+        """The control tokens that the template writes around a question."""
+        assert self.template is not None
+        try:
+            question = Row(messages=({"role": "user", "content": "x"},))
+            text = self.template.render(question, add_generation_prompt=True)
+        except BadRow:
+            return []
+        marks = {str(self.tokenizer.added_tokens_decoder[i]) for i in self._added}
+        return sorted(mark for mark in marks if mark.strip() and mark in text)
 
     def _check_template(
         self, rows: Sequence[tuple[str, Row]], texts: Sequence[list[Rendered] | BadRow]
@@ -126,15 +157,16 @@ class Encoder:
             if self.template is None or row.text or isinstance(parts, BadRow):
                 continue
             with suppress(BadRow):  # what follows the last answer may be refused
-                self.template.check(row.messages)
+                self.template.check(row)
                 return
 
     def _joined(self, place: str, row: Row) -> Rendered:
         """A prompt and its answer put together as they are, for tokenizers without template."""
         if not row.plain:
             raise DataError(
-                f"{place}: a conversation, but the tokenizer has no chat template. Use the "
-                "tokenizer of the chat model, set a template, or give prompt / completion or text."
+                f"{place}: a conversation, but there is no chat template. Use the tokenizer of "
+                "the chat model, give one by data.chat_template, or give prompt / completion or "
+                "text."
             )
         prompt, answer = (message["content"] for message in row.messages)
         return Rendered(text=prompt + answer, spans=((len(prompt), len(prompt + answer)),))
@@ -169,9 +201,9 @@ class Encoder:
         documents = [self._masked(*pair) for pair in zip(parts, encoded, strict=True)]
         if self.template is None:
             return [self._framed(documents[0])]
-        for rendered, one, document in zip(parts, encoded, documents, strict=True):
+        for rendered, one in zip(parts, encoded, strict=True):
             if rendered.tags is not None:
-                self._check_tags(place, rendered, one, document)
+                self._check_tags(place, rendered, one)
         return documents
 
     def _whole(self, ids: list[int]) -> Tokens:
@@ -182,22 +214,27 @@ class Encoder:
         return Tokens(input_ids=ids, runs=merged([(0, len(ids))]), num_open=int(end is None))
 
     def _framed(self, document: Tokens) -> Tokens:
-        """A prompt and its answer between the tokens that begin and end a text."""
-        last = self.tokenizer.eos_token_id
-        after = [] if last is None else [last]
-        ids = [*self._before, *document.input_ids, *after]
+        """A prompt and its answer between the tokens that begin and end a text.
+
+        A row may have brought them itself: no token is written twice.
+        """
+        ids, last = document.input_ids, self.tokenizer.eos_token_id
+        before = [] if ids[:1] == self._before else self._before
+        after = [] if last is None or ids[-1:] == [last] else [last]
+        ids = [*before, *ids, *after]
         end = [(len(ids) - len(after), len(ids))]
-        runs = merged([*moved(document.runs, len(self._before)), *end])
+        runs = merged([*moved(document.runs, len(before)), *end])
         if self.train_on == "all":
             runs = merged([(0, len(ids))])
-        return Tokens(input_ids=ids, runs=runs, num_open=int(not after))
+        return Tokens(input_ids=ids, runs=runs, num_open=int(last is None))
 
     def _masked(self, rendered: Rendered, encoded: _Encoded) -> Tokens:
         ids = encoded.ids
-        turns = [self._without_tail(encoded.tokens_in(span), encoded) for span in rendered.spans]
+        spans = [encoded.tokens_in(span) for span in rendered.spans]
+        turns = [self._without_tail(span, encoded) for span in spans]
         num_open = sum(begin == end or ids[end - 1] not in self._marks for begin, end in turns)
-        runs = merged([(0, len(ids))] if self.train_on == "all" else turns)
-        return Tokens(input_ids=ids, runs=runs, num_open=num_open)
+        runs = merged(spans if self.train_on == "all" else turns)
+        return Tokens(input_ids=ids, runs=runs, num_open=num_open, notes=rendered.notes)
 
     def _without_tail(self, run: Span, encoded: _Encoded) -> Span:
         """Leave out white space after the last control token of a turn."""
@@ -209,18 +246,19 @@ class Encoder:
                 return run
         return run
 
-    def _check_tags(
-        self, place: str, rendered: Rendered, encoded: _Encoded, document: Tokens
-    ) -> None:
+    def _check_tags(self, place: str, rendered: Rendered, encoded: _Encoded) -> None:
         """Raise DataError if the template's own tags name other tokens than the prefixes do."""
         assert rendered.tags is not None
         inside = [
             encoded.tokens_in((max(begin, rendered.begins_at), end)) for begin, end in rendered.tags
         ]
         by_tags = merged(self._without_tail(run, encoded) for run in merged(inside))
-        if by_tags != document.runs:
-            tagged = Tokens(input_ids=document.input_ids, runs=by_tags)
-            raise DataError(_disagreement(place, tagged, document, self.tokenizer))
+        by_prefixes = merged(
+            self._without_tail(encoded.tokens_in(span), encoded) for span in rendered.shown
+        )
+        if by_tags != by_prefixes:
+            tagged, other = (Tokens(input_ids=encoded.ids, runs=r) for r in (by_tags, by_prefixes))
+            raise DataError(_disagreement(place, tagged, other, self.tokenizer))
 
 
 def _all_texts(

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.data.chat import TrainOn
+from megatrain.data.chat_template import check_kwargs
 from megatrain.data.encoding import (
     Chunk,
     ChunkEncoder,
@@ -56,6 +57,7 @@ def prepare(
     cache_dir: str | Path,
     max_length: int,
     train_on: TrainOn = "assistant",
+    template_kwargs: Mapping[str, Any] | None = None,
     overlong: Overlong = "drop",
     no_target: NoTarget = "drop",
     max_bad_share: float = 0.01,
@@ -73,14 +75,17 @@ def prepare(
     settings: Settings = {
         "max_length": max_length,
         "train_on": train_on,
+        "template_kwargs": dict(template_kwargs or {}),
         "overlong": overlong,
         "no_target": no_target,
     }
+    if source.format.kind != "text":
+        check_kwargs(tokenizer, settings["template_kwargs"])
     folder = Path(cache_dir) / fingerprint(source, tokenizer, settings)
     if folder.is_dir():
         prepared = Prepared(folder)
     else:
-        _probe(source, tokenizer, num_workers)
+        _probe(source, tokenizer, settings["template_kwargs"], num_workers)
         prepared = _prepared(source, tokenizer, settings, folder, num_workers)
     check_usable(prepared.card, max_bad_share)
     return prepared
@@ -112,14 +117,16 @@ def _check_hope(total: Encoded) -> None:
         total.bad.check(total.num_rows, 0.0)
 
 
-def _probe(source: Source, tokenizer: Any, num_workers: int) -> None:
+def _probe(
+    source: Source, tokenizer: Any, template_kwargs: Mapping[str, Any], num_workers: int
+) -> None:
     """Let the template render the first conversation where it can do no harm."""
     if source.format.kind == "text" or not tokenizer.chat_template:
         if num_workers > 1:
             require_children()
         return
     for _, row in source.rows(Skipped()):
-        probe_template(tokenizer, row.messages)
+        probe_template(tokenizer, row, template_kwargs)
         return
 
 

@@ -118,6 +118,7 @@ class PreparedWriter:
         total.num_open += encoded.num_open
         total.bad.merge(encoded.bad)
         total.dropped.merge(encoded.dropped)
+        total.notes.merge(encoded.notes)
         self._lengths.append(encoded.lengths)
         columns = (encoded.ids, encoded.lengths, encoded.edges, encoded.num_edges)
         for content, column in zip(self._content, columns, strict=True):
@@ -175,6 +176,7 @@ class PreparedWriter:
             "bad_places": total.bad.places,
             "dropped": total.dropped.counts,
             "dropped_places": total.dropped.places,
+            **total.notes.card(),
             "digest": digest_of([content.hexdigest() for content in self._content]),
         }
 

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import multiprocessing
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing import connection
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from megatrain.data.chat_template import ChatTemplate
-from megatrain.data.rows import Message
+from megatrain.data.rows import Row
 from megatrain.data.skipped import BadRow
 from megatrain.errors import DataError
 
@@ -32,7 +32,9 @@ _LIMIT_BYTES = 8 * 2**30
 _BEGUN, _READY = b"begun", b"ready"
 
 
-def probe_template(tokenizer: Any, messages: Sequence[Message], limit_s: float = LIMIT_S) -> None:
+def probe_template(
+    tokenizer: Any, row: Row, kwargs: Mapping[str, Any] | None = None, limit_s: float = LIMIT_S
+) -> None:
     """Render one conversation in a child; it is killed `limit_s` after it has the tokenizer.
 
     Waits for the child. A template that raises is no failure here: its rows are counted later.
@@ -40,7 +42,7 @@ def probe_template(tokenizer: Any, messages: Sequence[Message], limit_s: float =
     """
     child, pipe = _begun(_render_once)
     with pipe, suppress(OSError, EOFError):  # it has ended: its exit code says how
-        pipe.send((tokenizer, list(messages)))
+        pipe.send((tokenizer, row, dict(kwargs or {})))
         _await(_READY, pipe, child)
     child.join(limit_s)
     if child.exitcode is None:
@@ -99,11 +101,11 @@ def _begin(pipe: connection.Connection) -> None:
 
 def _render_once(pipe: connection.Connection) -> None:
     _begin(pipe)
-    tokenizer, messages = pipe.recv()
+    tokenizer, row, kwargs = pipe.recv()
     pipe.send_bytes(_READY)
     resource.setrlimit(resource.RLIMIT_AS, (_LIMIT_BYTES, _LIMIT_BYTES))
     try:
-        ChatTemplate(tokenizer).render(messages)
+        ChatTemplate(tokenizer, kwargs).render(row)
     except BadRow as bad:
         if isinstance(bad.__cause__, MemoryError):
             raise SystemExit(3) from None

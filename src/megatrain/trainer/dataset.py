@@ -19,6 +19,7 @@ from megatrain.data.packing import Lengths
 from megatrain.data.prepare import prepare
 from megatrain.data.prepared import Joined, Prepared, digest_of
 from megatrain.data.steps import Position, State, Steps
+from megatrain.data.template_choice import choose_template
 from megatrain.errors import DataError, ModelFolderError
 from megatrain.pipeline.batch import MicroBatch
 from megatrain.pipeline.engine import Engine
@@ -101,6 +102,7 @@ class TrainingData:
 def open_data(config: Config, tokenizer: Any, resolved: Resolved) -> TrainingData:
     """Prepare what the config names. Raises DataError, with the file and line."""
     data = config.data
+    choose_template(tokenizer, data.chat_template)
     sources = [_prepared(config, tokenizer, source) for source in data.train]
     kept: list[Documents] = []
     held: list[Documents] = []
@@ -173,6 +175,7 @@ def _prepared(config: Config, tokenizer: Any, source: Source) -> Prepared:
         cache_dir=cache_folder(),
         max_length=config.data.max_length,
         train_on=config.data.train_on,
+        template_kwargs=config.data.template_kwargs,
         overlong=config.data.overlong,
         num_workers=len(os.sched_getaffinity(0)),
         wanted=source.format,

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from megatrain.data.micro_batches import Documents
+from megatrain.data.notes import remarks
 
 MAX_TOKENS = 400
 
@@ -34,6 +35,8 @@ def show_card(card: dict[str, Any], console: Console | None = None) -> None:
     for what in ("truncated", "split"):
         if card[what]:
             say(f"{what}: {card[what]:,}")
+    for remark in remarks(card):
+        say(remark)
 
 
 def show_rows(

@@ -26,7 +26,15 @@ from megatrain.trainer.run_state import RunState, as_count
 
 FIXED = {
     "model": ("dtype", "frozen"),
-    "data": ("max_length", "overlong", "train_on", "packing", "seed"),
+    "data": (
+        "max_length",
+        "overlong",
+        "train_on",
+        "template_kwargs",
+        "chat_template",
+        "packing",
+        "seed",
+    ),
     "train": ("seed",),
 }
 """What must stay. The rows themselves are known by the mark of their order."""

@@ -227,6 +227,11 @@ def model_folder(path: Path) -> Path:
     raise RunFolderError(f"{path}: the run has left no model and no checkpoint")
 
 
+_ROWS_OF_A_RUN = {
+    "max_length", "overlong", "train_on", "packing", "template_kwargs", "chat_template",
+}  # fmt: skip
+
+
 def _judging_config(model: Path, folder: Path, data: Path, max_rows: int | None) -> Config:
     """Return what to evaluate with; rows are read as the run has read its own."""
     isolates = parse_config(read_config_bytes(folder)).model_type in ISOLATES
@@ -235,7 +240,7 @@ def _judging_config(model: Path, folder: Path, data: Path, max_rows: int | None)
     batch_tokens = EVAL_TOKENS
     if folder != model and (model / "config.yaml").exists():
         run = load_config(model / "config.yaml")
-        rows |= run.data.model_dump(include={"max_length", "overlong", "train_on", "packing"})
+        rows |= run.data.model_dump(include=_ROWS_OF_A_RUN)
         value["memory"] = run.memory
         batch_tokens = max(batch_tokens, run.data.max_length)
     return Config.model_validate(value | {"train": {"batch_tokens": batch_tokens}})
@@ -248,6 +253,7 @@ def _documents(config: Config, tokenizer: Any, data: Path) -> Prepared:
         cache_dir=cache_folder(),
         max_length=config.data.max_length,
         train_on=config.data.train_on,
+        template_kwargs=config.data.template_kwargs,
         overlong=config.data.overlong,
     )
 

@@ -1,0 +1,69 @@
+"""The types that settings are made of: how a value is read, and what docs/config.md calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, PlainValidator
+
+from megatrain.config.quantities import (
+    or_auto,
+    read_bytes,
+    read_length,
+    read_number,
+    read_tokens,
+    read_whole,
+)
+from megatrain.config.template_settings import Arguments, read_arguments, read_template
+
+
+class Kind(str):
+    """Written in docs/config.md as the type of a key."""
+
+    __slots__ = ()
+
+
+def _path(value: object) -> object:
+    if not isinstance(value, str) or not value.strip() or not value.isprintable():
+        raise ValueError("give a path or a name")
+    return value
+
+
+def listed(value: object) -> object:
+    """Return one thing as a list of it."""
+    return [value] if isinstance(value, str | Mapping) else value
+
+
+def read_device(value: object) -> object:
+    """Return the name of a device. Raises ValueError."""
+    name, _, number = value.partition(":") if isinstance(value, str) else ("", "", "")
+    if name not in ("auto", "cpu", "cuda", "xpu") or (
+        value != name and not (name in ("cuda", "xpu") and number.isdecimal() and len(number) < 4)
+    ):
+        raise ValueError("give auto, cpu, cuda, cuda:1 or xpu")
+    return value
+
+
+Number = Annotated[float, BeforeValidator(read_number), Kind("number")]
+Whole = Annotated[int, BeforeValidator(read_whole), Kind("whole number")]
+Tokens = Annotated[int, BeforeValidator(read_tokens), Kind("tokens, like 2048 or 128k")]
+Length = Annotated[int | float, PlainValidator(read_length), Kind("steps, or fraction of the run")]
+Steps = Annotated[Whole, Field(ge=1), Kind("steps")]
+Seed = Annotated[Whole, Field(ge=0, lt=1 << 32)]
+Name = Annotated[str, BeforeValidator(_path), Kind("path or name")]
+Patterns = Annotated[tuple[Name, ...], BeforeValidator(listed), Kind("list of name patterns")]
+Beta = Annotated[Number, Field(ge=0, lt=1)]
+Size = Annotated[
+    int | Literal["auto"],
+    PlainValidator(or_auto(read_bytes)),
+    Kind("size, like 24GB or 128GiB, or auto"),
+]
+
+
+TemplateArguments = Annotated[
+    Arguments, PlainValidator(read_arguments), Kind("mapping, like {enable_thinking: false}")
+]
+Template = Annotated[
+    str | None, PlainValidator(read_template), Kind("file, template, none, or null")
+]
