@@ -197,12 +197,15 @@ def doctor(
 
 @app.command()
 def estimate(
-    model: Annotated[str, typer.Argument(help="Known model, model folder, or config.json.")],
+    model: Annotated[
+        str, typer.Argument(help="Known model, model folder, config.json, or run.yaml.")
+    ],
+    overrides: Overrides = None,
     gpu: Annotated[str | None, typer.Option(help="Like 4090, or 24GB; default: this one.")] = None,
     ram: Annotated[str | None, typer.Option(help="Host memory for the run, like 128GB.")] = None,
     tokens: Annotated[str | None, typer.Option(help="Tokens to train on, like 1e9.")] = None,
-    seq: Annotated[str, typer.Option(help="Length of a row, in tokens.")] = "2048",
-    batch_tokens: Annotated[str, typer.Option(help="Tokens of one optimizer step.")] = "128k",
+    seq: Annotated[str | None, typer.Option(help="Short for data.max_length.")] = None,
+    batch_tokens: Annotated[str | None, typer.Option(help="Short for train.batch_tokens.")] = None,
     price_per_hour: Annotated[float | None, typer.Option(help="Of the machine.")] = None,
     plot: Annotated[Path | None, typer.Option(help="PNG file to draw.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -212,6 +215,7 @@ def estimate(
 
     found = estimated(
         model,
+        overrides or [],
         gpu=gpu,
         ram=ram,
         tokens=tokens,

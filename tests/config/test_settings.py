@@ -61,10 +61,11 @@ def _default(function: Any, name: str) -> Any:
 
 def test_defaults_and_choices_are_those_of_the_engine() -> None:
     config = make()
-    assert config.memory.chunk_tokens == CHUNK_TOKENS
+    assert config.memory.chunk_tokens == "auto"
+    assert f"at most {CHUNK_TOKENS}" in str(SECTIONS["memory"].model_fields["chunk_tokens"])
     assert config.train.on_nonfinite == _default(Engine, "on_nonfinite")
     assert config.train.compile == _default(Engine, "compile")
-    assert config.memory.gather_embedding == _default(Engine, "gather_embedding")
+    assert config.memory.gather_embedding == "auto"
     for key in ("betas", "eps", "weight_decay", "no_decay"):
         assert getattr(config.optim, key) == _default(AdamW, key), key
     for key in ("decay", "final_fraction"):
@@ -92,7 +93,7 @@ def test_defaults_and_choices_are_those_of_the_engine() -> None:
          "optim.warmup is 0.6 and optim.decay is 0.5: longer than the run. Shorten it."),
         ({"memory": {"device": "cpu", "gather_embedding": True}},
          "memory.gather_embedding is true and memory.device is cpu: it needs a device with memory "
-         "of its own. Make it false."),
+         "of its own. Leave it at auto."),
         ({"model": {"name_or_path": "m", "attn": "flash_attention_2", "dtype": "fp32"}},
          "model.attn is flash_attention_2 and model.dtype is fp32: its kernels compute in bf16 "
          "only. Set model.dtype to bf16, or model.attn to sdpa."),

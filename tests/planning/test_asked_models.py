@@ -80,5 +80,5 @@ def test_a_huge_file_is_not_read_whole(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     with path.open("wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(ModelConfigError, match=r"this is no config\.json"):
+    with pytest.raises(ModelConfigError, match=r"not a config\.json"):
         find_shape(str(path))

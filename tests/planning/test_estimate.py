@@ -126,6 +126,39 @@ def test_json_has_every_figure() -> None:
     assert set(facts["settings"]) >= {"micro_tokens", "slots", "tape", "update"}
 
 
+def test_settings_can_be_tried_as_train_takes_them(tmp_path: Path) -> None:
+    plain = estimate("qwen3-8b", gpu="4090", ram="192GB").plan
+    assert plain.workload.packed, "as train does by default"
+    assert plain.workload.max_grad_norm == 1.0
+    tried = ["data.packing=false", "train.max_grad_norm=null", "data.max_length=8k"]
+    for way in (["qwen3-8b", *tried], [_run_file(tmp_path), "train.max_grad_norm=null"]):
+        done = _run(*way, "--gpu", "4090", "--ram", "192GB", "--json")
+        assert done.returncode == 0, done.stderr
+        facts = json.loads(done.stdout)
+        assert (facts["sequence"], facts["settings"]["update"]) == (8192, "in_backward")
+
+
+def _run_file(folder: Path) -> str:
+    path = folder / "run.yaml"
+    path.write_text("model: qwen3-8b\ndata: {train: a.jsonl, max_length: 8k, packing: false}\n")
+    return str(path)
+
+
+def test_a_setting_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"train\.max_norm"):
+        estimate("qwen3-8b", ["train.max_norm=1"], gpu="4090")
+
+
+def test_a_processor_is_not_estimated_as_a_card() -> None:
+    with pytest.raises(ConfigError, match=r"memory\.device is cpu, but RTX 4090"):
+        estimate("qwen3-8b", ["memory.device=cpu"], gpu="4090")
+
+
+def test_rows_longer_than_the_usual_step_make_it_longer() -> None:
+    found = estimate("qwen3-0.6b", gpu="H200", seq="256k")
+    assert found.plan.workload.step_tokens == 262144
+
+
 def test_from_python() -> None:
     assert mt.estimate("Qwen/Qwen3-8B", gpu="24GB", ram="192GB").tokens_per_s > 0
 

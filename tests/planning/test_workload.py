@@ -29,16 +29,16 @@ def test_flops_are_two_per_weight_and_attention() -> None:
     matrices = EIGHT.params - EIGHT.embedding.params - (2 * 32 + 1) * 4096
     attention = EIGHT.layers[0].attention
     assert attention is not None
-    scores = 32 * attention.flops_per_token(2048, packed=False)
+    scores = 32 * attention.flops_per_token(2048, masked=False)
     assert EIGHT.flops_per_token(2048) == pytest.approx(2 * matrices + scores)
     assert scores == pytest.approx(32 * 4 * 4096 * 2049 / 2)
 
 
 def test_a_mask_hides_but_does_not_save() -> None:
     shape = AttentionShape(heads=1, kv_heads=1, head_dim=1, value_dim=1, window=16)
-    assert shape.flops_per_token(64, packed=False) == 4 * 64
-    assert shape.flops_per_token(15, packed=False) == 4 * 8
-    assert shape.flops_per_token(15, packed=True) == 4 * 15
+    assert shape.flops_per_token(64, masked=False) == 4 * 64
+    assert shape.flops_per_token(15, masked=False) == 4 * 8
+    assert shape.flops_per_token(15, masked=True) == 4 * 15
 
 
 def test_a_token_uses_a_part_of_the_experts() -> None:

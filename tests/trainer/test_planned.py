@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from megatrain.planning.profile import MachineProfile, unmeasured
 from megatrain.trainer import planned
 from megatrain.trainer.demo import write_demo
 from megatrain.trainer.loop import Trainer
-from megatrain.trainer.planned import plan_run
+from megatrain.trainer.planned import facts, plan_resumed, plan_run
 from megatrain.trainer.resolve import Resolved, resolve
 
 BASE = 2_000_000
@@ -85,6 +86,24 @@ def test_what_it_leaves_open_is_planned_with_a_reason_where_rates_are_known(
     assert plan.knows_time
     assert plan.settings.micro_tokens == resolved.micro_batch_tokens
     assert {"micro_tokens", "slots", "tape"} <= plan.reasons.keys()
+
+
+def test_a_run_that_continues_has_its_prediction_and_keeps_its_bits(
+    path: Path, machine: str
+) -> None:
+    config, device = config_of(path), CpuDevice()
+    model = config.model
+    read = read_folder(model.name_or_path, dtype=model.dtype, frozen=model.frozen, attn=model.attn)
+    began = replace(resolve(config, device, "cpu"), micro_batch_tokens=128, chunk_tokens=64)
+    resolved, plan = plan_resumed(config, device, began, read.decoder, BASE)
+    assert (resolved.micro_batch_tokens, resolved.chunk_tokens) == (128, 64)
+    found = facts(plan, device, resolved, [])
+    assert found["settings"]["chunk_tokens"] == 64
+    if machine == "measured":
+        assert found["predicted"]["step_s"] > 0
+        assert found["reasons"]["micro_tokens"] == "as the run began"
+    little = config_of(path, f"memory.ram={BASE}B")
+    plan_resumed(little, device, began, read.decoder, BASE)  # it ran before: it is not refused
 
 
 def test_elsewhere_simple_rules_decide(path: Path) -> None:

@@ -76,11 +76,11 @@ def _learning_rate(config: Config) -> Iterator[Fault]:
 
 
 def _memory(config: Config) -> Iterator[Fault]:
-    if config.memory.device == "cpu" and config.memory.gather_embedding:
+    if config.memory.device == "cpu" and config.memory.gather_embedding is True:
         yield _fault(
             "memory.gather_embedding",
             "memory.gather_embedding is true and memory.device is cpu: it needs a device with "
-            "memory of its own. Make it false.",
+            "memory of its own. Leave it at auto.",
         )
 
 

@@ -267,11 +267,17 @@ class MemorySettings(Section):
     tape: Literal["auto", "device", "host"] = Field(
         default="auto", description="Where block inputs wait from forward to backward."
     )
-    gather_embedding: bool = Field(
-        default=False,
+    gather_embedding: Annotated[bool | Literal["auto"], Kind("true, false or auto")] = Field(
+        default="auto",
         description="Send the device the embedding rows of a step, not the whole table.",
     )
-    chunk_tokens: Tokens = Field(default=4096, description="Tokens whose logits exist at a time.")
+    chunk_tokens: Annotated[
+        int | Literal["auto"],
+        PlainValidator(or_auto(read_tokens)),
+        Kind("tokens, like 4096 or 4k, or auto"),
+    ] = Field(
+        default="auto", description="Tokens whose logits exist at a time; auto: at most 4096."
+    )
 
 
 class EvalSettings(Section):

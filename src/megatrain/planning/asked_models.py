@@ -13,10 +13,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from megatrain.config import Config
 from megatrain.errors import ModelConfigError, ModelFolderError
 from megatrain.planning.families import ALIASES, FAMILIES, shape_from_config
+from megatrain.planning.freezing import with_frozen
 from megatrain.planning.known_models import find_model
 from megatrain.planning.workload import ModelShape, shape_of
 
@@ -32,6 +34,17 @@ NEEDED = {
 """What every config must have, and the largest that any model could have."""
 
 
+def shape_for(config: Config) -> ModelShape:
+    """Return the shape of a config's model, with what is frozen. Raises what `find_shape` does."""
+    model = config.model
+    if not model.frozen:
+        return find_shape(model.name_or_path)
+    if (Path(model.name_or_path) / "config.json").is_file():  # then names can be matched exactly
+        path = Path(model.name_or_path) / "config.json"
+        return _by_skeleton(_bytes(path), path.parent.resolve().name, model.dtype, model.frozen)
+    return with_frozen(find_shape(model.name_or_path), model.frozen)
+
+
 def find_shape(asked: str) -> ModelShape:
     """Return the shape of the model. Raises ConfigError, ModelFolderError or ModelConfigError."""
     path = Path(asked)
@@ -43,20 +56,25 @@ def find_shape(asked: str) -> ModelShape:
     return shape_from_config(known.config, known.name)
 
 
-def _read(path: Path, name: str) -> ModelShape:
+def _bytes(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise ModelFolderError(f"{path}: cannot be read: {error.strerror or error}") from error
     if len(data) > MAX_BYTES:
-        raise ModelConfigError(f"{path}: larger than {MAX_BYTES} bytes: this is no config.json")
+        raise ModelConfigError(f"{path}: larger than {MAX_BYTES} bytes: not a config.json")
+    return data
+
+
+def _read(path: Path, name: str) -> ModelShape:
+    data = _bytes(path)
     fields = _object(data, path)
     parts = fields.get("text_config")
     decoder = parts if isinstance(parts, Mapping) else fields
     family = str(decoder.get("model_type"))
     if ALIASES.get(family, family) not in FAMILIES:
-        return _by_skeleton(data, name)
+        return _by_skeleton(data, name, "bf16", ())
     _check(decoder, path)
     return shape_from_config(fields, name)
 
@@ -83,8 +101,10 @@ def _check(fields: Mapping[str, Any], path: Path) -> None:
             raise ModelConfigError(f"{path}: {key[:80]} is {str(value)[:40]}: out of range")
 
 
-def _by_skeleton(data: bytes, name: str) -> ModelShape:
+def _by_skeleton(
+    data: bytes, name: str, dtype: Literal["bf16", "fp32"], frozen: tuple[str, ...]
+) -> ModelShape:
     from megatrain.models.decoder import build_decoder
     from megatrain.models.model_config import parse_config
 
-    return shape_of(build_decoder(parse_config(data), "bf16"), name)
+    return shape_of(build_decoder(parse_config(data), dtype, frozen), name)

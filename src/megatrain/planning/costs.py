@@ -126,7 +126,7 @@ class Costs:
             return 0.0
         workload = self.workload
         sequence = min(workload.sequence, tokens)
-        flops = block.attention.flops_per_token(sequence, packed=workload.packed) * tokens
+        flops = block.attention.flops_per_token(sequence, masked=workload.masked) * tokens
         rate = self._forward_rate(tokens) * self.profile.attention_efficiency
         return times * flops / rate
 

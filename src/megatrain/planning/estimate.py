@@ -1,36 +1,42 @@
 """`megatrain estimate`: will it fit, how fast, how long, what limits it; offline, at once.
 
-    model (asked_models.py), machine (reference_machines.py, or what doctor measured here)
+    config (a run's YAML, or a model's name with key=value settings)
+        ->  model (asked_models.py), machine (reference_machines.py, or what doctor measured here)
         ->  plan (plan.py)  ->  Estimate: for people (`print`), for programs (`to_json`)
+
+The config is read as `train` reads it (from_config.py), so both plan the same run.
 
 Laws (tests/planning/test_estimate.py)
     1. Neither torch nor transformers nor matplotlib is imported for a known model.
     2. What does not fit says by how much, and each change it proposes, applied, fits.
     3. No line is longer than 80 columns.
+    4. On the same machine `train` makes the same plan of the same config.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatrain.config import Config, load_config
+from megatrain.config.load import resolve_config
 from megatrain.config.quantities import read_bytes, read_number, read_tokens
+from megatrain.config.settings import TrainSettings
+from megatrain.config.yaml_reader import Document
 from megatrain.errors import ConfigError
 from megatrain.files import write_file
 from megatrain.memory.host import free_bytes
 from megatrain.numbers import duration, figure, size
-from megatrain.planning.asked_models import find_shape
+from megatrain.planning.asked_models import shape_for
 from megatrain.planning.doctor import kept_examination
+from megatrain.planning.from_config import fixed_by, within, workload_of
 from megatrain.planning.plan import Plan, make_plan
 from megatrain.planning.profile import MachineProfile
 from megatrain.planning.reference_machines import find_machine
 from megatrain.planning.search import shortfalls
-from megatrain.planning.workload import Workload
-
-BATCH_TOKENS = 131072
-"""As in a config that does not say (train.batch_tokens)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,33 +123,58 @@ class Estimate:
 
 def estimate(
     model: str,
+    overrides: Sequence[str] = (),
     *,
     gpu: str | None = None,
     ram: str | int | None = None,
     tokens: str | float | None = None,
-    seq: str | int = 2048,
-    batch_tokens: str | int = BATCH_TOKENS,
+    seq: str | int | None = None,
+    batch_tokens: str | int | None = None,
     price_per_hour: float | None = None,
 ) -> Estimate:
     """Return what training `model` would need and take.
 
-    `gpu` is a name (`4090`) or a size (`24GB`); None: this machine, as `megatrain doctor` measured
-    it. `ram` is the host memory a run may use; None: what is free here, or usual there. Raises
-    ConfigError, ModelFolderError or ModelConfigError.
+    `model` is a known name, a model folder, a config.json, or the YAML file of a run; `overrides`
+    are settings like `train.max_grad_norm=null`. `gpu` is a name (`4090`) or a size (`24GB`); None:
+    this machine, as `megatrain doctor` measured it. `ram` is the host memory a run may use; None:
+    what is free here, or usual there. `seq` and `batch_tokens` are short for data.max_length and
+    train.batch_tokens. Raises ConfigError, ModelFolderError or ModelConfigError.
     """
+    config = _config(model, overrides, seq, batch_tokens)
     profile, machine = _machine(gpu, None if ram is None else _read("ram", ram, read_bytes))
-    sequence = _read("seq", seq, read_tokens)
-    workload = Workload(
-        model=find_shape(model),
-        step_tokens=max(sequence, _read("batch-tokens", batch_tokens, read_tokens)),
-        sequence=sequence,
-    )
+    if config.memory.device == "cpu" and not profile.unified:
+        raise ConfigError(
+            f"memory.device is cpu, but {machine} computes on its card. Give memory.device=auto"
+        )
+    workload = workload_of(config, shape_for(config))
     return Estimate(
-        plan=make_plan(profile, workload),
+        plan=make_plan(within(profile, config), workload, fixed_by(config)),
         machine=machine,
         tokens=None if tokens is None else _read("tokens", tokens, read_tokens),
         price_per_hour=None if price_per_hour is None else float(read_number(price_per_hour)),
     )
+
+
+def _config(
+    model: str,
+    overrides: Sequence[str],
+    seq: str | int | None,
+    batch_tokens: str | int | None,
+) -> Config:
+    """Return the config of a file, or the one that a model and settings alone would be."""
+    given = []
+    if seq is not None:
+        length = _read("seq", seq, read_tokens)
+        given.append(f"data.max_length={length}")
+        default = TrainSettings.model_fields["batch_tokens"].default
+        if batch_tokens is None and length > default:  # a step has at least one row
+            batch_tokens = length
+    if batch_tokens is not None:
+        given.append(f"train.batch_tokens={_read('batch-tokens', batch_tokens, read_tokens)}")
+    if Path(model).suffix in (".yaml", ".yml"):
+        return load_config(model, [*given, *overrides])
+    bare = {"model": {"name_or_path": model}, "data": {"train": "rows of your own"}}
+    return resolve_config(Document(name="estimate", value=bare), [*given, *overrides])
 
 
 def _machine(gpu: str | None, ram_bytes: int | None) -> tuple[MachineProfile, str]:

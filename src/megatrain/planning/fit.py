@@ -146,4 +146,4 @@ class _Fit:
             return 0.0
         sequence = min(self.workload.sequence, self._tokens)
         packed = self.workload.packed
-        return self._layer.attention.flops_per_token(sequence, packed=packed) * self._tokens
+        return self._layer.attention.flops_per_token(sequence, masked=packed) * self._tokens

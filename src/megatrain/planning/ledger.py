@@ -269,7 +269,7 @@ def _given_bytes(workload: Workload, tokens: int) -> float:
     sequence = min(workload.sequence, tokens)
     kinds = {shape.window for shape in attention}
     windows = {window for window in kinds if window is not None and window < sequence}
-    masks = len(kinds) if workload.packed else len(windows)
+    masks = len(kinds) if workload.masked else len(windows)
     return total + masks * tokens * sequence
 
 

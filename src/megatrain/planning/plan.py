@@ -51,7 +51,7 @@ class Plan:
     """Of a plan that does not fit: of a few layers."""
     fits: bool
     reasons: dict[str, str]
-    """By setting."""
+    """By setting; empty where the machine was not measured, and so nothing was compared."""
     lever: str
     """The one setting that would move the bottleneck, and by how much."""
     fixes: tuple[Fix, ...] = ()
@@ -87,7 +87,7 @@ class Plan:
             "machine": self.profile.name,
             "fits": self.fits,
             "settings": self.settings.facts(),
-            "reasons": self.reasons if self.knows_time else {},
+            "reasons": self.reasons,
             "ledger": [
                 {"place": line.place, "purpose": line.purpose, "num_bytes": line.num_bytes}
                 for line in self.ledger.lines
@@ -175,7 +175,7 @@ def make_plan(profile: MachineProfile, workload: Workload, fixed: Fixed | None =
         ledger=ledger,
         simulation=simulation,
         fits=best is not None,
-        reasons=reasons_for(search, settings),
+        reasons=reasons_for(search, settings) if profile.source != NOT_MEASURED else {},
         lever=_lever(search, settings) if best is not None else "",
         fixes=() if best is not None else find_fixes(profile, workload, fixed),
     )

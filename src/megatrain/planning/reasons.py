@@ -14,15 +14,17 @@ def reasons_for(search: Search, settings: Settings) -> dict[str, str]:
         "micro_tokens": _micro(search, settings),
         "slots": _slots(search, settings),
         "tape": _tape(search, settings),
-        "update": _update(search, settings),
+        "update": _update(search),
         "chunk_tokens": _chunk(search, settings),
         "gather_embedding": _gather(search, settings),
     }
     fixed = search.fixed
-    return {
-        name: "as you set it" if getattr(fixed, name) is not None else reason
-        for name, reason in reasons.items()
-    }
+    for name in reasons:
+        if name in fixed.kept:
+            reasons[name] = "as the run began"
+        elif getattr(fixed, name, None) is not None:
+            reasons[name] = "as you set it"
+    return reasons
 
 
 def _against(search: Search, settings: Settings, other: Settings) -> str:
@@ -59,11 +61,9 @@ def _tape(search: Search, settings: Settings) -> str:
     return f"on the {other} it {_against(search, settings, settings.changed(tape=other))}"
 
 
-def _update(search: Search, settings: Settings) -> str:
+def _update(search: Search) -> str:
     if search.workload.max_grad_norm is not None:
         return "exact clipping: updates behind the next forward"
-    if settings.update == "late":
-        return "no clipping, but behind forward it is faster"
     return "no clipping: updates as gradients arrive"
 
 

@@ -5,7 +5,7 @@ few layers and one of a few more are played, and the rest is their difference. T
 played whole.
 
     1. for each micro-batch size and place of the tape: the largest chunk and fewest slots that fit
-    2. around the fastest of those: more slots, rows in place of the table, the other update policy
+    2. around the fastest of those: more slots, rows in place of the table
 
 Laws (tests/planning/test_search.py)
     1. What is returned fits; if anything on the grid fits, something is returned.
@@ -34,20 +34,19 @@ _FEW, _MORE = 6, 12
 """Layers that are played: periods of 2, 3 and 6 layers fit in between."""
 _WORTH = 0.995
 """More device memory for less gain than this is not spent."""
-_WORTH_GRADIENTS = 0.98
-"""Nor are 2 bytes per parameter of host memory, for updates that are late without need."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fixed:
-    """What the user has decided; None leaves it to the search."""
+    """What is decided before the search; None leaves it to the search."""
 
     micro_tokens: int | None = None
     slots: int | None = None
     tape: str | None = None
-    update: str | None = None
     chunk_tokens: int | None = None
     gather_embedding: bool | None = None
+    kept: frozenset[str] = frozenset()
+    """Which of these are what a resumed run began with, and not the user's choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +98,7 @@ class Search:
         for settings in self._around(best.settings):
             if self.fits(settings):
                 other = self._try(settings)
-                later = settings.update != best.settings.update
-                if other.step_s < best.step_s * (_WORTH_GRADIENTS if later else _WORTH):
+                if other.step_s < best.step_s * _WORTH:
                     best = other
         return best
 
@@ -181,8 +179,6 @@ class Search:
                 yield settings.changed(slots=slots)
         if fixed.gather_embedding is None and self._may_gather:
             yield settings.changed(gather_embedding=not settings.gather_embedding)
-        if fixed.update is None and self.workload.max_grad_norm is None:
-            yield settings.changed(update="late")
 
     def _waits_for_fetches(self, settings: Settings) -> bool:
         """Return whether a link without limits would help: only then can more slots."""
@@ -213,12 +209,11 @@ class Search:
         return sizes
 
     def _settings(self, micro: int, *, tape: str, chunk: int, gather: bool) -> Settings:
-        clips = self.workload.max_grad_norm is not None
         return Settings(
             micro_tokens=micro,
             slots=self.fixed.slots or 2,
             tape="host" if tape == "host" else "device",
-            update="late" if clips or self.fixed.update == "late" else "in_backward",
+            update="in_backward" if self.workload.max_grad_norm is None else "late",
             chunk_tokens=chunk,
             gather_embedding=gather,
         )

@@ -70,9 +70,9 @@ class AttentionShape:
     def kv_width(self) -> int:
         return self.kv_heads * (self.head_dim + self.value_dim)
 
-    def flops_per_token(self, sequence: int, *, packed: bool) -> float:
+    def flops_per_token(self, sequence: int, *, masked: bool) -> float:
         """Return the FLOPs of forward per token. What a mask hides is computed all the same."""
-        masked = packed or (self.window is not None and self.window < sequence)
+        masked = masked or (self.window is not None and self.window < sequence)
         seen = sequence if masked else (sequence + 1) / 2
         return 2.0 * self.heads * (self.head_dim + self.value_dim) * seen
 
@@ -183,13 +183,13 @@ class ModelShape:
         """FLOPs of the output projection's forward."""
         return 2.0 * self.vocab * self.hidden
 
-    def flops_per_token(self, sequence: int, *, packed: bool = False) -> float:
+    def flops_per_token(self, sequence: int, *, masked: bool = False) -> float:
         """Return the FLOPs of one forward per token."""
         total = self.head_flops_per_token
         for layer in self.layers:
             total += layer.matmul_flops_per_token
             if layer.attention is not None:
-                total += layer.attention.flops_per_token(sequence, packed=packed)
+                total += layer.attention.flops_per_token(sequence, masked=masked)
         return total
 
     def renamed(self, name: str) -> ModelShape:
@@ -206,10 +206,17 @@ class Workload:
     sequence: int = 2048
     """Length of a row."""
     dtype: Dtype = "bf16"
+    attn: str = "auto"
+    """Attention implementation, as `model.attn`."""
     packed: bool = False
-    """Rows hold several documents, so attention is masked and all of it computed."""
+    """Rows hold several documents, which must not see each other."""
     max_grad_norm: float | None = 1.0
     """None: no clipping, so that updates may run in backward."""
+
+    @property
+    def masked(self) -> bool:
+        """Whether attention is given a mask, and computes what the mask hides."""
+        return self.packed and self.attn != "flash_attention_2"
 
     def num_micro(self, micro_tokens: int) -> int:
         """Return the micro-batches of a step; the last may be smaller."""

@@ -38,12 +38,12 @@ def make_engine(
         device=device,
         num_slots=resolved.slots,
         tape=resolved.tape,
-        chunk_tokens=config.memory.chunk_tokens,
+        chunk_tokens=resolved.chunk_tokens,
         seed=train.seed,
         trace=True,
         on_nonfinite="skip" if train.on_nonfinite == "skip" else "stop",
         compile=train.compile,
-        gather_embedding=config.memory.gather_embedding,
+        gather_embedding=resolved.gather_embedding,
     )
 
 

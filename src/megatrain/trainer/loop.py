@@ -31,7 +31,6 @@ from megatrain.trainer.checkpoints import Checkpoints
 from megatrain.trainer.dataset import mean_loss
 from megatrain.trainer.interrupts import Interrupts
 from megatrain.trainer.live import Live
-from megatrain.trainer.memory_plan import memory_plan
 from megatrain.trainer.opening import open_run, require_apart
 from megatrain.trainer.planned import facts, predicted_against_measured
 from megatrain.trainer.resumption import Resumed, resume
@@ -82,7 +81,6 @@ class Trainer:
         opened = open_run(config, folder, resumes=wants_resume)
         self.device, self.resolved, self.plan = opened.device, opened.resolved, opened.plan
         self.tokenizer, self.data, self.home = opened.tokenizer, opened.data, opened.home
-        self._base_bytes = opened.base_bytes
         self.num_steps = config.train.steps or self.data.steps_of(config.train.epochs or 1.0)
         self._rate = learning_rate(config, self.num_steps)
         self.engine = make_engine(config, self.resolved, self.home, self.device, self._rate)
@@ -155,7 +153,7 @@ class Trainer:
             self._save_at_end()
             self.interrupts.patient = False
             self._if_possible(self._write_plan)
-            if self.plan is not None and self.plan.knows_time and self._step_seconds:
+            if self.plan.knows_time and self._step_seconds:
                 live.say(predicted_against_measured(self.plan, self._step_seconds))
             self._tell_trouble()
         return Outcome(
@@ -280,6 +278,7 @@ class Trainer:
                 "lines": lines,
                 "config": self.config.model_dump(mode="json"),
                 "micro_batch_tokens": self.resolved.micro_batch_tokens,
+                "chunk_tokens": self.resolved.chunk_tokens,
             },
         )
 
@@ -372,15 +371,13 @@ class Trainer:
         )
 
     def _tell_plan(self) -> None:
-        if self.plan is not None:
-            self._live.say(str(self.plan))
-            if not self.plan.knows_time:
-                self._live.say(UNMEASURED)
+        self._live.say(str(self.plan))
+        if not self.plan.knows_time:
+            self._live.say(UNMEASURED)
 
     def _write_plan(self) -> None:
-        planned = {} if self.plan is None else facts(self.plan, self._step_seconds)
-        plan = memory_plan(self.home.store, self.device, self._base_bytes, self.resolved, planned)
-        self.folder.write_json("plan.json", plan)
+        found = facts(self.plan, self.device, self.resolved, self._step_seconds)
+        self.folder.write_json("plan.json", found)
 
     def __enter__(self) -> Self:
         return self

@@ -18,7 +18,7 @@ from megatrain.pipeline.device import Device
 from megatrain.planning.plan import Plan
 from megatrain.trainer.checkpoints import FOLDER
 from megatrain.trainer.dataset import TrainingData, load_tokenizer, open_data
-from megatrain.trainer.planned import plan_run
+from megatrain.trainer.planned import plan_resumed, plan_run
 from megatrain.trainer.resolve import Resolved, open_device, resolve
 from megatrain.trainer.resumption import Resumed, resume
 from megatrain.trainer.run_folder import RunFolder
@@ -34,14 +34,21 @@ class Opened:
 
     device: Device
     resolved: Resolved
-    plan: Plan | None
-    """None: the run goes on as it began."""
+    plan: Plan
     tokenizer: Any
     data: TrainingData
     home: HostModel
     resumed: Resumed | None
-    base_bytes: int
-    """What the process held before its model."""
+
+
+def as_it_began(resolved: Resolved, config: Config, resumed: Resumed) -> Resolved:
+    """Return the settings with those of the checkpoint where `auto` might now give other bits."""
+    train, memory, known = config.train, config.memory, resumed.known
+    if train.micro_batch_tokens == "auto":
+        resolved = replace(resolved, micro_batch_tokens=known.micro_batch_tokens)
+    if memory.chunk_tokens == "auto":
+        resolved = replace(resolved, chunk_tokens=known.chunk_tokens)
+    return resolved
 
 
 def require_apart(config: Config) -> None:
@@ -74,7 +81,7 @@ def open_run(config: Config, folder: RunFolder, *, resumes: bool) -> Opened:
     resumed = resume(folder.path / FOLDER, config, kinds) if resumes else None
     source = config.model.name_or_path if resumed is None else resumed.home.source
     tokenizer = load_tokenizer(source)
-    model, plan = config.model, None
+    model = config.model
     found: HostModel | ModelFolder = (
         resumed.home
         if resumed is not None
@@ -85,8 +92,9 @@ def open_run(config: Config, folder: RunFolder, *, resumes: bool) -> Opened:
         check_packing(found.decoder.config.model_type, model.attn)
     if resumed is None:
         resolved, plan = plan_run(config, device, resolved, found.decoder)
-    elif isinstance(config.train.micro_batch_tokens, str):  # others would give other bits
-        resolved = replace(resolved, micro_batch_tokens=resumed.known.micro_batch_tokens)
+    else:
+        resolved = as_it_began(resolved, config, resumed)
+        resolved, plan = plan_resumed(config, device, resolved, found.decoder, base_bytes)
     data = open_data(config, tokenizer, resolved)
     try:
         home = found.load(kinds) if isinstance(found, ModelFolder) else found
@@ -101,5 +109,4 @@ def open_run(config: Config, folder: RunFolder, *, resumes: bool) -> Opened:
         data=data,
         home=home,
         resumed=resumed,
-        base_bytes=base_bytes,
     )

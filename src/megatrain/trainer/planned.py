@@ -13,6 +13,7 @@ Laws (tests/trainer/test_planned.py)
 
 from __future__ import annotations
 
+import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,11 @@ from megatrain.memory.host import free_bytes, give_back_at_once, resident_bytes
 from megatrain.models.decoder import Decoder
 from megatrain.pipeline.device import Device
 from megatrain.planning.doctor import measured_profile
+from megatrain.planning.from_config import fixed_by, within, workload_of
 from megatrain.planning.plan import Plan, make_plan
 from megatrain.planning.profile import MachineProfile, unmeasured
 from megatrain.planning.search import HOST_HEADROOM, Fixed
-from megatrain.planning.workload import Workload, shape_of
+from megatrain.planning.workload import shape_of
 from megatrain.trainer.resolve import Resolved
 
 LATER_BYTES = 96 << 20
@@ -38,34 +40,60 @@ def plan_run(
     config: Config, device: Device, resolved: Resolved, decoder: Decoder
 ) -> tuple[Resolved, Plan]:
     """Return settings that fit, and their plan. Raises DoesNotFit, with what would fit."""
-    resolved, plan = _planned(config, device, resolved, _workload(config, decoder))
-    if not device.own_memory and plan.profile.ram_bytes < TIGHT * plan.ledger.total("host"):
-        give_back_at_once()
-    return resolved, plan
+    base_bytes = resident_bytes() + LATER_BYTES
+    plan = _planned(config, device, resolved, decoder, fixed_by(config), base_bytes)
+    _require(plan, config)
+    return _adopted(plan, device, resolved), plan
+
+
+def plan_resumed(
+    config: Config, device: Device, resolved: Resolved, decoder: Decoder, base_bytes: int
+) -> tuple[Resolved, Plan]:
+    """Return the plan of a run that continues, its model loaded already, and its settings.
+
+    Micro-batches and chunks stay as in `resolved`: others would give other bits. `base_bytes` is
+    what the process held before its model. What ran before is not refused for its memory.
+    """
+    fixed = replace(
+        fixed_by(config),
+        micro_tokens=resolved.micro_batch_tokens,
+        chunk_tokens=resolved.chunk_tokens,
+        kept=frozenset({"micro_tokens", "chunk_tokens"}),
+    )
+    plan = _planned(config, device, resolved, decoder, fixed, base_bytes + LATER_BYTES)
+    return _adopted(plan, device, resolved), plan
 
 
 def _planned(
-    config: Config, device: Device, resolved: Resolved, workload: Workload
-) -> tuple[Resolved, Plan]:
-    fixed = _fixed(config, resolved.update)
+    config: Config,
+    device: Device,
+    resolved: Resolved,
+    decoder: Decoder,
+    fixed: Fixed,
+    base_bytes: int,
+) -> Plan:
+    workload = workload_of(config, shape_of(decoder, Path(config.model.name_or_path).name))
     measured = measured_profile()
     if measured is not None and measured.unified != device.own_memory:
-        plan = make_plan(_as_now(measured, config), workload, fixed)
-        _require(plan, config)
-        return _resolved_by(plan, resolved), plan
-    machine = _as_now(unmeasured(ram_bytes=1, base_bytes=0, device_bytes=device.free_bytes), config)
+        return make_plan(_as_now(measured, config, base_bytes), workload, fixed)
+    unknown = unmeasured(ram_bytes=1, base_bytes=0, device_bytes=device.free_bytes)
+    machine = _as_now(unknown, config, base_bytes)
     plan = make_plan(machine, workload, _by_rules(fixed, resolved))
-    if not plan.fits:
-        plan = make_plan(machine, workload, fixed)
-        _require(plan, config)
-    return _resolved_by(plan, resolved), plan
+    return plan if plan.fits else make_plan(machine, workload, fixed)
 
 
-def _resolved_by(plan: Plan, resolved: Resolved) -> Resolved:
-    """Return the settings with what the plan decided."""
+def _adopted(plan: Plan, device: Device, resolved: Resolved) -> Resolved:
+    """Return the settings with what the plan decided; where memory is tight, malloc is told."""
+    if not device.own_memory and plan.profile.ram_bytes < TIGHT * plan.ledger.total("host"):
+        give_back_at_once()
     chosen = plan.settings
     return replace(
-        resolved, micro_batch_tokens=chosen.micro_tokens, slots=chosen.slots, tape=chosen.tape
+        resolved,
+        micro_batch_tokens=chosen.micro_tokens,
+        slots=chosen.slots,
+        tape=chosen.tape,
+        chunk_tokens=chosen.chunk_tokens,
+        gather_embedding=chosen.gather_embedding or resolved.gather_embedding,
     )
 
 
@@ -79,7 +107,7 @@ def _require(plan: Plan, config: Config) -> None:
 
 
 def predicted_against_measured(plan: Plan, step_seconds: list[float]) -> str:
-    """Return what was foretold of a step, and what came, in one line."""
+    """Return the predicted and the measured time of a step, in one line."""
     measured = _median(step_seconds)
     return (
         f"a step: {plan.step_s:.3g} s predicted, {measured:.3g} s measured "
@@ -87,54 +115,28 @@ def predicted_against_measured(plan: Plan, step_seconds: list[float]) -> str:
     )
 
 
-def facts(plan: Plan, step_seconds: list[float]) -> dict[str, Any]:
-    """Return the plan for plan.json, with what was measured of a step so far."""
-    told = plan.facts()
-    del told["settings"]
-    if step_seconds:
-        told["measured_step_s"] = _median(step_seconds)
-    return told
-
-
-def _as_now(profile: MachineProfile, config: Config) -> MachineProfile:
-    """Return the machine with the memory that is free now, within what the config allows."""
-    ram, vram = config.memory.ram, config.memory.vram
-    changes: dict[str, Any] = {
-        "ram_bytes": min(ram, _free_for_us()) if isinstance(ram, int) else _free_for_us(),
-        "base_bytes": resident_bytes() + LATER_BYTES,
+def facts(
+    plan: Plan, device: Device, resolved: Resolved, step_seconds: list[float]
+) -> dict[str, Any]:
+    """Return plan.json: the plan, the settings in use, and what was measured until now."""
+    measured = {
+        "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+        "device_peak_bytes": device.peak_bytes,
     }
-    if isinstance(vram, int) and not profile.unified:
-        changes["device_bytes"] = min(vram, profile.device_bytes)
-    return profile.changed(**changes)
+    found = plan.facts() | {"measured": measured, "settings": resolved.facts()}
+    if step_seconds:
+        found["measured_step_s"] = _median(step_seconds)
+    return found
+
+
+def _as_now(profile: MachineProfile, config: Config, base_bytes: int) -> MachineProfile:
+    """Return the machine with the memory that is free now, within what the config allows."""
+    return within(profile.changed(ram_bytes=_free_for_us(), base_bytes=base_bytes), config)
 
 
 def _free_for_us() -> int:
     """Return what this process holds and could still have."""
     return free_bytes() + resident_bytes()
-
-
-def _workload(config: Config, decoder: Decoder) -> Workload:
-    model = config.model
-    return Workload(
-        model=shape_of(decoder, Path(model.name_or_path).name),
-        step_tokens=config.train.batch_tokens,
-        sequence=config.data.max_length,
-        dtype=model.dtype,
-        packed=config.data.packing,
-        max_grad_norm=config.train.max_grad_norm,
-    )
-
-
-def _fixed(config: Config, update: str) -> Fixed:
-    micro, memory = config.train.micro_batch_tokens, config.memory
-    return Fixed(
-        micro_tokens=micro if isinstance(micro, int) else None,
-        slots=memory.slots if isinstance(memory.slots, int) else None,
-        tape=memory.tape if memory.tape != "auto" else None,
-        update=update,
-        chunk_tokens=memory.chunk_tokens,
-        gather_embedding=memory.gather_embedding,
-    )
 
 
 def _by_rules(fixed: Fixed, resolved: Resolved) -> Fixed:
@@ -144,6 +146,8 @@ def _by_rules(fixed: Fixed, resolved: Resolved) -> Fixed:
         micro_tokens=resolved.micro_batch_tokens,
         slots=resolved.slots,
         tape=resolved.tape,
+        chunk_tokens=resolved.chunk_tokens,
+        gather_embedding=resolved.gather_embedding,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from megatrain.config import Config
 from megatrain.errors import NoDevice
+from megatrain.models.loss import CHUNK_TOKENS
 from megatrain.pipeline.accelerator import Accelerator
 from megatrain.pipeline.device import CpuDevice, Device
 from megatrain.pipeline.runtime import TorchRuntime
@@ -23,6 +24,8 @@ class Resolved:
     slots: int
     tape: Literal["device", "host"]
     update: Literal["in_backward", "late"]
+    chunk_tokens: int
+    gather_embedding: bool
 
     def facts(self) -> dict[str, Any]:
         return asdict(self)
@@ -54,4 +57,6 @@ def resolve(config: Config, device: Device, name: str) -> Resolved:
         slots=2 if memory.slots == "auto" else memory.slots,
         tape=memory.tape if memory.tape != "auto" else "host" if device.own_memory else "device",
         update="in_backward" if train.max_grad_norm is None else "late",
+        chunk_tokens=CHUNK_TOKENS if memory.chunk_tokens == "auto" else memory.chunk_tokens,
+        gather_embedding=memory.gather_embedding is True,
     )

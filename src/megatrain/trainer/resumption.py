@@ -21,6 +21,7 @@ from megatrain.disk.restore import restore
 from megatrain.disk.retention import finished, step_of
 from megatrain.errors import CheckpointDamaged, CheckpointMismatch, DiskError
 from megatrain.memory.layout import Kind
+from megatrain.models.loss import CHUNK_TOKENS
 from megatrain.models.model_config import CONFIG_NAME
 from megatrain.trainer.run_state import RunState, as_count
 
@@ -51,6 +52,7 @@ class Known:
     lines: dict[str, int]
     """How long the step's files were."""
     micro_batch_tokens: int
+    chunk_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +124,7 @@ def known_of(manifest: Manifest) -> Known:
             },
             lines={str(name): as_count(size) for name, size in training["lines"].items()},
             micro_batch_tokens=as_count(training["micro_batch_tokens"]),
+            chunk_tokens=as_count(training.get("chunk_tokens", CHUNK_TOKENS)),
         )
         if state.step != manifest.step:
             raise ValueError(f"step {state.step} of a run in a checkpoint of step {manifest.step}")

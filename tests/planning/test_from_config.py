@@ -1,0 +1,118 @@
+"""One config has one plan: `estimate` and `train` cannot tell different things."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatrain.config import load_config
+from megatrain.disk.hf import read_folder
+from megatrain.pipeline.accelerator import Accelerator
+from megatrain.pipeline.device import CpuDevice, Device
+from megatrain.planning import estimate as estimating
+from megatrain.planning.doctor import Examination
+from megatrain.planning.estimate import estimate
+from megatrain.planning.host_facts import host_facts
+from megatrain.planning.plan import Plan
+from megatrain.planning.profile import MachineProfile
+from megatrain.trainer import planned
+from megatrain.trainer.planned import plan_run
+from megatrain.trainer.resolve import resolve
+from tests.families import save_tiny
+from tests.planning.machines import DESKTOP, GIB, PROCESSOR
+from tests.simulated.accelerator import Simulator
+
+MACHINES = [DESKTOP, PROCESSOR]
+SETTINGS: list[list[str]] = [
+    [],
+    ["data.packing=false", "data.max_length=512"],
+    ["train.max_grad_norm=null", "train.batch_tokens=8k"],
+    ["model.dtype=fp32", "model.attn=eager"],
+    ["model.frozen=[model.embed_tokens*, lm_head*]"],
+    ["train.micro_batch_tokens=4096", "memory.chunk_tokens=512", "memory.slots=3"],
+    ["memory.ram=2GB", "memory.vram=1GB"],
+]
+
+
+@pytest.fixture(params=MACHINES, ids=lambda profile: profile.name)
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> MachineProfile:
+    """A machine that doctor has measured, with all of its memory free."""
+    profile: MachineProfile = request.param.changed(source="measured")
+    found = Examination(
+        facts=host_facts(), profile=profile, kernel="native", folder=".", when="now", seconds=1.0
+    )
+    monkeypatch.setattr(estimating, "kept_examination", lambda: found)
+    monkeypatch.setattr(estimating, "free_bytes", lambda: profile.ram_bytes)
+    monkeypatch.setattr(planned, "measured_profile", lambda: profile)
+    monkeypatch.setattr(planned, "free_bytes", lambda: profile.ram_bytes - profile.base_bytes)
+    monkeypatch.setattr(planned, "resident_bytes", lambda: profile.base_bytes)
+    monkeypatch.setattr(planned, "LATER_BYTES", 0)
+    monkeypatch.setattr(planned, "give_back_at_once", lambda: None)
+    return profile
+
+
+def as_train_plans(path: Path, settings: list[str], machine: MachineProfile) -> Plan:
+    config = load_config(path, settings)
+    model = config.model
+    device: Device = CpuDevice() if machine.unified else Accelerator(Simulator())
+    read = read_folder(model.name_or_path, dtype=model.dtype, frozen=model.frozen, attn=model.attn)
+    _, plan = plan_run(config, device, resolve(config, device, "any"), read.decoder)
+    return plan
+
+
+def config_for(folder: Path, family: str) -> Path:
+    save_tiny(folder / "model", family)
+    path = folder / "run.yaml"
+    path.write_text(f"model: {folder / 'model'}\ndata: never.jsonl\n")
+    return path
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_estimate_and_train_make_the_same_plan(
+    tmp_path: Path, machine: MachineProfile, settings: list[str]
+) -> None:
+    path = config_for(tmp_path, "llama")
+    by_estimate = estimate(str(path), settings).plan
+    by_train = as_train_plans(path, settings, machine)
+    assert by_estimate.facts() == by_train.facts()
+    assert str(by_estimate) == str(by_train)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gemma2", "phi"])
+def test_the_same_plan_for_other_families(
+    tmp_path: Path, machine: MachineProfile, family: str
+) -> None:
+    path = config_for(tmp_path, family)
+    by_train = as_train_plans(path, [], machine)
+    by_estimate = estimate(str(path)).plan
+    assert by_estimate.settings == by_train.settings
+    assert by_estimate.ledger.total("host") == pytest.approx(by_train.ledger.total("host"), 1e-3)
+
+
+def test_another_setting_would_be_noticed(tmp_path: Path, machine: MachineProfile) -> None:
+    path = config_for(tmp_path, "llama")
+    facts = as_train_plans(path, [], machine).facts()
+    for settings in SETTINGS[1:-1]:
+        assert estimate(str(path), settings).plan.facts() != facts, settings
+
+
+def test_only_what_was_set_is_called_so(tmp_path: Path, machine: MachineProfile) -> None:
+    path = config_for(tmp_path, "llama")
+    plan = as_train_plans(path, [], machine)
+    assert set(plan.reasons) >= {"update", "chunk_tokens", "gather_embedding", "micro_tokens"}
+    assert "as you set it" not in plan.reasons.values()
+    chosen = as_train_plans(path, ["memory.chunk_tokens=1024"], machine)
+    assert [name for name, why in chosen.reasons.items() if why == "as you set it"] == [
+        "chunk_tokens"
+    ]
+
+
+def test_memory_that_a_config_allows_is_all_there_is(
+    tmp_path: Path, machine: MachineProfile
+) -> None:
+    plan = estimate(
+        str(config_for(tmp_path, "llama")), ["memory.ram=3GiB", "memory.vram=2GiB"]
+    ).plan
+    assert plan.profile.ram_bytes == 3 * GIB
+    assert plan.profile.device_bytes == (0 if machine.unified else 2 * GIB)
