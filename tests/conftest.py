@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import signal
 
+import hypothesis
 import pytest
 import torch
 import transformers
@@ -9,6 +10,8 @@ import transformers
 transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 # Ignored under nohup, or behind a shell's `&`; children would inherit that.
 for number, usual in (
     (signal.SIGHUP, signal.SIG_DFL),

@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "megatrain"
 MODULES = sorted(SOURCE.rglob("*.py"))
+TESTS = sorted(path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py"))
 
 # A module may import from levels below its own and from its own package, never from above.
 LEVELS = {
@@ -31,6 +32,13 @@ FILE_CHANGES = {
     "symlink", "hardlink_to", "rmtree", "copytree", "copyfile", "fsync", "fdatasync", "ftruncate",
     "truncate", "pwrite", "pwritev", "posix_fallocate",
 }  # fmt: skip
+WALL_CLOCKS = {("time", name) for name in ("monotonic", "perf_counter", "time")}
+READ_A_CLOCK = {
+    Path("tests/patience.py"),
+    Path("tests/attacks/sandbox.py"),  # ends what hangs
+    Path("tests/pipeline/test_lane_progress.py"),  # a least time, and no most
+    Path("tests/simulated/test_mutants.py"),  # ends what hangs
+}
 OS_CHANGES = {"replace", "rename", "remove", "write", "link", "open"}
 
 
@@ -154,6 +162,13 @@ def test_tests_mirror_the_source() -> None:
     mirrored = {path.parent.relative_to(SOURCE) for path in MODULES} - {Path()}
     for folder in mirrored:
         assert (ROOT / "tests" / folder).is_dir(), f"tests/{folder} is missing"
+
+
+@pytest.mark.parametrize("path", TESTS, ids=str)
+def test_no_test_depends_on_the_time_of_day(path: Path) -> None:
+    """Effort is measured by tests/effort.py, and tests/patience.py waits for events."""
+    read = set(_attributes(ast.parse((ROOT / path).read_text()))) & WALL_CLOCKS
+    assert not read or path in READ_A_CLOCK, f"{path} reads {read}"
 
 
 def test_the_readme_shows_the_real_tree() -> None:

@@ -26,7 +26,7 @@ def _export(folder: Path, to: str, spoil: Any) -> Outcome:
     folder.mkdir()
     write_benign(folder)
     (folder.parent / "secret").write_text("private")
-    with Sandbox(play, deadline_s=20) as sandbox:
+    with Sandbox(play) as sandbox:
         return sandbox.attack(folder)
 
 

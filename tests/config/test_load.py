@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from megatrain.config import Config, dump_config, load_config
 from megatrain.config.load import resolve_config
 from megatrain.config.yaml_reader import parse_document
 from megatrain.errors import ConfigError
+from tests.effort import children_s, require_effort
 
 SMALL = "model: Qwen/Qwen3-8B\ndata: train.jsonl\n"
 
@@ -245,11 +245,10 @@ def test_long_lists_of_faults_are_cut() -> None:
     assert len(text) < 5000
 
 
-def test_no_file_takes_long_to_refuse() -> None:
+def test_no_file_takes_much_to_refuse() -> None:
     lines = "".join(f"learnin_{number}: {{a: 1}}\n" for number in range(3000))
-    begin = time.process_time()
     assert "3000 faults" in refused(SMALL + lines)
-    assert time.process_time() - begin < 3
+    require_effort(lambda: refused(SMALL + lines), at_most=50)
 
 
 @pytest.mark.parametrize(
@@ -270,18 +269,15 @@ def test_a_section_whose_keys_are_commented_out_has_its_defaults() -> None:
     assert load(SMALL + "train:\n  # epochs: 3\n") == load(SMALL)
 
 
-def test_importing_takes_no_time_and_no_torch() -> None:
+def test_importing_takes_little_and_no_torch() -> None:
     code = """
-import sys, time, yaml, pydantic
-class Warm(pydantic.BaseModel):
-    x: int = pydantic.Field(default=1)
-begin = time.process_time()
+import sys
 import megatrain.config
-print(time.process_time() - begin, {"torch", "transformers", "typer", "rich"} & set(sys.modules))
+print({"torch", "transformers", "typer", "rich", "numpy"} & set(sys.modules))
 """
-    runs = [
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        for _ in range(4)
-    ]
-    assert {run.stdout.split()[1] for run in runs} == {"set()"}
-    assert min(float(run.stdout.split()[0]) for run in runs) < 0.1
+
+    def import_() -> None:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.stdout == "set()\n", done.stderr
+
+    require_effort(import_, at_most=15, clock=children_s)

@@ -18,6 +18,7 @@ from benchmarks.crash import corruption
 from benchmarks.crash.crash_states import FAULTS, judge, record
 from benchmarks.crash.protocols import PROTOCOLS
 from benchmarks.crash.recorded import Op
+from tests.patience import HANG_S
 
 ROOT = Path(crash.__file__).parents[2]
 SPOILT = """
@@ -57,7 +58,12 @@ def _play_spoilt(what: str, module: str, count: int, spoil: str) -> dict[str, An
 
 def _result(*words: str) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, cwd=ROOT, timeout=600, check=False
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=4 * HANG_S,
+        check=False,
     )
     assert done.stdout, done.stderr[-2000:]
     result: dict[str, Any] = json.loads(done.stdout)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from megatrain.data.skipped import BadRow
 from megatrain.data.source import open_source
 from megatrain.errors import DataError
 from tests.data.written import SUFFIXES, write
+from tests.effort import require_effort
 
 ROWS = [{"text": text} for text in ("one", "42", "NA", "null", "a, b", "caf\u00e9", 'say "x"')]
 
@@ -152,9 +152,8 @@ def test_what_must_be_a_file_is_not_asked_of_the_hub(name: str) -> None:
 def test_large_arrays_take_no_longer_per_row(tmp_path: Path) -> None:
     """2 MB of small rows: copying the rest for every row would take minutes."""
     path = write(tmp_path / "a.json", [{"text": "word"}] * 60_000)
-    begin = time.monotonic()
     assert len(_values(path)) == 60_000
-    assert time.monotonic() - begin < 5
+    require_effort(lambda: _values(path), at_most=50)
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:

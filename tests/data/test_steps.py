@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from collections import Counter
 from typing import Any
 
@@ -17,6 +16,7 @@ from megatrain.data.order import InOrder, Mixed, Order, Shuffled
 from megatrain.data.steps import Position, Steps
 from megatrain.errors import ConfigError, DataError
 from tests.data.made_documents import MadeDocuments, documents_in, log_normal
+from tests.effort import require_effort
 
 DOCUMENTS = log_normal(700, 64)
 
@@ -165,15 +165,15 @@ class _Endless:
         return b"20"
 
 
-def test_seeking_far_out_takes_no_time() -> None:
+def test_seeking_far_out_takes_little() -> None:
     documents: Any = MadeDocuments([20])
     documents.lengths = _Endless()
     far = Position(epoch=2, window=10**12 // 60 - 7, row=3)
-    taken = []
-    for _ in range(5):  # the machine may be busy with others
-        steps = _steps(documents, Shuffled(10**12, 3))
-        begin = time.perf_counter()
-        rows, _ = steps.rows(steps.position(steps.state(far)))
-        taken.append(time.perf_counter() - begin)
+    steps = _steps(documents, Shuffled(10**12, 3))
+    state = steps.state(far)
+
+    def seek() -> None:
+        rows, _ = steps.rows(steps.position(state))
         assert rows
-    assert min(taken) < 0.010
+
+    require_effort(seek, at_most=0.2)

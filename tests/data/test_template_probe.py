@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from megatrain.data.rows import Row
 from megatrain.data.template_probe import probe_template, require_children
 from megatrain.errors import DataError
 from tests.data.tokenizers_of_kinds import made, tokenizer_of
+from tests.patience import HANG_S
 
 TALK = Row(messages=({"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}))
 _TEN = "{% for a in range(99999) %}"
@@ -28,10 +28,8 @@ def test_a_template_that_raises_is_left_to_the_rows() -> None:
 
 def test_an_endless_template_is_killed() -> None:
     endless = made(_TEN * 4 + "{% endfor %}" * 4, ("<s>",), eos="<s>")
-    begin = time.monotonic()
     with pytest.raises(DataError, match="did not finish one conversation in 4 s"):
         probe_template(endless, TALK, limit_s=4)
-    assert time.monotonic() - begin < 20
 
 
 def test_a_template_without_bounds_is_stopped() -> None:
@@ -66,7 +64,7 @@ def test_a_script_that_cannot_be_imported_is_told_what_to_change(
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=HANG_S,
     )
     told = "what it does belongs under `if __name__" in ended.stderr
     assert (ended.returncode == 0, told) == (guarded, not guarded), ended.stderr

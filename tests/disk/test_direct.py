@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
+import threading
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from megatrain.disk.direct import (
 )
 from megatrain.errors import DiskError
 from tests.faulty_os import faulty
+from tests.patience import HANG_S
 
 SIZES = [0, 1, 4095, 4096, 4097, CHUNK_BYTES, CHUNK_BYTES * 4 + 77]
 
@@ -132,9 +133,10 @@ def test_sources_may_change_once_they_are_let_go(
 ) -> None:
     """And not before: threads that copy late would find other bytes."""
     data, gather = _bytes(2 * CHUNK_BYTES + 5), direct._gather
+    changed = threading.Event()
 
     def late(pieces: list[torch.Tensor], buffer: torch.Tensor) -> None:
-        time.sleep(0.2)
+        changed.wait(0.2 if let_go else HANG_S)
         gather(pieces, buffer)
 
     monkeypatch.setattr(direct, "_gather", late)
@@ -144,6 +146,7 @@ def test_sources_may_change_once_they_are_let_go(
         if let_go:
             writer.let_go()
         data.zero_()
+        changed.set()
         writer.finish()
     assert ((tmp_path / "file").read_bytes() == expected) == let_go
 

@@ -71,7 +71,7 @@ def test_anyone_can_read_it_as_json() -> None:
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 ))  # fmt: skip
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_whatever_the_trainer_says_comes_back(value: Any) -> None:
     made = _manifest(training={"value": value})
     assert parse_manifest(made.to_bytes(), "x") == made

@@ -7,7 +7,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -197,7 +196,6 @@ _VALUES = st.recursive(
 
 
 @pytest.mark.parametrize("tool", TABLES)
-@hypothesis.settings(deadline=None)  # a busy machine must not decide
 @given(data=st.data())
 def test_whatever_the_values_every_key_is_accounted_for(tool: Tool, data: st.DataObject) -> None:
     keys = st.sampled_from(sorted(TABLES[tool]))

@@ -15,6 +15,7 @@ from megatrain.optim import native
 from megatrain.optim.kernel import Kernel
 from megatrain.optim.native import NativeKernel
 from megatrain.optim.torch_kernel import TorchKernel
+from tests.patience import HANG_S
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -55,7 +56,7 @@ def compile_kernel(tmp_path: Path) -> Callable[..., NativeKernel]:
         library = tmp_path / "libkernel.so"
         common = ["-std=c11", "-O3", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC"]
         command = [compiler, *common, *flags, str(source), "-o", str(library)]
-        subprocess.run(command, check=True, timeout=120)
+        subprocess.run(command, check=True, timeout=HANG_S)
         return NativeKernel(library)
 
     return compile_

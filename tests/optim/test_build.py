@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.optim.native import NativeKernel
+from tests.patience import HANG_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +28,7 @@ def build(target: Path, **environment: str) -> tuple[Path, str]:
         stderr=subprocess.STDOUT,
         text=True,
         check=True,
-        timeout=120,
+        timeout=HANG_S,
     )
     return target / "megatrain" / "optim" / "libkernel.so", done.stdout
 

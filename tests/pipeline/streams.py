@@ -9,6 +9,7 @@ from queue import SimpleQueue
 
 from megatrain.pipeline.lanes import Action
 from megatrain.pipeline.ops import Op
+from tests.patience import HANG_S
 
 _current = threading.local()
 
@@ -42,7 +43,7 @@ class LateStream:
 
     def wait_event(self, event: LateEvent) -> None:
         def wait() -> None:
-            assert event.passed.wait(timeout=30)
+            assert event.passed.wait(HANG_S)
 
         self._queue.put(wait)
 
@@ -55,7 +56,7 @@ class LateStream:
 
     def close(self) -> None:
         self._queue.put(None)
-        self._thread.join(30)
+        self._thread.join(HANG_S)
         assert not self._thread.is_alive()
 
     def _run(self) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatrain.errors import DeviceFull
 from megatrain.pipeline.device import CpuDevice, Meter, copy_bits
 from megatrain.pipeline.ops import LANES
+from tests.patience import HANG_S
 
 
 def test_memory_is_counted_until_nothing_uses_it() -> None:
@@ -94,7 +95,7 @@ def test_garbage_that_is_collected_while_counting_is_counted_off() -> None:
     gc.disable()
     try:
         threading.Thread(target=work, daemon=True).start()
-        assert done.wait(10)
+        assert done.wait(HANG_S)
     finally:
         gc.enable()
     assert device.meter.live_bytes == 0

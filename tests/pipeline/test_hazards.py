@@ -64,13 +64,13 @@ def unordered(fed: Fed) -> list[tuple[Op, Op]]:
     ]
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(random_ops)
 def test_conflicting_ops_are_ordered_as_fed(ops: list[Op]) -> None:
     assert not unordered(feed(ops))
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(random_ops)
 def test_an_op_waits_for_one_op_per_other_lane_and_never_twice(ops: list[Op]) -> None:
     waited: dict[tuple[str, str], int] = {}

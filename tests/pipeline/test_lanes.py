@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,8 +16,8 @@ from megatrain.pipeline.hazards import Ticket
 from megatrain.pipeline.lane_progress import Progress
 from megatrain.pipeline.lanes import Action, Lane, Stream, Work
 from megatrain.pipeline.ops import Op, OpKind
+from tests.patience import HANG_S, eventually
 from tests.pipeline.streams import LateEvent, LateStream, deferred
-from tests.pipeline.toys import eventually
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +31,7 @@ OP = Op(kind=OpKind.FETCH, block=1)
 
 @pytest.fixture
 def progress() -> Iterator[Progress]:
-    progress = Progress(["in", "compute", "out"], deadline_s=10)
+    progress = Progress(["in", "compute", "out"], deadline_s=HANG_S)
     yield progress
     progress.stop()
 
@@ -53,36 +54,26 @@ def test_a_lane_does_its_work_in_order(progress: Progress) -> None:
     progress.await_complete(works[-1].ticket)
     assert done == list(range(50))
     progress.stop()
-    assert lane.join(5)
+    assert lane.join(HANG_S)
 
 
-@pytest.mark.parametrize("num_bytes", [0, 20_000])
-def test_a_throttled_copy_takes_its_time(progress: Progress, num_bytes: int) -> None:
-    lane = start(Lane("in", bandwidth=1e6), progress)
-    copy = work(0, lambda op: num_bytes)
-    began = time.monotonic()
-    lane.put(copy)
-    progress.await_complete(copy.ticket)
-    assert time.monotonic() - began >= num_bytes / 1e6
-    progress.stop()
-    assert lane.join(5)
+@pytest.mark.parametrize(
+    ("num_bytes", "copied_s", "slept_s"),
+    [(0, 0.0, 0.0), (20_000, 0.005, 0.015), (20_000, 0.2, 0.0)],
+)
+def test_a_throttled_copy_takes_its_time_and_counts_what_the_copy_took_itself(
+    num_bytes: int, copied_s: float, slept_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, slept = [100.0], list[float]()
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=slept.append)
+    monkeypatch.setattr("megatrain.pipeline.lanes.time", clock)
 
+    def copy(op: Op) -> int:
+        now[0] += copied_s
+        return num_bytes
 
-def test_throttling_counts_the_time_the_copy_took_itself(progress: Progress) -> None:
-    lane = start(Lane("in", bandwidth=1e6), progress)
-    copied_at: list[float] = []
-
-    def slow_copy(op: Op) -> int:
-        time.sleep(0.2)
-        copied_at.append(time.monotonic())
-        return 200_000
-
-    copy = work(0, slow_copy)
-    lane.put(copy)
-    progress.await_complete(copy.ticket)
-    assert time.monotonic() - copied_at[0] < 0.15
-    progress.stop()
-    assert lane.join(5)
+    assert Lane("in", bandwidth=1e6).act(OP, copy) == num_bytes
+    assert slept == [pytest.approx(slept_s)]
 
 
 def test_a_host_lane_waits_for_the_device_and_a_device_lane_does_not(progress: Progress) -> None:
@@ -105,8 +96,8 @@ def test_a_host_lane_waits_for_the_device_and_a_device_lane_does_not(progress: P
     progress.await_complete(on_host.ticket)
     assert sorted(done) == ["device", "host"]
     progress.stop()
-    assert host.join(5)
-    assert device.join(5)
+    assert host.join(HANG_S)
+    assert device.join(HANG_S)
     stream.close()
 
 
@@ -121,7 +112,7 @@ def test_a_failing_action_stops_all_and_says_where(progress: Progress) -> None:
     assert str(progress.failure) == "no such slot"
     assert progress.failure is not None
     assert progress.failure.__notes__ == ["raised in lane in, at FETCH(1)"]
-    assert lane.join(5)
+    assert lane.join(HANG_S)
 
 
 def test_no_work_is_begun_after_the_stop(progress: Progress) -> None:
@@ -130,15 +121,15 @@ def test_no_work_is_begun_after_the_stop(progress: Progress) -> None:
 
     def block(op: Op) -> None:
         entered.set()
-        release.wait(10)
+        release.wait(HANG_S)
 
     lane.put(work(0, block))
     lane.put(work(1, lambda op: done.append("late")))
-    assert entered.wait(5)
+    assert entered.wait(HANG_S)
     progress.stop()
     assert not lane.join(0.02)
     release.set()
-    assert lane.join(5)
+    assert lane.join(HANG_S)
     assert done == []
 
 
@@ -155,7 +146,7 @@ def test_a_forgotten_lane_does_not_keep_the_process() -> None:
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=HANG_S,
         check=True,
         env={"PYTHONPATH": ":".join(sys.path)},
     )

@@ -16,6 +16,7 @@ from megatrain.pipeline import pinning
 from megatrain.pipeline.accelerator import Accelerator
 from megatrain.pipeline.pinning import RING_BUFFERS, Registry, Ring, tell
 from megatrain.pipeline.runtime import PinningFailed
+from tests.patience import HANG_S
 from tests.simulated.accelerator import Policy, Simulator
 from tests.simulated.watched import watched
 
@@ -57,7 +58,7 @@ def test_pieces_are_registered_in_parallel() -> None:
 
     class Slow(Simulator):
         def register(self, address: int, num_bytes: int) -> None:
-            both.wait(timeout=10)
+            both.wait(HANG_S)
             super().register(address, num_bytes)
 
     simulator = Slow()

@@ -22,8 +22,10 @@ from megatrain.pipeline.player import Player
 from megatrain.pipeline.reference import Reference
 from megatrain.pipeline.schedule import build_flush, build_forward, build_step
 from megatrain.pipeline.shape import StepShape
+from tests.effort import require_effort
+from tests.patience import HANG_S, eventually
 from tests.pipeline.streams import LateStream, deferred
-from tests.pipeline.toys import IntegerMachine, eventually, short_life
+from tests.pipeline.toys import IntegerMachine, short_life, shorten_deadline
 
 History = dict[Resource, list[int]]
 SMALL = StepShape(num_blocks=5, num_micro=2, tape="host", update="late", tied=True)
@@ -89,7 +91,7 @@ def by_player(
     schedules: list[list[Op]], lanes: list[Lane], wrap: Callable[[Action], Action] = lambda act: act
 ) -> History:
     machine = IntegerMachine(pause=lambda: time.sleep(0))
-    with Player(lanes, deadline_s=30) as player:
+    with Player(lanes, deadline_s=HANG_S) as player:
         for ops in schedules:
             player.play(ops, dict.fromkeys(OpKind, wrap(machine.act)))
     return machine.history
@@ -98,14 +100,14 @@ def by_player(
 # Overlap changes nothing.
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(shapes, st.integers(0, 2**32))
 def test_any_timing_of_the_lanes_gives_the_reference(shape: StepShape, seed: int) -> None:
     schedules = short_life(shape)
     assert by_player(schedules, host_lanes(seed)) == by_reference(schedules)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, derandomize=True)
 @given(shapes, st.integers(0, 2**32))
 def test_any_timing_of_the_streams_gives_the_reference(shape: StepShape, seed: int) -> None:
     schedules = short_life(shape)
@@ -141,22 +143,23 @@ def test_without_waits_the_result_would_differ(
 
 def test_play_returns_at_once_and_steps_overlap() -> None:
     """The second step is in its layers while the host still updates its last blocks."""
-    order: list[str] = []
+    begun: list[str] = []
+    returned, in_layers = threading.Event(), threading.Event()
 
     def act(op: Op) -> None:
-        order.append(f"begin {op}")
-        time.sleep(2e-3)
-        order.append(f"end {op}")
+        assert returned.wait(HANG_S)
+        begun.append(str(op))
+        if begun.count("FORWARD(1,0)") == 2:
+            in_layers.set()
+        if str(op) == "UPDATE(7)":
+            assert in_layers.wait(HANG_S)
 
     shape = StepShape(num_blocks=8, update="late")
-    first, following = build_step(shape), build_step(shape, pending=True)
-    with Player(host_lanes(), deadline_s=30) as player:
-        began = time.monotonic()
-        for ops in (first, following):
-            player.play(ops, dict.fromkeys(OpKind, act))
-        assert time.monotonic() - began < 0.5 * 2e-3 * len(first + following)
-    assert order.count("begin FORWARD(1,0)") == 2
-    assert "begin FORWARD(1,0)" in order[order.index("end CLIP") : order.index("end UPDATE(7)")]
+    with Player(host_lanes(), deadline_s=HANG_S) as player:
+        for pending in (False, True):
+            player.play(build_step(shape, pending=pending), dict.fromkeys(OpKind, act))
+        returned.set()
+    assert begun.count("FORWARD(1,0)") == 2
 
 
 def test_waiting_for_some_kinds_does_not_wait_for_others() -> None:
@@ -165,10 +168,10 @@ def test_waiting_for_some_kinds_does_not_wait_for_others() -> None:
     actions: dict[OpKind, Action] = dict.fromkeys(OpKind, lambda op: None)
 
     def drain(op: Op) -> None:
-        release.wait(10)
+        release.wait(HANG_S)
         drained.append(op)
 
-    with Player(host_lanes(), deadline_s=30) as player:
+    with Player(host_lanes(), deadline_s=HANG_S) as player:
         step = player.play(build_step(IN_BACKWARD), actions | {OpKind.DRAIN: drain})
         step.wait(OpKind.HEAD)
         assert drained == []
@@ -178,7 +181,7 @@ def test_waiting_for_some_kinds_does_not_wait_for_others() -> None:
 
 
 def test_a_kind_that_is_not_in_the_list_is_not_waited_for() -> None:
-    with Player(host_lanes(), deadline_s=30) as player:
+    with Player(host_lanes(), deadline_s=HANG_S) as player:
         step = player.play(build_forward(SMALL), dict.fromkeys(OpKind, lambda op: None))
         step.wait(OpKind.UPDATE)
         step.wait()
@@ -217,7 +220,7 @@ def test_a_failure_anywhere_surfaces_with_its_traceback(
     machine = IntegerMachine(pause=lambda: time.sleep(1e-4))
     actions = dict.fromkeys(OpKind, failing_at(machine, kind, block))
     late = shape.update == "late"
-    with Player(host_lanes(), deadline_s=30) as player:
+    with Player(host_lanes(), deadline_s=HANG_S) as player:
         with pytest.raises(BoomError) as caught:  # noqa: PT012
             player.play(build_step(shape), actions)
             player.play(build_step(shape, pending=late), actions)
@@ -234,7 +237,7 @@ def test_a_failure_anywhere_surfaces_with_its_traceback(
 
 def test_a_failure_is_raised_at_the_end_of_the_block_if_nobody_waited() -> None:
     actions = dict.fromkeys(OpKind, failing_at(IntegerMachine(), OpKind.HEAD, 4))
-    with pytest.raises(BoomError), Player(host_lanes(), deadline_s=30) as player:
+    with pytest.raises(BoomError), Player(host_lanes(), deadline_s=HANG_S) as player:
         player.play(build_step(SMALL), actions)
 
 
@@ -246,7 +249,7 @@ def test_the_callers_own_exception_is_not_masked_and_ends_the_lanes() -> None:
 
 
 def test_close_tells_a_failure_that_nobody_has_seen() -> None:
-    player = Player(host_lanes(), deadline_s=30)
+    player = Player(host_lanes(), deadline_s=HANG_S)
     player.play(
         build_step(SMALL), dict.fromkeys(OpKind, failing_at(IntegerMachine(), OpKind.FETCH, 0))
     )
@@ -259,7 +262,7 @@ def test_close_tells_a_failure_that_nobody_has_seen() -> None:
 def test_a_list_that_cannot_be_played_is_refused_as_a_whole() -> None:
     fetch, spill = Op(kind=OpKind.FETCH, block=1), Op(kind=OpKind.DRAIN, lane="disk", block=1)
     done: list[Op] = []
-    with Player([Lane("in")], deadline_s=30) as player:
+    with Player([Lane("in")], deadline_s=HANG_S) as player:
         with pytest.raises(
             ScheduleError, match=r"^DRAIN\(1\) is for lane disk, there are \['in'\]$"
         ):
@@ -278,17 +281,18 @@ def test_more_work_does_not_put_off_the_deadline() -> None:
     fetch = [Op(kind=OpKind.FETCH, block=1)]
     try:
         for _ in range(5):
-            step = player.play(fetch, {OpKind.FETCH: lambda op: int(release.wait(30))})
+            step = player.play(fetch, {OpKind.FETCH: lambda op: int(release.wait(HANG_S))})
             time.sleep(0.1)
         with pytest.raises(LaneStuck):
             step.wait()
     finally:
         release.set()
+        player._deadline_s = HANG_S
         player.close()
 
 
 def test_a_closed_player_refuses_work() -> None:
-    player = Player(host_lanes(), deadline_s=30)
+    player = Player(host_lanes(), deadline_s=HANG_S)
     player.close()
     player.close()
     with pytest.raises(PlayerStopped, match="has stopped"):
@@ -305,13 +309,15 @@ def test_a_stuck_lane_is_told_with_its_op_and_all_stacks(kind: OpKind) -> None:
 
     def never_ends(op: Op) -> None:
         stuck_at.append(op)
-        release.wait(30)
+        release.wait(HANG_S)
 
     actions: dict[OpKind, Action] = dict.fromkeys(OpKind, lambda op: None)
-    player = Player(host_lanes(), deadline_s=0.15)
+    player = Player(host_lanes(), deadline_s=HANG_S)
     try:
         for pending in (False, True):
             player.play(build_step(SMALL, pending=pending), actions | {kind: never_ends})
+        assert eventually(lambda: stuck_at)
+        shorten_deadline(player, 0.15)
         with pytest.raises(LaneStuck) as caught:
             player.settle()
         text = str(caught.value)
@@ -333,7 +339,7 @@ def test_a_stuck_device_is_told_too() -> None:
         player = Player([Lane("compute", stream=stream)], deadline_s=0.15)
         cleanup.callback(player.close)
         op = Op(kind=OpKind.FORWARD, block=1, micro=0)
-        hang = deferred(lambda op: int(release.wait(30)))
+        hang = deferred(lambda op: int(release.wait(HANG_S)))
         playing = player.play([op], {OpKind.FORWARD: hang})
         with pytest.raises(LaneStuck, match="no lane moved"):
             playing.wait()
@@ -344,30 +350,30 @@ def test_close_ends_within_the_deadline_and_tells_who_did_not() -> None:
 
     def never_ends(op: Op) -> None:
         entered.set()
-        release.wait(30)
+        release.wait(HANG_S)
 
     player = Player([Lane("in")], deadline_s=0.15)
     player.play([Op(kind=OpKind.FETCH, block=1)], {OpKind.FETCH: never_ends})
-    assert entered.wait(5)
+    assert entered.wait(HANG_S)
     try:
         with pytest.raises(LaneStuck, match=r"inside FETCH\(1\)"):
             player.close()
     finally:
         release.set()
+        player._deadline_s = HANG_S
         player.close()
 
 
 # Cost.
 
 
-def test_an_op_costs_less_than_a_tenth_of_a_millisecond() -> None:
+def test_an_op_costs_little() -> None:
     """Measured about 10 us: four lanes, a tape on the host, actions that do nothing."""
     shape = StepShape(num_blocks=34, num_micro=16, tape="host", num_tape_slots=4, update="late")
     ops = build_step(shape)
-    with Player(host_lanes(), deadline_s=30) as player:
-        began = time.perf_counter()
-        player.play(ops, dict.fromkeys(OpKind, lambda op: None)).wait()
-        assert (time.perf_counter() - began) / len(ops) < 1e-4
+    with Player(host_lanes(), deadline_s=HANG_S) as player:
+        nothing = dict.fromkeys(OpKind, lambda op: None)
+        require_effort(lambda: player.play(ops, nothing).wait(), at_most=1.5e-3 * len(ops))
 
 
 def test_tickets_of_done_ops_are_not_kept() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -13,6 +12,7 @@ from megatrain.pipeline.hazards import Hazards
 from megatrain.pipeline.ops import Op, OpKind
 from megatrain.pipeline.schedule import build_flush, build_forward, build_step
 from megatrain.pipeline.shape import StepShape
+from tests.effort import require_effort
 from tests.pipeline.toys import compute_waited, virtual_times
 
 COMPUTE = (OpKind.FORWARD, OpKind.HEAD, OpKind.BACKWARD)
@@ -243,12 +243,13 @@ def test_the_ring_hides_a_fetch_that_stands_before_restores(
     assert compute_waited(in_deadline_order, OpKind.BACKWARD) > 0
 
 
-def test_a_step_of_126_blocks_and_64_micro_batches_is_built_within_two_seconds() -> None:
+def test_a_step_of_126_blocks_and_64_micro_batches_is_built_with_little_effort() -> None:
     shape = StepShape(
         num_blocks=126, num_micro=64, tape="host", num_tape_slots=4, update="late", tied=True
     )
-    start = time.perf_counter()
-    hazards = Hazards()
-    tickets = [hazards.feed(op) for op in build_step(shape, pending=True)]
-    assert time.perf_counter() - start < 2.0
-    assert len(tickets) > 32_000
+
+    def build() -> None:
+        hazards = Hazards()
+        assert len([hazards.feed(op) for op in build_step(shape, pending=True)]) > 32_000
+
+    require_effort(build, at_most=30)

@@ -16,6 +16,7 @@ from megatrain.errors import CheckpointMismatch, SnapshotLost
 from megatrain.memory.layout import Kind
 from megatrain.pipeline.snapshot import Gate, Snapshot
 from tests.families import save_tiny
+from tests.patience import HANG_S
 from tests.pipeline.plain import make_batch
 
 KINDS = (Kind.HI, Kind.LO, Kind.M, Kind.V)
@@ -79,7 +80,7 @@ def _read_during_training(folder: Path, update: str, seed: int) -> State:
         for batch in BATCHES[SAVED:]:
             engine.step(batch)
         engine.settle()
-        reader.join(30)
+        reader.join(HANG_S)
     return found[0]
 
 

@@ -106,7 +106,7 @@ def test_a_played_step_has_a_span_for_every_op_and_none_overlap_in_a_lane() -> N
 def test_a_slow_link_shows_as_compute_waiting_for_fetches() -> None:
     ops = build_step(StepShape(num_blocks=5))
     trace = Trace()
-    lanes = [Lane(name, delay=(lambda op: 5e-3) if name == "in" else None) for name in LANES]
+    lanes = [Lane(name, delay=(lambda op: 30e-3) if name == "in" else None) for name in LANES]
     with Player(lanes, trace=trace) as player:
         player.play(ops, dict.fromkeys(OpKind, lambda op: None))
     (summary,) = trace.step_summaries()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from megatrain.pipeline.hazards import Hazards
 from megatrain.pipeline.lanes import Action
 from megatrain.pipeline.ops import Op, OpKind, Resource
+from megatrain.pipeline.player import Player
 from megatrain.pipeline.schedule import build_flush, build_forward, build_step
 from megatrain.pipeline.shape import StepShape
 
@@ -83,10 +83,10 @@ def compute_waited(times: Iterable[tuple[Op, float, float]], kind: OpKind) -> fl
     return waited
 
 
-def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> bool:
-    until = time.monotonic() + within_s
-    while not condition():
-        if time.monotonic() > until:
-            return False
-        time.sleep(1e-3)
-    return True
+def shorten_deadline(player: Player, deadline_s: float) -> None:
+    """Give the lanes less time from now on: what must happen before has happened."""
+    progress = player._progress
+    with progress._lock:
+        progress._deadline_s = deadline_s
+        for sleeper in progress._sleepers:
+            sleeper.condition.notify()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from megatrain.planning.simulate import (
     steady_step,
 )
 from megatrain.planning.workload import Workload
+from tests.effort import require_effort
 from tests.planning.machines import DESKTOP, EIGHT, LARGEST, PROCESSOR, SERVER, SMALL
 
 WORK = Workload(model=SMALL, step_tokens=16384, sequence=2048)
@@ -159,9 +159,8 @@ def test_the_trace_is_like_a_real_one(tmp_path: Path) -> None:
     assert {event["name"] for event in events if event["ph"] == "X"} >= {"FETCH(1)", "CLIP"}
 
 
-def test_the_largest_model_in_seconds() -> None:
+def test_the_largest_model_with_little_effort() -> None:
     work = Workload(model=LARGEST, step_tokens=64 * 8192, sequence=4096)
-    begin = time.process_time()
-    result = simulate(SERVER, work, Settings(micro_tokens=8192, tape="host"))
-    assert time.process_time() - begin < 3.0
-    assert len(result.ops) > 30000
+    settings = Settings(micro_tokens=8192, tape="host")
+    assert len(simulate(SERVER, work, settings).ops) > 30000
+    require_effort(lambda: simulate(SERVER, work, settings), at_most=60)

@@ -99,7 +99,7 @@ KEYS = st.sampled_from(
 OBJECTS = st.dictionaries(KEYS, JSON, max_size=6)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(st.lists(OBJECTS, max_size=4), OBJECTS)
 def test_no_json_raises(
     tmp_path: Path, objects: list[dict[str, object]], inner: dict[str, object]

@@ -18,10 +18,17 @@ from megatrain.pipeline.accelerator import Accelerator
 from megatrain.pipeline.actions import StepActions
 from megatrain.pipeline.lanes import Action, Lane, Work
 from megatrain.pipeline.ops import Op
+from tests.patience import HANG_S
 from tests.simulated.mutants import MUTANTS, NOT_WAITS, Mutant, mutated, sites
 from tests.simulated.watched import WatchedOptimizer, watched
 
 STEPS = (((1, 4), (2, 5)), ((2, 5), (1, 4)))
+STUCK_S = 3.0
+"""After so long a mutant counts as stuck. Whole code has HANG_S, however busy the machine is."""
+
+
+Scene = Callable[[float], list[str]]
+"""Plays something within a deadline; returns the faults it found."""
 
 
 def run(update: str, tape: str, *, policy: str = "late", staged: bool = False) -> Run:
@@ -43,17 +50,17 @@ def run(update: str, tape: str, *, policy: str = "late", staged: bool = False) -
     )
 
 
-def faults_of(one: Run) -> list[str]:
+def faults_of(one: Run, deadline_s: float) -> list[str]:
     simulator = simulator_of(one)
-    found = play(one, simulator, deadline_s=3.0)
+    found = play(one, simulator, deadline_s=deadline_s)
     return [*found.differences(reference(one)), *simulator.races, *map(repr, simulator.failures)]
 
 
-def on_lanes(one: Run) -> Callable[[], list[str]]:
-    return lambda: faults_of(one)
+def on_lanes(one: Run) -> Scene:
+    return lambda deadline_s: faults_of(one, deadline_s)
 
 
-def by_the_reference() -> list[str]:
+def by_the_reference(deadline_s: float) -> list[str]:
     """The reference plays in the caller's thread: here on a stream of its own."""
     one = run("late", "host")
     simulator, act = simulator_of(one), Lane.act
@@ -69,12 +76,12 @@ def by_the_reference() -> list[str]:
     return [*found.differences(reference(one)), *simulator.races]
 
 
-def with_a_slow_host() -> list[str]:
+def with_a_slow_host(deadline_s: float) -> list[str]:
     """What the host lane asks for has long been issued when it asks."""
     perform = Lane._perform
 
     def perform_late(lane: Lane, work: Work) -> None:
-        issued, until = lane._progress._num_issued, time.monotonic() + 2
+        issued, until = lane._progress._num_issued, time.monotonic() + deadline_s
         while lane.name == "host" and time.monotonic() < until:
             if all(issued[awaited.lane] > awaited.number for awaited in work.waits):
                 break
@@ -83,10 +90,10 @@ def with_a_slow_host() -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Lane, "_perform", perform_late)
-        return faults_of(run("late", "device", policy="random"))
+        return faults_of(run("late", "device", policy="random"), deadline_s)
 
 
-def weights_are_read() -> list[str]:
+def weights_are_read(deadline_s: float) -> list[str]:
     """After `settle`, which must wait for updates that the host lane is slow to make."""
     one = run("in_backward", "device")
     simulator, world = simulator_of(one), world_of(one.family, one.dtype)
@@ -100,15 +107,15 @@ def weights_are_read() -> list[str]:
     optimizer.update = update_late  # type: ignore[method-assign]
     with watched(simulator):
         device = Accelerator(simulator)
-        settings: dict[str, Any] = {"device": device, "optimizer": optimizer, "deadline_s": 3.0}
-        with world.engine(one.case, **settings) as engine:
+        settings: dict[str, Any] = {"device": device, "optimizer": optimizer}
+        with world.engine(one.case, **settings, deadline_s=deadline_s) as engine:
             engine.step(make_batch(STEPS[0], seed=0))
             engine.settle()
             simulator.touch(world.store.arena(Kind.HI), writes=False, what="the caller")
     return simulator.races
 
 
-def a_failed_step() -> list[str]:
+def a_failed_step(deadline_s: float) -> list[str]:
     """After the error is raised, the caller looks at gradients and weights."""
     one = run("none", "host")
     simulator, world = simulator_of(one), world_of(one.family, one.dtype)
@@ -122,7 +129,7 @@ def a_failed_step() -> list[str]:
     with pytest.MonkeyPatch.context() as patch, watched(simulator):
         patch.setattr(StepActions, "_backward", fail)
         device = Accelerator(simulator)
-        engine = world.engine(one.case, device=device, lanes=None, deadline_s=3.0)
+        engine = world.engine(one.case, device=device, lanes=None, deadline_s=deadline_s)
         with suppress(ZeroDivisionError):
             engine.step(make_batch(STEPS[0], seed=0))
         for kind in (Kind.HI, Kind.GRAD):
@@ -131,7 +138,7 @@ def a_failed_step() -> list[str]:
     return simulator.races
 
 
-def a_closed_device() -> list[str]:
+def a_closed_device(deadline_s: float) -> list[str]:
     """Memory is unpinned, and given back, only when no copy uses it any more."""
     one = run("none", "host")
     simulator, world = simulator_of(one), world_of(one.family, one.dtype)
@@ -146,7 +153,7 @@ def a_closed_device() -> list[str]:
     return simulator.races
 
 
-SCENES: dict[str, Callable[[], list[str]]] = {
+SCENES: dict[str, Scene] = {
     "late": on_lanes(run("late", "host")),
     "in backward": on_lanes(run("in_backward", "device")),
     "staged": on_lanes(run("in_backward", "host", staged=True)),
@@ -168,25 +175,25 @@ def quiet() -> Iterator[None]:
 
 @pytest.mark.parametrize("scene", SCENES)
 def test_whole_code_has_no_fault(scene: str) -> None:
-    assert SCENES[scene]() == []
+    assert SCENES[scene](HANG_S) == []
 
 
-def is_found(mutant: Mutant, scene: str) -> bool:
+def is_found(mutant: Mutant, scene: str, deadline_s: float) -> bool:
     with mutated(mutant):
         try:
-            return bool(SCENES[scene]())
+            return bool(SCENES[scene](deadline_s))
         except Exception:
             return True
 
 
 @pytest.mark.parametrize("mutant", [m for m in MUTANTS if not m.equivalent], ids=str)
 def test_a_mutant_is_found(mutant: Mutant) -> None:
-    assert is_found(mutant, mutant.scene)
+    assert is_found(mutant, mutant.scene, STUCK_S)
 
 
 @pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.equivalent], ids=str)
 def test_an_equivalent_mutant_is_not_found(mutant: Mutant) -> None:
-    assert not any(is_found(mutant, scene) for scene in SCENES)
+    assert not any(is_found(mutant, scene, HANG_S) for scene in SCENES)
 
 
 def test_every_wait_has_a_mutant() -> None:

@@ -21,6 +21,7 @@ from megatrain.trainer.checkpoints import FOLDER, Checkpoints
 from megatrain.trainer.loop import Trainer
 from megatrain.trainer.verbs import save_now, verify_checkpoints
 from tests.disk.saving import restored, same, state_of, tiny_model, train, training
+from tests.patience import HANG_S, eventually
 from tests.trainer.runs import Setting, config_of, lines_of, write_world
 
 
@@ -44,7 +45,7 @@ def test_steps_are_taken_while_a_save_is_under_way(
 
     def slow(*args: object) -> Path:
         path = real(*args)  # type: ignore[arg-type]
-        ended.wait(20)
+        ended.wait(HANG_S)
         return path
 
     monkeypatch.setattr(module, "save_checkpoint", slow)
@@ -142,9 +143,7 @@ def test_a_bug_in_the_saver_is_raised(tmp_path: Path, monkeypatch: pytest.Monkey
             saves.wait()
         saves.wait()  # once
         saves.begin(1, {})
-        until = time.monotonic() + 20
-        while saves._failure is None and time.monotonic() < until:
-            time.sleep(0.01)
+        assert eventually(lambda: saves._failure)
         with pytest.raises(ZeroDivisionError, match="planted"):
             saves.ended()  # a run hears of it after its step, not at its next save
 
@@ -177,7 +176,7 @@ def test_a_folder_removed_by_hand_does_not_end_a_run(world: Path, tmp_path: Path
 def _megatrain(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "megatrain", *words],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=2 * HANG_S, check=False,
     )  # fmt: skip
 
 
@@ -198,7 +197,7 @@ def test_save_now_brings_a_checkpoint_of_a_running_training(world: Path, tmp_pat
     def ask() -> None:
         while not (tmp_path / "run" / "metrics.jsonl").exists():
             time.sleep(0.01)
-        done = _megatrain("save", str(tmp_path / "run"), "--wait", "60")
+        done = _megatrain("save", str(tmp_path / "run"), "--wait", str(HANG_S))
         said.append(done.stdout + done.stderr)
         trainer.interrupts.reason = "the test has what it wants"
 

@@ -19,17 +19,21 @@ from megatrain.errors import Interrupted
 from megatrain.trainer import interrupts as interrupts_module
 from megatrain.trainer.checkpoints import FOLDER
 from megatrain.trainer.interrupts import SIGNALS, Interrupts
-from tests.trainer.runs import NUM_STEPS, Setting, config_of, lines_of, run, write_world
+from tests.patience import HANG_S, eventually
+from tests.trainer.runs import Setting, config_of, lines_of, run, write_world
 
-SLOW = (
-    "import sys, time; from megatrain.trainer.loop import Trainer; real = Trainer._step\n"
-    "def slow(self, step):\n"
-    "    time.sleep(0.15)\n"
+HELD = (
+    "import os, sys, time; from megatrain.trainer.loop import Trainer; real = Trainer._step\n"
+    "def held(self, step):\n"
+    "    if step == 3:\n"
+    "        open(f'{self.folder.path}.held', 'w').close()\n"
+    "        while not os.path.exists(f'{self.folder.path}.go'):\n"
+    "            time.sleep(0.01)\n"
     "    return real(self, step)\n"
-    "Trainer._step = slow\n"
+    "Trainer._step = held\n"
     "from megatrain.__main__ import main; sys.argv[0] = 'megatrain'; main()\n"
 )
-"""The command line, with steps slow enough to be met in their middle."""
+"""The command line. Its third step makes RUN.held and does not end before RUN.go is there."""
 
 
 @pytest.fixture(scope="module")
@@ -45,25 +49,22 @@ def _cache(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _start(world: Path, path: Path, **settings: object) -> subprocess.Popen[str]:
-    """Start `megatrain train` and return when it has taken two steps."""
+    """Start `megatrain train` and return when it is held in its third step."""
     config = path.with_suffix(".yaml")
     config.write_text(dump_config(config_of(world, path, Setting(save_every=None))))
     child = subprocess.Popen(
-        [sys.executable, "-c", SLOW, "train", str(config)],
+        [sys.executable, "-c", HELD, "train", str(config)],
         stdout=subprocess.PIPE, text=True, **{"stderr": subprocess.PIPE, **settings},
     )  # fmt: skip
-    until = time.monotonic() + 120
-    while _num_steps(path) < 2 and time.monotonic() < until:
-        assert child.poll() is None, child.communicate()
-        time.sleep(0.02)
+    assert eventually(lambda: Path(f"{path}.held").exists() or child.poll() is not None)
+    assert child.poll() is None, child.communicate()
     return child
 
 
-def _num_steps(path: Path) -> int:
-    try:
-        return sum("loss" in line for line in lines_of(path))
-    except (OSError, ValueError):
-        return 0
+def _end(child: subprocess.Popen[str], path: Path) -> str:
+    """Let the third step end; return what the run said to its end."""
+    Path(f"{path}.go").touch()
+    return child.communicate(timeout=HANG_S)[1]
 
 
 @pytest.fixture(scope="module")
@@ -87,13 +88,13 @@ def test_one_signal_ends_the_run_saved(
     path = tmp_path / "run"
     child = _start(world, path)
     child.send_signal(number)
-    _, said = child.communicate(timeout=60)
+    said = _end(child, path)
     assert child.returncode == 130
     assert f"{number.name}: the step is being finished and saved" in said
     assert f"Interrupted [MT130]: {number.name}: stopped after step" in said
     (folder,) = finished(path / FOLDER)
     step = int(folder.name.split("-")[1])
-    assert 2 <= step < NUM_STEPS
+    assert step == 3
     assert f"saved after step {step}; go on with `megatrain train ... --resume`" in said
     event = lines_of(path, "events.jsonl")[-1]
     assert event == {"event": "interrupted", "step": step, "reason": number.name}
@@ -104,12 +105,9 @@ def test_one_signal_ends_the_run_saved(
 def test_two_signals_end_it_at_once(world: Path, tmp_path: Path) -> None:
     child = _start(world, tmp_path / "run")
     child.send_signal(signal.SIGINT)
-    time.sleep(0.02)
     child.send_signal(signal.SIGTERM)
-    began = time.monotonic()
-    child.communicate(timeout=60)
+    child.communicate(timeout=HANG_S)  # though its step is held
     assert child.returncode == 130
-    assert time.monotonic() - began < 5
     assert finished(tmp_path / "run" / FOLDER) == []
 
 
@@ -119,7 +117,7 @@ def test_a_terminal_that_hung_up_does_not_cost_the_step(world: Path, tmp_path: P
     os.close(theirs)
     os.close(ours)  # what is written to the terminal now fails
     child.send_signal(signal.SIGHUP)
-    child.communicate(timeout=60)
+    _end(child, tmp_path / "run")
     assert child.returncode == 130
     assert len(finished(tmp_path / "run" / FOLDER)) == 1
 
@@ -187,12 +185,6 @@ def test_outside_of_the_main_thread_signals_are_left_alone() -> None:
     thread.join()
 
 
-def _wait_for(condition: object) -> None:
-    until = time.monotonic() + 20
-    while not condition() and time.monotonic() < until:  # type: ignore[operator]
-        time.sleep(0.01)
-
-
 @pytest.fixture
 def _quick_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interrupts_module, "_WATCH_S", 0.01)
@@ -206,7 +198,7 @@ def test_memory_that_runs_out_is_a_reason() -> None:
         time.sleep(0.1)
         assert interrupts.reason is None
         free[0] = (1 << 30) - 1
-        _wait_for(lambda: interrupts.reason)
+        assert eventually(lambda: interrupts.reason)
         assert interrupts.reason is not None
         assert interrupts.reason.startswith("only 1024.0 MiB of host memory are free")
 
@@ -217,7 +209,7 @@ def test_memory_is_no_reason_before_there_is_a_step() -> None:
         time.sleep(0.1)
         assert interrupts.reason is None
         interrupts.patient = True
-        _wait_for(lambda: interrupts.reason)
+        assert eventually(lambda: interrupts.reason)
         assert interrupts.reason is not None
 
 
@@ -226,7 +218,7 @@ def test_a_signal_after_the_watch_is_still_the_first() -> None:
     """The user has not asked yet: the save that the watch began is not thrown away."""
     with Interrupts(lambda: 0) as interrupts:
         interrupts.patient = True
-        _wait_for(lambda: interrupts.reason)
+        assert eventually(lambda: interrupts.reason)
         os.kill(os.getpid(), signal.SIGTERM)
         assert interrupts.reason is not None
         assert "host memory" in interrupts.reason

@@ -23,7 +23,7 @@ NAMES = ("loss", "gradient norm")
     st.integers(0, 10**9), st.none() | LOSS, st.dictionaries(st.integers(0, 99), st.text()),
     st.dictionaries(st.text(), st.lists(LOSS, max_size=70)),
 )  # fmt: skip
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_state_comes_back_in_every_bit(
     step: int, loss: float | None, left_out: dict[int, str], recent: dict[str, list[float]]
 ) -> None:

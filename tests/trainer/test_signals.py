@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from benchmarks import signals
+from tests.patience import HANG_S
 
 ROOT = Path(signals.__file__).parents[1]
 SPOILT = (
@@ -20,7 +21,12 @@ SPOILT = (
 
 def _play(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, cwd=ROOT, timeout=600, check=False
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=4 * HANG_S,
+        check=False,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 from megatrain.config import Config
 from megatrain.errors import MissingPackage
 from megatrain.trainer.sinks import SINKS, Sinks, check_sinks, figures
+from tests.patience import eventually
 
 STEP = {
     "step": 3, "loss": 1.5, "grad_norm": None, "num_tokens": 64, "learning_rate": float("inf"),
@@ -182,10 +182,8 @@ def test_wandb_itself_without_a_network(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("WANDB_SILENT", "true")
     assert send(tmp_path / "run", "wandb") == []
     (written,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
-    deadline = time.monotonic() + 60  # another process writes, and may still do so after finish
-    while missing := [n for n in EXPECTED if n.encode() not in written.read_bytes()]:
-        assert time.monotonic() < deadline, missing
-        time.sleep(0.05)
+    # Another process writes, and may still do so after finish.
+    assert eventually(lambda: all(n.encode() in written.read_bytes() for n in EXPECTED))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -14,13 +14,15 @@ import pytest
 
 from megatrain.trainer.demo import byte_tokenizer, streamed_equals_resident, write_demo
 from megatrain.trainer.verbs import sample_from
+from tests.patience import HANG_S
 
 
 def megatrain(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "MEGATRAIN_CACHE": str(folder / "cache"), "COLUMNS": "120"}
     return subprocess.run(
         [sys.executable, "-m", "megatrain", *words],
-        capture_output=True, text=True, cwd=folder, env=environment, timeout=300, check=False,
+        capture_output=True, text=True, cwd=folder, env=environment, timeout=4 * HANG_S,
+        check=False,
     )  # fmt: skip
 
 
