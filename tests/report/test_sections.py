@@ -33,6 +33,7 @@ def test_the_sentence(tmp_path: Path) -> None:
         "compute limits the step with 83 % of its time, next comes updating weights with 11 %."
     )
     assert facts(run)["Steps not applied"] == "1, the last at step 200"
+    assert "Share of the bound" not in facts(run), "its machine was not measured"
     assert facts(run)["Best eval loss"] == "1.363 at step 300"
     assert sentence(Run(name="run")) == "No step has been logged yet."
 

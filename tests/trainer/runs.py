@@ -18,7 +18,7 @@ from megatrain.trainer.interrupts import Interrupts
 from megatrain.trainer.loop import Trainer
 
 NUM_STEPS = 9
-TIMES = ("seconds", "tokens_per_s", "split")
+TIMES = ("seconds", "tokens_per_s", "split", "of_bound")
 State = dict[tuple[str, Kind], torch.Tensor]
 
 

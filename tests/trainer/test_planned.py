@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +16,14 @@ from megatrain.errors import DoesNotFit
 from megatrain.pipeline.device import CpuDevice
 from megatrain.planning.plan import Plan
 from megatrain.planning.profile import MachineProfile, unmeasured
+from megatrain.report.run_folder import read_run
+from megatrain.report.summary import facts as report_facts
 from megatrain.trainer import planned
 from megatrain.trainer.demo import write_demo
 from megatrain.trainer.loop import Trainer
 from megatrain.trainer.planned import facts, plan_resumed, plan_run
 from megatrain.trainer.resolve import Resolved, resolve
+from megatrain.trainer.verbs import train_from
 
 BASE = 2_000_000
 PLENTY = 1 << 28
@@ -164,6 +168,39 @@ def test_a_run_is_refused_before_its_weights_are_read(
     monkeypatch.setattr(ModelFolder, "load", lambda *_: pytest.fail("loaded"))
     with pytest.raises(DoesNotFit, match=r"memory\.ram: "):
         Trainer(config_of(path, f"memory.ram={BASE}B"))
+
+
+def test_a_dry_run_shows_the_plan(path: Path, machine: str) -> None:
+    said = train_from(path, [], dry_run=True)
+    assert "weights (hi)" in said
+    assert "ready to train 2 steps" in said
+    if machine == "measured":
+        assert re.search(r"speed     [\d,]+ tokens/s", said)
+        assert "in all    2 steps in " in said
+    else:
+        assert "`megatrain doctor` measures it" in said
+
+
+def test_steps_are_held_against_their_bound_where_the_machine_is_known(
+    path: Path, machine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Trainer(load_config(path, ["eval.samples=0"])) as trainer:
+        trainer.train()
+        run = trainer.folder.path
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    shown, found = capsys.readouterr().err, read_run(run, "run")
+    if machine == "measured":
+        least, name = trainer.plan.bound().of(steps[0]["num_tokens"])
+        assert steps[0]["of_bound"] == pytest.approx(least / steps[0]["seconds"], abs=1e-4)
+        assert f"% of bound ({name})" in shown
+        assert report_facts(found)["Share of the bound"].endswith(f"({name})")
+        assert report_facts(found)["Time of a step"].endswith("predicted")
+    else:
+        assert "of_bound" not in steps[0]
+        assert "% of bound" not in shown
+        assert shown.count("this machine was not measured") == 1
+        assert "Share of the bound" not in report_facts(found)
 
 
 @pytest.mark.long

@@ -21,6 +21,7 @@ from typing import Any
 from megatrain.errors import DoesNotFit
 from megatrain.memory.ledger import Ledger, gib
 from megatrain.numbers import figure
+from megatrain.planning.bound import Bound, bound_of
 from megatrain.planning.fixes import Fix, find_fixes
 from megatrain.planning.ledger import predicted_ledger
 from megatrain.planning.profile import NOT_MEASURED, MachineProfile
@@ -69,6 +70,10 @@ class Plan:
     def bottleneck(self) -> str:
         return self.simulation.bottleneck
 
+    def bound(self) -> Bound:
+        """Return the least times that the plan's costs allow. Walks all ops of a step."""
+        return bound_of(self.simulation)
+
     def require(self, *others: str) -> None:
         """Raise DoesNotFit, with `others` and all fixes, unless the plan fits."""
         if self.fits:
@@ -99,9 +104,12 @@ class Plan:
 
     def _predicted(self) -> dict[str, Any]:
         simulation = self.simulation
+        seconds, name = self.bound().of(simulation.tokens)
         return {
             "step_s": simulation.step_s,
             "tokens_per_s": simulation.tokens_per_s,
+            "bound_s": seconds,
+            "bound": name,
             "bottleneck": simulation.bottleneck,
             "busy": simulation.busy_shares,
             "chain_s": simulation.chain,

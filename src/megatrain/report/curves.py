@@ -22,6 +22,9 @@ def curves(runs: Sequence[Run]) -> Html:
         line_chart("Gradient norm", _lines(runs, "grad_norm"), "before clipping"),
         line_chart("Learning rate", _plain_lines(runs, "learning_rate")),
         line_chart("Tokens per second", _lines(runs, "tokens_per_s")),
+        line_chart(
+            "Share of the bound", _lines(runs, "of_bound"), "least time by the plan over measured"
+        ),
     ]
     if not any(charts):
         return Html()

@@ -75,6 +75,8 @@ class Run:
     settings: Mapping[str, Any] = field(default_factory=dict)
     ledger: list[LedgerLine] = field(default_factory=list)
     measured: Mapping[str, float] = field(default_factory=dict)
+    predicted: Mapping[str, Any] = field(default_factory=dict)
+    """Of a step, where the machine was measured before."""
     data_card: Mapping[str, Any] = field(default_factory=dict)
     steps: list[StepLine] = field(default_factory=list)
     evals: list[StepLine] = field(default_factory=list)
@@ -227,6 +229,8 @@ def _read_plan(plan: Mapping[str, Any], run: Run) -> None:
     settings, lines = plan.get("settings"), plan.get("ledger")
     run.settings = settings if isinstance(settings, dict) else {}
     run.measured = _numbers(plan.get("measured"))
+    predicted = plan.get("predicted")
+    run.predicted = predicted if isinstance(predicted, dict) else {}
     for line in lines if isinstance(lines, list) else ():
         num_bytes = number(line.get("num_bytes")) if isinstance(line, dict) else None
         if num_bytes is not None and math.isfinite(num_bytes) and num_bytes > 0:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import median
 
 from megatrain.numbers import count, duration, figure, percent
 from megatrain.report.markup import Html, join, tag
-from megatrain.report.run_folder import Run
+from megatrain.report.run_folder import Run, number
 from megatrain.report.split import split_shares
 from megatrain.report.tables import facts_table
 from megatrain.report.thinning import Point, smoothed
@@ -82,6 +83,8 @@ def facts(run: Run) -> dict[str, str]:
         "Trained tokens": _figure(_total(run, "num_trained") or None),
         "Time in steps": duration(_total(run, "seconds")) if _total(run, "seconds") else "",
         "Tokens per second": _figure(_rate(run)),
+        "Time of a step": _step_time(run),
+        "Share of the bound": _share_of_bound(run),
         "Steps not applied": _not_applied(run),
     }
     return {name: text for name, text in found.items() if text}
@@ -129,6 +132,28 @@ def _rate(run: Run) -> float | None:
     ]
     seconds = math.fsum(pair[1] for pair in pairs)
     return math.fsum(pair[0] for pair in pairs) / seconds if seconds > 0 else None
+
+
+def _step_time(run: Run) -> str:
+    """Return the usual time of a step against its prediction; nothing if it had none."""
+    predicted, measured = number(run.predicted.get("step_s")), _usual(run, "seconds")
+    if predicted is None or measured is None:
+        return ""
+    return f"{duration(measured)}, {duration(predicted)} predicted"
+
+
+def _share_of_bound(run: Run) -> str:
+    """Return how near the usual step comes to the least time that the plan's costs allow."""
+    share, name = _usual(run, "of_bound"), run.predicted.get("bound")
+    if share is None:
+        return ""
+    return f"{percent(share)} ({name})" if isinstance(name, str) else percent(share)
+
+
+def _usual(run: Run, name: str) -> float | None:
+    """Return the median over steps; the first two warm up."""
+    values = [value for _, value in run.curve(name) if math.isfinite(value)]
+    return median(values[2:] or values) if values else None
 
 
 def _not_applied(run: Run) -> str:

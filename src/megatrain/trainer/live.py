@@ -8,6 +8,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
+from megatrain.numbers import figure
+
 
 class Live:
     """Shows steps. On a terminal a bar that is overwritten; elsewhere one line per call."""
@@ -51,7 +53,7 @@ class Live:
             self._first, self._began = step, time.monotonic()
             return ""
         per_step = (time.monotonic() - self._began) / (step - self._first)
-        return f"  {_duration(per_step * (self._num_steps - step))} left"
+        return f"  eta {_duration(per_step * (self._num_steps - step))}"
 
     def __enter__(self) -> Self:
         if self._progress is not None:
@@ -76,8 +78,10 @@ def _text(metrics: dict[str, Any]) -> str:
     parts = [
         f"loss {metrics['loss']:.4f}",
         "" if norm is None else f"norm {norm:.3g}",
-        f"lr {metrics['learning_rate']:.2e}",
-        f"{metrics['tokens_per_s']:,.0f} tokens/s",
+        f"lr {metrics['learning_rate']:.3g}",
+        f"{metrics['seconds']:.3g} s",
+        f"{figure(metrics['tokens_per_s'])} tok/s",
+        f"{metrics['of_bound']:.0%} of bound ({metrics['bound']})" if "bound" in metrics else "",
         "" if metrics.get("applied", True) else "SKIPPED: not finite",
     ]
     return "  ".join(part for part in parts if part)
@@ -86,4 +90,4 @@ def _text(metrics: dict[str, Any]) -> str:
 def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{rest:02}s" if minutes else f"{rest}s"
+    return f"{hours}h{minutes:02}" if hours else f"{minutes}m{rest:02}" if minutes else f"{rest}s"

@@ -32,7 +32,7 @@ from megatrain.trainer.dataset import mean_loss
 from megatrain.trainer.interrupts import Interrupts
 from megatrain.trainer.live import Live
 from megatrain.trainer.opening import open_run, require_apart
-from megatrain.trainer.planned import facts, predicted_against_measured
+from megatrain.trainer.planned import facts, in_words, predicted_against_measured
 from megatrain.trainer.resumption import Resumed, resume
 from megatrain.trainer.run_folder import RunFolder, machine_facts
 from megatrain.trainer.run_state import Outcome, RunState, perplexity
@@ -40,9 +40,6 @@ from megatrain.trainer.samples import written_texts
 from megatrain.trainer.sinks import Sinks
 from megatrain.trainer.step_time import step_metrics, step_split
 
-UNMEASURED = (
-    "auto by simple rules; `megatrain doctor` measures this machine, and then it is planned"
-)
 TRACED_STEP = 3
 """The first ones warm up."""
 MOST_ROLLBACKS = 3
@@ -83,6 +80,7 @@ class Trainer:
         self.tokenizer, self.data, self.home = opened.tokenizer, opened.data, opened.home
         self.num_steps = config.train.steps or self.data.steps_of(config.train.epochs or 1.0)
         self._rate = learning_rate(config, self.num_steps)
+        self._bound = self.plan.bound() if self.plan.knows_time else None
         self.engine = make_engine(config, self.resolved, self.home, self.device, self._rate)
         self.checkpoints = Checkpoints(
             folder.path,
@@ -138,7 +136,7 @@ class Trainer:
         ):
             self._live = live
             live.say(self._opening())
-            self._tell_plan()
+            live.say(in_words(self.plan, self.num_steps))
             for note in self.notes:
                 live.say(note)
             self.interrupts.patient = True
@@ -226,7 +224,8 @@ class Trainer:
         if step == min(TRACED_STEP, self.num_steps):
             self._if_possible(lambda: self.engine.write_trace(self.folder.path / "trace.json"))
         split = step_split(trace, seconds, data_seconds)
-        metrics = step_metrics(step, result, self._rate.rate(step - 1), seconds, split)
+        rate = self._rate.rate(step - 1)
+        metrics = step_metrics(step, result, rate, seconds, split, self._bound)
         if result.applied:
             spikes = [state.judge("loss", result.loss)]
             if result.grad_norm is not None:
@@ -369,11 +368,6 @@ class Trainer:
             f"{self.num_steps} steps of {self.config.train.batch_tokens:,} tokens, "
             f"{card.get('rows', 0):,} rows; run folder {self.folder.path}"
         )
-
-    def _tell_plan(self) -> None:
-        self._live.say(str(self.plan))
-        if not self.plan.knows_time:
-            self._live.say(UNMEASURED)
 
     def _write_plan(self) -> None:
         found = facts(self.plan, self.device, self.resolved, self._step_seconds)

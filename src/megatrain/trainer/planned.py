@@ -21,6 +21,7 @@ from typing import Any
 from megatrain.config import Config
 from megatrain.memory.host import free_bytes, give_back_at_once, resident_bytes
 from megatrain.models.decoder import Decoder
+from megatrain.numbers import duration
 from megatrain.pipeline.device import Device
 from megatrain.planning.doctor import measured_profile
 from megatrain.planning.from_config import fixed_by, within, workload_of
@@ -32,6 +33,10 @@ from megatrain.trainer.resolve import Resolved
 
 LATER_BYTES = 96 << 20
 """What Python and libraries come to hold once a run has begun: modules, threads, their caches."""
+UNMEASURED = (
+    "this machine was not measured: auto is by simple rules, and no time can be predicted nor\n"
+    "held against a bound. `megatrain doctor` measures it"
+)
 TIGHT = 1.3
 """With less than this, in shares of the ledger, malloc must not keep what is freed."""
 
@@ -104,6 +109,16 @@ def _require(plan: Plan, config: Config) -> None:
     if isinstance(config.memory.ram, int) and config.memory.ram < needed < _free_for_us():
         ways.append(f"memory.ram: {-(-needed // 10**6)}MB")
     plan.require(*ways)
+
+
+def in_words(plan: Plan, num_steps: int) -> str:
+    """Return the plan for people, with the time of the whole run where the machine is known."""
+    if not plan.knows_time:
+        return f"{plan}\n{UNMEASURED}"
+    if not plan.fits:
+        return str(plan)
+    whole = duration(num_steps * plan.step_s)
+    return f"{plan}\n\nin all    {num_steps:,} steps in {whole}, without evaluations and saves"
 
 
 def predicted_against_measured(plan: Plan, step_seconds: list[float]) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from megatrain.pipeline.batch import StepResult
 from megatrain.pipeline.ops import OpKind
 from megatrain.pipeline.trace import Trace
+from megatrain.planning.bound import Bound
 
 PARTS = {
     OpKind.FETCH: "fetch",
@@ -20,9 +21,14 @@ PARTS = {
 
 
 def step_metrics(
-    step: int, result: StepResult, rate: float, seconds: float, split: dict[str, float]
+    step: int,
+    result: StepResult,
+    rate: float,
+    seconds: float,
+    split: dict[str, float],
+    bound: Bound | None,
 ) -> dict[str, Any]:
-    """Return a step's line of metrics.jsonl."""
+    """Return a step's line of metrics.jsonl; a bound is known where the machine was measured."""
     metrics: dict[str, Any] = {
         "step": step,
         "loss": result.loss,
@@ -35,6 +41,9 @@ def step_metrics(
         "split": split,
         "applied": result.applied,
     }
+    if bound is not None:
+        least_s, name = bound.of(result.num_tokens)
+        metrics |= {"of_bound": round(least_s / seconds, 4), "bound": name}
     if result.fault is not None:
         metrics["fault"] = str(result.fault)
     return metrics

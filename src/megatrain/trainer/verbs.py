@@ -42,6 +42,7 @@ from megatrain.trainer.demo import (
 )
 from megatrain.trainer.interrupts import Interrupts
 from megatrain.trainer.loop import Trainer
+from megatrain.trainer.planned import in_words
 from megatrain.trainer.preview import show_card, show_rows
 from megatrain.trainer.resolve import open_device, resolve
 from megatrain.trainer.run_folder import ask_for_save
@@ -67,7 +68,7 @@ def train_from(
     ):
         if dry_run:
             said = f"ready to train {trainer.num_steps} steps; no step was taken, nothing written"
-            return "\n".join([*trainer.notes, said])
+            return "\n".join([in_words(trainer.plan, trainer.num_steps), *trainer.notes, said])
         outcome = trainer.train()
         model = trainer.folder.path / "model"
         trainer.export(model)

@@ -1,0 +1,61 @@
+"""The bound of a step: the least time that a plan's costs allow, if no lane ever waited.
+
+Each lane has its own: the sum of what its ops take alone, on a machine that they share with nobody.
+A part does not depend on the tokens of a step (weights in, gradients out, updates), the rest is in
+proportion to them. The bound is the slowest lane's; a measured step is held against it.
+
+Laws (tests/planning/test_bound.py)
+    1. No simulated step is shorter than its bound.
+    2. The bound of fewer tokens is that of a plan for fewer tokens, within the cost of odd sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatrain.pipeline.ops import LANES, OpKind
+from megatrain.planning.simulate import Simulation
+
+LANE_NAMES = {"compute": "compute", "in": "link in", "out": "link out", "host": "optimizer"}
+"""As people know them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneTime:
+    """What one lane takes for a step."""
+
+    step_s: float
+    """However many tokens it has."""
+    token_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """The times of all lanes."""
+
+    lanes: Mapping[str, LaneTime]
+
+    def of(self, num_tokens: int) -> tuple[float, str]:
+        """Return the least seconds of a step of so many tokens, and what sets them."""
+        times = {
+            LANE_NAMES[lane]: time.step_s + num_tokens * time.token_s
+            for lane, time in self.lanes.items()
+        }
+        slowest = max(times, key=lambda name: times[name])
+        return times[slowest], slowest
+
+
+def bound_of(simulation: Simulation) -> Bound:
+    """Return the bound of a plan, from its simulated step."""
+    fixed, growing = dict.fromkeys(LANES, 0.0), dict.fromkeys(LANES, 0.0)
+    last = max(i for i, one in enumerate(simulation.ops) if one.op.kind is not OpKind.UPDATE)
+    for played in simulation.ops[: last + 1]:  # what is behind it is on top of the next step
+        seconds = fixed if played.op.micro is None else growing
+        seconds[played.op.lane] += played.cost.seconds
+    return Bound(
+        lanes={
+            lane: LaneTime(step_s=fixed[lane], token_s=growing[lane] / simulation.tokens)
+            for lane in LANES
+        }
+    )
