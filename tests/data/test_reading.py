@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
 
@@ -164,3 +166,17 @@ def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
 def test_an_unreadable_file_is_a_data_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read: No such file"):
         _values(tmp_path / "none.jsonl")
+
+
+def test_keys_that_arrow_fills_in_are_left_out(tmp_path: Path) -> None:
+    """Objects of a parquet column have the keys of all of them; a turn's own keys stay."""
+    calls = [[{"arguments": {"city": "Oslo"}}], [{"arguments": {"a": 2, "b": None}}]]
+    rows = [{"messages": [{"role": "assistant", "content": None, "calls": c}]} for c in calls]
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    found = [value for _, value in read_rows(path)]
+    arguments = [{"city": "Oslo"}, {"a": 2}]
+    assert found == [
+        {"messages": [{"role": "assistant", "content": None, "calls": [{"arguments": given}]}]}
+        for given in arguments
+    ]

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from megatrain.disk.hf import ModelFolder
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, DataError
 from megatrain.models import decoder, model_config
+from megatrain.trainer.dataset import load_tokenizer
 from megatrain.trainer.loop import Trainer
 from tests.trainer.runs import Setting, config_of, run, write_world
 
@@ -62,3 +63,30 @@ def test_a_pattern_that_matches_nothing_is_refused_before_weights_are_read(
     monkeypatch.setattr(ModelFolder, "load", lambda *_: pytest.fail("loaded"))
     with pytest.raises(ConfigError, match=text):
         Trainer(config_of(tmp_path, tmp_path / "run", Setting(), **changes))
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role + said + m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant' + said }}{% endif %}"
+)
+
+
+def test_a_template_of_the_config_is_trained_with_and_exported(tmp_path: Path) -> None:
+    write_world(tmp_path)
+    template = {"chat_template": TEMPLATE, "template_kwargs": {"said": " says: "}}
+    config = config_of(tmp_path, tmp_path / "run", Setting(save_every=1), data=template)
+    assert run(config, die=2) is None
+    run(config, resume=True)
+    saved = sorted((tmp_path / "run").glob("*/step-*/model"))
+    assert load_tokenizer(saved[-1]).chat_template == TEMPLATE
+    samples = (tmp_path / "run" / "samples.jsonl").read_text()
+    assert "assistant says: " in samples
+
+
+def test_an_argument_that_no_template_reads_is_refused(tmp_path: Path) -> None:
+    write_world(tmp_path)
+    config = config_of(
+        tmp_path, tmp_path / "run", Setting(), data={"template_kwargs": {"enable_thinkin": False}}
+    )
+    with pytest.raises(DataError, match="does not read enable_thinkin"):
+        Trainer(config)

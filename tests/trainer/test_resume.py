@@ -167,6 +167,8 @@ def test_more_steps_after_the_end(world: Path, tmp_path: Path) -> None:
         ("data", "packing", False),
         ("data", "seed", 7),
         ("data", "train_on", "all"),
+        ("data", "train_on", "last"),
+        ("data", "chat_template", "none"),
         ("train", "seed", 7),
     ],
 )

@@ -83,13 +83,13 @@ def render_row(template: ChatTemplate, row: Row, train_on: TrainOn) -> list[Rend
         return [talk.whole(len(row.messages))]
     answers = [n for n, m in enumerate(row.messages) if m["role"] == "assistant"]
     chosen = [n for n in answers if n >= row.num_prompt]
+    if row.untrained.issuperset(chosen[-1:] if train_on == "last" else chosen):
+        return [Rendered(text=template.render(row), spans=())]
     if train_on == "completion":
         return [talk.whole(chosen[-1] + 1, _completion_begins(row, chosen))]
     if train_on == "last":
         chosen = chosen[-1:]
     chosen = [n for n in chosen if n not in row.untrained]
-    if not chosen:
-        return [Rendered(text=template.render(row), spans=())]
     turns = [n for n in answers if chosen[0] <= n <= chosen[-1]]
     return talk.by_turns(turns, is_first=turns[0] == answers[0])
 

@@ -87,7 +87,28 @@ def read_hub(name: str) -> Iterator[Raw]:
     """Yield the rows of a dataset on the Hub."""
     dataset = hub_dataset(name)
     for number in range(len(dataset)):
-        yield number + 1, dataset[number]
+        yield number + 1, without_filling(dataset[number])
+
+
+def without_filling(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row without the nulls that Arrow puts where another row has a key.
+
+    Objects of a column all have the same keys there, so arguments of one tool call would show up,
+    as null, in every other. A column and the keys of a turn stay: there null is a bad row.
+    """
+    return {name: _pruned(cell, depth=0) for name, cell in row.items()}
+
+
+def _pruned(value: Any, depth: int) -> Any:
+    if isinstance(value, list):
+        return [_pruned(item, depth) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: _pruned(item, depth + 1)
+        for key, item in value.items()
+        if depth == 0 or item is not None
+    }
 
 
 def data_files(path: str | Path) -> list[Path]:
@@ -273,13 +294,13 @@ def _read_parquet(path: Path, advance: Advance) -> Iterator[Raw]:
 def _batch_rows(batch: Any) -> Iterator[object]:
     """Yield a batch's rows; row by row where one of them has no value in Python."""
     try:
-        yield from batch.to_pylist()
+        yield from map(without_filling, batch.to_pylist())
         return
     except (ValueError, OverflowError):  # before the first row: the list is made as a whole
         pass
     for number in range(batch.num_rows):
         try:
-            yield batch.slice(number, 1).to_pylist()[0]
+            yield without_filling(batch.slice(number, 1).to_pylist()[0])
         except UnicodeDecodeError as error:
             yield BadRow("not UTF-8", f"byte {error.start}")
         except (ValueError, OverflowError) as error:

@@ -33,6 +33,16 @@ def choose_template(tokenizer: Any, wanted: str | None) -> None:
     tokenizer.chat_template = source
 
 
+def exported_template(tokenizer: Any, wanted: str | None) -> dict[str, bytes]:
+    """Return the file that gives an exported tokenizer the template it was trained with, by name.
+
+    Nothing for its own template, nor for `none`: the model may still be asked through its own.
+    """
+    if wanted is None or wanted == NONE:
+        return {}
+    return {"chat_template.jinja": tokenizer.chat_template.encode()}
+
+
 def _is_template(text: str) -> bool:
     return any(mark in text for mark in _MARKS)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatrain.config import Config
 from megatrain.data.isolation import check_packing
+from megatrain.data.template_choice import exported_template
 from megatrain.disk.hf import HostModel, ModelFolder, read_folder
 from megatrain.disk.retention import clear_unfinished
 from megatrain.errors import RunFolderError
@@ -98,6 +99,8 @@ def open_run(config: Config, folder: RunFolder, *, resumes: bool) -> Opened:
     data = open_data(config, tokenizer, resolved)
     try:
         home = found.load(kinds) if isinstance(found, ModelFolder) else found
+        template = exported_template(tokenizer, config.data.chat_template)
+        home = replace(home, carried={**home.carried, **template})
     except BaseException:
         data.close()
         raise
