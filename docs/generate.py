@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from megatrain import errors
+from megatrain.config.data_settings import Source
 from megatrain.config.load import write_yaml
-from megatrain.config.settings import SECTIONS, SHORT_FORMS, Section, Source
+from megatrain.config.section import Section
+from megatrain.config.settings import SECTIONS, SHORT_FORMS
 from megatrain.config.value_types import Kind
 from megatrain.migration.translate import TABLES
 from megatrain.migration.values import ALWAYS, DEFAULTS

@@ -9,8 +9,9 @@ import pytest
 from pydantic import ValidationError
 
 from megatrain.config import Config
+from megatrain.config.data_settings import Source
 from megatrain.config.foreign import NAMES
-from megatrain.config.settings import FIELDS, SECTIONS, Source
+from megatrain.config.settings import FIELDS, SECTIONS
 from megatrain.errors import ConfigError
 from megatrain.models.loss import CHUNK_TOKENS
 from megatrain.optim.adamw import AdamW
@@ -78,6 +79,9 @@ def test_defaults_and_choices_are_those_of_the_engine() -> None:
     [
         ({"train": {"steps": 5, "epochs": 2}},
          "train.steps is 5 and train.epochs is 2: give one of them, and the other as null."),
+        ({"train": {"batch_rows": 8, "batch_tokens": 4096}},
+         "train.batch_rows is 8 and train.batch_tokens is 4096: give one of them, and the other "
+         "as null."),
         ({"data": {"train": "a", "max_length": "8k"}, "train": {"batch_tokens": 4096}},
          "data.max_length is 8192 and train.batch_tokens is 4096: a row would not fit a step. "
          "Raise train.batch_tokens or lower data.max_length."),
@@ -109,6 +113,8 @@ def test_settings_that_cannot_be_meant_together(sections: dict[str, Any], messag
     "sections",
     [
         {"train": {"steps": 5, "epochs": None}},
+        {"train": {"batch_rows": 5, "batch_tokens": None}},
+        {"train": {"batch_rows": 1, "micro_batch_tokens": 8192}},
         {"data": {"train": "a", "max_length": 4096}, "train": {"micro_batch_tokens": 4096}},
         {"train": {"micro_batch_tokens": 4096, "batch_tokens": 4096}},
         {"train": {"steps": 6}, "optim": {"warmup": 6}},
@@ -147,3 +153,13 @@ def test_foreign_names_lead_to_keys_that_exist() -> None:
     for name, rule in NAMES.items():
         assert rule.why or rule.to, name
         assert not rule.to or rule.to in ours, name
+
+
+def test_a_step_is_measured_by_tokens_or_by_rows() -> None:
+    assert make().train.batch_tokens == make().step_tokens == 131072
+    assert make().train.batch_rows is None
+    by_rows = make(train={"batch_rows": 8})
+    assert by_rows.train.batch_tokens is None
+    assert by_rows.step_tokens == 8 * 2048
+    again = Config.model_validate(by_rows.model_dump())
+    assert again == by_rows

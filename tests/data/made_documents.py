@@ -15,10 +15,14 @@ SPAN = 10_000
 
 
 class MadeDocuments:
-    """Document d has `lengths[d]` tokens; even tokens, the first too, and the last are trained."""
+    """Document d has `lengths[d]` tokens; even tokens, the first too, and the last are trained.
 
-    def __init__(self, lengths: Sequence[int]) -> None:
+    Each is a row, unless `counts` says how many documents each row has.
+    """
+
+    def __init__(self, lengths: Sequence[int], counts: Sequence[int] | None = None) -> None:
         self.lengths = np.array(lengths, dtype=np.int64)
+        self.row_starts = np.cumsum([0, *([1] * len(lengths) if counts is None else counts)])
 
     def tokens(self, document: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         places = np.arange(self.lengths[document], dtype=np.int32)

@@ -108,7 +108,7 @@ def test_a_closed_loader_goes_on_where_it_was() -> None:
 
 def test_a_failure_in_the_thread_reaches_the_caller() -> None:
     class Broken:
-        lengths = DOCUMENTS.lengths
+        lengths, row_starts = DOCUMENTS.lengths, DOCUMENTS.row_starts
 
         def tokens(self, document: int) -> Any:
             raise OSError("the disk went away")
@@ -143,7 +143,7 @@ print("done")
 
 def test_the_next_batch_is_made_while_a_step_is_computed() -> None:
     class Counted:
-        lengths = DOCUMENTS.lengths
+        lengths, row_starts = DOCUMENTS.lengths, DOCUMENTS.row_starts
         num_read = 0
 
         def tokens(self, document: int) -> Any:

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.data.order import Shuffled
-from megatrain.data.packing import WINDOW, Windows, pack
+from megatrain.data.order import InOrder, Shuffled
+from megatrain.data.packing import WINDOW, Windows, pack, pack_in_order
 from megatrain.errors import DataError
+from tests.data.made_documents import MadeDocuments
 
 
 def _faults(lengths: list[int], rows: list[list[int]], max_length: int) -> list[str]:
@@ -43,7 +44,9 @@ def test_a_lost_or_crowded_document_would_be_noticed() -> None:
 def _windows(mean: float, sigma: float, max_length: int, seed: int = 1) -> Windows:
     sample = np.random.default_rng(0).lognormal(mean, sigma, 20_000)
     lengths = np.clip(sample, 1, max_length).astype(np.int64)
-    return Windows(Shuffled(len(lengths), 0), lengths, max_length, packing=True, seed=seed)
+    documents = MadeDocuments(lengths.tolist())
+    order = Shuffled(len(lengths), 0)
+    return Windows(order, documents, max_length, packing=True, num_rows=WINDOW, seed=seed)
 
 
 @pytest.mark.parametrize(
@@ -89,4 +92,23 @@ def test_rows_are_not_in_order_of_length() -> None:
 
 def test_a_document_that_fits_no_row_is_refused() -> None:
     with pytest.raises(DataError, match="document 1 has 65 tokens, rows have 64"):
-        Windows(Shuffled(2, 0), np.array([3, 65]), 64, packing=True, seed=0)
+        Windows(Shuffled(2, 0), MadeDocuments([3, 65]), 64, packing=True, num_rows=WINDOW, seed=0)
+
+
+@given(lengths=st.lists(st.integers(1, 64), max_size=200))
+def test_packing_in_order_keeps_the_order(lengths: list[int]) -> None:
+    rows = pack_in_order(lengths, 64)
+    assert _faults(lengths, rows, 64) == []
+    assert [place for row in rows for place in row] == list(range(len(lengths)))
+
+
+def test_best_fit_does_not_keep_the_order() -> None:
+    assert [place for row in pack([3, 60, 4], 64) for place in row] != [0, 1, 2]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_window_holds_all_documents_of_its_rows(packing: bool) -> None:
+    documents = MadeDocuments([5, 6, 7, 8, 9, 10], counts=[1, 3, 2])
+    windows = Windows(InOrder(3), documents, 64, packing=packing, num_rows=2, seed=0)
+    found = [sorted(int(d) for row in windows.rows(0, w) for d in row) for w in range(2)]
+    assert found == [[0, 1, 2, 3], [4, 5]]

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 from megatrain.data import prepare as prepare_module
+from megatrain.data.documents import Joined
 from megatrain.data.encoding import NO_TARGET, TOO_LONG
 from megatrain.data.loader import Loader
 from megatrain.data.masks import Encoder
 from megatrain.data.order import Mixed
 from megatrain.data.prepare import prepare
-from megatrain.data.prepared import Joined, Prepared
+from megatrain.data.prepared import Prepared
 from megatrain.data.rows import Row
 from megatrain.data.steps import Steps
 from megatrain.errors import ConfigError, DataError, DiskError

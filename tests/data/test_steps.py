@@ -115,9 +115,9 @@ def test_the_batch_may_change_when_a_run_goes_on() -> None:
 
 def test_mixtures_have_positions_too() -> None:
     documents = log_normal(500, 64)
-    order = Mixed([100, 400], [1, 1], 3)
+    order = Mixed([100, 400], [2, 0.7], 3)
     whole = _run(_steps(documents, order), Position(), 2)
-    fresh = _steps(documents, Mixed([100, 400], [1, 1], 3))
+    fresh = _steps(documents, Mixed([100, 400], [2, 0.7], 3))
     assert _run(fresh, whole[7][0], 2) == whole[7:]
 
 
@@ -128,6 +128,9 @@ def test_mixtures_have_positions_too() -> None:
         {"max_length": 65},
         {"packing": False},
         {"order": InOrder(700)},
+        {"order": Mixed([350, 350], [1, 2], 3)},
+        {"shuffle": False},
+        {"batch_tokens": None, "batch_rows": 50},
         {"documents": log_normal(700, 64, 9)},
     ],
 )
@@ -150,8 +153,79 @@ def test_sizes_must_fit_into_each_other(wrong: dict[str, int]) -> None:
         _steps(**wrong)
 
 
+ROWS = MadeDocuments(log_normal(700, 64).lengths.tolist(), counts=[1, 2, 4] * 100)
+"""300 rows of one, two and four documents."""
+
+
+def _by_rows(batch_rows: int, **changes: Any) -> Steps:
+    settings = {"batch_tokens": None, "batch_rows": batch_rows, **changes}
+    return _steps(ROWS, settings.pop("order", None) or Shuffled(300, 3), **settings)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_step_by_rows_has_exactly_that_many_rows(packing: bool) -> None:
+    """All documents of a row are in one step; the last step of an epoch may be short."""
+    steps, position, seen = _by_rows(16, packing=packing), Position(), []
+    while position.epoch < 2:
+        batch, position = steps.batch(position)
+        documents = documents_in(batch)
+        assert set(documents.values()) == {1}
+        rows = np.searchsorted(ROWS.row_starts, sorted(documents), side="right") - 1
+        counts = Counter(rows.tolist())
+        assert all(counts[row] == np.diff(ROWS.row_starts)[row] for row in counts)
+        seen.append(list(counts))
+        assert max(micro.input_ids.numel() for micro in batch) <= 128
+    assert [len(rows) for rows in seen] == ([16] * 18 + [12]) * 2
+    assert steps.count() == 19 == -(-300 // 16)
+    assert sorted(row for rows in seen[:19] for row in rows) == list(range(300))
+
+
+def test_steps_by_tokens_have_other_numbers_of_rows() -> None:
+    steps = _steps()
+    assert len({len(documents_in(steps.batch(Position(window=w))[0])) for w in range(5)}) > 1
+
+
+def test_by_rows_and_unpacked_an_epoch_is_the_permutation_itself() -> None:
+    steps = _by_rows(7, packing=False)
+    documents = [int(d) for _, rows in _run(steps, Position(), 1) for row in rows for d in row]
+    rows = np.searchsorted(ROWS.row_starts, documents, side="right") - 1
+    expected = Shuffled(300, 3).rows(0, 0, 300)
+    assert list(dict.fromkeys(rows.tolist())) == expected.tolist()
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("batch", [{"batch_tokens": 512}, {"batch_rows": 7}])
+def test_without_shuffling_steps_keep_the_order_of_the_file(
+    packing: bool, batch: dict[str, int]
+) -> None:
+    settings = {"batch_tokens": None, **batch, "packing": packing, "order": InOrder(300)}
+    steps = _steps(ROWS, shuffle=False, **settings)
+    for epoch in range(2):
+        run = _run(steps, Position(epoch=epoch), epoch + 1)
+        assert [d for _, rows in run for row in rows for d in row] == list(range(700))
+
+
+def test_packing_that_shuffles_would_be_noticed() -> None:
+    run = _run(_steps(ROWS, InOrder(300)), Position(), 1)
+    assert [d for _, rows in run for row in rows for d in row] != list(range(700))
+
+
+def test_stops_between_steps_by_rows_lose_and_repeat_nothing() -> None:
+    whole = _run(_by_rows(16), Position(), 3)
+    for at in range(0, len(whole), 5):
+        fresh = _by_rows(16)
+        state = json.loads(json.dumps(fresh.state(whole[at][0])))
+        assert _run(fresh, fresh.position(state), 3) == whole[at:]
+
+
+@pytest.mark.parametrize("batch", [{"batch_rows": 8}, {"batch_tokens": None}])
+def test_a_step_has_one_measure(batch: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="by batch_tokens or by batch_rows: give one"):
+        _steps(**batch)
+
+
 class _Endless:
-    """Lengths of 10**12 documents without the bytes."""
+    """Lengths of 10**12 documents, each a row, without the bytes."""
 
     size = 10**12
 
@@ -165,9 +239,15 @@ class _Endless:
         return b"20"
 
 
+class _EachARow(_Endless):
+    def __getitem__(self, rows: Any) -> Any:
+        return np.array(rows)
+
+
 def test_seeking_far_out_takes_little() -> None:
     documents: Any = MadeDocuments([20])
     documents.lengths = _Endless()
+    documents.row_starts = _EachARow()
     far = Position(epoch=2, window=10**12 // 60 - 7, row=3)
     steps = _steps(documents, Shuffled(10**12, 3))
     state = steps.state(far)

@@ -21,6 +21,7 @@ class Rows:
     def __init__(self, *rows: list[int]) -> None:
         self.rows = rows
         self.lengths = np.array([len(row) for row in rows], dtype=np.int64)
+        self.row_starts = np.arange(len(rows) + 1, dtype=np.int64)
 
     def tokens(self, document: int) -> tuple[Any, Any]:
         row = np.array(self.rows[document], dtype=np.int32)

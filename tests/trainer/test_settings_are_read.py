@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from megatrain.config import load_config
-from megatrain.config.settings import SECTIONS, Section, Source
+from megatrain.config.data_settings import Source
+from megatrain.config.section import Section
+from megatrain.config.settings import SECTIONS
 from megatrain.trainer.demo import write_demo
 from megatrain.trainer.loop import Trainer
 

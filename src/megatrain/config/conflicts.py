@@ -39,8 +39,14 @@ def _length_of_run(config: Config) -> Iterator[Fault]:
 
 def _batch(config: Config) -> Iterator[Fault]:
     length, batch = config.data.max_length, config.train.batch_tokens
-    micro = config.train.micro_batch_tokens
-    if length > batch:
+    micro, rows = config.train.micro_batch_tokens, config.train.batch_rows
+    if batch is not None and rows is not None:
+        yield _fault(
+            "train.batch_rows",
+            f"train.batch_rows is {rows} and train.batch_tokens is {batch}: give one of them, and "
+            "the other as null.",
+        )
+    if batch is not None and length > batch:
         yield _fault(
             "train.batch_tokens",
             f"data.max_length is {length} and train.batch_tokens is {batch}: a row would not fit a "
@@ -52,7 +58,7 @@ def _batch(config: Config) -> Iterator[Fault]:
             f"data.max_length is {length} and train.micro_batch_tokens is {micro}: a row would not "
             "fit a micro-batch. Raise train.micro_batch_tokens, or make it auto.",
         )
-    if isinstance(micro, int) and micro > batch:
+    if batch is not None and isinstance(micro, int) and micro > batch:
         yield _fault(
             "train.micro_batch_tokens",
             f"train.micro_batch_tokens is {micro} and train.batch_tokens is {batch}: a micro-batch "

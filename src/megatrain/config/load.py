@@ -17,9 +17,10 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from megatrain.config.data_settings import Source
 from megatrain.config.faults import Fault, dotted, refusal, shown
 from megatrain.config.quantities import write_bytes
-from megatrain.config.settings import SHORT_FORMS, Config, Source
+from megatrain.config.settings import SHORT_FORMS, Config
 from megatrain.config.yaml_reader import Document, Path, parse_document, read_document
 from megatrain.errors import ConfigError
 

@@ -16,23 +16,20 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
-    Discriminator,
     Field,
     ModelWrapValidatorHandler,
     PlainValidator,
-    Tag,
     ValidationError,
     ValidationInfo,
     model_validator,
 )
 
 from megatrain.config.conflicts import conflicts
+from megatrain.config.data_settings import DataSettings, Source
 from megatrain.config.faults import faults_of, refusal
-from megatrain.config.quantities import or_auto, read_number, read_tokens, read_whole
-from megatrain.config.template_settings import Arguments
+from megatrain.config.quantities import or_auto, read_tokens, read_whole
+from megatrain.config.section import Section, short
 from megatrain.config.value_types import (
     Beta,
     Kind,
@@ -43,8 +40,6 @@ from megatrain.config.value_types import (
     Seed,
     Size,
     Steps,
-    Template,
-    TemplateArguments,
     Tokens,
     Whole,
     listed,
@@ -52,58 +47,8 @@ from megatrain.config.value_types import (
 )
 from megatrain.config.yaml_reader import Document
 
-
-class Section(BaseModel):
-    """Settings that belong together."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False)
-
-
 SHORT_FORMS = {"model": "name_or_path", "data": "train", "save": "dir"}
 """Sections that may be one word, and the key that is then meant."""
-
-
-def _short(key: str) -> BeforeValidator:
-    return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
-
-
-class Source(Section):
-    """Rows from one place."""
-
-    path: Name = Field(description="File, folder or Hub id of a dataset.")
-    format: Literal["auto", "messages", "alpaca", "prompt_completion", "text"] = Field(
-        default="auto",
-        description="How a row is written; auto detects it and prints what was found.",
-    )
-    weight: Number = Field(
-        default=1.0,
-        gt=0,
-        description="How often its rows come in an epoch, compared with other sources.",
-    )
-
-
-Sources = Annotated[
-    tuple[Annotated[Source, _short("path")], ...],
-    BeforeValidator(listed),
-    Field(min_length=1),
-]
-
-
-def _eval_kind(value: object) -> str:
-    if isinstance(value, str):
-        try:
-            read_number(value)
-        except ValueError:
-            return "sources"
-    return "sources" if isinstance(value, str | list | tuple | Mapping) else "fraction"
-
-
-Eval = Annotated[
-    Annotated[Annotated[Number, Field(gt=0, lt=1)] | None, Tag("fraction")]
-    | Annotated[Sources, Tag("sources")],
-    Discriminator(_eval_kind),
-    Kind("fraction, path or list of paths, or null"),
-]
 
 
 class ModelSettings(Section):
@@ -126,41 +71,9 @@ class ModelSettings(Section):
     )
 
 
-class DataSettings(Section):
-    """What is trained on."""
-
-    train: Annotated[Sources, Kind("path, or list of paths or {path, format, weight}")] = Field(
-        description="Where the rows come from."
-    )
-    eval: Eval = Field(
-        default=None,
-        description="Rows to evaluate on: a fraction held out of train, or files of their own.",
-    )
-    max_length: Tokens = Field(default=2048, description="Longest row.")
-    overlong: Literal["drop", "truncate", "split"] = Field(
-        default="drop", description="What happens to longer rows; they are counted and reported."
-    )
-    train_on: Literal["assistant", "last", "completion", "all"] = Field(
-        default="assistant",
-        description="Which tokens are targets: those of every assistant turn, of the last one, all "
-        "that follows the prompt, or every token.",
-    )
-    template_kwargs: TemplateArguments = Field(
-        default=Arguments(),
-        description="Arguments for the chat template; a row's own chat_template_kwargs come first.",
-    )
-    chat_template: Template = Field(
-        default=None,
-        description="In place of the tokenizer's: a file, the text of a template, or none, which "
-        "joins prompt and completion as they are.",
-    )
-    packing: bool = Field(
-        default=True,
-        description="Put several rows into one sequence; they never attend to each other.",
-    )
-    seed: Seed = Field(
-        default=42, description="Seed of the order of rows and of the held-out fraction."
-    )
+BATCH_TOKENS = 131072
+_ONE_OF_TWO = (("epochs", "steps", 1), ("batch_tokens", "batch_rows", BATCH_TOKENS))
+"""Keys of which one is given, and the default of the first."""
 
 
 class TrainSettings(Section):
@@ -172,9 +85,15 @@ class TrainSettings(Section):
     steps: Annotated[Steps | None, Kind("steps or null")] = Field(
         default=None, description="Optimizer steps of the whole run, in place of epochs."
     )
-    batch_tokens: Tokens = Field(
-        default=131072,
-        description="Tokens of one optimizer step, whatever the number of micro-batches.",
+    batch_tokens: Annotated[Tokens | None, Kind("tokens, like 2048 or 128k, or null")] = Field(
+        default=None,
+        description="Tokens of one optimizer step, whatever the number of micro-batches; "
+        "131072 if neither batch_tokens nor batch_rows is given.",
+    )
+    batch_rows: Annotated[Annotated[Whole, Field(ge=1)] | None, Kind("rows or null")] = Field(
+        default=None,
+        description="Rows of one optimizer step, exactly, in place of batch_tokens, packed or "
+        "not; the last step of an epoch may have fewer.",
     )
     micro_batch_tokens: Annotated[
         int | Literal["auto"],
@@ -200,9 +119,12 @@ class TrainSettings(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_epoch(cls, value: Any) -> Any:
-        if isinstance(value, Mapping) and value.get("epochs") is None is value.get("steps"):
-            return {**value, "epochs": 1}
+    def _defaults(cls, value: Any) -> Any:
+        """Fill in one of two keys that stand for the same thing, if neither is given."""
+        if isinstance(value, Mapping):
+            for key, other, default in _ONE_OF_TWO:
+                if value.get(key) is None is value.get(other):
+                    value = {**value, key: default}
         return value
 
 
@@ -328,13 +250,13 @@ class LogSettings(Section):
 class Config(Section):
     """Every setting of a run."""
 
-    model: Annotated[ModelSettings, _short(SHORT_FORMS["model"])]
-    data: Annotated[DataSettings, _short(SHORT_FORMS["data"])]
-    train: TrainSettings = Field(default_factory=lambda: TrainSettings(epochs=1))
+    model: Annotated[ModelSettings, short(SHORT_FORMS["model"])]
+    data: Annotated[DataSettings, short(SHORT_FORMS["data"])]
+    train: TrainSettings = Field(default_factory=lambda: TrainSettings.model_validate({}))
     optim: OptimSettings = Field(default_factory=OptimSettings)
     memory: MemorySettings = Field(default_factory=MemorySettings)
     eval: EvalSettings = Field(default_factory=EvalSettings)
-    save: Annotated[SaveSettings, _short(SHORT_FORMS["save"])] = Field(default_factory=SaveSettings)
+    save: Annotated[SaveSettings, short(SHORT_FORMS["save"])] = Field(default_factory=SaveSettings)
     log: LogSettings = Field(default_factory=LogSettings)
 
     @model_validator(mode="wrap")
@@ -356,6 +278,11 @@ class Config(Section):
         if found:
             raise refusal(document, sorted(found, key=lambda fault: document.line(fault.path)))
         return config
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step at most, as far as is known without the data."""
+        return self.train.batch_tokens or (self.train.batch_rows or 1) * self.data.max_length
 
     @property
     def run_dir(self) -> str:

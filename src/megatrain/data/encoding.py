@@ -4,7 +4,7 @@ Nothing here needs torch: a worker is ready in a second and holds the tokenizer,
 
 Laws (tests/data/test_prepare.py)
     1. No document is longer than `max_length` or without a target.
-    2. Every row is bad, or each of its documents is kept or counted as dropped.
+    2. Every row is bad, or all of its documents are kept, or it is counted once as dropped.
 """
 
 from __future__ import annotations
@@ -53,8 +53,13 @@ class Encoded:
     """The documents of a chunk, end to end, and what became of its other rows."""
 
     num_rows: int = 0
+    num_kept: int = 0
+    """Rows of which at least one document is left."""
     num_truncated: int = 0
+    """Rows, as everywhere here."""
     num_split: int = 0
+    rows: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """The row of each document, counted from the first of the chunk."""
     lengths: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     ids: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     edges: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
@@ -66,6 +71,7 @@ class Encoded:
     """Trained turns that no control token ends."""
     bad: Skipped = field(default_factory=Skipped)
     dropped: Skipped = field(default_factory=Skipped)
+    """Rows that lost a document, or all of them, by the first reason."""
     notes: Notes = field(default_factory=Notes)
 
 
@@ -93,48 +99,66 @@ class ChunkEncoder:
                 found.append((place, bad))
         documents = iter(zip(rows, self._encoder.encode_rows(rows), strict=True))
         kept: list[Tokens] = []
-        for bad_row in found:
+        numbers: list[int] = []
+        for number, bad_row in enumerate(found):
             if bad_row is not None:
                 encoded.bad.add(*bad_row)
                 continue
             (place, row), made = next(documents)
             if isinstance(made, BadRow):
                 encoded.bad.add(place, made)
-            else:
-                encoded.notes.add(row, made, self._encoder.template)
-                kept += self._kept(encoded, place, row, made)
+                continue
+            encoded.notes.add(row, made, self._encoder.template)
+            left = self._kept(encoded, place, row, made)
+            kept += left
+            numbers += [number] * len(left)
+        encoded.num_kept = len(set(numbers))
+        encoded.rows = np.array(numbers, dtype=np.int64)
         _put_together(encoded, kept)
         return encoded
 
     def _kept(
         self, encoded: Encoded, place: str, row: Row, documents: Sequence[Tokens]
-    ) -> Iterator[Tokens]:
+    ) -> list[Tokens]:
+        """Return what is left of a row; count it if something is lost, cut or split."""
+        kept: list[Tokens] = []
+        lost: list[BadRow] = []
         for document in documents:
             encoded.num_open += document.num_open
             if document.num_trained == 0 and self._no_target == "error":
                 raise DataError(_no_target_text(place, document, "is trained"))
-            for piece in self._pieces(encoded, place, row, document):
-                if piece.num_trained > 0:
-                    yield piece
+            for piece in self._pieces(row, document):
+                if isinstance(piece, BadRow):
+                    lost.append(piece)
+                elif piece.num_trained > 0:
+                    kept.append(piece)
                 elif self._no_target == "error" and self._overlong == "truncate":
                     raise DataError(_no_target_text(place, document, "is left to train"))
                 else:
-                    encoded.dropped.add(place, BadRow(NO_TARGET, f"{len(piece.input_ids)} tokens"))
+                    lost.append(BadRow(NO_TARGET, f"{len(piece.input_ids)} tokens"))
+        if lost:
+            encoded.dropped.add(place, lost[0])
+        self._count_long(encoded, row, documents)
+        return kept
 
-    def _pieces(self, encoded: Encoded, place: str, row: Row, document: Tokens) -> Iterator[Tokens]:
+    def _pieces(self, row: Row, document: Tokens) -> Iterator[Tokens | BadRow]:
         length, most = len(document.input_ids), self._max_length
         if length <= most:
             yield document
         elif self._overlong == "truncate":
-            encoded.num_truncated += 1
             yield _cut(document, 0, most)
         elif self._overlong == "split" and row.text:
-            encoded.num_split += 1
             # A single token left over has no successor to predict.
             for start in range(0, length - 1, most):
                 yield _cut(document, start, start + most)
         else:
-            encoded.dropped.add(place, BadRow(TOO_LONG, f"{length} tokens"))
+            yield BadRow(TOO_LONG, f"{length} tokens")
+
+    def _count_long(self, encoded: Encoded, row: Row, documents: Sequence[Tokens]) -> None:
+        if all(len(document.input_ids) <= self._max_length for document in documents):
+            return
+        encoded.num_truncated += self._overlong == "truncate"
+        encoded.num_split += self._overlong == "split" and bool(row.text)
 
 
 def _no_target_text(place: str, document: Tokens, what: str) -> str:

@@ -12,27 +12,15 @@ Laws (tests/data/test_micro_batches.py)
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megatrain.data.documents import Documents
 from megatrain.data.order import Indices
-from megatrain.data.packing import Lengths
 from megatrain.models.loss import IGNORED
 from megatrain.pipeline.batch import MicroBatch
-
-
-class Documents(Protocol):
-    """Tokenised documents by number."""
-
-    @property
-    def lengths(self) -> Lengths:
-        """Tokens of each document. (documents,)"""
-
-    def tokens(self, document: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Return a document's tokens, and which of them are trained."""
 
 
 def micro_batches(

@@ -4,21 +4,23 @@ A seeded permutation of [0, n) is a Feistel network over the next power of two; 
 [0, n) is sent through again until it falls inside (at most twice on average). Position k of epoch e
 is known in microseconds for any k, so the state of an order is the position itself.
 
-A mixture draws from several parts by weight. Positions come in blocks of 1,000; a block holds each
-part in its exact share, in an order of its own. The j-th draw of a part is position j of the part's
-own epochs, so each of its rows comes once before any comes twice.
+A mixture repeats the rows of each source as often as its weight says, and shuffles all of them as
+one. With weight 2.5 each row comes twice, and a half of them once more. That half is chosen by
+position too: the rows are cut into as many short stretches as are wanted, and each stretch gives
+one row. Epoch by epoch a stretch gives all of its rows before it gives one again.
 
 Laws (tests/data/test_order.py)
     1. Each epoch is a permutation; other epochs and seeds give others.
     2. rows(epoch, a, c) is rows(epoch, a, b) followed by rows(epoch, b, c).
-    3. A mixture keeps its weights in every block, and a part's rows come equally often, within one,
-       at the end of each block.
+    3. With weight w each row of a source comes floor(w) or ceil(w) times in every epoch.
+    4. With all weights 1 a mixture is the shuffled concatenation of its sources.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -30,7 +32,6 @@ Indices = NDArray[np.int64]
 _Words = NDArray[np.uint64]
 
 _ROUNDS = 6
-_BLOCK = 1000
 
 
 class Order(Protocol):
@@ -102,7 +103,7 @@ class Shuffled:
 
 
 class InOrder:
-    """All rows once per epoch, as they stand in the file: for evaluation."""
+    """All rows once per epoch, as they stand in the file."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -112,62 +113,75 @@ class InOrder:
 
 
 class Mixed:
-    """Several parts by weight. Rows are numbered through: part 0 first, then part 1...
+    """Several sources by weight. Rows are numbered through: source 0 first, then source 1...
 
-    An epoch is as many positions as there are rows; a part of large weight is then repeated, one
-    of small weight is not used up, and the next epoch goes on where this one ended.
+    Without `shuffle` the rows come in this order, a source of weight 2 twice in a row.
     """
 
-    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int) -> None:
+    def __init__(
+        self, sizes: Sequence[int], weights: Sequence[float], seed: int, *, shuffle: bool = True
+    ) -> None:
         if len(sizes) != len(weights) or not sizes:
-            raise ConfigError(f"{len(sizes)} parts to mix, but {len(weights)} weights")
+            raise ConfigError(f"{len(sizes)} sources to mix, but {len(weights)} weights")
         if min(sizes) < 1:
-            raise ConfigError(f"part {list(sizes).index(min(sizes))} has no rows to mix in")
-        self.size = sum(sizes)
-        self._seed = seed
-        self._shares = _shares(weights)
-        self._ends = np.cumsum(self._shares)
-        self._sizes = tuple(sizes)
+            raise ConfigError(f"source {list(sizes).index(min(sizes))} has no rows to mix in")
+        if min(weights) <= 0:
+            raise ConfigError(f"weights must be positive: {list(weights)}")
+        parts = zip(sizes, weights, strict=True)
+        self._parts = [_part(*part, seed, number) for number, part in enumerate(parts)]
+        # Rows of each source in an epoch, repeated ones counted each time.
+        self.counts = tuple(part.num_slots for part in self._parts)
+        self.size = sum(self.counts)
+        self._slots: Order = Shuffled(self.size, seed) if shuffle else InOrder(self.size)
+        self._first_slots = np.cumsum([0, *self.counts])
         self._first_rows = np.cumsum([0, *sizes])
 
     def rows(self, epoch: int, start: int, stop: int) -> Indices:
-        first = epoch * self.size
-        positions = np.arange(first + start, first + min(stop, self.size), dtype=np.int64)
-        rows = np.empty_like(positions)
-        for block in np.unique(positions // _BLOCK):
-            inside = positions // _BLOCK == block
-            rows[inside] = self._block_rows(int(block), positions[inside] % _BLOCK)
-        return rows
-
-    def _block_rows(self, block: int, slots: Indices) -> Indices:
-        ranks = Permutation(_BLOCK, self._seed, block)(slots)
-        parts = np.searchsorted(self._ends, ranks, side="right")
+        slots = self._slots.rows(epoch, start, stop)
+        numbers = np.searchsorted(self._first_slots, slots, side="right") - 1
         rows = np.empty_like(slots)
-        for part, share in enumerate(self._shares.tolist()):
-            drawn = parts == part
-            draws = block * share + ranks[drawn] - (self._ends[part] - share)
-            rows[drawn] = self._first_rows[part] + self._drawn(part, draws)
-        return rows
-
-    def _drawn(self, part: int, draws: Indices) -> Indices:
-        """Return the rows of a part, numbered within it, at these positions of its own epochs."""
-        size = self._sizes[part]
-        rows = np.empty_like(draws)
-        for epoch in np.unique(draws // size).tolist():
-            inside = draws // size == epoch
-            rows[inside] = Permutation(size, self._seed, part, epoch)(draws[inside] % size)
+        for number, part in enumerate(self._parts):
+            inside = numbers == number
+            found = part.rows(slots[inside] - self._first_slots[number], epoch)
+            rows[inside] = self._first_rows[number] + found
         return rows
 
 
-def _shares(weights: Sequence[float]) -> Indices:
-    """Return how many of a block's positions each part gets: largest remainders."""
-    total = float(sum(weights))
-    if not total > 0 or min(weights) < 0:
-        raise ConfigError(f"weights must be positive: {list(weights)}")
-    exact = [_BLOCK * weight / total for weight in weights]
-    shares = np.array([int(share) for share in exact], dtype=np.int64)
-    by_rest = sorted(range(len(exact)), key=lambda n: (int(exact[n]) - exact[n], n))
-    shares[by_rest[: _BLOCK - int(shares.sum())]] += 1
-    if shares.min() < 1:
-        raise ConfigError(f"a weight below 1/{_BLOCK} of the whole: {list(weights)}")
-    return shares
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """One source of a mixture: all its rows `num_whole` times, then `num_extra` of them."""
+
+    size: int
+    num_whole: int
+    num_extra: int
+    key: np.uint64
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_whole * self.size + self.num_extra
+
+    def rows(self, slots: Indices, epoch: int) -> Indices:
+        """Return the rows, numbered within the source, at these slots."""
+        rows = slots % self.size
+        extra = slots >= self.num_whole * self.size
+        if extra.any():
+            rows[extra] = self._chosen(slots[extra] - self.num_whole * self.size, epoch)
+        return rows
+
+    def _chosen(self, stretches: Indices, epoch: int) -> Indices:
+        """Return one row of each stretch; the first `longer` stretches have a row more."""
+        width, longer = divmod(self.size, self.num_extra)
+        widths = width + (stretches < longer)
+        firsts = stretches * width + np.minimum(stretches, longer)
+        rounds = (epoch // widths).astype(np.uint64)
+        drawn = _stirred(_stirred(stretches.astype(np.uint64), self.key) + rounds, self.key)
+        return firsts + ((drawn >> np.uint64(2)).astype(np.int64) + epoch) % widths
+
+
+def _part(size: int, weight: float, seed: int, number: int) -> _Part:
+    num_whole = int(weight)
+    # A source is never left out altogether, however small its weight.
+    num_extra = max(round((weight - num_whole) * size), int(num_whole == 0))
+    digest = hashlib.blake2b(repr((size, seed, number)).encode(), digest_size=8).digest()
+    key = np.frombuffer(digest, dtype=np.uint64)[0]
+    return _Part(size=size, num_whole=num_whole, num_extra=num_extra, key=key)

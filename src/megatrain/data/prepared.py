@@ -1,6 +1,7 @@
 """Prepared data: documents in an Arrow file that is mapped, never loaded, and a card about them.
 
-    <folder>/documents.arrow    input_ids: list<int32>, trained: list<int32> (begin, end, begin...)
+    <folder>/documents.arrow    input_ids: list<int32>, trained: list<int32> (begin, end, begin...),
+                                row: int64, the row of the source that the document came from
     <folder>/card.json          rows, documents, tokens, lengths, what was left out and why, and a
                                 digest of all documents: the same tokens, trained alike, in order
 
@@ -22,9 +23,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatrain import files
+from megatrain.data.documents import Lengths
 from megatrain.data.encoding import Encoded
-from megatrain.data.micro_batches import Documents
-from megatrain.data.packing import Lengths
+from megatrain.data.order import Indices
 from megatrain.data.skipped import Skipped
 from megatrain.data.spans import mask_of
 from megatrain.errors import DataError, DiskError
@@ -32,7 +33,9 @@ from megatrain.errors import DataError, DiskError
 Card = dict[str, Any]
 
 _FILE, _CARD = "documents.arrow", "card.json"
-_SCHEMA = pa.schema({"input_ids": pa.list_(pa.int32()), "trained": pa.list_(pa.int32())})
+_SCHEMA = pa.schema(
+    {"input_ids": pa.list_(pa.int32()), "trained": pa.list_(pa.int32()), "row": pa.int64()}
+)
 _PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 _BATCH_TOKENS = 2**20
 """Tokens in one Arrow batch: few batches to search, little to hold while writing."""
@@ -49,6 +52,7 @@ class Prepared:
             table = pa.ipc.open_stream(pa.memory_map(str(folder / _FILE))).read_all()
             self._ids = table.column("input_ids").chunks
             self._runs = table.column("trained").chunks
+            self._rows = table.column("row").chunks
         except (OSError, ValueError, KeyError, pa.ArrowException) as error:
             raise DataError(
                 f"{folder}: the prepared data is damaged ({error}); remove the folder, and it will "
@@ -69,26 +73,23 @@ class Prepared:
         parts = [np.diff(chunk.offsets.to_numpy()) for chunk in self._ids]
         return np.concatenate([np.zeros(0, dtype=np.int64), *parts]).astype(np.int64)
 
+    @cached_property
+    def rows(self) -> Indices:
+        """The row of the source that each document came from, counted from 0. (documents,)"""
+        return np.concatenate([np.zeros(0, np.int64), *(chunk.to_numpy() for chunk in self._rows)])
+
+    @cached_property
+    def row_starts(self) -> Indices:
+        """The first document of each row, and the number of documents. (rows + 1,)"""
+        firsts = np.flatnonzero(np.diff(self.rows, prepend=-1))
+        return np.append(firsts, len(self.rows))
+
     def tokens(self, document: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Return a document's tokens, and which of them are trained."""
         chunk = int(np.searchsorted(self._firsts, document, side="right")) - 1
         place = document - int(self._firsts[chunk])
         ids = self._ids[chunk][place].values.to_numpy()
         return ids, mask_of(self._runs[chunk][place].values.to_numpy(), len(ids))
-
-
-class Joined:
-    """Several prepared sources as one, numbered through: what `Mixed` orders."""
-
-    def __init__(self, parts: Sequence[Documents]) -> None:
-        self.parts = tuple(parts)
-        self.lengths: Lengths = np.concatenate([part.lengths for part in parts])
-        self._firsts = np.cumsum([0, *(len(part.lengths) for part in parts)])
-
-    def tokens(self, document: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Return a document's tokens, and which of them are trained."""
-        part = int(np.searchsorted(self._firsts, document, side="right")) - 1
-        return self.parts[part].tokens(document - int(self._firsts[part]))
 
 
 class PreparedWriter:
@@ -111,7 +112,9 @@ class PreparedWriter:
     def add(self, encoded: Encoded) -> None:
         """Add a chunk's documents; they are on disk some 2**20 tokens later."""
         total = self.total
+        encoded.rows += total.num_rows  # from a number within the chunk to one within the source
         total.num_rows += encoded.num_rows
+        total.num_kept += encoded.num_kept
         total.num_truncated += encoded.num_truncated
         total.num_split += encoded.num_split
         total.num_trained += encoded.num_trained
@@ -154,6 +157,7 @@ class PreparedWriter:
             arrays = [
                 _lists([one.ids for one in waiting], [one.lengths for one in waiting]),
                 _lists([one.edges for one in waiting], [one.num_edges for one in waiting]),
+                pa.array(np.concatenate([one.rows for one in waiting])),
             ]
             self._writer.write_batch(pa.record_batch(arrays, schema=_SCHEMA))
         self._waiting, self._waiting_tokens = [], 0
@@ -164,6 +168,7 @@ class PreparedWriter:
         points = np.percentile(lengths, _PERCENTILES) if len(lengths) else np.zeros(7)
         return {
             "rows": total.num_rows,
+            "kept": total.num_kept,
             "documents": len(lengths),
             "tokens": int(lengths.sum(dtype=np.int64)),
             "trained_tokens": total.num_trained,

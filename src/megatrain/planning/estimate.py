@@ -24,7 +24,7 @@ from typing import Any
 from megatrain.config import Config, load_config
 from megatrain.config.load import resolve_config
 from megatrain.config.quantities import read_bytes, read_number, read_tokens
-from megatrain.config.settings import TrainSettings
+from megatrain.config.settings import BATCH_TOKENS
 from megatrain.config.yaml_reader import Document
 from megatrain.errors import ConfigError
 from megatrain.files import write_file
@@ -166,8 +166,8 @@ def _config(
     if seq is not None:
         length = _read("seq", seq, read_tokens)
         given.append(f"data.max_length={length}")
-        default = TrainSettings.model_fields["batch_tokens"].default
-        if batch_tokens is None and length > default:  # a step has at least one row
+        is_given = batch_tokens or any(one.startswith("train.batch_") for one in overrides)
+        if not is_given and length > BATCH_TOKENS:  # a step has at least one row
             batch_tokens = length
     if batch_tokens is not None:
         given.append(f"train.batch_tokens={_read('batch-tokens', batch_tokens, read_tokens)}")

@@ -15,7 +15,7 @@ def workload_of(config: Config, model: ModelShape) -> Workload:
     """Return what one step of the run works on."""
     return Workload(
         model=model,
-        step_tokens=config.train.batch_tokens,
+        step_tokens=config.step_tokens,
         sequence=config.data.max_length,
         dtype=config.model.dtype,
         attn=config.model.attn,

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatrain.data.micro_batches import Documents
+from megatrain.data.documents import Documents, num_rows
 from megatrain.errors import DataError
 from megatrain.pipeline.engine import Engine
 from megatrain.sampling import continue_texts
@@ -73,8 +73,9 @@ class Told:
 def questions(documents: Documents, max_rows: int | None = None) -> list[Question]:
     """Return each answer of the first `max_rows` rows with its prompt. Raises DataError if none."""
     found: list[Question] = []
-    size = len(documents.lengths)
-    for number in range(size if max_rows is None else min(max_rows, size)):
+    rows = num_rows(documents)
+    last = rows if max_rows is None else min(max_rows, rows)
+    for number in range(int(documents.row_starts[last])):
         ids, trained = documents.tokens(number)
         tokens = [int(token) for token in ids]
         edges = np.flatnonzero(np.diff(trained, prepend=False, append=False))

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatrain.config import Config
-from megatrain.config.settings import Source
+from megatrain.config.data_settings import Source
+from megatrain.data.documents import Documents, Joined, Subset, hold_out, num_rows
 from megatrain.data.loader import Loader
-from megatrain.data.micro_batches import Documents
-from megatrain.data.order import InOrder, Mixed, Order, Permutation, Shuffled
-from megatrain.data.packing import Lengths
+from megatrain.data.order import InOrder, Mixed, Order
 from megatrain.data.prepare import prepare
-from megatrain.data.prepared import Joined, Prepared, digest_of
+from megatrain.data.prepared import Prepared, digest_of
 from megatrain.data.steps import Position, State, Steps
 from megatrain.data.template_choice import choose_template
 from megatrain.errors import DataError, ModelFolderError
@@ -26,17 +25,6 @@ from megatrain.pipeline.engine import Engine
 from megatrain.trainer.resolve import Resolved
 
 CACHE = "MEGATRAIN_CACHE"
-
-
-class Subset:
-    """Some of the documents, numbered from 0."""
-
-    def __init__(self, documents: Documents, chosen: NDArray[np.int64]) -> None:
-        self._documents, self._chosen = documents, chosen
-        self.lengths: Lengths = documents.lengths[chosen]
-
-    def tokens(self, document: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        return self._documents.tokens(int(self._chosen[document]))
 
 
 class TrainingData:
@@ -57,8 +45,8 @@ class TrainingData:
         self.card = card
 
     def steps_of(self, epochs: float) -> int:
-        """Return how many steps so many epochs have."""
-        return max(1, round(self._steps.count() * epochs))
+        """Return how many steps so many epochs have; a part of a step counts as one."""
+        return math.ceil(self._steps.count() * epochs)
 
     def next_batch(self) -> list[MicroBatch]:
         return next(self._loader)
@@ -104,32 +92,36 @@ def open_data(config: Config, tokenizer: Any, resolved: Resolved) -> TrainingDat
     data = config.data
     choose_template(tokenizer, data.chat_template)
     sources = [_prepared(config, tokenizer, source) for source in data.train]
-    kept: list[Documents] = []
+    kept: list[Documents] = [*sources]
     held: list[Documents] = []
-    for number, source in enumerate(sources):
-        train, evaluation = _split(source, data.eval, data.seed + number)
-        kept.append(train)
-        held += evaluation
-    if isinstance(data.eval, tuple):
+    if isinstance(data.eval, float):
+        split = [
+            hold_out(source, data.eval, data.seed + number, source.card["source"])
+            for number, source in enumerate(sources)
+        ]
+        kept, held = [train for train, _ in split], [judged for _, judged in split]
+    elif data.eval is not None:
         held = [_prepared(config, tokenizer, source) for source in data.eval]
-    documents = kept[0] if len(kept) == 1 else Joined(kept)
+    sizes = [num_rows(part) for part in kept]
     weights = [source.weight for source in data.train]
-    sizes = [len(part.lengths) for part in kept]
-    order: Order = (
-        Shuffled(sizes[0], data.seed) if len(sizes) == 1 else Mixed(sizes, weights, data.seed)
-    )
-    steps = _steps(config, documents, order, tokenizer, resolved)
-    evaluation_steps = None
-    if held:
-        judged = held[0] if len(held) == 1 else Joined(held)
-        if (most := config.eval.max_rows) is not None:
-            judged = Subset(judged, np.arange(min(most, len(judged.lengths)), dtype=np.int64))
-        in_order = InOrder(len(judged.lengths))
-        evaluation_steps = _steps(config, judged, in_order, tokenizer, resolved)
+    order = Mixed(sizes, weights, data.seed, shuffle=data.shuffle)
+    steps = _steps(config, _one(kept), order, tokenizer, resolved)
+    evaluation = _evaluation(config, held, tokenizer, resolved) if held else None
     digest = digest_of([source.card["digest"] for source in sources])
-    return TrainingData(
-        steps, evaluation_steps, held[0] if held else kept[0], _card(sources), digest
-    )
+    return TrainingData(steps, evaluation, held[0] if held else kept[0], _card(sources), digest)
+
+
+def _one(parts: Sequence[Documents]) -> Documents:
+    return parts[0] if len(parts) == 1 else Joined(parts)
+
+
+def _evaluation(
+    config: Config, held: Sequence[Documents], tokenizer: Any, resolved: Resolved
+) -> Steps:
+    judged = _one(held)
+    if (most := config.eval.max_rows) is not None:
+        judged = Subset(judged, np.arange(min(most, num_rows(judged)), dtype=np.int64))
+    return _steps(config, judged, InOrder(num_rows(judged)), tokenizer, resolved)
 
 
 def load_tokenizer(folder: str | Path) -> Any:
@@ -188,29 +180,22 @@ def cache_folder() -> Path:
     return Path(home) / "megatrain" if home else Path.home() / ".cache" / "megatrain"
 
 
-def _split(documents: Prepared, held_out: object, seed: int) -> tuple[Documents, list[Documents]]:
-    """Return what is trained on, and what is held out: a fraction by a seeded choice."""
-    if not isinstance(held_out, float):
-        return documents, []
-    size = len(documents.lengths)
-    count = max(1, round(size * held_out))
-    if count >= size:
-        raise DataError(f"{documents.card['source']}: {size} rows are too few to hold out {count}")
-    chosen = Permutation(size, seed, -2)(np.arange(size, dtype=np.int64))
-    return Subset(documents, np.sort(chosen[count:])), [Subset(documents, np.sort(chosen[:count]))]
-
-
 def _steps(
     config: Config, documents: Documents, order: Order, tokenizer: Any, resolved: Resolved
 ) -> Steps:
-    pad = tokenizer.pad_token_id
+    pad, micro = tokenizer.pad_token_id, resolved.micro_batch_tokens
+    tokens, rows = config.train.batch_tokens, config.train.batch_rows
+    if isinstance(order, InOrder):  # evaluation has no steps to match: only memory counts
+        tokens, rows = config.step_tokens, None
     return Steps(
         documents,
         order,
-        batch_tokens=max(config.train.batch_tokens, resolved.micro_batch_tokens),
-        micro_batch_tokens=resolved.micro_batch_tokens,
+        batch_tokens=None if tokens is None else max(tokens, micro),
+        batch_rows=rows,
+        micro_batch_tokens=micro,
         max_length=config.data.max_length,
         packing=config.data.packing,
+        shuffle=config.data.shuffle,
         pad_id=0 if pad is None else int(pad),
         seed=config.data.seed,
     )

@@ -29,6 +29,7 @@ from megatrain.errors import DiskError, Interrupted, NonFiniteStep
 from megatrain.trainer.assembly import learning_rate, make_engine
 from megatrain.trainer.checkpoints import Checkpoints
 from megatrain.trainer.dataset import mean_loss
+from megatrain.trainer.first_lines import opening_line
 from megatrain.trainer.interrupts import Interrupts
 from megatrain.trainer.live import Live
 from megatrain.trainer.opening import open_run, require_apart
@@ -135,7 +136,7 @@ class Trainer:
             Sinks(config, self.folder.path, live.say) as self._sinks,
         ):
             self._live = live
-            live.say(self._opening())
+            live.say(opening_line(config, self.resolved, self.home, self.num_steps, self.data.card))
             live.say(in_words(self.plan, self.num_steps))
             for note in self.notes:
                 live.say(note)
@@ -359,15 +360,6 @@ class Trainer:
         self._live.say(f"step {step}: {reason}: back to step {self.state.step}, leaving it out")
         record = {"event": "rolled back", "step": step, "to": self.state.step, "reason": reason}
         self.folder.append("events.jsonl", record)
-
-    def _opening(self) -> str:
-        resolved, card = self.resolved, self.data.card
-        num_params = sum(param.num_elements for param in self.home.decoder.params)
-        return (
-            f"{num_params:,} params of {self.config.model.name_or_path} on {resolved.device}, "
-            f"{self.num_steps} steps of {self.config.train.batch_tokens:,} tokens, "
-            f"{card.get('rows', 0):,} rows; run folder {self.folder.path}"
-        )
 
     def _write_plan(self) -> None:
         found = facts(self.plan, self.device, self.resolved, self._step_seconds)

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from megatrain.data.micro_batches import Documents
+from megatrain.data.documents import Documents
 from megatrain.data.notes import remarks
 
 MAX_TOKENS = 400

@@ -49,7 +49,7 @@ def open_device(config: Config) -> tuple[Device, str]:
 def resolve(config: Config, device: Device, name: str) -> Resolved:
     """Return what the run will use. Without a plan these are simple rules, not a search."""
     train, memory = config.train, config.memory
-    usual = max(config.data.max_length, min(train.batch_tokens, MICRO_BATCH_TOKENS))
+    usual = max(config.data.max_length, min(config.step_tokens, MICRO_BATCH_TOKENS))
     micro = usual if isinstance(train.micro_batch_tokens, str) else train.micro_batch_tokens
     return Resolved(
         device=name,

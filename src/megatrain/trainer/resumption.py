@@ -34,9 +34,10 @@ FIXED = {
         "template_kwargs",
         "chat_template",
         "packing",
+        "shuffle",
         "seed",
     ),
-    "train": ("seed",),
+    "train": ("batch_rows", "seed"),
 }
 """What must stay. The rows themselves are known by the mark of their order."""
 

@@ -1,0 +1,104 @@
+"""The data section of a config: where rows come from, and what becomes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+
+from megatrain.config.quantities import read_number
+from megatrain.config.section import Section, short
+from megatrain.config.template_settings import Arguments
+from megatrain.config.value_types import (
+    Kind,
+    Name,
+    Number,
+    Seed,
+    Template,
+    TemplateArguments,
+    Tokens,
+    listed,
+)
+
+
+class Source(Section):
+    """Rows from one place."""
+
+    path: Name = Field(description="File, folder or Hub id of a dataset.")
+    format: Literal["auto", "messages", "alpaca", "prompt_completion", "text"] = Field(
+        default="auto",
+        description="How a row is written; auto detects it and prints what was found.",
+    )
+    weight: Number = Field(
+        default=1.0,
+        gt=0,
+        description="How many times each of its rows comes in an epoch; 1 everywhere is plain "
+        "concatenation, 0.5 takes another half of the rows in each epoch.",
+    )
+
+
+Sources = Annotated[
+    tuple[Annotated[Source, short("path")], ...],
+    BeforeValidator(listed),
+    Field(min_length=1),
+]
+
+
+def _eval_kind(value: object) -> str:
+    if isinstance(value, str):
+        try:
+            read_number(value)
+        except ValueError:
+            return "sources"
+    return "sources" if isinstance(value, str | list | tuple | Mapping) else "fraction"
+
+
+Eval = Annotated[
+    Annotated[Annotated[Number, Field(gt=0, lt=1)] | None, Tag("fraction")]
+    | Annotated[Sources, Tag("sources")],
+    Discriminator(_eval_kind),
+    Kind("fraction, path or list of paths, or null"),
+]
+
+
+class DataSettings(Section):
+    """What is trained on."""
+
+    train: Annotated[Sources, Kind("path, or list of paths or {path, format, weight}")] = Field(
+        description="Where the rows come from."
+    )
+    eval: Eval = Field(
+        default=None,
+        description="Rows to evaluate on: a fraction held out of train, or files of their own.",
+    )
+    max_length: Tokens = Field(default=2048, description="Longest row.")
+    overlong: Literal["drop", "truncate", "split"] = Field(
+        default="drop", description="What happens to longer rows; they are counted and reported."
+    )
+    train_on: Literal["assistant", "last", "completion", "all"] = Field(
+        default="assistant",
+        description="Which tokens are targets: those of every assistant turn, of the last one, all "
+        "that follows the prompt, or every token.",
+    )
+    template_kwargs: TemplateArguments = Field(
+        default=Arguments(),
+        description="Arguments for the chat template; a row's own chat_template_kwargs come first.",
+    )
+    chat_template: Template = Field(
+        default=None,
+        description="In place of the tokenizer's: a file, the text of a template, or none, which "
+        "joins prompt and completion as they are.",
+    )
+    packing: bool = Field(
+        default=True,
+        description="Put several rows into one sequence; they never attend to each other.",
+    )
+    shuffle: bool = Field(
+        default=True,
+        description="Give the rows a new order in each epoch; false keeps the order of the files, "
+        "one source after another.",
+    )
+    seed: Seed = Field(
+        default=42, description="Seed of the order of rows and of the held-out fraction."
+    )

@@ -1,0 +1,16 @@
+"""What all sections of a config have in common."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+
+class Section(BaseModel):
+    """Settings that belong together."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False)
+
+
+def short(key: str) -> BeforeValidator:
+    """Let a section be one word, which is the value of `key`."""
+    return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
