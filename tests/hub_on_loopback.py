@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -178,3 +179,17 @@ def use(monkeypatch: pytest.MonkeyPatch, url: str, cache: str) -> None:
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", cache)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+
+
+def use_for_datasets(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path) -> None:
+    """Let datasets ask `url` too."""
+    import datasets
+
+    from megatrain.data import hub_rows
+
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", url)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    monkeypatch.setattr(datasets.config, "USE_PARQUET_EXPORT", False)
+    datasets.disable_progress_bars()
+    hub_rows._dataset.cache_clear()

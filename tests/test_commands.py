@@ -1,9 +1,9 @@
 """Every command in README, docs and examples works as written.
 
 Each page's bash blocks run in order, in a folder of their own, with a `.venv` whose programs are
-those of the tests; `hf download` makes a tiny model in place of the one it names. What cannot run
-in CI is shortened, or only held against its parser: SHORTER and CUDA say which, and a test says
-that they are still there.
+those of the tests; the Hub is one on the loopback that has a tiny model under the name they use.
+What cannot run in CI is shortened, or only held against its parser: SHORTER and CUDA say which, and
+a test says that they are still there.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megatrain.cli import app
+from megatrain.trainer.demo import write_demo
+from tests.hub_on_loopback import serving
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -38,9 +41,6 @@ CUDA = {"-m pytest": "--collect-only -q", "-m benchmarks.gpu": "--help"}
 PROGRAMS = {
     "python": 'exec {python} "$@"',
     "megatrain": 'exec {python} -m megatrain "$@"',
-    "hf": "exec {python} -c 'import shutil, sys; from pathlib import Path; "
-    'from megatrain.trainer.demo import write_demo; write_demo(Path("hub"), num_steps=2); '
-    'shutil.move("hub/model", sys.argv[-1])\' "$@"',
 }
 
 
@@ -63,7 +63,18 @@ def runnable(block: str) -> str:
     return "\n".join(lines)
 
 
-def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def hub_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A Hub that has the model of the pages."""
+    folder = tmp_path_factory.mktemp("hub")
+    write_demo(folder / "demo", num_steps=2)
+    model = (folder / "demo" / "model").iterdir()
+    with serving() as hub:
+        hub.put("Qwen/Qwen3-0.6B", {path.name: path.read_bytes() for path in model})
+        yield hub.url
+
+
+def run(script: str, folder: Path, hub_url: str = "") -> subprocess.CompletedProcess[str]:
     """Run a script in a folder that looks like a clone with an environment."""
     programs = folder / ".venv" / "bin"
     if not programs.exists():
@@ -79,6 +90,9 @@ def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
         **os.environ,
         "PYTHONPATH": ":".join(searched),
         "MEGATRAIN_CACHE": str(folder / "cache"),
+        "HF_HOME": str(folder / "hf"),
+        "HF_ENDPOINT": hub_url,
+        "HF_HUB_OFFLINE": "0" if hub_url else "1",
     }
     return subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script],
@@ -87,9 +101,9 @@ def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_commands_run(page: str, tmp_path: Path) -> None:
+def test_commands_run(page: str, tmp_path: Path, hub_url: str) -> None:
     for block in blocks(page):
-        done = run(runnable(block), tmp_path)
+        done = run(runnable(block), tmp_path, hub_url)
         assert done.returncode == 0, f"{block}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 

@@ -13,6 +13,7 @@ from megatrain.errors import ConfigError, ModelConfigError, ModelFolderError
 from megatrain.planning.asked_models import find_shape
 from megatrain.planning.known_models import find_model
 from tests.families import save_tiny
+from tests.hub_on_loopback import serving, use
 
 
 def _write(folder: Path, config: Any) -> Path:
@@ -28,6 +29,24 @@ def test_a_name_a_folder_and_a_file_give_the_same_model(tmp_path: Path) -> None:
         shape = find_shape(asked)
         assert shape.renamed(known.name) == known
         assert shape.name == "mine"
+
+
+def test_an_id_that_is_not_in_the_table_is_asked_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = find_model("qwen3-8b")
+    with serving() as hub:
+        use(monkeypatch, hub.url, str(tmp_path))
+        hub.put("acme/fresh", {"config.json": json.dumps(known.config).encode()})
+        shape = find_shape("acme/fresh")
+        assert shape.renamed(known.name) == find_shape("qwen3-8b")
+        assert shape.name == "fresh"
+        assert hub.fetched() == ["config.json"]
+        with pytest.raises(ConfigError, match=r"acme/qwen: no folder, .*the Hub has no model"):
+            find_shape("acme/qwen")
+        hub.requests.clear()
+        find_shape("Qwen/Qwen3-8B")
+        assert hub.requests == []
 
 
 def test_a_family_that_is_not_listed_is_built_without_weights(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from megatrain.config import Config, load_config
 from megatrain.disk.hf import load_model
-from megatrain.errors import ConfigError, ModelFolderError, RunFolderError
+from megatrain.errors import ConfigError, HubError, ModelFolderError, RunFolderError
 from megatrain.memory.layout import Kind
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.learning_rate import LearningRate
@@ -136,9 +136,17 @@ def test_a_model_that_mixes_packed_documents_is_refused(
 
 
 def test_a_model_that_is_not_there_is_said(config: Config) -> None:
-    missing = config.model.model_copy(update={"name_or_path": "some/model"})
-    with pytest.raises(ModelFolderError, match=r"^some/model: is no folder\. .*`hf download"):
-        Trainer(config.model_copy(update={"model": missing}))
+    for name, error, text in (
+        (
+            "some/model",
+            HubError,
+            r"^some/model is neither a folder here .*`hf download some/model`",
+        ),
+        ("./model", ModelFolderError, r"^\./model: no such folder"),
+    ):
+        missing = config.model.model_copy(update={"name_or_path": name})
+        with pytest.raises(error, match=text):
+            Trainer(config.model_copy(update={"model": missing}))
 
 
 def test_a_folder_without_a_tokenizer_is_said(config: Config) -> None:

@@ -26,6 +26,17 @@ class Source(Section):
     """Rows from one place."""
 
     path: Name = Field(description="File, folder or Hub id of a dataset.")
+    name: Annotated[Name | None, Kind("name or null")] = Field(
+        default=None,
+        description="Which configuration of a dataset on the Hub, like main of openai/gsm8k; null "
+        "is its default.",
+    )
+    split: Annotated[Name | None, Kind("name or null")] = Field(
+        default=None, description="Which split of a dataset on the Hub; null is train."
+    )
+    revision: Annotated[Name | None, Kind("branch, tag or commit, or null")] = Field(
+        default=None, description="Which version of a dataset on the Hub; null is main."
+    )
     format: Literal["auto", "messages", "alpaca", "prompt_completion", "text"] = Field(
         default="auto",
         description="How a row is written; auto detects it and prints what was found.",
@@ -58,14 +69,14 @@ Eval = Annotated[
     Annotated[Annotated[Number, Field(gt=0, lt=1)] | None, Tag("fraction")]
     | Annotated[Sources, Tag("sources")],
     Discriminator(_eval_kind),
-    Kind("fraction, path or list of paths, or null"),
+    Kind("fraction, path or list of paths or {path, name, split, ...}, or null"),
 ]
 
 
 class DataSettings(Section):
     """What is trained on."""
 
-    train: Annotated[Sources, Kind("path, or list of paths or {path, format, weight}")] = Field(
+    train: Annotated[Sources, Kind("path, or list of paths or {path, name, split, ...}")] = Field(
         description="Where the rows come from."
     )
     eval: Eval = Field(

@@ -54,7 +54,14 @@ SHORT_FORMS = {"model": "name_or_path", "data": "train", "save": "dir"}
 class ModelSettings(Section):
     """Which model, and how it is held."""
 
-    name_or_path: Name = Field(description="Hugging Face id or folder of the model.")
+    name_or_path: Name = Field(
+        description="Folder of the model, or its id on the Hugging Face Hub; a folder wins."
+    )
+    revision: Annotated[Name | None, Kind("branch, tag or commit, or null")] = Field(
+        default=None,
+        description="Which version of a model on the Hub; null is main, and the commit it was then "
+        "is kept in the run folder for a resumed run.",
+    )
     dtype: Literal["bf16", "fp32"] = Field(
         default="bf16", description="What compute sees; masters are fp32 either way."
     )

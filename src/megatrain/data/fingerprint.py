@@ -14,7 +14,6 @@ from typing import Any
 
 import xxhash
 
-from megatrain.data.reading import hub_dataset
 from megatrain.data.source import Source
 
 _HEAD_BYTES = 2**20
@@ -25,8 +24,8 @@ def fingerprint(source: Source, tokenizer: Any, settings: Mapping[str, object]) 
     digest = xxhash.xxh3_128()
     for path in source.files:
         _add_file(digest, path)
-    if not source.files:
-        _add(digest, f"{source.name} {hub_dataset(source.name)._fingerprint}")
+    if source.hub is not None:
+        _add(digest, f"{source.hub} {source.hub.commit}")
     _add(digest, repr(source.format))
     _add_tokenizer(digest, tokenizer)
     _add(digest, json.dumps(settings, sort_keys=True))

@@ -36,6 +36,7 @@ from megatrain.data.encoding import (
 )
 from megatrain.data.fingerprint import fingerprint
 from megatrain.data.formats import FormatName
+from megatrain.data.hub_rows import Where
 from megatrain.data.prepared import Prepared, PreparedWriter, check_usable
 from megatrain.data.skipped import Skipped
 from megatrain.data.source import Source, open_source
@@ -51,7 +52,7 @@ _HOPELESS_ROWS = 2000
 
 
 def prepare(
-    path: str | Path,
+    path: Where,
     tokenizer: Any,
     *,
     cache_dir: str | Path,
@@ -103,6 +104,8 @@ def _prepared(
                 if writer.total.num_rows >= _HOPELESS_ROWS:
                     _check_hope(writer.total)
         about = {"source": source.name, "format": str(source.format), **settings}
+        if source.hub is not None:
+            about["commit"] = source.hub.commit
         return writer.publish(about)
     except OSError as error:
         writer.discard()

@@ -1,7 +1,7 @@
 """Files as raw rows, one after another, in bounded memory.
 
 Each reader yields (number, value): the line where the row starts for jsonl, txt and csv, the
-row's number from 1 for json, parquet and Hub datasets. A row that cannot even be parsed is
+row's number from 1 for json and parquet. A row that cannot even be parsed is
 yielded as a BadRow in place of its value, so numbers and order of the others stay right.
 
 We parse text files ourselves: table readers give up on the first broken line, turn an answer
@@ -17,15 +17,18 @@ Laws (tests/data/test_reading.py)
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from megatrain.data.skipped import BadRow
 from megatrain.errors import DataError, listing
+from megatrain.hub import is_id
 from megatrain.progress import Advance
 
 Raw = tuple[int, object]
@@ -36,7 +39,6 @@ _CHUNK_CHARS = 2**20
 _PARQUET_ROWS = 256
 _SPACE = re.compile(r"[ \t\r\n]*")
 _DECODER = json.JSONDecoder()
-_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 class Line(str):
@@ -59,35 +61,20 @@ def parsed(value: object) -> object:
 def read_unparsed(path: str | Path, advance: Advance = lambda _: None) -> Iterator[Raw]:
     """Yield the same with each line of JSON as a `Line`."""
     path = Path(path)
-    reader = _READERS.get(path.suffix.lower())
+    reader = _READERS.get(_kind(path))
     if reader is None:
         raise DataError(
             f"{path}: unknown kind of file {path.suffix or '(no suffix)'}; "
-            f"known are {listing(_READERS)}"
+            f"known are {listing(_READERS)}, and {listing(_PACKED)}"
         )
+    if not path.is_file():  # a pipe would keep us waiting for ever
+        raise DataError(f"{path}: {'not a regular file' if path.exists() else 'no such file'}")
     try:
         yield from reader(path, advance)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
-
-
-def hub_dataset(name: str, split: str = "train") -> Any:
-    """Return a dataset of the Hugging Face Hub; it is downloaded to their cache."""
-    from datasets import load_dataset
-
-    try:
-        return load_dataset(name, split=split)
-    except Exception as error:  # the Hub's failures have no common base
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(
-            f"{name}: no such file here, and the Hub gives no dataset of this name: {error}"
+            f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"
         ) from error
-
-
-def read_hub(name: str) -> Iterator[Raw]:
-    """Yield the rows of a dataset on the Hub."""
-    dataset = hub_dataset(name)
-    for number in range(len(dataset)):
-        yield number + 1, without_filling(dataset[number])
 
 
 def without_filling(row: dict[str, Any]) -> dict[str, Any]:
@@ -115,15 +102,39 @@ def data_files(path: str | Path) -> list[Path]:
     """Return the file, or the files of known kinds in a folder by name; none for a Hub name."""
     name, path = str(path), Path(path)
     if path.is_dir():
-        found = sorted(p for p in path.iterdir() if p.suffix.lower() in _READERS and p.is_file())
-        if not found:
-            raise DataError(f"{path}: the folder holds no {listing(_READERS)} file")
-        return found
+        return _files_in(path)
     if path.exists():
         return [path]
-    if path.suffix.lower() in _READERS or not _HUB_NAME.fullmatch(name):
+    if _kind(path) in _READERS or not is_id(name):
         raise DataError(f"{path}: no such file or folder")
     return []
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """Return the data files of a folder by name; hidden ones are not data."""
+    seen = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    found = [path for path in seen if _kind(path) in _READERS and path.is_file()]
+    below = [path.name for path in seen if path.is_dir() and _holds_data(path)]
+    if below:
+        raise DataError(
+            f"{folder}: has data files in subfolders too: {listing(below)}. A folder is read "
+            "without its subfolders: name each folder that is meant in data.train."
+        )
+    if not found:
+        raise DataError(f"{folder}: the folder holds no {listing(_READERS)} file")
+    return found
+
+
+def _holds_data(folder: Path) -> bool:
+    return any(_kind(path) in _READERS for path in folder.rglob("[!.]*"))
+
+
+def _kind(path: Path) -> str:
+    """Return the suffix that says how a file is read; .jsonl of rows.jsonl.gz."""
+    suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
+    if "".join(suffixes) in _PACKED:
+        return suffixes[0]
+    return path.suffix.lower()
 
 
 class _CountedFile(io.FileIO):
@@ -139,8 +150,23 @@ class _CountedFile(io.FileIO):
         return count
 
 
-def _open(path: Path, advance: Advance) -> io.BufferedReader:
-    return io.BufferedReader(_CountedFile(path, advance), _CHUNK_CHARS)
+class _PackedFile(gzip.GzipFile):
+    """A gzip file that closes the file it reads from."""
+
+    def __init__(self, file: io.BufferedIOBase) -> None:
+        super().__init__(fileobj=file)
+        self._file = file
+
+    def close(self) -> None:
+        super().close()
+        self._file.close()
+
+
+def _open(path: Path, advance: Advance) -> io.BufferedReader[_CountedFile] | _PackedFile:
+    file = io.BufferedReader(_CountedFile(path, advance), _CHUNK_CHARS)
+    if path.suffix.lower() == ".gz":
+        return _PackedFile(file)
+    return file
 
 
 def _open_text(path: Path, advance: Advance) -> io.TextIOWrapper:
@@ -150,7 +176,7 @@ def _open_text(path: Path, advance: Advance) -> io.TextIOWrapper:
     )
 
 
-def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes | BadRow]]:
+def _lines(file: io.BufferedIOBase) -> Iterator[tuple[int, bytes | BadRow]]:
     """Yield numbered lines; of one that is too long only the fact."""
     number = 0
     while line := file.readline(LONGEST_LINE_BYTES + 1):
@@ -314,3 +340,4 @@ _READERS: dict[str, Callable[[Path, Advance], Iterator[Raw]]] = {
     ".txt": _read_txt,
     ".parquet": _read_parquet,
 }
+_PACKED = (".jsonl.gz", ".json.gz", ".csv.gz", ".txt.gz")

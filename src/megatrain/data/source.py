@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain.data.formats import Format, FormatName, detect
-from megatrain.data.reading import data_files, parsed, read_hub, read_unparsed
+from megatrain.data.hub_rows import HubRows, Where, located
+from megatrain.data.reading import data_files, parsed, read_unparsed
 from megatrain.data.rows import Row, canonical
 from megatrain.data.skipped import BadRow, Skipped
 from megatrain.progress import Advance
@@ -23,7 +24,8 @@ class Source:
 
     name: str
     files: tuple[Path, ...]
-    """Empty: `name` is a dataset of the Hub."""
+    hub: HubRows | None
+    """None: the rows are in files."""
     format: Format
 
     def values(self, advance: Advance = lambda _: None) -> Iterator[tuple[str, object]]:
@@ -31,7 +33,7 @@ class Source:
 
         Lines of JSON come unparsed: see `parsed` in reading.py.
         """
-        return _values(self.name, self.files, advance)
+        return _values(self.files, self.hub, advance)
 
     def rows(self, skipped: Skipped) -> Iterator[tuple[str, Row]]:
         """Yield each usable row with its place; count the others in `skipped`."""
@@ -42,24 +44,25 @@ class Source:
                 skipped.add(place, bad)
 
 
-def open_source(path: str | Path, wanted: FormatName = "auto") -> Source:
+def open_source(where: Where, wanted: FormatName = "auto") -> Source:
     """Return the source of this name, its format detected from its first rows unless told.
 
     Raises DataError if it is neither a file, a folder nor a dataset, or not of that format.
     """
-    files = tuple(data_files(path))
-    name = str(path)
-    first = (parsed(value) for _, value in _values(name, files))
-    shape = detect(first, where=name, wanted=wanted)
-    return Source(name=name, files=files, format=shape)
+    where = where if isinstance(where, HubRows) else located(where)
+    hub = where if isinstance(where, HubRows) else None
+    files = () if isinstance(where, HubRows) else tuple(data_files(where))
+    first = (parsed(value) for _, value in _values(files, hub))
+    shape = detect(first, where=str(where), wanted=wanted)
+    return Source(name=str(where), files=files, hub=hub, format=shape)
 
 
 def _values(
-    name: str, files: tuple[Path, ...], advance: Advance = lambda _: None
+    files: tuple[Path, ...], hub: HubRows | None, advance: Advance = lambda _: None
 ) -> Iterator[tuple[str, object]]:
-    if not files:
-        for number, value in read_hub(name):
-            yield f"{name}:{number}", value
+    if hub is not None:
+        for number, value in hub.values():
+            yield f"{hub}:{number}", value
     for path in files:
         for number, value in read_unparsed(path, advance):
             yield f"{path.name}:{number}", value

@@ -1,6 +1,7 @@
-"""The model that a person means, as its shape: a known name, a folder, or a config.json.
+"""The model that a person means, as its shape: a known name, a folder, a config.json, or a Hub id.
 
     name               from the table (known_models.py): milliseconds, no network
+    another Hub id     its config.json, from the cache or the Hub
     folder or file     its config.json: milliseconds for the usual families, else the skeleton of
                        the model is built as for training, which takes torch and some seconds
 
@@ -15,8 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from megatrain import hub
 from megatrain.config import Config
-from megatrain.errors import ModelConfigError, ModelFolderError
+from megatrain.errors import ConfigError, HubError, ModelConfigError, ModelFolderError
 from megatrain.planning.families import ALIASES, FAMILIES, shape_from_config
 from megatrain.planning.freezing import with_frozen
 from megatrain.planning.known_models import find_model
@@ -52,8 +54,22 @@ def find_shape(asked: str) -> ModelShape:
         return _read(path / "config.json", path.resolve().name)
     if path.is_file():
         return _read(path, path.resolve().parent.name)
-    known = find_model(asked)
+    try:
+        known = find_model(asked)
+    except ConfigError as unknown:
+        return _from_hub(asked, unknown)
     return shape_from_config(known.config, known.name)
+
+
+def _from_hub(asked: str, unknown: ConfigError) -> ModelShape:
+    """Return the shape of a model on the Hub: its config.json is fetched, and nothing else."""
+    if "/" not in asked or not hub.is_id(asked):
+        raise unknown
+    try:
+        folder = hub.find_model(asked, need="config").folder
+    except HubError as error:
+        raise ConfigError(f"{unknown} {error}") from error
+    return _read(folder / "config.json", asked.rpartition("/")[2])
 
 
 def _bytes(path: Path) -> bytes:

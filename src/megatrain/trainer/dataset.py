@@ -13,6 +13,7 @@ import numpy as np
 from megatrain.config import Config
 from megatrain.config.data_settings import Source
 from megatrain.data.documents import Documents, Joined, Subset, hold_out, num_rows
+from megatrain.data.hub_rows import located
 from megatrain.data.loader import Loader
 from megatrain.data.order import InOrder, Mixed, Order
 from megatrain.data.prepare import prepare
@@ -129,10 +130,7 @@ def load_tokenizer(folder: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     if not Path(folder).is_dir():
-        raise ModelFolderError(
-            f"{folder}: is no folder. Models are read from disk: `hf download {folder}` fetches "
-            "one from the Hub and prints its folder."
-        )
+        raise ModelFolderError(f"{folder} is not a directory. Give the folder of a model.")
     try:
         return AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=False, local_files_only=True
@@ -162,7 +160,7 @@ def mean_loss(engine: Engine, batches: Iterable[list[MicroBatch]]) -> tuple[floa
 
 def _prepared(config: Config, tokenizer: Any, source: Source) -> Prepared:
     return prepare(
-        source.path,
+        located(source.path, name=source.name, split=source.split, revision=source.revision),
         tokenizer,
         cache_dir=cache_folder(),
         max_length=config.data.max_length,

@@ -33,6 +33,8 @@ from megatrain.trainer.first_lines import opening_line
 from megatrain.trainer.interrupts import Interrupts
 from megatrain.trainer.live import Live
 from megatrain.trainer.opening import open_run, require_apart
+from megatrain.trainer.places import FILE as PINS
+from megatrain.trainer.places import pinned
 from megatrain.trainer.planned import facts, in_words, predicted_against_measured
 from megatrain.trainer.resumption import Resumed, resume
 from megatrain.trainer.run_folder import RunFolder, machine_facts
@@ -64,11 +66,11 @@ class Trainer:
         none. With `dry_run` nothing is written, and `train` may not be called. Whoever gives
         `interrupts` has opened them, and `train` then ends early when they say so.
         """
-        self.config = config
         self.interrupts = interrupts or Interrupts()
         require_apart(config)
         self.folder = RunFolder(config.run_dir, dry=dry_run)
         try:
+            self.config, self._pins = pinned(config, self.folder.path, resumes=resume)
             self._open(resume)
         except BaseException:
             self.folder.close()
@@ -103,6 +105,8 @@ class Trainer:
         self.notes += folder.write_config(config)
         folder.write_json("machine.json", machine_facts())
         folder.write_json("data_card.json", self.data.card)
+        if self._pins:
+            folder.write_json(PINS, self._pins)
         self._write_plan()
 
     def _take_up(self, resumed: Resumed | None) -> None:

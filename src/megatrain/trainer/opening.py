@@ -12,6 +12,7 @@ from megatrain.data.template_choice import exported_template
 from megatrain.disk.hf import HostModel, ModelFolder, read_folder
 from megatrain.disk.retention import clear_unfinished
 from megatrain.errors import RunFolderError
+from megatrain.hub import find_model
 from megatrain.memory.host import resident_bytes
 from megatrain.memory.store import WITH_CLIP, WITHOUT_CLIP
 from megatrain.models.patterns import check_patterns
@@ -80,9 +81,13 @@ def open_run(config: Config, folder: RunFolder, *, resumes: bool) -> Opened:
         clear_unfinished(folder.path / FOLDER)
     kinds = WITH_CLIP if resolved.update == "late" else WITHOUT_CLIP
     resumed = resume(folder.path / FOLDER, config, kinds) if resumes else None
-    source = config.model.name_or_path if resumed is None else resumed.home.source
-    tokenizer = load_tokenizer(source)
     model = config.model
+    source = (
+        find_model(model.name_or_path, model.revision, "tokenizer").folder
+        if resumed is None
+        else resumed.home.source
+    )
+    tokenizer = load_tokenizer(source)
     found: HostModel | ModelFolder = (
         resumed.home
         if resumed is not None
@@ -98,6 +103,8 @@ def open_run(config: Config, folder: RunFolder, *, resumes: bool) -> Opened:
         resolved, plan = plan_resumed(config, device, resolved, found.decoder, base_bytes)
     data = open_data(config, tokenizer, resolved)
     try:
+        if resumed is None:  # weights come last: all else is cheaper to find wanting
+            find_model(model.name_or_path, model.revision)
         home = found.load(kinds) if isinstance(found, ModelFolder) else found
         template = exported_template(tokenizer, config.data.chat_template)
         home = replace(home, carried={**home.carried, **template})

@@ -2,6 +2,7 @@
 
     config.yaml     what was asked, resolved       machine.json    where it ran
     plan.json       memory, planned and measured   data_card.json  what it was trained on
+    hub.json        commits of what came from the Hub
     metrics.jsonl   one line per step and per evaluation
     samples.jsonl   text before and during training
     events.jsonl    saves, resumes, signals, rollbacks

@@ -19,6 +19,7 @@ from megatrain.disk.restore import verify
 from megatrain.disk.retention import finished
 from megatrain.errors import CheckpointDamaged, ConfigError, RunFolderError
 from megatrain.files import write_file
+from megatrain.hub import Need, find_model
 from megatrain.memory.layout import Kind
 from megatrain.memory.ledger import gib
 from megatrain.migration import migrate
@@ -42,6 +43,7 @@ from megatrain.trainer.demo import (
 )
 from megatrain.trainer.interrupts import Interrupts
 from megatrain.trainer.loop import Trainer
+from megatrain.trainer.places import check_places
 from megatrain.trainer.planned import in_words
 from megatrain.trainer.preview import show_card, show_rows
 from megatrain.trainer.resolve import open_device, resolve
@@ -62,6 +64,7 @@ def train_from(
 ) -> str:
     """Train; return the closing line."""
     config = load_config(path, list(overrides))
+    check_places(config, path)
     with (
         Interrupts() as interrupts,
         Trainer(config, resume=resume, dry_run=dry_run, interrupts=interrupts) as trainer,
@@ -181,7 +184,7 @@ def sample_from(
 
 def look_at_data(path: Path, model: Path, max_length: int, samples: int) -> None:
     """Print what a file holds, and which of its tokens would be trained."""
-    tokenizer = load_tokenizer(model_folder(model))
+    tokenizer = load_tokenizer(model_folder(model, "tokenizer"))
     prepared: Prepared = prepare(
         path, tokenizer, cache_dir=cache_folder(), max_length=max_length, max_bad_share=1.0
     )
@@ -217,10 +220,10 @@ def run_demo(folder: Path, num_steps: int) -> None:
         print(f"{prompt} = {answer}", flush=True)
 
 
-def model_folder(path: Path) -> Path:
-    """Return the model folder that is meant: the folder itself, or that of a run."""
+def model_folder(path: Path, need: Need = "weights") -> Path:
+    """Return the model folder that is meant: the folder itself, that of a run, or of a Hub id."""
     if not (path / "metrics.jsonl").exists():
-        return path
+        return find_model(str(path), need=need).folder
     if (path / "model").is_dir():
         return path / "model"
     if found := finished(path / FOLDER):

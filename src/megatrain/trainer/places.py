@@ -1,0 +1,109 @@
+"""Where the names of a config lead: to files here, or to commits on the Hub.
+
+A relative path is relative to the working directory. A name on the Hub becomes a commit before a
+run begins, and RUN/hub.json keeps it: a resumed run asks for that commit, whatever main is by then.
+
+    {"models": {"Qwen/Qwen3-8B@main": "b968826d9c46..."}, "datasets": {"openai/gsm8k@main": ...}}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatrain.config import Config
+from megatrain.config.data_settings import Source
+from megatrain.errors import ConfigError
+from megatrain.hub import MAIN, dataset_commit, find_model, is_commit, is_id
+
+FILE = "hub.json"
+Pins = dict[str, dict[str, str]]
+
+
+def check_places(config: Config, config_file: Path) -> None:
+    """Raise ConfigError for a relative path that leads somewhere from the config file alone."""
+    for key, name in _names(config):
+        beside = config_file.parent / name
+        if not Path(name).exists() and beside.exists():
+            raise ConfigError(
+                f"{config_file}: {key} is {name}, which is not in the working directory "
+                f"{Path.cwd()} but beside this file. Give {beside}, or change to "
+                f"{config_file.parent}: relative paths begin at the working directory."
+            )
+
+
+def pinned(config: Config, run: Path, *, resumes: bool) -> tuple[Config, Pins]:
+    """Return the config with commits in place of branches, and which commit each of them was.
+
+    A resumed run takes the commits that its folder names. Raises HubError.
+    """
+    pins = _read(run / FILE) if resumes else {}
+    model = config.model
+    revision = model.revision
+    if not Path(model.name_or_path).exists() and is_id(model.name_or_path):
+        revision = _pin(pins, "models", model.name_or_path, revision, _model_commit)
+    data: dict[str, Any] = {
+        key: tuple(_pinned_source(pins, source) for source in sources)
+        for key, sources in (("train", config.data.train), ("eval", config.data.eval))
+        if isinstance(sources, tuple)
+    }
+    changes = {
+        "model": model.model_copy(update={"revision": revision}),
+        "data": config.data.model_copy(update=data),
+    }
+    return config.model_copy(update=changes), pins
+
+
+def _names(config: Config) -> Iterator[tuple[str, str]]:
+    yield "model", config.model.name_or_path
+    for key, sources in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+        if isinstance(sources, tuple):
+            yield from ((key, source.path) for source in sources)
+
+
+def _pinned_source(pins: Pins, source: Source) -> Source:
+    if Path(source.path).exists() or not is_id(source.path):
+        return source
+    commit = _pin(pins, "datasets", source.path, source.revision, _dataset_commit)
+    return source.model_copy(update={"revision": commit})
+
+
+def _pin(
+    pins: Pins,
+    kind: str,
+    name: str,
+    revision: str | None,
+    ask: Callable[[str, str | None], str | None],
+) -> str | None:
+    """Return the commit of a name, asked for unless it is known; note what it is."""
+    if is_commit(revision):
+        return revision
+    key = f"{name}@{revision or MAIN}"
+    commit = pins.get(kind, {}).get(key) or ask(name, revision)
+    if commit is None:  # nobody knows; the cache decides
+        return revision
+    pins.setdefault(kind, {})[key] = commit
+    return commit
+
+
+def _model_commit(name: str, revision: str | None) -> str | None:
+    return find_model(name, revision, need="config").commit
+
+
+def _dataset_commit(name: str, revision: str | None) -> str | None:
+    return dataset_commit(name, revision)[0]
+
+
+def _read(path: Path) -> Pins:
+    """Return what a run folder names; a file that is not as we write it names nothing."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return {
+        kind: {key: commit for key, commit in names.items() if is_commit(str(commit))}
+        for kind, names in (found.items() if isinstance(found, Mapping) else ())
+        if isinstance(names, Mapping)
+    }
