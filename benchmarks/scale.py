@@ -3,8 +3,8 @@
     python -m benchmarks.scale TABLE    machines, patience, limits, eight, workstations,
                                         failures, wear or data
 
-One GPU is simulated (`megatrain estimate`). Several are not built yet, so they are the closed form
-of DESIGN's section on many hosts: each of N ranks owns 1/N of every block, copies it over its own
+One GPU is simulated (`megatrain estimate`). Several are not built yet, so they are a closed form:
+each of N ranks owns 1/N of every block, copies it over its own
 link, gathers the rest from the others, and sends its gradients to their owners.
 
     forward    max(2 A T/N F, 2 P/N B, 2 P/W, 28 P/M)    updates of the last step run here

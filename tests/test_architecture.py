@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +40,7 @@ READ_A_CLOCK = {
     Path("tests/pipeline/test_lane_progress.py"),  # a least time, and no most
     Path("tests/simulated/test_mutants.py"),  # ends what hangs
 }
+CITATION = r"\b(?:tests|benchmarks|docs|examples)/[\w/]*\w\.(?:py|md|yaml|png)\b"
 OS_CHANGES = {"replace", "rename", "remove", "write", "link", "open"}
 
 
@@ -169,6 +171,30 @@ def test_no_test_depends_on_the_time_of_day(path: Path) -> None:
     """Effort is measured by tests/effort.py, and tests/patience.py waits for events."""
     read = set(_attributes(ast.parse((ROOT / path).read_text()))) & WALL_CLOCKS
     assert not read or path in READ_A_CLOCK, f"{path} reads {read}"
+
+
+def _missing_citations(text: str) -> list[str]:
+    return [path for path in re.findall(CITATION, text) if not (ROOT / path).exists()]
+
+
+@pytest.mark.parametrize("folder", ["src", "benchmarks", "docs", "examples", "."])
+def test_what_is_cited_exists(folder: str) -> None:
+    paths = (ROOT / folder).glob("*.md") if folder == "." else (ROOT / folder).rglob("*")
+    for path in paths:
+        if path.suffix in (".py", ".md", ".c", ".yaml"):
+            assert not _missing_citations(path.read_text()), path
+
+
+def test_a_dangling_citation_would_be_noticed() -> None:
+    assert _missing_citations("Laws (tests/disk/test_save.py, tests/disk/test_no_such.py)") == [
+        "tests/disk/test_no_such.py"
+    ]
+
+
+def test_type_checkers_of_users_see_our_types() -> None:
+    packaged = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert packaged["package-data"] == {"megatrain": ["py.typed"]}
+    assert (SOURCE / "py.typed").exists()
 
 
 def test_the_readme_shows_the_real_tree() -> None:

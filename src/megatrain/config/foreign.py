@@ -1,7 +1,7 @@
 """What other tools call things: their key, and ours, or why there is none.
 
 One table per tool, all read by two: a config with such a key is refused with the hint from here,
-and migration.py translates whole files by it. docs/migration.md is written from it.
+and migration/translate.py translates whole files by it. docs/migration.md is written from it.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ conversion is run once on the meta device, where it moves no bytes, and watched:
 runs of elements of params. They say where each tensor of a folder belongs, so that it can be read
 straight into its place, and export is the same map walked the other way.
 
-Laws (tests/disk/test_names.py, tests/models/test_families.py)
+Laws (tests/models/test_families.py)
     1. The map covers each element of each param and persistent buffer exactly once.
     2. It has the names and shapes that `save_pretrained` writes.
 """

@@ -3,7 +3,7 @@
 A change that costs nothing but a habit comes before one that costs quality, and that before one
 that costs money. What one change does not solve, two together may.
 
-Laws (tests/planning/test_fixes.py): each fix, applied, fits.
+Laws (tests/planning/test_plan.py): each fix, applied, fits.
 """
 
 from __future__ import annotations
