@@ -184,6 +184,7 @@ class World:
             "seed": 7,
             "deadline_s": 60.0,
             "on_nonfinite": "skip",
+            "router_aux_loss": 0.0 if self.decoder.balancing is None else 0.1,
         }
         return Engine(self.decoder, self.store, **settings | changes)
 
@@ -194,13 +195,13 @@ class World:
             for number, shapes in enumerate(case.steps):
                 batch = make_batch(shapes, seed=number, form=case.form)
                 result = engine.step(batch)
-                outcome.numbers += [*result.micro_losses, result.grad_norm]
+                outcome.numbers += [*result.micro_losses, result.aux_loss, result.grad_norm]
                 if case.update == "none":
                     engine.settle()
                     gradients = self.bytes_of(Kind.GRAD)
                     outcome.states |= {f"{n}, step {number}": b for n, b in gradients.items()}
                 if number in case.evaluates_after:
-                    outcome.numbers += engine.evaluate(batch)
+                    outcome.numbers += [*engine.evaluate(batch), engine.aux_loss]
         outcome.states |= self.bytes_of(Kind.HI, Kind.LO, Kind.M, Kind.V)
         return outcome
 

@@ -48,6 +48,13 @@ qwen3_moe qwen3_next recurrent_gemma seed_oss smollm3 solar_open stablelm starco
 xglm youtu
 """.split()  # noqa: SIM905
 
+BALANCED = """
+ernie4_5_moe flex_olmo flint gpt_oss granitemoe granitemoe_swa granitemoehybrid granitemoeshared
+jamba jetmoe laguna mellum minimax minimax_m2 mixtral olmoe phimoe qwen2_moe qwen3_5_moe_text
+qwen3_moe qwen3_next
+""".split()  # noqa: SIM905
+"""Families whose own code has a load-balancing loss that we compute too."""
+
 # Where rotary positions span part of a head, `head_dim` is that part.
 _LATENT_ATTENTION = """
 axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite minicpm3 youtu

@@ -166,6 +166,24 @@ def test_a_family_has_the_graphs_of_its_structures(family: str) -> None:
     assert counter.num_graphs == FAMILIES[family], "and keeps them"
 
 
+def test_routers_are_heard_in_compiled_layers_and_cost_no_graph() -> None:
+    """Hooks differ from layer to layer in nothing but their numbers."""
+    world, counter, found = world_of("mixtral"), Counter(), []
+    ids = torch.randint(3, 300, (2, 9), generator=torch.Generator().manual_seed(2))
+    for compiles in (False, True):
+        template = Template(world.decoder, compile=compiles, backend=counter, routed=True)
+        heard: list[Tensor] = []
+        with torch.no_grad():
+            hidden, calls = template.front(world.weights(0), {"input_ids": ids})
+            for block, call in enumerate(calls, 1):
+                hidden, logits = template.routed_layer(world.weights(block), hidden, call)
+                heard += logits
+        found.append([*heard, hidden])
+    assert [tuple(one.shape) for one in found[0][:-1]] == [(18, 4)] * 4
+    assert same(*found)
+    assert counter.num_graphs == FAMILIES["mixtral"]
+
+
 @pytest.mark.parametrize(
     ("family", "expected"),
     [

@@ -60,6 +60,7 @@ def small_shapes(num_layers: int) -> Iterator[StepShape]:
             num_grad_slots=1 + (num_micro + num_layers) % 2,
             num_host_grads=2 + num_micro % 2,
             tied=tied,
+            balances=(num_micro + num_layers) % 3 == 0,
             trained=trained,
             **ring,
             **copies,
@@ -318,6 +319,10 @@ MUTANT_SHAPES = [
     StepShape(num_blocks=6, num_micro=2, update="in_backward", num_grad_slots=1),
     StepShape(num_blocks=5, num_micro=2, update="late", tied=True, copying=False),
     StepShape(num_blocks=4, copying=False, trained=(True, True, True, False)),
+    StepShape(num_blocks=5, num_micro=2, update="in_backward", balances=True),
+    StepShape(
+        num_blocks=4, num_micro=2, copying=False, balances=True, trained=(False, *[True] * 3)
+    ),
 ]
 Mutant = tuple[OpKind, str, str | int]
 
@@ -329,6 +334,7 @@ EQUIVALENT: dict[Mutant, str] = {
     ): "writes it too, and a write waits for more",
     (OpKind.HEAD, "reads", "grad_slot"): "writes it too",
     (OpKind.BACKWARD, "reads", "grad_slot"): "writes it too",
+    (OpKind.FORWARD, "reads", "routing"): "writes it too",
     (OpKind.UPDATE, "reads", "master"): "writes it too",
     (OpKind.UPDATE, "writes", "master"): "touched by UPDATE alone, and a lane is in order",
     (OpKind.HEAD, "writes", "loss"): "touched by HEAD alone; the caller waits for the HEAD itself",

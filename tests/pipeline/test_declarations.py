@@ -57,6 +57,21 @@ def test_the_tape_ring_goes_round_through_forward_and_backward() -> None:
     assert [op.tape_slot for op in only(ops, OpKind.BACKWARD)] == [1, 2, 0, 1, None, None]
 
 
+def test_backward_of_every_layer_waits_for_the_routers_of_all_layers() -> None:
+    ops = build_step(StepShape(num_blocks=4, num_micro=2, balances=True))
+    place = ("routing",)
+    writers = [op for op in ops if place in op.writes]
+    readers = [op for op in ops if place in op.reads and op not in writers]
+    assert [(op.block, op.micro) for op in writers] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert [str(op) for op in readers] == [
+        "HEAD(3,0)",
+        "BACKWARD(2,0)",
+        "BACKWARD(2,1)",
+        "BACKWARD(1,0)",
+        "BACKWARD(1,1)",
+    ]
+
+
 def test_the_first_micro_batch_overwrites_and_the_others_add() -> None:
     table = OpTable(StepShape(num_blocks=4, num_micro=2))
     first, second = table.backward(1, 0), table.backward(1, 1)

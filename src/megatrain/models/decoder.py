@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from megatrain.errors import ConfigError, NotSplittable, listing
+from megatrain.models.balance import Balancing, find_balancing
 from megatrain.models.patterns import check_patterns, matches
 from megatrain.models.recorder import (
     Call,
@@ -90,6 +91,8 @@ class Decoder:
     """0 when a layer returns hidden states alone, else the length of the tuple it returns."""
     head_path: str
     """Where the output projection stands, for instance `lm_head`."""
+    balancing: Balancing | None = None
+    """How the model's own code balances its experts; None if it does not."""
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -150,6 +153,9 @@ def build_decoder(
     ConfigError for a pattern that matches nothing.
     """
     model = build_skeleton(config, DTYPES[dtype], attn)
+    asked = bool(getattr(model.config, "output_router_logits", False))
+    if asked:  # stand-ins for layers have no routers; the engine collects their logits itself
+        model.config.output_router_logits = False
     path, layers = _find_layers(model)
     head_path = _find_head(model)
     before, after, num_outputs = _find_sides(model, path, layers, head_path)
@@ -178,6 +184,7 @@ def build_decoder(
         layers_path=path,
         num_layer_outputs=num_outputs,
         head_path=head_path,
+        balancing=find_balancing(model, path, head_path, num_outputs, asked=asked),
     )
 
 

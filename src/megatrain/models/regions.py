@@ -36,6 +36,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from megatrain.errors import ConfigError
+from megatrain.models.balance import router_logits_of
 
 MAX_GRAPHS = 32
 """Per region. Forward, recompute, the lowest layer and evaluation take one each for fixed lengths;
@@ -52,6 +54,8 @@ _PLAIN = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Si
 _LIMIT_HIT = "Dynamo recompile limit exceeded"
 
 Backend = str | Callable[..., Any]
+LayerOutput = tuple[Tensor, tuple[Tensor, ...]]
+"""Hidden states, and the router logits of a mixture of experts."""
 _names = itertools.count()
 
 
@@ -61,18 +65,28 @@ def apply_layer(
     hidden: Tensor,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> Tensor:
-    """Return what `module`, with `tensors` in place of its own, makes of `hidden`."""
-    output = functional_call(module, dict(tensors), (hidden, *args), kwargs, tie_weights=False)
+    routed: bool = False,
+) -> LayerOutput:
+    """Return what `module`, with `tensors` in place of its own, makes of `hidden`.
+
+    Router logits come with it if `routed`.
+    """
+
+    def run() -> Any:
+        return functional_call(module, dict(tensors), (hidden, *args), kwargs, tie_weights=False)
+
+    output, logits = router_logits_of(run) if routed else (run(), ())
     result = output if isinstance(output, Tensor) else output[0]
     assert isinstance(result, Tensor)
-    return result
+    return result, logits
 
 
 class Regions:
     """The compiled layers of one model."""
 
-    def __init__(self, layers: Sequence[nn.Module], backend: Backend = "inductor") -> None:
+    def __init__(
+        self, layers: Sequence[nn.Module], backend: Backend = "inductor", *, routed: bool = False
+    ) -> None:
         """`backend` is one of torch.compile's; others than the default are for tests."""
         self.backend = backend
         numbers = _own_numbers(layers)
@@ -82,7 +96,7 @@ class Regions:
             names = tuple(name for name, _ in layer.named_parameters())
             structure = (names, _structure(layer, numbers))
             if structure not in regions:
-                regions[structure] = _Region(layer, index, backend)
+                regions[structure] = _Region(layer, index, backend, routed)
             self._layers.append(_Layer(layer, regions[structure], numbers))
 
     @property
@@ -97,7 +111,7 @@ class Regions:
         hidden: Tensor,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> Tensor:
+    ) -> LayerOutput:
         """Return what layer `index` makes of `hidden`. Raises ConfigError if it cannot compile."""
         layer = self._layers[index]
         # In one order for all layers: graphs are guarded by the order of names, too.
@@ -109,12 +123,14 @@ class Regions:
 class _Region:
     """One structure: a function around its representative, compiled when first called."""
 
-    def __init__(self, representative: nn.Module, first: int, backend: Backend) -> None:
+    def __init__(
+        self, representative: nn.Module, first: int, backend: Backend, routed: bool
+    ) -> None:
         self.representative, self.first = representative, first
-        self._backend = backend
-        self._function: Callable[..., Tensor] | None = None
+        self._backend, self._routed = backend, routed
+        self._function: Callable[..., LayerOutput] | None = None
 
-    def __call__(self, *given: Any) -> Tensor:
+    def __call__(self, *given: Any) -> LayerOutput:
         from torch._dynamo.exc import BackendCompilerFailed
 
         if self._function is None:
@@ -139,16 +155,16 @@ class _Region:
     def __str__(self) -> str:
         return f"layer {self.first} ({type(self.representative).__name__}) or one like it"
 
-    def _compiled(self) -> Callable[..., Tensor]:
-        representative = self.representative
+    def _compiled(self) -> Callable[..., LayerOutput]:
+        representative, routed = self.representative, self._routed
 
         def run(
             tensors: dict[str, Tensor],
             hidden: Tensor,
             args: tuple[Any, ...],
             kwargs: dict[str, Any],
-        ) -> Tensor:
-            return apply_layer(representative, tensors, hidden, args, kwargs)
+        ) -> LayerOutput:
+            return apply_layer(representative, tensors, hidden, args, kwargs, routed)
 
         # Torch keeps which sizes vary by a function's name and line. If regions shared that, a
         # weight of two sizes in two structures would become a weight of any size in both.
@@ -156,7 +172,7 @@ class _Region:
         run.__code__ = run.__code__.replace(co_name=name, co_qualname=name)
         # Recompute must draw what forward drew, in another graph: torch's own generator, then.
         options = {"fallback_random": True} if self._backend == "inductor" else None
-        compiled: Callable[..., Tensor] = torch.compile(  # type: ignore[call-overload]
+        compiled: Callable[..., LayerOutput] = torch.compile(  # type: ignore[call-overload]
             run,
             backend=self._backend,
             options=options,
@@ -223,7 +239,7 @@ def _structure(module: nn.Module | None, numbers: Collection[str], prefix: str =
     if module is None:
         return None
     attributes = [
-        (name, _identity(value))
+        (name, _hooks(value) if name == "_forward_hooks" else _identity(value))
         for name, value in sorted(vars(module).items())
         if name not in _PARTS and prefix + name not in numbers
     ]
@@ -236,6 +252,16 @@ def _structure(module: nn.Module | None, numbers: Collection[str], prefix: str =
         for name, submodule in module._modules.items()
     ]
     return type(module), tuple(attributes), tuple(tensors), tuple(submodules)
+
+
+def _hooks(hooks: Mapping[int, Any]) -> object:
+    """Return what is equal for hooks made by the same code around equal values."""
+    return tuple(
+        (hook.__code__, tuple(_identity(cell.cell_contents) for cell in hook.__closure__ or ()))
+        if isinstance(hook, FunctionType)
+        else _identity(hook)
+        for hook in hooks.values()
+    )
 
 
 def _identity(value: Any) -> object:

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from megatrain.models.balance import record_router_logits
 from megatrain.models.decoder import Decoder
 from megatrain.models.recorder import (
     Call,
@@ -36,7 +37,7 @@ from megatrain.models.recorder import (
     rows_looked_up,
     stand_in_weights,
 )
-from megatrain.models.regions import Backend, Regions, apply_layer
+from megatrain.models.regions import Backend, LayerOutput, Regions, apply_layer
 
 Weights = Mapping[str, Tensor]
 """Params by their names in the model."""
@@ -50,12 +51,22 @@ class Template:
     """The parts of one decoder."""
 
     def __init__(
-        self, decoder: Decoder, *, compile: bool = False, backend: Backend = "inductor"
+        self,
+        decoder: Decoder,
+        *,
+        compile: bool = False,
+        backend: Backend = "inductor",
+        routed: bool = False,
     ) -> None:
-        """`compile`: layers are compiled, those of equal structure once (regions.py)."""
-        self._decoder = decoder
+        """`compile`: layers are compiled, those of equal structure once (regions.py).
+
+        `routed`: `routed_layer` returns router logits too.
+        """
+        self._decoder, self._routed = decoder, routed
+        if routed:
+            record_router_logits(decoder.model, decoder.layers_path)
         self._modules = list(decoder.layers)
-        self._regions = Regions(self._modules, backend) if compile else None
+        self._regions = Regions(self._modules, backend, routed=routed) if compile else None
         self._names = [{name for name, _ in layer.named_parameters()} for layer in self._modules]
         self._stand_ins = {
             name: zero.detach()
@@ -73,7 +84,7 @@ class Template:
         other._decoder = self._decoder.placed(place)
         other._modules = list(other._decoder.layers)
         if self._regions is not None:
-            other._regions = Regions(other._modules, self._regions.backend)
+            other._regions = Regions(other._modules, self._regions.backend, routed=self._routed)
         zeros = {zero.dtype: zero for zero in self._stand_ins.values()}
         placed = {dtype: place(zero.new_zeros(())) for dtype, zero in zeros.items()}
         other._stand_ins = {n: placed[z.dtype].expand(z.shape) for n, z in self._stand_ins.items()}
@@ -112,6 +123,10 @@ class Template:
 
     def layer(self, weights: Weights, hidden: Tensor, call: Call) -> Tensor:
         """Return what the layer of `call` makes of `hidden`."""
+        return self.routed_layer(weights, hidden, call)[0]
+
+    def routed_layer(self, weights: Weights, hidden: Tensor, call: Call) -> LayerOutput:
+        """Return what the layer of `call` makes of `hidden`, and the logits of its routers."""
         prefix = f"{self._decoder.layers_path}.{call.layer}."
         bound = {name.removeprefix(prefix): weight for name, weight in weights.items()}
         module, names = self._modules[call.layer], self._names[call.layer]
@@ -119,7 +134,7 @@ class Template:
         assert bound.keys() == names, f"layer {call.layer} lacks {names - bound.keys()}"
         if self._regions is not None:
             return self._regions.call(call.layer, bound, hidden, call.args, call.kwargs)
-        return apply_layer(module, bound, hidden, call.args, call.kwargs)
+        return apply_layer(module, bound, hidden, call.args, call.kwargs, self._routed)
 
     def tail(self, weights: Weights, hidden: Tensor) -> Tensor:
         """Return the rows (tokens, width) that the output projection gets after `hidden`."""

@@ -24,6 +24,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from megatrain.memory.layout import Kind
+from megatrain.models.balance import probability_sums
 from megatrain.models.loss import (
     head_gradients,
     head_logprobs,
@@ -55,6 +56,9 @@ class StepActions:
         """In an evaluation: of each token's target."""
         self.predictions: dict[int, Tensor] | None = None
         """In a prediction: logits behind each row's last token."""
+        self.aux_loss: Tensor | None = None
+        """Where experts are balanced: the load-balancing loss, once the first HEAD is complete."""
+        self._routing = machine.routing()
         self._squared_norms: dict[int, float] = {}
 
     @property
@@ -97,7 +101,11 @@ class StepActions:
                 hidden, self._calls[micro] = self._front(weights, micro)
             else:
                 given = self._hidden.pop(micro)
-                hidden = machine.template.layer(weights, given, self._calls[micro][block - 1])
+                call = self._calls[micro][block - 1]
+                hidden, logits = machine.template.routed_layer(weights, given, call)
+                if self._routing is not None:
+                    num_tokens = self._batch[micro].num_tokens
+                    self._routing.add(logits, self._mask(micro), num_tokens)
                 if op.keeps_input:
                     machine.tape.keep((block, micro), op.tape_slot, given)
         self._hidden[micro] = machine.device.keep(hidden, "hidden states")
@@ -111,6 +119,9 @@ class StepActions:
         return self._machine.tape.restore((_block(op), _micro(op)), op.tape_slot)
 
     def _head(self, op: Op) -> None:
+        if self._routing is not None and op.micro == 0:
+            with torch.no_grad():
+                self.aux_loss = self._machine.device.bring(self._routing.loss())
         if op.trains:
             self._train_head(op)
         else:
@@ -192,7 +203,7 @@ class StepActions:
         self.losses[micro] = machine.device.bring(result.loss)
         projection = (machine.head_weight, machine.head_bias)
         tail = {name: tensor for name, tensor in leaves.items() if name not in projection}
-        grads = _gradients(rows, tail, given, result.rows)
+        grads = _gradients([(rows, result.rows)], tail, given)
         if op.grad_slot is not None:
             machine.grad_slots.add(op.grad_slot, block, grads.params)
         self._pass_gradient(micro, grads.given)
@@ -205,17 +216,35 @@ class StepActions:
         with torch.enable_grad():
             if block == 0:
                 hidden, _ = self._front(leaves, micro)
-                given = None
+                given, balance = None, []
             else:
                 kept = machine.tape.take((block, micro), op.tape_slot)
                 given = kept.detach().requires_grad_(op.passes_gradient)
-                hidden = machine.template.layer(leaves, given, self._calls[micro][block - 1])
-        grads = _gradients(hidden, leaves, given, d_hidden)
+                call = self._calls[micro][block - 1]
+                hidden, logits = machine.template.routed_layer(leaves, given, call)
+                balance = self._balance(logits, micro)
+        grads = _gradients([(hidden, d_hidden), *balance], leaves, given)
         if op.grad_slot is not None:
             if not op.adds:
                 machine.grad_slots.begin(op.grad_slot)
             machine.grad_slots.add(op.grad_slot, block, grads.params)
         self._pass_gradient(micro, grads.given)
+
+    def _balance(self, logits: Sequence[Tensor], micro: int) -> list[tuple[Tensor, Tensor]]:
+        """Return the sums of a layer's routers that the balancing loss is made of, with gradients.
+
+        Backward's own: forward has counted the routers of all layers.
+        """
+        if self._routing is None:
+            return []
+        with torch.no_grad():
+            d_sums = self._routing.d_sums(self._machine.router_aux_loss)
+        return [(probability_sums(one, self._mask(micro)), d_sums) for one in logits]
+
+    def _mask(self, micro: int) -> Tensor | None:
+        mask = self._inputs[micro].get("attention_mask")
+        assert mask is None or isinstance(mask, Tensor)
+        return mask
 
     def _drain(self, op: Op) -> int:
         machine, block = self._machine, _block(op)
@@ -326,17 +355,26 @@ class _Gradients:
 
 
 def _gradients(
-    output: Tensor, leaves: Mapping[str, Tensor], given: Tensor | None, d_output: Tensor
+    outputs: Sequence[tuple[Tensor, Tensor]], leaves: Mapping[str, Tensor], given: Tensor | None
 ) -> _Gradients:
-    """Return the gradients of the leaves that want one and of `given`, and free the graph."""
+    """Return the gradients of the leaves that want one and of `given`, and free the graph.
+
+    Each of `outputs` comes with its own gradient.
+    """
     names = [name for name, leaf in leaves.items() if leaf.requires_grad]
     wanted = [leaves[name] for name in names]
     passes = given is not None and given.requires_grad
     if passes and given is not None:
         wanted.append(given)
-    if not wanted or not output.requires_grad:
+    outputs = [(output, d_output) for output, d_output in outputs if output.requires_grad]
+    if not wanted or not outputs:
         return _Gradients({}, None)
-    found = torch.autograd.grad(output, wanted, d_output.view_as(output), allow_unused=True)
+    found = torch.autograd.grad(
+        [output for output, _ in outputs],
+        wanted,
+        [d_output.view_as(output) for output, d_output in outputs],
+        allow_unused=True,
+    )
     params = dict(zip(names, found, strict=False))
     return _Gradients(params, found[-1] if passes else None)
 

@@ -118,6 +118,8 @@ class StepResult:
     num_trained: int
     grad_norm: float | None
     """Before clipping; None where updates ran before it was known."""
+    aux_loss: float | None = None
+    """Load-balancing loss over the whole step, not yet multiplied; None if it is not trained on."""
     fault: Fault | None = None
     applied: bool = True
     """False: the step was skipped because of `fault`."""

@@ -21,6 +21,7 @@ from megatrain.pipeline.ops import Op, OpKind, Resource, SlotId
 from megatrain.pipeline.shape import StepShape
 
 CLIP_FACTOR: Resource = ("clip",)
+ROUTING: Resource = ("routing",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +91,10 @@ class OpTable:
         if keeps_input:
             ring = self._ring(block, micro, backward=False)
             writes.append(_tape_place(block, micro, ring))
+        if self.shape.balances and block > 0:
+            writes.append(ROUTING)
+            if (block, micro) != (1, 0):
+                reads.append(ROUTING)
         return Op(
             kind=OpKind.FORWARD,
             block=block,
@@ -130,6 +135,8 @@ class OpTable:
         read_blocks = (head, 0) if shape.tied else (head,)
         reads = [("hidden", micro), *(self.places[block].weights for block in read_blocks)]
         writes: list[Resource] = [("loss", micro)]
+        if shape.balances and micro == 0:
+            reads.append(ROUTING)
         passes_gradient = trains and head > shape.lowest
         if trains:
             if passes_gradient:
@@ -157,6 +164,8 @@ class OpTable:
         if block > 0:
             ring = self._ring(block, micro, backward=True)
             reads.append(_tape_place(block, micro, ring))
+            if self.shape.balances:
+                reads.append(ROUTING)
         passes_gradient = block > self.shape.lowest
         if passes_gradient:
             writes.append(("dhidden", micro))

@@ -80,17 +80,20 @@ class Engine:
         on_nonfinite: Literal["stop", "skip"] = "stop",
         compile: bool = False,
         gather_embedding: bool = False,
+        router_aux_loss: float = 0.0,
     ) -> None:
         """`update="none"` leaves gradients in the store, in kind `grad`. `lanes` are for tests.
 
         `gather_embedding` sends the rows of a step's tokens to the device, not the whole table.
 
         `compile` lets torch compile layers, those of equal structure once (models/regions.py).
+
+        `router_aux_loss` x the load-balancing loss of all experts is minimised too
+        (models/balance.py).
         """
         assert (optimizer is None) == (update == "none"), "an optimizer goes with updates"
         device = device or CpuDevice()
-        if gather_embedding and not device.own_memory:
-            raise ConfigError("gather_embedding needs a device with memory of its own")
+        _check_possible(decoder, device, gather_embedding, router_aux_loss)
         self._shape = functools.partial(
             StepShape,
             num_blocks=len(decoder.blocks),
@@ -100,6 +103,7 @@ class Engine:
             copying=device.copying,
             update=update,
             gathers=gather_embedding,
+            balances=router_aux_loss != 0,
             tied=decoder.tied,
             trained=tuple(any(p.trained for p in block.params) for block in decoder.blocks),
         )
@@ -112,6 +116,7 @@ class Engine:
             chunk_tokens=chunk_tokens,
             seed=seed,
             compile=compile,
+            router_aux_loss=router_aux_loss,
         )
         self._vocab_size = decoder.model.get_input_embeddings().weight.shape[0]
         self.device = device
@@ -128,6 +133,8 @@ class Engine:
         self._num_steps = 0
         trained = self._shape().trained_blocks if optimizer is not None else []
         self._expected = dict.fromkeys(trained, 0)
+        self.aux_loss: float | None = None
+        """Of the last evaluation; None if experts are not balanced."""
         self.torn = False
         """True once a failure left some blocks updated and others not: reload the weights."""
 
@@ -170,6 +177,7 @@ class Engine:
             num_tokens=sum(micro.num_tokens for micro in batch),
             num_trained=sum(micro.num_trained for micro in batch),
             grad_norm=self._machine.verdict.norm if self._late else None,
+            aux_loss=None if actions.aux_loss is None else float(actions.aux_loss),
             fault=fault,
             applied=applied,
         )
@@ -189,7 +197,10 @@ class Engine:
         return not actions.faulty_blocks
 
     def evaluate(self, batch: Sequence[MicroBatch]) -> tuple[float, int]:
-        """Return the summed negative log-probability of the batch's targets, and their number."""
+        """Return the summed negative log-probability of the batch's targets, and their number.
+
+        `aux_loss` is then the batch's load-balancing loss.
+        """
         batch = self._received(batch)
         actions = StepActions(self._machine, batch, 0)
         self._forward(actions, batch)
@@ -198,6 +209,7 @@ class Engine:
             targets = next_token_targets(batch[micro].labels)
             total -= float(logprobs.double().sum())
             count += int((targets != IGNORED).sum())
+        self.aux_loss = None if actions.aux_loss is None else float(actions.aux_loss)
         return total, count
 
     def predict(self, batch: Sequence[MicroBatch]) -> list[Tensor]:
@@ -330,3 +342,16 @@ def _build(kind: str, shape: StepShape) -> list[Op]:
     if kind == "flush":
         return build_flush(shape)
     return build_step(shape, pending=kind == "pending step")
+
+
+def _check_possible(
+    decoder: Decoder, device: Device, gather_embedding: bool, router_aux_loss: float
+) -> None:
+    """Raise ConfigError for what the device or the model cannot do."""
+    if gather_embedding and not device.own_memory:
+        raise ConfigError("gather_embedding needs a device with memory of its own")
+    if router_aux_loss and decoder.balancing is None:
+        raise ConfigError(
+            f"router_aux_loss is {router_aux_loss:g}: the code of {decoder.config.model_type} "
+            "has no load-balancing loss, or none that can be computed layer by layer"
+        )

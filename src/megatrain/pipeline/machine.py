@@ -14,6 +14,7 @@ from megatrain.memory.layout import Kind, Segment
 from megatrain.memory.slots import SlotId, Slots
 from megatrain.memory.store import Store
 from megatrain.memory.tape import Tape
+from megatrain.models.balance import Routing
 from megatrain.models.decoder import Decoder
 from megatrain.models.template import Template
 from megatrain.pipeline.batch import MicroBatch
@@ -72,11 +73,13 @@ class Machine:
         chunk_tokens: int,
         seed: int,
         compile: bool = False,
+        router_aux_loss: float = 0.0,
     ) -> None:
         """Allocate what `shape` needs, whatever its number of micro-batches."""
         self.decoder, self.store, self.device = decoder, store, device
         self.optimizer, self.chunk_tokens, self.seed = optimizer, chunk_tokens, seed
-        template = Template(decoder, compile=compile)
+        self.router_aux_loss = router_aux_loss
+        template = Template(decoder, compile=compile, routed=shape.balances)
         self.template = template.placed(device.place) if device.own_memory else template
         self.edges = Edges(template, self.template, answers=device.answers)
         self._takes_lengths = is_flash_attention_requested(decoder.config)
@@ -131,6 +134,13 @@ class Machine:
         self.last_updated = shape.trained_blocks[-1 if late else 0]
         self.half_applied = False
         """True while some blocks have had a step's update and others not yet."""
+
+    def routing(self) -> Routing | None:
+        """Return a new count of what routers do; None if experts are not balanced."""
+        if not self.router_aux_loss:
+            return None
+        assert self.decoder.balancing is not None
+        return Routing(self.decoder.balancing)
 
     def weights(self, block: int, slot: SlotId | None) -> dict[str, Tensor]:
         """Return what compute reads: views into the slot, or into the store."""

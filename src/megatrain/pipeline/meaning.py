@@ -28,6 +28,7 @@ FACT_TEXT = {
     "input": "the input of block {1} for micro-batch {2} in step {0}",
     "dinput": "the input gradient of block {1} for micro-batch {2} in step {0}",
     "loss": "the loss of micro-batch {1} in list {0}",
+    "routing": "the routing of list {0} up to block {1} and micro-batch {2}",
     "gradient": "the gradient of block {1} in step {0} with {2} of its parts",
     "norm": "the norm of block {1} in step {0}",
     "clip": "the clip factor of step {0}",
@@ -167,7 +168,17 @@ class Meaning:
             self.memory.use(("hidden", micro), ("output", self._list, block - 1, micro))
             if self._training and block >= self.shape.lowest:
                 self.memory.put(self._kept_at(op, block, micro), self._input(block, micro))
+            if self.shape.balances:
+                self._count_routing(block, micro)
         self.memory.put(("hidden", micro), ("output", self._list, block, micro))
+
+    def _count_routing(self, block: int, micro: int) -> None:
+        """Add to what the ops before have counted: of the same layer, then of the one below."""
+        if micro > 0:
+            self.memory.use(("routing",), ("routing", self._list, block, micro - 1))
+        elif block > 1:
+            self.memory.use(("routing",), self._routing(block - 1))
+        self.memory.put(("routing",), ("routing", self._list, block, micro))
 
     def _stash(self, op: Op, block: int, micro: int) -> None:
         self.memory.take(_at("tape_slot", op.tape_slot), self._input(block, micro))
@@ -183,6 +194,8 @@ class Meaning:
         if shape.tied:
             self._use_weights(0, "embedding")
         self.memory.use(("hidden", micro), ("output", self._list, block - 1, micro))
+        if shape.balances and micro == 0:
+            self.memory.use(("routing",), self._routing(block - 1))
         self.memory.put(("loss", micro), ("loss", self._list, micro))
         if self._training:
             if shape.lowest < block:
@@ -198,6 +211,8 @@ class Meaning:
         self.memory.use(("dhidden", micro), ("dinput", self._step, block + 1, micro))
         if block > 0:
             self.memory.take(self._kept_at(op, block, micro), self._input(block, micro))
+            if shape.balances:
+                self.memory.use(("routing",), self._routing(shape.last_layer))
         if block > shape.lowest:
             self.memory.put(("dhidden", micro), ("dinput", self._step, block, micro))
         if shape.trained[block]:
@@ -253,6 +268,10 @@ class Meaning:
 
     def _input(self, block: int, micro: int) -> Fact:
         return ("input", self._step, block, micro)
+
+    def _routing(self, block: int) -> Fact:
+        """All micro-batches counted in the layers up to `block`."""
+        return ("routing", self._list, block, self.shape.num_micro - 1)
 
     def _whole_gradient(self, block: int, step: int) -> Fact:
         twice = self.shape.tied and block == 0

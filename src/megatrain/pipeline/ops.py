@@ -15,6 +15,7 @@ declares and nothing more.
                    hidden[m]      output of the block before, for micro-batch m
                    dhidden[m]     gradient of it
                    loss[m]
+                   routing        what the routers of all layers have done with the step's tokens
                    tape_slot[r]   ring between compute and a tape on the host
     on either      tape[b,m]      the kept input of layer b
 """

@@ -36,6 +36,8 @@ class StepShape:
     """The head reads the embedding's weights too, and adds to their gradient before it does."""
     gathers: bool = False
     """Of the embedding only the rows of the step's tokens visit the device."""
+    balances: bool = False
+    """The layers' routers are counted in forward; backward needs the counts of all of them."""
     trained: tuple[bool, ...] = ()
     """One flag per block; empty means all."""
 
