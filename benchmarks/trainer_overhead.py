@@ -19,12 +19,12 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from megatrain.cache import CACHE
 from megatrain.config import Config
 from megatrain.disk.hf import load_model
 from megatrain.optim.adamw import AdamW
 from megatrain.pipeline.batch import MicroBatch, StepResult
 from megatrain.pipeline.engine import Engine
-from megatrain.trainer.dataset import CACHE
 from megatrain.trainer.demo import byte_tokenizer
 from megatrain.trainer.loop import Trainer
 

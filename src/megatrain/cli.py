@@ -189,10 +189,11 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure what this machine can do; plans use it from then on."""
-    from megatrain.trainer.examine import examine
+    from megatrain.trainer.examine import examine, keep
 
     found = examine(folder, lambda what: typer.echo(f"measuring {what} ...", err=True))
     typer.echo(found.to_json() if as_json else found.text())
+    keep(found)
 
 
 @app.command()

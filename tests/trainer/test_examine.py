@@ -6,13 +6,15 @@ import warnings
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from megatrain.errors import DoesNotFit
+from megatrain.cli import app
+from megatrain.errors import DiskError, DoesNotFit
 from megatrain.planning.doctor import kept_examination
 from megatrain.planning.measure import Bench, CopyRates
 from megatrain.trainer import examine as module
 from megatrain.trainer import trial_steps
-from megatrain.trainer.examine import examine
+from megatrain.trainer.examine import examine, keep
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +40,8 @@ def test_it_is_whole_and_kept(tmp_path: Path) -> None:
     folder = tmp_path / "disk"
     said: list[str] = []
     found = examine(folder, said.append)
+    assert kept_examination() is None
+    keep(found)
     assert kept_examination() == found
     assert found.profile.source == "measured"
     assert found.profile.unified
@@ -48,6 +52,18 @@ def test_it_is_whole_and_kept(tmp_path: Path) -> None:
         "trial steps", f"disk, in {folder}",
     ]  # fmt: skip
     assert list(folder.iterdir()) == []
+
+
+def test_doctor_prints_what_it_measured_where_nothing_can_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = examine(tmp_path / "disk", lambda what: None)
+    monkeypatch.setattr(module, "examine", lambda folder, say: found)
+    monkeypatch.setenv("MEGATRAIN_CACHE", "/proc")
+    done = CliRunner().invoke(app, ["doctor", str(tmp_path)])
+    assert found.verdict()[:40] in done.stdout
+    assert isinstance(done.exception, DiskError)
+    assert "Set MEGATRAIN_CACHE" in str(done.exception)
 
 
 def test_a_machine_that_is_slow_is_measured_roughly(

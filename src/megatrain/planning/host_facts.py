@@ -21,10 +21,9 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from megatrain.cache import cache_folder
 from megatrain.memory.host import groups, told
 from megatrain.version import __version__
-
-CACHE = "MEGATRAIN_CACHE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +80,7 @@ def host_facts(root: Path = Path("/")) -> HostFacts:
 
 def profile_path(facts: HostFacts) -> Path:
     """Return where the measured profile of this machine is kept."""
-    home = os.environ.get(CACHE) or os.environ.get("XDG_CACHE_HOME")
-    folder = Path(home) / "megatrain" if home else Path.home() / ".cache" / "megatrain"
-    return folder / f"machine-{facts.key}.json"
+    return cache_folder() / f"machine-{facts.key}.json"
 
 
 def _processor(root: Path) -> str:

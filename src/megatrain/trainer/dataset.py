@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from megatrain.cache import writable_cache_folder
 from megatrain.config import Config
 from megatrain.config.data_settings import Source
 from megatrain.data.documents import Documents, Joined, Subset, hold_out, num_rows
@@ -24,8 +25,6 @@ from megatrain.errors import DataError, ModelFolderError
 from megatrain.pipeline.batch import MicroBatch
 from megatrain.pipeline.engine import Engine
 from megatrain.trainer.resolve import Resolved
-
-CACHE = "MEGATRAIN_CACHE"
 
 
 class TrainingData:
@@ -162,7 +161,7 @@ def _prepared(config: Config, tokenizer: Any, source: Source) -> Prepared:
     return prepare(
         located(source.path, name=source.name, split=source.split, revision=source.revision),
         tokenizer,
-        cache_dir=cache_folder(),
+        cache_dir=writable_cache_folder(),
         max_length=config.data.max_length,
         train_on=config.data.train_on,
         template_kwargs=config.data.template_kwargs,
@@ -170,12 +169,6 @@ def _prepared(config: Config, tokenizer: Any, source: Source) -> Prepared:
         num_workers=len(os.sched_getaffinity(0)),
         wanted=source.format,
     )
-
-
-def cache_folder() -> Path:
-    """Return where prepared data is kept: $MEGATRAIN_CACHE, or beside other caches."""
-    home = os.environ.get(CACHE) or os.environ.get("XDG_CACHE_HOME")
-    return Path(home) / "megatrain" if home else Path.home() / ".cache" / "megatrain"
 
 
 def _steps(

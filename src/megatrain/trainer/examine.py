@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from megatrain.cache import writable_cache_folder
 from megatrain.disk.direct import (
     CHUNK_BYTES,
     PAGE,
@@ -83,7 +84,7 @@ class Subject:
 
 
 def examine(folder: Path, say: Say) -> Examination:
-    """Measure this machine, keep what was found, and return it. `say` is told what goes on."""
+    """Measure this machine and return what was found. `say` is told what goes on."""
     begin, load = time.monotonic(), os.getloadavg()[0]
     facts = host_facts()
     usable = min(free_bytes(), facts.usable_bytes)
@@ -92,7 +93,7 @@ def examine(folder: Path, say: Say) -> Examination:
             f"host memory: the measurements need {gib(NEEDED_BYTES)}, {gib(usable)} are free"
         )
     profile, kernel = _measured(facts, usable, folder, say, begin + ENOUGH_S)
-    found = Examination(
+    return Examination(
         facts=facts,
         profile=profile,
         kernel=kernel,
@@ -101,10 +102,12 @@ def examine(folder: Path, say: Say) -> Examination:
         seconds=time.monotonic() - begin,
         load=load,
     )
-    path = profile_path(facts)
-    make_folder(path.parent)
+
+
+def keep(found: Examination) -> None:
+    """Keep what was found, for plans. Raises DiskError if the cache takes nothing."""
+    path = writable_cache_folder() / profile_path(found.facts).name
     write_file(path, found.to_json().encode())
-    return found
 
 
 def _measured(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatrain.cache import writable_cache_folder
 from megatrain.config import Config, load_config
 from megatrain.data.isolation import ISOLATES
 from megatrain.data.prepare import prepare
@@ -30,7 +31,6 @@ from megatrain.sampling import continue_texts
 from megatrain.trainer.answers import answer_all, questions
 from megatrain.trainer.checkpoints import FOLDER
 from megatrain.trainer.dataset import (
-    cache_folder,
     end_tokens,
     load_tokenizer,
     mean_loss,
@@ -186,7 +186,7 @@ def look_at_data(path: Path, model: Path, max_length: int, samples: int) -> None
     """Print what a file holds, and which of its tokens would be trained."""
     tokenizer = load_tokenizer(model_folder(model, "tokenizer"))
     prepared: Prepared = prepare(
-        path, tokenizer, cache_dir=cache_folder(), max_length=max_length, max_bad_share=1.0
+        path, tokenizer, cache_dir=writable_cache_folder(), max_length=max_length, max_bad_share=1.0
     )
     show_card(prepared.card)
     show_rows(prepared, tokenizer, samples)
@@ -254,7 +254,7 @@ def _documents(config: Config, tokenizer: Any, data: Path) -> Prepared:
     return prepare(
         data,
         tokenizer,
-        cache_dir=cache_folder(),
+        cache_dir=writable_cache_folder(),
         max_length=config.data.max_length,
         train_on=config.data.train_on,
         template_kwargs=config.data.template_kwargs,
