@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
 
 from megatrain.cli import app
 from megatrain.errors import MegaTrainError
+from megatrain.output import lasting_output, say_last
 
 
 def main() -> None:
     """Run the command line. An error of ours prints as one message, without a traceback."""
     try:
-        app(prog_name="megatrain")
+        with lasting_output():
+            _run()
     except MegaTrainError as error:
-        with suppress(OSError):  # the terminal is gone: the exit code still tells
-            print(f"{type(error).__name__} [{error.code}]: {error}", file=sys.stderr)
+        say_last(f"{type(error).__name__} [{error.code}]: {error}")
         sys.exit(error.exit_code)
+
+
+def _run() -> None:
+    """Run the verb; return where it went well, so that lost output can still be an error."""
+    try:
+        app(prog_name="megatrain")
+    except SystemExit as ended:
+        if ended.code:
+            raise
 
 
 if __name__ == "__main__":

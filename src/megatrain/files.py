@@ -71,6 +71,13 @@ def close(fd: int) -> None:
     os.close(fd)
 
 
+def send_to_nowhere(fd: int) -> None:
+    """Let a descriptor swallow what is written to it from now on, also what is still buffered."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, fd)
+    os.close(nowhere)
+
+
 def temporary_name(path: Path) -> Path:
     """Return a name beside `path` that nothing has, and that no reader takes for a result."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")

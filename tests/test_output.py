@@ -1,0 +1,67 @@
+"""Output that cannot be written: no traceback, and the exit code of what was done."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatrain.output import Output
+from tests.patience import HANG_S
+
+ESTIMATE = ("estimate", "Qwen/Qwen3-8B", "--gpu", "24GB", "--ram")
+
+
+def _start(*words: str, stdout: int, stderr: int = subprocess.PIPE) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "megatrain", *words]
+    return subprocess.Popen(command, stdout=stdout, stderr=stderr, text=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [(("--version",), 0), (("--help",), 0), ((*ESTIMATE, "192GB"), 0), ((*ESTIMATE, "16GB"), 3)],
+    ids=["version", "help", "fits", "does not fit"],
+)
+def test_a_reader_who_leaves_changes_no_exit_code(words: tuple[str, ...], code: int) -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    child = _start(*words, stdout=theirs)
+    os.close(theirs)
+    _, said = child.communicate(timeout=HANG_S)
+    assert child.returncode == code, said
+    assert "Traceback" not in said
+    assert "BrokenPipe" not in said
+
+
+@pytest.mark.parametrize("words", [("--version",), ("--help",), (*ESTIMATE, "192GB")], ids=str)
+def test_a_full_disk_is_one_message(words: tuple[str, ...]) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    child = _start(*words, stdout=full)
+    os.close(full)
+    _, said = child.communicate(timeout=HANG_S)
+    assert child.returncode == 5
+    assert said.startswith("DiskError [")
+    assert said.endswith(
+        "cannot write to standard output: No space left on device. What it lacks is lost.\n"
+    )
+
+
+def test_a_full_disk_for_errors_keeps_the_exit_code() -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    child = _start(*ESTIMATE, "16GB", stdout=subprocess.DEVNULL, stderr=full)
+    os.close(full)
+    assert child.wait(HANG_S) == 3
+
+
+def test_what_comes_after_a_loss_goes_nowhere(tmp_path: Path) -> None:
+    with open("/dev/full", "w", buffering=1) as full:
+        output = Output(full)
+        assert output.write("one\n") == 4
+        assert isinstance(output.loss, OSError)
+        first = output.loss
+        assert output.write("two\n") == 4
+        output.flush()
+        assert output.loss is first
