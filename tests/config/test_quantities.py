@@ -14,6 +14,7 @@ from megatrain.config.quantities import (
     SMALLEST_BYTES,
     or_auto,
     read_bytes,
+    read_count,
     read_length,
     read_number,
     read_tokens,
@@ -21,7 +22,15 @@ from megatrain.config.quantities import (
     write_bytes,
 )
 
-READERS = [read_number, read_whole, read_tokens, read_bytes, read_length, or_auto(read_bytes)]
+READERS = [
+    read_number,
+    read_whole,
+    read_tokens,
+    read_count,
+    read_bytes,
+    read_length,
+    or_auto(read_bytes),
+]
 
 
 @pytest.mark.parametrize(
@@ -36,6 +45,9 @@ READERS = [read_number, read_whole, read_tokens, read_bytes, read_length, or_aut
         (read_tokens, "1.5K", 1536),
         (read_tokens, "1M", 1 << 20),
         (read_tokens, "2048", 2048),
+        (read_count, "1B", 10**9),
+        (read_count, "300M", 3 * 10**8),
+        (read_count, "1e9", 10**9),
         (read_bytes, "24GB", 24 * 10**9),
         (read_bytes, "24 gib", 24 << 30),
         (read_bytes, "0.5TB", 5 * 10**11),
@@ -61,7 +73,10 @@ def test_what_people_write(read: Callable[[object], Any], written: object, meant
         (read_tokens, "2 rows", "give a number of tokens, like 2048 or 128k"),
         (read_tokens, 0, "give a number of tokens, at least 1"),
         (read_tokens, "1.0001k", "give a number of tokens, like 2048 or 128k"),
-        (read_bytes, "24G", "give the unit in full: 24GB (powers of 1000), 24GiB (of 1024)"),
+        (read_bytes, "128", "give the unit: 128GB (powers of 1000) or 128GiB"),
+        (read_count, "1X", "give a number of tokens, like 1e9, 300M or 1B"),
+        (read_count, 0, "give a number of tokens, at least 1"),
+        (read_bytes, "24G", "give the unit: 24GB (powers of 1000) or 24GiB"),
         (read_bytes, 24, "less than 1 MiB: give a size with its unit, like 24GB"),
         (read_bytes, "big", "give a size, like 24GB or 128GiB"),
         (read_length, 1.5, "an integer means steps, a fraction of the run lies between 0 and 1: "

@@ -1,6 +1,7 @@
 """Quantities as people write them: 1e-5, "1e-5", 128k, 24GB, 128GiB.
 
     tokens   k and M count by 1024, as context lengths are written: 128k is 131072
+    counts   k, M, B and T count by 1000, as data sets are: 1B tokens
     bytes    GB is 10^9, GiB is 2^30; a bare number is refused unless it can be meant as bytes
 
 A reader takes what YAML, JSON or Python gave and returns a number, or raises ValueError whose text
@@ -22,6 +23,7 @@ SMALLEST_BYTES = 1 << 20
 _NUMBER = re.compile(r"[+-]?(\d[\d_]{0,40}(\.\d{0,40})?|\.\d{1,40})(e[+-]?\d{1,4})?", re.I)
 _SCALED = re.compile(r"([\d._]{1,40}(?:e[+-]?\d{1,3})?) ?([a-z]{1,3})", re.I)
 _TOKEN_UNITS = {"k": 1 << 10, "ki": 1 << 10, "m": 1 << 20, "mi": 1 << 20}
+_COUNT_UNITS = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _BYTE_UNITS = {
     "tib": 1 << 40, "gib": 1 << 30, "mib": 1 << 20, "kib": 1 << 10,
     "tb": 10**12, "gb": 10**9, "mb": 10**6, "kb": 10**3, "b": 1,
@@ -64,11 +66,25 @@ def read_tokens(value: object) -> int:
     return tokens
 
 
+def read_count(value: object) -> int:
+    """Return a number of tokens to train on, at least 1; k, M, B and T are powers of 1000."""
+    scaled = _scaled(value, _COUNT_UNITS)
+    try:
+        number = read_whole(value if scaled is None else scaled)
+    except ValueError:
+        raise ValueError("give a number of tokens, like 1e9, 300M or 1B") from None
+    if number < 1:
+        raise ValueError("give a number of tokens, at least 1")
+    return number
+
+
 def read_bytes(value: object) -> int:
     """Return a number of bytes, at least 1 MiB."""
     scaled = _scaled(value, _BYTE_UNITS)
     if scaled is None and isinstance(value, str) and _scaled(f"{value}B", _BYTE_UNITS) is not None:
-        raise ValueError(f"give the unit in full: {value}B (powers of 1000), {value}iB (of 1024)")
+        plain = value.strip().rstrip("kKmMgGtT")
+        unit = value.strip()[len(plain) :].upper() or "G"
+        raise ValueError(f"give the unit: {plain}{unit}B (powers of 1000) or {plain}{unit}iB")
     try:
         num_bytes = read_whole(value) if scaled is None else round(read_number(scaled))
     except ValueError:

@@ -23,7 +23,7 @@ from typing import Any
 
 from megatrain.config import Config, load_config
 from megatrain.config.load import resolve_config
-from megatrain.config.quantities import read_bytes, read_number, read_tokens
+from megatrain.config.quantities import read_bytes, read_count, read_number, read_tokens
 from megatrain.config.settings import BATCH_TOKENS
 from megatrain.config.yaml_reader import Document
 from megatrain.errors import ConfigError
@@ -150,7 +150,7 @@ def estimate(
     return Estimate(
         plan=make_plan(within(profile, config), workload, fixed_by(config)),
         machine=machine,
-        tokens=None if tokens is None else _read("tokens", tokens, read_tokens),
+        tokens=None if tokens is None else _read("tokens", tokens, read_count),
         price_per_hour=None if price_per_hour is None else float(read_number(price_per_hour)),
     )
 

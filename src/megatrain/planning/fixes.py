@@ -1,18 +1,21 @@
 """What would make it fit: changes to the settings, the data or the machine, the cheapest first.
 
 A change that costs nothing but a habit comes before one that costs quality, and that before one
-that costs money. What one change does not solve, two together may.
+that costs money. What one change does not solve, several together may: every set of kinds of
+change is tried, in the order of what it costs, until enough are found. Settings are written as
+`train` and `estimate` take them, so that each can be tried at once.
 
-Laws (tests/planning/test_plan.py): each fix, applied, fits.
+Laws (tests/planning/test_fixes.py): each fix, applied, fits; none holds a change it can do without.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from megatrain.memory.ledger import gib
+from megatrain.memory.ledger import Ledger, gib
 from megatrain.planning.ledger import predicted_ledger
 from megatrain.planning.profile import MachineProfile
 from megatrain.planning.search import (
@@ -22,20 +25,27 @@ from megatrain.planning.search import (
     Search,
     shortfalls,
 )
-from megatrain.planning.workload import BlockShape, ModelShape, Workload
+from megatrain.planning.workload import BlockShape, TensorShape, Workload
 
 MOST = 3
-RAM_SIZES = [size << 30 for size in (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768)]
-RAM_SIZES += [size << 40 for size in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)]
-"""As they are sold."""
-DEVICE_SIZES = [size << 30 for size in (8, 10, 12, 16, 24, 32, 40, 48, 64, 80, 96, 141, 192, 288)]
+RAM_SIZES = [
+    size << 30
+    for size in (
+        16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1152, 1280, 1536,
+        2048, 2304, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152, 65536,
+    )
+]  # fmt: skip
+"""As machines are sold with: 2 to 24 modules of 8 to 256 GiB and more."""
+DEVICE_SIZES = [
+    size << 30 for size in (8, 10, 12, 16, 24, 32, 40, 48, 64, 80, 96, 141, 180, 192, 288)
+]
 SHORTEST = 128
 """Tokens of a row: below this nobody trains."""
 _SYSTEM_SHARE = 0.06
 """Of sold memory, what the system or the driver keeps."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Fix:
     """One change, or several that go together."""
 
@@ -45,167 +55,223 @@ class Fix:
     profile: MachineProfile
     workload: Workload
     """Both as they are after the change."""
+    fixed: Fixed
+    overrides: tuple[str, ...] = ()
+    """The settings among the changes, as the command line takes them."""
+    bought: tuple[int, int] = (0, 0)
+    """Sizes of card and host memory to buy; 0: none."""
 
     def __str__(self) -> str:
         return self.text.replace("; ", "\n    and ")
 
+    @cached_property
+    def ledger(self) -> Ledger:
+        """Of the settings that lack least."""
+        smallest = Search(self.profile, self.workload, self.fixed).smallest()
+        return predicted_ledger(self.profile, self.workload, smallest)
 
-_Maker = Callable[[Fix], Iterator[Fix]]
+    def least(self, place: str) -> int:
+        """Return the least bytes that a place could do with, if no other place lacks for it."""
+        ways = Search(self.profile, self.workload, self.fixed).small()
+        ledgers = [predicted_ledger(self.profile, self.workload, way) for way in ways]
+        fine = [each for each in ledgers if not shortfalls(self.profile, each).keys() - {place}]
+        return min(ledger.total(place) for ledger in fine or ledgers)
+
+    @cached_property
+    def missing(self) -> dict[str, int]:
+        """Bytes by place; empty: it fits."""
+        return shortfalls(self.profile, self.ledger)
+
+
+_Chosen = tuple[int, ...]
+"""Kinds of change by their places in _KINDS, in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """A kind of change."""
+
+    cost: float
+    change: Callable[[Fix], Fix | None]
+    """Return what comes of a fix with this change too; None if it has nothing to give."""
 
 
 def find_fixes(profile: MachineProfile, workload: Workload, fixed: Fixed) -> tuple[Fix, ...]:
     """Return up to MOST changes that make the workload fit, the cheapest first."""
-    start = Fix(text="", cost=0.0, profile=profile, workload=workload)
-    found = [fix for fix in _changes(start) if _fits(fix, fixed)]
-    if len(found) < MOST:
-        for first, second in itertools.permutations(_kinds(), 2):
-            for one in first(start):
-                found += [fix for fix in second(one) if _fits(fix, fixed)]
-    chosen: dict[frozenset[str], Fix] = {}
-    for fix in sorted(found, key=_order):
-        parts = frozenset(fix.text.split("; "))
-        if not any(known <= parts for known in chosen):  # more of what is enough already is no fix
-            chosen[parts] = fix
-    return tuple(chosen.values())[:MOST]
+    start = Fix(text="", cost=0.0, profile=profile, workload=workload, fixed=fixed)
+    tried: dict[_Chosen, Fix | None] = {(): start}
+    found: dict[_Chosen, Fix] = {}
+    for chosen in _by_cost():
+        if len(found) == MOST:
+            break
+        before = tried[chosen[:-1]]  # costs less, so it was tried already
+        kind = _KINDS[chosen[-1]]
+        fix = None if before is None or not before.missing else kind.change(before)
+        tried[chosen] = fix = None if fix is None else replace(fix, cost=fix.cost + kind.cost)
+        if fix is not None and not fix.missing and not _is_more(chosen, fix, found):
+            found[chosen] = fix
+    return tuple(found.values())
 
 
-def _order(fix: Fix) -> tuple[float, str]:
-    return fix.cost, fix.text
+def _by_cost() -> list[_Chosen]:
+    """Return every set of kinds, the cheapest first."""
+    places = range(len(_KINDS))
+    sets = itertools.chain.from_iterable(
+        itertools.combinations(places, count + 1) for count in places
+    )
+    return sorted(sets, key=lambda chosen: (sum(_KINDS[i].cost for i in chosen), chosen))
 
 
-def _fits(fix: Fix, fixed: Fixed) -> bool:
-    search = Search(fix.profile, fix.workload, fixed)
-    return search.fits(search.smallest())
+def _is_more(chosen: _Chosen, fix: Fix, found: dict[_Chosen, Fix]) -> bool:
+    """Return whether it asks for all that another asks for, and saves nothing that is bought."""
+    return any(
+        set(other) <= set(chosen)
+        and all(new >= old for new, old in zip(fix.bought, known.bought, strict=True))
+        for other, known in found.items()
+    )
 
 
-def _kinds() -> list[_Maker]:
-    return [
-        _shorter_steps,
-        _without_clipping,
-        _in_bf16,
-        _with_frozen_tables,
-        _shorter_rows,
-        _more_ram,
-        _more_device,
-    ]
-
-
-def _changes(start: Fix) -> Iterator[Fix]:
-    for kind in _kinds():
-        yield from kind(start)
-
-
-def _then(before: Fix, text: str, cost: float, **changes: object) -> Fix:
+def _then(before: Fix, text: str, override: str = "", **changes: object) -> Fix:
     """Return the fix that does `before` and then this."""
     joined = f"{before.text}; {text}" if before.text else text
-    return replace(before, text=joined, cost=before.cost + cost, **changes)  # type: ignore[arg-type]
+    overrides = (*before.overrides, override) if override else before.overrides
+    return replace(before, text=joined, overrides=overrides, **changes)  # type: ignore[arg-type]
 
 
-def _shorter_steps(start: Fix) -> Iterator[Fix]:
-    """Offer the longest step, of half the tokens or less, whose tape fits the host."""
-    workload, tokens = start.workload, start.workload.step_tokens // 2
-    while tokens >= workload.sequence:
-        shorter = replace(workload, step_tokens=tokens)
-        search = Search(start.profile, shorter)
-        ledger = predicted_ledger(start.profile, shorter, search.smallest())
-        if "host" not in shortfalls(start.profile, ledger):
-            saved = _needed(start, "host") - ledger.total("host")
-            text = f"train.batch_tokens: {tokens} (now {workload.step_tokens}, -{gib(saved)} host)"
-            yield _then(start, text, 0.8, workload=shorter)
-            return
-        tokens //= 2
+def _set(before: Fix, override: str, why: str, workload: Workload) -> Fix:
+    return _then(before, f"{override} ({why})", override, workload=workload)
 
 
-def _without_clipping(start: Fix) -> Iterator[Fix]:
+# Settings.
+
+
+def _without_packing(start: Fix) -> Fix | None:
+    """Do without the mask that keeps packed rows apart: as large as a row is long, for each."""
+    if not start.workload.masked:
+        return None
+    plain = replace(start.workload, packed=False)
+    saved = _saved(start, plain, "device")
+    if saved < _LEAST:
+        return None
+    return _set(start, "data.packing=false", f"no masks, -{gib(saved)} device", plain)
+
+
+def _without_clipping(start: Fix) -> Fix | None:
     workload = start.workload
-    if workload.max_grad_norm is not None:
-        saved = sum(block.gradient_bytes(workload.dtype) for block in workload.model.blocks)
-        yield _then(
-            start,
-            f"train.max_grad_norm: null (updates in backward, -{gib(saved)} host)",
-            1.0,
-            workload=replace(workload, max_grad_norm=None),
-        )
+    if workload.max_grad_norm is None:
+        return None
+    saved = sum(block.gradient_bytes(workload.dtype) for block in workload.model.blocks)
+    why = f"updates in backward, -{gib(saved)} host"
+    unclipped = replace(workload, max_grad_norm=None)
+    return _set(start, "train.max_grad_norm=null", why, unclipped)
 
 
-def _in_bf16(start: Fix) -> Iterator[Fix]:
-    if start.workload.dtype == "fp32":
-        yield _then(
-            start,
-            "model.dtype: bf16 (masters stay fp32)",
-            1.2,
-            workload=replace(start.workload, dtype="bf16"),
-        )
+def _in_bf16(start: Fix) -> Fix | None:
+    if start.workload.dtype != "fp32":
+        return None
+    low = replace(start.workload, dtype="bf16")
+    return _set(start, "model.dtype=bf16", "masters stay fp32", low)
 
 
-def _with_frozen_tables(start: Fix) -> Iterator[Fix]:
+def _with_frozen_tables(start: Fix) -> Fix | None:
     """Freeze embedding and output projection: they keep their weights and nothing else."""
     model = start.workload.model
+    tables = [t for block in (model.embedding, model.head) for t in block.tensors if _is_table(t)]
+    if not tables:
+        return None
     frozen = replace(model, embedding=_frozen(model.embedding), head=_frozen(model.head))
-    if frozen != model:
-        yield _then(
-            start,
-            f"model.frozen: embedding and head (-{gib(_saved_by_freezing(model))} host)",
-            2.0,
-            workload=replace(start.workload, model=frozen),
-        )
+    workload = replace(start.workload, model=frozen)
+    listed = ",".join(_pattern(table.name) for table in tables)
+    saved = gib(_saved(start, workload, "host"))
+    return _set(start, f"model.frozen=[{listed}]", f"-{saved} host", workload)
+
+
+def _is_table(tensor: TensorShape) -> bool:
+    return tensor.trained and len(tensor.shape) > 1
 
 
 def _frozen(block: BlockShape) -> BlockShape:
-    tensors = (replace(t, trained=t.trained and len(t.shape) < 2) for t in block.tensors)
+    tensors = (replace(t, trained=t.trained and not _is_table(t)) for t in block.tensors)
     return replace(block, tensors=tuple(tensors))
 
 
-def _saved_by_freezing(model: ModelShape) -> int:
-    tables = [*model.embedding.tensors, *model.head.tensors]
-    return 10 * sum(t.num_elements for t in tables if t.trained and len(t.shape) > 1)
+def _pattern(name: str) -> str:
+    """Return a pattern for a table; one that is known from dimensions alone has no prefix."""
+    stem = name.removesuffix(".weight")
+    return f"model.{stem}*" if stem == "embed_tokens" else f"{stem}*"
 
 
-def _shorter_rows(start: Fix) -> Iterator[Fix]:
+def _saved(start: Fix, workload: Workload, place: str) -> int:
+    return start.ledger.total(place) - replace(start, workload=workload).ledger.total(place)
+
+
+def _shorter_rows(start: Fix) -> Fix | None:
     """Offer the longest rows, of half the length or less, that fit the device."""
     workload, length = start.workload, start.workload.sequence // 2
     while length >= SHORTEST:
         shorter = replace(workload, sequence=length)
-        search = Search(start.profile, shorter)
-        ledger = predicted_ledger(start.profile, shorter, search.smallest())
-        if "device" not in shortfalls(start.profile, ledger):
-            text = f"data.max_length: {length} (now {workload.sequence})"
-            yield _then(start, text, 1.5, workload=shorter)
-            return
+        if "device" not in replace(start, workload=shorter).missing:
+            return _set(start, f"data.max_length={length}", f"now {workload.sequence}", shorter)
         length //= 2
+    return None
 
 
-def _more_ram(start: Fix) -> Iterator[Fix]:
-    needed = _needed(start, "host") * HOST_HEADROOM
-    size = _sold(RAM_SIZES, needed)
-    if size is not None and size * (1 - _SYSTEM_SHARE) > start.profile.ram_bytes:
-        usable = int(size * (1 - _SYSTEM_SHARE))
-        yield _then(
-            start,
-            f"host memory: {gib(size)} (now {gib(start.profile.ram_bytes)})",
-            4.0,
-            profile=start.profile.changed(ram_bytes=usable),
-        )
+def _shorter_steps(start: Fix) -> Fix | None:
+    """Offer the longest step, of half the tokens or less, that fits; else, that fits the host."""
+    workload = start.workload
+    shorter = [replace(workload, step_tokens=tokens) for tokens in _halves(start)]
+    fits = [each for each in shorter if not replace(start, workload=each).missing]
+    if not fits and "host" in start.missing:
+        fits = [each for each in shorter if "host" not in replace(start, workload=each).missing]
+    if not fits:
+        return None
+    longest = fits[0]
+    place = "host" if "host" in start.missing else "device"
+    why = f"now {workload.step_tokens}, -{gib(_saved(start, longest, place))} {place}"
+    return _set(start, f"train.batch_tokens={longest.step_tokens}", why, longest)
 
 
-def _more_device(start: Fix) -> Iterator[Fix]:
+def _halves(start: Fix) -> list[int]:
+    """Return halves of the step's tokens, and halves of those, down to one micro-batch."""
+    least = max(start.workload.sequence, start.fixed.micro_tokens or 0)
+    tokens = [start.workload.step_tokens >> power for power in range(1, 24)]
+    return [each for each in tokens if each >= least]
+
+
+# The machine.
+
+
+def _more_device(start: Fix) -> Fix | None:
     profile = start.profile
     if profile.unified or not profile.device_bytes:
-        return
-    size = _sold(DEVICE_SIZES, _needed(start, "device") * DEVICE_HEADROOM)
-    if size is not None and size * (1 - _SYSTEM_SHARE) > profile.device_bytes:
-        yield _then(
-            start,
-            f"device memory: {gib(size)} (now {gib(profile.device_bytes)})",
-            8.0,
-            profile=profile.changed(device_bytes=int(size * (1 - _SYSTEM_SHARE))),
-        )
+        return None
+    return _more(start, "device", DEVICE_SIZES, DEVICE_HEADROOM, profile.device_bytes)
 
 
-def _needed(start: Fix, place: str) -> int:
-    search = Search(start.profile, start.workload)
-    return predicted_ledger(start.profile, start.workload, search.smallest()).total(place)
+def _more_ram(start: Fix) -> Fix | None:
+    return _more(start, "host", RAM_SIZES, HOST_HEADROOM, start.profile.ram_bytes)
 
 
-def _sold(sizes: list[int], needed: float) -> int | None:
-    return next((size for size in sizes if size * (1 - _SYSTEM_SHARE) >= needed), None)
+def _more(start: Fix, place: str, sizes: list[int], headroom: float, now: int) -> Fix | None:
+    needed = int(start.least(place) * headroom) + 1
+    sold = next((size for size in sizes if size * (1 - _SYSTEM_SHARE) >= needed), None)
+    if needed <= now or sold is None:
+        return None
+    field = "ram_bytes" if place == "host" else "device_bytes"
+    text = f"{place} memory: {gib(needed)} free (now {gib(now)}), as of {sold >> 30} GiB"
+    bought = (start.bought[0], sold) if place == "host" else (sold, start.bought[1])
+    return _then(start, text, profile=start.profile.changed(**{field: needed}), bought=bought)
+
+
+_LEAST = 1 << 20
+_KINDS = (
+    _Kind(cost=1.1, change=_without_packing),
+    _Kind(cost=1.0, change=_without_clipping),
+    _Kind(cost=1.2, change=_in_bf16),
+    _Kind(cost=2.0, change=_with_frozen_tables),
+    _Kind(cost=1.5, change=_shorter_rows),
+    _Kind(cost=0.8, change=_shorter_steps),
+    _Kind(cost=8.0, change=_more_device),
+    _Kind(cost=4.0, change=_more_ram),
+)
+"""In the order in which they are applied: what gives a fixed amount, then what fills the gap."""

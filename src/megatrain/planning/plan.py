@@ -26,11 +26,13 @@ from megatrain.planning.fixes import Fix, find_fixes
 from megatrain.planning.ledger import predicted_ledger
 from megatrain.planning.profile import NOT_MEASURED, MachineProfile
 from megatrain.planning.reasons import reasons_for
-from megatrain.planning.search import Fixed, Search, effective_profile, shortfalls
+from megatrain.planning.search import Fixed, Search, effective_profile, reserves, shortfalls
 from megatrain.planning.settings import Settings
 from megatrain.planning.simulate import Simulation, simulate
 from megatrain.planning.workload import Workload
 
+_WORTH_NAMING = 0.15
+"""A share of the step: what takes less is not named beside the first."""
 _LIMITS = {
     "compute": "compute: the device is busy; only a faster one helps",
     "link in": "link in: weights on their way to the device",
@@ -97,6 +99,7 @@ class Plan:
                 {"place": line.place, "purpose": line.purpose, "num_bytes": line.num_bytes}
                 for line in self.ledger.lines
             ],
+            "reserve": reserves(self.profile, self.ledger),
             "predicted": self._predicted() if self.fits and self.knows_time else None,
             "lever": self.lever,
             "fixes": [fix.text for fix in self.fixes],
@@ -137,16 +140,20 @@ class Plan:
     def _memory(self) -> list[str]:
         has = {"host": self.profile.ram_bytes, "device": self.profile.device_bytes}
         missing = shortfalls(self.profile, self.ledger)
+        reserved = reserves(self.profile, self.ledger)
         rows = []
         for place in dict.fromkeys(line.place for line in self.ledger.lines):
             if place == "pinned":
                 continue
             free = f" of {gib(has[place])}" if has.get(place) else ""
             short = f", {gib(missing[place])} short" if place in missing else ""
-            rows.append(f"{place:10}{gib(self.ledger.total(place)):>12}{free}{short}")
+            total = self.ledger.total(place) + reserved.get(place, 0)
+            rows.append(f"{place:10}{gib(total):>12}{free}{short}")
             lines = [line for line in self.ledger.lines if line.place == place]
             for line in sorted(lines, key=lambda line: -line.num_bytes):
                 rows.append(f"  {line.purpose:28}{gib(line.num_bytes):>12}")
+            if place in reserved:
+                rows.append(f"  {'reserve, stays free':28}{gib(reserved[place]):>12}")
         return [*rows, ""]
 
     def _speed(self) -> list[str]:
@@ -155,11 +162,22 @@ class Plan:
         busy = ", ".join(f"{lane} {shares[lane]:.0%}" for lane in ("compute", "in", "out", "host"))
         return [
             f"speed     {simulation.tokens_per_s:,.0f} tokens/s, {simulation.step_s:,.3g} s a step",
-            f"limit     {_LIMITS[simulation.bottleneck]}",
+            f"limit     {self._limit()}",
             f"busy      {busy}",
             f"lever     {self.lever}",
             "",
         ]
+
+    def _limit(self) -> str:
+        """Return what the step waits for; where several things take turns, their shares."""
+        chain, whole = self.simulation.chain, self.simulation.step_s
+        shares = {name: seconds / whole for name, seconds in chain.items()}
+        first, *others = sorted(shares, key=lambda name: -shares[name])
+        turns = [name for name in others if shares[name] >= _WORTH_NAMING]
+        if not turns:
+            return _LIMITS[first]
+        parts = ", ".join(f"{name} {shares[name]:.0%}" for name in (first, *turns))
+        return f"{parts} of the step, one after the other"
 
     def _choices(self) -> list[str]:
         facts = self.settings.facts()

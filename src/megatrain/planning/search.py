@@ -68,13 +68,21 @@ def effective_profile(profile: MachineProfile, ledger: Ledger) -> MachineProfile
     )
 
 
+def reserves(profile: MachineProfile, ledger: Ledger) -> dict[str, int]:
+    """Return the bytes that must stay free beside the ledger, by each place that has a limit."""
+    headrooms = {"host": HOST_HEADROOM}
+    if profile.device_bytes and not profile.unified:
+        headrooms["device"] = DEVICE_HEADROOM
+    totals = {place: ledger.total(place) for place in headrooms}
+    return {place: int(totals[place] * headrooms[place]) - totals[place] for place in headrooms}
+
+
 def shortfalls(profile: MachineProfile, ledger: Ledger) -> dict[str, int]:
     """Return the bytes that are missing, by place; empty: it fits."""
-    needed = {"host": int(ledger.total("host") * HOST_HEADROOM)}
-    has = {"host": profile.ram_bytes}
-    if profile.device_bytes and not profile.unified:
-        needed["device"] = int(ledger.total("device") * DEVICE_HEADROOM)
-        has["device"] = profile.device_bytes
+    has = {"host": profile.ram_bytes, "device": profile.device_bytes}
+    needed = {
+        place: ledger.total(place) + reserve for place, reserve in reserves(profile, ledger).items()
+    }
     return {place: needed[place] - has[place] for place in needed if needed[place] > has[place]}
 
 
@@ -109,8 +117,12 @@ class Search:
 
     def smallest(self) -> Settings:
         """Return the settings that lack least; they show by how much it does not fit."""
+        return min(self.small(), key=self._lack)
+
+    def small(self) -> list[Settings]:
+        """Return the settings that need least, with the tape in each place it may have."""
         fixed = self.fixed
-        ways = [
+        return [
             self._settings(
                 fixed.micro_tokens or self._micro_sizes()[0],
                 tape=tape,
@@ -119,7 +131,6 @@ class Search:
             )
             for tape in self._tapes()
         ]
-        return min(ways, key=self._lack)
 
     def _lack(self, settings: Settings) -> float:
         """Return what is missing, each place in shares of what it has."""

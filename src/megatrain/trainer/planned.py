@@ -107,7 +107,7 @@ def _require(plan: Plan, config: Config) -> None:
     needed = int(plan.ledger.total("host") * HOST_HEADROOM)
     ways = []
     if isinstance(config.memory.ram, int) and config.memory.ram < needed < _free_for_us():
-        ways.append(f"memory.ram: {-(-needed // 10**6)}MB")
+        ways.append(f"memory.ram={-(-needed // 10**6)}MB")
     plan.require(*ways)
 
 
