@@ -192,8 +192,8 @@ def test_overrides_that_cannot_be_meant(override: str, message: str) -> None:
          "model.dtype is bfloat16; give bf16 or fp32. Did you mean bf16?"),
         ("data: [{path: a, weigth: 2}]",
          'data is [{"path": "a", "weigth": 2}]; give a mapping with keys of: train, eval, '
-         "max_length, overlong, train_on, template_kwargs, chat_template, packing, "
-         "shuffle, seed."),
+         "max_length, overlong, train_on, template_kwargs, chat_template, max_bad, "
+         "max_dropped, packing, shuffle, seed."),
         ("data: {train: [{path: a, weigth: 2}]}",
          "unknown key data.train.0.weigth. Did you mean data.train.0.weight?"),
         ("data: {train: a, eval: [{path: a, weigth: 2}]}",
@@ -203,7 +203,8 @@ def test_overrides_that_cannot_be_meant(override: str, message: str) -> None:
          "unknown key sources. Known here: model, data, train, optim, memory, eval, save, log."),
         ("data: {train: a, sources: 2}",
          "unknown key data.sources. Known here: train, eval, max_length, overlong, train_on, "
-         "template_kwargs, chat_template, packing, shuffle, seed."),
+         "template_kwargs, chat_template, max_bad, max_dropped, packing, "
+         "shuffle, seed."),
         ("data: {train: []}", "data.train is []; give at least one."),
         ("data: {train: a, eval: 2}", "data.eval is 2; give a number below 1."),
         ("data: {train: a, packing: maybe}", "data.packing is maybe; give true or false."),

@@ -161,7 +161,7 @@ def test_bad_rows_are_counted_and_limited(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [*ROWS[:95], *[{"messages": None}] * 5])
     with pytest.raises(DataError, match=r"(?s)5 of 100 rows cannot be used.*5 x null: a\.jsonl:96"):
         _prepare(path)
-    prepared = _prepare(path, max_bad_share=0.05)
+    prepared = _prepare(path, max_bad=0.05)
     assert prepared.card["bad"] == {"null": 5}
     assert prepared.card["documents"] == 95
 
@@ -169,18 +169,21 @@ def test_bad_rows_are_counted_and_limited(tmp_path: Path) -> None:
 def test_a_template_that_refuses_everything_is_soon_noticed(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ROWS * 10)
     tokenizer = made("{{ raise_exception('never') }}", ("<s>",), eos="<s>")
-    with pytest.raises(DataError, match=r"(?s)2048 of 2048 rows .* refuses the row: .*never"):
+    with pytest.raises(
+        DataError, match=r"(?s)none of the first 2,048 rows .* refuses the row: .*never"
+    ):
         _prepare(path, tokenizer=tokenizer)
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-LONG = [_talk(0), _talk(1, 90), _talk(2)]
+LONG = [_talk(0), _talk(1, 90), _talk(2), _talk(3), _talk(4)]
 
 
 def test_long_rows_are_dropped_and_counted(tmp_path: Path) -> None:
     card = _prepare(write(tmp_path / "a.jsonl", LONG)).card
-    assert card["documents"] == 2
+    assert card["documents"] == card["kept"] == 4
     assert card["dropped"] == {TOO_LONG: 1}
+    assert card["longest_read"] > 90
     assert card["dropped_places"][TOO_LONG][0].startswith("a.jsonl:2 (")
 
 
@@ -205,7 +208,7 @@ def test_conversations_are_never_split(tmp_path: Path) -> None:
 
 
 CUT_AWAY = [
-    _talk(0),
+    *[_talk(0)] * 4,
     {"messages": [{"role": "user", "content": "word " * 200}, _talk(1)["messages"][1]]},
 ]
 
@@ -213,21 +216,21 @@ CUT_AWAY = [
 def test_answers_truncated_away_are_dropped_and_counted(tmp_path: Path) -> None:
     card = _prepare(write(tmp_path / "a.jsonl", CUT_AWAY), overlong="truncate").card
     assert card["dropped"] == {NO_TARGET: 1}
-    assert card["documents"] == 1
+    assert card["documents"] == 4
 
 
 def test_answers_truncated_away_are_an_error_when_told(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", CUT_AWAY)
-    with pytest.raises(DataError, match=r"a\.jsonl:2: no token of \d+ is left to train"):
+    with pytest.raises(DataError, match=r"a\.jsonl:5: no token of \d+ is left to train"):
         _prepare(path, overlong="truncate", no_target="error")
     assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_data_of_which_nothing_is_left_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        DataError, match=r"(?s)no row is left of 1:.*longer than max_length: a\.jsonl:1"
+        DataError, match=r"(?s)none of its 1 rows is left:.*longer than max_length: a\.jsonl:1"
     ):
-        _prepare(write(tmp_path / "a.jsonl", LONG[1:2]))
+        _prepare(write(tmp_path / "a.jsonl", LONG[1:2]), max_dropped=1.0)
 
 
 def test_a_damaged_cache_is_named(tmp_path: Path) -> None:

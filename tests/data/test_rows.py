@@ -216,19 +216,6 @@ def test_no_known_format_names_columns_and_formats() -> None:
         detect([{"a": 1}, {"b": 2}], where="x.jsonl")
 
 
-def test_too_many_bad_rows_are_an_error_that_lists_them() -> None:
-    skipped = Skipped()
-    for line in range(5):
-        skipped.add(f"a.jsonl:{line}", BadRow("empty", "output"))
-    skipped.check(500, 0.01)
-    with pytest.raises(
-        DataError, match=r"(?s)5 of 400 rows .*1\.2 %, allowed are 1 %.*5 x empty: "
-    ) as e:
-        skipped.check(400, 0.01)
-    assert "a.jsonl:0 (output), a.jsonl:1 (output), a.jsonl:2 (output), ..." in str(e.value)
-    assert e.value.exit_code == 4
-
-
 def test_counts_of_parts_add_up() -> None:
     first, second = Skipped(), Skipped()
     first.add("a:1", BadRow("empty"))

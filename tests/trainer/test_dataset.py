@@ -20,7 +20,13 @@ from megatrain.trainer.demo import byte_tokenizer
 from megatrain.trainer.resolve import Resolved
 
 RESOLVED = Resolved(
-    device="cpu", micro_batch_tokens=64, slots=2, tape="device", update="late"
+    device="cpu",
+    micro_batch_tokens=64,
+    slots=2,
+    tape="device",
+    update="late",
+    chunk_tokens=64,
+    gather_embedding=False,
 )  # fmt: skip
 
 

@@ -101,6 +101,16 @@ class DataSettings(Section):
         description="In place of the tokenizer's: a file, the text of a template, or none, which "
         "joins prompt and completion as they are.",
     )
+    max_bad: Annotated[Number, Field(ge=0, le=1)] = Field(
+        default=0.01,
+        description="Share of the rows that may be bad (broken, empty, refused by the chat "
+        "template) and left out; more is an error.",
+    )
+    max_dropped: Annotated[Number, Field(ge=0, le=1)] = Field(
+        default=0.2,
+        description="Share of the rows that may be dropped for their length, or because nothing "
+        "in them is trained; more is an error.",
+    )
     packing: bool = Field(
         default=True,
         description="Put several rows into one sequence; they never attend to each other.",

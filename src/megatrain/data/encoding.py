@@ -48,6 +48,17 @@ TOO_LONG = "longer than max_length"
 NO_TARGET = "no trained token"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extreme:
+    """The largest number of its kind, and the place of the row that has it."""
+
+    value: int = -1
+    place: str = ""
+
+    def or_later(self, later: Extreme) -> Extreme:
+        return later if later.value > self.value else self
+
+
 @dataclass(slots=True, kw_only=True)
 class Encoded:
     """The documents of a chunk, end to end, and what became of its other rows."""
@@ -69,6 +80,10 @@ class Encoded:
     num_trained: int = 0
     num_open: int = 0
     """Trained turns that no control token ends."""
+    longest_read: int = 0
+    """Tokens of the longest document before it was cut, split or dropped."""
+    longest: Extreme = field(default_factory=Extreme)
+    largest_id: Extreme = field(default_factory=Extreme)
     bad: Skipped = field(default_factory=Skipped)
     dropped: Skipped = field(default_factory=Skipped)
     """Rows that lost a document, or all of them, by the first reason."""
@@ -100,6 +115,7 @@ class ChunkEncoder:
         documents = iter(zip(rows, self._encoder.encode_rows(rows), strict=True))
         kept: list[Tokens] = []
         numbers: list[int] = []
+        places: list[str] = []
         for number, bad_row in enumerate(found):
             if bad_row is not None:
                 encoded.bad.add(*bad_row)
@@ -112,9 +128,11 @@ class ChunkEncoder:
             left = self._kept(encoded, place, row, made)
             kept += left
             numbers += [number] * len(left)
+            places += [place] * len(left)
         encoded.num_kept = len(set(numbers))
         encoded.rows = np.array(numbers, dtype=np.int64)
         _put_together(encoded, kept)
+        _find_extremes(encoded, places)
         return encoded
 
     def _kept(
@@ -124,6 +142,7 @@ class ChunkEncoder:
         kept: list[Tokens] = []
         lost: list[BadRow] = []
         for document in documents:
+            encoded.longest_read = max(encoded.longest_read, len(document.input_ids))
             encoded.num_open += document.num_open
             if document.num_trained == 0 and self._no_target == "error":
                 raise DataError(_no_target_text(place, document, "is trained"))
@@ -183,6 +202,15 @@ def _put_together(encoded: Encoded, documents: Sequence[Tokens]) -> None:
     encoded.edges = _array(
         [edge for document in documents for run in document.runs for edge in run]
     )
+
+
+def _find_extremes(encoded: Encoded, places: Sequence[str]) -> None:
+    if not places:
+        return
+    longest, largest = int(encoded.lengths.argmax()), int(encoded.ids.argmax())
+    owner = int(np.searchsorted(np.cumsum(encoded.lengths), largest, side="right"))
+    encoded.longest = Extreme(value=int(encoded.lengths[longest]), place=places[longest])
+    encoded.largest_id = Extreme(value=int(encoded.ids[largest]), place=places[owner])
 
 
 def _array(numbers: list[int]) -> NDArray[np.int32]:

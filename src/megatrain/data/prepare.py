@@ -37,7 +37,8 @@ from megatrain.data.encoding import (
 from megatrain.data.fingerprint import fingerprint
 from megatrain.data.formats import FormatName
 from megatrain.data.hub_rows import Where
-from megatrain.data.prepared import Prepared, PreparedWriter, check_usable
+from megatrain.data.limits import check_limits
+from megatrain.data.prepared import Prepared, PreparedWriter
 from megatrain.data.skipped import Skipped
 from megatrain.data.source import Source, open_source
 from megatrain.data.template_probe import probe_template, require_children
@@ -61,14 +62,15 @@ def prepare(
     template_kwargs: Mapping[str, Any] | None = None,
     overlong: Overlong = "drop",
     no_target: NoTarget = "drop",
-    max_bad_share: float = 0.01,
+    max_bad: float = 0.01,
+    max_dropped: float = 0.2,
     num_workers: int = 1,
     wanted: FormatName = "auto",
 ) -> Prepared:
     """Return the documents of a file, folder or Hub dataset, from the cache if they are there.
 
     `wanted` names the format of its rows. Raises DataError if they do not have it, too many are
-    bad, none is left, or the chat template contradicts itself.
+    bad or dropped, none is left, or the chat template contradicts itself.
     """
     if max_length < 2:
         raise ConfigError(f"max_length {max_length}: a document needs a token and its successor")
@@ -88,7 +90,7 @@ def prepare(
     else:
         _probe(source, tokenizer, settings["template_kwargs"], num_workers)
         prepared = _prepared(source, tokenizer, settings, folder, num_workers)
-    check_usable(prepared.card, max_bad_share)
+    check_limits(prepared.card, max_bad=max_bad, max_dropped=max_dropped)
     return prepared
 
 
@@ -102,7 +104,7 @@ def _prepared(
             for encoded in _encoded(source, tokenizer, settings, num_workers, advance):
                 writer.add(encoded)
                 if writer.total.num_rows >= _HOPELESS_ROWS:
-                    _check_hope(writer.total)
+                    _check_hope(source.name, writer.total)
         about = {"source": source.name, "format": str(source.format), **settings}
         if source.hub is not None:
             about["commit"] = source.hub.commit
@@ -115,9 +117,11 @@ def _prepared(
         raise
 
 
-def _check_hope(total: Encoded) -> None:
+def _check_hope(name: str, total: Encoded) -> None:
     if total.bad.total == total.num_rows:
-        total.bad.check(total.num_rows, 0.0)
+        raise DataError(
+            f"{name}: none of the first {total.num_rows:,} rows can be used:\n{total.bad}"
+        )
 
 
 def _probe(

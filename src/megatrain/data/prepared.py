@@ -26,7 +26,6 @@ from megatrain import files
 from megatrain.data.documents import Lengths
 from megatrain.data.encoding import Encoded
 from megatrain.data.order import Indices
-from megatrain.data.skipped import Skipped
 from megatrain.data.spans import mask_of
 from megatrain.errors import DataError, DiskError
 
@@ -119,6 +118,9 @@ class PreparedWriter:
         total.num_split += encoded.num_split
         total.num_trained += encoded.num_trained
         total.num_open += encoded.num_open
+        total.longest_read = max(total.longest_read, encoded.longest_read)
+        total.longest = total.longest.or_later(encoded.longest)
+        total.largest_id = total.largest_id.or_later(encoded.largest_id)
         total.bad.merge(encoded.bad)
         total.dropped.merge(encoded.dropped)
         total.notes.merge(encoded.notes)
@@ -174,6 +176,10 @@ class PreparedWriter:
             "trained_tokens": total.num_trained,
             "turns_without_end": total.num_open,
             "longest": int(lengths.max(initial=0)),
+            "longest_place": total.longest.place,
+            "longest_read": total.longest_read,
+            "largest_id": total.largest_id.value,
+            "largest_id_place": total.largest_id.place,
             "percentiles": {str(p): int(x) for p, x in zip(_PERCENTILES, points, strict=True)},
             "truncated": total.num_truncated,
             "split": total.num_split,
@@ -191,22 +197,9 @@ def digest_of(parts: Sequence[str]) -> str:
     return xxhash.xxh3_128_hexdigest("|".join(parts).encode())
 
 
-def bad_rows(card: Card) -> Skipped:
-    """Return a card's bad rows as they were counted."""
-    return Skipped(counts=card["bad"], places=card["bad_places"])
-
-
 def _lists(
     values: Sequence[NDArray[np.int32]], counts: Sequence[NDArray[np.int32]]
 ) -> pa.ListArray:
     """Return values, end to end, as lists of so many each."""
     offsets = np.cumsum(np.concatenate([[0], *counts]), dtype=np.int32)
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(values)))
-
-
-def check_usable(card: Card, max_bad_share: float) -> None:
-    """Raise DataError if too many rows are bad, or none is left."""
-    bad_rows(card).check(card["rows"], max_bad_share)
-    if card["documents"] == 0:
-        dropped = Skipped(counts=card["dropped"], places=card["dropped_places"])
-        raise DataError(f"{card['source']}: no row is left of {card['rows']}:\n{dropped}")

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatrain.errors import DataError
-
 _MOST_PLACES = 3
 
 
@@ -57,12 +55,3 @@ class Skipped:
             more = ", ..." if count > len(places) else ""
             lines.append(f"  {count} x {reason}: {', '.join(places)}{more}")
         return "\n".join(lines)
-
-    def check(self, num_rows: int, max_share: float) -> None:
-        """Raise DataError if more than `max_share` of `num_rows` were skipped."""
-        if self.total > max_share * num_rows:
-            raise DataError(
-                f"{self.total} of {num_rows} rows cannot be used "
-                f"({100 * self.total / num_rows:.1f} %, allowed are {100 * max_share:g} %):\n"
-                f"{self}\n  Mend them, or raise the share of bad rows that is allowed."
-            )

@@ -6,15 +6,18 @@ its rows:          for place, row in source.rows(skipped): ...
 
 from __future__ import annotations
 
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
-from megatrain.data.formats import Format, FormatName, detect
+from megatrain.data.formats import FIRST_ROWS, Format, FormatName, detect
 from megatrain.data.hub_rows import HubRows, Where, located
 from megatrain.data.reading import data_files, parsed, read_unparsed
 from megatrain.data.rows import Row, canonical
 from megatrain.data.skipped import BadRow, Skipped
+from megatrain.errors import DataError
 from megatrain.progress import Advance
 
 
@@ -52,9 +55,35 @@ def open_source(where: Where, wanted: FormatName = "auto") -> Source:
     where = where if isinstance(where, HubRows) else located(where)
     hub = where if isinstance(where, HubRows) else None
     files = () if isinstance(where, HubRows) else tuple(data_files(where))
-    first = (parsed(value) for _, value in _values(files, hub))
-    shape = detect(first, where=str(where), wanted=wanted)
+    for path in files:
+        _check_encoding(path)
+    first = [(place, parsed(value)) for place, value in islice(_values(files, hub), FIRST_ROWS)]
+    _check_first(first, str(where))
+    shape = detect((value for _, value in first), where=str(where), wanted=wanted)
     return Source(name=str(where), files=files, hub=hub, format=shape)
+
+
+def _check_encoding(path: Path) -> None:
+    """Raise DataError for a text file in UTF-16: its lines would only look broken."""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(2)
+    except OSError:
+        return  # reading it says why, with more words
+    if begin in (BOM_UTF16_LE, BOM_UTF16_BE):
+        raise DataError(f"{path}: is not UTF-8 but UTF-16; save it as UTF-8")
+
+
+def _check_first(first: list[tuple[str, object]], where: str) -> None:
+    """Raise DataError if there are no rows, or none of the first ones can be read."""
+    if not first:
+        raise DataError(f"{where}: is empty: it has no rows")
+    bad = Skipped()
+    for place, value in first:
+        if isinstance(value, BadRow):
+            bad.add(place, value)
+    if bad.total == len(first):
+        raise DataError(f"{where}: none of the first {len(first)} rows can be read:\n{bad}")
 
 
 def _values(

@@ -3,50 +3,47 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatrain.cache import writable_cache_folder
 from megatrain.config import Config
-from megatrain.config.data_settings import Source
-from megatrain.data.documents import Documents, Joined, Subset, hold_out, num_rows
-from megatrain.data.hub_rows import located
+from megatrain.data.documents import Documents, Subset, num_rows
 from megatrain.data.loader import Loader
-from megatrain.data.order import InOrder, Mixed, Order
-from megatrain.data.prepare import prepare
-from megatrain.data.prepared import Prepared, digest_of
+from megatrain.data.order import InOrder, Order
 from megatrain.data.steps import Position, State, Steps
-from megatrain.data.template_choice import choose_template
 from megatrain.errors import DataError, ModelFolderError
 from megatrain.pipeline.batch import MicroBatch
 from megatrain.pipeline.engine import Engine
 from megatrain.trainer.resolve import Resolved
+from megatrain.trainer.training_rows import TrainingRows, by_tokens, gather, one_of
 
 
 class TrainingData:
     """Steps to train on, batches to evaluate on, prompts. Close it when done."""
 
-    def __init__(
-        self,
-        steps: Steps,
-        evaluation: Steps | None,
-        shown: Documents,
-        card: dict[str, Any],
-        digest: str,
-    ) -> None:
-        """`digest` is that of all rows that are trained on."""
-        self._steps, self._evaluation, self._shown = steps, evaluation, shown
-        self._digest = digest
+    def __init__(self, steps: Steps, evaluation: Steps | None, rows: TrainingRows) -> None:
+        self._steps, self._evaluation, self.rows = steps, evaluation, rows
+        self._shown = rows.held[0] if rows.held else rows.train
+        self._digest = rows.digest
         self._loader = Loader(steps)
-        self.card = card
+
+    @property
+    def card(self) -> dict[str, Any]:
+        """The sources' cards as one."""
+        return self.rows.card()
+
+    @cached_property
+    def steps_in_epoch(self) -> int:
+        """Steps of the first epoch; by tokens, others may have a few more or less."""
+        return self._steps.count()
 
     def steps_of(self, epochs: float) -> int:
         """Return how many steps so many epochs have; a part of a step counts as one."""
-        return math.ceil(self._steps.count() * epochs)
+        return math.ceil(self.steps_in_epoch * epochs)
 
     def next_batch(self) -> list[MicroBatch]:
         return next(self._loader)
@@ -87,38 +84,22 @@ class TrainingData:
         self._loader.close()
 
 
-def open_data(config: Config, tokenizer: Any, resolved: Resolved) -> TrainingData:
-    """Prepare what the config names. Raises DataError, with the file and line."""
-    data = config.data
-    choose_template(tokenizer, data.chat_template)
-    sources = [_prepared(config, tokenizer, source) for source in data.train]
-    kept: list[Documents] = [*sources]
-    held: list[Documents] = []
-    if isinstance(data.eval, float):
-        split = [
-            hold_out(source, data.eval, data.seed + number, source.card["source"])
-            for number, source in enumerate(sources)
-        ]
-        kept, held = [train for train, _ in split], [judged for _, judged in split]
-    elif data.eval is not None:
-        held = [_prepared(config, tokenizer, source) for source in data.eval]
-    sizes = [num_rows(part) for part in kept]
-    weights = [source.weight for source in data.train]
-    order = Mixed(sizes, weights, data.seed, shuffle=data.shuffle)
-    steps = _steps(config, _one(kept), order, tokenizer, resolved)
-    evaluation = _evaluation(config, held, tokenizer, resolved) if held else None
-    digest = digest_of([source.card["digest"] for source in sources])
-    return TrainingData(steps, evaluation, held[0] if held else kept[0], _card(sources), digest)
-
-
-def _one(parts: Sequence[Documents]) -> Documents:
-    return parts[0] if len(parts) == 1 else Joined(parts)
+def open_data(
+    config: Config, tokenizer: Any, resolved: Resolved, rows: TrainingRows | None = None
+) -> TrainingData:
+    """Cut the rows that the config names into steps. Raises DataError, with the file and line."""
+    rows = rows or gather(config, tokenizer)
+    steps = _steps(config, rows.train, rows.order, tokenizer, resolved)
+    # An evaluation has no number of steps to match: only its memory counts.
+    judged = by_tokens(config, rows)
+    evaluation = _evaluation(judged, rows.held, tokenizer, resolved) if rows.held else None
+    return TrainingData(steps, evaluation, rows)
 
 
 def _evaluation(
     config: Config, held: Sequence[Documents], tokenizer: Any, resolved: Resolved
 ) -> Steps:
-    judged = _one(held)
+    judged = one_of(held)
     if (most := config.eval.max_rows) is not None:
         judged = Subset(judged, np.arange(min(most, num_rows(judged)), dtype=np.int64))
     return _steps(config, judged, InOrder(num_rows(judged)), tokenizer, resolved)
@@ -157,27 +138,11 @@ def mean_loss(engine: Engine, batches: Iterable[list[MicroBatch]]) -> tuple[floa
     return (total / count, count) if count else None
 
 
-def _prepared(config: Config, tokenizer: Any, source: Source) -> Prepared:
-    return prepare(
-        located(source.path, name=source.name, split=source.split, revision=source.revision),
-        tokenizer,
-        cache_dir=writable_cache_folder(),
-        max_length=config.data.max_length,
-        train_on=config.data.train_on,
-        template_kwargs=config.data.template_kwargs,
-        overlong=config.data.overlong,
-        num_workers=len(os.sched_getaffinity(0)),
-        wanted=source.format,
-    )
-
-
 def _steps(
     config: Config, documents: Documents, order: Order, tokenizer: Any, resolved: Resolved
 ) -> Steps:
     pad, micro = tokenizer.pad_token_id, resolved.micro_batch_tokens
     tokens, rows = config.train.batch_tokens, config.train.batch_rows
-    if isinstance(order, InOrder):  # evaluation has no steps to match: only memory counts
-        tokens, rows = config.step_tokens, None
     return Steps(
         documents,
         order,
@@ -190,12 +155,3 @@ def _steps(
         pad_id=0 if pad is None else int(pad),
         seed=config.data.seed,
     )
-
-
-def _card(sources: Sequence[Prepared]) -> dict[str, Any]:
-    """Return the sources' cards as one: sums, and each of them if there are several."""
-    if len(sources) == 1:
-        return dict(sources[0].card)
-    sums = ("rows", "documents", "tokens", "trained_tokens")
-    card: dict[str, Any] = {name: sum(s.card[name] for s in sources) for name in sums}
-    return card | {source.card["source"]: source.card for source in sources}

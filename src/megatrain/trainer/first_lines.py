@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatrain.config import Config
 from megatrain.disk.hf import HostModel
+from megatrain.trainer.dataset import TrainingData
+from megatrain.trainer.preview import card_lines
 from megatrain.trainer.resolve import Resolved
 
 
-def opening_line(
-    config: Config, resolved: Resolved, home: HostModel, num_steps: int, card: dict[str, Any]
-) -> str:
-    """Return what is trained, where, for how long, on how much."""
+def opening_line(config: Config, resolved: Resolved, home: HostModel, num_steps: int) -> str:
+    """Return what is trained, where, and for how long."""
     num_params = sum(param.num_elements for param in home.decoder.params)
     tokens, rows = config.train.batch_tokens, config.train.batch_rows
     size = f"{rows:,} rows" if tokens is None else f"{tokens:,} tokens"
     return (
         f"{num_params:,} params of {config.model.name_or_path} on {resolved.device}, "
-        f"{num_steps} steps of {size}, {card['rows']:,} rows; run folder {config.run_dir}"
+        f"{num_steps} steps of {size}; run folder {config.run_dir}"
     )
+
+
+def data_lines(data: TrainingData) -> list[str]:
+    """Return what the sources hold, how they are mixed, and how long an epoch is."""
+    rows = data.rows
+    lines = [line for source in rows.sources for line in card_lines(source.card)]
+    if len(rows.shares) > 1 or rows.shares[0].weight != 1:
+        mixed = ", ".join(
+            f"{share.name} {share.num_rows:,} rows x {share.weight:g}" for share in rows.shares
+        )
+        lines.append(f"{mixed}: {rows.order.size:,} rows an epoch")
+    held = f"; {rows.num_held:,} rows to evaluate on" if rows.held else ""
+    return [*lines, f"an epoch: {rows.order.size:,} rows in {data.steps_in_epoch:,} steps{held}"]

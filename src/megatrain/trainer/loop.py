@@ -29,7 +29,7 @@ from megatrain.errors import DiskError, Interrupted, NonFiniteStep
 from megatrain.trainer.assembly import learning_rate, make_engine
 from megatrain.trainer.checkpoints import Checkpoints
 from megatrain.trainer.dataset import mean_loss
-from megatrain.trainer.first_lines import opening_line
+from megatrain.trainer.first_lines import data_lines, opening_line
 from megatrain.trainer.interrupts import Interrupts
 from megatrain.trainer.live import Live
 from megatrain.trainer.opening import open_run, require_apart
@@ -93,7 +93,7 @@ class Trainer:
             keep_best=config.save.best,
         )
         self.state = RunState()
-        self.notes: list[str] = []
+        self.notes = data_lines(self.data)
         """What was decided or found while opening, in words."""
         self._rollbacks: list[int] = []
         self._step_seconds: list[float] = []
@@ -140,7 +140,7 @@ class Trainer:
             Sinks(config, self.folder.path, live.say) as self._sinks,
         ):
             self._live = live
-            live.say(opening_line(config, self.resolved, self.home, self.num_steps, self.data.card))
+            live.say(opening_line(config, self.resolved, self.home, self.num_steps))
             live.say(in_words(self.plan, self.num_steps))
             for note in self.notes:
                 live.say(note)

@@ -25,6 +25,7 @@ from megatrain.trainer.resolve import Resolved, open_device, resolve
 from megatrain.trainer.resumption import Resumed, resume
 from megatrain.trainer.run_folder import RunFolder
 from megatrain.trainer.sinks import check_sinks
+from megatrain.trainer.training_rows import by_tokens, gather
 
 MODEL = "model"
 """Where in a run folder its result is."""
@@ -96,12 +97,15 @@ def open_run(config: Config, folder: RunFolder, *, resumes: bool) -> Opened:
     check_patterns("optim.no_decay", config.optim.no_decay, found.decoder.names)
     if config.data.packing:
         check_packing(found.decoder.config.model_type, model.attn)
+    rows = gather(config, tokenizer)
+    measured = by_tokens(config, rows)
+    resolved = resolve(measured, device, name)
     if resumed is None:
-        resolved, plan = plan_run(config, device, resolved, found.decoder)
+        resolved, plan = plan_run(measured, device, resolved, found.decoder)
     else:
         resolved = as_it_began(resolved, config, resumed)
-        resolved, plan = plan_resumed(config, device, resolved, found.decoder, base_bytes)
-    data = open_data(config, tokenizer, resolved)
+        resolved, plan = plan_resumed(measured, device, resolved, found.decoder, base_bytes)
+    data = open_data(config, tokenizer, resolved, rows)
     try:
         if resumed is None:  # weights come last: all else is cheaper to find wanting
             find_model(model.name_or_path, model.revision)

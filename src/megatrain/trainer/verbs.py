@@ -11,14 +11,16 @@ import torch
 
 from megatrain.cache import writable_cache_folder
 from megatrain.config import Config, load_config
+from megatrain.config.data_settings import DataSettings
 from megatrain.data.isolation import ISOLATES
+from megatrain.data.limits import check_limits
 from megatrain.data.prepare import prepare
 from megatrain.data.prepared import Prepared
 from megatrain.disk.folder import read_config_bytes
 from megatrain.disk.hf import HostModel, load_model
 from megatrain.disk.restore import verify
 from megatrain.disk.retention import finished
-from megatrain.errors import CheckpointDamaged, ConfigError, RunFolderError
+from megatrain.errors import CheckpointDamaged, ConfigError, DataError, RunFolderError
 from megatrain.files import write_file
 from megatrain.hub import Need, find_model
 from megatrain.memory.layout import Kind
@@ -45,7 +47,7 @@ from megatrain.trainer.interrupts import Interrupts
 from megatrain.trainer.loop import Trainer
 from megatrain.trainer.places import check_places
 from megatrain.trainer.planned import in_words
-from megatrain.trainer.preview import show_card, show_rows
+from megatrain.trainer.preview import card_lines, show_rows
 from megatrain.trainer.resolve import open_device, resolve
 from megatrain.trainer.run_folder import ask_for_save
 from megatrain.trainer.run_state import perplexity
@@ -57,6 +59,10 @@ data: {train: train.jsonl, eval: 0.02, max_length: 2048}
 train: {epochs: 1, batch_tokens: 128k}
 optim: {learning_rate: 1e-5, schedule: cosine, warmup: 0.03}
 """
+
+
+_DATA = DataSettings.model_fields
+_LIMITS = ("max_bad", "max_dropped")
 
 
 def train_from(
@@ -186,10 +192,20 @@ def look_at_data(path: Path, model: Path, max_length: int, samples: int) -> None
     """Print what a file holds, and which of its tokens would be trained."""
     tokenizer = load_tokenizer(model_folder(model, "tokenizer"))
     prepared: Prepared = prepare(
-        path, tokenizer, cache_dir=writable_cache_folder(), max_length=max_length, max_bad_share=1.0
+        path,
+        tokenizer,
+        cache_dir=writable_cache_folder(),
+        max_length=max_length,
+        max_bad=1.0,
+        max_dropped=1.0,
     )
-    show_card(prepared.card)
+    for line in card_lines(prepared.card):
+        print(line)
     show_rows(prepared, tokenizer, samples)
+    try:
+        check_limits(prepared.card, **{key: _DATA[key].default for key in _LIMITS})
+    except DataError as error:
+        print(f"`megatrain train` would refuse these rows: {error}")
 
 
 def init_config(target: Path, source: Path | None) -> str:
