@@ -53,7 +53,10 @@ def root(
 
 ConfigFile = Annotated[Path, typer.Argument(help="YAML file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Settings, like train.epochs=2.")]
-ModelFolder = Annotated[Path, typer.Argument(help="Model folder, or run folder.")]
+ModelFolder = Annotated[Path, typer.Argument(help="Model folder, run folder, or checkpoint.")]
+Best = Annotated[
+    bool, typer.Option("--best", help="Of a run, the model with the lowest evaluation loss.")
+]
 
 
 @app.command()
@@ -103,22 +106,24 @@ def evaluate(
     answers: Annotated[
         bool, typer.Option("--answers", help="Let the model answer, and count exact answers.")
     ] = False,
+    best: Best = False,
 ) -> None:
     """Print the loss and perplexity of a model on a file."""
     from megatrain.trainer.verbs import evaluate_model
 
-    typer.echo(evaluate_model(model, data, max_rows, answers=answers))
+    typer.echo(evaluate_model(model, data, max_rows, answers=answers, best=best))
 
 
 @app.command()
 def export(
     model: ModelFolder,
     target: Annotated[Path, typer.Argument(help="Folder to make.")],
+    best: Best = False,
 ) -> None:
     """Write a run's model as a Hugging Face folder."""
     from megatrain.trainer.verbs import export_model
 
-    typer.echo(export_model(model, target))
+    typer.echo(export_model(model, target, best=best))
 
 
 @app.command()
@@ -127,11 +132,12 @@ def sample(
     prompts: Annotated[list[str], typer.Argument(help="What the user says.")],
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to write at most.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
+    best: Best = False,
 ) -> None:
     """Let a model answer prompts."""
     from megatrain.trainer.verbs import sample_from
 
-    for answer in sample_from(model, prompts, max_new_tokens, temperature):
+    for answer in sample_from(model, prompts, max_new_tokens, temperature, best=best):
         typer.echo(answer)
 
 

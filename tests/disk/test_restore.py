@@ -78,7 +78,7 @@ def test_files_smaller_and_larger_than_a_chunk_come_back(
     """Tensors that begin, end, or lie whole within a chunk, and span several."""
     home, _ = saved
     for chunk_bytes in (4096, 12288):
-        for module in ("direct", "restore", "manifest"):
+        for module in ("direct", "checked_read", "manifest"):
             monkeypatch.setattr(f"megatrain.disk.{module}.CHUNK_BYTES", chunk_bytes)
         with training(home) as engine:
             train(engine, 0, 1)
@@ -102,7 +102,7 @@ def test_the_tensor_is_named(
     saved: tuple[HostModel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home, _ = saved
-    for module in ("direct", "restore", "manifest"):
+    for module in ("direct", "checked_read", "manifest"):
         monkeypatch.setattr(f"megatrain.disk.{module}.CHUNK_BYTES", 4096)
     with training(home) as engine:
         train(engine, 0, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,15 +169,15 @@ def run(
         return state_of(trainer)
 
 
-def _let_die(trainer: Trainer, step: int) -> None:
-    save_if_due = trainer._save_if_due
+def _let_die(trainer: Trainer, at: int) -> None:
+    if_due = trainer.saving.if_due
 
-    def die_or_save() -> None:
-        if trainer.state.step == step:
+    def die_or_save(step: int, say: Callable[[str], None]) -> None:
+        if step == at:
             raise Killed
-        save_if_due()
+        if_due(step, say)
 
-    trainer._save_if_due = die_or_save  # type: ignore[method-assign]
+    trainer.saving.if_due = die_or_save  # type: ignore[method-assign]
 
 
 def lines_of(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:

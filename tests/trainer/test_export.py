@@ -17,7 +17,8 @@ from megatrain.pipeline.batch import MicroBatch
 from megatrain.pipeline.engine import Engine
 from megatrain.trainer.demo import write_demo
 from megatrain.trainer.loop import Trainer
-from megatrain.trainer.verbs import export_model, model_folder
+from megatrain.trainer.run_model import chosen_model
+from megatrain.trainer.verbs import export_model
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 ROWS = ([5, 60, 70, 80, 9], [33, 34], [100] * 17)
@@ -43,7 +44,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> Path:
 def streamed(run: Path, dtype: str) -> list[Tensor]:
     """The logits behind each row, by the engine that `megatrain eval` uses."""
     assert dtype in ("bf16", "fp32")
-    home = load_model(model_folder(run), dtype=dtype, kinds=(Kind.HI,))  # type: ignore[arg-type]
+    folder = chosen_model(run).folder
+    home = load_model(folder, dtype=dtype, kinds=(Kind.HI,))  # type: ignore[arg-type]
     with Engine(home.decoder, home.store) as engine:
         return [engine.predict([_micro(row)])[0][0] for row in ROWS]
 
@@ -85,6 +87,6 @@ def test_a_folder_with_something_in_it_is_not_written_to(tmp_path: Path) -> None
 
 def test_a_run_that_did_not_end_has_no_model(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(RunFolderError, match=r"left no model and no checkpoint$"):
+    with pytest.raises(RunFolderError, match=r"left no checkpoint and no model$"):
         export_model(tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()

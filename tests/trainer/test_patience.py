@@ -20,7 +20,7 @@ NAN = float("nan")
 def stopped_at(losses: list[float], limit: int | None) -> int | None:
     patience = Patience()
     for step, loss in enumerate(losses):
-        patience.is_best(step, loss)
+        patience.is_best(step + 1, loss)
         if patience.is_over(limit):
             return step
     return None
@@ -41,6 +41,29 @@ def test_stops_after_so_many_without_a_better_one(
     losses: list[float], limit: int | None, step: int | None
 ) -> None:
     assert stopped_at(losses, limit) == step
+
+
+def test_the_evaluation_before_training_is_not_counted() -> None:
+    """The best model of a run is one that was trained, even if it is worse than the given one."""
+    patience = Patience()
+    assert not patience.is_best(0, 1.0)
+    assert patience.is_best(10, 3.0)
+    assert not patience.is_best(20, 3.5)
+    assert (patience.best_step, patience.num_evaluations, patience.num_worse) == (10, 2, 1)
+    assert patience.rank(10, 3.0) == (
+        "model of step 10, the best of 2 evaluations (before training the loss was lower: 1.0000)"
+    )
+
+
+def test_the_place_of_a_model_is_said() -> None:
+    patience = Patience()
+    assert patience.rank(5, None) == "model of step 5"
+    patience.is_best(10, 3.0)
+    assert patience.rank(10, 3.0) == "model of step 10, the best of 1 evaluation"
+    patience.is_best(20, 2.0)
+    assert patience.rank(10, 3.0) == (
+        "model of step 10, the best that was saved; the best of 2 evaluations was step 20"
+    )
 
 
 def test_a_run_stops_early_says_so_and_records_it(

@@ -126,7 +126,7 @@ def test_a_resume_that_forgets_something_would_be_noticed(
     elif lost == "updates":
         monkeypatch.setattr("megatrain.pipeline.engine.Engine.restore", lambda *_: None)
     else:
-        monkeypatch.setattr("megatrain.trainer.run_folder.RunFolder.cut", lambda *_: None)
+        monkeypatch.setattr("megatrain.trainer.run_folder.RunFolder.cut", lambda *_: [])
         append(tmp_path / "stopped" / "metrics.jsonl", b'{"step": 5, "loss": 1.0}\n')
     assert differences(world, run(config, resume=True), tmp_path / "stopped", whole) != []
 

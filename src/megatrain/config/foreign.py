@@ -78,6 +78,7 @@ _HF = _table(
         "save_steps": "save.every",
         "save_strategy": "save.every",
         "save_total_limit": "save.keep",
+        "load_best_model_at_end": "save.best",
         "seed": "train.seed",
         "data_seed": "data.seed",
         "report_to": "log.to",
@@ -108,7 +109,7 @@ _HF = _table(
         SAFE: "save_safetensors remove_unused_columns",
         "packing fills micro-batches with rows of any length": "group_by_length length_column_name",
         "a checkpoint can always be resumed": "save_only_model",
-        "the best checkpoint is linked as `best`": "load_best_model_at_end metric_for_best_model "
+        "the best is the one with the lowest evaluation loss": "metric_for_best_model "
         "greater_is_better",
         "sums are those of the dtype": "tf32 half_precision_backend",
         NOTHING_LIKE: "optim_args torch_empty_cache_steps eval_on_start eval_delay "

@@ -223,7 +223,8 @@ class EvalSettings(Section):
     )
     patience: Annotated[Annotated[Whole, Field(ge=1)] | None, Kind("evaluations or null")] = Field(
         default=None,
-        description="Stop after so many evaluations in a row without a lower loss; null: never.",
+        description="Stop after so many evaluations in a row without a lower loss, and keep and "
+        "export the best checkpoint, as with save.best; null: never.",
     )
 
 
@@ -239,7 +240,8 @@ class SaveSettings(Section):
     keep: Whole = Field(default=2, ge=1, description="Checkpoints to keep; older ones are deleted.")
     best: bool = Field(
         default=False,
-        description="Also save when an evaluation is the best so far, and keep that checkpoint.",
+        description="Also save when an evaluation is the best so far, keep that checkpoint, and "
+        "export it at the end instead of the last.",
     )
 
 
@@ -296,6 +298,12 @@ class Config(Section):
         """The run folder: save.dir, or one named after the model."""
         last = self.model.name_or_path.rstrip("/").rpartition("/")[2]
         return self.save.dir or f"runs/{last or 'run'}"
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the best checkpoint is kept, and is the run's result."""
+        wanted = self.save.best or self.eval.patience is not None
+        return wanted and self.data.eval is not None
 
 
 _FROM_PYTHON = Document(name="config", value=None)

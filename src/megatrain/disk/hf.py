@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatrain.disk.export import SHARD_BYTES, export_weights
+from megatrain.disk.export import SHARD_BYTES, Origin, export_weights
 from megatrain.disk.folder import read_carried, read_config_bytes
 from megatrain.disk.load import load_weights
 from megatrain.memory.layout import Kind, build_layout
@@ -28,8 +28,18 @@ class HostModel:
     carried: Mapping[str, bytes]
     """Tokenizer and generation files, by name: they go with every export and checkpoint."""
 
-    def export(self, folder: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:
-        """Write the weights as a folder that `from_pretrained` loads. Safe over `source` too."""
+    def export(
+        self,
+        folder: str | Path,
+        *,
+        shard_bytes: int = SHARD_BYTES,
+        origin: Origin | None = None,
+    ) -> None:
+        """Write the weights as a folder that `from_pretrained` loads. Safe over `source` too.
+
+        A new folder appears whole or not at all. `origin` says which model of a run this is, and is
+        recorded in the folder.
+        """
         export_weights(
             Path(folder),
             self.decoder,
@@ -37,6 +47,7 @@ class HostModel:
             config_json=self.config_json,
             carried=self.carried,
             shard_bytes=shard_bytes,
+            origin=origin,
         )
 
 

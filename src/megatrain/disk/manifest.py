@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatrain.disk.direct import CHUNK_BYTES
+from megatrain.disk.direct import CHUNK_BYTES, digests
 from megatrain.errors import CheckpointDamaged, CheckpointMismatch, DiskError
 
 MANIFEST_NAME = "manifest.json"
@@ -40,6 +40,17 @@ class FileRecord:
     num_bytes: int
     digests: tuple[str, ...]
     """Of each chunk, xxh3-128."""
+
+    @classmethod
+    def of_bytes(cls, data: bytes) -> FileRecord:
+        """Return the record of a file that holds `data`."""
+        return cls(num_bytes=len(data), digests=digests(data))
+
+    @classmethod
+    def of_digests(cls, num_bytes: int, by_chunk: Mapping[int, str]) -> FileRecord:
+        """Return the record of a file whose writer hashed its chunks, by their number."""
+        hashes = tuple(by_chunk[number] for number in range(len(by_chunk)))
+        return cls(num_bytes=num_bytes, digests=hashes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +97,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 def parse_manifest(data: bytes, where: str) -> Manifest:
     """Return the manifest that `data` is. Raises CheckpointDamaged or CheckpointMismatch."""
-    body = data[:-_SIGNATURE_BYTES] + _END
-    if signed(body) != data:
-        raise CheckpointDamaged(f"{where}: is not as it was written")
     try:
-        fields = _object(json.loads(body.decode("utf-8")))
+        fields = _object(json.loads(unsigned(data, where).decode("utf-8")))
     except (ValueError, RecursionError) as error:
         raise CheckpointDamaged(f"{where}: is no manifest: {str(error)[:200]}") from None
     if fields.get("schema") != SCHEMA or fields.get("chunk_bytes") != CHUNK_BYTES:
@@ -104,7 +112,8 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
             model=_text(fields["model"]),
             training=_object(fields["training"]),
             files={
-                _file_name(name): _record(value) for name, value in _object(fields["files"]).items()
+                _file_name(name): record_of(value)
+                for name, value in _object(fields["files"]).items()
             },
         )
     except (KeyError, ValueError, RecursionError) as error:
@@ -117,7 +126,16 @@ def signed(body: bytes) -> bytes:
     return body.removesuffix(_END) + b',\n "sha256": "' + checksum + b'"' + _END + b"\n"
 
 
-def _record(value: Any) -> FileRecord:
+def unsigned(data: bytes, where: str) -> bytes:
+    """Return what was signed. Raises CheckpointDamaged if any byte has changed since."""
+    body = data[:-_SIGNATURE_BYTES] + _END
+    if signed(body) != data:
+        raise CheckpointDamaged(f"{where}: is not as it was written")
+    return body
+
+
+def record_of(value: Any) -> FileRecord:
+    """Return a file's record from JSON. Raises KeyError or ValueError."""
     fields = _object(value)
     hashes = fields["digests"]
     if not isinstance(hashes, list) or not all(

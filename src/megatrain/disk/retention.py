@@ -11,13 +11,14 @@ Laws (tests/disk/test_retention.py)
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain.disk.manifest import MANIFEST_NAME, read_manifest
 from megatrain.disk.save import delete_checkpoint
-from megatrain.errors import CheckpointDamaged, CheckpointMismatch
+from megatrain.errors import CheckpointDamaged, CheckpointMismatch, DiskError
 from megatrain.files import sync_folder
 
 _NAME = re.compile(r"step-(\d{8,})-[0-9a-f]{8}")
@@ -69,16 +70,19 @@ def best_of(parent: Path) -> Found | None:
     """Return the checkpoint with the lowest loss of an evaluation, the newer of equals."""
     best: Found | None = None
     for folder in finished(parent):
-        try:
-            manifest = read_manifest(folder)
-        except (CheckpointDamaged, CheckpointMismatch):
-            continue  # it is not the best of anything; a resume will say so
-        loss = manifest.training.get("eval_loss")
-        if isinstance(loss, float) and (
-            best is None or best.eval_loss is None or loss < best.eval_loss
-        ):
-            best = Found(path=folder, step=manifest.step, eval_loss=loss)
+        loss = loss_of(folder)
+        if loss is not None and (best is None or best.eval_loss is None or loss < best.eval_loss):
+            best = Found(path=folder, step=step_of(folder), eval_loss=loss)
     return best
+
+
+def loss_of(folder: Path) -> float | None:
+    """Return what an evaluation at a checkpoint's step gave; None without one, or if damaged."""
+    try:
+        loss = read_manifest(folder).training.get("eval_loss")
+    except (CheckpointDamaged, CheckpointMismatch, DiskError):
+        return None  # it is not the best of anything; a resume will say so
+    return loss if isinstance(loss, float) and math.isfinite(loss) else None
 
 
 def _saves(parent: Path) -> list[Path]:

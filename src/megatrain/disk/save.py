@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatrain.disk.direct import DirectWriter, WriteQueue, digests
+from megatrain.disk.direct import DirectWriter, WriteQueue
 from megatrain.disk.manifest import MANIFEST_NAME, FileRecord, Manifest
 from megatrain.disk.parts import Parts
 from megatrain.errors import DiskError
@@ -119,11 +119,10 @@ def _write_files(
         records = {}
         for name, num_bytes, writer, future in finishing:
             future.result()
-            hashes = tuple(writer.digests[number] for number in range(len(writer.digests)))
-            records[name] = FileRecord(num_bytes=num_bytes, digests=hashes)
+            records[name] = FileRecord.of_digests(num_bytes, writer.digests)
     for name, data in parts.small.items():
         write_file(folder / name, data)
-        records[name] = FileRecord(num_bytes=len(data), digests=digests(data))
+        records[name] = FileRecord.of_bytes(data)
     return records
 
 

@@ -315,6 +315,7 @@ CONVERTERS: dict[str, Converter] = {
     "dtype": _dtype,
     "torch_dtype": _dtype,
     "torch_compile": _switch(on=True, off=False),
+    "load_best_model_at_end": _switch(on=True, off=False),
     "use_cpu": _switch("cpu"),
     "auto_find_batch_size": _switch("auto"),
     "flash_attn": _choice(

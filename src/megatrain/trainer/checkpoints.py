@@ -39,7 +39,7 @@ class Saved:
 
     def __str__(self) -> str:
         if self.path is None:
-            return f"step {self.step}: NOT saved: {self.error}. Training goes on."
+            return f"step {self.step}: NOT saved: {self.error}. Training continues."
         said = f"step {self.step}: saved in {self.path.name}, {self.seconds:.1f} s"
         return said if self.error is None else f"{said}; older ones stay: {self.error}"
 

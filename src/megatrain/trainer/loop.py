@@ -25,8 +25,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from megatrain.config import Config
+from megatrain.disk.export import Origin
 from megatrain.errors import DiskError, Interrupted, NonFiniteStep
 from megatrain.trainer.assembly import learning_rate, make_engine
+from megatrain.trainer.best_model import load_best
 from megatrain.trainer.checkpoints import Checkpoints
 from megatrain.trainer.dataset import mean_loss
 from megatrain.trainer.first_lines import data_lines, opening_line
@@ -40,9 +42,12 @@ from megatrain.trainer.resumption import Resumed, resume
 from megatrain.trainer.run_folder import RunFolder, machine_facts
 from megatrain.trainer.run_state import Outcome, RunState, perplexity
 from megatrain.trainer.samples import written_texts
+from megatrain.trainer.saving import Saving
 from megatrain.trainer.sinks import Sinks
 from megatrain.trainer.step_time import step_metrics, step_split
 
+KEPT_FOR_PATIENCE = "eval.patience: the best checkpoint is kept and exported, as with save.best"
+NOTHING_TO_JUDGE = "save.best: data.eval is null, so no model is the best; the last is the result"
 TRACED_STEP = 3
 """The first ones warm up."""
 MOST_ROLLBACKS = 3
@@ -90,15 +95,17 @@ class Trainer:
             self.home,
             self.engine,
             keep=config.save.keep,
-            keep_best=config.save.best,
+            keep_best=config.keeps_best,
         )
+        self.saving = Saving(config, folder, self.checkpoints, self.engine, self._facts)
         self.state = RunState()
         self.notes = data_lines(self.data)
         """What was decided or found while opening, in words."""
         self._rollbacks: list[int] = []
         self._step_seconds: list[float] = []
-        self._said_trouble: str | None = None
-        self._best_is_new = False
+        self._has_ended = False
+        if config.keeps_best != config.save.best:
+            self.notes.append(KEPT_FOR_PATIENCE if config.keeps_best else NOTHING_TO_JUDGE)
         if wants_resume and opened.resumed is None:
             self.notes.append(_nothing_to_resume(folder))
         self._take_up(opened.resumed)
@@ -150,15 +157,15 @@ class Trainer:
             while state.step < self.num_steps and not self._is_over():
                 self._take_step(state.step + 1)
                 state = self.state
-                self._save_if_due()
-                self._tell_saves()
+                self.saving.if_due(state.step, live.say)
                 self._end_if_asked()
-            self._save_at_end()
+            self.saving.at_end(state.step, live.say)
+            self._has_ended = True
             self.interrupts.patient = False
             self._if_possible(self._write_plan)
             if self.plan.knows_time and self._step_seconds:
                 live.say(predicted_against_measured(self.plan, self._step_seconds))
-            self._tell_trouble()
+            self.saving.report_trouble(live.say)
         return Outcome(
             num_steps=state.step,
             first_loss=math.nan if state.first_loss is None else state.first_loss,
@@ -173,10 +180,19 @@ class Trainer:
         found = mean_loss(self.engine, self.data.eval_batches())
         return None if found is None else found[0]
 
-    def export(self, folder: str | Path) -> None:
-        """Write the model as a folder that `from_pretrained` loads."""
+    def export(self, folder: str | Path) -> str:
+        """Write the model as a folder that `from_pretrained` loads; return which one it is.
+
+        A run that keeps its best model gives that one once it has ended; memory then holds it too.
+        Otherwise it is the model as it is now.
+        """
         self.engine.settle()
-        self.home.export(folder)
+        said = f"model of step {self.state.step}"
+        origin = Origin(step=self.state.step)
+        if self._has_ended and self.config.keeps_best:
+            origin, said = load_best(self.checkpoints, self.home, self.state)
+        self.home.export(folder, origin=origin)
+        return said
 
     def close(self) -> None:
         """Finish updates and saves, and let go of the device and the folder."""
@@ -248,7 +264,7 @@ class Trainer:
         if loss is not None:
             record: dict[str, Any] = {"step": step, "eval_loss": loss}
             record["eval_perplexity"] = perplexity(loss)
-            is_best = self.state.evaluations.is_best(step, loss)
+            self.saving.best_is_new = self.state.evaluations.is_best(step, loss)
             self.state.eval_loss = loss
             if step < self.num_steps and self._is_over():
                 record |= self.state.evaluations.facts()
@@ -257,82 +273,35 @@ class Trainer:
             self._live.say(
                 f"step {step}: evaluation loss {loss:.4f}, perplexity {perplexity(loss):.4g}"
             )
-            self._best_is_new = is_best and step > 0
             if "stopped_early" in record:
                 self._live.say(self.state.evaluations.in_words())
         prompts = self.data.prompts(self.config.eval.samples)
         for record in written_texts(self.engine, self.tokenizer, prompts):
             self.folder.append("samples.jsonl", {"step": step, **record})
 
-    def _save(self) -> None:
-        """Begin to save the state after the last step, unless that was done."""
-        if self.checkpoints.last_step == self.state.step:
-            return
-        try:
-            lines = self.folder.lengths()
-        except (DiskError, OSError) as error:
-            self.checkpoints.give_up(self.state.step, error)
-            return
-        self.checkpoints.begin(
-            self.state.step,
-            {
-                "run": self.state.to_json(),
-                "eval_loss": self.state.eval_loss,
-                "data": self.data.state(),
-                "lines": lines,
-                "config": self.config.model_dump(mode="json"),
-                "micro_batch_tokens": self.resolved.micro_batch_tokens,
-                "chunk_tokens": self.resolved.chunk_tokens,
-            },
-        )
-
-    def _save_if_due(self) -> None:
-        settings = self.config.save
-        is_time = settings.every is not None and self.state.step % settings.every == 0
-        if is_time or (settings.best and self._best_is_new) or self.folder.save_was_asked():
-            self._save()
-        self._best_is_new = False
-
-    def _save_at_end(self) -> None:
-        """Save and wait for it; once more if it failed, for there is no later one to make up."""
-        for _ in range(2):
-            self._save()
-            self.engine.settle()
-            self.checkpoints.wait()
-            self._tell_saves()
-            if self.checkpoints.saved_step == self.state.step:
-                return
-            self.checkpoints.last_step = None
-
-    def _tell_saves(self) -> None:
-        for saved in self.checkpoints.ended():
-            self._live.say(str(saved))
-            self.folder.append("events.jsonl", saved.event())
-        self._tell_trouble()
-
-    def _tell_trouble(self) -> None:
-        """Say once that lines wait for a disk, and once that they do no more."""
-        trouble, said = self.folder.trouble, self._said_trouble
-        if (trouble is None) != (said is None):
-            self._live.say(
-                "metrics and events are on disk again"
-                if trouble is None
-                else f"{trouble}. Training goes on; metrics and events wait in memory."
-            )
-        self._said_trouble = trouble
+    def _facts(self) -> dict[str, Any]:
+        """Return what a checkpoint knows of the run, besides tensors and lines."""
+        return {
+            "run": self.state.to_json(),
+            "eval_loss": self.state.eval_loss,
+            "data": self.data.state(),
+            "config": self.config.model_dump(mode="json"),
+            "micro_batch_tokens": self.resolved.micro_batch_tokens,
+            "chunk_tokens": self.resolved.chunk_tokens,
+        }
 
     def _if_possible(self, write: Callable[[], None]) -> None:
         """Write what only explains the run: a disk that fails must not end it."""
         try:
             write()
         except (DiskError, OSError) as error:
-            self._live.say(f"{error}. Training goes on.")
+            self._live.say(f"{error}. Training continues.")
 
     def _end_if_asked(self) -> None:
         reason = self.interrupts.reason
         if reason is None:
             return
-        self._save_at_end()
+        self.saving.at_end(self.state.step, self._live.say)
         self.folder.append(
             "events.jsonl", {"event": "interrupted", "step": self.state.step, "reason": reason}
         )
@@ -340,7 +309,7 @@ class Trainer:
         raise Interrupted(
             f"{reason}: stopped after step {self.state.step} of {self.num_steps}, "
             + (f"saved after step {saved}" if saved is not None else "nothing is saved")
-            + "; go on with `megatrain train ... --resume`"
+            + "; continue with `megatrain train ... --resume`"
         )
 
     def _is_over(self) -> bool:
@@ -350,7 +319,7 @@ class Trainer:
         """Go back to the last checkpoint, and leave the step out from then on."""
         self.engine.settle()
         self.checkpoints.wait()
-        self._tell_saves()
+        self.saving.report(self._live.say)
         found = resume(self.checkpoints.folder, self.config, self.home.store.kinds, self.home)
         if found is None or self._rollbacks.count(found.manifest.step) == MOST_ROLLBACKS:
             raise NonFiniteStep(

@@ -12,6 +12,7 @@ from megatrain.data.template_choice import exported_template
 from megatrain.disk.hf import HostModel, ModelFolder, read_folder
 from megatrain.disk.retention import clear_unfinished
 from megatrain.errors import RunFolderError
+from megatrain.files import remove_folder
 from megatrain.hub import find_model
 from megatrain.memory.host import resident_bytes
 from megatrain.memory.store import WITH_CLIP, WITHOUT_CLIP
@@ -67,6 +68,13 @@ def require_apart(config: Config) -> None:
             )
 
 
+def _clear_unfinished(run: Path) -> None:
+    """Remove saves and exports that a killed process never ended."""
+    clear_unfinished(run / FOLDER)
+    for path in run.glob(f".{MODEL}.*.tmp"):
+        remove_folder(path)
+
+
 def open_run(config: Config, folder: RunFolder, *, resumes: bool) -> Opened:
     """Open what the config names; with `resumes` the newest whole checkpoint, if there is one."""
     if folder.has_run and not resumes:
@@ -79,7 +87,7 @@ def open_run(config: Config, folder: RunFolder, *, resumes: bool) -> Opened:
     resolved = resolve(config, device, name)
     base_bytes = resident_bytes()
     if not folder.is_dry:
-        clear_unfinished(folder.path / FOLDER)
+        _clear_unfinished(folder.path)
     kinds = WITH_CLIP if resolved.update == "late" else WITHOUT_CLIP
     resumed = resume(folder.path / FOLDER, config, kinds) if resumes else None
     model = config.model

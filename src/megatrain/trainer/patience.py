@@ -1,5 +1,8 @@
 """The best evaluation so far, and when to stop early: after so many in a row that are not better.
 
+An evaluation before the first step is remembered and not counted: the best model of a run is one
+that was trained.
+
 Laws (tests/trainer/test_patience.py)
     1. A run stops at the first evaluation that is the `limit`-th in a row without a lower loss.
     2. Without a limit, or without an evaluation loss, it never stops early.
@@ -17,9 +20,16 @@ class Patience:
     best_loss: float | None = None
     best_step: int = 0
     num_worse: int = 0
+    num_evaluations: int = 0
+    untrained_loss: float | None = None
+    """Of the evaluation before the first step."""
 
     def is_best(self, step: int, loss: float) -> bool:
         """Take note of an evaluation; return whether it is the best so far. NaN never is."""
+        if step == 0:
+            self.untrained_loss = loss
+            return False
+        self.num_evaluations += 1
         if self.best_loss is None or loss < self.best_loss:
             self.best_loss, self.best_step, self.num_worse = loss, step, 0
             return True
@@ -40,3 +50,19 @@ class Patience:
             f"stopping early: {self.num_worse} evaluations without a loss below "
             f"{self.best_loss:.4f} of step {self.best_step} (eval.patience)"
         )
+
+    def rank(self, step: int, loss: float | None) -> str:
+        """Return what place a model with this loss has among the evaluations, in words."""
+        if loss is None or self.best_loss is None:
+            return f"model of step {step}"
+        many = f"{self.num_evaluations} evaluation{'s' if self.num_evaluations != 1 else ''}"
+        if loss > self.best_loss:
+            said = (
+                f"model of step {step}, the best that was saved; the best of {many} was step "
+                f"{self.best_step}"
+            )
+        else:
+            said = f"model of step {step}, the best of {many}"
+        if self.untrained_loss is not None and loss > self.untrained_loss:
+            said += f" (before training the loss was lower: {self.untrained_loss:.4f})"
+        return said

@@ -83,6 +83,8 @@ class RunState:
                 best_loss=_as_loss(judged["best_loss"]),
                 best_step=as_count(judged["best_step"]),
                 num_worse=as_count(judged["num_worse"]),
+                num_evaluations=as_count(judged["num_evaluations"]),
+                untrained_loss=_as_loss(judged["untrained_loss"]),
             ),
             left_out={int(step): str(reason) for step, reason in fields["left_out"].items()},
             recent={

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,13 +17,13 @@ from megatrain.data.isolation import ISOLATES
 from megatrain.data.limits import check_limits
 from megatrain.data.prepare import prepare
 from megatrain.data.prepared import Prepared
+from megatrain.disk.export import Origin
 from megatrain.disk.folder import read_config_bytes
 from megatrain.disk.hf import HostModel, load_model
 from megatrain.disk.restore import verify
 from megatrain.disk.retention import finished
 from megatrain.errors import CheckpointDamaged, ConfigError, DataError, RunFolderError
 from megatrain.files import write_file
-from megatrain.hub import Need, find_model
 from megatrain.memory.layout import Kind
 from megatrain.memory.ledger import gib
 from megatrain.migration import migrate
@@ -45,11 +46,13 @@ from megatrain.trainer.demo import (
 )
 from megatrain.trainer.interrupts import Interrupts
 from megatrain.trainer.loop import Trainer
+from megatrain.trainer.opening import MODEL
 from megatrain.trainer.places import check_places
 from megatrain.trainer.planned import in_words
 from megatrain.trainer.preview import card_lines, show_rows
 from megatrain.trainer.resolve import open_device, resolve
 from megatrain.trainer.run_folder import ask_for_save
+from megatrain.trainer.run_model import RunModel, chosen_model, tokenizer_folder
 from megatrain.trainer.run_state import perplexity
 
 EVAL_TOKENS = 8192
@@ -79,12 +82,12 @@ def train_from(
             said = f"ready to train {trainer.num_steps} steps; no step was taken, nothing written"
             return "\n".join([in_words(trainer.plan, trainer.num_steps), *trainer.notes, said])
         outcome = trainer.train()
-        model = trainer.folder.path / "model"
-        trainer.export(model)
+        model = trainer.folder.path / MODEL
+        which = trainer.export(model)
         report = report_on([trainer.folder.path], None)
     return (
         f"loss {outcome.first_loss:.4f} to {outcome.last_loss:.4f} in {outcome.num_steps} steps, "
-        f"{outcome.total_tokens:,} tokens, {outcome.seconds:.0f} s\nmodel in {model}\n{report}"
+        f"{outcome.total_tokens:,} tokens, {outcome.seconds:.0f} s\n{which}, in {model}\n{report}"
     )
 
 
@@ -134,13 +137,16 @@ def report_on(runs: Sequence[Path], target: Path | None) -> str:
     return "\n".join(f"report in {path}" for path in written)
 
 
-def evaluate_model(model: Path, data: Path, max_rows: int | None, *, answers: bool = False) -> str:
+def evaluate_model(
+    model: Path, data: Path, max_rows: int | None, *, answers: bool = False, best: bool = False
+) -> str:
     """Return the loss and perplexity of a model on a file, in words.
 
     With `answers` the model also writes each answer of the rows, and the exact ones are counted.
     """
-    folder = model_folder(model)
-    config = _judging_config(model, folder, data, max_rows)
+    found_model = _found(model, best=best)
+    folder = found_model.folder
+    config = _judging_config(found_model, data, max_rows)
     tokenizer = load_tokenizer(folder)
     device, name = open_device(config)
     opened = open_data(config, tokenizer, resolve(config, device, name))
@@ -158,22 +164,29 @@ def evaluate_model(model: Path, data: Path, max_rows: int | None, *, answers: bo
     return f"{said}\n{told.in_words()}"
 
 
-def export_model(model: Path, target: Path) -> str:
+def export_model(model: Path, target: Path, *, best: bool = False) -> str:
     """Write the model of a run as a Hugging Face folder; return what there is to say about it."""
-    folder = model_folder(model)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target}: exists already and is not empty; give another name")
-    home = _loaded(folder)
-    home.export(target)
+    found = _found(model, best=best)
+    home = _loaded(found.folder)
+    origin = None if found.step is None else Origin(step=found.step, best_loss=found.best_loss)
+    home.export(target, origin=origin)
     num_params = sum(param.num_elements for param in home.decoder.params)
-    return f"{num_params:,} params in {target}: from_pretrained loads it"
+    of_step = "" if found.step is None else f" of step {found.step}"
+    return f"{num_params:,} params{of_step} in {target}: from_pretrained loads it"
 
 
 def sample_from(
-    model: Path, prompts: Sequence[str], max_new_tokens: int, temperature: float
+    model: Path,
+    prompts: Sequence[str],
+    max_new_tokens: int,
+    temperature: float,
+    *,
+    best: bool = False,
 ) -> list[str]:
     """Return a model's answers to what a user says."""
-    folder = model_folder(model)
+    folder = _found(model, best=best).folder
     tokenizer = load_tokenizer(folder)
     home = _loaded(folder)
     asked = [_prompt_tokens(tokenizer, prompt) for prompt in prompts]
@@ -190,7 +203,7 @@ def sample_from(
 
 def look_at_data(path: Path, model: Path, max_length: int, samples: int) -> None:
     """Print what a file holds, and which of its tokens would be trained."""
-    tokenizer = load_tokenizer(model_folder(model, "tokenizer"))
+    tokenizer = load_tokenizer(tokenizer_folder(model))
     prepared: Prepared = prepare(
         path,
         tokenizer,
@@ -236,15 +249,11 @@ def run_demo(folder: Path, num_steps: int) -> None:
         print(f"{prompt} = {answer}", flush=True)
 
 
-def model_folder(path: Path, need: Need = "weights") -> Path:
-    """Return the model folder that is meant: the folder itself, that of a run, or of a Hub id."""
-    if not (path / "metrics.jsonl").exists():
-        return find_model(str(path), need=need).folder
-    if (path / "model").is_dir():
-        return path / "model"
-    if found := finished(path / FOLDER):
-        return found[0] / "model"
-    raise RunFolderError(f"{path}: the run has left no model and no checkpoint")
+def _found(model: Path, *, best: bool) -> RunModel:
+    """Return the model that is meant, and say which it is."""
+    found = chosen_model(model, best=best)
+    print(found, file=sys.stderr, flush=True)
+    return found
 
 
 _ROWS_OF_A_RUN = {
@@ -252,14 +261,15 @@ _ROWS_OF_A_RUN = {
 }  # fmt: skip
 
 
-def _judging_config(model: Path, folder: Path, data: Path, max_rows: int | None) -> Config:
+def _judging_config(model: RunModel, data: Path, max_rows: int | None) -> Config:
     """Return what to evaluate with; rows are read as the run has read its own."""
+    folder = model.folder
     isolates = parse_config(read_config_bytes(folder)).model_type in ISOLATES
     rows: dict[str, object] = {"train": str(data), "eval": str(data), "packing": isolates}
     value: dict[str, object] = {"model": str(folder), "data": rows, "eval": {"max_rows": max_rows}}
     batch_tokens = EVAL_TOKENS
-    if folder != model and (model / "config.yaml").exists():
-        run = load_config(model / "config.yaml")
+    if model.run is not None and (model.run / "config.yaml").exists():
+        run = load_config(model.run / "config.yaml")
         rows |= run.data.model_dump(include=_ROWS_OF_A_RUN)
         value["memory"] = run.memory
         batch_tokens = max(batch_tokens, run.data.max_length)
