@@ -66,7 +66,7 @@ from megatrain.models.decoder import build_decoder
 from megatrain.models.model_config import LARGEST, REFUSED, parse_config
 from megatrain.trainer.resumption import changed_settings, known_of
 from megatrain.trainer.run_state import RunState
-from tests.data.tokenizers_of_kinds import tokenizer_of
+from tests.data.tokenizers_of_kinds import tokenizer_of, tokenizer_of_style
 from tests.families import FAMILIES, tiny_config
 
 MAX_SECONDS = 5.0
@@ -404,6 +404,7 @@ def _yaml_target(scratch: Path) -> Target:
 # --- rows ----------------------------------------------------------------------------------------
 
 _TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "two words"}]
+_CALL = {"id": "7", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 _ROW_SEEDS: list[dict[str, Any]] = [
     {"messages": [{"role": "system", "content": "s"}, *_TALK, *_TALK], "id": 7},
     {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
@@ -412,14 +413,35 @@ _ROW_SEEDS: list[dict[str, Any]] = [
     {"prompt": _TALK[:1], "completion": _TALK[1:]},
     {"question": "q?", "answer": "a", "text": None},
     {"text": "plain words \u00e9"},
+    {
+        "messages": [
+            _TALK[0],
+            {
+                "role": "assistant",
+                "content": None,
+                "reasoning_content": "hm",
+                "tool_calls": [_CALL],
+            },
+            {"role": "tool", "tool_call_id": "7", "content": "4"},
+            {"role": "assistant", "content": "4", "weight": 1},
+        ],
+        "tools": [
+            {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+        ],
+        "chat_template_kwargs": {"enable_thinking": False},
+    },
 ]
 _ROW_KEYS = (
     "messages", "conversations", "role", "content", "from", "value", "instruction", "input",
     "output", "history", "system", "prompt", "completion", "question", "answer", "text",
+    "tool_calls", "function", "name", "arguments", "weight", "train", "thinking", "type", "tools",
+    "chat_template_kwargs", "images", "tokenize",
 )  # fmt: skip
 _ROW_VALUES = (
     "user", "assistant", "gpt", "tool", "wizard", _TALK, [_TALK], json.dumps(_TALK), ["a", "b"],
     "<|im_end|>", "<|im_start|>system\n", " ", "\r", "\u2028", "\x85", "[]", "[{}]", "null",
+    [_CALL], {"f": None}, "function_call", "<think>", "</think>", 0, 1, True,
+    [{"type": "text", "text": "a"}, {"type": "image_url"}],
 )  # fmt: skip
 _ROW_JUNK = (
     b"\n", b"\r\n", b"\r", b"\n\n", b"\xef\xbb\xbf", b"\0", b"\x0b", b"\xe2\x80\xa8", b"\xff\xfe",
@@ -477,7 +499,7 @@ def _parquet_target(scratch: Path) -> Target:
 
 
 def _rows_target(scratch: Path, make: Callable[[random.Random], tuple[str, bytes]]) -> Target:
-    tokenizer = tokenizer_of("qwen3")
+    tokenizers = (tokenizer_of("qwen3"), tokenizer_of_style("qwen3"))
     settings: Settings = {
         "max_length": 64, "train_on": "assistant", "template_kwargs": {},
         "overlong": "truncate", "no_target": "drop",
@@ -485,8 +507,8 @@ def _rows_target(scratch: Path, make: Callable[[random.Random], tuple[str, bytes
     played = 0
 
     @functools.cache  # a template takes ten times as long to compile as a row to encode
-    def encoder(shape: Format) -> ChunkEncoder:
-        return ChunkEncoder(tokenizer, shape, settings)
+    def encoder(shape: Format, number: int) -> ChunkEncoder:
+        return ChunkEncoder(tokenizers[number], shape, settings)
 
     def play(made: tuple[str, bytes]) -> str:
         nonlocal played
@@ -500,7 +522,7 @@ def _rows_target(scratch: Path, make: Callable[[random.Random], tuple[str, bytes
         assert numbers == sorted(set(numbers)), "rows out of order"
         played += 1
         if played % BUILD_EVERY == 0:
-            encoded = encoder(source.format).encode(values)
+            encoded = encoder(source.format, played // BUILD_EVERY % 2).encode(values)
             assert encoded.num_rows == len(values)
             assert int(encoded.lengths.sum()) == len(encoded.ids)
         return "some bad" if skipped.total else "accepted"

@@ -6,9 +6,11 @@ Each kind says how it writes a turn: what must come out is written down a second
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -142,6 +144,15 @@ KINDS = {
 def tokenizer_of(kind: str) -> Any:
     """Return a byte-level tokenizer that knows the marks of `kind`. Do not change it."""
     return made(KINDS[kind].template, KINDS[kind].marks, eos=KINDS[kind].eos)
+
+
+@cache
+def tokenizer_of_style(style: str) -> Any:
+    """Return a tokenizer with a template of styles/, near to one that models have in use."""
+    folder = Path(__file__).parent / "styles"
+    about = tomllib.loads((folder / "styles.toml").read_text())[style]
+    path = folder / f"{style}.jinja"
+    return made(path.read_text() if path.exists() else None, about["marks"], eos=about["eos"])
 
 
 def made(template: str | None, marks: Sequence[str], *, eos: str) -> Any:

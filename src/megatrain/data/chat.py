@@ -42,13 +42,14 @@ REWRITTEN = "a turn that is not to be trained is rewritten by the chat template"
 
 EMPTY_THOUGHT = "empty_thoughts"
 LOST_THOUGHT = "lost_thoughts"
+LOST_WORDS = "lost_words"
 UNOPENED_THOUGHT = "unopened_thoughts"
 
 _THOUGHT = r"(?:<[\w:]*(?:think|thinking|thought|reasoning)>|\[THINK\])"
 _THOUGHT_END = r"(?:</[\w:]*(?:think|thinking|thought|reasoning)>|\[/THINK\])"
 _OPENED = re.compile(rf"{_THOUGHT}\s*(?:{_THOUGHT_END}\s*)?\Z")
 _IS_EMPTY = re.compile(rf"\s*{_THOUGHT}\s*{_THOUGHT_END}")
-_IN_CONTENT = re.compile(rf"{_THOUGHT}(.*?){_THOUGHT_END}", re.DOTALL)
+_BEGIN, _END = re.compile(_THOUGHT), re.compile(_THOUGHT_END)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +129,7 @@ class _Talk:
         text = self._template.render(self._row, end)
         begin = 0 if first is None else self.begin_of(first, text)
         if first is not None:
-            self._notes += _thoughts(self._row.messages[first], text[begin:])
+            self._notes += _remarks(self._row.messages[first], text[begin:], first)
         spans = [(begin, len(text))]
         for turn in sorted(self._row.untrained):
             if turn < end and self._row.messages[turn]["role"] == "assistant":
@@ -148,8 +149,8 @@ class _Talk:
         whole, tags = "", None
         for turn in reversed(turns):
             # What is looked for as a beginning needs no tags; a text of its own does.
-            through = self.through(turn) if shown else None
-            if through is None or not whole.startswith(through):
+            through = self._shown(turn, whole) if shown else None
+            if through is None:
                 if shown:
                     texts.append(self._rendered(whole, shown, tags))
                 whole, tags = self._tagged(turn)
@@ -157,6 +158,13 @@ class _Talk:
             shown.append((turn, (self.begin_of(turn, through), len(through))))
         texts.append(self._rendered(whole, shown, tags, is_first=is_first))
         return [text for text in reversed(texts) if text.spans]
+
+    def _shown(self, turn: int, whole: str) -> str | None:
+        """Return the text through `turn` if `whole` begins with it, or with all but its end."""
+        through = self.through(turn)
+        if not whole.startswith(through):
+            through = self._template.without_end(through)
+        return through if whole.startswith(through) else None
 
     def _tagged(self, turn: int) -> tuple[str, tuple[Span, ...] | None]:
         if self._template.has_tags:
@@ -174,7 +182,7 @@ class _Talk:
         trained = [(n, span) for n, span in reversed(turns) if n not in self._row.untrained]
         notes = [*self._notes]
         for number, (begin, end) in trained:
-            notes += _thoughts(self._row.messages[number], text[begin:end])
+            notes += _remarks(self._row.messages[number], text[begin:end], number)
         self._notes.clear()
         return Rendered(
             text=text,
@@ -186,14 +194,23 @@ class _Talk:
         )
 
 
-def _thoughts(message: Message, trained: str) -> list[str]:
-    """Return what should be said about the thought of a trained turn."""
-    thought = message.get("reasoning_content")
-    if thought is None and (found := _IN_CONTENT.search(message["content"] or "")):
-        thought = found[1]
+def _remarks(message: Message, trained: str, turn: int) -> list[str]:
+    """Return what should be said about a trained turn. Raises BadRow if its calls are lost."""
+    for call in message.get("tool_calls", ()):
+        if call["function"]["name"] not in trained:
+            raise BadRow(NO_CALLS, f"turn {turn}: {call['function']['name']:.40} is left out")
+    said, thought = message["content"] or "", message.get("reasoning_content")
+    # Two searches and no pattern around both: text without an end would be searched over and over.
+    if (
+        thought is None
+        and (begin := _BEGIN.search(said))
+        and (end := _END.search(said, begin.end()))
+    ):
+        said, thought = said[end.end() :], said[begin.end() : end.start()]
+    notes = [] if said.strip() in trained else [LOST_WORDS]
     if thought and thought.strip() not in trained:
-        return [LOST_THOUGHT]
-    return [EMPTY_THOUGHT] if _IS_EMPTY.match(trained) else []
+        return [*notes, LOST_THOUGHT]
+    return [*notes, EMPTY_THOUGHT] if _IS_EMPTY.match(trained) else notes
 
 
 def _without(spans: Sequence[Span], hole: Span) -> list[Span]:

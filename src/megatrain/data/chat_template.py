@@ -50,11 +50,23 @@ class ChatTemplate:
         }
         self._words = {word for s in self._sources.values() for word in re.findall(r"\w+", s)}
         self._compiled: dict[str, Template] = {}
+        self._marks = tuple({str(mark) for mark in tokenizer.added_tokens_decoder.values()})
+        self._eos = str(tokenizer.special_tokens_map.get("eos_token") or "")
         self.has_tags = any(map(has_generation_tags, self._sources.values()))
 
     def reads(self, name: str) -> bool:
         """Return whether the template names a variable or a key of a message."""
         return name in self._words
+
+    def without_end(self, text: str) -> str:
+        """Return a text without the end of sequence that stands after another control token.
+
+        Some templates write it once, after the last turn: no turn but the last shows it.
+        """
+        if not self._eos or not text.rstrip().endswith(self._eos):
+            return text
+        short = text.rstrip().removesuffix(self._eos)
+        return short if short.rstrip().endswith(self._marks) else text
 
     def render(
         self, row: Row, end: int | None = None, *, add_generation_prompt: bool = False

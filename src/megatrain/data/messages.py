@@ -3,7 +3,8 @@
 What a template reads keeps its name; only what files write in several ways is made one:
 
     role          system, user, assistant or tool
-    content       text; text parts are joined; null where an assistant turn only calls tools
+    content       text; text parts are joined; null where an assistant turn only calls tools, as
+                  some templates look for that
     tool_calls    OpenAI's form, arguments as a mapping: `{"function": {"name", "arguments"}}`
     reasoning     under `reasoning_content` and `thinking`, whichever of three names the file uses
 
@@ -114,7 +115,8 @@ def _content(
     if isinstance(value, list):
         value = "".join(_part(part, name) for part in value)
     # An empty system prompt, or a tool that returned nothing, is no fault of the row.
-    return read_text(value, name, allow_empty=may_be_null or role in ("system", "tool"))
+    text = read_text(value, name, allow_empty=may_be_null or role in ("system", "tool"))
+    return text if text.strip() or not may_be_null else None
 
 
 def _part(part: object, name: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatrain.data.chat import EMPTY_THOUGHT, LOST_THOUGHT, UNOPENED_THOUGHT
+from megatrain.data.chat import EMPTY_THOUGHT, LOST_THOUGHT, LOST_WORDS, UNOPENED_THOUGHT
 from megatrain.data.chat_template import ChatTemplate
 from megatrain.data.masks import Tokens
 from megatrain.data.messages import REASONING
@@ -23,7 +23,7 @@ _ROWS, _DOCUMENTS, _TOKENS, _REPEATED = (
 )  # fmt: skip
 _COUNTS = (
     _TEMPLATED, _JOINED, _ROWS, _DOCUMENTS, _TOKENS, _REPEATED,
-    EMPTY_THOUGHT, LOST_THOUGHT, UNOPENED_THOUGHT,
+    EMPTY_THOUGHT, LOST_THOUGHT, LOST_WORDS, UNOPENED_THOUGHT,
 )  # fmt: skip
 
 
@@ -125,6 +125,8 @@ _SENTENCES = {
     "of the prompt, if the template knows it",
     LOST_THOUGHT: "{count:,} trained answers have a thought that the chat template leaves out; "
     "data.chat_template can give a template that writes it",
+    LOST_WORDS: "{count:,} trained answers do not show their words as they are in the row; the "
+    "chat template changes or leaves them out",
     UNOPENED_THOUGHT: "{count:,} trained answers begin without the thought that the generation "
     "prompt opens, because the chat template does not write it in a turn",
 }
