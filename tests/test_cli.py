@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +45,7 @@ def test_version() -> None:
 def test_heavy_libraries_are_not_imported_for_help() -> None:
     code = f"""
 import sys
+from pathlib import Path
 from megatrain.cli import app
 for verb in {VERBS}:
     try:
@@ -57,6 +59,36 @@ print({{"torch", "transformers", "numpy", "rich"}} & set(sys.modules))
     )
     assert len(VERBS) == result.stdout.count("Usage: ") >= 8
     assert result.stdout.splitlines()[-1] == "set()"
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "fault"),
+    [
+        ("model: m\ndata: {trian: a.jsonl}\n", (), "unknown key data.trian"),
+        ("model: m\ndata: a.jsonl\n", ("optim.lr=1e-5",), "optim.lr"),
+        ("model: beside\ndata: a.jsonl\n", (), "relative paths begin at the working directory"),
+    ],
+)
+def test_a_fault_of_the_config_is_told_before_torch_is_imported(
+    text: str, words: tuple[str, ...], fault: str, tmp_path: Path
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(text)
+    (tmp_path / "beside").mkdir()
+    code = f"""
+import sys
+from pathlib import Path
+from megatrain.cli import app
+from megatrain.errors import ConfigError
+try:
+    app(["train", {str(config)!r}, *{words!r}])
+except ConfigError as error:
+    print(error)
+print({{"torch", "transformers", "numpy"}} & set(sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert fault in done.stdout
+    assert done.stdout.splitlines()[-1] == "set()"
 
 
 def test_an_error_of_ours_is_a_message_and_an_exit_code(

@@ -72,6 +72,9 @@ def train(
     ] = False,
 ) -> None:
     """Train a model as a YAML file says. Ctrl-C once: finish the step, save, end; twice: now."""
+    from megatrain.trainer.places import read_config
+
+    read_config(config, overrides or [])  # its faults are told before torch is imported
     from megatrain.trainer.verbs import train_from
 
     typer.echo(train_from(config, overrides or [], dry_run=dry_run, resume=resume))

@@ -9,17 +9,24 @@ run begins, and RUN/hub.json keeps it: a resumed run asks for that commit, whate
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatrain.config import Config
+from megatrain.config import Config, load_config
 from megatrain.config.data_settings import Source
 from megatrain.errors import ConfigError
 from megatrain.hub import MAIN, dataset_commit, find_model, is_commit, is_id
 
 FILE = "hub.json"
 Pins = dict[str, dict[str, str]]
+
+
+def read_config(path: Path, overrides: Sequence[str]) -> Config:
+    """Return the config of a run, its names checked. Needs no torch: faults are told at once."""
+    config = load_config(path, list(overrides))
+    check_places(config, path)
+    return config
 
 
 def check_places(config: Config, config_file: Path) -> None:

@@ -47,7 +47,7 @@ from megatrain.trainer.demo import (
 from megatrain.trainer.interrupts import Interrupts
 from megatrain.trainer.loop import Trainer
 from megatrain.trainer.opening import MODEL
-from megatrain.trainer.places import check_places
+from megatrain.trainer.places import read_config
 from megatrain.trainer.planned import in_words
 from megatrain.trainer.preview import card_lines, show_rows
 from megatrain.trainer.resolve import open_device, resolve
@@ -72,8 +72,7 @@ def train_from(
     path: Path, overrides: Sequence[str], *, dry_run: bool = False, resume: bool = False
 ) -> str:
     """Train; return the closing line."""
-    config = load_config(path, list(overrides))
-    check_places(config, path)
+    config = read_config(path, overrides)
     with (
         Interrupts() as interrupts,
         Trainer(config, resume=resume, dry_run=dry_run, interrupts=interrupts) as trainer,
