@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any, get_args
 
 import pytest
@@ -163,3 +164,43 @@ def test_a_step_is_measured_by_tokens_or_by_rows() -> None:
     assert by_rows.step_tokens == 8 * 2048
     again = Config.model_validate(by_rows.model_dump())
     assert again == by_rows
+
+
+class _Rows:
+    """As datasets.Dataset: many rows, and a description of several lines."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        return ({"text": "a"} for _ in range(self.num_rows))
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __repr__(self) -> str:
+        return f"Rows({{\n    num_rows: {self.num_rows}\n}})"
+
+
+@pytest.mark.parametrize("key", ["train", "eval"])
+@pytest.mark.parametrize(
+    ("rows", "shown"),
+    [
+        (_Rows(10**6), "Rows({ num_rows: 1000000 })"),
+        ([{"text": "a"}] * 3, '[{"text": "a"}, {"text": "a"}, {"text": "a"}]'),
+        ([{"messages": []}], '[{"messages": []}]'),
+    ],
+    ids=["dataset", "rows", "one row"],
+)
+def test_rows_in_place_of_files_are_one_fault(key: str, rows: object, shown: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Config(model="m", data={"train": "a.jsonl", key: rows})
+    assert str(refused.value) == (
+        f"config: data.{key} is {shown}; give files, folders or Hub ids, not rows. Write rows to a "
+        "file first, one JSON object a line; `to_json` of a datasets.Dataset does so."
+    )
+
+
+def test_a_source_with_a_wrong_key_is_told_that_key() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key data\.train\.0\.pth"):
+        Config(model="m", data={"train": [{"pth": "a.jsonl"}]})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
@@ -49,9 +49,30 @@ class Source(Section):
     )
 
 
+def _places(value: object) -> object:
+    """Return the places as a list; refuse rows, of which each would be a fault of its own."""
+    if isinstance(value, Iterable) and not isinstance(value, str | Mapping | list | tuple):
+        raise ValueError(_ROWS)
+    if isinstance(value, list | tuple) and value and all(map(_is_row, value)):
+        raise ValueError(_ROWS)
+    return listed(value)
+
+
+def _is_row(value: object) -> bool:
+    return isinstance(value, Mapping) and bool(value.keys() & _COLUMNS)
+
+
+_COLUMNS = {
+    "messages", "conversations", "text", "prompt", "completion", "instruction", "output", "query",
+    "response", "question", "answer",
+}  # fmt: skip
+_ROWS = (
+    "give files, folders or Hub ids, not rows. Write rows to a file first, one JSON object a line; "
+    "`to_json` of a datasets.Dataset does so"
+)
 Sources = Annotated[
     tuple[Annotated[Source, short("path")], ...],
-    BeforeValidator(listed),
+    BeforeValidator(_places),
     Field(min_length=1),
 ]
 
@@ -62,7 +83,7 @@ def _eval_kind(value: object) -> str:
             read_number(value)
         except ValueError:
             return "sources"
-    return "sources" if isinstance(value, str | list | tuple | Mapping) else "fraction"
+    return "sources" if isinstance(value, Iterable) else "fraction"
 
 
 Eval = Annotated[

@@ -73,7 +73,7 @@ def shown(value: object) -> str:
         try:
             text = json.dumps(value)
         except (TypeError, ValueError):
-            text = repr(value)
+            text = " ".join(repr(value).split())
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
