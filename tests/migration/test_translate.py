@@ -146,6 +146,12 @@ def _migrated(tool: Tool, **values: Any) -> Migration:
          "unknown no_such_thing not known here; look for it in docs/config.md"),
         ("TRL", {}, "default learning_rate optim.learning_rate = 2.0e-05 (TRL does "
          "this when learning_rate is absent)"),
+        ("TRL", {}, "default router_aux_loss_coef train.router_aux_loss = model (TRL does this "
+         "when router_aux_loss_coef is absent)"),
+        ("TRL", {"router_aux_loss_coef": 0.01}, "mapped router_aux_loss_coef "
+         "train.router_aux_loss = 0.01 (the mean over a step, not over each micro-batch)"),
+        ("LLaMA-Factory", {"moe_aux_loss_coef": 0.01},
+         "mapped moe_aux_loss_coef train.router_aux_loss = 0.01"),
     ],
 )  # fmt: skip
 def test_lines_by_text(tool: Tool, values: dict[str, Any], line: str) -> None:

@@ -48,6 +48,7 @@ def test_a_config_that_does_not_ask_is_told_from_one_that_does() -> None:
         for asks in (False, True)
     ]
     assert [found is not None and found.asked for found in asked] == [False, True]
+    assert tiny_config("mixtral", output_router_logits=True).output_router_logits, "it is not ours"
 
 
 def test_a_mixture_without_experts_has_nothing_to_balance() -> None:

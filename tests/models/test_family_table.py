@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import torch
 
 from megatrain.disk.names import NameMap
-from megatrain.models.decoder import build_decoder
+from megatrain.models.decoder import Decoder, build_decoder
 from tests.families import FAMILIES, REFUSED, tiny_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
@@ -21,9 +22,13 @@ those of `from_pretrained`. The list is written by `python -m tests.models.test_
 - *tied*: output projection and embedding are one param by default.
 - *kept in fp32*: params that the model keeps in fp32 when loaded in bf16; so do we.
 - *stored apart*: how many tensors of a folder make up one param (experts), read into place.
+- *balances*: the model's own code has a load-balancing loss of its experts, which
+  `train.router_aux_loss` adds; loss and gradients are then those of the plain model with
+  `output_router_logits`. *other form*: it has one that is computed in another way, which is
+  refused. No family here has a router z-loss.
 
-| family | class | tied | kept in fp32 | stored apart |
-|---|---|---|---|---|
+| family | class | tied | kept in fp32 | stored apart | balances |
+|---|---|---|---|---|---|
 """
 
 TAIL = """
@@ -45,8 +50,16 @@ def _row(family: str) -> str:
     for tensor in tensors:
         pieces[tensor.param] = pieces.get(tensor.param, 0) + 1
     apart = max(pieces.values())
-    cells = (family, type(decoder.model).__name__, tied, fp32 or "", apart if apart > 1 else "")
+    name = type(decoder.model).__name__
+    cells = (family, name, tied, fp32 or "", apart if apart > 1 else "", _balances(decoder))
     return "| " + " | ".join(map(str, cells)) + " |\n"
+
+
+def _balances(decoder: Decoder) -> str:
+    if decoder.balancing is not None:
+        return "yes"
+    own = inspect.unwrap(type(decoder.model).forward).__globals__
+    return "other form" if "load_balancing_loss_func" in own else ""
 
 
 def page() -> str:

@@ -130,6 +130,7 @@ LLAMA_FACTORY = _HF | _table(
         "neat_packing": "data.packing; rows never attend to each other",
         "train_on_prompt": "data.train_on",
         "stage": "data.train_on; pt trains on all tokens, sft on the assistant's",
+        "moe_aux_loss_coef": "train.router_aux_loss",
         "pure_bf16": "model.dtype; masters are fp32 all the same",
     },
     {
@@ -149,7 +150,7 @@ LLAMA_FACTORY = _HF | _table(
         NO_KERNEL: "enable_liger_kernel use_unsloth use_unsloth_gc",
         RECOMPUTE: "disable_gradient_checkpointing",
         NO_TRICK: "mask_history use_galore use_badam use_apollo use_muon use_llama_pro "
-        "mixture_of_depths rope_scaling shift_attn moe_aux_loss_coef",
+        "mixture_of_depths rope_scaling shift_attn",
         HUB: "export_dir hf_hub_token",
         "write the path of each file in data.train": "dataset_dir media_dir",
         "list what is frozen in model.frozen": "freeze_trainable_layers freeze_trainable_modules",
@@ -242,6 +243,8 @@ TRL = _HF | _table(
         "assistant_only_loss": "data.train_on",
         "completion_only_loss": "data.train_on",
         "activation_offloading": "memory.tape",
+        "router_aux_loss_coef": "train.router_aux_loss; the mean over a step, not over each "
+        "micro-batch",
     },
     {
         FULL: "use_peft lora_r lora_alpha lora_dropout lora_target_modules lora_modules_to_save "

@@ -112,6 +112,14 @@ class TrainSettings(Section):
         description="Global norm to clip to; null does not clip, and updates inside backward, "
         "which saves 2 bytes a parameter.",
     )
+    router_aux_loss: Annotated[
+        Annotated[Number, Field(ge=0)] | Literal["auto", "model"],
+        Kind("number, auto or model"),
+    ] = Field(
+        default="auto",
+        description="Coefficient of the load-balancing loss of a mixture of experts; model takes "
+        "the model's own, auto takes it if config.json asks for output_router_logits, else 0.",
+    )
     seed: Seed = Field(default=42, description="Seed of dropout.")
     on_nonfinite: Literal["stop", "skip", "rollback"] = Field(
         default="stop",

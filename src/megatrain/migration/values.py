@@ -32,6 +32,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "TRL": {
         "learning_rate": 2e-5, "num_train_epochs": 3, "lr_scheduler_type": "linear",
         "adam_beta2": 0.999, "warmup_steps": 0, "max_length": 1024, "assistant_only_loss": False,
+        "router_aux_loss_coef": "model",
     },
 }  # fmt: skip
 """What a tool takes for an absent key, where we would take something else."""

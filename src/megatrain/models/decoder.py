@@ -152,10 +152,11 @@ def build_decoder(
     None lets it choose. Costs no memory for weights. Raises NotSplittable, MissingPackage, or
     ConfigError for a pattern that matches nothing.
     """
-    model = build_skeleton(config, DTYPES[dtype], attn)
-    asked = bool(getattr(model.config, "output_router_logits", False))
+    asked = bool(getattr(config, "output_router_logits", False))
     if asked:  # stand-ins for layers have no routers; the engine collects their logits itself
-        model.config.output_router_logits = False
+        config = copy.deepcopy(config)
+        config.output_router_logits = False
+    model = build_skeleton(config, DTYPES[dtype], attn)
     path, layers = _find_layers(model)
     head_path = _find_head(model)
     before, after, num_outputs = _find_sides(model, path, layers, head_path)

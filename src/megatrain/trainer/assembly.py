@@ -10,6 +10,7 @@ from megatrain.optim.adamw import AdamW
 from megatrain.optim.learning_rate import LearningRate
 from megatrain.pipeline.device import Device
 from megatrain.pipeline.engine import Engine
+from megatrain.trainer.balancing import router_aux_loss
 from megatrain.trainer.resolve import Resolved
 
 OPTIMIZERS = {"adamw": AdamW}
@@ -44,6 +45,7 @@ def make_engine(
         on_nonfinite="skip" if train.on_nonfinite == "skip" else "stop",
         compile=train.compile,
         gather_embedding=resolved.gather_embedding,
+        router_aux_loss=router_aux_loss(config, home.decoder),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from megatrain.data.order import InOrder, Order
 from megatrain.data.steps import Position, State, Steps
 from megatrain.errors import DataError, ModelFolderError
 from megatrain.pipeline.batch import MicroBatch
-from megatrain.pipeline.engine import Engine
 from megatrain.trainer.resolve import Resolved
 from megatrain.trainer.training_rows import TrainingRows, by_tokens, gather, one_of
 
@@ -127,15 +126,6 @@ def end_tokens(tokenizer: Any) -> frozenset[int]:
     """Return the tokens that end a text."""
     end = tokenizer.eos_token_id
     return frozenset() if end is None else frozenset({int(end)})
-
-
-def mean_loss(engine: Engine, batches: Iterable[list[MicroBatch]]) -> tuple[float, int] | None:
-    """Return the mean loss over the trained tokens of all batches, and their number."""
-    total, count = 0.0, 0
-    for batch in batches:
-        part, num = engine.evaluate(batch)
-        total, count = total + part, count + num
-    return (total / count, count) if count else None
 
 
 def _steps(

@@ -77,6 +77,7 @@ def _text(metrics: dict[str, Any]) -> str:
     norm = metrics.get("grad_norm")
     parts = [
         f"loss {metrics['loss']:.4f}",
+        f"aux {metrics['aux_loss']:.4f}" if "aux_loss" in metrics else "",
         "" if norm is None else f"norm {norm:.3g}",
         f"lr {metrics['learning_rate']:.3g}",
         f"{metrics['seconds']:.3g} s",

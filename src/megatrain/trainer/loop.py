@@ -28,19 +28,20 @@ from megatrain.config import Config
 from megatrain.disk.export import Origin
 from megatrain.errors import DiskError, Interrupted, NonFiniteStep
 from megatrain.trainer.assembly import learning_rate, make_engine
+from megatrain.trainer.balancing import balancing_note
 from megatrain.trainer.best_model import load_best
 from megatrain.trainer.checkpoints import Checkpoints
-from megatrain.trainer.dataset import mean_loss
 from megatrain.trainer.first_lines import data_lines, opening_line
 from megatrain.trainer.interrupts import Interrupts
 from megatrain.trainer.live import Live
+from megatrain.trainer.mean_loss import mean_loss
 from megatrain.trainer.opening import open_run, require_apart
 from megatrain.trainer.places import FILE as PINS
 from megatrain.trainer.places import pinned
 from megatrain.trainer.planned import facts, in_words, predicted_against_measured
 from megatrain.trainer.resumption import Resumed, resume
 from megatrain.trainer.run_folder import RunFolder, machine_facts
-from megatrain.trainer.run_state import Outcome, RunState, perplexity
+from megatrain.trainer.run_state import Outcome, RunState
 from megatrain.trainer.samples import written_texts
 from megatrain.trainer.saving import Saving
 from megatrain.trainer.sinks import Sinks
@@ -106,6 +107,8 @@ class Trainer:
         self._has_ended = False
         if config.keeps_best != config.save.best:
             self.notes.append(KEPT_FOR_PATIENCE if config.keeps_best else NOTHING_TO_JUDGE)
+        if (note := balancing_note(config, self.home.decoder)) is not None:
+            self.notes.append(note)
         if wants_resume and opened.resumed is None:
             self.notes.append(_nothing_to_resume(folder))
         self._take_up(opened.resumed)
@@ -178,7 +181,7 @@ class Trainer:
     def evaluate(self) -> float | None:
         """Return the mean loss over the evaluation's tokens; None without such data."""
         found = mean_loss(self.engine, self.data.eval_batches())
-        return None if found is None else found[0]
+        return None if found is None else found.loss
 
     def export(self, folder: str | Path) -> str:
         """Write the model as a folder that `from_pretrained` loads; return which one it is.
@@ -260,19 +263,16 @@ class Trainer:
 
     def _look(self, step: int) -> None:
         """Evaluate, and let the model write."""
-        loss = self.evaluate()
-        if loss is not None:
-            record: dict[str, Any] = {"step": step, "eval_loss": loss}
-            record["eval_perplexity"] = perplexity(loss)
-            self.saving.best_is_new = self.state.evaluations.is_best(step, loss)
-            self.state.eval_loss = loss
+        found = mean_loss(self.engine, self.data.eval_batches())
+        if found is not None:
+            record: dict[str, Any] = {"step": step, **found.metrics()}
+            self.saving.best_is_new = self.state.evaluations.is_best(step, found.loss)
+            self.state.eval_loss = found.loss
             if step < self.num_steps and self._is_over():
                 record |= self.state.evaluations.facts()
             self.folder.append("metrics.jsonl", record)
             self._sinks.log(record)
-            self._live.say(
-                f"step {step}: evaluation loss {loss:.4f}, perplexity {perplexity(loss):.4g}"
-            )
+            self._live.say(f"step {step}: evaluation {found.in_words()}")
             if "stopped_early" in record:
                 self._live.say(self.state.evaluations.in_words())
         prompts = self.data.prompts(self.config.eval.samples)

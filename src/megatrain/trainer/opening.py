@@ -19,6 +19,7 @@ from megatrain.memory.store import WITH_CLIP, WITHOUT_CLIP
 from megatrain.models.patterns import check_patterns
 from megatrain.pipeline.device import Device
 from megatrain.planning.plan import Plan
+from megatrain.trainer.balancing import router_aux_loss
 from megatrain.trainer.checkpoints import FOLDER
 from megatrain.trainer.dataset import TrainingData, load_tokenizer, open_data
 from megatrain.trainer.planned import plan_resumed, plan_run
@@ -103,6 +104,7 @@ def open_run(config: Config, folder: RunFolder, *, resumes: bool) -> Opened:
         else read_folder(source, dtype=model.dtype, frozen=model.frozen, attn=model.attn)
     )
     check_patterns("optim.no_decay", config.optim.no_decay, found.decoder.names)
+    router_aux_loss(config, found.decoder)
     if config.data.packing:
         check_packing(found.decoder.config.model_type, model.attn)
     rows = gather(config, tokenizer)

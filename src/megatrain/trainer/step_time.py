@@ -32,6 +32,7 @@ def step_metrics(
     metrics: dict[str, Any] = {
         "step": step,
         "loss": result.loss,
+        **({} if result.aux_loss is None else {"aux_loss": result.aux_loss}),
         "grad_norm": result.grad_norm,
         "learning_rate": rate,
         "num_tokens": result.num_tokens,

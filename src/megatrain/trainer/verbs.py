@@ -32,11 +32,11 @@ from megatrain.pipeline.engine import Engine
 from megatrain.report.page import write_report
 from megatrain.sampling import continue_texts
 from megatrain.trainer.answers import answer_all, questions
+from megatrain.trainer.balancing import router_aux_loss
 from megatrain.trainer.checkpoints import FOLDER
 from megatrain.trainer.dataset import (
     end_tokens,
     load_tokenizer,
-    mean_loss,
     open_data,
 )
 from megatrain.trainer.demo import (
@@ -46,6 +46,7 @@ from megatrain.trainer.demo import (
 )
 from megatrain.trainer.interrupts import Interrupts
 from megatrain.trainer.loop import Trainer
+from megatrain.trainer.mean_loss import mean_loss
 from megatrain.trainer.opening import MODEL
 from megatrain.trainer.places import read_config
 from megatrain.trainer.planned import in_words
@@ -53,7 +54,6 @@ from megatrain.trainer.preview import card_lines, show_rows
 from megatrain.trainer.resolve import open_device, resolve
 from megatrain.trainer.run_folder import ask_for_save
 from megatrain.trainer.run_model import RunModel, chosen_model, tokenizer_folder
-from megatrain.trainer.run_state import perplexity
 
 EVAL_TOKENS = 8192
 STARTER = """\
@@ -150,12 +150,12 @@ def evaluate_model(
     device, name = open_device(config)
     opened = open_data(config, tokenizer, resolve(config, device, name))
     home = _loaded(folder)
-    with Engine(home.decoder, home.store, device=device) as engine:
+    coefficient = router_aux_loss(config, home.decoder)
+    with Engine(home.decoder, home.store, device=device, router_aux_loss=coefficient) as engine:
         found = mean_loss(engine, opened.eval_batches())
         opened.close()
         assert found is not None, "prepared data has a trained token"
-        loss, count = found
-        said = f"loss {loss:.4f}, perplexity {perplexity(loss):.4g} over {count:,} trained tokens"
+        said = f"{found.in_words()} over {found.num_trained:,} trained tokens"
         if not answers:
             return said
         asked = questions(_documents(config, tokenizer, data), max_rows)
@@ -266,13 +266,14 @@ def _judging_config(model: RunModel, data: Path, max_rows: int | None) -> Config
     isolates = parse_config(read_config_bytes(folder)).model_type in ISOLATES
     rows: dict[str, object] = {"train": str(data), "eval": str(data), "packing": isolates}
     value: dict[str, object] = {"model": str(folder), "data": rows, "eval": {"max_rows": max_rows}}
-    batch_tokens = EVAL_TOKENS
+    train: dict[str, object] = {"batch_tokens": EVAL_TOKENS}
     if model.run is not None and (model.run / "config.yaml").exists():
         run = load_config(model.run / "config.yaml")
         rows |= run.data.model_dump(include=_ROWS_OF_A_RUN)
         value["memory"] = run.memory
-        batch_tokens = max(batch_tokens, run.data.max_length)
-    return Config.model_validate(value | {"train": {"batch_tokens": batch_tokens}})
+        train["batch_tokens"] = max(EVAL_TOKENS, run.data.max_length)
+        train["router_aux_loss"] = run.train.router_aux_loss
+    return Config.model_validate(value | {"train": train})
 
 
 def _documents(config: Config, tokenizer: Any, data: Path) -> Prepared:

@@ -1,0 +1,40 @@
+"""How much the balance of experts counts: `train.router_aux_loss` for the model at hand."""
+
+from __future__ import annotations
+
+from megatrain.config import Config
+from megatrain.errors import ConfigError
+from megatrain.models.decoder import Decoder
+
+KEY = "train.router_aux_loss"
+
+
+def router_aux_loss(config: Config, decoder: Decoder) -> float:
+    """Return the coefficient of the load-balancing loss.
+
+    Raises ConfigError for a number where the model's code has no such loss.
+    """
+    wanted, own = config.train.router_aux_loss, decoder.balancing
+    if isinstance(wanted, str):
+        counts = own is not None and (own.asked or wanted == "model")
+        return own.coefficient if own is not None and counts else 0.0
+    if wanted and own is None:
+        raise ConfigError(
+            f"{KEY} is {wanted:g}: transformers' code of {decoder.config.model_type} has no "
+            "load-balancing loss, or one of another form than the usual. Leave the key out."
+        )
+    return wanted
+
+
+def balancing_note(config: Config, decoder: Decoder) -> str | None:
+    """Return what was decided for the user, in words; None where there was nothing to decide."""
+    own = decoder.balancing
+    if own is None or not isinstance(config.train.router_aux_loss, str):
+        return None
+    coefficient = router_aux_loss(config, decoder)
+    if coefficient:
+        return f"experts are balanced: loss + {coefficient:g} x aux_loss is minimised ({KEY})"
+    return (
+        "experts are not balanced: the model's config.json does not ask for output_router_logits. "
+        f"{KEY}: {own.coefficient:g} would add the model's own loss."
+    )
