@@ -133,14 +133,23 @@ def export(
 def sample(
     model: ModelFolder,
     prompts: Annotated[list[str], typer.Argument(help="What the user says.")],
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to write at most.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to write at most.", min=1)] = 64,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
     best: Best = False,
+    top_p: Annotated[
+        float, typer.Option("--top-p", help="Draw from the likeliest tokens with this share.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the draws.", min=0)] = 0,
+    system: Annotated[str | None, typer.Option(help="What the system says first.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or xpu.")] = "auto",
 ) -> None:
     """Let a model answer prompts."""
+    from megatrain.sampling import Drawing
     from megatrain.trainer.verbs import sample_from
 
-    for answer in sample_from(model, prompts, max_new_tokens, temperature, best=best):
+    drawing = Drawing(temperature=temperature, top_p=top_p, seed=seed)
+    options: dict[str, Any] = {"system": system, "device": device, "best": best}
+    for answer in sample_from(model, prompts, max_new_tokens, drawing, **options):
         typer.echo(answer)
 
 

@@ -16,8 +16,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from megatrain.pipeline.actions import draw_seed
 from megatrain.pipeline.batch import MicroBatch
+from megatrain.pipeline.device import draw_seed
 
 
 def make_batch(

@@ -74,6 +74,24 @@ def test_other_tokens_for_the_same_text_are_exact() -> None:
     assert judge(question([3], [5, 6, END]), [9, END], ENDS, lambda _: "same") is None
 
 
+@pytest.mark.parametrize(
+    ("expected", "written", "exact"),
+    [
+        ("<think>\nfour?\n</think>\n\n4", "<think>\n2 and 2\n</think>\n\n4", True),
+        ("<think>\n\n</think>\n\n4", "4", True),
+        ("4", "it is 2 + 2\n</think>\n\n4", True),  # the prompt had opened the thought
+        ("<think>\n4\n</think>\n\n4", "<think>\n4\n</think>\n\n5", False),
+        ("4", "<think>\n4", False),  # it never came to an answer
+    ],
+)
+def test_what_is_thought_before_an_answer_is_not_judged(
+    expected: str, written: str, exact: bool
+) -> None:
+    texts = {(5, END): expected, (6, END): written, (3,): "2 + 2"}
+    found = judge(question([3], [5, END]), [6, END], ENDS, lambda tokens: texts[tuple(tokens)])
+    assert (found is None) == exact
+
+
 @pytest.mark.parametrize("most_tokens", [1, 12, 1000])
 def test_every_question_is_in_one_group_that_is_small_enough(most_tokens: int) -> None:
     asked = [question([3] * size, [4]) for size in (2, 9, 3, 5, 2, 7)]

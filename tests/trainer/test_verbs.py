@@ -61,7 +61,7 @@ def test_exact_answers_are_counted(demo: Path) -> None:
     words = ("d/run", "d/rows.jsonl", "--max-rows", "30", "--answers")
     found = said(megatrain(demo, "eval", *words))
     num_exact = int(re.search(r"^exact answers (\d+) of 30 ", found, re.M)[1])  # type: ignore[index]
-    written = sample_from(demo / "d" / "run", [f"{n // 10} + {n % 10}" for n in range(30)], 3, 0.0)
+    written = sample_from(demo / "d" / "run", [f"{n // 10} + {n % 10}" for n in range(30)], 3)
     assert num_exact == sum(text == str(n // 10 + n % 10) for n, text in enumerate(written))
 
 
@@ -91,6 +91,7 @@ def test_runs_are_compared(demo: Path) -> None:
         (("train", "d/demo.yaml"), 5, "holds a run already"),
         (("report", "d/model"), 5, "has no metrics.jsonl"),
         (("sample", "nowhere", "hello"), 4, "nowhere"),
+        (("sample", "nowhere", "hi", "--temperature", "-1"), 2, "temperature is -1; give 0 or"),
         (("demo", "d"), 5, "exists already"),
         (("export", "d/run", "d"), 2, "exists already and is not empty"),
         (("export", "nowhere", "out2"), 4, "nowhere"),

@@ -224,7 +224,11 @@ class EvalSettings(Section):
         default=200, description="Steps between evaluations; null evaluates at the end only."
     )
     samples: Whole = Field(
-        default=4, ge=0, le=1000, description="Texts to generate at each evaluation."
+        default=4,
+        ge=0,
+        le=1000,
+        description="Texts to generate before the first step, at each evaluation and after the "
+        "last step; without data.eval not on the way. The plan says what they cost.",
     )
     max_rows: Annotated[Annotated[Whole, Field(ge=1)] | None, Kind("rows or null")] = Field(
         default=None, description="Rows to evaluate on at most; null takes all."

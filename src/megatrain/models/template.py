@@ -25,11 +25,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
+from transformers import PreTrainedModel
 
 from megatrain.models.balance import record_router_logits
 from megatrain.models.decoder import Decoder
+from megatrain.models.key_values import has_cache
 from megatrain.models.recorder import (
     Call,
     head_replaced,
@@ -91,10 +93,9 @@ class Template:
         return other
 
     @property
-    def model(self) -> nn.Module:
+    def model(self) -> PreTrainedModel:
         """The skeleton: its mode, train or eval, is the mode of all parts."""
-        model: nn.Module = self._decoder.model
-        return model
+        return self._decoder.model
 
     def front(
         self, weights: Weights, inputs: Mapping[str, Any], rows: Tensor | None = None
@@ -132,7 +133,8 @@ class Template:
         module, names = self._modules[call.layer], self._names[call.layer]
         # A weight left on meta is not always an error in torch: a product with it gives noise.
         assert bound.keys() == names, f"layer {call.layer} lacks {names - bound.keys()}"
-        if self._regions is not None:
+        # A cache grows by a token with each call: every length would be compiled anew.
+        if self._regions is not None and not has_cache(call):
             return self._regions.call(call.layer, bound, hidden, call.args, call.kwargs)
         return apply_layer(module, bound, hidden, call.args, call.kwargs, self._routed)
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from megatrain.memory.layout import Kind
 from megatrain.models.balance import probability_sums
+from megatrain.models.key_values import inputs_with
 from megatrain.models.loss import (
     head_gradients,
     head_logprobs,
@@ -33,6 +35,7 @@ from megatrain.models.loss import (
 )
 from megatrain.models.recorder import Call
 from megatrain.pipeline.batch import MicroBatch, trained_token_weights
+from megatrain.pipeline.device import draw_seed
 from megatrain.pipeline.lanes import Action
 from megatrain.pipeline.machine import Machine, Verdict
 from megatrain.pipeline.ops import Op, OpKind
@@ -59,6 +62,8 @@ class StepActions:
         self.aux_loss: Tensor | None = None
         """Where experts are balanced: the load-balancing loss, once the first HEAD is complete."""
         self._routing = machine.routing()
+        self.caches: Sequence[Any] | None = None
+        """In a prediction: keys and values of what was read before, by micro-batch."""
         self._squared_norms: dict[int, float] = {}
 
     @property
@@ -329,7 +334,9 @@ class StepActions:
     def _front(self, weights: Mapping[str, Tensor], micro: int) -> tuple[Tensor, list[Call]]:
         machine = self._machine
         if micro not in self._inputs:
-            host = self._host_inputs[micro] = machine.inputs(self._batch[micro])
+            cache = None if self.caches is None else self.caches[micro]
+            host = machine.inputs(self._batch[micro]) | inputs_with(cache)
+            self._host_inputs[micro] = host
             give = machine.device.give
             self._inputs[micro] = {
                 name: give(value) if isinstance(value, Tensor) else value
@@ -387,14 +394,3 @@ def _block(op: Op) -> int:
 def _micro(op: Op) -> int:
     assert op.micro is not None
     return op.micro
-
-
-def draw_seed(seed: int, step: int, micro: int, block: int) -> int:
-    """Return the seed of a block's random numbers: near arguments give unrelated ones."""
-    state, mask = 0, 2**64 - 1
-    for number in (seed, step, micro, block):  # the finaliser of splitmix64, on each in turn
-        state = ((state ^ number) + 0x9E3779B97F4A7C15) & mask
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
-        state ^= state >> 31
-    return state

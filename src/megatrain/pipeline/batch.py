@@ -125,8 +125,11 @@ class StepResult:
     """False: the step was skipped because of `fault`."""
 
 
-def check_batch(batch: Sequence[MicroBatch], vocab_size: int) -> None:
-    """Raise BatchError for what would train nothing, or read beyond the embedding."""
+def check_batch(batch: Sequence[MicroBatch], vocab_size: int, *, predicts: bool = False) -> None:
+    """Raise BatchError for what would train nothing, or read beyond the embedding.
+
+    To predict the next token, with `predicts`, no label is needed.
+    """
     if not batch:
         raise BatchError("a step needs at least one micro-batch")
     for number, micro in enumerate(batch):
@@ -146,7 +149,7 @@ def check_batch(batch: Sequence[MicroBatch], vocab_size: int) -> None:
                     f"micro-batch {number}: token {int(outside[0])} in {name} is outside the "
                     f"vocabulary of {vocab_size}"
                 )
-    if sum(micro.num_trained for micro in batch) == 0:
+    if not predicts and sum(micro.num_trained for micro in batch) == 0:
         raise BatchError(
             "no token of the step is trained: every label is -100 (were answers truncated away?)"
         )

@@ -202,3 +202,14 @@ def copy_bits(target: Tensor, source: Tensor) -> None:
 def _integers(tensor: Tensor) -> np.ndarray:
     """Return the bits, in the tensor's own shape and strides."""
     return tensor.detach().view(_INTEGERS[tensor.element_size()]).numpy()
+
+
+def draw_seed(seed: int, step: int, micro: int, block: int) -> int:
+    """Return the seed of a block's random numbers: near arguments give unrelated ones."""
+    state, mask = 0, 2**64 - 1
+    for number in (seed, step, micro, block):  # the finaliser of splitmix64, on each in turn
+        state = ((state ^ number) + 0x9E3779B97F4A7C15) & mask
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
+        state ^= state >> 31
+    return state

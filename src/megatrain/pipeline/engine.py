@@ -23,10 +23,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from megatrain.errors import (
     CheckpointMismatch,
@@ -38,6 +39,7 @@ from megatrain.errors import (
 )
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
+from megatrain.models.key_values import bytes_per_token
 from megatrain.models.loss import CHUNK_TOKENS, IGNORED, next_token_targets
 from megatrain.pipeline.actions import StepActions
 from megatrain.pipeline.batch import Fault, MicroBatch, StepResult, check_batch, locate_fault
@@ -52,6 +54,7 @@ from megatrain.pipeline.shape import StepShape
 from megatrain.pipeline.snapshot import Snapshot
 from megatrain.pipeline.trace import Trace
 
+LEAST_CACHE_BYTES = 64 << 20
 Update = Literal["none", "in_backward", "late"]
 _UNTIL_KNOWN = (OpKind.HEAD, OpKind.BACKWARD, OpKind.DRAIN, OpKind.NORM, OpKind.CLIP)
 """A step's caller waits for these: losses and norms. Updates go on."""
@@ -118,7 +121,7 @@ class Engine:
             compile=compile,
             router_aux_loss=router_aux_loss,
         )
-        self._vocab_size = decoder.model.get_input_embeddings().weight.shape[0]
+        self._vocab_size: int = decoder.model.get_input_embeddings().weight.shape[0]
         self.device = device
         self.trace = Trace() if trace else None
         self._player: Player | Reference = (
@@ -182,9 +185,9 @@ class Engine:
             applied=applied,
         )
 
-    def _received(self, batch: Sequence[MicroBatch]) -> list[MicroBatch]:
+    def _received(self, batch: Sequence[MicroBatch], *, predicts: bool = False) -> list[MicroBatch]:
         """Return the batch, checked, where the device can take it from."""
-        check_batch(batch, self._vocab_size)
+        check_batch(batch, self._vocab_size, predicts=predicts)
         return [micro.mapped(self.device.pinned) for micro in batch]
 
     def _gradient_is_finite(self, micro: MicroBatch) -> bool:
@@ -212,16 +215,37 @@ class Engine:
         self.aux_loss = None if actions.aux_loss is None else float(actions.aux_loss)
         return total, count
 
-    def predict(self, batch: Sequence[MicroBatch]) -> list[Tensor]:
+    def predict(
+        self, batch: Sequence[MicroBatch], caches: Sequence[Any] | None = None
+    ) -> list[Tensor]:
         """Return, by micro-batch, the logits in fp32 behind each row's last token. (rows, tokens)
 
-        Rows are padded on the right. Labels are not looked at, but must be there.
+        Rows are padded on the right. Labels are not looked at, but must be there. `caches` has for
+        each micro-batch what models/key_values.py makes, or None: the tokens then follow those
+        that it holds, without padding, and are added to it.
         """
-        batch = self._received(batch)
+        batch = self._received(batch, predicts=True)
         actions = StepActions(self._machine, batch, 0)
-        actions.predictions = {}
+        actions.predictions, actions.caches = {}, caches
         self._forward(actions, batch)
         return [actions.predictions[micro] for micro in range(len(batch))]
+
+    @property
+    def model_config(self) -> PreTrainedConfig:
+        return self._machine.decoder.config
+
+    @functools.cached_property
+    def cached_tokens(self) -> int:
+        """How many tokens may be in caches at a time; 0: the model cannot use one.
+
+        A prediction has no chunk of logits: caches may take as much as that has in a step.
+        """
+        machine = self._machine
+        if not machine.caches:
+            return 0
+        room = max(4 * machine.chunk_tokens * self._vocab_size, LEAST_CACHE_BYTES)
+        element_bytes = int(machine.decoder.model.dtype.itemsize)
+        return room // bytes_per_token(self.model_config, element_bytes)
 
     def _forward(self, actions: StepActions, batch: Sequence[MicroBatch]) -> None:
         """Play an evaluation, without dropout; after settle nobody computes."""

@@ -16,6 +16,7 @@ from megatrain.memory.store import Store
 from megatrain.memory.tape import Tape
 from megatrain.models.balance import Routing
 from megatrain.models.decoder import Decoder
+from megatrain.models.key_values import caches_keys_and_values
 from megatrain.models.template import Template
 from megatrain.pipeline.batch import MicroBatch
 from megatrain.pipeline.declarations import OpTable
@@ -82,6 +83,7 @@ class Machine:
         template = Template(decoder, compile=compile, routed=shape.balances)
         self.template = template.placed(device.place) if device.own_memory else template
         self.edges = Edges(template, self.template, answers=device.answers)
+        self.caches = caches_keys_and_values(template)
         self._takes_lengths = is_flash_attention_requested(decoder.config)
         self.tape = Tape(device, on_host=shape.tape == "host", num_ring_slots=shape.num_tape_slots)
         self._taped_layers = range(shape.bottom_layer, shape.head)
@@ -99,7 +101,9 @@ class Machine:
         self.gathered = Gathered(decoder, store, device) if shape.gathers else None
         users: dict[SlotId, list[int]] = {}
         ring_users: dict[SlotId, list[int]] = {}
-        for block, place in enumerate(places):
+        # A model that is only read has no place for gradients, on neither side.
+        trains = optimizer is not None or Kind.GRAD in store.kinds
+        for block, place in enumerate(places if trains else ()):
             if place.grad_slot is not None:
                 users.setdefault(place.grad_slot, []).append(block)
             if place.host_grad is not None:
@@ -116,9 +120,10 @@ class Machine:
         }
         self.outbox: Outbox | None = None
         if device.own_memory:
+            device.pin("weights", store.arena(Kind.HI))
+        if device.own_memory and trains:
             largest = max(map(self._gradient_bytes, shape.trained_blocks))
             self.outbox = Outbox(device, min(largest, OUTBOX_BYTES))
-            device.pin("weights", store.arena(Kind.HI))
             if not ring_users:
                 device.pin("gradients", store.arena(Kind.GRAD))
         self._stored = [

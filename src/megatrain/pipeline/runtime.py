@@ -81,7 +81,10 @@ class TorchRuntime:
                 "machine. Use memory.device: cpu, or check the driver and that this build of "
                 "torch is for your device"
             )
-        device = torch.device(name) if name else found
+        try:
+            device = torch.device(name) if name else found
+        except RuntimeError:
+            raise NoDevice(f"{name}: is not a device; give cpu, cuda, cuda:1 or xpu") from None
         if device.type != found.type:
             raise NoDevice(f"{name}: the accelerator of this machine is {found.type}")
         count = torch.accelerator.device_count()

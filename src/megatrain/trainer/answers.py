@@ -8,7 +8,8 @@ Every stretch of trained tokens is an answer; what stands before it, earlier ans
 its prompt. Prompts of like length are answered together, so that a row waits for few others.
 
 Laws (tests/trainer/test_answers.py)
-    1. An answer is exact if its text is the row's and it ends where the row's ends.
+    1. An answer is exact if its text is the row's, thoughts apart, and it ends where the row's
+       ends.
     2. Grouping changes no answer of a model that tells its tokens clearly apart.
 """
 
@@ -25,7 +26,8 @@ from megatrain.pipeline.engine import Engine
 from megatrain.sampling import continue_texts
 
 GROUP_TOKENS = 8192
-"""Tokens of one forward pass, padding counted."""
+"""Tokens of texts that are written together."""
+END_OF_THOUGHT = "</think>"
 
 Decode = Callable[[list[int]], str]
 
@@ -112,11 +114,14 @@ def answer_all(
 def judge(
     question: Question, made: Sequence[int], end_tokens: frozenset[int], decode: Decode
 ) -> Miss | None:
-    """Return None if `made` is exact. An answer without an end is judged by its own length."""
+    """Return None if `made` is exact. An answer without an end is judged by its own length.
+
+    What the model thinks before it answers is not judged.
+    """
     expected = _until_end(question.answer, end_tokens)
     ends = expected[-1] in end_tokens
     written = _until_end(made if ends else made[: len(expected)], end_tokens)
-    texts = decode(expected), decode(written)
+    texts = _without_thought(decode(expected)), _without_thought(decode(written))
     if written == expected or (texts[0] == texts[1] and (written[-1] in end_tokens) == ends):
         return None
     return Miss(prompt=decode(list(question.prompt)), expected=texts[0], written=texts[1])
@@ -133,6 +138,10 @@ def groups(asked: Sequence[Question], most_tokens: int) -> Iterator[list[int]]:
         group.append(number)
     if group:
         yield group
+
+
+def _without_thought(text: str) -> str:
+    return text.rpartition(END_OF_THOUGHT)[2].strip()
 
 
 def _until_end(tokens: Sequence[int], end_tokens: frozenset[int]) -> list[int]:

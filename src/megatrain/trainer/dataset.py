@@ -122,12 +122,6 @@ def load_tokenizer(folder: str | Path) -> Any:
         ) from error
 
 
-def end_tokens(tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that end a text."""
-    end = tokenizer.eos_token_id
-    return frozenset() if end is None else frozenset({int(end)})
-
-
 def _steps(
     config: Config, documents: Documents, order: Order, tokenizer: Any, resolved: Resolved
 ) -> Steps:

@@ -27,6 +27,7 @@ from typing import Any, Self
 from megatrain.config import Config
 from megatrain.disk.export import Origin
 from megatrain.errors import DiskError, Interrupted, NonFiniteStep
+from megatrain.memory.layout import Kind
 from megatrain.trainer.assembly import learning_rate, make_engine
 from megatrain.trainer.balancing import balancing_note
 from megatrain.trainer.best_model import load_best
@@ -42,7 +43,7 @@ from megatrain.trainer.planned import facts, in_words, predicted_against_measure
 from megatrain.trainer.resumption import Resumed, resume
 from megatrain.trainer.run_folder import RunFolder, machine_facts
 from megatrain.trainer.run_state import Outcome, RunState
-from megatrain.trainer.samples import written_texts
+from megatrain.trainer.samples import samples_in_words, writes_after, written_texts
 from megatrain.trainer.saving import Saving
 from megatrain.trainer.sinks import Sinks
 from megatrain.trainer.step_time import step_metrics, step_split
@@ -152,6 +153,8 @@ class Trainer:
             self._live = live
             live.say(opening_line(config, self.resolved, self.home, self.num_steps))
             live.say(in_words(self.plan, self.num_steps))
+            weight_bytes = self.home.store.arena(Kind.HI).nbytes
+            live.say(samples_in_words(config, self.plan, self.num_steps, weight_bytes))
             for note in self.notes:
                 live.say(note)
             self.interrupts.patient = True
@@ -275,8 +278,10 @@ class Trainer:
             self._live.say(f"step {step}: evaluation {found.in_words()}")
             if "stopped_early" in record:
                 self._live.say(self.state.evaluations.in_words())
+        if not writes_after(step, self.num_steps, self.config):
+            return
         prompts = self.data.prompts(self.config.eval.samples)
-        for record in written_texts(self.engine, self.tokenizer, prompts):
+        for record in written_texts(self.engine, self.home, self.tokenizer, prompts):
             self.folder.append("samples.jsonl", {"step": step, **record})
 
     def _facts(self) -> dict[str, Any]:

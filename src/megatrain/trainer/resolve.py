@@ -33,8 +33,15 @@ class Resolved:
 
 def open_device(config: Config) -> tuple[Device, str]:
     """Return the device that the config asks for, or the best there is, and its name."""
-    wanted = config.memory.device
     cap = None if config.memory.vram == "auto" else config.memory.vram
+    return device_called(config.memory.device, cap)
+
+
+def device_called(wanted: str, cap: int | None = None) -> tuple[Device, str]:
+    """Return a device and its name; `auto` is the accelerator if there is one, else the CPU.
+
+    `cap` are the bytes of its memory to use at most.
+    """
     if wanted == "cpu":
         return CpuDevice(), "cpu"
     try:

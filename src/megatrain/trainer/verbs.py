@@ -30,12 +30,11 @@ from megatrain.migration import migrate
 from megatrain.models.model_config import parse_config
 from megatrain.pipeline.engine import Engine
 from megatrain.report.page import write_report
-from megatrain.sampling import continue_texts
+from megatrain.sampling import GREEDY, Drawing, continue_texts
 from megatrain.trainer.answers import answer_all, questions
 from megatrain.trainer.balancing import router_aux_loss
 from megatrain.trainer.checkpoints import FOLDER
 from megatrain.trainer.dataset import (
-    end_tokens,
     load_tokenizer,
     open_data,
 )
@@ -51,9 +50,10 @@ from megatrain.trainer.opening import MODEL
 from megatrain.trainer.places import read_config
 from megatrain.trainer.planned import in_words
 from megatrain.trainer.preview import card_lines, show_rows
-from megatrain.trainer.resolve import open_device, resolve
+from megatrain.trainer.resolve import device_called, open_device, resolve
 from megatrain.trainer.run_folder import ask_for_save
 from megatrain.trainer.run_model import RunModel, chosen_model, tokenizer_folder
+from megatrain.trainer.samples import end_tokens
 
 EVAL_TOKENS = 8192
 STARTER = """\
@@ -159,7 +159,7 @@ def evaluate_model(
         if not answers:
             return said
         asked = questions(_documents(config, tokenizer, data), max_rows)
-        told = answer_all(engine, asked, end_tokens(tokenizer), _plain_text(tokenizer))
+        told = answer_all(engine, asked, end_tokens(tokenizer, home), _plain_text(tokenizer))
     return f"{said}\n{told.in_words()}"
 
 
@@ -180,23 +180,20 @@ def sample_from(
     model: Path,
     prompts: Sequence[str],
     max_new_tokens: int,
-    temperature: float,
+    drawing: Drawing = GREEDY,
     *,
+    system: str | None = None,
+    device: str = "auto",
     best: bool = False,
 ) -> list[str]:
-    """Return a model's answers to what a user says."""
+    """Return a model's answers to what a user says, computed on `device`."""
     folder = _found(model, best=best).folder
     tokenizer = load_tokenizer(folder)
     home = _loaded(folder)
-    asked = [_prompt_tokens(tokenizer, prompt) for prompt in prompts]
-    with Engine(home.decoder, home.store) as engine:
-        made = continue_texts(
-            engine,
-            asked,
-            max_new_tokens,
-            end_tokens(tokenizer),
-            temperature=temperature,
-        )
+    asked = [_prompt_tokens(tokenizer, prompt, system) for prompt in prompts]
+    with Engine(home.decoder, home.store, device=device_called(device)[0]) as engine:
+        ends = end_tokens(tokenizer, home)
+        made = continue_texts(engine, asked, max_new_tokens, ends, drawing)
     return [str(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in made]
 
 
@@ -243,7 +240,7 @@ def run_demo(folder: Path, num_steps: int) -> None:
     count = resumed_equals_uninterrupted(config, folder / "run", num_steps)
     print(f"resumed = uninterrupted: {count} files equal to the bit", flush=True)
     for prompt, answer in zip(
-        ("3 + 4", "9 + 8"), sample_from(folder / "run", ["3 + 4", "9 + 8"], 8, 0.0), strict=True
+        ("3 + 4", "9 + 8"), sample_from(folder / "run", ["3 + 4", "9 + 8"], 8), strict=True
     ):
         print(f"{prompt} = {answer}", flush=True)
 
@@ -298,12 +295,12 @@ def _loaded(folder: Path) -> HostModel:
     return load_model(folder, dtype="fp32" if single else "bf16", kinds=(Kind.HI,))
 
 
-def _prompt_tokens(tokenizer: object, prompt: str) -> list[int]:
-    template = getattr(tokenizer, "chat_template", None)
-    if not template:
-        return list(tokenizer.encode(prompt))  # type: ignore[attr-defined]
-    turns = [{"role": "user", "content": prompt}]
-    text = tokenizer.apply_chat_template(  # type: ignore[attr-defined]
-        turns, tokenize=False, add_generation_prompt=True
-    )
-    return list(tokenizer.encode(text, add_special_tokens=False))  # type: ignore[attr-defined]
+def _prompt_tokens(tokenizer: Any, prompt: str, system: str | None) -> list[int]:
+    if not getattr(tokenizer, "chat_template", None):
+        if system is not None:
+            raise ConfigError("--system: the tokenizer has no chat template to put it in")
+        return list(tokenizer.encode(prompt))
+    turns = [] if system is None else [{"role": "system", "content": system}]
+    turns.append({"role": "user", "content": prompt})
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    return list(tokenizer.encode(text, add_special_tokens=False))
