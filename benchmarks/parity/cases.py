@@ -130,7 +130,7 @@ CASES = (
     Case(name="chat, every token", sources=(Rows(3).chats(40, 2),), ours=ALL),
     Case(name="chat, several turns, short last step", sources=(Rows(4).chats(37, 3, True),),
          theirs=ASSISTANT),
-    Case(name="chat, ShareGPT", sources=(Rows(5).sharegpt(40),), ours=ALL),
+    Case(name="chat, from and value", sources=(Rows(5).from_value(40),), ours=ALL),
     _qwen3("chat, Qwen3's template", Rows(6).chats(40), theirs=ASSISTANT),
     Case(name="prompt and completion", sources=(Rows(7).pairs(40),), template=None,
          ours=COMPLETION),

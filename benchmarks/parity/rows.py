@@ -69,13 +69,14 @@ class Rows:
             rows.append({"messages": messages})
         return rows
 
-    def sharegpt(self, count: int, turns: int = 2) -> list[Row]:
+    def from_value(self, count: int, turns: int = 2) -> list[Row]:
+        """ShareGPT's keys; TRL leaves its role names `human` and `gpt` as they are."""
         return [
             {
                 "conversations": [
                     {"from": who, "value": self.words()}
                     for _ in range(turns)
-                    for who in ("human", "gpt")
+                    for who in ("user", "assistant")
                 ]
             }
             for _ in range(count)
