@@ -241,6 +241,17 @@ def test_a_damaged_cache_is_named(tmp_path: Path) -> None:
         _prepare(path)
 
 
+@pytest.mark.parametrize("place", [0.1, 0.5, 0.9])
+def test_a_flipped_bit_in_the_cache_is_found(tmp_path: Path, place: float) -> None:
+    path = write(tmp_path / "a.jsonl", ROWS)
+    file = _prepare(path).folder / "documents.arrow"
+    data = bytearray(file.read_bytes())
+    data[int(place * len(data))] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(DataError, match=r"damaged \(its bytes are not those that were written\)"):
+        _prepare(path)
+
+
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ROWS)
     with pytest.raises(DiskError, match="cannot make folder"):

@@ -5,7 +5,8 @@
     <folder>/card.json          rows, documents, tokens, lengths, what was left out and why, and a
                                 digest of all documents: the same tokens, trained alike, in order
 
-The folder appears by one rename when it is whole.
+The folder appears by one rename when it is whole. A file of up to 64 GiB (16 billion tokens) is
+hashed whenever it is opened, so that a flipped bit is found before it is trained on.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ _SCHEMA = pa.schema(
     {"input_ids": pa.list_(pa.int32()), "trained": pa.list_(pa.int32()), "row": pa.int64()}
 )
 _PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
+_HASHED_BYTES = 64 * 2**30
+_PIECE_BYTES = 2**22
 _BATCH_TOKENS = 2**20
 """Tokens in one Arrow batch: few batches to search, little to hold while writing."""
 
@@ -48,6 +51,8 @@ class Prepared:
         self.folder = folder
         try:
             self.card: Card = json.loads((folder / _CARD).read_text())
+            if self.card["file_digest"] != _file_digest(folder / _FILE):
+                raise ValueError("its bytes are not those that were written")
             table = pa.ipc.open_stream(pa.memory_map(str(folder / _FILE))).read_all()
             self._ids = table.column("input_ids").chunks
             self._runs = table.column("trained").chunks
@@ -55,7 +60,7 @@ class Prepared:
         except (OSError, ValueError, KeyError, pa.ArrowException) as error:
             raise DataError(
                 f"{folder}: the prepared data is damaged ({error}); remove the folder, and it will "
-                "be prepared anew"
+                "be prepared again"
             ) from error
         self._firsts = np.cumsum([0, *(len(chunk) for chunk in self._ids)])
 
@@ -138,8 +143,8 @@ class PreparedWriter:
         self._flush()
         self._writer.close()
         files.close_durably(self._sink)
-        card = json.dumps(about | self._card(), indent=1).encode()
-        files.write_file(self._folder / _CARD, card)
+        card = about | self._card() | {"file_digest": _file_digest(self._folder / _FILE)}
+        files.write_file(self._folder / _CARD, json.dumps(card, indent=1).encode())
         try:
             files.rename(self._folder, self._final)
         except DiskError:
@@ -190,6 +195,21 @@ class PreparedWriter:
             **total.notes.card(),
             "digest": digest_of([content.hexdigest() for content in self._content]),
         }
+
+
+def _file_digest(path: Path) -> str:
+    """Return a digest of a file's bytes, or of its size alone if it is too large to read each time.
+
+    xxh3 reads memory at its own speed; what the disk gives is in the page cache for training then.
+    """
+    size = path.stat().st_size
+    if size > _HASHED_BYTES:
+        return f"{size} bytes"
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def digest_of(parts: Sequence[str]) -> str:

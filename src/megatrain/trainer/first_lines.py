@@ -23,7 +23,7 @@ def opening_line(config: Config, resolved: Resolved, home: HostModel, num_steps:
 def data_lines(data: TrainingData) -> list[str]:
     """Return what the sources hold, how they are mixed, and how long an epoch is."""
     rows = data.rows
-    lines = [line for source in rows.sources for line in card_lines(source.card)]
+    lines = [line for source in rows.prepared for line in card_lines(source.card)]
     if len(rows.shares) > 1 or rows.shares[0].weight != 1:
         mixed = ", ".join(
             f"{share.name} {share.num_rows:,} rows x {share.weight:g}" for share in rows.shares

@@ -22,6 +22,7 @@ from megatrain.planning.plan import Plan
 from megatrain.trainer.balancing import router_aux_loss
 from megatrain.trainer.checkpoints import FOLDER
 from megatrain.trainer.dataset import TrainingData, load_tokenizer, open_data
+from megatrain.trainer.model_limits import check_rows
 from megatrain.trainer.planned import plan_resumed, plan_run
 from megatrain.trainer.resolve import Resolved, open_device, resolve
 from megatrain.trainer.resumption import Resumed, resume
@@ -44,6 +45,8 @@ class Opened:
     data: TrainingData
     home: HostModel
     resumed: Resumed | None
+    notes: tuple[str, ...]
+    """What should be said of the rows and the model."""
 
 
 def as_it_began(resolved: Resolved, config: Config, resumed: Resumed) -> Resolved:
@@ -108,6 +111,7 @@ def open_run(config: Config, folder: RunFolder, *, resumes: bool) -> Opened:
     if config.data.packing:
         check_packing(found.decoder.config.model_type, model.attn)
     rows = gather(config, tokenizer)
+    notes = check_rows(rows.prepared, found.decoder)
     measured = by_tokens(config, rows)
     resolved = resolve(measured, device, name)
     if resumed is None:
@@ -133,4 +137,5 @@ def open_run(config: Config, folder: RunFolder, *, resumes: bool) -> Opened:
         data=data,
         home=home,
         resumed=resumed,
+        notes=tuple(notes),
     )

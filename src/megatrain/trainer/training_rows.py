@@ -47,6 +47,11 @@ class TrainingRows:
     """Of each source, or each file of data.eval."""
 
     @property
+    def prepared(self) -> tuple[Prepared, ...]:
+        """Every file that was prepared, those of data.eval too."""
+        return (*self.sources, *(part for part in self.held if isinstance(part, Prepared)))
+
+    @property
     def num_held(self) -> int:
         return sum(map(num_rows, self.held))
 
