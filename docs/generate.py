@@ -18,8 +18,8 @@ from megatrain.config.load import write_yaml
 from megatrain.config.section import Section
 from megatrain.config.settings import SECTIONS, SHORT_FORMS
 from megatrain.config.value_types import Kind
+from megatrain.migration.defaults import ALWAYS, DEFAULTS
 from megatrain.migration.translate import TABLES
-from megatrain.migration.values import ALWAYS, DEFAULTS
 
 HERE = Path(__file__).parent
 
@@ -72,7 +72,25 @@ JSON, and tells which it is by its keys. It returns our config and a line for ev
 - *dropped*: there is no such thing here, and why
 - *unknown*: not in the tables below; nothing is passed over in silence
 
-The batch is counted in tokens here: rows x accumulation x longest row, for one GPU.
+`megatrain init run.yaml --from sft.yaml` writes it; `--tool` names the tool where the keys do not
+tell, `--gpus` how many GPUs it ran on.
+
+A migrated run trains on the same rows in as many steps: rows x accumulation x GPUs become
+`train.batch_rows`, and what a tool does when a key is absent or null is written out. Where that
+cannot be had:
+
+- Packed runs (`packing`, `sample_packing`) count a step in tokens. How many steps an epoch has
+  depends on how rows fill sequences, and that differs between tools; nothing is packed here that
+  was not packed there.
+- Rows come in another order: every tool draws its own.
+- Of rows that are longer than the limit LLaMA-Factory cuts prompt and answer in proportion; here
+  the end is cut. A row that has no trained token left is left out and counted; there it stays in
+  its batch, and trains nothing.
+- LLaMA-Factory and Axolotl can write rows with templates of their own (`template`, `chat_template`,
+  alpaca rows in Axolotl). Here the chat template is the tokenizer's, or the one that
+  `data.chat_template` gives.
+- A fraction to evaluate on is held out of each source; they hold it out of all sources together.
+- A key that is unknown or dropped is named, with the reason.
 """
 
 

@@ -183,11 +183,15 @@ def init(
     source: Annotated[
         Path | None, typer.Option("--from", help="File of LLaMA-Factory, Axolotl or TRL.")
     ] = None,
+    tool: Annotated[
+        str | None, typer.Option(help="Whose file it is: llamafactory, axolotl or trl.")
+    ] = None,
+    gpus: Annotated[int, typer.Option(help="GPUs it ran on: their batches count.", min=1)] = 1,
 ) -> None:
     """Write a config to start from, or bring one from another tool."""
     from megatrain.trainer.verbs import init_config
 
-    typer.echo(init_config(target, source))
+    typer.echo(init_config(target, source, tool=tool, num_gpus=gpus))
 
 
 @app.command()

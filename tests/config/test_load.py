@@ -163,8 +163,8 @@ def test_overrides_that_cannot_be_meant(override: str, message: str) -> None:
         ("train: {num_train_epochs: 3}",
          "unknown key train.num_train_epochs. Here it is train.epochs."),
         ("train: {per_device_train_batch_size: 3}",
-         "unknown key train.per_device_train_batch_size. Here it is train.batch_tokens (counted in "
-         "tokens: rows x accumulation x longest row)."),
+         "unknown key train.per_device_train_batch_size. Here it is train.batch_rows (rows x "
+         "accumulation x GPUs; train.batch_tokens where rows are packed)."),
         ("sequence_len: 3", "unknown key sequence_len. Here it is data.max_length."),
         ("lr: 3", "unknown key lr. Here it is optim.learning_rate."),
         ("bf16: true", "unknown key bf16. Here it is model.dtype (bf16 or fp32)."),

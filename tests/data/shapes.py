@@ -62,7 +62,7 @@ SHAPES: dict[str, tuple[dict[str, Any], tuple[tuple[str, str], ...], str]] = {
     ),
     "alpaca with input": (
         {"instruction": "Add.", "input": "2, 2", "output": A},
-        (("user", "Add.\n\n2, 2"), ("assistant", A)),
+        (("user", "Add.\n2, 2"), ("assistant", A)),
         "detected: alpaca (instruction, input, output)",
     ),
     "alpaca with system": (

@@ -16,9 +16,11 @@ from megatrain.config.load import resolve_config
 from megatrain.config.settings import FIELDS, SECTIONS
 from megatrain.config.yaml_reader import Document, parse_document, read_document
 from megatrain.errors import ConfigError
-from megatrain.migration import Migration, migrate
-from megatrain.migration.translate import TABLES, Tool, migrate_document
-from megatrain.migration.values import ALWAYS, CONVERTERS, DEFAULTS, ROWS
+from megatrain.migration import Migration, dataset_info, migrate
+from megatrain.migration.asked import Asked, Dropped, Tool
+from megatrain.migration.defaults import ALWAYS, DEFAULTS, NULL_MEANS, ROWS
+from megatrain.migration.translate import TABLES, migrate_document, tool_named
+from megatrain.migration.values import BY_TOOL, CONVERTERS
 
 EXAMPLES = Path(__file__).parent / "examples"
 TOOLS: dict[str, Tool] = {
@@ -71,13 +73,13 @@ def test_what_comes_out_loads(name: str) -> None:
 def test_llama_factory() -> None:
     config = Config(**migrate(EXAMPLES / "llama_factory.yaml").config)
     assert config.model.attn == "flash_attention_2"
-    assert [(s.path, s.weight) for s in config.data.train] == [
-        ("identity", 0.3),
-        ("alpaca_en_demo", 0.7),
+    assert [(s.path, s.format, s.weight) for s in config.data.train] == [
+        (str(EXAMPLES / "data" / "identity.json"), "alpaca", 1.0),
+        (str(EXAMPLES / "data" / "alpaca_en_demo.json"), "alpaca", 1.0),
     ]
     assert (config.data.eval, config.data.max_length) == (0.1, 4096)
     assert (config.data.overlong, config.data.train_on) == ("truncate", "assistant")
-    assert config.train.batch_tokens == 1 * 8 * 4096
+    assert (config.train.batch_tokens, config.data.packing) == (1 * 8 * 4096, True)
     assert (config.optim.schedule, config.optim.final_fraction) == ("cosine", 0.1)
     assert (config.optim.betas, config.optim.warmup) == ((0.9, 0.98), 0.1)
     assert config.log.to == ("wandb",)
@@ -130,6 +132,33 @@ def _migrated(tool: Tool, **values: Any) -> Migration:
          "dropped optimizer adamw is the only optimizer"),
         ("Axolotl", {"lr_scheduler": "polynomial"}, "dropped lr_scheduler no such "
          "schedule; give constant, linear, cosine or wsd"),
+        ("TRL", {"lr_scheduler_type": "polynomial"}, "default lr_scheduler_type optim.schedule = "
+         "linear (lr_scheduler_type cannot be kept: this is TRL's default)"),
+        ("TRL", {"assistant_only_loss": None}, "dropped assistant_only_loss null: TRL's default "
+         "stands"),
+        ("TRL", {"max_length": None}, "dropped max_length null never cuts a row there: give "
+         "data.max_length the length of your longest row"),
+        ("TRL", {"lr_scheduler_type": "constant", "warmup_ratio": 0.1},
+         "changed warmup_ratio optim.warmup = 0 (their constant schedule has no warm-up)"),
+        ("Axolotl", {}, "default warmup_ratio optim.warmup = 0.03 (Axolotl does this when "
+         "warmup_ratio is absent; there 3 % of the run, but at most 100 steps)"),
+        ("LLaMA-Factory", {"mask_history": True}, "changed mask_history data.train_on = last "
+         "(last is the last turn alone)"),
+        ("LLaMA-Factory", {"enable_thinking": False}, "changed enable_thinking "
+         "data.template_kwargs = {enable_thinking: false}"),
+        ("LLaMA-Factory", {"packing": True}, "mapped packing data.packing = true (there rows "
+         "attend to each other, here never)"),
+        ("Axolotl", {"curriculum_sampling": True}, "changed curriculum_sampling data.shuffle = "
+         "false"),
+        ("TRL", {"load_best_model_at_end": True},
+         "mapped load_best_model_at_end save.best = true"),
+        ("Axolotl", {"datasets": [{"path": "a.jsonl", "type": "alpaca"}]},
+         'changed datasets data.train = [{path: "a.jsonl", format: alpaca}] (Axolotl writes alpaca '
+         "rows as the Alpaca prompt; here they take the chat template)"),
+        ("Axolotl", {"datasets": [{"path": "a/b", "name": "c", "split": "d", "revision": "e",
+                                   "type": "input_output", "shards": 3}]},
+         'changed datasets data.train = [{path: "a/b", name: c, split: d, revision: e}] (type '
+         "input_output is not known here: the format is detected; not used: shards)"),
         ("Axolotl", {"save_steps": 0.1}, "dropped save_steps counted here in "
          "whole steps"),
         ("Axolotl", {"datasets": [{"type": "alpaca"}]},
@@ -159,6 +188,106 @@ def test_lines_by_text(tool: Tool, values: dict[str, Any], line: str) -> None:
     assert line in [" ".join(words.split()) for words in told]
 
 
+@pytest.mark.parametrize(
+    ("values", "has_pairs", "train_on"),
+    [
+        ({}, True, "completion"),
+        ({}, False, "all"),
+        ({}, None, "all"),
+        ({"completion_only_loss": None, "assistant_only_loss": None}, True, "completion"),
+        ({"completion_only_loss": False}, True, "all"),
+        ({"completion_only_loss": True}, None, "completion"),
+        ({"assistant_only_loss": True}, False, "assistant"),
+        ({"assistant_only_loss": False}, True, "completion"),
+    ],
+)
+def test_trl_trains_on_completions_where_rows_have_them(
+    values: dict[str, Any], has_pairs: bool | None, train_on: str
+) -> None:
+    value = {"dataset_name": "rows.jsonl", **values}
+    document = Document(name="x.yaml", value=value)
+    result = migrate_document(document, "TRL", has_pairs=lambda _: has_pairs)
+    assert result.get("data.train_on") == train_on
+    unsure = [line for line in result.lines if "then give data.train_on: completion" in line.note]
+    assert bool(unsure) == (has_pairs is None and not values)
+
+
+def test_a_key_that_is_null_leaves_the_default_of_the_tool() -> None:
+    for tool in TABLES:
+        absent = _migrated(tool)
+        nulls = _migrated(
+            tool, **{key: None for key in DEFAULTS[tool] if (tool, key) not in NULL_MEANS}
+        )
+        assert nulls.config == absent.config
+
+
+@pytest.mark.parametrize(
+    ("values", "train", "judged"),
+    [
+        ({"dataset_name": "openai/gsm8k", "dataset_config": "main"},
+         [{"path": "openai/gsm8k", "name": "main"}], None),
+        ({"dataset_name": "a/b", "dataset_train_split": "sft", "eval_strategy": "steps"},
+         [{"path": "a/b", "split": "sft"}], [{"path": "a/b", "split": "test"}]),
+        ({"dataset_name": "a/b", "dataset_test_split": "held", "eval_strategy": "epoch"},
+         [{"path": "a/b"}], [{"path": "a/b", "split": "held"}]),
+        ({"datasets": [{"path": "a/b", "name": "c"}, {"path": "d/e"}]},
+         [{"path": "a/b", "name": "c"}, {"path": "d/e"}], None),
+    ],
+)  # fmt: skip
+def test_configuration_and_split_of_a_dataset_are_kept(
+    values: dict[str, Any], train: list[Any], judged: list[Any] | None
+) -> None:
+    result = _migrated("TRL", **values)
+    assert (result.get("data.train"), result.get("data.eval")) == (train, judged)
+
+
+def _info(names: str) -> list[dict[str, Any]]:
+    asked = Asked({"dataset": names}, tool="LLaMA-Factory", folder=EXAMPLES)
+    return dataset_info.sources(names.split(","), asked)
+
+
+def test_names_of_llama_factory_are_the_files_and_formats_they_stand_for() -> None:
+    at = EXAMPLES / "data"
+    assert _info("identity,chats,sums,books") == [
+        {"path": str(at / "identity.json"), "format": "alpaca"},
+        {"path": str(at / "chats.jsonl"), "format": "messages"},
+        {"path": "openai/gsm8k", "name": "main", "split": "test", "format": "prompt_completion"},
+        {"path": str(at / "books.txt"), "format": "text"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("pairs", "pairs of .*: preferences"),
+        ("odd", "column ask for prompt is not read; rename it instruction"),
+        ("tagged", "user_tag customer is not a name that is read here"),
+        ("cut", "num_samples cannot be kept"),
+        ("code", "script_url cannot be kept"),
+        ("none", "none is not in"),
+    ],
+)
+def test_datasets_that_cannot_be_read_as_there_are_refused_by_name(name: str, reason: str) -> None:
+    with pytest.raises(Dropped, match=reason):
+        _info(name)
+
+
+def test_a_name_without_dataset_info_is_not_asked_of_the_hub() -> None:
+    result = _migrated("LLaMA-Factory", dataset="identity", dataset_dir="nowhere")
+    (line,) = [line for line in result.lines if line.key == "dataset"]
+    assert line.outcome == "dropped"
+    assert "identity: names of nowhere/dataset_info.json, which is not here" in line.note
+    assert result.get("data.train") is None
+
+
+def test_a_tool_is_found_by_the_names_people_type() -> None:
+    for name in ("llamafactory", "LLaMA-Factory", "llama_factory"):
+        assert tool_named(name) == "LLaMA-Factory"
+    assert (tool_named("Axolotl"), tool_named("trl")) == ("Axolotl", "TRL")
+    with pytest.raises(ConfigError, match="give LLaMA-Factory, Axolotl, TRL"):
+        tool_named("torchtune")
+
+
 def test_steps_win_over_epochs() -> None:
     result = _migrated("TRL", num_train_epochs=3, max_steps=100)
     assert "epochs" not in result.config["train"]
@@ -172,7 +301,7 @@ def test_a_file_that_could_be_of_any_tool(text: str) -> None:
         migrate_document(parse_document(text.encode(), "x.yaml"))
     assert str(error.value) == (
         "x.yaml: cannot tell which tool it is for: LLaMA-Factory, Axolotl, TRL have as many of its "
-        "keys. Name the tool."
+        "keys. Name it, like `--tool trl`."
     )
 
 
@@ -185,6 +314,7 @@ def test_the_tables_are_about_keys_that_exist() -> None:
     ours = {f"{section}.{key}" for section in SECTIONS for key in FIELDS[section]}
     known = {key for table in TABLES.values() for key in table}
     assert set(CONVERTERS) <= known
+    assert {*BY_TOOL, *NULL_MEANS} <= {(tool, key) for tool in TABLES for key in TABLES[tool]}
     assert set(TABLES) == set(DEFAULTS) == set(ALWAYS) == set(ROWS)
     for tool, table in TABLES.items():
         assert {rule.to for rule in table.values() if rule.to} <= ours

@@ -117,6 +117,24 @@ def test_a_config_is_begun_and_brought_from_another_tool(tmp_path: Path) -> None
     found = said(megatrain(tmp_path, "init", "new.yaml", "--from", "axolotl.yml"))
     assert "sequence_len" in found
     assert "max_length" in (tmp_path / "new.yaml").read_text()
+    assert "batch_rows: 8" in (tmp_path / "new.yaml").read_text()
+
+
+def test_a_file_of_any_tool_is_read_as_the_tool_that_is_named(tmp_path: Path) -> None:
+    (tmp_path / "sft.yaml").write_text("model_name_or_path: m\nper_device_train_batch_size: 2\n")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    refused = megatrain(tmp_path, "init", "new.yaml", "--from", "sft.yaml")
+    assert (refused.returncode, "Name it, like `--tool trl`" in refused.stderr) == (2, True)
+    words = ("--from", "sft.yaml", "--tool", "trl", "--gpus", "3")
+    found = said(megatrain(tmp_path, "init", "new.yaml", *words))
+    assert "which does not load yet:\nnew.yaml:6: data.train is missing" in found
+    (tmp_path / "sft.yaml").write_text(
+        "dataset_name: rows.jsonl\n" + (tmp_path / "sft.yaml").read_text()
+    )
+    said(megatrain(tmp_path, "init", "whole.yaml", *words))
+    written = (tmp_path / "whole.yaml").read_text()
+    assert "batch_rows: 6" in written
+    assert "train_on: completion" in written
 
 
 def test_a_bit_that_differs_would_be_noticed(

@@ -25,21 +25,25 @@ EXACT = "weights are kept exact, nothing is quantized"
 STREAMED = "weights are streamed from host memory, without DeepSpeed, FSDP or accelerate"
 ONE_PROCESS = "one process drives one device"
 RECOMPUTE = "always done, as backward runs each block's forward again"
-INDEXED = "rows are read by index, without worker processes"
+INDEXED = "rows are tokenised once, by a process per core, and then read by index"
 NO_CODE = "code in a model folder is never run"
 VERB = "the command says it: megatrain train, eval, export"
 RESUME = "megatrain train --resume goes on from the last checkpoint"
 HUB = "megatrain export writes a folder; upload that"
 SAFE = "always done"
-OWN_TEMPLATE = "the chat template and special tokens are those of the model's tokenizer"
+OWN_TEMPLATE = (
+    "chat template and special tokens are the tokenizer's own; data.chat_template takes another"
+)
 NO_METHOD = "next-token training only, no preference or reinforcement method"
 NO_TRICK = "not done: it changes what is learned"
 NO_KERNEL = "no switch: logits exist in chunks anyway, and results stay exact"
-BY_TOKENS = "counted in tokens: rows x accumulation x longest row"
+BY_ROWS = "rows x accumulation x GPUs; train.batch_tokens where rows are packed"
+SHUFFLED = "rows have a new order in each epoch; data.shuffle: false keeps that of the files"
+MIXED = "sources are concatenated; data.train.weight repeats the rows of one"
 MICRO = "evaluation uses train.micro_batch_tokens"
 PRINTED = "the log and the report have it"
 NAMED = "a run is called by its folder, save.dir"
-CACHE = "nothing is cached that could grow stale"
+CACHE = "tokenised rows are kept under a hash of all that decides them, in $MEGATRAIN_CACHE"
 NOTHING_LIKE = "nothing here does that"
 
 
@@ -86,8 +90,8 @@ _HF = _table(
         "fp16": "model.dtype; bf16 or fp32",
         "torch_compile": "train.compile",
         "use_cpu": "memory.device",
-        "per_device_train_batch_size": f"train.batch_tokens; {BY_TOKENS}",
-        "gradient_accumulation_steps": f"train.batch_tokens; {BY_TOKENS}",
+        "per_device_train_batch_size": f"train.batch_rows; {BY_ROWS}",
+        "gradient_accumulation_steps": f"train.batch_rows; {BY_ROWS}",
         "auto_find_batch_size": "train.micro_batch_tokens; auto is the default",
     },
     {
@@ -98,7 +102,8 @@ _HF = _table(
         ONE_PROCESS: "ddp_timeout ddp_find_unused_parameters local_rank ddp_backend "
         "ddp_bucket_cap_mb",
         INDEXED: "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor "
-        "dataloader_drop_last dataloader_persistent_workers",
+        "dataloader_persistent_workers",
+        "no row is left out: the last step of an epoch may have fewer": "dataloader_drop_last",
         MICRO: "per_device_eval_batch_size eval_accumulation_steps bf16_full_eval fp16_full_eval",
         HUB: "push_to_hub hub_model_id hub_strategy hub_token hub_private_repo",
         NAMED: "run_name",
@@ -121,16 +126,18 @@ LLAMA_FACTORY = _HF | _table(
     {
         "model_name_or_path": "model.name_or_path",
         "flash_attn": "model.attn",
-        "dataset": "data.train; a name of dataset_info.json: write the path of its file",
-        "eval_dataset": "data.eval; a name of dataset_info.json: write the path of its file",
-        "interleave_probs": "data.train; the weight of each source",
-        "val_size": "data.eval",
+        "model_revision": "model.revision",
+        "dataset": "data.train; the files and formats that dataset_info.json names",
+        "eval_dataset": "data.eval; the files and formats that dataset_info.json names",
+        "val_size": "data.eval; held out of each source, there of all together",
         "cutoff_len": "data.max_length",
         "packing": "data.packing",
         "neat_packing": "data.packing; rows never attend to each other",
         "train_on_prompt": "data.train_on",
         "stage": "data.train_on; pt trains on all tokens, sft on the assistant's",
         "moe_aux_loss_coef": "train.router_aux_loss",
+        "mask_history": "data.train_on; last is the last turn alone",
+        "enable_thinking": "data.template_kwargs",
         "pure_bf16": "model.dtype; masters are fp32 all the same",
     },
     {
@@ -141,22 +148,24 @@ LLAMA_FACTORY = _HF | _table(
         "freeze_extra_modules",
         EXACT: "quantization_bit quantization_method quantization_type double_quantization "
         "upcast_layernorm",
-        OWN_TEMPLATE: "template enable_thinking tool_format default_system resize_vocab "
+        OWN_TEMPLATE: "template tool_format default_system resize_vocab "
         "use_fast_tokenizer split_special_tokens new_special_tokens add_tokens",
         NO_CODE: "trust_remote_code",
         CACHE: "overwrite_cache tokenized_path cache_dir preprocessing_batch_size",
-        INDEXED: "preprocessing_num_workers streaming buffer_size mix_strategy",
+        INDEXED: "preprocessing_num_workers streaming buffer_size",
+        MIXED: "mix_strategy interleave_probs",
         PRINTED: "plot_loss include_effective_tokens_per_second",
         NO_KERNEL: "enable_liger_kernel use_unsloth use_unsloth_gc",
         RECOMPUTE: "disable_gradient_checkpointing",
-        NO_TRICK: "mask_history use_galore use_badam use_apollo use_muon use_llama_pro "
+        NO_TRICK: "use_galore use_badam use_apollo use_muon use_llama_pro "
         "mixture_of_depths rope_scaling shift_attn",
         HUB: "export_dir hf_hub_token",
-        "write the path of each file in data.train": "dataset_dir media_dir",
+        "dataset_info.json is looked for there": "dataset_dir",
+        "text alone is trained on": "media_dir",
         "list what is frozen in model.frozen": "freeze_trainable_layers freeze_trainable_modules",
-        "cut the file itself": "max_samples",
+        "every row is trained on: cut the file itself": "max_samples",
         MICRO: "eval_on_each_dataset infer_backend infer_dtype",
-        NOTHING_LIKE: "model_revision ray_run_name ray_num_workers",
+        NOTHING_LIKE: "ray_run_name ray_num_workers",
     },
 )
 
@@ -174,6 +183,7 @@ AXOLOTL = {
 } | _table(
     {
         "base_model": "model.name_or_path",
+        "revision_of_model": "model.revision",
         "datasets": "data.train",
         "test_datasets": "data.eval",
         "val_set_size": "data.eval",
@@ -181,7 +191,10 @@ AXOLOTL = {
         "excess_length_strategy": "data.overlong",
         "sample_packing": "data.packing; rows never attend to each other",
         "train_on_inputs": "data.train_on",
-        "micro_batch_size": f"train.batch_tokens; {BY_TOKENS}",
+        "micro_batch_size": f"train.batch_rows; {BY_ROWS}",
+        "chat_template_jinja": "data.chat_template",
+        "chat_template_kwargs": "data.template_kwargs",
+        "curriculum_sampling": "data.shuffle",
         "num_epochs": "train.epochs",
         "optimizer": "optim.name",
         "lr_scheduler": "optim.schedule",
@@ -203,14 +216,15 @@ AXOLOTL = {
         "lora_o_kernel relora_steps",
         EXACT: "load_in_8bit load_in_4bit gptq qat quantization",
         OWN_TEMPLATE: "chat_template special_tokens tokens tokenizer_type tokenizer_config "
-        "chat_template_jinja default_system_message resize_token_embeddings_to_32x",
+        "default_system_message resize_token_embeddings_to_32x",
         NO_CODE: "trust_remote_code",
         "there are no plugins": "plugins",
         NO_METHOD: "rl dpo_beta trl reward_model process_reward_model",
         "the model's config.json says it": "model_type base_model_config is_llama_derived_model "
         "is_mistral_derived_model is_falcon_derived_model",
         CACHE: "dataset_prepared_path dataset_exact_deduplication skip_prepare_dataset",
-        INDEXED: "dataset_processes dataset_num_proc shuffle_merged_datasets streaming",
+        INDEXED: "dataset_processes dataset_num_proc streaming",
+        SHUFFLED: "shuffle_merged_datasets",
         "a sequence is as long as its rows, without padding": "pad_to_sequence_len "
         "eval_sample_packing pad_to_multiple_of",
         "say it in steps: eval.every, save.every": "evals_per_epoch saves_per_epoch",
@@ -223,9 +237,9 @@ AXOLOTL = {
         NAMED: "wandb_entity wandb_watch wandb_name wandb_log_model wandb_run_id",
         PRINTED: "debug include_tokens_per_second_per_gpu mlflow_experiment_name",
         NO_TRICK: "noisy_embedding_alpha loss_watchdog_threshold loss_watchdog_patience "
-        "curriculum_sampling embedding_lr lisa_n_layers",
+        "embedding_lr lisa_n_layers",
         NOTHING_LIKE: "strict hub_model_revision eval_table_size "
-        "eval_max_new_tokens revision_of_model sequence_parallel_degree context_parallel_size",
+        "eval_max_new_tokens sequence_parallel_degree context_parallel_size",
     },
 )
 
@@ -235,7 +249,12 @@ TRL = _HF | _table(
         "dtype": "model.dtype",
         "torch_dtype": "model.dtype",
         "attn_implementation": "model.attn",
+        "model_revision": "model.revision",
         "dataset_name": "data.train",
+        "dataset_config": "data.train; name of a source",
+        "dataset_train_split": "data.train; split of a source",
+        "dataset_test_split": "data.eval; split of a source",
+        "chat_template_path": "data.chat_template",
         "datasets": "data.train",
         "max_length": "data.max_length",
         "max_seq_length": "data.max_length",
@@ -250,17 +269,16 @@ TRL = _HF | _table(
         FULL: "use_peft lora_r lora_alpha lora_dropout lora_target_modules lora_modules_to_save "
         "lora_task_type use_rslora use_dora",
         EXACT: "load_in_8bit load_in_4bit bnb_4bit_quant_type use_bnb_nested_quant",
-        OWN_TEMPLATE: "chat_template_path eos_token pad_token",
+        OWN_TEMPLATE: "eos_token pad_token",
         NO_CODE: "trust_remote_code",
         NO_METHOD: "beta loss_type num_generations max_prompt_length max_completion_length",
-        INDEXED: "dataset_num_proc dataset_streaming shuffle_dataset dataset_batch_size",
-        "name the file or split in data.train and data.eval": "dataset_config dataset_train_split "
-        "dataset_test_split",
+        INDEXED: "dataset_num_proc dataset_streaming dataset_batch_size",
+        SHUFFLED: "shuffle_dataset",
         "what a row is made of is detected; see data.train.format": "dataset_text_field "
         "dataset_kwargs",
         "a sequence is as long as its rows, without padding": "padding_free pad_to_multiple_of "
         "packing_strategy eval_packing",
-        NOTHING_LIKE: "model_revision model_init_kwargs",
+        NOTHING_LIKE: "model_init_kwargs",
     },
 )
 
@@ -268,8 +286,8 @@ _ELSEWHERE = _table(
     {
         "lr": "optim.learning_rate",
         "min_lr": "optim.final_fraction; a fraction of the peak",
-        "batch_size": f"train.batch_tokens; {BY_TOKENS}",
-        "global_batch_size": f"train.batch_tokens; {BY_TOKENS}",
+        "batch_size": f"train.batch_rows; {BY_ROWS}",
+        "global_batch_size": f"train.batch_rows; {BY_ROWS}",
         "max_seq_len": "data.max_length",
         "model_max_length": "data.max_length",
         "block_size": "data.max_length",
@@ -278,7 +296,7 @@ _ELSEWHERE = _table(
         "gradient_clipping": "train.max_grad_norm",
         "precision": "model.dtype",
         "checkpoint_dir": "save.dir",
-        "grad_accum": f"train.batch_tokens; {BY_TOKENS}",
+        "grad_accum": f"train.batch_rows; {BY_ROWS}",
     },
     {STREAMED: "zero_stage cpu_offload", EXACT: "quantize fp8", INDEXED: "num_workers"},
 )

@@ -11,6 +11,7 @@ Laws (tests/data/test_documents.py)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -92,7 +93,7 @@ def hold_out(
     Raises DataError if there are too few rows for that.
     """
     size = num_rows(documents)
-    count = max(1, round(size * fraction))
+    count = math.ceil(fraction * size)  # as datasets.train_test_split
     if count >= size:
         raise DataError(f"{where}: {size} rows are too few to hold out {count} of them")
     chosen = Permutation(size, seed, -2)(np.arange(size, dtype=np.int64))

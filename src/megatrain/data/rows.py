@@ -144,7 +144,7 @@ def _alpaca(value: Mapping[str, Any]) -> list[Turn]:
             turns.append(_said(role, read_text(text, f"history {number}")))
     instruction = read_text(_cell(value, "instruction"), "instruction")
     extra = _optional(value, "input")
-    turns.append(_said("user", f"{instruction}\n\n{extra}" if extra else instruction))
+    turns.append(_said("user", f"{instruction}\n{extra}" if extra else instruction))
     turns.append(_said("assistant", read_text(_cell(value, "output"), "output")))
     return turns
 

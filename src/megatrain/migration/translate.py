@@ -6,18 +6,21 @@
     result.lines      # what became of each key: mapped, changed, default, dropped, unknown
 
 Keys are translated by the tables of config/foreign.py; values that differ in form by the converters
-of values.py. What a tool does when a key is absent is written out where we would do
-something else, so that the run stays the same.
+of values.py and sources.py. What a tool does when a key is absent, null or cannot be kept is
+written out where we would do something else (defaults.py), so that the run stays the same.
 
-Laws (tests/migration/test_translate.py): every key of the file has exactly one line;
-nothing is taken that is not told; the examples load.
+Laws (tests/migration/test_translate.py, test_same_steps.py)
+    1. Every key of the file has exactly one line; nothing is taken that is not told.
+    2. A migrated run has as many steps as the tool would take, for any number of rows; packed runs,
+       whose steps depend on how rows fill sequences, say so.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path as FilePath
 from typing import Any, Literal
 
 from megatrain.config.foreign import AXOLOTL, LLAMA_FACTORY, TRL, Rule, prefix_rule
@@ -25,9 +28,17 @@ from megatrain.config.load import write_yaml
 from megatrain.config.settings import SECTIONS
 from megatrain.config.yaml_reader import Document, read_document
 from megatrain.errors import ConfigError
-from megatrain.migration.values import ALWAYS, CONVERTERS, DEFAULTS, ROWS, Dropped, batch_tokens
+from megatrain.migration.asked import Asked, Dropped, Tool
+from megatrain.migration.defaults import (
+    ACCUMULATION,
+    ALWAYS,
+    DEFAULTS,
+    NULL_MEANS,
+    ROWS,
+    batch,
+)
+from megatrain.migration.values import converter
 
-Tool = Literal["LLaMA-Factory", "Axolotl", "TRL"]
 Outcome = Literal["mapped", "changed", "default", "dropped", "unknown"]
 
 TABLES: dict[Tool, dict[str, Rule]] = {
@@ -35,7 +46,10 @@ TABLES: dict[Tool, dict[str, Rule]] = {
     "Axolotl": AXOLOTL,
     "TRL": TRL,
 }
-_BATCH = ("per_device_train_batch_size", "micro_batch_size", "gradient_accumulation_steps")
+_BATCH = (*dict.fromkeys(key for key, _ in ROWS.values()), ACCUMULATION)
+_SHORT = {tool.lower().replace("-", ""): tool for tool in TABLES} | {
+    "llama_factory": "LLaMA-Factory", "llama-factory": "LLaMA-Factory", "lf": "LLaMA-Factory",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,28 +105,44 @@ class Migration:
         return "\n".join(map(str, self.lines)) + "\n"
 
 
-def migrate(path: str | os.PathLike[str], tool: Tool | None = None) -> Migration:
+def migrate(
+    path: str | os.PathLike[str],
+    tool: Tool | None = None,
+    *,
+    num_gpus: int = 1,
+    has_pairs: Callable[[str], bool | None] = lambda _: None,
+) -> Migration:
     """Return the translation of a file, YAML or JSON, of `tool` or of the one its keys tell.
 
-    Raises ConfigError if it is no config, or of none of these tools.
+    Their batches are counted per GPU: `num_gpus` is how many they ran on. `has_pairs` looks into a
+    source, see Asked. Raises ConfigError if it is not a config, or of none of these tools.
     """
-    return migrate_document(read_document(path), tool)
+    document = read_document(path)
+    folder = FilePath(path).parent
+    return migrate_document(document, tool, folder=folder, num_gpus=num_gpus, has_pairs=has_pairs)
 
 
-def migrate_document(document: Document, tool: Tool | None = None) -> Migration:
-    """Return the translation of what a file says."""
-    values = document.value
-    if not isinstance(values, dict):
+def migrate_document(document: Document, tool: Tool | None = None, **known: Any) -> Migration:
+    """Return the translation of what a file says; `known` are the arguments of Asked."""
+    if not isinstance(document.value, dict):
         raise ConfigError(f"{document.name}: no keys and values. Is it a config?")
-    result = Migration(tool=tool or detect(document))
-    rules = TABLES[result.tool]
-    for key, value in values.items():
+    asked = Asked(document.value, tool=tool or detect(document), **known)
+    result = Migration(tool=asked.tool)
+    for key in asked:
         if key not in _BATCH:
-            result.put(_line(key, value, rules, values))
-    _put_defaults(result, values)
-    _put_batch(result, values)
+            result.put(_line(key, asked))
+    _put_defaults(result, asked)
+    _put_batch(result, asked)
     _choose_length(result)
     return result
+
+
+def tool_named(name: str) -> Tool:
+    """Return the tool that a person means. Raises ConfigError."""
+    found = _SHORT.get(name.lower())
+    if found is None:
+        raise ConfigError(f"{name}: not a tool whose files are read; give {', '.join(TABLES)}")
+    return found
 
 
 def detect(document: Document) -> Tool:
@@ -128,59 +158,81 @@ def detect(document: Document) -> Tool:
     if len(ties) > 1:
         raise ConfigError(
             f"{document.name}: cannot tell which tool it is for: {', '.join(TABLES)} have as many "
-            "of its keys. Name the tool."
+            "of its keys. Name it, like `--tool trl`."
         )
     return best
 
 
-def _line(key: str, value: Any, rules: Mapping[str, Rule], values: Mapping[str, Any]) -> Line:
-    """Return what becomes of one key that needs no other."""
-    rule = rules.get(key) or prefix_rule(key)
+def _line(key: str, asked: Asked) -> Line:
+    """Return what becomes of one key."""
+    value, rule = asked[key], TABLES[asked.tool].get(key) or prefix_rule(key)
     if rule is None:
         return Line(
             key=key, outcome="unknown", note="not known here; look for it in docs/config.md"
         )
-    if value is None or not rule.to:
-        return Line(key=key, outcome="dropped", note=rule.why or "empty")
-    convert = CONVERTERS.get(key)
+    if not rule.to:
+        return Line(key=key, outcome="dropped", note=rule.why)
+    if value is None:
+        _, note = NULL_MEANS.get((asked.tool, key), ((), f"null: {asked.tool}'s default stands"))
+        return Line(key=key, outcome="dropped", note=note)
+    convert = converter(key, asked)
     try:
-        new, note = (value, "") if convert is None else convert(value, values)
+        new, note = (value, "") if convert is None else convert(value, asked)
     except Dropped as reason:
         return Line(key=key, outcome="dropped", note=str(reason))
     outcome: Outcome = "mapped" if new == value and type(new) is type(value) else "changed"
-    note = note or rule.why
-    return Line(key=key, outcome=outcome, ours=rule.to, value=new, note=note)
+    return Line(key=key, outcome=outcome, ours=rule.to, value=new, note=note or rule.why)
 
 
-def _put_defaults(result: Migration, values: Mapping[str, Any]) -> None:
-    """Add what the tool does without a key, unless a key of the file spoke of it."""
-    rules = TABLES[result.tool]
-    spoken_of = {rules[key].to for key in values if key in rules}
-    for key, value in DEFAULTS[result.tool].items():
-        ours = rules[key].to
-        if ours not in spoken_of:
-            new = CONVERTERS[key](value, {key: value})[0] if key in CONVERTERS else value
-            note = f"{result.tool} does this when {key} is absent"
-            result.put(Line(key=key, outcome="default", ours=ours, value=new, note=note))
-    for ours, (value, note) in ALWAYS[result.tool].items():
-        result.put(Line(key="-", outcome="default", ours=ours, value=value, note=note))
-
-
-def _put_batch(result: Migration, values: Mapping[str, Any]) -> None:
-    given = [key for key in values if key in _BATCH]
-    for key in given or [ROWS[result.tool][0]]:
-        if key not in TABLES[result.tool]:
-            result.put(Line(key=key, outcome="unknown", note=f"not a key of {result.tool}"))
+def _put_defaults(result: Migration, asked: Asked) -> None:
+    """Add what the tool does without a key, unless a key of the file decided it."""
+    decided = {line.ours for line in result.lines} | _left_alone(asked)
+    for key, value in DEFAULTS[asked.tool].items():
+        ours = TABLES[asked.tool][key].to
+        if ours in decided:
             continue
+        convert = converter(key, asked)
         try:
-            tokens, note = batch_tokens(result.tool, values, result.get("data.max_length"))
+            new, note = (value, "") if convert is None else convert(value, asked)
+        except Dropped:  # another key has the say, and was told
+            continue
+        why = (
+            f"{asked.tool} does this when {key} is absent"
+            if asked.get(key) is None
+            else f"{key} cannot be kept: this is {asked.tool}'s default"
+        )
+        note = f"{why}; {note}" if note else why
+        result.put(Line(key=key, outcome="default", ours=ours, value=new, note=note))
+    for ours, (value, note) in ALWAYS[asked.tool].items():
+        if ours not in decided:
+            result.put(Line(key="-", outcome="default", ours=ours, value=value, note=note))
+
+
+def _left_alone(asked: Asked) -> set[str]:
+    """Return keys of ours for which neither the file nor a default of the tool has a value."""
+    return {
+        ours
+        for (tool, key), (keys, _) in NULL_MEANS.items()
+        if tool == asked.tool and key in asked and asked[key] is None
+        for ours in keys
+    }
+
+
+def _put_batch(result: Migration, asked: Asked) -> None:
+    given = [key for key in asked if key in _BATCH]
+    for key in given or [ROWS[asked.tool][0]]:
+        if key not in TABLES[asked.tool]:
+            result.put(Line(key=key, outcome="unknown", note=f"not a key of {asked.tool}"))
+            continue
+        packed = bool(result.get("data.packing"))
+        try:
+            ours, value, note = batch(asked, result.get("data.max_length"), packed=packed)
         except Dropped as reason:
             if given:
                 result.put(Line(key=key, outcome="dropped", note=str(reason)))
             continue
         outcome: Outcome = "changed" if given else "default"
-        ours = "train.batch_tokens"
-        result.put(Line(key=key, outcome=outcome, ours=ours, value=tokens, note=note))
+        result.put(Line(key=key, outcome=outcome, ours=ours, value=value, note=note))
 
 
 def _choose_length(result: Migration) -> None:

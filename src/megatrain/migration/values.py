@@ -1,69 +1,22 @@
-"""Values that other tools write differently, and what those tools do when a key is absent.
+"""Values that other tools write differently.
 
-A converter takes a key's value and all values of the file; it returns ours and a note, or raises
+A converter takes a key's value and all keys of the file; it returns ours and a note, or raises
 Dropped with the reason. Where several keys make up one of ours, each returns the whole of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from megatrain.config.foreign import NO_METHOD
-from megatrain.config.quantities import read_number, read_tokens, read_whole
-
-Values = Mapping[str, Any]
-Converter = Callable[[Any, Values], tuple[Any, str]]
-
-
-class Dropped(Exception):
-    """There is nothing of ours that this value could become; the text says why."""
-
+from megatrain.config.quantities import read_number, read_whole
+from megatrain.migration import sources
+from megatrain.migration.asked import Asked, Converter, Dropped
 
 IN_STEPS = "counted here in whole steps"
 OFF = "off, as here"
-
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "LLaMA-Factory": {
-        "learning_rate": 5e-5, "num_train_epochs": 3, "lr_scheduler_type": "linear",
-        "adam_beta2": 0.999, "warmup_steps": 0, "cutoff_len": 2048,
-    },
-    "Axolotl": {"adam_beta2": 0.999, "num_epochs": 1, "sequence_len": 512},
-    "TRL": {
-        "learning_rate": 2e-5, "num_train_epochs": 3, "lr_scheduler_type": "linear",
-        "adam_beta2": 0.999, "warmup_steps": 0, "max_length": 1024, "assistant_only_loss": False,
-        "router_aux_loss_coef": "model",
-    },
-}  # fmt: skip
-"""What a tool takes for an absent key, where we would take something else."""
-
-_TRUNCATES = {"data.overlong": ("truncate", "longer rows are truncated there, always")}
-ALWAYS: dict[str, dict[str, tuple[Any, str]]] = {
-    "LLaMA-Factory": _TRUNCATES,
-    "Axolotl": {},
-    "TRL": _TRUNCATES,
-}
-"""What a tool does and has no key for: our key, value and note."""
-
-ROWS: dict[str, tuple[str, int]] = {
-    "LLaMA-Factory": ("per_device_train_batch_size", 8),
-    "Axolotl": ("micro_batch_size", 1),
-    "TRL": ("per_device_train_batch_size", 8),
-}
-"""The key that counts the rows of a micro-batch, and its default."""
-
-
-def batch_tokens(tool: str, values: Values, max_length: Any) -> tuple[int, str]:
-    """Return the tokens of a step: rows x accumulation x longest row."""
-    key, default = ROWS[tool]
-    rows = _whole(values.get(key, default), least=1)
-    accumulated = _whole(values.get("gradient_accumulation_steps", 1), least=1)
-    try:
-        longest = read_tokens(max_length)
-    except ValueError:
-        raise Dropped("the longest row is not known") from None
-    note = f"at most: {rows} rows x {accumulated} accumulated x {longest} tokens, for one GPU"
-    return rows * accumulated * longest, note
 
 
 def _whole(value: Any, least: int = 0) -> int:
@@ -88,7 +41,7 @@ def _choice(
 ) -> Converter:
     """Return a converter by a table of words."""
 
-    def convert(value: Any, values: Values) -> tuple[Any, str]:
+    def convert(value: Any, asked: Asked) -> tuple[Any, str]:
         word = str(value).lower()
         if word not in table:
             raise Dropped(otherwise)
@@ -100,7 +53,7 @@ def _choice(
 def _switch(on: Any, off: Any = None, note: str = "") -> Converter:
     """Return a converter of a bool; with no value for off, false is dropped."""
 
-    def convert(value: Any, values: Values) -> tuple[Any, str]:
+    def convert(value: Any, asked: Asked) -> tuple[Any, str]:
         if value in (True, "auto"):
             return on, note
         if off is None:
@@ -110,9 +63,9 @@ def _switch(on: Any, off: Any = None, note: str = "") -> Converter:
     return convert
 
 
-def _learning_rate(value: Any, values: Values) -> tuple[Any, str]:
+def _learning_rate(value: Any, asked: Asked) -> tuple[Any, str]:
     uses_lora = (
-        values.get("finetuning_type") == "lora" or values.get("adapter") or values.get("use_peft")
+        asked.get("finetuning_type") == "lora" or asked.get("adapter") or asked.get("use_peft")
     )
     note = (
         "chosen for LoRA: training every weight usually wants a tenth or less" if uses_lora else ""
@@ -120,35 +73,43 @@ def _learning_rate(value: Any, values: Values) -> tuple[Any, str]:
     return value, note
 
 
-def _betas(value: Any, values: Values) -> tuple[Any, str]:
-    first = _number(values.get("adam_beta1", 0.9))
-    return [first, _number(values.get("adam_beta2", 0.999))], ""
+def _betas(value: Any, asked: Asked) -> tuple[Any, str]:
+    first = _number(asked.given("adam_beta1", 0.9))
+    return [first, _number(asked.given("adam_beta2", 0.999))], ""
 
 
-def _warmup_steps(value: Any, values: Values) -> tuple[Any, str]:
-    if _number(value) == 0 and _number(values.get("warmup_ratio") or 0) > 0:
+def _warmup_steps(value: Any, asked: Asked) -> tuple[Any, str]:
+    if _number(value) == 0 and _number(asked.given("warmup_ratio", 0)) > 0:
         raise Dropped("warmup_ratio is given, and counts")
+    return _warmup(value, asked)
+
+
+def _warmup_ratio(value: Any, asked: Asked) -> tuple[Any, str]:
+    if _number(asked.given("warmup_steps", 0)) > 0:
+        raise Dropped("warmup_steps is given, and counts")
+    return _warmup(float(_number(value)), asked)
+
+
+def _warmup(value: Any, asked: Asked) -> tuple[Any, str]:
+    if asked.get("lr_scheduler_type", asked.get("lr_scheduler")) == "constant":
+        return 0, "their constant schedule has no warm-up"
+    if asked.tool == "Axolotl" and asked.get("warmup_ratio") is None is asked.get("warmup_steps"):
+        return value, "there 3 % of the run, but at most 100 steps"
     return value, ""
 
 
-def _warmup_ratio(value: Any, values: Values) -> tuple[Any, str]:
-    if _number(values.get("warmup_steps") or 0) > 0:
-        raise Dropped("warmup_steps is given, and counts")
-    return float(_number(value)), ""
-
-
-def _final_fraction(value: Any, values: Values) -> tuple[Any, str]:
+def _final_fraction(value: Any, asked: Asked) -> tuple[Any, str]:
     options = value if isinstance(value, dict) else {}
     if "min_lr_rate" in options:
         return _number(options["min_lr_rate"]), ""
-    if "min_lr" in options and _number(values.get("learning_rate") or 0) > 0:
-        fraction = _number(options["min_lr"]) / _number(values["learning_rate"])
+    if "min_lr" in options and _number(asked.get("learning_rate") or 0) > 0:
+        fraction = _number(options["min_lr"]) / _number(asked["learning_rate"])
         return float(f"{fraction:.6g}"), "of the peak"
-    raise Dropped("only the last learning rate of a schedule can be set")
+    raise Dropped("of a schedule only its last rate is taken over; optim.decay is the decay of wsd")
 
 
 def _strategy(steps_key: str) -> Converter:
-    def convert(value: Any, values: Values) -> tuple[Any, str]:
+    def convert(value: Any, asked: Asked) -> tuple[Any, str]:
         if value in ("no", False):
             if steps_key == "logging_steps":
                 raise Dropped("a run is always logged")
@@ -159,10 +120,10 @@ def _strategy(steps_key: str) -> Converter:
 
 
 def _every(strategy_keys: tuple[str, ...]) -> Converter:
-    def convert(value: Any, values: Values) -> tuple[Any, str]:
+    def convert(value: Any, asked: Asked) -> tuple[Any, str]:
         for key in strategy_keys:
-            if values.get(key) in ("no", "epoch", False):
-                raise Dropped(f"{key} is {values[key]}, and counts")
+            if asked.get(key) in ("no", "epoch", False):
+                raise Dropped(f"{key} is {asked[key]}, and counts")
         if 0 < _number(value) < 1:
             raise Dropped(IN_STEPS)
         return _whole(value, least=1), ""
@@ -170,8 +131,8 @@ def _every(strategy_keys: tuple[str, ...]) -> Converter:
     return convert
 
 
-def _held_out(value: Any, values: Values) -> tuple[Any, str]:
-    if values.get("eval_dataset") or values.get("test_datasets"):
+def _held_out(value: Any, asked: Asked) -> tuple[Any, str]:
+    if asked.get("eval_dataset") or asked.get("test_datasets"):
         raise Dropped("rows to evaluate on are given, and count")
     fraction = _number(value)
     if fraction <= 0:
@@ -181,51 +142,7 @@ def _held_out(value: Any, values: Values) -> tuple[Any, str]:
     return fraction, ""
 
 
-def _named_datasets(value: Any, values: Values) -> tuple[Any, str]:
-    names = value.split(",") if isinstance(value, str) else value
-    if not isinstance(names, list):
-        raise Dropped("not a list of names")
-    return [str(name).strip() for name in names], ""
-
-
-def _weighted_datasets(value: Any, values: Values) -> tuple[Any, str]:
-    if not values.get("dataset") or values.get("interleave_probs") is None:
-        return _named_datasets(value, values)
-    names, _ = _named_datasets(values["dataset"], values)
-    weights = values["interleave_probs"]
-    weights = weights.split(",") if isinstance(weights, str) else weights
-    if not isinstance(weights, list) or len(weights) != len(names):
-        raise Dropped("not one weight for each dataset")
-    return [
-        {"path": name, "weight": _number(weight)}
-        for name, weight in zip(names, weights, strict=True)
-    ], ""
-
-
-_FORMATS = {"alpaca": "alpaca", "chat_template": "messages", "sharegpt": "messages",
-            "completion": "text", "pretraining_dataset": "text"}  # fmt: skip
-
-
-def _listed_datasets(value: Any, values: Values) -> tuple[Any, str]:
-    """Axolotl's and TRL's lists of {path, type or split, and more}."""
-    sources, unused = [], set()
-    for item in value if isinstance(value, list) else [value]:
-        item = {"path": item} if isinstance(item, str) else item
-        if not isinstance(item, dict) or not item.get("path"):
-            raise Dropped("an entry has no path")
-        files = item.get("data_files")
-        files = [files] if isinstance(files, str) else files or []
-        if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
-            raise Dropped("data_files is neither a name nor a list of names")
-        kind = str(item.get("type", "")).partition(".")[0].partition(":")[0]
-        source = {"path": item["path"], "format": _FORMATS.get(kind, "auto")}
-        sources += [source | {"path": file} for file in files] if files else [source]
-        unused |= set(item) - {"path", "type", "data_files", "ds_type"}
-    note = f"not used: {', '.join(sorted(map(str, unused)))}" if unused else ""
-    return sources, note
-
-
-def _loggers(value: Any, values: Values) -> tuple[Any, str]:
+def _loggers(value: Any, asked: Asked) -> tuple[Any, str]:
     names = [value] if isinstance(value, str) else value
     known = ("tensorboard", "wandb", "trackio")
     if not isinstance(names, list):
@@ -235,37 +152,79 @@ def _loggers(value: Any, values: Values) -> tuple[Any, str]:
     return kept, f"not here: {', '.join(lost)}" if lost else ""
 
 
-def _axolotl_loggers(value: Any, values: Values) -> tuple[Any, str]:
+def _axolotl_loggers(value: Any, asked: Asked) -> tuple[Any, str]:
     if not value:
         raise Dropped(OFF)
     keys = {"use_tensorboard": "tensorboard", "use_wandb": "wandb", "wandb_project": "wandb",
             "use_trackio": "trackio"}  # fmt: skip
-    return sorted({name for key, name in keys.items() if values.get(key)}), ""
+    return sorted({name for key, name in keys.items() if asked.get(key)}), ""
 
 
-def _attention(value: Any, values: Values) -> tuple[Any, str]:
+def _attention(value: Any, asked: Asked) -> tuple[Any, str]:
     if not value:
         raise Dropped(OFF)
     kinds = {"flash_attention": "flash_attention_2", "flex_attention": "flex_attention",
              "sdp_attention": "sdpa", "eager_attention": "eager"}  # fmt: skip
-    return next(ours for key, ours in kinds.items() if values.get(key)), ""
+    return next(ours for key, ours in kinds.items() if asked.get(key)), ""
 
 
-def _trl_train_on(value: Any, values: Values) -> tuple[Any, str]:
-    if values.get("assistant_only_loss") or values.get("completion_only_loss"):
+def _trl_train_on(value: Any, asked: Asked) -> tuple[Any, str]:
+    completion = asked.get("completion_only_loss")
+    if completion:
+        return "completion", ""
+    if asked.get("assistant_only_loss"):
         return "assistant", ""
-    return "all", "with prompt and completion, TRL trains on completions: then give assistant"
-
-
-def _stage(value: Any, values: Values) -> tuple[Any, str]:
-    if value == "sft":
-        raise Dropped("sft is what is done")
-    if value != "pt":
-        raise Dropped(NO_METHOD)
+    if completion is False:
+        return "all", ""
+    told = [asked.has_pairs(name) for name in _trl_names(asked)]
+    if told and all(told):
+        return "completion", "rows of prompt and completion: TRL trains on the completion"
+    if None in told or not told:
+        return "all", (
+            "where rows have the columns prompt and completion, TRL trains on the completion: then "
+            "give data.train_on: completion"
+        )
     return "all", ""
 
 
-def _clip(value: Any, values: Values) -> tuple[Any, str]:
+def _trl_names(asked: Asked) -> list[str]:
+    given = asked.get("datasets")
+    items = given if isinstance(given, list) else [{"path": asked.get("dataset_name")}]
+    paths = [item.get("path") if isinstance(item, dict) else item for item in items]
+    return [path for path in paths if isinstance(path, str)]
+
+
+def _llama_factory_train_on(value: Any, asked: Asked) -> tuple[Any, str]:
+    stage = asked.given("stage", "sft")
+    if stage not in ("sft", "pt"):
+        raise Dropped(NO_METHOD)
+    if stage == "pt" or asked.get("train_on_prompt"):
+        return "all", ""
+    return ("last", "") if asked.get("mask_history") else ("assistant", "")
+
+
+def _llama_factory_packing(value: Any, asked: Asked) -> tuple[Any, str]:
+    if asked.get("neat_packing"):
+        return True, ""
+    if asked.get("packing") is None:
+        return asked.get("stage") == "pt", ""
+    return bool(value), "there rows attend to each other, here never" if value else ""
+
+
+def _template_arguments(key: str) -> Converter:
+    return lambda value, asked: ({key: value}, "")
+
+
+def _template(value: Any, asked: Asked) -> tuple[Any, str]:
+    """A template by its text or file; tools that name one of their own are told what is used."""
+    if not isinstance(value, str):
+        raise Dropped("not a template")
+    if "{" in value or Path(value).suffix == ".jinja":
+        return value, ""
+    raise Dropped("not a template file: the chat template of the model's tokenizer is used")
+
+
+def _clip(value: Any, asked: Asked) -> tuple[Any, str]:
     return (None, "no clipping") if _number(value) == 0 else (value, "")
 
 
@@ -299,7 +258,7 @@ CONVERTERS: dict[str, Converter] = {
     "lr_scheduler_kwargs": _final_fraction,
     "warmup_steps": _warmup_steps,
     "warmup_ratio": _warmup_ratio,
-    "max_steps": lambda value, values: (_whole(value, least=1), ""),
+    "max_steps": lambda value, asked: (_whole(value, least=1), ""),
     "max_grad_norm": _clip,
     "logging_strategy": _strategy("logging_steps"),
     "eval_strategy": _strategy("eval_steps"),
@@ -308,7 +267,7 @@ CONVERTERS: dict[str, Converter] = {
     "logging_steps": _every(("logging_strategy",)),
     "eval_steps": _every(("eval_strategy", "evaluation_strategy")),
     "save_steps": _every(("save_strategy",)),
-    "save_total_limit": lambda value, values: (_whole(value, least=1), ""),
+    "save_total_limit": lambda value, asked: (_whole(value, least=1), ""),
     "report_to": _loggers,
     "bf16": _switch("bf16"),
     "fp16": _switch("bf16", note=_NO_FP16),
@@ -331,17 +290,25 @@ CONVERTERS: dict[str, Converter] = {
     "flex_attention": _attention,
     "sdp_attention": _attention,
     "eager_attention": _attention,
-    "dataset": _weighted_datasets,
-    "interleave_probs": _weighted_datasets,
-    "eval_dataset": _named_datasets,
-    "datasets": _listed_datasets,
-    "test_datasets": _listed_datasets,
+    "dataset": sources.llama_factory,
+    "eval_dataset": sources.llama_factory,
+    "datasets": sources.listed,
+    "test_datasets": sources.listed,
+    "dataset_name": sources.trl_train,
+    "dataset_config": sources.trl_train,
+    "dataset_train_split": sources.trl_train,
+    "dataset_test_split": sources.trl_eval,
     "val_size": _held_out,
     "val_set_size": _held_out,
     "neat_packing": _switch(on=True),
-    "train_on_prompt": _switch("all", "assistant"),
+    "train_on_prompt": _llama_factory_train_on,
+    "mask_history": _llama_factory_train_on,
+    "stage": _llama_factory_train_on,
     "train_on_inputs": _switch("all", "assistant"),
-    "stage": _stage,
+    "enable_thinking": _template_arguments("enable_thinking"),
+    "chat_template_path": _template,
+    "chat_template_jinja": _template,
+    "curriculum_sampling": _switch(on=False, off=True),
     "activation_offloading": _switch("host"),
     "assistant_only_loss": _trl_train_on,
     "completion_only_loss": _trl_train_on,
@@ -354,3 +321,12 @@ CONVERTERS: dict[str, Converter] = {
     "use_trackio": _axolotl_loggers,
 }
 """By foreign key; a key that is not here keeps its value."""
+BY_TOOL: dict[tuple[str, str], Converter] = {
+    ("LLaMA-Factory", "packing"): _llama_factory_packing,
+}
+"""Where a key means something else in one tool."""
+
+
+def converter(key: str, asked: Asked) -> Converter | None:
+    """Return how a key's value is converted; None: it is kept."""
+    return BY_TOOL.get((asked.tool, key)) or CONVERTERS.get(key)

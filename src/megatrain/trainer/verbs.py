@@ -17,16 +17,23 @@ from megatrain.data.isolation import ISOLATES
 from megatrain.data.limits import check_limits
 from megatrain.data.prepare import prepare
 from megatrain.data.prepared import Prepared
+from megatrain.data.source import open_source
 from megatrain.disk.export import Origin
 from megatrain.disk.folder import read_config_bytes
 from megatrain.disk.hf import HostModel, load_model
 from megatrain.disk.restore import verify
 from megatrain.disk.retention import finished
-from megatrain.errors import CheckpointDamaged, ConfigError, DataError, RunFolderError
+from megatrain.errors import (
+    CheckpointDamaged,
+    ConfigError,
+    DataError,
+    MegaTrainError,
+    RunFolderError,
+)
 from megatrain.files import write_file
 from megatrain.memory.layout import Kind
 from megatrain.memory.ledger import gib
-from megatrain.migration import migrate
+from megatrain.migration import migrate, tool_named
 from megatrain.models.model_config import parse_config
 from megatrain.pipeline.engine import Engine
 from megatrain.report.page import write_report
@@ -217,16 +224,34 @@ def look_at_data(path: Path, model: Path, max_length: int, samples: int) -> None
         print(f"`megatrain train` would refuse these rows: {error}")
 
 
-def init_config(target: Path, source: Path | None) -> str:
+def init_config(
+    target: Path, source: Path | None, *, tool: str | None = None, num_gpus: int = 1
+) -> str:
     """Write a config; return what there is to say about it."""
     if target.exists():
         raise ConfigError(f"{target}: exists already; give another name")
     if source is None:
         write_file(target, STARTER.encode())
         return f"wrote {target}: set model and data, then `megatrain train {target}`"
-    migration = migrate(source)
+    named = None if tool is None else tool_named(tool)
+    migration = migrate(source, named, num_gpus=num_gpus, has_pairs=_has_pairs)
     write_file(target, migration.to_yaml().encode())
-    return f"{migration.report()}\nwrote {target}"
+    said = f"{migration.report()}\nwrote {target}"
+    try:
+        load_config(target)
+    except ConfigError as error:
+        said += f", which does not load yet:\n{error}"
+    return said
+
+
+def _has_pairs(source: str) -> bool | None:
+    """Return whether the rows of a file here have prompt and completion; None: not to be told."""
+    if not Path(source).exists():
+        return None
+    try:
+        return open_source(source).format.columns == ("prompt", "completion")
+    except MegaTrainError:
+        return None
 
 
 def run_demo(folder: Path, num_steps: int) -> None:
