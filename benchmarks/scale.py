@@ -22,9 +22,10 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from megatrain.planning.asked_machines import find_machine
 from megatrain.planning.families import shape_from_config
 from megatrain.planning.known_models import find_model
-from megatrain.planning.reference_machines import GIB, MACHINES, ReferenceMachine, find_machine
+from megatrain.planning.reference_machines import GIB, MACHINES, ReferenceMachine
 from megatrain.planning.search import Fixed, Search
 from megatrain.planning.settings import Settings
 from megatrain.planning.simulate import simulate
@@ -128,7 +129,7 @@ def patience() -> Iterator[str]:
 def _speed(shape: ModelShape, gpu: str) -> float | None:
     """Return the planned tokens/s; None where device memory is too small for a block."""
     profile = find_machine(gpu)[0].profile(ram_bytes=64 << 40)
-    workload = Workload(model=shape, step_tokens=128 << 10)
+    workload = Workload(model=shape, step_tokens=128 << 10, packed=True)
     for micro_tokens in (16384, 4096, 2048):
         search = Search(profile, workload, Fixed(micro_tokens=micro_tokens, slots=2, tape="host"))
         found = search.best()
@@ -236,7 +237,7 @@ def wear() -> Iterator[str]:
     ):
         shape = model_shape(name)
         machine, _ = find_machine(gpu)
-        workload = Workload(model=shape, step_tokens=128 << 10)
+        workload = Workload(model=shape, step_tokens=128 << 10, packed=True)
         settings = Settings(micro_tokens=8192, tape="host")
         compute = simulate(machine.profile(ram_bytes=1 << 42), workload, settings).step_s
         moved = 10 * shape.params

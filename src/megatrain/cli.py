@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from megatrain.errors import DoesNotFit
+from megatrain.errors import ConfigError, DoesNotFit
 from megatrain.version import __version__
 
 
@@ -222,7 +222,7 @@ def doctor(
 def estimate(
     model: Annotated[
         str, typer.Argument(help="Known model, model folder, config.json, or run.yaml.")
-    ],
+    ] = "",
     overrides: Overrides = None,
     gpu: Annotated[str | None, typer.Option(help="Like 4090, or 24GB; default: this one.")] = None,
     ram: Annotated[str | None, typer.Option(help="Host memory for the run, like 128GB.")] = None,
@@ -231,11 +231,18 @@ def estimate(
     batch_tokens: Annotated[str | None, typer.Option(help="Short for train.batch_tokens.")] = None,
     price_per_hour: Annotated[float | None, typer.Option(help="Of the machine.")] = None,
     plot: Annotated[Path | None, typer.Option(help="PNG file to draw.")] = None,
+    list_known: Annotated[bool, typer.Option("--list", help="List known models and GPUs.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Tell whether a model would fit, how fast it would train, what limits it, what it costs."""
     from megatrain.planning.estimate import estimate as estimated
+    from megatrain.planning.estimate import known
 
+    if list_known:
+        typer.echo(known())
+        return
+    if not model:
+        raise ConfigError("which model? Give a name, a folder or a run.yaml; --list shows names")
     found = estimated(
         model,
         overrides or [],

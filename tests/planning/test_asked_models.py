@@ -42,7 +42,7 @@ def test_an_id_that_is_not_in_the_table_is_asked_of_the_hub(
         assert shape.renamed(known.name) == find_shape("qwen3-8b")
         assert shape.name == "fresh"
         assert hub.fetched() == ["config.json"]
-        with pytest.raises(ConfigError, match=r"acme/qwen: no folder, .*the Hub has no model"):
+        with pytest.raises(ConfigError, match=r"acme/qwen: not a folder, .*the Hub has no model"):
             find_shape("acme/qwen")
         hub.requests.clear()
         find_shape("Qwen/Qwen3-8B")
@@ -63,7 +63,7 @@ def test_a_model_with_eyes_counts_its_decoder(tmp_path: Path) -> None:
 
 
 def test_what_is_nowhere_is_said() -> None:
-    with pytest.raises(ConfigError, match="no folder, no file, and no known model"):
+    with pytest.raises(ConfigError, match="not a folder, not a file and not a known model"):
         find_shape("no/such-thing")
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from megatrain.planning.asked_machines import find_machine
 from megatrain.planning.doctor import Examination, kept_examination, measured_profile
 from megatrain.planning.host_facts import host_facts, profile_path
-from megatrain.planning.reference_machines import GIB, find_machine
+from megatrain.planning.reference_machines import GIB
 
 
 def examination(gpu: str = "4090", ram_gib: int = 128) -> Examination:

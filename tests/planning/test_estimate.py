@@ -12,12 +12,13 @@ import pytest
 
 import megatrain as mt
 from megatrain.errors import ConfigError
+from megatrain.planning.asked_machines import find_machine
 from megatrain.planning.doctor import Examination
 from megatrain.planning.estimate import Estimate, estimate
 from megatrain.planning.host_facts import host_facts, profile_path
-from megatrain.planning.known_models import known_models
+from megatrain.planning.known_models import find_model, known_models
 from megatrain.planning.plan import make_plan
-from megatrain.planning.reference_machines import GIB, MACHINES, find_machine
+from megatrain.planning.reference_machines import GIB, MACHINES
 from tests.effort import children_s, require_effort
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +67,7 @@ def test_what_fits_says_how_fast_and_what_limits() -> None:
     assert found.cost == pytest.approx(found.seconds / 3600 * 0.5)  # type: ignore[operator]
     text = str(found)
     for word in (
-        "RTX 4090 (reference figures)", "Qwen/Qwen3-8B, 8.19B params",
+        "machine   RTX 4090", "figures   published, not measured", "Qwen/Qwen3-8B, 8.19B params",
         "131,072 tokens in rows of 2,048", "weights (hi)", "limit     compute",
         "in all    1B tokens in ", "at 0.5 an hour", "micro_tokens",
     ):  # fmt: skip
@@ -83,7 +84,7 @@ def test_what_does_not_fit_says_by_how_much_and_ends_with_3() -> None:
     assert done.returncode == 3
     assert "short of  host memory " in done.stdout
     assert "does not fit" in done.stdout
-    assert "24GB, as fast as a RTX 3090" in done.stdout
+    assert "24GB card, as fast as RTX 3090" in done.stdout
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
@@ -150,6 +151,41 @@ def test_rows_longer_than_the_usual_step_make_it_longer() -> None:
     assert found.plan.workload.step_tokens == 262144
 
 
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("gpt-oss-120b", "weights   come in MXFP4; they must be converted to bf16 first"),
+        ("DeepSeek-V3", "weights   come in FP8; they must be converted to bf16 first"),
+        ("Kimi-K2-Instruct", "weights   come in FP8"),
+        ("gemma-3-27b-pt", "weights   come with a vision part"),
+    ],
+)
+def test_published_weights_that_cannot_be_trained_as_they_are_are_named(
+    model: str, words: str
+) -> None:
+    assert words in str(estimate(model, gpu="H200", ram="2TB"))
+    assert "weights   come" not in str(estimate("qwen3-8b", gpu="H200", ram="2TB"))
+
+
+def test_the_config_of_a_folder_says_how_its_weights_are_kept(tmp_path: Path) -> None:
+    config = find_model("qwen3-8b").config | {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "weights   come in FP8" in str(estimate(str(tmp_path), gpu="4090", ram="192GB"))
+
+
+def test_what_is_known_can_be_listed() -> None:
+    done = _run("--list")
+    assert done.returncode == 0, done.stderr
+    for name in ("Qwen/Qwen3-8B", "moonshotai/Kimi-K2-Instruct", "RTX 5070 Ti", "B200"):
+        assert name in done.stdout
+    assert _run().returncode == 2
+
+
+@pytest.mark.parametrize(("tokens", "count"), [("1B", 10**9), ("300M", 3 * 10**8), ("1e9", 10**9)])
+def test_tokens_as_people_write_them(tokens: str, count: int) -> None:
+    assert estimate("qwen3-0.6b", gpu="4090", ram="64GB", tokens=tokens).tokens == count
+
+
 def test_from_python() -> None:
     assert mt.estimate("Qwen/Qwen3-8B", gpu="24GB", ram="192GB").tokens_per_s > 0
 
@@ -172,7 +208,7 @@ def test_this_machine_is_meant_without_a_gpu() -> None:
     path = profile_path(facts)
     path.parent.mkdir(parents=True)
     path.write_text(found.to_json())
-    assert "RTX 5090 (measured 2026-01-02)" in str(estimate("qwen3-0.6b"))
+    assert "figures   measured 2026-01-02" in str(estimate("qwen3-0.6b"))
     assert estimate("qwen3-0.6b", ram="32GB").plan.profile.ram_bytes == 32 * 10**9
 
 

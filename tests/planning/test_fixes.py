@@ -71,6 +71,14 @@ def test_packing_is_given_up_where_its_masks_are_what_does_not_fit() -> None:
     assert estimate("Qwen2.5-7B", [*settings, "model.attn=flash_attention_2"], gpu="GH200").fits
 
 
+def test_steps_that_are_counted_in_rows_are_shortened_in_rows() -> None:
+    settings = ["train.batch_rows=64", "data.max_length=2k"]
+    found = estimate("Qwen3-14B", settings, gpu="3090", ram="250GB")
+    assert not found.fits
+    (rows,) = (fix for fix in found.plan.fixes if "train.batch_rows=32" in fix.overrides)
+    assert estimate("Qwen3-14B", [*settings, *rows.overrides], gpu="3090", ram="250GB").fits
+
+
 def test_what_the_user_decided_is_not_undone() -> None:
     workload = Workload(model=EIGHT, step_tokens=32768)
     fixed = Fixed(micro_tokens=16384, slots=4, tape="host")

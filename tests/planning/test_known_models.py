@@ -77,9 +77,12 @@ def test_every_model_is_found_by_its_own_name() -> None:
 @pytest.mark.parametrize(
     ("asked", "answer"),
     [
-        ("Qwen/Qwen3-9B", "Qwen/Qwen3-9B: no folder, no file, and no known model. Did you mean "),
+        (
+            "Qwen/Qwen3-9B",
+            "Qwen/Qwen3-9B: not a folder, not a file and not a known model. Did you mean ",
+        ),
         ("lama-3.1-8b", "Did you mean .*meta-llama/Llama-3.1-8B"),
-        ("xyz", f"{len(MODELS)} are known, .* give the path of a config.json"),
+        ("xyz", f"shows the {len(MODELS)} that are known; or give the path of a config.json"),
     ],
 )
 def test_an_unknown_name_is_refused_with_what_comes_near(asked: str, answer: str) -> None:

@@ -121,7 +121,7 @@ def test_the_lever_moves_what_limits() -> None:
     few = Workload(model=SMALL, step_tokens=2048)
     plan = make_plan(slow, few)
     assert plan.bottleneck == "link in"
-    assert plan.lever.startswith("train.batch_tokens 2048 -> ")
+    assert plan.lever.startswith("train.batch_tokens=8192 (now 2048)")
     more = make_plan(slow, replace(few, step_tokens=8192))
     assert more.simulation.tokens_per_s > 1.2 * plan.simulation.tokens_per_s
 

@@ -37,6 +37,11 @@ MAX_TEXT = 65536
 MAX_ENTRIES = 1 << 16
 MAX_KEY = 256
 
+QUANTISED = (
+    "quantised weights cannot be trained at full precision. Convert the model to bf16 first: load "
+    "it with transformers (dequantize=True in its quantization config) and save_pretrained it to "
+    "another folder"
+)
 # Keys that make transformers import, fetch or replace code, whatever their value.
 REFUSED = {
     "auto_map": "runs code from the folder",
@@ -50,8 +55,8 @@ REFUSED = {
     "experts_implementation": "loads kernels",
     "distributed_config": "changes how the model is built",
     "per_layer_config": "changes how the model is built",
-    "quantization_config": "quantised weights cannot be trained at full precision",
-    "compression_config": "compressed weights cannot be trained at full precision",
+    "quantization_config": QUANTISED,
+    "compression_config": QUANTISED,
 }
 UNDERSCORE = "keys with a leading underscore reach internals"
 # Written by transformers itself; these carry no meaning for the model ...
@@ -288,7 +293,8 @@ def _check_causal(config: PreTrainedConfig) -> None:
 
 
 def _refusal(key: str, reason: str) -> str:
-    return f"{CONFIG_NAME}: key {key[:120]} is refused: {reason}. Remove it to go on."
+    way_out = "" if reason == QUANTISED else " Remove it to go on."
+    return f"{CONFIG_NAME}: key {key[:120]} is refused: {reason}.{way_out}"
 
 
 def _first_line(error: BaseException) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from megatrain.config import Config
 from megatrain.errors import ConfigError, HubError, ModelConfigError, ModelFolderError
 from megatrain.planning.families import ALIASES, FAMILIES, shape_from_config
 from megatrain.planning.freezing import with_frozen
-from megatrain.planning.known_models import find_model
+from megatrain.planning.known_models import find_model, weights_note
 from megatrain.planning.workload import ModelShape, shape_of
 
 MAX_BYTES = 4 << 20
@@ -58,7 +59,7 @@ def find_shape(asked: str) -> ModelShape:
         known = find_model(asked)
     except ConfigError as unknown:
         return _from_hub(asked, unknown)
-    return shape_from_config(known.config, known.name)
+    return replace(shape_from_config(known.config, known.name), weights=known.weights)
 
 
 def _from_hub(asked: str, unknown: ConfigError) -> ModelShape:
@@ -92,7 +93,15 @@ def _read(path: Path, name: str) -> ModelShape:
     if ALIASES.get(family, family) not in FAMILIES:
         return _by_skeleton(data, name, "bf16", ())
     _check(decoder, path)
-    return shape_from_config(fields, name)
+    return replace(shape_from_config(fields, name), weights=_weights(fields))
+
+
+def _weights(fields: Mapping[str, Any]) -> str:
+    """Return what a config.json says of weights that cannot be trained as they are."""
+    quantised = fields.get("quantization_config")
+    if isinstance(quantised, Mapping):
+        return weights_note(str(quantised.get("quant_method", "a quantised form"))[:20].upper())
+    return weights_note("vision") if "vision_config" in fields else ""
 
 
 def _object(data: bytes, path: Path) -> dict[str, Any]:

@@ -30,12 +30,14 @@ from megatrain.errors import ConfigError
 from megatrain.files import write_file
 from megatrain.memory.host import free_bytes
 from megatrain.numbers import duration, figure, size
+from megatrain.planning.asked_machines import find_machine
 from megatrain.planning.asked_models import shape_for
 from megatrain.planning.doctor import kept_examination
 from megatrain.planning.from_config import fixed_by, within, workload_of
+from megatrain.planning.known_models import known_models
 from megatrain.planning.plan import Plan, make_plan
 from megatrain.planning.profile import MachineProfile
-from megatrain.planning.reference_machines import find_machine
+from megatrain.planning.reference_machines import MACHINES
 from megatrain.planning.search import shortfalls
 
 
@@ -45,7 +47,9 @@ class Estimate:
 
     plan: Plan
     machine: str
-    """Which machine, and where its figures are from."""
+    """Which machine, as it was asked for."""
+    figures: str
+    """Where the machine's figures are from."""
     tokens: int | None
     price_per_hour: float | None
 
@@ -78,6 +82,8 @@ class Estimate:
         plan, workload = self.plan, self.plan.workload
         facts: dict[str, Any] = plan.facts() | {
             "machine": self.machine,
+            "figures": self.figures,
+            "weights": workload.model.weights,
             "params": workload.model.params,
             "active_params": workload.model.active_params,
             "step_tokens": workload.step_tokens,
@@ -102,7 +108,9 @@ class Estimate:
 
     def _head(self) -> list[str]:
         model = self.plan.workload.model
-        rows = [_row("machine", self.machine)]
+        rows = [_row("machine", self.machine), _row("figures", self.figures)]
+        if model.weights:
+            rows.append(_row("weights", model.weights))
         if model.active_params < 0.95 * model.params:
             share = f"{figure(model.active_params)} of {figure(model.params)} parameters"
             rows.append(_row("experts", f"a token uses {share}"))
@@ -141,7 +149,9 @@ def estimate(
     train.batch_tokens. Raises ConfigError, ModelFolderError or ModelConfigError.
     """
     config = _config(model, overrides, seq, batch_tokens)
-    profile, machine = _machine(gpu, None if ram is None else _read("ram", ram, read_bytes))
+    profile, machine, figures = _machine(
+        gpu, None if ram is None else _read("ram", ram, read_bytes)
+    )
     if config.memory.device == "cpu" and not profile.unified:
         raise ConfigError(
             f"memory.device is cpu, but {machine} computes on its card. Give memory.device=auto"
@@ -150,6 +160,7 @@ def estimate(
     return Estimate(
         plan=make_plan(within(profile, config), workload, fixed_by(config)),
         machine=machine,
+        figures=figures,
         tokens=None if tokens is None else _read("tokens", tokens, read_count),
         price_per_hour=None if price_per_hour is None else float(read_number(price_per_hour)),
     )
@@ -177,8 +188,8 @@ def _config(
     return resolve_config(Document(name="estimate", value=bare), [*given, *overrides])
 
 
-def _machine(gpu: str | None, ram_bytes: int | None) -> tuple[MachineProfile, str]:
-    """Return the profile, and how people know it."""
+def _machine(gpu: str | None, ram_bytes: int | None) -> tuple[MachineProfile, str, str]:
+    """Return the profile, how people know it, and where its figures are from."""
     if gpu is None:
         return _this_machine(ram_bytes)
     reference, device_bytes = find_machine(gpu)
@@ -186,12 +197,13 @@ def _machine(gpu: str | None, ram_bytes: int | None) -> tuple[MachineProfile, st
     name = reference.name
     if device_bytes is not None:
         profile = profile.changed(device_bytes=reference.usable(device_bytes))
-        name = f"{gpu}, as fast as a {reference.name}"
-    usual = "" if ram_bytes else ", host memory as usual"
-    return profile, f"{name} (reference figures{usual})"
+        profile = profile.changed(name=f"{gpu.strip()} card")
+        name = f"{profile.name}, as fast as {reference.name}"
+    usual = "" if ram_bytes else "; host memory as usual"
+    return profile, name, f"published, not measured{usual}"
 
 
-def _this_machine(ram_bytes: int | None) -> tuple[MachineProfile, str]:
+def _this_machine(ram_bytes: int | None) -> tuple[MachineProfile, str, str]:
     found = kept_examination()
     if found is None:
         raise ConfigError(
@@ -199,7 +211,16 @@ def _this_machine(ram_bytes: int | None) -> tuple[MachineProfile, str]:
             "`megatrain doctor` here first"
         )
     profile = found.profile.changed(ram_bytes=ram_bytes or max(1, free_bytes()))
-    return profile, f"{profile.name} (measured {found.when})"
+    return profile, profile.name, f"measured {found.when}"
+
+
+def known() -> str:
+    """Return the models and machines that have names here, for people."""
+    models = [f"  {model.name:45}{figure(model.published_params):>8}" for model in known_models()]
+    machines = [f"  {machine.name:45}{machine.memory_gib:>4} GiB" for machine in MACHINES]
+    return "\n".join(
+        ["models, with their parameters", *models, "", "machines for --gpu", *machines]
+    )
 
 
 def _read(name: str, value: Any, read: Any) -> int:

@@ -228,7 +228,7 @@ def _shorter_steps(start: Fix) -> Fix | None:
     longest = fits[0]
     place = "host" if "host" in start.missing else "device"
     why = f"now {workload.step_tokens}, -{gib(_saved(start, longest, place))} {place}"
-    return _set(start, f"train.batch_tokens={longest.step_tokens}", why, longest)
+    return _set(start, workload.step_setting(longest.step_tokens), why, longest)
 
 
 def _halves(start: Fix) -> list[int]:

@@ -28,7 +28,8 @@ from megatrain.errors import ConfigError
 
 # family, name, published (billions), from, hidden, layers, heads, key-value heads, head size,
 # inner, vocabulary, then what else matters. `t`: embedding and head are one; `u`: they are two;
-# `8/128x768+1`: experts chosen / all x width + shared; `w=`: sliding window of some layers.
+# `8/128x768+1`: experts chosen / all x width + shared; `w=`: sliding window of some layers;
+# `@`: what the published weights are, where they cannot be trained as they are.
 _TABLE = """
 llama       meta-llama/Llama-2-7b-hf              6.74  c  4096  32  32 32 128 11008  32000 u
 llama       meta-llama/Llama-2-13b-hf             13.0  c  5120  40  40 40 128 13824  32000 u
@@ -94,23 +95,23 @@ gemma2      google/gemma-2-9b                     9.24  c  3584  42  16  8 256 1
 gemma2      google/gemma-2-27b                    27.2  c  4608  46  32 16 128 36864 256000 t w=4096
 gemma3_text google/gemma-3-270m                   0.268 k   640  18   4  1 256  2048 262144 t w=512
 gemma3_text google/gemma-3-1b-pt                  1.00  c  1152  26   4  1 256  6912 262144 t w=512
-gemma3_text google/gemma-3-4b-pt                  3.88  c  2560  34   8  4 256 10240 262208 t w=1024
-gemma3_text google/gemma-3-12b-pt                 11.77 c  3840  48  16  8 256 15360 262208 t w=1024
-gemma3_text google/gemma-3-27b-pt                 27.01 c  5376  62  32 16 128 21504 262208 t w=1024
+gemma3_text google/gemma-3-4b-pt                  3.88  c  2560  34   8  4 256 10240 262208 t w=1024 @vision
+gemma3_text google/gemma-3-12b-pt                 11.77 c  3840  48  16  8 256 15360 262208 t w=1024 @vision
+gemma3_text google/gemma-3-27b-pt                 27.01 c  5376  62  32 16 128 21504 262208 t w=1024 @vision
 phi         microsoft/phi-2                       2.78  c  2560  32  32 32  80 10240  51200 u
 phi3        microsoft/Phi-3-mini-4k-instruct      3.82  c  3072  32  32 32  96  8192  32064 u w=2047
 phi3        microsoft/Phi-3-medium-4k-instruct    13.96 k  5120  40  40 10 128 17920  32064 u
 phi3        microsoft/Phi-3.5-mini-instruct       3.82  c  3072  32  32 32  96  8192  32064 u
 phi3        microsoft/phi-4                       14.66 c  5120  40  40 10 128 17920 100352 u
 phi3        microsoft/Phi-4-mini-instruct         3.84  c  3072  32  24  8 128  8192 200064 t
-gpt_oss     openai/gpt-oss-20b                    20.9  c  2880  24  64  8  64  2880 201088 u 4/32 w=128
-gpt_oss     openai/gpt-oss-120b                   116.8 c  2880  36  64  8  64  2880 201088 u 4/128 w=128
+gpt_oss     openai/gpt-oss-20b                    20.9  c  2880  24  64  8  64  2880 201088 u 4/32 w=128 @MXFP4
+gpt_oss     openai/gpt-oss-120b                   116.8 c  2880  36  64  8  64  2880 201088 u 4/128 w=128 @MXFP4
 deepseek_v2 deepseek-ai/DeepSeek-V2-Lite          15.7  c  2048  27  16 16   0 10944 102400 u 6/64x1408+2 dense=1
 deepseek_v2 deepseek-ai/DeepSeek-V2               235.7 c  5120  60 128 128  0 12288 102400 u 6/160x1536+2 dense=1 q=1536
-deepseek_v3 deepseek-ai/DeepSeek-V3               671   c  7168  61 128 128  0 18432 129280 u 8/256x2048+1 dense=3 q=1536
-deepseek_v3 deepseek-ai/DeepSeek-R1               671   c  7168  61 128 128  0 18432 129280 u 8/256x2048+1 dense=3 q=1536
+deepseek_v3 deepseek-ai/DeepSeek-V3               671   c  7168  61 128 128  0 18432 129280 u 8/256x2048+1 dense=3 q=1536 @FP8
+deepseek_v3 deepseek-ai/DeepSeek-R1               671   c  7168  61 128 128  0 18432 129280 u 8/256x2048+1 dense=3 q=1536 @FP8
 deepseek_v3 moonshotai/Moonlight-16B-A3B          15.96 c  2048  27  16 16   0 11264 163840 u 6/64x1408+2 dense=1
-deepseek_v3 moonshotai/Kimi-K2-Instruct           1030  c  7168  61  64 64   0 18432 163840 u 8/384x2048+1 dense=1 q=1536
+deepseek_v3 moonshotai/Kimi-K2-Instruct           1030  c  7168  61  64 64   0 18432 163840 u 8/384x2048+1 dense=1 q=1536 @FP8
 olmo2       allenai/OLMo-2-0425-1B                1.48  k  2048  16  16 16 128  8192 100352 u
 olmo2       allenai/OLMo-2-1124-7B                7.30  c  4096  32  32 32 128 11008 100352 u
 olmo2       allenai/OLMo-2-1124-13B               13.7  c  5120  40  40 40 128 13824 100352 u
@@ -156,6 +157,8 @@ class KnownModel:
     """The dimensions were compared with a public copy of the config."""
     config: dict[str, Any]
     """What of its config.json the dimensions are."""
+    weights: str = ""
+    """What must be done to its published weights before they can be trained."""
 
 
 def known_models() -> tuple[KnownModel, ...]:
@@ -171,7 +174,7 @@ def find_model(name: str) -> KnownModel:
         if found:
             return _row(_TABLE.strip().splitlines()[found[0]])
     raise ConfigError(
-        f"{name[:200]}: no folder, no file, and no known model.{_nearest(name, rows)}"
+        f"{name[:200]}: not a folder, not a file and not a known model.{_nearest(name, rows)}"
     )
 
 
@@ -180,7 +183,8 @@ def _nearest(name: str, rows: list[str]) -> str:
     near = difflib.get_close_matches(_short(name)[:100], short, n=3, cutoff=0.6)
     if near:
         return f" Did you mean {' or '.join(short[each] for each in near)}?"
-    return f" {len(rows)} are known, {rows[0]} for one; or give the path of a config.json"
+    known = f"`megatrain estimate --list` shows the {len(rows)} that are known"
+    return f" {known}; or give the path of a config.json"
 
 
 def _whole(name: str) -> str:
@@ -213,14 +217,23 @@ def _row(line: str) -> KnownModel:
     }
     if head_dim:
         config["head_dim"] = head_dim
-    for word in line.split()[11:]:
-        config |= _extra(family, word)
+    words = line.split()[11:]
+    for word in words:
+        config |= {} if word.startswith("@") else _extra(family, word)
     return KnownModel(
         name=name,
         published_params=float(published) * 1e9,
         checked=checked == "c",
         config=config,
+        weights=next((weights_note(word[1:]) for word in words if word.startswith("@")), ""),
     )
+
+
+def weights_note(form: str) -> str:
+    """Return what must be done to weights of this form before they can be trained."""
+    if form == "vision":
+        return "come with a vision part; a text-only copy must be made first"
+    return f"come in {form}; they must be converted to bf16 first"
 
 
 def _extra(family: str, word: str) -> dict[str, Any]:

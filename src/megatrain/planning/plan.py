@@ -217,11 +217,12 @@ def _lever(search: Search, settings: Settings) -> str:
         larger = Search(profile, replace(workload, step_tokens=tokens))
         if larger.fits(settings):
             gain = here / (larger.seconds(settings) / tokens) - 1
-            found.append((gain, f"train.batch_tokens {workload.step_tokens} -> {tokens}"))
+            now = workload.step_setting(workload.step_tokens).partition("=")[2]
+            found.append((gain, f"{workload.step_setting(tokens)} (now {now})"))
     if workload.max_grad_norm is not None:
         other = settings.changed(update="in_backward")
         gain = here * workload.step_tokens / search.seconds(other) - 1
-        found.append((gain, "train.max_grad_norm: null"))
+        found.append((gain, "train.max_grad_norm=null"))
     gain, text = max(found, default=(0.0, ""))
     if gain < 0.02:
         return "none of the settings: within 2 % of what this machine does"

@@ -11,18 +11,14 @@ sustained of it; a machine that is at hand is measured instead (`megatrain docto
     DRAM        reads and writes mixed, as the optimizer makes them: 70 to 80 % of the channels'
                 sum. Desktops have two channels, servers eight or twelve
 
-Laws (tests/planning/test_reference_machines.py)
-    1. No sustained figure is above the card's own limit: the sheet's peak at the clock it holds.
-    2. `--gpu` takes a name as people write it, or a size of device memory.
+Law (tests/planning/test_reference_machines.py): no sustained figure is above the card's own limit,
+the sheet's peak at the clock it holds.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
-from megatrain.config.quantities import read_bytes
-from megatrain.errors import ConfigError
 from megatrain.planning.profile import FlopRate, MachineProfile
 
 GIB = 1 << 30
@@ -159,6 +155,76 @@ MACHINES = (
         cores=16,
     ),
     ReferenceMachine(
+        name="RTX 5060",
+        aliases=("5060",),
+        source="NVIDIA GeForce RTX 5060 product page; host: 2 channels of DDR5-5600",
+        memory_gib=8,
+        peak=38.4,
+        sustained=35.0,  # 91 %: as the 5090 below; 8 lanes of PCIe 5
+        memory_rate=448,
+        link_in=25,
+        link_out=25,
+        dram_rate=62,
+        ram_gib=64,
+        cores=8,
+    ),
+    ReferenceMachine(
+        name="RTX 5060 Ti 16GB",
+        aliases=("5060ti",),
+        source="NVIDIA GeForce RTX 5060 Ti product page; host: 2 channels of DDR5-5600",
+        memory_gib=16,
+        peak=47.4,
+        sustained=43.0,  # 91 %: as the 5090 below; 8 lanes of PCIe 5
+        memory_rate=448,
+        link_in=25,
+        link_out=25,
+        dram_rate=62,
+        ram_gib=64,
+        cores=8,
+    ),
+    ReferenceMachine(
+        name="RTX 5070",
+        aliases=("5070",),
+        source="NVIDIA RTX Blackwell whitepaper; host: 2 channels of DDR5-5600",
+        memory_gib=12,
+        peak=61.7,
+        sustained=57.0,  # 92 %: as the 5090 below
+        memory_rate=672,
+        link_in=50,
+        link_out=50,
+        dram_rate=62,
+        ram_gib=64,
+        cores=12,
+    ),
+    ReferenceMachine(
+        name="RTX 5070 Ti",
+        aliases=("5070ti",),
+        source="NVIDIA RTX Blackwell whitepaper; host: 2 channels of DDR5-5600",
+        memory_gib=16,
+        peak=87.9,
+        sustained=81.0,  # 92 %: as the 5090 below
+        memory_rate=896,
+        link_in=50,
+        link_out=50,
+        dram_rate=62,
+        ram_gib=96,
+        cores=12,
+    ),
+    ReferenceMachine(
+        name="RTX 5080",
+        aliases=("5080",),
+        source="NVIDIA RTX Blackwell whitepaper; host: 2 channels of DDR5-5600",
+        memory_gib=16,
+        peak=112.6,
+        sustained=104.0,  # 92 %: as the 5090 below
+        memory_rate=960,
+        link_in=50,
+        link_out=50,
+        dram_rate=62,
+        ram_gib=128,
+        cores=16,
+    ),
+    ReferenceMachine(
         name="RTX 5090",
         aliases=("5090",),
         source="NVIDIA RTX Blackwell whitepaper; host: 2 channels of DDR5-5600",
@@ -258,6 +324,24 @@ MACHINES = (
         cores=56,
     ),
     ReferenceMachine(
+        name="B200",
+        aliases=(
+            "b200",
+            "b200sxm",
+            "hgxb200",
+        ),
+        source="NVIDIA HGX B200 data sheet; host: 8 channels of DDR5-5600",
+        memory_gib=179,
+        peak=2250.0,
+        sustained=1350.0,  # 60 %: the H100's share, less a little: 1000 W for 2.3 times its rate
+        memory_rate=8000,
+        link_in=52,
+        link_out=52,
+        dram_rate=280,
+        ram_gib=2048,
+        cores=56,
+    ),
+    ReferenceMachine(
         name="GH200",
         aliases=("gh200",),
         source="NVIDIA GH200 data sheet: NVLink-C2C 450 GB/s each way, 480 GB of LPDDR5X",
@@ -302,40 +386,3 @@ MACHINES = (
         cores=64,
     ),
 )
-
-
-_SIZE = re.compile(r"\d+(\.\d+)? ?[gt]i?b", re.I)
-
-
-def find_machine(text: str) -> tuple[ReferenceMachine, int | None]:
-    """Return the machine that `--gpu` means, and its device memory if a size was given.
-
-    A size means the slowest card that has it, so that the answer holds for any. Raises ConfigError.
-    """
-    if _SIZE.fullmatch(text.strip()):
-        size = read_bytes(text)
-        return _slowest_with(size), size
-    plain = _plain(text)
-    for machine in MACHINES:
-        if plain in {_plain(machine.name), *machine.aliases}:
-            return machine, None
-    near = [machine.name for machine in MACHINES if plain and plain in _plain(machine.name)]
-    if len(near) > 1:
-        raise ConfigError(f"--gpu {text[:60]}: could be {' or '.join(near)}; say which")
-    names = ", ".join(machine.name for machine in MACHINES)
-    raise ConfigError(f"--gpu {text[:60]}: give a size like 24GB, or one of: {names}")
-
-
-def _slowest_with(num_bytes: int) -> ReferenceMachine:
-    """Return the slowest card with so much memory; the largest one if none has."""
-    cards = [machine for machine in MACHINES if not machine.unified]
-    enough = [card for card in cards if card.memory_gib * GIB >= num_bytes]
-    least = min((card.memory_gib for card in enough), default=None)
-    if least is None:
-        return max(cards, key=lambda card: card.memory_gib)
-    return min((c for c in enough if c.memory_gib == least), key=lambda card: card.sustained)
-
-
-def _plain(text: str) -> str:
-    stripped = re.sub(r"[^a-z0-9]", "", text.lower())
-    return re.sub(r"^(nvidia|amd|geforce|instinct|rtx(?=\d))+", "", stripped)

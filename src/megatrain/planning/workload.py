@@ -152,6 +152,8 @@ class ModelShape:
     head: BlockShape
     tied: bool
     """The output projection is the embedding's table."""
+    weights: str = ""
+    """What must be done to its published weights before they can be trained."""
 
     @property
     def num_layers(self) -> int:
@@ -203,6 +205,8 @@ class Workload:
     model: ModelShape
     step_tokens: int
     """Tokens of one optimizer step."""
+    by_rows: bool = False
+    """The step is counted in rows (`train.batch_rows`); its tokens are then the most it has."""
     sequence: int = 2048
     """Length of a row."""
     dtype: Dtype = "bf16"
@@ -212,6 +216,12 @@ class Workload:
     """Rows hold several documents, which must not see each other."""
     max_grad_norm: float | None = 1.0
     """None: no clipping, so that updates may run in backward."""
+
+    def step_setting(self, tokens: int) -> str:
+        """Return the setting that makes a step so long."""
+        if self.by_rows:
+            return f"train.batch_rows={tokens // self.sequence}"
+        return f"train.batch_tokens={tokens}"
 
     @property
     def masked(self) -> bool:
