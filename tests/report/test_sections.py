@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 
+from megatrain.numbers import figure
 from megatrain.report.config_diff import settings_of
 from megatrain.report.memory_bars import memory_section
 from megatrain.report.run_folder import LedgerLine, Run, Span, StepLine, read_run
@@ -29,9 +30,12 @@ def run_of(*splits: dict[str, float]) -> Run:
 def test_the_sentence(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path, num_steps=300), "run")
     assert sentence(run) == (
-        "300 steps over 39.3M tokens in 1 h 24 min: the loss went from 2.517 to 1.335; "
+        "300 steps over 39.3M tokens in 1 h 24 min of steps: the loss went from 2.758 to 1.417; "
         "compute limits the step with 83 % of its time, next comes updating weights with 11 %."
     )
+    losses = [step.values["loss"] for step in run.steps if math.isfinite(step.values["loss"])]
+    assert (figure(losses[0]), figure(losses[-1])) == ("2.758", "1.417")
+    assert facts(run)["Loss of the last step"] == "1.417", "as the command line says it"
     assert facts(run)["Steps not applied"] == "1, the last at step 200"
     assert "Share of the bound" not in facts(run), "its machine was not measured"
     assert facts(run)["Best eval loss"] == "1.363 at step 300"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,6 +51,15 @@ def test_smoothing_is_neither_late_nor_led_by_what_is_not_finite() -> None:
     flat = [(step, math.nan if step % 3 else 1.0) for step in range(60)]
     assert smoothed(flat) == [(step, 1.0) for step in range(0, 60, 3)]
     assert smoothed([(0, 1.0), (1, math.nan), (2, 9.0)]) == [(0, 1.0), (2, 9.0)]
+
+
+def test_a_smoothed_curve_starts_at_its_first_value_and_is_symmetric_near_it() -> None:
+    steep = [(step, 6.77 * 0.95**step) for step in range(400)]
+    smooth = smoothed(steep)
+    assert smooth[0] == pytest.approx(steep[0])
+    straight = [(step, 9.0 - step / 100) for step in range(400)]
+    for (_, value), (_, meant) in zip(smoothed(straight)[:200], straight, strict=False):
+        assert value == pytest.approx(meant)  # as many from before as from after
 
 
 def test_means_of_stretches() -> None:

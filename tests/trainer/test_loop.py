@@ -69,7 +69,7 @@ def test_a_run_does_what_the_engine_does_and_explains_itself(config: Config) -> 
     metrics = lines(folder / "metrics.jsonl")
     steps = [line for line in metrics if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
-    assert steps[0]["loss"] == outcome.first_loss
+    assert (steps[0]["loss"], steps[-1]["loss"]) == (outcome.first_loss, outcome.last_loss)
     assert steps[-1]["total_tokens"] == outcome.total_tokens
     assert [line["step"] for line in metrics if "eval_loss" in line] == [0, 2, 4]
     for line in steps:

@@ -43,11 +43,10 @@ def sentence(run: Run) -> str:
     if tokens := _total_tokens(run):
         parts.append(f"over {figure(tokens)} tokens")
     if seconds := _total(run, "seconds"):
-        parts.append(f"in {duration(seconds)}")
+        parts.append(f"in {duration(seconds)} of steps")
     told = " ".join(parts)
-    start, end = _start_and_end(run.curve("loss"))
-    if start is not None and end is not None:
-        told += f": the loss went from {figure(start)} to {figure(end)}"
+    if losses := _finite(run.curve("loss")):
+        told += f": the loss went from {figure(losses[0][1])} to {figure(losses[-1][1])}"
     limit = limits(run)
     return f"{told}; {limit}." if limit else f"{told}."
 
@@ -72,9 +71,9 @@ def limits(run: Run) -> str:
 
 def facts(run: Run) -> dict[str, str]:
     """Return the figures of the summary that are known, by their names."""
-    losses = run.curve("loss")
+    losses = _finite(run.curve("loss"))
     found = {
-        "Final loss": _figure(_start_and_end(losses)[1]),
+        "Loss of the last step": _figure(losses[-1][1] if losses else None),
         "Best loss, smoothed": _best(smoothed(losses)),
         "Best eval loss": _best(run.curve("eval_loss")),
         "Best eval perplexity": _best(run.curve("eval_perplexity")),
@@ -95,17 +94,12 @@ def _cards(run: Run) -> Html:
     return tag("dl", *cards, class_="cards")
 
 
-def _start_and_end(points: Sequence[Point]) -> tuple[float | None, float | None]:
-    """Return means over the first and the last twentieth, fifty values at most: one is noise."""
-    values = [value for _, value in points if math.isfinite(value)]
-    if not values:
-        return None, None
-    some = min(50, max(1, len(values) // 20))
-    return math.fsum(values[:some]) / some, math.fsum(values[-some:]) / some
+def _finite(points: Sequence[Point]) -> list[Point]:
+    return [point for point in points if math.isfinite(point[1])]
 
 
 def _best(points: Sequence[Point]) -> str:
-    finite = [(value, step) for step, value in points if math.isfinite(value)]
+    finite = [(value, step) for step, value in _finite(points)]
     if not finite:
         return ""
     value, step = min(finite)

@@ -38,20 +38,24 @@ def averaged(points: Sequence[Point], num_buckets: int) -> list[Point]:
 def smoothed(points: Sequence[Point]) -> list[Point]:
     """Return the mean around each finite value, weights halving every hundredth of the curve.
 
-    It looks both ways, so a falling curve is not drawn late. A few points stay as they are.
+    It looks both ways, and near the start no farther ahead than back, so a falling curve is neither
+    drawn late nor begun low: it starts at its first value. A few points stay as they are.
     """
     finite = [point for point in points if math.isfinite(point[1])]
     if len(points) < FEW:
         return finite
     keep = 0.5 ** (1 / max(2.0, len(finite) / 100))
     before = _trailing([value for _, value in finite], keep)
-    after = _trailing([value for _, value in reversed(finite)], keep)
-    return [
-        (step, (total + later - value) / (weight + more - 1))
-        for (step, value), (total, weight), (later, more) in zip(
-            finite, before, reversed(after), strict=True
-        )
-    ]
+    after = _trailing([value for _, value in reversed(finite)], keep)[::-1]
+    smooth = []
+    for place, (step, value) in enumerate(finite):
+        (total, weight), (later, more) = before[place], after[place]
+        beyond = 2 * place + 1  # the first one that is farther ahead than the start is back
+        if beyond < len(finite):
+            lost = keep ** (place + 1)
+            later, more = later - lost * after[beyond][0], more - lost * after[beyond][1]
+        smooth.append((step, (total + later - value) / (weight + more - 1)))
+    return smooth
 
 
 def _trailing(values: Sequence[float], keep: float) -> list[tuple[float, float]]:
