@@ -1,8 +1,9 @@
-"""Data shown to people: the card in words, and rows with their trained tokens coloured."""
+"""Data shown to people: the card in words, and rows with their trained tokens marked."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console
@@ -13,6 +14,8 @@ from megatrain.data.limits import bad_rows, dropped_rows
 from megatrain.data.notes import remarks
 
 MAX_TOKENS = 400
+BEGIN, END = "{+", "+}"
+"""Around trained tokens where nothing can be coloured, as in a log or a pipe."""
 
 
 def card_lines(card: Mapping[str, Any]) -> list[str]:
@@ -52,12 +55,23 @@ def _tokens(card: Mapping[str, Any]) -> str:
 def show_rows(
     documents: Documents, tokenizer: Any, count: int, console: Console | None = None
 ) -> None:
-    """Print some documents: trained tokens in green, the others as they are."""
+    """Print some documents: trained tokens underlined in green, or in marks where it is no colour.
+
+    Tokens are decoded in stretches, because a character may consist of several.
+    """
     out = console or Console()
+    marked = out.color_system is None or out.no_color
+    if count > 0 and marked:
+        out.print(f"trained tokens are between {BEGIN} and {END}", markup=False)
     for number in range(min(count, len(documents.lengths))):
         ids, trained = documents.tokens(number)
         text = Text(f"--- document {number}: {len(ids)} tokens, {int(trained.sum())} trained\n")
-        for token, is_trained in zip(ids[:MAX_TOKENS], trained, strict=False):
-            style = "bold green" if is_trained else "dim"
-            text.append(tokenizer.decode([int(token)]), style=style)
-        out.print(text)
+        pairs = zip(ids[:MAX_TOKENS].tolist(), trained[:MAX_TOKENS].tolist(), strict=True)
+        for is_trained, stretch in groupby(pairs, key=lambda pair: bool(pair[1])):
+            shown = tokenizer.decode([token for token, _ in stretch])
+            if is_trained and marked:
+                shown = f"{BEGIN}{shown}{END}"
+            text.append(shown, style="bold underline green" if is_trained else "dim")
+        if len(ids) > MAX_TOKENS:
+            text.append(f" ... {len(ids) - MAX_TOKENS:,} more tokens")
+        out.print(text, soft_wrap=True)
