@@ -21,10 +21,10 @@ from megatrain.errors import ConfigError
 
 ISOLATES = frozenset(
     """
-    apertus arcee aria_text axk1 axk2 beam bitnet codegen cohere cohere2 cohere2_moe cwm
+    afmoe apertus arcee aria_text axk1 axk2 beam bitnet codegen cohere cohere2 cohere2_moe cwm
     deepseek_v2 deepseek_v3 deepseek_v32 diffllama ernie4_5 ernie4_5_moe exaone4 exaone_moe
     flex_olmo flint gemma gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode
-    gpt_neo gpt_neox gpt_neox_japanese gptj granite granite_swa granitemoe granitemoe_swa
+    gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj granite granite_swa granitemoe granitemoe_swa
     granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 jetmoe kolibri1
     laguna llama mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral
     modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe persimmon phi phi3 phimoe qwen2

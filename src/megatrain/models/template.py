@@ -32,6 +32,7 @@ from transformers import PreTrainedModel
 from megatrain.models.balance import record_router_logits
 from megatrain.models.decoder import Decoder
 from megatrain.models.key_values import has_cache
+from megatrain.models.packed_masks import with_packed_masks
 from megatrain.models.recorder import (
     Call,
     head_replaced,
@@ -115,6 +116,7 @@ class Template:
             return hidden
 
         decoder = self._decoder
+        inputs = with_packed_masks(decoder.config, decoder.model.dtype, inputs)
         with (
             layers_replaced(decoder.layers, hear, decoder.num_layer_outputs),
             rows_looked_up(decoder.model.get_input_embeddings(), rows),
