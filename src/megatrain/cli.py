@@ -110,11 +110,17 @@ def evaluate(
         bool, typer.Option("--answers", help="Let the model answer, and count exact answers.")
     ] = False,
     best: Best = False,
+    max_length: Annotated[
+        int | None,
+        typer.Option(help="Longest row; default: the run's, or all positions of the model.", min=2),
+    ] = None,
 ) -> None:
     """Print the loss and perplexity of a model on a file."""
     from megatrain.trainer.verbs import evaluate_model
 
-    typer.echo(evaluate_model(model, data, max_rows, answers=answers, best=best))
+    typer.echo(
+        evaluate_model(model, data, max_rows, answers=answers, best=best, max_length=max_length)
+    )
 
 
 @app.command()

@@ -11,9 +11,7 @@ from typing import Any
 import torch
 
 from megatrain.cache import writable_cache_folder
-from megatrain.config import Config, load_config
 from megatrain.config.data_settings import DataSettings
-from megatrain.data.isolation import ISOLATES
 from megatrain.data.limits import check_limits
 from megatrain.data.prepare import prepare
 from megatrain.data.prepared import Prepared
@@ -51,8 +49,10 @@ from megatrain.trainer.demo import (
     write_demo,
 )
 from megatrain.trainer.interrupts import Interrupts
+from megatrain.trainer.judging import for_lengths, judging_config, left_out
 from megatrain.trainer.loop import Trainer
 from megatrain.trainer.mean_loss import mean_loss
+from megatrain.trainer.model_limits import check_rows
 from megatrain.trainer.opening import MODEL
 from megatrain.trainer.places import read_config
 from megatrain.trainer.planned import in_words
@@ -61,8 +61,8 @@ from megatrain.trainer.resolve import device_called, open_device, resolve
 from megatrain.trainer.run_folder import ask_for_save
 from megatrain.trainer.run_model import RunModel, chosen_model, tokenizer_folder
 from megatrain.trainer.samples import end_tokens
+from megatrain.trainer.training_rows import gather
 
-EVAL_TOKENS = 8192
 STARTER = """\
 model: path/to/hf-folder
 data: {train: train.jsonl, eval: 0.02, max_length: 2048}
@@ -144,30 +144,40 @@ def report_on(runs: Sequence[Path], target: Path | None) -> str:
 
 
 def evaluate_model(
-    model: Path, data: Path, max_rows: int | None, *, answers: bool = False, best: bool = False
+    model: Path,
+    data: Path,
+    max_rows: int | None,
+    *,
+    answers: bool = False,
+    best: bool = False,
+    max_length: int | None = None,
 ) -> str:
-    """Return the loss and perplexity of a model on a file, in words.
+    """Return the loss and perplexity of a model on a file, in words, and which rows were left out.
 
     With `answers` the model also writes each answer of the rows, and the exact ones are counted.
     """
     found_model = _found(model, best=best)
     folder = found_model.folder
-    config = _judging_config(found_model, data, max_rows)
+    config = judging_config(found_model, data, max_rows, max_length)
     tokenizer = load_tokenizer(folder)
+    rows = gather(config, tokenizer)
+    said = left_out(rows.held[0], config.data.max_length)
+    config = for_lengths(config, rows.held[0])
     device, name = open_device(config)
-    opened = open_data(config, tokenizer, resolve(config, device, name))
     home = _loaded(folder)
+    said += check_rows(rows.sources, home.decoder)
+    opened = open_data(config, tokenizer, resolve(config, device, name), rows)
     coefficient = router_aux_loss(config, home.decoder)
     with Engine(home.decoder, home.store, device=device, router_aux_loss=coefficient) as engine:
         found = mean_loss(engine, opened.eval_batches())
         opened.close()
         assert found is not None, "prepared data has a trained token"
-        said = f"{found.in_words()} over {found.num_trained:,} trained tokens"
-        if not answers:
-            return said
-        asked = questions(_documents(config, tokenizer, data), max_rows)
-        told = answer_all(engine, asked, end_tokens(tokenizer, home), _plain_text(tokenizer))
-    return f"{said}\n{told.in_words()}"
+        said.append(f"{found.in_words()} over {found.num_trained:,} trained tokens")
+        if answers:
+            asked = questions(rows.held[0], max_rows)
+            told = answer_all(engine, asked, end_tokens(tokenizer, home), _plain_text(tokenizer))
+            said.append(told.in_words())
+    return "\n".join(said)
 
 
 def export_model(model: Path, target: Path, *, best: bool = False) -> str:
@@ -275,39 +285,6 @@ def _found(model: Path, *, best: bool) -> RunModel:
     found = chosen_model(model, best=best)
     print(found, file=sys.stderr, flush=True)
     return found
-
-
-_ROWS_OF_A_RUN = {
-    "max_length", "overlong", "train_on", "packing", "template_kwargs", "chat_template",
-}  # fmt: skip
-
-
-def _judging_config(model: RunModel, data: Path, max_rows: int | None) -> Config:
-    """Return what to evaluate with; rows are read as the run has read its own."""
-    folder = model.folder
-    isolates = parse_config(read_config_bytes(folder)).model_type in ISOLATES
-    rows: dict[str, object] = {"train": str(data), "eval": str(data), "packing": isolates}
-    value: dict[str, object] = {"model": str(folder), "data": rows, "eval": {"max_rows": max_rows}}
-    train: dict[str, object] = {"batch_tokens": EVAL_TOKENS}
-    if model.run is not None and (model.run / "config.yaml").exists():
-        run = load_config(model.run / "config.yaml")
-        rows |= run.data.model_dump(include=_ROWS_OF_A_RUN)
-        value["memory"] = run.memory
-        train["batch_tokens"] = max(EVAL_TOKENS, run.data.max_length)
-        train["router_aux_loss"] = run.train.router_aux_loss
-    return Config.model_validate(value | {"train": train})
-
-
-def _documents(config: Config, tokenizer: Any, data: Path) -> Prepared:
-    return prepare(
-        data,
-        tokenizer,
-        cache_dir=writable_cache_folder(),
-        max_length=config.data.max_length,
-        train_on=config.data.train_on,
-        template_kwargs=config.data.template_kwargs,
-        overlong=config.data.overlong,
-    )
 
 
 def _plain_text(tokenizer: Any) -> Callable[[list[int]], str]:
