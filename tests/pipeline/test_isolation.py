@@ -174,7 +174,12 @@ def test_masks_that_are_not_given_would_be_noticed(
 @pytest.mark.parametrize("family", sorted(TAKES_MASKS))
 def test_rows_of_one_document_keep_the_models_own_masks(family: str) -> None:
     config = tiny_config(family)
-    for inputs in (_documents()[0].inputs, {"position_ids": 0, "attention_mask": 1}):
+    given: list[dict[str, Any]] = [
+        {"input_ids": 0},
+        {"position_ids": 0, "attention_mask": 1},
+        {"position_ids": 0, "past_key_values": 1},
+    ]
+    for inputs in given:
         assert packed_masks.with_packed_masks(config, torch.float32, inputs) is inputs
 
 

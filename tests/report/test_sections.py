@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatrain.numbers import figure
 from megatrain.report.config_diff import settings_of
+from megatrain.report.curves import curves
 from megatrain.report.memory_bars import memory_section
 from megatrain.report.run_folder import LedgerLine, Run, Span, StepLine, read_run
 from megatrain.report.samples import samples_section
@@ -52,6 +53,18 @@ def test_what_limits_the_step_and_the_setting_that_moves_it() -> None:
     )
     assert limits(run_of({"compute": 1.0})) == "compute limits the step with 100 % of its time"
     assert limits(Run(name="run")) == ""
+
+
+def test_the_balance_of_experts_is_drawn_where_it_is_trained() -> None:
+    def drawn(**values: float) -> str:
+        steps = [
+            StepLine(step=step, values={"loss": 2.0, **values}, split={}, applied=True)
+            for step in range(1, 9)
+        ]
+        return read(curves([Run(name="run", steps=steps)])).text
+
+    assert "Balance of experts" in drawn(aux_loss=2.01)
+    assert "Balance of experts" not in drawn()
 
 
 def test_the_first_step_is_left_out_of_the_shares_and_the_rest_is_named(tmp_path: Path) -> None:

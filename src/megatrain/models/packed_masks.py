@@ -21,7 +21,7 @@ def with_packed_masks(
     config: PreTrainedConfig, dtype: torch.dtype, inputs: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """Return the inputs with ready masks if the rows are packed and the model needs them."""
-    is_packed = "position_ids" in inputs and "attention_mask" not in inputs
+    is_packed = "position_ids" in inputs and not {"attention_mask", "past_key_values"} & set(inputs)
     if config.model_type not in TAKES_MASKS or not is_packed:
         return inputs
     places = inputs["position_ids"]

@@ -19,6 +19,9 @@ def curves(runs: Sequence[Run]) -> Html:
     """Return the charts, several runs laid over each other, and the same as tables."""
     charts = [
         line_chart("Loss", _lines(runs, "loss") + _eval_lines(runs), "per trained token"),
+        line_chart(
+            "Balance of experts", _lines(runs, "aux_loss"), "top_k where they are used evenly"
+        ),
         line_chart("Gradient norm", _lines(runs, "grad_norm"), "before clipping"),
         line_chart("Learning rate", _plain_lines(runs, "learning_rate")),
         line_chart("Tokens per second", _lines(runs, "tokens_per_s")),
