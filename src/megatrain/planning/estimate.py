@@ -97,14 +97,15 @@ class Estimate:
         return json.dumps(facts, indent=1)
 
     def draw(self, path: Path) -> None:
-        """Write the two plots as one PNG. Raises ConfigError without matplotlib."""
-        from megatrain.planning.plots import SpeedPoint, draw
+        """Write the two plots as one PNG. Raises ConfigError without matplotlib.
 
-        plan = self.plan
-        here = SpeedPoint(
-            step_tokens=plan.workload.step_tokens, tokens_per_s=self.tokens_per_s, allowed={}
-        )
-        write_file(path, draw(plan.profile, plan.workload, plan.settings, here), durable=False)
+        A picture is replaced; any other file is not, and that is a ConfigError too.
+        """
+        from megatrain.planning.plots import draw
+
+        if path.exists() and (not path.is_file() or not _is_png(path)):
+            raise ConfigError(f"{path}: exists and is not a PNG picture; give another name")
+        write_file(path, draw(self.plan, self.machine), durable=False)
 
     def _head(self) -> list[str]:
         model = self.plan.workload.model
@@ -228,6 +229,11 @@ def _read(name: str, value: Any, read: Any) -> int:
         return int(read(value))
     except ValueError as error:
         raise ConfigError(f"--{name} is {str(value)[:60]}; {error}") from None
+
+
+def _is_png(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(8) == b"\x89PNG\r\n\x1a\n"
 
 
 def _row(name: str, value: str) -> str:

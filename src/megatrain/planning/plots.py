@@ -3,22 +3,29 @@
 Left, tokens/s as simulated, below the lines that each resource allows by itself: what the step
 would do if nothing but compute, the link in, the link out or the optimizer took time. Where the
 curve leaves a line, something else limits. Right, the largest model that host memory can be the
-home of, with known models on the line.
+home of, with known models on the line; the estimate's own stands at all that its run needs, which
+is right of the line of host memory if it does not fit.
 
-matplotlib is optional (`pip install megatrain[plots]`) and imported only here.
+matplotlib is optional (`pip install 'megatrain[plots]'`) and imported only here.
+
+Laws (tests/planning/test_plots.py)
+    1. A plan that does not fit says so in its title, and has no dot on the curve of speeds.
+    2. No known model is named beside one of nearly its size.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megatrain.errors import ConfigError
+from megatrain.memory.ledger import gib
 from megatrain.planning.families import shape_from_config
 from megatrain.planning.known_models import find_model
+from megatrain.planning.plan import Plan
 from megatrain.planning.profile import MachineProfile
+from megatrain.planning.search import reserves, shortfalls
 from megatrain.planning.settings import Settings
 from megatrain.planning.simulate import simulate
 from megatrain.planning.workload import ModelShape, Workload
@@ -32,6 +39,9 @@ LANE_NAMES = {
 }
 _COLOURS = {"compute": "#d55e00", "in": "#0072b2", "out": "#3a9bd9", "host": "#00875f"}
 _CURVE = "#222222"
+_RED = "#d55e00"
+_APART = 1.4
+"""Names of models less than this far apart in size would overlap."""
 _LABEL = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
 MARKED = (
     "Qwen/Qwen3-4B", "Qwen/Qwen3-8B", "Qwen/Qwen3-14B", "google/gemma-3-27b-pt",
@@ -66,25 +76,36 @@ def speed_curve(
     return points
 
 
-def draw(
-    profile: MachineProfile, workload: Workload, settings: Settings, chosen: SpeedPoint
-) -> bytes:
-    """Return both pictures as one PNG; `chosen` is the estimate. Raises ConfigError."""
+def draw(plan: Plan, machine: str) -> bytes:
+    """Return both pictures of a plan for `machine` as one PNG. Raises ConfigError."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install megatrain[plots]") from None
+        raise ConfigError(
+            "--plot needs matplotlib, which is not installed: pip install matplotlib"
+        ) from None
     figure = Figure(figsize=(13, 5.6), dpi=120, layout="constrained")
     left, right = figure.subplots(1, 2)
-    _draw_speed(left, speed_curve(profile, workload, settings), chosen)
-    left.set_title(f"{_plain(workload.model.name)} on {_plain(profile.name)}")
-    _draw_memory(right, workload.model, profile.ram_bytes)
+    _draw_speed(left, plan)
+    figure.suptitle(_plain(title(plan, machine), 140), color=_CURVE if plan.fits else _RED)
+    _draw_memory(right, plan)
     written = io.BytesIO()
     figure.savefig(written, format="png")
     return written.getvalue()
 
 
-def _draw_speed(axes: Any, points: Sequence[SpeedPoint], chosen: SpeedPoint) -> None:
+def title(plan: Plan, machine: str) -> str:
+    """Return what is shown, and whether it fits."""
+    named = f"{plan.workload.model.name} on {machine}"
+    if plan.fits:
+        return named
+    missing = shortfalls(plan.profile, plan.ledger)
+    short = ", ".join(f"{place} memory {gib(size)} short" for place, size in missing.items())
+    return f"{named}: does not fit, {short}"
+
+
+def _draw_speed(axes: Any, plan: Plan) -> None:
+    points = speed_curve(plan.profile, plan.workload, plan.settings)
     tokens = [point.step_tokens for point in points]
     top = max(point.tokens_per_s for point in points)
     for lane, name in LANE_NAMES.items():
@@ -92,16 +113,11 @@ def _draw_speed(axes: Any, points: Sequence[SpeedPoint], chosen: SpeedPoint) -> 
         if line:
             axes.plot(*zip(*line, strict=True), "--", color=_COLOURS[lane], label=f"{name} alone")
     speeds = [point.tokens_per_s for point in points]
-    axes.plot(tokens, speeds, color=_CURVE, linewidth=2.5, label="simulated")
-    axes.plot(chosen.step_tokens, chosen.tokens_per_s, "o", color=_CURVE, markersize=9)
-    axes.annotate(
-        f"{chosen.tokens_per_s:,.0f} tokens/s",
-        (chosen.step_tokens, chosen.tokens_per_s),
-        xytext=(8, -18),
-        textcoords="offset points",
-        bbox=_LABEL,
-    )
-    axes.set(xscale="log", yscale="log", xlabel="tokens per step", ylabel="tokens/s")
+    label = "simulated" if plan.fits else "simulated, if memory were enough"
+    axes.plot(tokens, speeds, color=_CURVE, linewidth=2.5, label=label)
+    if plan.fits:
+        _mark_speed(axes, plan.workload.step_tokens, plan.simulation.tokens_per_s)
+    axes.set(xscale="log", yscale="log", xlabel="tokens per step", ylabel="tokens/s", title="Speed")
     axes.set_xticks(tokens[::2], [_tokens(each) for each in tokens[::2]])
     axes.minorticks_off()
     axes.set_ylim(min(speeds) / 1.5, 2.5 * top)
@@ -110,9 +126,19 @@ def _draw_speed(axes: Any, points: Sequence[SpeedPoint], chosen: SpeedPoint) -> 
     axes.legend(frameon=False, loc="lower right")
 
 
-def _draw_memory(axes: Any, model: ModelShape, ram_bytes: int) -> None:
-    names = [name for name in MARKED if name != model.name]
-    shapes = [shape_from_config(find_model(name).config, name) for name in names]
+def _mark_speed(axes: Any, step_tokens: int, tokens_per_s: float) -> None:
+    axes.plot(step_tokens, tokens_per_s, "o", color=_CURVE, markersize=9)
+    axes.annotate(
+        f"{tokens_per_s:,.0f} tokens/s",
+        (step_tokens, tokens_per_s),
+        xytext=(8, -18),
+        textcoords="offset points",
+        bbox=_LABEL,
+    )
+
+
+def _draw_memory(axes: Any, plan: Plan) -> None:
+    model, shapes = plan.workload.model, marked_beside(plan.workload.model)
     params = sorted(shape.params for shape in (*shapes, model))
     span = [params[0] / 2, params[-1] * 2]
     for per_param, style, name in ((14, "-", "clipped by the global norm"), (12, ":", "unclipped")):
@@ -123,9 +149,11 @@ def _draw_memory(axes: Any, model: ModelShape, ram_bytes: int) -> None:
             color="#888888",
             label=f"{per_param} bytes a parameter: {name}",
         )
-    for shape in (*shapes, model):
-        _mark(axes, shape, chosen=shape is model)
-    axes.axvline(ram_bytes / _GIB, color="#d55e00", linestyle="--", label="host memory here")
+    for shape in shapes:
+        _mark(axes, shape, shape.params * 14)
+    needed = needed_bytes(plan)
+    _mark(axes, model.renamed(f"{model.name}: {gib(needed)} for its run"), needed, plan.fits)
+    _draw_host_memory(axes, plan.profile.ram_bytes)
     axes.set(xscale="log", yscale="log", xlabel="host memory, GiB", ylabel="parameters")
     memory = [span[0] * 14 / _GIB, 2 * span[1] * 14 / _GIB]
     axes.set(xlim=memory, ylim=span, title="Largest model against host memory")
@@ -134,12 +162,41 @@ def _draw_memory(axes: Any, model: ModelShape, ram_bytes: int) -> None:
     axes.set_yticks(ticks, [_params(each) for each in ticks])
     axes.set_xticks(*_round_ticks(memory[0], memory[1], (1, 3)))
     axes.grid(alpha=0.3)
-    axes.legend(edgecolor="none", framealpha=0.95, loc="upper left")
+    axes.legend(frameon=False, loc="lower right")
 
 
-def _mark(axes: Any, shape: ModelShape, *, chosen: bool) -> None:
-    place = (shape.params * 14 / _GIB, shape.params)
-    axes.plot(*place, "o", color=_CURVE if chosen else "#0072b2", markersize=9 if chosen else 6)
+def _draw_host_memory(axes: Any, ram_bytes: int) -> None:
+    """Draw the line of what the machine has, with its name along its upper end."""
+    axes.axvline(ram_bytes / _GIB, color=_RED, linestyle="--")
+    axes.annotate(
+        f"host memory here: {gib(ram_bytes)}",
+        (ram_bytes / _GIB, 0.98),
+        xycoords=("data", "axes fraction"),
+        xytext=(-4, 0),
+        textcoords="offset points",
+        rotation=90,
+        ha="right",
+        va="top",
+        color=_RED,
+    )
+
+
+def needed_bytes(plan: Plan) -> int:
+    """Return the host memory that the run needs free, its reserve included."""
+    return plan.ledger.total("host") + reserves(plan.profile, plan.ledger)["host"]
+
+
+def marked_beside(model: ModelShape) -> list[ModelShape]:
+    """Return the known models to show, without those whose names would lie over this one's."""
+    shapes = [shape_from_config(find_model(name).config, name) for name in MARKED]
+    return [s for s in shapes if not 1 / _APART < s.params / model.params < _APART]
+
+
+def _mark(axes: Any, shape: ModelShape, num_bytes: int, fits: bool | None = None) -> None:
+    """Draw a model; `fits` is known of the estimate's own."""
+    place, chosen = (num_bytes / _GIB, shape.params), fits is not None
+    colour = {None: "#0072b2", True: _CURVE, False: _RED}[fits]
+    axes.plot(*place, "o", color=colour, markersize=9 if chosen else 6, zorder=3)
     axes.annotate(
         _plain(shape.name.rpartition("/")[2]).removesuffix("-Instruct"),
         place,
@@ -171,6 +228,6 @@ def _params(count: int) -> str:
     return f"{count / 1e12:g}T" if count >= 10**12 else f"{count / 1e9:g}B"
 
 
-def _plain(text: str) -> str:
+def _plain(text: str, longest: int = 60) -> str:
     """Return a name as matplotlib draws it: in its font, and no formula."""
-    return text.encode("ascii", "backslashreplace").decode()[:60].replace("$", r"\$")
+    return text.encode("ascii", "backslashreplace").decode()[:longest].replace("$", r"\$")

@@ -1,0 +1,50 @@
+"""Pictures of an estimate say what the estimate says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatrain.errors import ConfigError
+from megatrain.planning.estimate import estimate
+from megatrain.planning.plots import draw, marked_beside, needed_bytes, title
+from tests.planning.machines import GIB
+
+
+def test_the_title_names_the_machine_that_was_asked_for() -> None:
+    found = estimate("qwen3-0.6b", gpu="24GB", ram="64GB")
+    assert title(found.plan, found.machine) == "Qwen/Qwen3-0.6B on 24GB card, as fast as RTX 3090"
+
+
+def test_what_does_not_fit_says_so_and_stands_right_of_the_memory_there_is() -> None:
+    large = estimate("Llama-3.1-70B", gpu="24GB", ram="1TB")
+    assert ": does not fit, host memory " in title(large.plan, large.machine)
+    assert needed_bytes(large.plan) > large.plan.profile.ram_bytes
+    small = estimate("Llama-3.1-8B", gpu="4090", ram="192GB")
+    assert 105 * GIB < needed_bytes(small.plan) < small.plan.profile.ram_bytes
+
+
+def test_no_name_lies_over_the_one_that_was_asked_for() -> None:
+    model = estimate("Llama-3.1-8B", gpu="4090", ram="192GB").plan.workload.model
+    names = [shape.name for shape in marked_beside(model)]
+    assert "Qwen/Qwen3-8B" not in names
+    assert "Qwen/Qwen3-14B" in names
+
+
+def test_both_kinds_of_picture_are_drawn() -> None:
+    pytest.importorskip("matplotlib")
+    for model, ram in (("qwen3-0.6b", "64GB"), ("Llama-3.1-70B", "64GB")):
+        found = estimate(model, gpu="4090", ram=ram)
+        assert draw(found.plan, found.machine).startswith(b"\x89PNG")
+
+
+def test_a_plot_replaces_a_plot_and_nothing_else(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found, path = estimate("qwen3-0.6b", gpu="4090", ram="64GB"), tmp_path / "plan.png"
+    found.draw(path)
+    found.draw(path)
+    path.write_text("rows of somebody")
+    with pytest.raises(ConfigError, match=r"plan\.png: exists and is not a PNG picture"):
+        found.draw(path)
+    assert path.read_text() == "rows of somebody"
