@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -57,6 +57,9 @@ ModelFolder = Annotated[Path, typer.Argument(help="Model folder, run folder, or 
 Best = Annotated[
     bool, typer.Option("--best", help="Of a run, the model with the lowest evaluation loss.")
 ]
+
+
+Precision = Literal["bf16", "fp32"]
 
 
 @app.command()
@@ -128,11 +131,15 @@ def export(
     model: ModelFolder,
     target: Annotated[Path, typer.Argument(help="Folder to make.")],
     best: Best = False,
+    dtype: Annotated[
+        Precision | None,
+        typer.Option(help="fp32 writes the masters; default: the precision trained in."),
+    ] = None,
 ) -> None:
     """Write a run's model as a Hugging Face folder."""
     from megatrain.trainer.verbs import export_model
 
-    typer.echo(export_model(model, target, best=best))
+    typer.echo(export_model(model, target, best=best, dtype=dtype))
 
 
 @app.command()

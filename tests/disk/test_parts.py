@@ -60,7 +60,7 @@ def test_a_block_owns_its_files(tmp_path: Path, family: str) -> None:
 def test_sizes_are_known_beforehand(tmp_path: Path) -> None:
     parts = checkpoint_parts(tiny_model(tmp_path / "model"))
     weights = sum(
-        len(file.header) + sum(tensor.values.nbytes for tensor in file.tensors)
+        len(file.header) + sum(tensor.num_bytes for tensor in file.tensors)
         for files in parts.blocks
         for file in files
     )

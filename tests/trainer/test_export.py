@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -68,13 +69,72 @@ def _micro(row: list[int]) -> MicroBatch:
 
 def test_an_export_has_the_logits_of_the_run(run: Path, tmp_path: Path, dtype: str) -> None:
     said = export_model(run, tmp_path / "out")
-    assert said.endswith("out: from_pretrained loads it")
+    assert said.endswith(f"of step 2 in {tmp_path / 'out'}, {dtype}: from_pretrained loads it")
     ours = streamed(run, dtype)
     for row, (mine, theirs) in enumerate(zip(ours, exported(tmp_path / "out", dtype), strict=True)):
         assert torch.equal(mine, theirs), row
     nudged = exported(tmp_path / "out", dtype, flip=True)
     assert not all(map(torch.equal, ours, nudged)), "one bit of one weight must be noticed"
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+
+
+def trained(tmp_path: Path, *changes: str) -> tuple[Path, dict[str, Tensor]]:
+    """A run of three steps, and its masters."""
+    small = ["train.batch_tokens=512", "train.micro_batch_tokens=256", "eval.samples=0"]
+    small.append("model.dtype=bf16")
+    path = write_demo(tmp_path / "demo", num_steps=3)
+    with Trainer(load_config(path, [*small, *changes])) as trainer:
+        trainer.train()
+        trainer.export(trainer.folder.path / "model")
+        masters = {p.name: trainer.home.store.master(p.name) for p in trainer.home.decoder.params}
+    return trainer.folder.path, masters
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.dtype is torch.float32, "config.json says what the files have"
+    return dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("changes", [(), ("model.frozen=model.embed_tokens.*",)])
+def test_fp32_is_every_bit_of_the_masters(
+    tmp_path: Path, changes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
+    run, masters = trained(tmp_path, *changes)
+    said = export_model(run, tmp_path / "out", dtype="fp32")
+    assert "of step 3 in" in said
+    assert said.endswith("fp32: from_pretrained loads it")
+    found = weights_of(tmp_path / "out")
+    assert found.keys() == masters.keys()
+    assert [name for name in masters if not torch.equal(found[name], masters[name])] == []
+    rounded = [m for m in masters.values() if torch.equal(m.bfloat16().float(), m)]
+    assert len(rounded) < len(masters) / 2, "bf16 would not have been enough"
+    export_model(run / "last", tmp_path / "last", dtype="fp32")
+    assert torch.equal(weights_of(tmp_path / "last")["lm_head.weight"], found["lm_head.weight"])
+
+
+def test_a_folder_of_bf16_has_no_masters_and_is_widened(tmp_path: Path) -> None:
+    write_demo(tmp_path / "demo", num_steps=1)
+    made = AutoModelForCausalLM.from_pretrained(tmp_path / "demo" / "model")
+    made.bfloat16().save_pretrained(tmp_path / "model")
+    said = export_model(tmp_path / "model", tmp_path / "out", dtype="fp32")
+    assert "widened from bf16, which is all the folder has, in" in said
+    for name, weight in weights_of(tmp_path / "out").items():
+        assert torch.equal(weight, made.get_parameter(name).float())
+
+
+def test_masters_that_are_gone_are_said_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
+    run, _ = trained(tmp_path)
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(RunFolderError, match="masters of step 3 are in no checkpoint"):
+        export_model(run, tmp_path / "out", dtype="fp32")
+    assert export_model(run, tmp_path / "out", dtype="bf16").endswith(
+        "bf16: from_pretrained loads it"
+    )
 
 
 def test_a_folder_with_something_in_it_is_not_written_to(tmp_path: Path) -> None:

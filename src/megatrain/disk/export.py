@@ -24,11 +24,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from megatrain.disk.direct import WriteQueue
 from megatrain.disk.exported import RECORD_NAME, Exported
 from megatrain.disk.folder import read_index
 from megatrain.disk.manifest import FileRecord
-from megatrain.disk.weights_file import NamedTensor, WeightsFile, folder_tensors
+from megatrain.disk.weights_file import NamedTensor, WeightsFile, folder_tensors, master_tensors
 from megatrain.errors import DiskError, ModelFolderError, WeightsFormatError
 from megatrain.files import (
     make_folder,
@@ -66,15 +68,21 @@ def export_weights(
     carried: Mapping[str, bytes],
     shard_bytes: int = SHARD_BYTES,
     origin: Origin | None = None,
+    masters: bool = False,
 ) -> None:
     """Write the model to `folder`: shards, index, config, and the `carried` files, by name.
 
-    With an `origin` the folder also gets a record of it. Raises DiskError; the folder then still
-    holds what it held before.
+    `masters` writes fp32, what `lo` has included. With an `origin` the folder also gets a record
+    of it. Raises DiskError; the folder then still holds what it held before.
     """
-    small = {**carried, CONFIG_NAME: config_bytes(config_json, decoder)}
-    tensors = [tensor for _, tensor in folder_tensors(decoder, store)]
-    total_bytes = sum(tensor.values.nbytes for tensor in tensors)
+    dtype = torch.float32 if masters else decoder.model.dtype
+    small = {**carried, CONFIG_NAME: config_bytes(config_json, dtype)}
+    tensors = (
+        master_tensors(decoder, store)
+        if masters
+        else [tensor for _, tensor in folder_tensors(decoder, store)]
+    )
+    total_bytes = sum(tensor.num_bytes for tensor in tensors)
 
     def write(place: Path) -> None:
         with byte_progress(f"exporting {folder.name}", total_bytes) as advance:
@@ -145,11 +153,11 @@ def _plan_shards(
     groups: list[list[NamedTensor]] = [[]]
     size = 0
     for tensor in tensors:
-        if groups[-1] and size + tensor.values.nbytes > shard_bytes:
+        if groups[-1] and size + tensor.num_bytes > shard_bytes:
             groups.append([])
             size = 0
         groups[-1].append(tensor)
-        size += tensor.values.nbytes
+        size += tensor.num_bytes
     if len(groups) == 1:
         return [WeightsFile(name=SINGLE_NAME, tensors=groups[0])]
     stem = "model"
@@ -211,9 +219,9 @@ def _write_shard(
     return FileRecord.of_digests(shard.num_bytes, writer.digests)
 
 
-def config_bytes(config_json: bytes, decoder: Decoder) -> bytes:
+def config_bytes(config_json: bytes, dtype: torch.dtype) -> bytes:
     """Return the model's own config, saying the dtype that was written."""
     fields = read_object(config_json)
     fields.pop("torch_dtype", None)
-    fields["dtype"] = str(decoder.model.dtype).removeprefix("torch.")
+    fields["dtype"] = str(dtype).removeprefix("torch.")
     return json.dumps(fields, indent=2).encode() + b"\n"

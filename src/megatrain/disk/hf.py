@@ -34,11 +34,12 @@ class HostModel:
         *,
         shard_bytes: int = SHARD_BYTES,
         origin: Origin | None = None,
+        masters: bool = False,
     ) -> None:
         """Write the weights as a folder that `from_pretrained` loads. Safe over `source` too.
 
         A new folder appears whole or not at all. `origin` says which model of a run this is, and is
-        recorded in the folder.
+        recorded in the folder. `masters` writes fp32 masters in place of the weights.
         """
         export_weights(
             Path(folder),
@@ -48,6 +49,7 @@ class HostModel:
             carried=self.carried,
             shard_bytes=shard_bytes,
             origin=origin,
+            masters=masters,
         )
 
 

@@ -59,7 +59,7 @@ def checkpoint_parts(home: HostModel) -> Parts:
             name = f"state/block-{block:05}.safetensors"
             blocks[block].append(WeightsFile(name=name, tensors=state))
     small = dict(home.carried)
-    small[CONFIG_NAME] = config_bytes(home.config_json, home.decoder)
+    small[CONFIG_NAME] = config_bytes(home.config_json, home.decoder.model.dtype)
     small[INDEX_NAME] = index
     return Parts(
         blocks=blocks,

@@ -14,9 +14,13 @@ from megatrain.disk.direct import DirectWriter, WriteQueue
 from megatrain.disk.names import FolderTensor, NameMap
 from megatrain.disk.safetensors_format import format_header
 from megatrain.memory.layout import Kind
+from megatrain.memory.split import join
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
 from megatrain.progress import Advance
+
+PIECE_ELEMENTS = 4 << 20
+"""Of a master, which is put together while it is written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +35,38 @@ class NamedTensor:
     def memory(self) -> Tensor:
         """Its bytes: a view, to read and to fill."""
         return self.values.view(torch.uint8)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As the file has it."""
+        return self.values.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return self.values.numel() * self.dtype.itemsize
+
+    def pieces(self) -> Iterator[Tensor]:
+        """Yield the bytes to write, one piece behind the other."""
+        yield self.memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MasterTensor(NamedTensor):
+    """A tensor that is written as its fp32 master."""
+
+    lo: Tensor | None
+    """What the master has beyond `values`; None: nothing."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def pieces(self) -> Iterator[Tensor]:
+        for start in range(0, self.values.numel(), PIECE_ELEMENTS):
+            span = slice(start, start + PIECE_ELEMENTS)
+            hi = self.values[span]
+            master = hi.float() if self.lo is None else join(hi, self.lo[span])
+            yield master.view(torch.uint8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +90,14 @@ class WeightsFile:
 
     @cached_property
     def _formatted(self) -> tuple[bytes, int]:
-        return format_header((t.name, t.values.dtype, t.shape) for t in self.tensors)
+        return format_header((t.name, t.dtype, t.shape) for t in self.tensors)
 
     def placed(self) -> Iterator[tuple[int, NamedTensor]]:
         """Yield each tensor with its first byte in the file."""
         start = len(self.header)
         for tensor in self.tensors:
             yield start, tensor
-            start += tensor.values.nbytes
+            start += tensor.num_bytes
 
     def fill(self, path: Path, carrier: WriteQueue, advance: Advance) -> DirectWriter:
         """Write all bytes to a new file; the tensors may change as soon as this returns.
@@ -72,8 +108,9 @@ class WeightsFile:
         try:
             writer.write(torch.frombuffer(bytearray(self.header), dtype=torch.uint8))
             for tensor in self.tensors:
-                writer.write(tensor.memory)
-                advance(tensor.values.nbytes)
+                for piece in tensor.pieces():
+                    writer.write(piece)
+                    advance(len(piece))
             writer.let_go()
         except BaseException:
             writer.abandon()
@@ -89,6 +126,24 @@ def folder_tensors(decoder: Decoder, store: Store) -> list[tuple[FolderTensor, N
         source = buffers.get(tensor.param)
         if source is None:
             source = store.param(tensor.param, Kind.HI)
-        values = source.reshape(-1)[tensor.start : tensor.start + tensor.num_elements]
+        values = _part(source, tensor)
         result.append((tensor, NamedTensor(name=tensor.name, shape=tensor.shape, values=values)))
     return result
+
+
+def master_tensors(decoder: Decoder, store: Store) -> list[NamedTensor]:
+    """Return the tensors of the model's folder, its params as fp32 masters."""
+    result: list[NamedTensor] = []
+    for tensor, plain in folder_tensors(decoder, store):
+        place = store.layout.places.get(tensor.param)
+        if place is None:  # a buffer has no master
+            result.append(plain)
+            continue
+        has_lo = Kind.LO in store.kinds and place.has(Kind.LO)
+        lo = _part(store.param(tensor.param, Kind.LO), tensor) if has_lo else None
+        result.append(MasterTensor(name=plain.name, shape=plain.shape, values=plain.values, lo=lo))
+    return result
+
+
+def _part(param: Tensor, tensor: FolderTensor) -> Tensor:
+    return param.reshape(-1)[tensor.start : tensor.start + tensor.num_elements]

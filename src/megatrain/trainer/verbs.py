@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -19,8 +19,10 @@ from megatrain.data.source import open_source
 from megatrain.disk.export import Origin
 from megatrain.disk.folder import read_config_bytes
 from megatrain.disk.hf import HostModel, load_model
+from megatrain.disk.manifest import MANIFEST_NAME
+from megatrain.disk.masters import load_masters
 from megatrain.disk.restore import verify
-from megatrain.disk.retention import finished
+from megatrain.disk.retention import finished, step_of
 from megatrain.errors import (
     CheckpointDamaged,
     ConfigError,
@@ -63,6 +65,7 @@ from megatrain.trainer.run_model import RunModel, chosen_model, tokenizer_folder
 from megatrain.trainer.samples import end_tokens
 from megatrain.trainer.training_rows import gather
 
+Precision = Literal["bf16", "fp32"]
 STARTER = """\
 model: path/to/hf-folder
 data: {train: train.jsonl, eval: 0.02, max_length: 2048}
@@ -180,17 +183,40 @@ def evaluate_model(
     return "\n".join(said)
 
 
-def export_model(model: Path, target: Path, *, best: bool = False) -> str:
-    """Write the model of a run as a Hugging Face folder; return what there is to say about it."""
+def export_model(
+    model: Path, target: Path, *, best: bool = False, dtype: Precision | None = None
+) -> str:
+    """Write the model of a run as a Hugging Face folder; return what there is to say about it.
+
+    `dtype` fp32 writes the masters, None the precision that the run was trained in.
+    """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target}: exists already and is not empty; give another name")
     found = _found(model, best=best)
-    home = _loaded(found.folder)
+    held = _precision(found.folder)
+    masters = dtype == "fp32" and held == "bf16" and found.step is not None
+    home = load_masters(_checkpoint_of(found)) if masters else _loaded(found.folder, dtype)
     origin = None if found.step is None else Origin(step=found.step, best_loss=found.best_loss)
-    home.export(target, origin=origin)
+    home.export(target, origin=origin, masters=masters)
     num_params = sum(param.num_elements for param in home.decoder.params)
     of_step = "" if found.step is None else f" of step {found.step}"
-    return f"{num_params:,} params{of_step} in {target}: from_pretrained loads it"
+    if dtype == "fp32" and held == "bf16" and not masters:
+        of_step = " widened from bf16, which is all the folder has,"
+    written = dtype or held
+    return f"{num_params:,} params{of_step} in {target}, {written}: from_pretrained loads it"
+
+
+def _checkpoint_of(found: RunModel) -> Path:
+    """Return the checkpoint of a run's model: only there are its masters."""
+    if (found.folder.parent / MANIFEST_NAME).is_file():
+        return found.folder.parent
+    for checkpoint in finished(found.run / FOLDER) if found.run is not None else ():
+        if step_of(checkpoint) == found.step:
+            return checkpoint
+    raise RunFolderError(
+        f"{found.folder}: the masters of step {found.step} are in no checkpoint of the run any "
+        "more. Without --dtype fp32 its bf16 weights are exported."
+    )
 
 
 def sample_from(
@@ -291,10 +317,14 @@ def _plain_text(tokenizer: Any) -> Callable[[list[int]], str]:
     return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)).strip()
 
 
-def _loaded(folder: Path) -> HostModel:
-    """Load a model to be read, in the precision of its folder; it gets no moments."""
+def _loaded(folder: Path, dtype: Precision | None = None) -> HostModel:
+    """Load a model to be read, in the precision of its folder or another; it gets no moments."""
+    return load_model(folder, dtype=dtype or _precision(folder), kinds=(Kind.HI,))
+
+
+def _precision(folder: Path) -> Precision:
     single = parse_config(read_config_bytes(folder)).dtype is torch.float32
-    return load_model(folder, dtype="fp32" if single else "bf16", kinds=(Kind.HI,))
+    return "fp32" if single else "bf16"
 
 
 def _prompt_tokens(tokenizer: Any, prompt: str, system: str | None) -> list[int]:
