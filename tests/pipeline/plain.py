@@ -16,6 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from megatrain.models.packed_masks import with_packed_masks
 from megatrain.pipeline.batch import MicroBatch
 from megatrain.pipeline.device import draw_seed
 
@@ -104,7 +105,9 @@ def seed_like_engine(
 
 
 def _micro_loss(model: PreTrainedModel, micro: MicroBatch, num_trained: int) -> Tensor:
-    logits = model(**micro.inputs, use_cache=False).logits
+    # Two families need help to keep packed documents apart; test_isolation.py shows that they do.
+    inputs = with_packed_masks(model.config, model.dtype, micro.inputs)
+    logits = model(**inputs, use_cache=False).logits
     targets = F.pad(micro.labels[:, 1:], (0, 1), value=-100).reshape(-1)
     rows = logits.reshape(-1, logits.shape[-1]).float()
     logprobs = -F.cross_entropy(rows, targets, ignore_index=-100, reduction="none")
