@@ -258,7 +258,7 @@ def data() -> Iterator[str]:
     from megatrain.data.order import Permutation
 
     yield (
-        f"{'tokens':>8}{'documents':>12}{'on disk':>10}{'lengths in RAM':>16}"
+        f"{'tokens':>8}{'documents':>12}{'on disk':>10}{'tables in RAM':>16}"
         f"{'position':>10}{'row at half an epoch':>24}"
     )
     for power in (9, 10, 11, 12, 13):
@@ -268,7 +268,7 @@ def data() -> Iterator[str]:
         row = Permutation(documents, 42, 0)(np.array([documents // 2]))[0]
         yield (
             f"{f'10^{power}':>8}{documents:>12.0e}{_bytes(4 * tokens):>10}"
-            f"{_bytes(8 * documents):>16}{len(state):>8} B{row:>24,}"
+            f"{_bytes(16 * documents):>16}{len(state):>8} B{row:>24,}"
         )
 
 

@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from megatrain.data import prepare as prepare_module
 from megatrain.disk import hf
 from megatrain.errors import DataError
+from megatrain.trainer.demo import byte_tokenizer
 from megatrain.trainer.loop import Trainer
+from megatrain.trainer.preview import card_lines
+from megatrain.trainer.verbs import look_at_data
 from tests.trainer.runs import Setting, config_of, write_world
 
 
@@ -107,3 +111,55 @@ def test_steps_by_rows_are_planned_by_the_largest(world: Path, tmp_path: Path) -
         longest = max(trainer.data.rows.train.lengths)
         assert 64 <= trainer.plan.workload.step_tokens <= 8 * longest
         assert trainer.plan.workload.step_tokens < config.step_tokens
+
+
+def test_rows_beyond_learned_positions_are_refused_before_the_model_is_read(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _refuse_to_load(monkeypatch)
+    config = GPT2Config(
+        vocab_size=len(byte_tokenizer()), n_embd=32, n_layer=2, n_head=2, n_positions=32,
+        bos_token_id=None, eos_token_id=1,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "gpt2")
+    byte_tokenizer().save_pretrained(tmp_path / "gpt2")
+    path = _rows(tmp_path / "a.jsonl", [5] * 20 + [40])
+    changes = {"model": {"name_or_path": str(tmp_path / "gpt2")}, "data": {"train": path}}
+    with pytest.raises(DataError, match=r"1 of 21 documents are longer than the 32 positions"):
+        _lines(world, tmp_path / "run", **changes)
+
+
+def test_only_the_commonest_reasons_are_printed(tmp_path: Path) -> None:
+    reasons = {f"reason {number}": 9 - number for number in range(5)}
+    card = {
+        "source": "a.jsonl", "format": "f", "rows": 100, "kept": 65, "documents": 65,
+        "tokens": 10, "trained_tokens": 5, "percentiles": {}, "longest": 5, "truncated": 0,
+        "split": 0, "bad": reasons, "bad_places": {reason: ["a.jsonl:1"] for reason in reasons},
+        "dropped": {}, "dropped_places": {}, "notes": {}, "turns_without_end": 0,
+        "unread": {}, "passed_through": {}, "unused_columns": {},
+    }  # fmt: skip
+    assert len(card_lines(card)) == 8
+    lines = card_lines(card, most_reasons=3)
+    assert lines[3].startswith("  bad: 9 x reason 0")
+    assert lines[6] == "  bad: 2 more reasons in data_card.json"
+
+
+@pytest.mark.parametrize(("lengths", "refused"), [([5] * 20, False), ([5] * 5 + [900] * 95, True)])
+def test_looking_at_data_says_what_train_would_do(
+    world: Path, tmp_path: Path, capsys: Any, lengths: list[int], refused: bool
+) -> None:
+    path = _rows(tmp_path / "a.jsonl", lengths)
+    look_at_data(Path(path), world / "model-0.0", 64, 1)
+    said = capsys.readouterr().out
+    assert f"{len(lengths)} rows read" in said
+    assert ("`megatrain train` would refuse these rows: " in said) == refused
+    assert ("data.max_dropped allows 20 %" in said) == refused
+
+
+def test_looking_at_data_of_bad_rows_gives_the_reasons(world: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "a", "completion": ""}\n' * 50)
+    with pytest.raises(
+        DataError, match=r"(?s)none of its 50 rows is left:\n  50 x empty: a\.jsonl:1"
+    ):
+        look_at_data(path, world / "model-0.0", 64, 1)

@@ -77,6 +77,28 @@ def _check(world: Path, tmp_path: Path, number: int) -> None:
     assert differences(world, ended, tmp_path / "stopped", whole) == [], setting
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_steps_by_rows_of_a_mixture_resume_exactly(
+    world: Path, tmp_path: Path, shuffle: bool
+) -> None:
+    changes: dict[str, Any] = {
+        "data": {"train": [{"path": str(world / "rows.jsonl"), "weight": 1.5}], "shuffle": shuffle},
+        "train": {"batch_tokens": None, "batch_rows": 12},
+    }
+    ended = run(config_of(world, tmp_path / "whole", Setting(), **changes))
+    assert ended is not None
+    config = config_of(world, tmp_path / "stopped", Setting(), **changes)
+    for at in (2, 7):  # an epoch has 7 steps
+        with pytest.raises(Interrupted):
+            run(config, resume=True, stop=at)
+    resumed = run(config, resume=True)
+    whole = (ended, tmp_path / "whole")
+    assert differences(world, resumed, tmp_path / "stopped", whole) == []
+    changes["train"]["batch_rows"] = 13
+    with pytest.raises(CheckpointMismatch, match=r"train\.batch_rows: 12 -> 13"):
+        run(config_of(world, tmp_path / "stopped", Setting(), **changes), resume=True)
+
+
 @pytest.mark.parametrize("number", range(10))
 def test_resumed_twice_is_the_uninterrupted_run(world: Path, tmp_path: Path, number: int) -> None:
     _check(world, tmp_path, number)

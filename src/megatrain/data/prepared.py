@@ -77,7 +77,7 @@ class Prepared:
         parts = [np.diff(chunk.offsets.to_numpy()) for chunk in self._ids]
         return np.concatenate([np.zeros(0, dtype=np.int64), *parts]).astype(np.int64)
 
-    @cached_property
+    @property
     def rows(self) -> Indices:
         """The row of the source that each document came from, counted from 0. (documents,)"""
         return np.concatenate([np.zeros(0, np.int64), *(chunk.to_numpy() for chunk in self._rows)])
@@ -85,8 +85,8 @@ class Prepared:
     @cached_property
     def row_starts(self) -> Indices:
         """The first document of each row, and the number of documents. (rows + 1,)"""
-        firsts = np.flatnonzero(np.diff(self.rows, prepend=-1))
-        return np.append(firsts, len(self.rows))
+        rows = self.rows
+        return np.append(np.flatnonzero(np.diff(rows, prepend=-1)), len(rows))
 
     def tokens(self, document: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Return a document's tokens, and which of them are trained."""

@@ -8,6 +8,10 @@ from megatrain.trainer.dataset import TrainingData
 from megatrain.trainer.preview import card_lines
 from megatrain.trainer.resolve import Resolved
 
+MOST_REASONS = 3
+COUNTED_ROWS = 1_000_000
+"""Steps by tokens of so many rows are counted in some 3 s."""
+
 
 def opening_line(config: Config, resolved: Resolved, home: HostModel, num_steps: int) -> str:
     """Return what is trained, where, and for how long."""
@@ -20,14 +24,20 @@ def opening_line(config: Config, resolved: Resolved, home: HostModel, num_steps:
     )
 
 
-def data_lines(data: TrainingData) -> list[str]:
-    """Return what the sources hold, how they are mixed, and how long an epoch is."""
+def data_lines(data: TrainingData, *, needs_count: bool) -> list[str]:
+    """Return what the sources hold, how they are mixed, and how long an epoch is.
+
+    `needs_count`: the run counts the steps of an epoch anyway, which takes minutes for a billion.
+    """
     rows = data.rows
-    lines = [line for source in rows.prepared for line in card_lines(source.card)]
+    lines = [line for source in rows.prepared for line in card_lines(source.card, MOST_REASONS)]
     if len(rows.shares) > 1 or rows.shares[0].weight != 1:
         mixed = ", ".join(
             f"{share.name} {share.num_rows:,} rows x {share.weight:g}" for share in rows.shares
         )
         lines.append(f"{mixed}: {rows.order.size:,} rows an epoch")
+    length = f"{rows.order.size:,} rows"
+    if needs_count or rows.order.size <= COUNTED_ROWS:
+        length += f" in {data.steps_in_epoch:,} steps"
     held = f"; {rows.num_held:,} rows to evaluate on" if rows.held else ""
-    return [*lines, f"an epoch: {rows.order.size:,} rows in {data.steps_in_epoch:,} steps{held}"]
+    return [*lines, f"an epoch: {length}{held}"]

@@ -101,7 +101,7 @@ class Trainer:
         )
         self.saving = Saving(config, folder, self.checkpoints, self.engine, self._facts)
         self.state = RunState()
-        self.notes = [*data_lines(self.data), *opened.notes]
+        self.notes = [*data_lines(self.data, needs_count=config.train.steps is None), *opened.notes]
         """What was decided or found while opening, in words."""
         self._rollbacks: list[int] = []
         self._step_seconds: list[float] = []

@@ -18,11 +18,14 @@ BEGIN, END = "{+", "+}"
 """Around trained tokens where nothing can be coloured, as in a log or a pipe."""
 
 
-def card_lines(card: Mapping[str, Any]) -> list[str]:
-    """Return what one source holds, what was left out and why."""
+def card_lines(card: Mapping[str, Any], most_reasons: int | None = None) -> list[str]:
+    """Return what one source holds, what was left out and why, the commonest reasons first."""
     lines = [f"{card['source']}: {card['format']}", f"  {_rows(card)}", f"  {_tokens(card)}"]
     for what, skipped in (("bad", bad_rows(card)), ("dropped", dropped_rows(card))):
-        lines += [f"  {what}: {line.strip()}" for line in str(skipped).splitlines()]
+        reasons = [line.strip() for line in str(skipped).splitlines()]
+        lines += [f"  {what}: {reason}" for reason in reasons[:most_reasons]]
+        if more := len(reasons) - len(reasons[:most_reasons]):
+            lines.append(f"  {what}: {more} more reasons in data_card.json")
     return lines + [f"  {remark}" for remark in remarks(card)]
 
 

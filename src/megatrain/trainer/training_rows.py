@@ -21,6 +21,7 @@ from megatrain.data.prepared import Prepared, digest_of
 from megatrain.data.template_choice import choose_template
 
 _SUMS = ("rows", "kept", "documents", "tokens", "trained_tokens")
+_MOST_POSITIONS = 2**26
 _POSITIONS = 2**22
 """Positions of the order that are looked at in one go."""
 
@@ -69,9 +70,14 @@ class TrainingRows:
         return card | {card["source"]: card for card in cards}
 
     def largest_step(self, batch_rows: int, num_epochs: int) -> int:
-        """Return the tokens of the largest step of `batch_rows` rows in so many epochs."""
+        """Return the tokens of the largest step of `batch_rows` rows in so many epochs.
+
+        Of very many rows no step is looked at: then it is as many of the longest row.
+        """
         starts = self.train.row_starts
         tokens = np.add.reduceat(self.train.lengths, starts[:-1])
+        if self.order.size * num_epochs > _MOST_POSITIONS:
+            return batch_rows * int(tokens.max())
         stride = max(1, _POSITIONS // batch_rows) * batch_rows
         largest = 0
         for epoch in range(num_epochs):

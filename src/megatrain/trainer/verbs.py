@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from megatrain.cache import writable_cache_folder
+from megatrain.config import load_config
 from megatrain.config.data_settings import DataSettings
 from megatrain.data.limits import check_limits
 from megatrain.data.prepare import prepare
