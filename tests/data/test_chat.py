@@ -186,6 +186,42 @@ def test_a_thought_that_only_the_generation_prompt_opens_does_not_cost_the_row(o
     assert plain.notes == ()
 
 
+_REWRITES = (  # thoughts go as soon as there is an answer after them
+    "{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{{ '<a>' + (m.thinking if loop.last and m.thinking else '') + m.content + '<end>' }}"
+    "{% else %}{{ '<u>' + m.content + '<end>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+def test_a_turn_follows_its_own_prompt_where_the_template_rewrites_what_that_shows() -> None:
+    talk = (
+        TALK[0],
+        {"role": "assistant", "content": "look", "thinking": "hm "},
+        {"role": "assistant", "content": "two", "thinking": "so "},
+    )
+    tokenizer = made(_REWRITES, ("<a>", "<u>", "<end>"), eos="<end>")
+    template = ChatTemplate(tokenizer)
+    texts = render_row(template, Row(messages=talk), "assistant")
+    assert [one.text for one in texts] == [
+        "<u>hello<end><a>hm look<end>",
+        "<u>hello<end><a>hm look<end><a>so two<end>",
+    ]
+    for number, one in zip((1, 2), texts, strict=True):
+        ((begin, _),) = one.spans
+        assert one.text[:begin] == template.render(
+            Row(messages=talk), number, add_generation_prompt=True
+        )
+    # A template that joins a turn to the one before has no place where it begins.
+    joined = _REWRITES.replace("'<a>' + (m", "('' if loop.index0 == 2 else '<a>') + (m")
+    with pytest.raises(BadRow, match=NO_PREFIX):
+        render_row(
+            ChatTemplate(made(joined, ("<a>", "<u>", "<end>"), eos="<end>")),
+            Row(messages=talk),
+            "assistant",
+        )
+
+
 @pytest.mark.parametrize(
     "template", ["{{ raise_exception('no') }}", "{{ 1 / 0 }}", "{{ messages[99].x }}", "{% for %}"]
 )

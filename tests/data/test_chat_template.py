@@ -101,3 +101,43 @@ def test_the_sandbox_holds(template: str) -> None:
 def test_an_answer_to_nothing_is_refused() -> None:
     with pytest.raises(BadRow, match=f"{REFUSED}.*nothing is said before the first answer"):
         ChatTemplate(_tokenizer("x")).render(Row())
+
+
+CALLING = Row(
+    messages=(
+        {"role": "user", "content": "hi"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}],
+        },
+    )
+)
+_CALLS = "{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        _CALLS + "{{ c.function.arguments | tojson }}{% endfor %}{{ m.content or '' }}",
+        _CALLS + "{{ c.function.arguments | tojson }}{% endfor %}{{ m.content }}",
+        _CALLS + "{{ c.function.arguments | tojson }}{% endfor %}{{ '' + m.content }}",
+        _CALLS + "{{ '' + c.function.arguments }}{% endfor %}{{ m.content }}",
+        "{% if m.content is none %}" + _CALLS + "{{ '' + c.function.arguments }}{% endfor %}"
+        "{% else %}{{ m.content }}{% endif %}",
+    ],
+    ids=["any", "writes None", "fails on null", "arguments as text", "only where null"],
+)
+def test_a_call_is_given_in_the_form_that_the_template_writes(said: str) -> None:
+    tokenizer = _tokenizer("{% for m in messages %}" + said + "{% endfor %}")
+    template = ChatTemplate(tokenizer)
+    assert template.render(CALLING) == 'hiadd{"a": 2}'
+    template.check(CALLING)
+
+
+def test_rows_with_tools_have_a_template_of_their_own_if_there_is_one() -> None:
+    tokenizer = _tokenizer("x")
+    tokenizer.chat_template = {"default": "plain", "tool_use": "{{ tools[0].name }}"}
+    template = ChatTemplate(tokenizer)
+    assert template.render(ROW) == "plain"
+    assert template.render(Row(messages=tuple(TALK), tools=({"name": "add"},))) == "add"

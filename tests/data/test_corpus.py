@@ -121,6 +121,8 @@ def test_another_expectation_would_be_noticed() -> None:
         ("qwen3", "two turns", 2),
         ("harmony", "two turns", 2),
         ("qwen3", "a thought before a call", 1),
+        ("qwen3", "two answers in a row", 2),
+        ("harmony", "a thought before a call", 2),
         ("mistral", "calls over two questions", 2),
     ],
 )

@@ -224,3 +224,14 @@ def test_counts_of_parts_add_up() -> None:
     first.merge(second)
     assert first.counts == {"empty": 2, "null": 1}
     assert first.places["empty"] == ["a:1", "a:9"]
+
+
+def test_a_function_alone_is_a_tool() -> None:
+    function, tool = {"name": "add"}, {"type": "function", "function": {"name": "add"}}
+    for column in ({"tools": [function]}, {"tools": [tool]}, {"functions": [function]},
+                   {"tools": '[{"name": "add"}]'}):  # fmt: skip
+        row = canonical({**GOOD[0], **column}, detect(GOOD))
+        assert row.tools == (tool,)
+        assert row.unused == ()
+    other = {"type": "web_search", "name": "search"}
+    assert canonical({**GOOD[0], "tools": [other]}, detect(GOOD)).tools == (other,)

@@ -12,7 +12,8 @@ does not write in the turn itself; then the answer begins where the thought woul
 one text if every through(i) begins it. Some templates rewrite earlier turns (a thinking model's
 thoughts are removed once the user speaks again); then no single text shows each turn as it was
 generated, and the conversation becomes several texts, each of which trains the turns it shows
-truly. Every assistant turn is trained exactly once.
+truly. Every assistant turn is trained exactly once. Where writing a turn rewrites what its own prompt
+shows, the text is that prompt and the turn behind it.
 
 Where the template has `{% generation %}` tags the same is derived from them (see masks.py), and
 both must agree.
@@ -26,11 +27,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatrain.data.chat_template import ChatTemplate, Span
-from megatrain.data.messages import Message
+from megatrain.data.messages import REASONING, Message
 from megatrain.data.rows import Row
 from megatrain.data.skipped import BadRow
 
@@ -155,9 +156,43 @@ class _Talk:
                     texts.append(self._rendered(whole, shown, tags))
                 whole, tags = self._tagged(turn)
                 through, shown = whole, []
-            shown.append((turn, (self.begin_of(turn, through), len(through))))
-        texts.append(self._rendered(whole, shown, tags, is_first=is_first))
+            try:
+                shown.append((turn, (self.begin_of(turn, through), len(through))))
+            except BadRow as bad:
+                if shown:
+                    texts.append(self._rendered(whole, shown, tags))
+                texts.append(self._after_its_prompt(turn, bad))
+                shown = []
+        if shown:
+            texts.append(self._rendered(whole, shown, tags, is_first=is_first))
         return [text for text in reversed(texts) if text.spans]
+
+    def _after_its_prompt(self, turn: int, bad: BadRow) -> Rendered:
+        """Return a text for a turn before which the template rewrites what its prompt shows.
+
+        The prompt, and behind it what the template writes for the turn. Raises `bad` if it cannot
+        be seen where that begins.
+        """
+        prompt = self._template.render(self._row, turn, add_generation_prompt=True)
+        before = self._template.render(self._row, turn)
+        header = prompt.removeprefix(before) if prompt.startswith(before) else ""
+        core = _OPENED.sub("", header)
+        text = self.through(turn)
+        at, same = self._header(core, self._row, turn)
+        # A turn that the template joins to the one before has no header of its own.
+        other_at, other_same = self._header(core, _reworded(self._row, turn - 1), turn)
+        if not core.strip() or at < 0 or same - at != other_same - other_at:
+            raise bad
+        if not text.startswith(header, at):
+            prompt, header = prompt.removesuffix(header) + core, core
+        whole = prompt + text[at + len(header) :]
+        return self._rendered(whole, [(turn, (len(prompt), len(whole)))], None)
+
+    def _header(self, header: str, row: Row, turn: int) -> tuple[int, int]:
+        """Return where a turn's generation prompt stands in the text through it, and its words."""
+        texts = [self._template.render(one, turn + 1) for one in (row, _reworded(row, turn))]
+        same = _first_difference(*texts)
+        return texts[0].rfind(header, 0, same), same
 
     def _shown(self, turn: int, whole: str) -> str | None:
         """Return the text through `turn` if `whole` begins with it, or with all but its end."""
@@ -213,15 +248,36 @@ def _remarks(message: Message, trained: str, turn: int) -> list[str]:
     return [*notes, EMPTY_THOUGHT] if _IS_EMPTY.match(trained) else notes
 
 
+def _reworded(row: Row, turn: int) -> Row:
+    """Return the row with other words in a turn, from their first letter on."""
+    message = dict(row.messages[turn])
+    for key in ("content", *REASONING):
+        if message.get(key) is not None:
+            message[key] = _other_word(message[key])
+    if calls := message.get("tool_calls"):
+        function = calls[0]["function"]
+        renamed = {**function, "name": _other_word(function["name"])}
+        message["tool_calls"] = [{**calls[0], "function": renamed}, *calls[1:]]
+    return replace(row, messages=(*row.messages[:turn], message, *row.messages[turn + 1 :]))
+
+
+def _other_word(text: str) -> str:
+    return ("z" if text.lstrip().startswith("y") else "y") + text
+
+
 def _without(spans: Sequence[Span], hole: Span) -> list[Span]:
     parts = [part for a, b in spans for part in ((a, min(b, hole[0])), (max(a, hole[1]), b))]
     return [(a, b) for a, b in parts if a < b]
 
 
 def _difference(prompt: str, through: str, turn: int) -> str:
-    pairs = enumerate(zip(prompt, through, strict=False))
-    at = next((i for i, (a, b) in pairs if a != b), min(len(prompt), len(through)))
+    at = _first_difference(prompt, through)
     return (
         f"turn {turn}: the prompt goes on with {prompt[at : at + 20]!r}, "
         f"the turn with {through[at : at + 20]!r}"
     )
+
+
+def _first_difference(one: str, other: str) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

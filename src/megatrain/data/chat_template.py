@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from typing import Any
@@ -132,25 +133,59 @@ class ChatTemplate:
         return {**self._given, "tools": list(row.tools) or None, **row.template_kwargs}
 
     def _messages(self, row: Row, end: int | None) -> list[Message]:
-        messages = list(row.messages[:end])
-        if any(m["content"] is None for m in messages) and self._minds_null:
-            return [{**m, "content": ""} if m["content"] is None else m for m in messages]
-        return messages
+        return [_in_form(m, self._form) if "tool_calls" in m else m for m in row.messages[:end]]
 
     @cached_property
-    def _minds_null(self) -> bool:
-        """Whether the template would write `None` for a turn that only calls a tool, or fail."""
-        call = {"type": "function", "function": {"name": "f", "arguments": {}}}
-        turn = {"role": "assistant", "content": None, "tool_calls": [call]}
+    def _form(self) -> _Form:
+        """The form in which the template writes a call: some fail on others, or write `None`."""
+        return next((form for form in _FORMS if self._writes_call(form)), _FORMS[1])
+
+    def _writes_call(self, form: _Form) -> bool:
         try:
             text = compile_template(self._sources[False]).render(
-                messages=[{"role": "user", "content": "x"}, turn],
+                messages=[{"role": "user", "content": "x"}, _in_form(_CALLING, form)],
                 add_generation_prompt=False,
                 **self._given,
             )
         except Exception:
-            return True
-        return "None" in text
+            return False
+        return "call_me" in text and "None" not in text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Form:
+    """How a turn that calls a tool is given to a template."""
+
+    content: str | None
+    """In place of null."""
+    has_objects: bool
+    """Arguments are an object, not JSON text."""
+
+
+_FORMS = [
+    _Form(content=content, has_objects=has_objects)
+    for has_objects in (True, False)
+    for content in (None, "")
+]
+_CALLING: Message = {
+    "role": "assistant", "content": None,
+    "tool_calls": [{"id": "callid001", "type": "function",
+                    "function": {"name": "call_me", "arguments": {"x": 1}}}],
+}  # fmt: skip
+
+
+def _in_form(message: Message, form: _Form) -> Message:
+    content = form.content if message["content"] is None else message["content"]
+    if form.has_objects:
+        return {**message, "content": content}
+    return {**message, "content": content, "tool_calls": list(map(_as_text, message["tool_calls"]))}
+
+
+def _as_text(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    arguments = call["function"]["arguments"]
+    if isinstance(arguments, str):
+        return call
+    return {**call, "function": {**call["function"], "arguments": _to_json(arguments)}}
 
 
 def _source(tokenizer: Any, *, with_tools: bool) -> str:

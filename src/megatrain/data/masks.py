@@ -283,5 +283,6 @@ def _disagreement(place: str, tagged: Tokens, document: Tokens, tokenizer: Any) 
         f"{place}: the chat template contradicts itself: its generation {who} train token {at} "
         f"({token!r}), its {other} do not. {sum(by_tags)} tokens by tags, "
         f"{sum(by_prefixes)} by prefixes. Put the answer and its end-of-turn token, and "
-        "nothing else, between {% generation %} and {% endgeneration %}."
+        "nothing else, between {% generation %} and {% endgeneration %}, or give a template "
+        "without these tags by data.chat_template."
     )

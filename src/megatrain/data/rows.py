@@ -154,10 +154,15 @@ def _history(value: object) -> Sequence[Any]:
 
 
 def _tools(value: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    """Return the row's tools as they are; `functions`, their old form, as tools."""
-    found = [read_mapping(tool, "a tool") for tool in _optional_list(value, _TOOLS)]
-    for function in _optional_list(value, _FUNCTIONS):
-        found.append({"type": "function", "function": read_mapping(function, "a function")})
+    """Return the row's tools as they are; a function alone, their old form, as a tool."""
+    given = (*_optional_list(value, _TOOLS), *_optional_list(value, _FUNCTIONS))
+    found = [read_mapping(tool, "a tool") for tool in given]
+    found = [
+        {"type": "function", "function": tool}
+        if "name" in tool and not {"type", "function"} & tool.keys()
+        else tool
+        for tool in found
+    ]
     if found:
         check_encodable(found, _TOOLS)
     return tuple(found)
