@@ -53,13 +53,25 @@ def root(
 
 ConfigFile = Annotated[Path, typer.Argument(help="YAML file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Settings, like train.epochs=2.")]
-ModelFolder = Annotated[Path, typer.Argument(help="Model folder, run folder, or checkpoint.")]
+ModelFolder = Annotated[
+    Path, typer.Argument(help="Folder of a model, run or checkpoint, or Hub id.")
+]
+Configuration = Annotated[str | None, typer.Option(help="Configuration of a Hub dataset.")]
+Split = Annotated[str | None, typer.Option(help="Split of a Hub dataset; default: train.")]
 Best = Annotated[
     bool, typer.Option("--best", help="Of a run, the model with the lowest evaluation loss.")
 ]
 
 
 Precision = Literal["bf16", "fp32"]
+
+
+def _require_model(model: Path) -> None:
+    """Tell of a name that leads nowhere, or to the Hub in vain, before torch is imported."""
+    if not model.exists():
+        from megatrain.hub import find_model
+
+        find_model(str(model), need="config")
 
 
 @app.command()
@@ -75,9 +87,11 @@ def train(
     ] = False,
 ) -> None:
     """Train a model as a YAML file says. Ctrl-C once: finish the step, save, end; twice: now."""
-    from megatrain.trainer.places import read_config
+    from megatrain.trainer.places import pinned, read_config
 
-    read_config(config, overrides or [])  # its faults are told before torch is imported
+    # Faults of the config, and names that lead nowhere, are told before torch is imported.
+    asked = read_config(config, overrides or [])
+    pinned(asked, Path(asked.run_dir), resumes=resume)
     from megatrain.trainer.verbs import train_from
 
     typer.echo(train_from(config, overrides or [], dry_run=dry_run, resume=resume))
@@ -107,7 +121,7 @@ def verify(
 @app.command(name="eval")
 def evaluate(
     model: ModelFolder,
-    data: Annotated[Path, typer.Argument(help="Rows to evaluate on.")],
+    data: Annotated[Path, typer.Argument(help="Rows to evaluate on: a file, or a Hub id.")],
     max_rows: Annotated[int | None, typer.Option(help="Rows at most.", min=1)] = None,
     answers: Annotated[
         bool, typer.Option("--answers", help="Let the model answer, and count exact answers.")
@@ -117,13 +131,15 @@ def evaluate(
         int | None,
         typer.Option(help="Longest row; default: the run's, or all positions of the model.", min=2),
     ] = None,
+    name: Configuration = None,
+    split: Split = None,
 ) -> None:
-    """Print the loss and perplexity of a model on a file."""
+    """Print the loss and perplexity of a model on a file, or on a dataset of the Hub."""
+    _require_model(model)
     from megatrain.trainer.verbs import evaluate_model
 
-    typer.echo(
-        evaluate_model(model, data, max_rows, answers=answers, best=best, max_length=max_length)
-    )
+    options: dict[str, Any] = {"max_length": max_length, "name": name, "split": split}
+    typer.echo(evaluate_model(model, data, max_rows, answers=answers, best=best, **options))
 
 
 @app.command()
@@ -137,6 +153,7 @@ def export(
     ] = None,
 ) -> None:
     """Write a run's model as a Hugging Face folder."""
+    _require_model(model)
     from megatrain.trainer.verbs import export_model
 
     typer.echo(export_model(model, target, best=best, dtype=dtype))
@@ -157,6 +174,7 @@ def sample(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or xpu.")] = "auto",
 ) -> None:
     """Let a model answer prompts."""
+    _require_model(model)
     from megatrain.sampling import Drawing
     from megatrain.trainer.verbs import sample_from
 
@@ -179,15 +197,18 @@ def report(
 
 @app.command()
 def data(
-    path: Annotated[Path, typer.Argument(help="File of rows.")],
-    model: Annotated[Path, typer.Option("-m", "--model", help="Model folder: its tokenizer.")],
+    path: Annotated[Path, typer.Argument(help="File of rows, or Hub id.")],
+    model: Annotated[Path, typer.Option("-m", "--model", help="Model folder or Hub id.")],
     max_length: Annotated[int, typer.Option(help="Longest row, in tokens.")] = 2048,
     samples: Annotated[int, typer.Option(help="Rows to show.")] = 3,
+    name: Configuration = None,
+    split: Split = None,
 ) -> None:
     """Show what a data file holds: format, lengths, bad rows, and which tokens are trained."""
+    _require_model(model)
     from megatrain.trainer.verbs import look_at_data
 
-    look_at_data(path, model, max_length, samples)
+    look_at_data(path, model, max_length, samples, name=name, split=split)
 
 
 @app.command()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.config import dump_config
+from megatrain.config.data_settings import Source
 from megatrain.data import prepare as prepare_module
 from megatrain.trainer.judging import judging_config
 from megatrain.trainer.run_model import RunModel
@@ -42,8 +43,8 @@ def rows(tmp_path: Path) -> Path:
 
 def test_a_folder_is_judged_by_all_positions_of_its_model(model: Path, rows: Path) -> None:
     found = RunModel(folder=model)
-    assert judging_config(found, rows, None, None).data.max_length == 64
-    assert judging_config(found, rows, None, 32).data.max_length == 32
+    assert judging_config(found, Source(path=str(rows)), None, None).data.max_length == 64
+    assert judging_config(found, Source(path=str(rows)), None, 32).data.max_length == 32
 
 
 def test_a_run_is_judged_by_its_own_length(model: Path, rows: Path, tmp_path: Path) -> None:
@@ -51,7 +52,7 @@ def test_a_run_is_judged_by_its_own_length(model: Path, rows: Path, tmp_path: Pa
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text(dump_config(config))
     found = RunModel(folder=model, run=tmp_path / "run")
-    assert judging_config(found, rows, None, None).data.max_length == 48
+    assert judging_config(found, Source(path=str(rows)), None, None).data.max_length == 48
 
 
 def test_rows_that_are_left_out_are_counted(model: Path, rows: Path) -> None:

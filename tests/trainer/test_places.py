@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +14,7 @@ import torch
 from huggingface_hub import constants
 
 from megatrain.config import Config, load_config
-from megatrain.errors import ConfigError, HubError
+from megatrain.errors import ConfigError, DataError, HubError
 from megatrain.trainer.places import check_places, pinned
 from tests.hub_on_loopback import Files, Hub, serving, use, use_for_datasets
 from tests.trainer.runs import Setting, State, config_of, lines_of, run, write_world
@@ -110,7 +113,58 @@ def test_weights_are_downloaded_after_the_data_was_read(
     _serve(hub, world)
     with pytest.raises(HubError, match="acme/none: no such folder here"):
         run(_config(world, tmp_path / "run", train="acme/none"))
+    assert not (tmp_path / "run").exists()
+    hub.put("acme/odd", {"train.jsonl": b'{"unknown": 1}'}, "datasets")
+    with pytest.raises(DataError, match="acme/odd train: no known format"):
+        run(_config(world, tmp_path / "run", train="acme/odd"))
+    assert "tokenizer.json" in hub.fetched()
     assert "model.safetensors" not in hub.fetched()
+
+
+def test_a_name_that_leads_nowhere_is_told_before_torch_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run.yaml").write_text("model: acme/none\ndata: rows.jsonl\n")
+    script = (
+        "import sys\nfrom megatrain.cli import app\nfrom megatrain.errors import HubError\n"
+        "for words in (['train', 'run.yaml'], ['sample', 'acme/none', 'hi'],\n"
+        "              ['data', 'rows.jsonl', '-m', 'acme/none'], ['eval', 'acme/none', 'x']):\n"
+        "    try:\n        app(words, standalone_mode=False)\n"
+        "    except HubError as error:\n        assert 'acme/none' in str(error)\n"
+        "    else:\n        raise AssertionError(words)\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True, cwd=tmp_path)
+
+
+def test_verbs_take_ids_as_huggingface_hub_is_set_up(hub: Hub, world: Path, tmp_path: Path) -> None:
+    """In a process of its own, with nothing but the variables that users set."""
+    hub.put(MODEL, _files(world / "model-0.0"))
+    rows = (world / "rows.jsonl").read_bytes()
+    hub.put(ROWS, {"train.jsonl": rows, "test.jsonl": rows.split(b"\n")[0]}, "datasets")
+    verbs = [
+        ["data", ROWS, "-m", MODEL, "--split", "test"],
+        ["eval", MODEL, ROWS, "--split", "test"],
+        ["sample", MODEL, "1 + 1", "--max-new-tokens", "2", "--device", "cpu"],
+        ["estimate", MODEL, "--gpu", "24GB", "--ram", "64GB"],
+    ]
+    script = (
+        "from megatrain.cli import app\n"
+        f"for words in {verbs!r}:\n"
+        "    app(words, standalone_mode=False)\n"
+    )
+    environment = os.environ | {
+        "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0",
+        "MEGATRAIN_CACHE": str(tmp_path / "own"), "HF_DATASETS_OFFLINE": "0",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"{ROWS} test" in done.stdout
+    assert "perplexity" in done.stdout
+    assert "tiny" in done.stdout
 
 
 def test_a_file_that_is_not_as_we_write_it_pins_nothing(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from megatrain.config import Config, load_config
+from megatrain.config.data_settings import Source
 from megatrain.data.documents import Documents
 from megatrain.data.isolation import ISOLATES
 from megatrain.data.limits import bad_rows, dropped_rows
@@ -23,7 +22,7 @@ _ROWS_OF_A_RUN = {
 
 
 def judging_config(
-    model: RunModel, data: Path, max_rows: int | None, max_length: int | None
+    model: RunModel, source: Source, max_rows: int | None, max_length: int | None
 ) -> Config:
     """Return what to evaluate with.
 
@@ -31,8 +30,8 @@ def judging_config(
     """
     parsed = parse_config(read_config_bytes(model.folder))
     rows: dict[str, object] = {
-        "train": str(data),
-        "eval": str(data),
+        "train": [source],
+        "eval": [source],
         "packing": parsed.model_type in ISOLATES,
         "max_length": num_positions(parsed) or NO_LIMIT,
         "max_bad": 1.0,  # what is left out is counted and printed

@@ -75,9 +75,9 @@ class Trainer:
         """
         self.interrupts = interrupts or Interrupts()
         require_apart(config)
+        self.config, self._pins = pinned(config, Path(config.run_dir), resumes=resume)
         self.folder = RunFolder(config.run_dir, dry=dry_run)
         try:
-            self.config, self._pins = pinned(config, self.folder.path, resumes=resume)
             self._open(resume)
         except BaseException:
             self.folder.close()

@@ -12,7 +12,8 @@ import torch
 
 from megatrain.cache import writable_cache_folder
 from megatrain.config import load_config
-from megatrain.config.data_settings import DataSettings
+from megatrain.config.data_settings import DataSettings, Source
+from megatrain.data.hub_rows import located
 from megatrain.data.limits import check_limits
 from megatrain.data.prepare import prepare
 from megatrain.data.prepared import Prepared
@@ -155,22 +156,27 @@ def evaluate_model(
     answers: bool = False,
     best: bool = False,
     max_length: int | None = None,
+    name: str | None = None,
+    split: str | None = None,
 ) -> str:
     """Return the loss and perplexity of a model on a file, in words, and which rows were left out.
+
+    `name` and `split` choose a part of a Hub dataset.
 
     With `answers` the model also writes each answer of the rows, and the exact ones are counted.
     """
     found_model = _found(model, best=best)
     folder = found_model.folder
-    config = judging_config(found_model, data, max_rows, max_length)
+    source = Source(path=str(data), name=name, split=split)
+    config = judging_config(found_model, source, max_rows, max_length)
     tokenizer = load_tokenizer(folder)
     rows = gather(config, tokenizer)
     said = left_out(rows.held[0], config.data.max_length)
     config = for_lengths(config, rows.held[0])
-    device, name = open_device(config)
+    device, place = open_device(config)
     home = _loaded(folder)
     said += check_rows(rows.sources, home.decoder)
-    opened = open_data(config, tokenizer, resolve(config, device, name), rows)
+    opened = open_data(config, tokenizer, resolve(config, device, place), rows)
     coefficient = router_aux_loss(config, home.decoder)
     with Engine(home.decoder, home.store, device=device, router_aux_loss=coefficient) as engine:
         found = mean_loss(engine, opened.eval_batches())
@@ -241,11 +247,19 @@ def sample_from(
     return [str(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in made]
 
 
-def look_at_data(path: Path, model: Path, max_length: int, samples: int) -> None:
+def look_at_data(
+    path: Path,
+    model: Path,
+    max_length: int,
+    samples: int,
+    *,
+    name: str | None = None,
+    split: str | None = None,
+) -> None:
     """Print what a file holds, and which of its tokens would be trained."""
     tokenizer = load_tokenizer(tokenizer_folder(model))
     prepared: Prepared = prepare(
-        path,
+        located(path, name=name, split=split),
         tokenizer,
         cache_dir=writable_cache_folder(),
         max_length=max_length,
