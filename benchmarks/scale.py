@@ -141,7 +141,7 @@ def _speed(shape: ModelShape, gpu: str) -> float | None:
 def limits() -> Iterator[str]:
     """Tokens per step from which each resource hides behind the compute of a dense model."""
     yield (
-        f"{'machine':15}{'TFLOP/s':>8}{'link GB/s':>11}{'DRAM GB/s':>11}"
+        f"{'machine':17}{'TFLOP/s':>8}{'link GB/s':>11}{'DRAM GB/s':>11}"
         f"{'link':>9}{'unclipped':>11}{'clipped':>9}"
     )
     for machine in MACHINES:
@@ -149,7 +149,7 @@ def limits() -> Iterator[str]:
         link = "-" if machine.unified else f"{flops / machine.link_in / 1e9:,.0f}"
         early, late = 5 * flops / dram, 14 * flops / dram
         yield (
-            f"{machine.name:15}{machine.sustained:>8.0f}{machine.link_in:>11.0f}"
+            f"{machine.name:17}{machine.sustained:>8.0f}{machine.link_in:>11.0f}"
             f"{machine.dram_rate:>11.0f}{link:>9}{early:>11,.0f}{late:>9,.0f}"
         )
 

@@ -258,7 +258,8 @@ def _more(start: Fix, place: str, sizes: list[int], headroom: float, now: int) -
     if needed <= now or sold is None:
         return None
     field = "ram_bytes" if place == "host" else "device_bytes"
-    text = f"{place} memory: {gib(needed)} free (now {gib(now)}), as of {sold >> 30} GiB"
+    where = "installed" if place == "host" else "on the card"
+    text = f"{place} memory: {gib(needed)} free (now {gib(now)}), so {sold >> 30} GiB {where}"
     bought = (start.bought[0], sold) if place == "host" else (sold, start.bought[1])
     return _then(start, text, profile=start.profile.changed(**{field: needed}), bought=bought)
 

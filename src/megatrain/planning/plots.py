@@ -152,7 +152,7 @@ def _draw_memory(axes: Any, plan: Plan) -> None:
     for shape in shapes:
         _mark(axes, shape, shape.params * 14)
     needed = needed_bytes(plan)
-    _mark(axes, model.renamed(f"{model.name}: {gib(needed)} for its run"), needed, plan.fits)
+    _mark(axes, model.renamed(f"{model.name}: {gib(needed)}"), needed, plan.fits)
     _draw_host_memory(axes, plan.profile.ram_bytes)
     axes.set(xscale="log", yscale="log", xlabel="host memory, GiB", ylabel="parameters")
     memory = [span[0] * 14 / _GIB, 2 * span[1] * 14 / _GIB]
