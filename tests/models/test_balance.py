@@ -14,7 +14,7 @@ from megatrain.models.balance import Balancing, Routing, probability_sums
 from megatrain.models.decoder import build_decoder
 from tests.families import BALANCED, FAMILIES, tiny_config
 
-BALANCING = Balancing(num_experts=5, top_k=2, coefficient=0.01, asked=False)
+BALANCING = Balancing(num_experts=5, top_k=2, coefficient=0.01)
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
 own_loss: Any = modeling_mixtral.load_balancing_loss_func
 
@@ -35,19 +35,20 @@ def _routing(logits: tuple[Tensor, ...], mask: Tensor | None) -> Routing:
 def test_balancing_is_found_where_the_model_has_it(family: str) -> None:
     config = copy.deepcopy(tiny_config(family))
     config.output_router_logits = True
-    found = build_decoder(config, "bf16").balancing
-    assert (found is not None) == (family in BALANCED)
+    decoder = build_decoder(config, "bf16")
+    found = decoder.balancing
+    assert (found is not None) == decoder.asks_balancing == (family in BALANCED)
     if found is not None:
-        assert (found.num_experts, found.top_k, found.asked) == (4, 2, True)
+        assert (found.num_experts, found.top_k) == (4, 2)
         assert found.coefficient > 0
 
 
 def test_a_config_that_does_not_ask_is_told_from_one_that_does() -> None:
     asked = [
-        build_decoder(tiny_config("mixtral", output_router_logits=asks), "bf16").balancing
+        build_decoder(tiny_config("mixtral", output_router_logits=asks), "bf16").asks_balancing
         for asks in (False, True)
     ]
-    assert [found is not None and found.asked for found in asked] == [False, True]
+    assert asked == [False, True]
     assert tiny_config("mixtral", output_router_logits=True).output_router_logits, "it is not ours"
 
 
@@ -66,6 +67,23 @@ def test_another_loss_than_ours_is_not_taken_for_it(monkeypatch: pytest.MonkeyPa
     assert build_decoder(tiny_config("mixtral"), "bf16").balancing is not None
     monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", other)
     assert build_decoder(tiny_config("mixtral"), "bf16").balancing is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_local_experts": 10**12},
+        {"num_experts_per_tok": 9},
+        {"router_aux_loss_coef": "much"},
+    ],
+)
+def test_a_config_that_makes_no_sense_has_no_balance_that_we_know(changes: dict[str, Any]) -> None:
+    config = copy.deepcopy(tiny_config("mixtral"))
+    for key, value in {"output_router_logits": True, **changes}.items():
+        config.__dict__[key] = value
+    decoder = build_decoder(config, "bf16")
+    assert decoder.balancing is None
+    assert decoder.asks_balancing
 
 
 @pytest.mark.parametrize("mask", [None, MASK])

@@ -56,6 +56,14 @@ def test_without_experts_there_is_nothing_to_balance(family: str) -> None:
         router_aux_loss(_config(0.1), decoder)
 
 
+def test_a_balance_of_another_form_is_not_dropped_in_silence() -> None:
+    decoder = build_decoder(tiny_config("doge", is_moe=True, output_router_logits=True), "bf16")
+    for wanted in ("auto", "model"):
+        with pytest.raises(ConfigError, match="the load-balancing loss of doge has another form"):
+            router_aux_loss(_config(wanted), decoder)
+    assert router_aux_loss(_config(0), decoder) == 0.0
+
+
 def test_what_was_decided_is_said() -> None:
     note = balancing_note(_config("auto"), _mixtral(asks=True))
     assert note == (

@@ -41,6 +41,8 @@ from megatrain.models.recorder import head_replaced, layers_replaced, stand_in_w
 _OWN_FUNCTION = "load_balancing_loss_func"
 _KEY = "router_logits"
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+MAX_EXPERTS = 1 << 14
+"""Per layer. The check against the model's own function makes a few rows of so many numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +53,6 @@ class Balancing:
     top_k: int
     coefficient: float
     """What the model's own code multiplies the loss with."""
-    asked: bool
-    """Whether the model's config.json asks for it, by `output_router_logits`."""
 
 
 class Routing:
@@ -124,20 +124,26 @@ def record_router_logits(model: PreTrainedModel, layers_path: str) -> None:
     maybe_install_capturing_hooks(_recorded_part(model, layers_path))
 
 
+def has_own_balancing(model: PreTrainedModel, layers_path: str) -> bool:
+    """Return whether the model's own forward has a load-balancing loss, and routers for it."""
+    has_function = _OWN_FUNCTION in inspect.unwrap(type(model).forward).__globals__
+    return has_function and _has_router(model, layers_path)
+
+
 def find_balancing(
-    model: PreTrainedModel, layers_path: str, head_path: str, num_outputs: int, *, asked: bool
+    model: PreTrainedModel, layers_path: str, head_path: str, num_outputs: int
 ) -> Balancing | None:
     """Return how the model's own forward balances experts; None if it does not, or not so."""
-    own = inspect.unwrap(type(model).forward).__globals__.get(_OWN_FUNCTION)
-    recorded = _CAN_RECORD_REGISTRY.get(str(type(_recorded_part(model, layers_path)))) or {}
-    if own is None or _KEY not in recorded or not _has_router(model, layers_path):
+    if not has_own_balancing(model, layers_path):
         return None
-    num_experts, top_k = _own_arguments(model, layers_path, head_path, num_outputs)
-    coefficient = next(getattr(model, name) for name in _COEFFICIENTS if hasattr(model, name))
-    balancing = Balancing(
-        num_experts=num_experts, top_k=top_k, coefficient=float(coefficient), asked=asked
-    )
-    return balancing if _agrees(own, balancing) else None
+    try:
+        num_experts, top_k = _own_arguments(model, layers_path, head_path, num_outputs)
+        coefficient = next(getattr(model, name) for name in _COEFFICIENTS if hasattr(model, name))
+        balancing = Balancing(num_experts=num_experts, top_k=top_k, coefficient=float(coefficient))
+        own = inspect.unwrap(type(model).forward).__globals__[_OWN_FUNCTION]
+        return balancing if num_experts <= MAX_EXPERTS and _agrees(own, balancing) else None
+    except Exception:  # a config can say anything; whoever wants the balance is then refused
+        return None
 
 
 def _recorded_part(model: PreTrainedModel, layers_path: str) -> PreTrainedModel:
@@ -153,8 +159,9 @@ def _recorded_part(model: PreTrainedModel, layers_path: str) -> PreTrainedModel:
 
 def _has_router(model: PreTrainedModel, layers_path: str) -> bool:
     """Return whether any layer has a module that is recorded."""
-    recorded = _CAN_RECORD_REGISTRY[str(type(_recorded_part(model, layers_path)))][_KEY]
-    recorders = recorded if isinstance(recorded, list) else [recorded]
+    recorded = _CAN_RECORD_REGISTRY.get(str(type(_recorded_part(model, layers_path)))) or {}
+    found = recorded.get(_KEY, [])
+    recorders = found if isinstance(found, list) else [found]
     kinds: Any = tuple(getattr(recorder, "target_class", recorder) for recorder in recorders)
     return any(isinstance(module, kinds) for module in model.get_submodule(layers_path).modules())
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from megatrain.errors import ConfigError, NotSplittable, listing
-from megatrain.models.balance import Balancing, find_balancing
+from megatrain.models.balance import Balancing, find_balancing, has_own_balancing
 from megatrain.models.patterns import check_patterns, matches
 from megatrain.models.recorder import (
     Call,
@@ -92,7 +92,9 @@ class Decoder:
     head_path: str
     """Where the output projection stands, for instance `lm_head`."""
     balancing: Balancing | None = None
-    """How the model's own code balances its experts; None if it does not."""
+    """How the model's own code balances its experts; None if it does not, or in another way."""
+    asks_balancing: bool = False
+    """config.json asks for `output_router_logits`, and the model's code then balances experts."""
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -185,7 +187,8 @@ def build_decoder(
         layers_path=path,
         num_layer_outputs=num_outputs,
         head_path=head_path,
-        balancing=find_balancing(model, path, head_path, num_outputs, asked=asked),
+        balancing=find_balancing(model, path, head_path, num_outputs),
+        asks_balancing=asked and has_own_balancing(model, path),
     )
 
 

@@ -12,16 +12,22 @@ KEY = "train.router_aux_loss"
 def router_aux_loss(config: Config, decoder: Decoder) -> float:
     """Return the coefficient of the load-balancing loss.
 
-    Raises ConfigError for a number where the model's code has no such loss.
+    Raises ConfigError where such a loss is asked for and the model's code has none that we know.
     """
-    wanted, own = config.train.router_aux_loss, decoder.balancing
+    wanted, own, family = config.train.router_aux_loss, decoder.balancing, decoder.config.model_type
+    if own is None and decoder.asks_balancing and isinstance(wanted, str):
+        raise ConfigError(
+            f"config.json asks for output_router_logits: the load-balancing loss of {family} has "
+            f"another form than the usual, and cannot be trained on. Set {KEY} to 0 to train "
+            "without it."
+        )
     if isinstance(wanted, str):
-        counts = own is not None and (own.asked or wanted == "model")
+        counts = decoder.asks_balancing or wanted == "model"
         return own.coefficient if own is not None and counts else 0.0
     if wanted and own is None:
         raise ConfigError(
-            f"{KEY} is {wanted:g}: transformers' code of {decoder.config.model_type} has no "
-            "load-balancing loss, or one of another form than the usual. Leave the key out."
+            f"{KEY} is {wanted:g}: transformers' code of {family} has no load-balancing loss, or "
+            "one of another form than the usual. Leave the key out."
         )
     return wanted
 
