@@ -12,8 +12,8 @@ does not write in the turn itself; then the answer begins where the thought woul
 one text if every through(i) begins it. Some templates rewrite earlier turns (a thinking model's
 thoughts are removed once the user speaks again); then no single text shows each turn as it was
 generated, and the conversation becomes several texts, each of which trains the turns it shows
-truly. Every assistant turn is trained exactly once. Where writing a turn rewrites what its own prompt
-shows, the text is that prompt and the turn behind it.
+truly. Every assistant turn is trained exactly once. Where writing a turn rewrites what its own
+prompt shows, the text is that prompt and the turn behind it.
 
 Where the template has `{% generation %}` tags the same is derived from them (see masks.py), and
 both must agree.
