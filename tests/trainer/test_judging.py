@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from megatrain.config import dump_config
+from megatrain.config import Config, dump_config
 from megatrain.config.data_settings import Source
 from megatrain.data import prepare as prepare_module
-from megatrain.trainer.judging import judging_config
+from megatrain.trainer.judging import judging_config, prompts_as_trained
 from megatrain.trainer.run_model import RunModel
 from megatrain.trainer.verbs import evaluate_model
 from tests.trainer.runs import Setting, config_of, write_model
@@ -68,3 +70,25 @@ def test_longer_rows_may_be_asked_for(model: Path, rows: Path) -> None:
     said = evaluate_model(model, rows, None, max_length=200).splitlines()
     assert "1 of 5 documents are longer than the 64 positions of the model" in said[0]
     assert said[-1].startswith("loss ")
+
+
+@pytest.mark.parametrize(
+    ("asked", "template", "kwargs"),
+    [
+        ({}, "its own", {}),
+        ({"template_kwargs": {"enable_thinking": False}}, "its own", {"enable_thinking": False}),
+        ({"chat_template": "none"}, None, {}),
+        ({"chat_template": "gone.jinja"}, "its own", {}),
+    ],
+)
+def test_prompts_are_written_as_the_run_has_read_its_rows(
+    tmp_path: Path, asked: dict[str, Any], template: str | None, kwargs: dict[str, Any]
+) -> None:
+    """A template of the run's own is in the tokenizer it wrote; its file may be gone."""
+    config = Config.model_validate({"model": "m", "data": {"train": "rows.jsonl", **asked}})
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    tokenizer = SimpleNamespace(chat_template="its own")
+    model = RunModel(folder=tmp_path / "model", step=1, run=tmp_path)
+    assert prompts_as_trained(model, tokenizer) == kwargs
+    assert tokenizer.chat_template == template
+    assert prompts_as_trained(RunModel(folder=tmp_path), SimpleNamespace()) == {}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from megatrain.config import Config, load_config
 from megatrain.config.data_settings import Source
 from megatrain.data.documents import Documents
 from megatrain.data.isolation import ISOLATES
 from megatrain.data.limits import bad_rows, dropped_rows
 from megatrain.data.prepared import Prepared
+from megatrain.data.template_choice import NONE, choose_template
 from megatrain.disk.folder import read_config_bytes
 from megatrain.models.model_config import parse_config
 from megatrain.trainer.model_limits import num_positions
@@ -39,15 +43,38 @@ def judging_config(
     }
     value: dict[str, object] = {"model": str(model.folder), "eval": {"max_rows": max_rows}}
     train: dict[str, object] = {}
-    if model.run is not None and (model.run / "config.yaml").exists():
-        run = load_config(model.run / "config.yaml")
+    if (run := _config_of_run(model)) is not None:
         rows |= run.data.model_dump(include=_ROWS_OF_A_RUN)
+        rows["chat_template"] = _template_of(run)
         value["memory"] = run.memory
         train["router_aux_loss"] = run.train.router_aux_loss
     if max_length is not None:
         rows["max_length"] = max_length
     train["batch_tokens"] = rows["max_length"]
     return Config.model_validate(value | {"data": rows, "train": train})
+
+
+def prompts_as_trained(model: RunModel, tokenizer: Any) -> Mapping[str, Any]:
+    """Let `tokenizer` write prompts as the model's run has read its rows.
+
+    Return the arguments that its chat template was given there.
+    """
+    run = _config_of_run(model)
+    if run is None:
+        return {}
+    choose_template(tokenizer, _template_of(run))
+    return run.data.template_kwargs
+
+
+def _config_of_run(model: RunModel) -> Config | None:
+    if model.run is None or not (model.run / "config.yaml").exists():
+        return None
+    return load_config(model.run / "config.yaml")
+
+
+def _template_of(run: Config) -> str | None:
+    """Return `none` if the run had no template; its own is in the tokenizer that it wrote."""
+    return NONE if run.data.chat_template == NONE else None
 
 
 def for_lengths(config: Config, rows: Documents) -> Config:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,7 +53,12 @@ from megatrain.trainer.demo import (
     write_demo,
 )
 from megatrain.trainer.interrupts import Interrupts
-from megatrain.trainer.judging import for_lengths, judging_config, left_out
+from megatrain.trainer.judging import (
+    for_lengths,
+    judging_config,
+    left_out,
+    prompts_as_trained,
+)
 from megatrain.trainer.loop import Trainer
 from megatrain.trainer.mean_loss import mean_loss
 from megatrain.trainer.model_limits import check_rows
@@ -237,10 +242,11 @@ def sample_from(
     best: bool = False,
 ) -> list[str]:
     """Return a model's answers to what a user says, computed on `device`."""
-    folder = _found(model, best=best).folder
-    tokenizer = load_tokenizer(folder)
-    home = _loaded(folder)
-    asked = [_prompt_tokens(tokenizer, prompt, system) for prompt in prompts]
+    found = _found(model, best=best)
+    tokenizer = load_tokenizer(found.folder)
+    kwargs = prompts_as_trained(found, tokenizer)
+    home = _loaded(found.folder)
+    asked = [_prompt_tokens(tokenizer, prompt, system, kwargs) for prompt in prompts]
     with Engine(home.decoder, home.store, device=device_called(device)[0]) as engine:
         ends = end_tokens(tokenizer, home)
         made = continue_texts(engine, asked, max_new_tokens, ends, drawing)
@@ -342,12 +348,16 @@ def _precision(folder: Path) -> Precision:
     return "fp32" if single else "bf16"
 
 
-def _prompt_tokens(tokenizer: Any, prompt: str, system: str | None) -> list[int]:
+def _prompt_tokens(
+    tokenizer: Any, prompt: str, system: str | None, kwargs: Mapping[str, Any]
+) -> list[int]:
     if not getattr(tokenizer, "chat_template", None):
         if system is not None:
             raise ConfigError("--system: the tokenizer has no chat template to put it in")
         return list(tokenizer.encode(prompt))
     turns = [] if system is None else [{"role": "system", "content": system}]
     turns.append({"role": "user", "content": prompt})
-    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(
+        turns, tokenize=False, add_generation_prompt=True, **kwargs
+    )
     return list(tokenizer.encode(text, add_special_tokens=False))
