@@ -35,6 +35,7 @@ from megatrain.config.value_types import (
     Kind,
     Length,
     Name,
+    NewTokens,
     Number,
     Patterns,
     Seed,
@@ -75,6 +76,11 @@ class ModelSettings(Section):
         default=(),
         description="Params that are not trained, like model.embed_*; a pattern that matches "
         "none is an error.",
+    )
+    add_tokens: NewTokens = Field(
+        default=(),
+        description="New special tokens. Tokenizer, embedding and head grow by them, spare rows "
+        "first; a new row begins as the mean of the others. Exports have them.",
     )
 
 

@@ -52,6 +52,7 @@ Length = Annotated[int | float, PlainValidator(read_length), Kind("steps, or fra
 Steps = Annotated[Whole, Field(ge=1), Kind("steps")]
 Seed = Annotated[Whole, Field(ge=0, lt=1 << 32)]
 Name = Annotated[str, BeforeValidator(_path), Kind("path or name")]
+NewTokens = Annotated[tuple[Name, ...], BeforeValidator(listed), Kind("list of tokens")]
 Patterns = Annotated[tuple[Name, ...], BeforeValidator(listed), Kind("list of name patterns")]
 Beta = Annotated[Number, Field(ge=0, lt=1)]
 Size = Annotated[

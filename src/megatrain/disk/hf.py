@@ -9,6 +9,7 @@ from typing import Literal
 
 from megatrain.disk.export import SHARD_BYTES, Origin, export_weights
 from megatrain.disk.folder import read_carried, read_config_bytes
+from megatrain.disk.growth import Growth
 from megatrain.disk.load import load_weights
 from megatrain.memory.layout import Kind, build_layout
 from megatrain.memory.store import WITH_CLIP, Store
@@ -61,6 +62,8 @@ class ModelFolder:
     config_json: bytes
     carried: Mapping[str, bytes]
     decoder: Decoder
+    growth: Growth | None = None
+    """New tokens, of which the folder's weights know nothing."""
 
     def empty(self, kinds: tuple[Kind, ...]) -> HostModel:
         """Return the model with weights that are all zeros. Raises DoesNotFit."""
@@ -75,7 +78,7 @@ class ModelFolder:
     def load(self, kinds: tuple[Kind, ...]) -> HostModel:
         """Return the model with its weights in host memory. Raises what `load_model` does."""
         home = self.empty(kinds)
-        load_weights(home.source, home.decoder, home.store)
+        load_weights(home.source, home.decoder, home.store, self.growth)
         return home
 
 
@@ -102,15 +105,23 @@ def read_folder(
     dtype: Literal["bf16", "fp32"],
     frozen: tuple[str, ...],
     attn: str | None,
+    growth: Growth | None = None,
 ) -> ModelFolder:
     """Return what a model folder holds besides weights. Its config is parsed once, here.
 
-    `attn` may be `auto` too: the choice of transformers.
+    `attn` may be `auto` too: the choice of transformers. With `growth` config and tokenizer have
+    new tokens. Raises ConfigError if they could not be trained.
     """
     source = Path(folder)
     config_json = read_config_bytes(source)
     carried = read_carried(source)  # refused now, and not by the export at the end of a run
+    if growth is not None:
+        config_json, carried = growth.config(config_json), growth.carried(carried)
     decoder = build_decoder(
         parse_config(config_json), dtype, frozen, None if attn == "auto" else attn
     )
-    return ModelFolder(source=source, config_json=config_json, carried=carried, decoder=decoder)
+    if growth is not None:
+        growth.check(decoder)
+    return ModelFolder(
+        source=source, config_json=config_json, carried=carried, decoder=decoder, growth=growth
+    )

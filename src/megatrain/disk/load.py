@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from megatrain.disk.direct import PAGE, DirectReader, aligned_buffer, copy_bytes
 from megatrain.disk.folder import StoredTensor, read_folder
+from megatrain.disk.growth import Growth, tables
 from megatrain.disk.names import FolderTensor, NameMap
 from megatrain.disk.safetensors_format import DTYPES
 from megatrain.errors import WeightsMismatch, listing
@@ -51,12 +52,15 @@ class Match:
     tensor: FolderTensor
 
 
-def load_weights(folder: Path, decoder: Decoder, store: Store) -> None:
+def load_weights(
+    folder: Path, decoder: Decoder, store: Store, growth: Growth | None = None
+) -> None:
     """Fill `hi` and `lo` of `store`, and the decoder's persistent buffers, from `folder`.
 
+    With `growth` the folder's tables may lack the rows of new tokens, which are then made.
     Raises ModelFolderError, WeightsFormatError, WeightsMismatch or DiskError.
     """
-    matches, aliases = match_tensors(folder, decoder)
+    matches, aliases = match_tensors(folder, decoder, growth)
     total_bytes = sum(m.stored.entry.stop - m.stored.entry.start for m in (*matches, *aliases))
     with ExitStack() as stack:
         advance = stack.enter_context(byte_progress(f"loading {folder.name}", total_bytes))
@@ -65,9 +69,15 @@ def load_weights(folder: Path, decoder: Decoder, store: Store) -> None:
         places = _Places(decoder, store)
         _run(matches, readers, places.put, advance)
         _run(aliases, readers, places.compare, advance)
+    if growth is not None:
+        table = tables(decoder)[0]
+        rows = next(m.tensor.shape[0] for m in matches if m.tensor.param == table)
+        growth.fill(decoder, store, rows)
 
 
-def match_tensors(folder: Path, decoder: Decoder) -> tuple[list[Match], list[Match]]:
+def match_tensors(
+    folder: Path, decoder: Decoder, growth: Growth | None = None
+) -> tuple[list[Match], list[Match]]:
     """Return the folder's tensors with their places, and the second copies of tied params."""
     names = NameMap(decoder)
     matches: list[Match] = []
@@ -86,8 +96,16 @@ def match_tensors(folder: Path, decoder: Decoder) -> tuple[list[Match], list[Mat
             aliases.append(Match(stored=stored, tensor=tensor))
         elif not _ignorable(decoder, name):
             surplus.append(name)
-    _refuse_mismatch(decoder, names, matches, aliases, surplus)
+    _refuse_mismatch(decoder, names, matches, aliases, surplus, growth)
+    if growth is not None:
+        matches = [_narrowed(match, decoder, growth) for match in matches]
+        aliases = [_narrowed(match, decoder, growth) for match in aliases]
     return matches, aliases
+
+
+def _narrowed(match: Match, decoder: Decoder, growth: Growth) -> Match:
+    rows = match.stored.entry.shape[0] if match.stored.entry.shape else 0
+    return replace(match, tensor=growth.narrowed(decoder, match.tensor, rows))
 
 
 def _refuse_mismatch(
@@ -96,6 +114,7 @@ def _refuse_mismatch(
     matches: list[Match],
     aliases: list[Match],
     surplus: list[str],
+    growth: Growth | None,
 ) -> None:
     """Raise WeightsMismatch unless the matches are exactly the model, each element once."""
     faults: list[str] = []
@@ -108,7 +127,8 @@ def _refuse_mismatch(
         faults.append(f"{len(twice)} params are given twice: {listing(twice)}")
     buffers = decoder.persistent_buffers()
     for match in (*matches, *aliases):
-        entry, tensor = match.stored.entry, match.tensor
+        entry = match.stored.entry
+        tensor = match.tensor if growth is None else _narrowed(match, decoder, growth).tensor
         if entry.shape != tensor.shape:
             faults.append(f"{entry.name} has shape {entry.shape}; the model has {tensor.shape}")
         elif tensor.param not in buffers and DTYPES.get(entry.dtype) not in _WEIGHT_DTYPES:

@@ -19,6 +19,7 @@ from megatrain.memory.store import WITH_CLIP, WITHOUT_CLIP
 from megatrain.models.patterns import check_patterns
 from megatrain.pipeline.device import Device
 from megatrain.planning.plan import Plan
+from megatrain.trainer.added_tokens import add_tokens
 from megatrain.trainer.balancing import router_aux_loss
 from megatrain.trainer.checkpoints import FOLDER
 from megatrain.trainer.dataset import TrainingData, load_tokenizer, open_data
@@ -101,17 +102,20 @@ def open_run(config: Config, folder: RunFolder, *, resumes: bool) -> Opened:
         else resumed.home.source
     )
     tokenizer = load_tokenizer(source)
+    growth, notes = add_tokens(tokenizer, model.add_tokens) if resumed is None else (None, [])
     found: HostModel | ModelFolder = (
         resumed.home
         if resumed is not None
-        else read_folder(source, dtype=model.dtype, frozen=model.frozen, attn=model.attn)
+        else read_folder(
+            source, dtype=model.dtype, frozen=model.frozen, attn=model.attn, growth=growth
+        )
     )
     check_patterns("optim.no_decay", config.optim.no_decay, found.decoder.names)
     router_aux_loss(config, found.decoder)
     if config.data.packing:
         check_packing(found.decoder.config.model_type, model.attn)
     rows = gather(config, tokenizer)
-    notes = check_rows(rows.prepared, found.decoder)
+    notes += check_rows(rows.prepared, found.decoder)
     measured = by_tokens(config, rows)
     resolved = resolve(measured, device, name)
     if resumed is None:

@@ -26,7 +26,7 @@ from megatrain.models.model_config import CONFIG_NAME
 from megatrain.trainer.run_state import RunState, as_count
 
 FIXED = {
-    "model": ("dtype", "frozen"),
+    "model": ("dtype", "frozen", "add_tokens"),
     "data": (
         "max_length",
         "overlong",
