@@ -23,7 +23,13 @@ def train_ours(case: Case, model: Path, files: list[Path], scratch: Path) -> His
         _record(trainer.engine, history)
         trainer.train()
         log = (trainer.folder.path / "metrics.jsonl").read_text().splitlines()
-    history.losses = [float(line["loss"]) for line in map(json.loads, log) if "loss" in line]
+    # TRL logs the sum of both; ours stand beside each other.
+    coefficient = case.ours.get("train.router_aux_loss", 0.0)
+    history.losses = [
+        line["loss"] + coefficient * line.get("aux_loss", 0.0)
+        for line in map(json.loads, log)
+        if "loss" in line
+    ]
     return history
 
 
