@@ -136,8 +136,8 @@ def test_overrides_replace_what_the_file_says() -> None:
         ("train.epochs", "override train.epochs: give key=value, like train.epochs=2."),
         ("train.\u00b2=3",
          "override train.\u00b2=3: unknown key train.\u00b2. Known here: epochs, steps, "
-         "batch_tokens, batch_rows, micro_batch_tokens, max_grad_norm, seed, on_nonfinite, "
-         "on_spike, compile."),
+         "batch_tokens, batch_rows, micro_batch_tokens, max_grad_norm, "
+         "router_aux_loss, seed, on_nonfinite, on_spike, compile."),
         ("=3", "override =3: give key=value, like train.epochs=2."),
         ("train.epoch=2",
          "override train.epoch=2: unknown key train.epoch. Did you mean train.epochs?"),

@@ -75,7 +75,8 @@ def _learning_rate(config: Config) -> Iterator[Fault]:
         return
     parts = [part if isinstance(part, int) else round(part * (steps or 1000)) for part in
              (warmup, decay)]  # fmt: skip
-    if sum(parts) > (steps or 1000):
+    over = isinstance(warmup, float) and isinstance(decay, float) and warmup + decay > 1
+    if over or sum(parts) > (steps or 1000):
         run = "the run" if steps is None else f"a run of {steps} steps"
         lengths = f"optim.warmup is {warmup}" + (f" and optim.decay is {decay}" if decay else "")
         yield _fault("optim.warmup", f"{lengths}: longer than {run}. Shorten it.")

@@ -234,7 +234,7 @@ class EvalSettings(Section):
         ge=0,
         le=1000,
         description="Texts to generate before the first step, at each evaluation and after the "
-        "last step; without data.eval not on the way. The plan says what they cost.",
+        "last step; without data.eval not on the way; the plan says what they cost.",
     )
     max_rows: Annotated[Annotated[Whole, Field(ge=1)] | None, Kind("rows or null")] = Field(
         default=None, description="Rows to evaluate on at most; null takes all."

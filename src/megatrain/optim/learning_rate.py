@@ -65,7 +65,9 @@ class LearningRate:
                 "learning rate: warmup is 1 step of a run of 1, and the first step of a warm-up "
                 "has a rate of 0: nothing would be trained. Set optim.warmup to 0."
             )
-        if self.warmup_steps + self.decay_steps > self.num_steps:
+        parts = (self.warmup, self.decay if self.shape == "wsd" else 0.0)
+        over = all(isinstance(part, float) for part in parts) and sum(parts) > 1
+        if over or self.warmup_steps + self.decay_steps > self.num_steps:
             raise ConfigError(
                 f"learning rate: {self.warmup_steps} steps of warm-up and {self.decay_steps} of "
                 f"decay do not fit a run of {self.num_steps}. Shorten them or give fractions "

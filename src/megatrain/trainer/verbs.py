@@ -74,7 +74,7 @@ from megatrain.trainer.training_rows import gather
 
 Precision = Literal["bf16", "fp32"]
 STARTER = """\
-model: path/to/hf-folder
+model: Qwen/Qwen3-0.6B  # an id of the Hugging Face Hub, or a folder
 data: {train: train.jsonl, eval: 0.02, max_length: 2048}
 train: {epochs: 1, batch_tokens: 128k}
 optim: {learning_rate: 1e-5, schedule: cosine, warmup: 0.03}
