@@ -179,6 +179,13 @@ def _migrated(tool: Tool, **values: Any) -> Migration:
          "when router_aux_loss_coef is absent)"),
         ("TRL", {"router_aux_loss_coef": 0.01}, "mapped router_aux_loss_coef "
          "train.router_aux_loss = 0.01 (the mean over a step, not over each micro-batch)"),
+        ("LLaMA-Factory", {"new_special_tokens": "<call>, </call>"},
+         'changed new_special_tokens model.add_tokens = ["<call>", "</call>"]'),
+        ("Axolotl", {"tokens": ["<call>"]},
+         'mapped tokens model.add_tokens = ["<call>"] (as special tokens)'),
+        ("TRL", {"lr_scheduler_type": "warmup_stable_decay"},
+         "changed lr_scheduler_type optim.schedule = wsd (its decay is a straight line over "
+         "optim.decay; there it is half a cosine unless decay_type says otherwise)"),
         ("LLaMA-Factory", {"moe_aux_loss_coef": 0.01},
          "mapped moe_aux_loss_coef train.router_aux_loss = 0.01"),
     ],

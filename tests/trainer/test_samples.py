@@ -24,7 +24,7 @@ from megatrain.trainer.samples import (
 from megatrain.trainer.verbs import sample_from
 from tests.simulated.accelerator import Simulator
 from tests.simulated.watched import watched
-from tests.trainer.runs import write_model
+from tests.trainer.runs import write_model, write_world
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +102,24 @@ def test_sampling_computes_on_the_device_that_training_would_use(
     monkeypatch.setattr(Simulator, "device", "simulated", raising=False)
     with watched(simulator):
         assert sample_from(folder, ["1 + 1"], 3) == expected
+    assert simulator.num_tasks > 0
+    assert simulator.races == simulator.failures == []
+
+
+def test_evaluation_computes_on_the_device_that_training_would_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that is only read has no gradients to pin."""
+    monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
+    write_world(tmp_path)
+    model, rows = tmp_path / "model-0.0", tmp_path / "rows.jsonl"
+    expected = verbs.evaluate_model(model, rows, 5, answers=True)
+    simulator = Simulator(policy="late")
+    monkeypatch.setattr("megatrain.trainer.resolve.TorchRuntime.find", lambda name: simulator)
+    monkeypatch.setattr(Simulator, "device", "simulated", raising=False)
+    with watched(simulator):
+        assert verbs.evaluate_model(model, rows, 5, answers=True) == expected
+    assert "exact answers" in expected
     assert simulator.num_tasks > 0
     assert simulator.races == simulator.failures == []
 

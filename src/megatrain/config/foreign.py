@@ -139,6 +139,9 @@ LLAMA_FACTORY = _HF | _table(
         "mask_history": "data.train_on; last is the last turn alone",
         "enable_thinking": "data.template_kwargs",
         "pure_bf16": "model.dtype; masters are fp32 all the same",
+        "new_special_tokens": "model.add_tokens",
+        "add_special_tokens": "model.add_tokens",
+        "add_tokens": "model.add_tokens; as special tokens",
     },
     {
         NO_METHOD: "pref_beta pref_loss pref_ftx ref_model reward_model kto_chosen_weight "
@@ -149,7 +152,7 @@ LLAMA_FACTORY = _HF | _table(
         EXACT: "quantization_bit quantization_method quantization_type double_quantization "
         "upcast_layernorm",
         OWN_TEMPLATE: "template tool_format default_system resize_vocab "
-        "use_fast_tokenizer split_special_tokens new_special_tokens add_tokens",
+        "use_fast_tokenizer split_special_tokens",
         NO_CODE: "trust_remote_code",
         CACHE: "overwrite_cache tokenized_path cache_dir preprocessing_batch_size",
         INDEXED: "preprocessing_num_workers streaming buffer_size",
@@ -209,13 +212,14 @@ AXOLOTL = {
         "use_tensorboard": "log.to",
         "use_trackio": "log.to",
         "early_stopping_patience": "eval.patience",
+        "tokens": "model.add_tokens; as special tokens",
     },
     {
         FULL: "adapter lora_r lora_alpha lora_dropout lora_target_modules lora_target_linear "
         "lora_modules_to_save lora_model_dir peft_use_dora peft lora_mlp_kernel lora_qkv_kernel "
         "lora_o_kernel relora_steps",
         EXACT: "load_in_8bit load_in_4bit gptq qat quantization",
-        OWN_TEMPLATE: "chat_template special_tokens tokens tokenizer_type tokenizer_config "
+        OWN_TEMPLATE: "chat_template special_tokens tokenizer_type tokenizer_config "
         "default_system_message resize_token_embeddings_to_32x",
         NO_CODE: "trust_remote_code",
         "there are no plugins": "plugins",

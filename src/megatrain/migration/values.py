@@ -131,6 +131,16 @@ def _every(strategy_keys: tuple[str, ...]) -> Converter:
     return convert
 
 
+def _tokens(value: Any, asked: Asked) -> tuple[Any, str]:
+    listed = value.split(",") if isinstance(value, str) else value
+    if not isinstance(listed, list) or not all(isinstance(token, str) for token in listed):
+        raise Dropped("not a list of tokens")
+    tokens = [token.strip() for token in listed if token.strip() and token.isprintable()]
+    if not tokens:
+        raise Dropped("no tokens")
+    return tokens, ""
+
+
 def _held_out(value: Any, asked: Asked) -> tuple[Any, str]:
     if asked.get("eval_dataset") or asked.get("test_datasets"):
         raise Dropped("rows to evaluate on are given, and count")
@@ -241,13 +251,24 @@ _optimizer = _choice(
     "adamw is the only optimizer",
     {name: "moments are fp32" for name in _ADAMW if "8bit" in name},
 )
-_schedule = _choice(_SCHEDULES, "no such schedule; give constant, linear, cosine or wsd")
+_schedule = _choice(
+    _SCHEDULES,
+    "no such schedule; give constant, linear, cosine or wsd",
+    {
+        "warmup_stable_decay": "its decay is a straight line over optim.decay; there it is half a "
+        "cosine unless decay_type says otherwise"
+    },
+)
 _DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "auto": "bf16", "float32": "fp32", "fp32": "fp32",
            "float16": "bf16", "fp16": "bf16"}  # fmt: skip
 _NO_FP16 = "bf16 has the size of fp16 and the range of fp32"
 _dtype = _choice(_DTYPES, "give bf16 or fp32", {"float16": _NO_FP16, "fp16": _NO_FP16})
 
 CONVERTERS: dict[str, Converter] = {
+    "new_special_tokens": _tokens,
+    "add_special_tokens": _tokens,
+    "add_tokens": _tokens,
+    "tokens": _tokens,
     "learning_rate": _learning_rate,
     "adam_beta1": _betas,
     "adam_beta2": _betas,
