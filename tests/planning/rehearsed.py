@@ -47,9 +47,11 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-def decoder_of(family: str, dtype: Any = "bf16", **changes: Any) -> Decoder:
+def decoder_of(
+    family: str, dtype: Any = "bf16", attn: str | None = None, **changes: Any
+) -> Decoder:
     """Return a small model of the family."""
     fields = SMALL[family] | changes
     if family == "deepseek_v3":
         fields = {key: value for key, value in fields.items() if key != "head_dim"}
-    return build_decoder(CONFIG_MAPPING[family](**fields), dtype)
+    return build_decoder(CONFIG_MAPPING[family](**fields), dtype, (), attn)

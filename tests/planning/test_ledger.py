@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -74,6 +75,23 @@ def test_the_device_against_its_rehearsal(
             assert line.num_bytes == exact[line.purpose], line.purpose
     allowed = 0.2 if family in TAKEN_APART else 0.05
     assert found.total("device") == pytest.approx(real.total("device"), rel=allowed)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_scores_that_eager_attention_keeps_are_counted(family: str, dtype: Any) -> None:
+    decoder = decoder_of(family, dtype, attn="eager")
+    workload = Workload(
+        model=shape_of(decoder), step_tokens=512, sequence=512, dtype=dtype, packed=True,
+        attn="eager",
+    )  # fmt: skip
+    settings = Settings(micro_tokens=512)
+    shape = replace(settings.step_shape(workload, unified=False), update="none")
+    real = device_ledger(decoder, build_layout(decoder.blocks), shape, [(1, 512)])
+    found = Ledger(device_lines(workload, settings, unified=False)).total("device")
+    assert 0.98 * real.total("device") < found < 1.12 * real.total("device")
+    fused = Ledger(device_lines(replace(workload, attn="sdpa"), settings, unified=False))
+    assert fused.total("device") < 0.8 * found
 
 
 @pytest.mark.parametrize(

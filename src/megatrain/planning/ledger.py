@@ -269,8 +269,10 @@ def _given_bytes(workload: Workload, tokens: int) -> float:
     sequence = min(workload.sequence, tokens)
     kinds = {shape.window for shape in attention}
     windows = {window for window in kinds if window is not None and window < sequence}
-    masks = len(kinds) if workload.masked else len(windows)
-    return total + masks * tokens * sequence
+    eager = workload.attn == "eager"  # it always has a mask, and adds it: in the model's dtype
+    masks = len(kinds) if workload.masked or eager else len(windows)
+    per_pair = _width(workload.dtype) if eager else 1
+    return total + masks * tokens * sequence * per_pair
 
 
 def _layer_bytes(block: BlockShape, workload: Workload, tokens: int) -> float:
@@ -306,8 +308,20 @@ def _kept_per_token(block: BlockShape, workload: Workload, tokens: int) -> tuple
     kept += (10 if latent else 4) * width * queries + 4 * attention.heads
     if any("q_norm" in tensor.name for tensor in block.tensors):
         kept += (4 + width) * (queries + attention.kv_heads * attention.head_dim)
-    scores = attention.heads * min(workload.sequence, tokens) * attention.score_bytes
-    return kept + scores, 8.0 * width * queries
+    scores = attention.heads * min(workload.sequence, tokens)
+    held, made = _score_bytes(workload, attention.score_bytes)
+    return kept + scores * held, 8.0 * width * queries + scores * made
+
+
+def _score_bytes(workload: Workload, of_family: int) -> tuple[int, int]:
+    """Return the bytes per score that recompute keeps, and that attention's backward adds.
+
+    A fused kernel keeps none. Eager attention keeps its softmax, in fp32 and in the model's dtype,
+    and makes as much again on the way back.
+    """
+    if workload.attn != "eager" or of_family:
+        return of_family, 0
+    return (6, 6) if workload.dtype == "bf16" else (4, 6)
 
 
 def _largest_matrix(block: BlockShape, name: str) -> int:
