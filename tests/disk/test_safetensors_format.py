@@ -95,5 +95,12 @@ def test_an_empty_file_is_refused(tmp_path: Path) -> None:
         read_entries(tmp_path / "x.safetensors")
 
 
+def test_a_file_that_git_lfs_left_behind_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 133\n")
+    with pytest.raises(WeightsFormatError, match=r"is a Git LFS pointer.* Run `git lfs pull`"):
+        read_entries(path)
+
+
 def test_metadata_is_ignored() -> None:
     assert parse_header(b'{"__metadata__": {"a": "b"}}', 0, "x") == []

@@ -14,8 +14,9 @@ import pytest
 
 from megatrain.config import Config
 from megatrain.data import prepare as prepare_module
+from megatrain.errors import ModelFolderError
 from megatrain.pipeline.batch import MicroBatch
-from megatrain.trainer.dataset import TrainingData, open_data
+from megatrain.trainer.dataset import TrainingData, load_tokenizer, open_data
 from megatrain.trainer.demo import byte_tokenizer
 from megatrain.trainer.resolve import Resolved
 
@@ -119,3 +120,21 @@ def test_the_limit_of_an_evaluation_counts_rows(tmp_path: Path) -> None:
     end = byte_tokenizer().eos_token_id
     assert judged.count(end) == 3
     assert len(judged) > 3 * 150
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 133\n"
+
+
+def test_a_folder_without_a_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 300}')
+    with pytest.raises(ModelFolderError, match=r"has no tokenizer: no tokenizer\.json, .*\. Copy"):
+        load_tokenizer(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path).encode("a") == byte_tokenizer().encode("a")
+
+
+def test_a_tokenizer_that_git_lfs_left_behind_is_named(tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(POINTER)
+    with pytest.raises(ModelFolderError, match=r"tokenizer\.json: is a Git LFS pointer"):
+        load_tokenizer(tmp_path)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from megatrain.errors import DiskError, WeightsFormatError
+from megatrain.model_files import is_lfs_pointer, lfs_pointer_text
 
 MAX_HEADER_BYTES = 16 << 20
 """Of one file: 100,000 tensors. A hostile one takes 30 times its bytes, and 4 s, to parse."""
@@ -65,6 +66,8 @@ def read_entries(path: Path) -> list[TensorEntry]:
             prefix = file.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
             limit = min(MAX_HEADER_BYTES, max(num_bytes - 8, 0))
+            if is_lfs_pointer(path):
+                raise WeightsFormatError(lfs_pointer_text(path))
             if not 2 <= length <= limit:
                 raise WeightsFormatError(
                     f"{path.name}: header of {length} bytes; from 2 to {limit} is possible here"

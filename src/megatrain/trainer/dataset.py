@@ -16,6 +16,7 @@ from megatrain.data.loader import Loader
 from megatrain.data.order import InOrder, Order
 from megatrain.data.steps import Position, State, Steps
 from megatrain.errors import DataError, ModelFolderError
+from megatrain.model_files import VOCABULARY, is_lfs_pointer, lfs_pointer_text
 from megatrain.pipeline.batch import MicroBatch
 from megatrain.trainer.resolve import Resolved
 from megatrain.trainer.training_rows import TrainingRows, by_tokens, gather, one_of
@@ -110,6 +111,7 @@ def load_tokenizer(folder: str | Path) -> Any:
 
     if not Path(folder).is_dir():
         raise ModelFolderError(f"{folder} is not a directory. Give the folder of a model.")
+    _require_vocabulary(Path(folder))
     try:
         return AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=False, local_files_only=True
@@ -120,6 +122,19 @@ def load_tokenizer(folder: str | Path) -> Any:
         raise ModelFolderError(
             f"{folder}: its tokenizer cannot be read: {type(error).__name__}: {str(error)[:300]}"
         ) from error
+
+
+def _require_vocabulary(folder: Path) -> None:
+    """Raise ModelFolderError where transformers would make up an empty tokenizer."""
+    files = [path for path in sorted(folder.iterdir()) if VOCABULARY.fullmatch(path.name)]
+    if not files:
+        raise ModelFolderError(
+            f"{folder}: has no tokenizer: no tokenizer.json, tokenizer.model or vocabulary. Copy "
+            "the tokenizer's files there from where the model came from."
+        )
+    for path in files:
+        if path.is_file() and is_lfs_pointer(path):
+            raise ModelFolderError(lfs_pointer_text(path))
 
 
 def _steps(
