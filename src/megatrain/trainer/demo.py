@@ -43,7 +43,7 @@ SPECIAL = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>")
 CONFIG = """\
 model: {{name_or_path: {folder}/model, dtype: fp32}}
 data: {{train: {folder}/rows.jsonl, eval: 0.05, max_length: 64}}
-train: {{steps: {steps}, batch_tokens: 2048, micro_batch_tokens: 1024}}
+train: {{steps: {steps}, batch_tokens: 512, micro_batch_tokens: 256}}
 optim: {{learning_rate: 3e-3, schedule: cosine, warmup: 0.05}}
 memory: {{device: cpu}}
 eval: {{every: {every}, samples: 4}}
@@ -125,7 +125,7 @@ def streamed_equals_resident(folder: Path) -> int:
 
 
 def resumed_equals_uninterrupted(config: Path, run: Path, num_steps: int) -> int:
-    """Train again, stopped half-way by a signal and resumed; return how many files are equal.
+    """Train again, stopped by a signal and resumed; return how many files are equal.
 
     Raises AssertionError, naming the files, unless both runs end in the same bits.
     """
@@ -133,7 +133,7 @@ def resumed_equals_uninterrupted(config: Path, run: Path, num_steps: int) -> int
     quiet = ["save.every=null", "eval.samples=0", "eval.every=null", f"log.every={num_steps}"]
     settings = load_config(config, [f"save.dir={stopped}", *quiet])
     interruption = threading.Thread(
-        target=_signal_when, args=(stopped / "metrics.jsonl", num_steps // 2), daemon=True
+        target=_signal_when, args=(stopped / "metrics.jsonl", num_steps // 3), daemon=True
     )
     interruption.start()
     with Interrupts() as interrupts, suppress(Interrupted):
