@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -83,7 +84,7 @@ class Machine:
         template = Template(decoder, compile=compile, routed=shape.balances)
         self.template = template.placed(device.place) if device.own_memory else template
         self.edges = Edges(template, self.template, answers=device.answers)
-        self.caches = caches_keys_and_values(template)
+        self._on_host = template
         self._takes_lengths = is_flash_attention_requested(decoder.config)
         self.tape = Tape(device, on_host=shape.tape == "host", num_ring_slots=shape.num_tape_slots)
         self._taped_layers = range(shape.bottom_layer, shape.head)
@@ -146,6 +147,11 @@ class Machine:
             return None
         assert self.decoder.balancing is not None
         return Routing(self.decoder.balancing)
+
+    @functools.cached_property
+    def caches(self) -> bool:
+        """Whether predictions can keep the keys and values of what they have read."""
+        return caches_keys_and_values(self._on_host)
 
     def weights(self, block: int, slot: SlotId | None) -> dict[str, Tensor]:
         """Return what compute reads: views into the slot, or into the store."""
