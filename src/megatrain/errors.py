@@ -146,6 +146,12 @@ class DiskError(MegaTrainError):
     exit_code = 5
 
 
+class DiskFull(DiskError):
+    """The disk has no room for what must be written, or a quota is used up."""
+
+    code = "MT503"
+
+
 class RunFolderError(MegaTrainError):
     """A run folder that cannot be used: another run is in it, or it is none."""
 

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from megatrain.errors import DiskError, RunFolderError
+from megatrain.errors import DiskError, DiskFull, RunFolderError
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
@@ -272,4 +272,5 @@ def explained(action: str, path: Path) -> Iterator[None]:
     except (FileNotFoundError, FileExistsError):
         raise
     except OSError as error:
-        raise DiskError(f"cannot {action} {path}: {error.strerror or error}") from error
+        kind = DiskFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else DiskError
+        raise kind(f"cannot {action} {path}: {error.strerror or error}") from error

@@ -14,7 +14,7 @@ from megatrain import files
 from megatrain.config import Config
 from megatrain.disk.restore import verify
 from megatrain.disk.retention import finished
-from megatrain.errors import DiskError, MegaTrainError
+from megatrain.errors import DiskError, Interrupted, MegaTrainError
 from megatrain.trainer.checkpoints import FOLDER
 from megatrain.trainer.loop import Trainer
 from tests.faulty_os import CHANGES, faulty
@@ -142,6 +142,11 @@ def _train_on_full_disk(config: Config, full: _FullAfter) -> State:
     with faulty(before=full, counted=GROWING), Trainer(config) as trainer:
         take = trainer._take_step
 
+        def give_up(seconds: float) -> None:
+            trainer.interrupts.reason = "nobody makes room"
+
+        trainer.saving.pause = give_up
+
         def counted(step: int) -> None:
             trainer.engine.settle()
             trainer.checkpoints.wait()  # a save is of its step, not of when it came to an end
@@ -163,17 +168,18 @@ def test_a_disk_that_was_full_for_a_while_costs_no_line(
     assert events == [("save failed", 2), ("saved", 4)]
     assert _left(run) == []
     said = capsys.readouterr().err
-    assert "No space left on device. Training goes on; metrics and events wait in memory." in said
+    assert "No space left on device. Training continues; metrics and events wait in memory." in said
     assert "step 2: NOT saved: cannot write" in said
     assert "metrics and events are on disk again" in said
 
 
-def test_a_disk_that_stays_full_does_not_end_training(
+def test_a_disk_that_stays_full_ends_nothing_before_the_last_step(
     world: Path, tmp_path: Path, whole: tuple[State, Path]
 ) -> None:
     """What was saved before is whole, and a resume with room on the disk comes to the same end."""
     run = tmp_path / "run"
-    _train_on_full_disk(_config(world, run), _FullAfter(3, 100))
+    with pytest.raises(Interrupted, match="stopped after step 4 of 4, saved after step 2"):
+        _train_on_full_disk(_config(world, run), _FullAfter(3, 100))
     (kept,) = finished(run / FOLDER)
     assert verify(kept).step == 2
     assert _left(run) == []

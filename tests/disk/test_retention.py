@@ -51,7 +51,7 @@ def test_a_folder_that_is_not_there_has_none(tmp_path: Path) -> None:
 def test_only_the_newest_stay(tmp_path: Path) -> None:
     made = [_save(tmp_path, step) for step in range(1, 6)]
     deleted = prune(tmp_path, 2, keep_best=False)
-    assert deleted == [path.name for path in made[2::-1]]
+    assert deleted == [path.name for path in made[:3]]
     assert finished(tmp_path) == made[:2:-1]
 
 

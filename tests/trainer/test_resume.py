@@ -300,24 +300,26 @@ def test_keep_rules_and_links(world: Path, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "best").resolve() == best.path
 
 
-def test_a_full_disk_does_not_end_training(world: Path, tmp_path: Path) -> None:
+def test_a_disk_that_fails_does_not_end_training(world: Path, tmp_path: Path) -> None:
+    """A full one neither, but at its end the run waits for room: test_full_disk."""
     setting = Setting()
     whole = _whole(world, tmp_path / "whole", setting)
     config = config_of(world, tmp_path / "run", setting)
     with Trainer(config) as trainer:
         begin = trainer.checkpoints.begin
 
-        def on_a_full_disk(step: int, training: dict[str, object]) -> None:
-            with faulty(fail_at=0, persistent=True, counted=frozenset({"posix_fallocate"})):
+        def on_a_bad_disk(step: int, training: dict[str, object]) -> None:
+            failing = frozenset({"posix_fallocate"})
+            with faulty(fail_at=0, persistent=True, counted=failing, error=5):
                 begin(step, training)
                 trainer.engine.settle()
                 trainer.checkpoints.wait()
 
-        trainer.checkpoints.begin = on_a_full_disk  # type: ignore[method-assign, assignment]
+        trainer.checkpoints.begin = on_a_bad_disk  # type: ignore[method-assign, assignment]
         trainer.train()
     events = lines_of(tmp_path / "run", "events.jsonl")
     assert {event["event"] for event in events} == {"save failed"}
-    assert "No space left" in events[0]["error"]
+    assert "Input/output error" in events[0]["error"]
     assert finished(tmp_path / "run" / FOLDER) == []
     assert list((tmp_path / "run" / FOLDER).iterdir()) == []
     assert lines_of(tmp_path / "run") == lines_of(whole[1])

@@ -1,18 +1,20 @@
 """Which checkpoints there are, and which of them stay.
 
 A folder with a manifest is a checkpoint; one without is a save that never ended, and is cleared
-away by the next run that owns the folder. Links named `last` and `best` are for people: nothing
-reads them.
+away by the next run that owns the folder. Links named `last` and `best` are for people: no rule
+here reads them.
 
 Laws (tests/disk/test_retention.py)
-    1. The newest checkpoint and, if told, the best are never deleted.
+    1. The newest checkpoint and, if asked, the best are never deleted.
     2. What is no save of ours, links among it, is neither looked into nor removed.
+    3. A checkpoint that is known as damaged does not count as one of those to keep.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,27 +52,49 @@ def clear_unfinished(parent: Path) -> list[str]:
     return cleared
 
 
-def prune(parent: Path, keep: int, *, keep_best: bool, newest: Path | None = None) -> list[str]:
-    """Delete all but the newest `keep` checkpoints, and the best if told; return their names.
-
-    `newest` was just saved and stays, even where a damaged one of a later step was passed over.
-    """
-    folders = finished(parent)
-    kept = {*folders[:keep], newest}
-    if keep_best and (best := best_of(parent)) is not None:
-        kept.add(best.path)
-    deleted = [folder for folder in folders if folder not in kept]
-    for folder in deleted:
+def prune(
+    parent: Path,
+    keep: int,
+    *,
+    keep_best: bool,
+    newest: Path | None = None,
+    damaged: Collection[Path] = (),
+) -> list[str]:
+    """Delete what `disposable` returns; return the names."""
+    folders = disposable(parent, keep, keep_best=keep_best, newest=newest, damaged=damaged)
+    for folder in folders:
         delete_checkpoint(folder)
         sync_folder(parent)
-    return [folder.name for folder in deleted]
+    return [folder.name for folder in folders]
 
 
-def best_of(parent: Path) -> Found | None:
+def disposable(
+    parent: Path,
+    keep: int,
+    *,
+    keep_best: bool,
+    newest: Path | None = None,
+    damaged: Collection[Path] = (),
+) -> list[Path]:
+    """Return all but the newest `keep` checkpoints and, if asked, the best; the oldest first.
+
+    `newest` was just saved and stays, even where a damaged one of a later step was passed over.
+    Those known as `damaged` do not count for `keep`, are never the best, and come first.
+    """
+    folders = finished(parent)
+    whole = [folder for folder in folders if folder not in damaged]
+    kept = {*whole[:keep], newest}
+    if keep_best and (best := best_of(parent, damaged)) is not None:
+        kept.add(best.path)
+    rest = [folder for folder in reversed(folders) if folder not in kept]
+    return sorted(rest, key=lambda folder: folder not in damaged)
+
+
+def best_of(parent: Path, damaged: Collection[Path] = ()) -> Found | None:
     """Return the checkpoint with the lowest loss of an evaluation, the newer of equals."""
     best: Found | None = None
     for folder in finished(parent):
-        loss = loss_of(folder)
+        loss = None if folder in damaged else loss_of(folder)
         if loss is not None and (best is None or best.eval_loss is None or loss < best.eval_loss):
             best = Found(path=folder, step=step_of(folder), eval_loss=loss)
     return best

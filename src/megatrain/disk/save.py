@@ -24,7 +24,7 @@ from typing import Any
 from megatrain.disk.direct import DirectWriter, WriteQueue
 from megatrain.disk.manifest import MANIFEST_NAME, FileRecord, Manifest
 from megatrain.disk.parts import Parts
-from megatrain.errors import DiskError
+from megatrain.errors import DiskError, DiskFull
 from megatrain.files import (
     free_disk_bytes,
     make_folder,
@@ -38,7 +38,7 @@ from megatrain.memory.ledger import gib
 from megatrain.pipeline.snapshot import Snapshot
 from megatrain.progress import Advance
 
-SPARE_BYTES = 64 << 20
+MOST_SPARE_BYTES = 64 << 20
 """For the manifest, the file system's own bookkeeping, and the log of the run."""
 
 
@@ -86,14 +86,24 @@ def delete_checkpoint(folder: Path) -> None:
 
 
 def require_space(parent: Path, parts: Parts) -> None:
-    """Raise DiskError unless the disk has room for a checkpoint."""
-    there = next(path for path in (parent, *parent.parents) if path.exists())
-    free, wanted = free_disk_bytes(there), parts.num_bytes + SPARE_BYTES
-    if free < wanted:
-        raise DiskError(
-            f"a checkpoint takes {gib(wanted)}, and {there} has {gib(free)} free. Make room, lower "
-            "save.keep, or give save.dir a larger disk."
+    """Raise DiskFull unless the disk has room for a checkpoint."""
+    there = existing(parent)
+    free, spare = free_disk_bytes(there), spare_bytes(parts)
+    if free < parts.num_bytes + spare:
+        raise DiskFull(
+            f"{there} has {gib(free)} free; a checkpoint takes {gib(parts.num_bytes)}, and "
+            f"{gib(spare)} more are left for logs. Make room, or give save.dir a larger disk"
         )
+
+
+def spare_bytes(parts: Parts) -> int:
+    """Return what must be free beside a checkpoint."""
+    return min(MOST_SPARE_BYTES, (1 << 20) + parts.num_bytes // 16)
+
+
+def existing(path: Path) -> Path:
+    """Return the path, or the nearest folder above it that is there."""
+    return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 def _write_files(

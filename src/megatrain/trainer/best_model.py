@@ -20,7 +20,7 @@ def load_best(checkpoints: Checkpoints, home: HostModel, state: RunState) -> tup
     """
     checkpoints.wait()
     last = f"model of step {state.step}, the last"
-    best = best_of(checkpoints.folder)
+    best = best_of(checkpoints.folder, checkpoints.damaged)
     if best is None:
         return Origin(step=state.step), f"{last}; no evaluated model was saved"
     said = state.evaluations.rank(best.step, best.eval_loss)

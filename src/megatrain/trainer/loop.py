@@ -99,7 +99,9 @@ class Trainer:
             keep=config.save.keep,
             keep_best=config.keeps_best,
         )
-        self.saving = Saving(config, folder, self.checkpoints, self.engine, self._facts)
+        self.saving = Saving(
+            config, folder, self.checkpoints, self.engine, self.interrupts, self._facts
+        )
         self.state = RunState()
         self.notes = [*data_lines(self.data, needs_count=config.train.steps is None), *opened.notes]
         """What was decided or found while opening, in words."""
@@ -110,6 +112,8 @@ class Trainer:
             self.notes.append(KEPT_FOR_PATIENCE if config.keeps_best else NOTHING_TO_JUDGE)
         if (note := balancing_note(config, self.home.decoder)) is not None:
             self.notes.append(note)
+        if (shortage := self.checkpoints.shortage()) is not None:
+            self.notes.append(shortage)
         if wants_resume and opened.resumed is None:
             self.notes.append(_nothing_to_resume(folder))
         self._take_up(opened.resumed)
@@ -130,7 +134,7 @@ class Trainer:
         self.data.seek(known.data)
         self.state = known.state
         lost = self.folder.cut(known.lines)
-        self.checkpoints.last_step = self.checkpoints.saved_step = self.state.step
+        self.checkpoints.took_up(self.state.step, resumed.path, resumed.damaged)
         self.notes += [f"passed over: {reason}" for reason in resumed.skipped]
         self.notes += [f"changed: {text}" for text in resumed.changed]
         self.notes += lost
@@ -166,6 +170,8 @@ class Trainer:
                 self.saving.if_due(state.step, live.say)
                 self._end_if_asked()
             self.saving.at_end(state.step, live.say)
+            if self.interrupts.reason is not None and self.checkpoints.saved_step != state.step:
+                raise self._interrupted(self.interrupts.reason)
             self._has_ended = True
             self.interrupts.patient = False
             self._if_possible(self._write_plan)
@@ -304,14 +310,16 @@ class Trainer:
 
     def _end_if_asked(self) -> None:
         reason = self.interrupts.reason
-        if reason is None:
-            return
-        self.saving.at_end(self.state.step, self._live.say)
+        if reason is not None:
+            self.saving.at_end(self.state.step, self._live.say)
+            raise self._interrupted(reason)
+
+    def _interrupted(self, reason: str) -> Interrupted:
         self.folder.append(
             "events.jsonl", {"event": "interrupted", "step": self.state.step, "reason": reason}
         )
         saved = self.checkpoints.saved_step
-        raise Interrupted(
+        return Interrupted(
             f"{reason}: stopped after step {self.state.step} of {self.num_steps}, "
             + (f"saved after step {saved}" if saved is not None else "nothing is saved")
             + "; continue with `megatrain train ... --resume`"

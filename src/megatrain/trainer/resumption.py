@@ -65,7 +65,9 @@ class Resumed:
     known: Known
     path: Path
     skipped: list[str] = field(default_factory=list)
-    """Newer checkpoints that are damaged, and why."""
+    """Why newer checkpoints are passed over."""
+    damaged: list[Path] = field(default_factory=list)
+    """Those checkpoints."""
     changed: list[str] = field(default_factory=list)
     """Settings that are not as they were."""
 
@@ -80,6 +82,7 @@ def resume(
     """
     candidates = finished(folder)
     skipped: list[str] = []
+    damaged: list[Path] = []
     for path in candidates:
         try:
             manifest = read_manifest(path)
@@ -90,6 +93,7 @@ def resume(
             restore(path, manifest, checkpoint_parts(home))
         except (CheckpointDamaged, DiskError) as error:  # a sector that cannot be read is damage
             skipped.append(str(error))
+            damaged.append(path)
             continue
         return Resumed(
             home=home,
@@ -97,6 +101,7 @@ def resume(
             known=known,
             path=path,
             skipped=skipped,
+            damaged=damaged,
             changed=changed,
         )
     if skipped:

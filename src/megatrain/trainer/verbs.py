@@ -29,6 +29,7 @@ from megatrain.errors import (
     CheckpointDamaged,
     ConfigError,
     DataError,
+    DiskFull,
     MegaTrainError,
     RunFolderError,
 )
@@ -99,12 +100,24 @@ def train_from(
             return "\n".join([in_words(trainer.plan, trainer.num_steps), *trainer.notes, said])
         outcome = trainer.train()
         model = trainer.folder.path / MODEL
-        which = trainer.export(model)
+        which = _exported(trainer, model)
         report = report_on([trainer.folder.path], None)
     return (
         f"loss {outcome.first_loss:.4f} to {outcome.last_loss:.4f} in {outcome.num_steps} steps, "
         f"{outcome.total_tokens:,} tokens, {outcome.seconds:.0f} s\n{which}, in {model}\n{report}"
     )
+
+
+def _exported(trainer: Trainer, target: Path) -> str:
+    """Export the result of a run; return which model it is."""
+    try:
+        return trainer.export(target)
+    except DiskFull as error:
+        run = trainer.folder.path
+        raise DiskFull(
+            f"{error}. The run is complete and saved after step {trainer.checkpoints.saved_step}; "
+            f"`megatrain export {run} FOLDER` writes its model where there is room"
+        ) from error
 
 
 def save_now(run: Path, wait_s: float) -> str:
