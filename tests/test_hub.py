@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+import megatrain as mt
 from megatrain import hub as hub_module
 from megatrain.disk.folder import read_folder
 from megatrain.errors import ConfigError, HubError, ModelConfigError, ModelFolderError
 from megatrain.hub import dataset_commit, find_model, is_id
 from tests.hub_on_loopback import Files, Hub, serving, use
+from tests.trainer.runs import write_model
 
 NAME = "acme/tiny"
 CONFIG = b'{"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2}'
@@ -64,6 +66,13 @@ def test_a_model_is_downloaded_without_what_is_not_read(hub: Hub) -> None:
     kept = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
     assert {path.name for path in found.folder.iterdir()} == kept | {"model.safetensors"}
     assert set(hub.fetched()) == kept | {"model.safetensors"}
+
+
+def test_python_takes_an_id_too(hub: Hub, tmp_path: Path) -> None:
+    write_model(tmp_path / "made", 0.0)
+    files = {path.name: path.read_bytes() for path in (tmp_path / "made").iterdir()}
+    commit = hub.put(NAME, files)
+    assert mt.load_model(NAME, dtype="fp32").source.name == commit
 
 
 def test_a_tokenizer_comes_without_weights_and_a_config_alone(hub: Hub) -> None:

@@ -148,6 +148,8 @@ def _migrated(tool: Tool, **values: Any) -> Migration:
          "data.template_kwargs = {enable_thinking: false}"),
         ("LLaMA-Factory", {"packing": True}, "mapped packing data.packing = true (there rows "
          "attend to each other, here never)"),
+        ("LLaMA-Factory", {"new_special_tokens": "<a>, <b>", "add_tokens": ["<c>"]},
+         'changed new_special_tokens model.add_tokens = ["<a>", "<b>", "<c>"]'),
         ("Axolotl", {"curriculum_sampling": True}, "changed curriculum_sampling data.shuffle = "
          "false"),
         ("TRL", {"load_best_model_at_end": True},

@@ -79,8 +79,8 @@ class ModelSettings(Section):
     )
     add_tokens: NewTokens = Field(
         default=(),
-        description="New special tokens. Tokenizer, embedding and head grow by them, spare rows "
-        "first; a new row begins as the mean of the others. Exports have them.",
+        description="New special tokens: tokenizer, embedding and head grow by them, spare rows "
+        "first, a new row begins as the mean of the others, and exports have them.",
     )
 
 

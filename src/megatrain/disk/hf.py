@@ -11,6 +11,7 @@ from megatrain.disk.export import SHARD_BYTES, Origin, export_weights
 from megatrain.disk.folder import read_carried, read_config_bytes
 from megatrain.disk.growth import Growth
 from megatrain.disk.load import load_weights
+from megatrain.hub import find_model
 from megatrain.memory.layout import Kind, build_layout
 from megatrain.memory.store import WITH_CLIP, Store
 from megatrain.models.decoder import Decoder, build_decoder
@@ -90,13 +91,14 @@ def load_model(
     frozen: tuple[str, ...] = (),
     attn: str | None = None,
 ) -> HostModel:
-    """Return the model of a local folder, its weights in host memory.
+    """Return the model of a folder, or of an id on the Hub, its weights in host memory.
 
     `frozen` are name patterns of params that are not trained; `attn` an attention implementation of
     transformers, None for its own choice. Raises ModelConfigError, NotSplittable, MissingPackage,
-    DoesNotFit, ModelFolderError, WeightsFormatError, WeightsMismatch or DiskError.
+    DoesNotFit, ModelFolderError, WeightsFormatError, WeightsMismatch, HubError or DiskError.
     """
-    return read_folder(folder, dtype=dtype, frozen=frozen, attn=attn).load(kinds)
+    found = find_model(str(folder)).folder
+    return read_folder(found, dtype=dtype, frozen=frozen, attn=attn).load(kinds)
 
 
 def read_folder(

@@ -132,13 +132,17 @@ def _every(strategy_keys: tuple[str, ...]) -> Converter:
 
 
 def _tokens(value: Any, asked: Asked) -> tuple[Any, str]:
-    listed = value.split(",") if isinstance(value, str) else value
-    if not isinstance(listed, list) or not all(isinstance(token, str) for token in listed):
-        raise Dropped("not a list of tokens")
-    tokens = [token.strip() for token in listed if token.strip() and token.isprintable()]
-    if not tokens:
+    """New tokens, of all keys that name some: lists, or text with commas."""
+    found: dict[str, None] = {}
+    for key in ("new_special_tokens", "add_special_tokens", "add_tokens", "tokens"):
+        given = asked.given(key, [])
+        listed = given.split(",") if isinstance(given, str) else given
+        if not isinstance(listed, list) or not all(isinstance(token, str) for token in listed):
+            raise Dropped("not a list of tokens")
+        found |= {token.strip(): None for token in listed if token.strip() and token.isprintable()}
+    if not found:
         raise Dropped("no tokens")
-    return tokens, ""
+    return list(found), ""
 
 
 def _held_out(value: Any, asked: Asked) -> tuple[Any, str]:
