@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 import megatrain
 from megatrain import __main__ as main_module
@@ -59,6 +62,28 @@ print({{"torch", "transformers", "numpy", "rich"}} & set(sys.modules))
     )
     assert len(VERBS) == result.stdout.count("Usage: ") >= 8
     assert result.stdout.splitlines()[-1] == "set()"
+
+
+def test_the_list_of_verbs_is_not_cut() -> None:
+    listed = _run("--help").stdout.partition("Commands:")[2]
+    assert "..." not in listed
+    assert len(listed.split("\n  ")) == len(VERBS) + 1, "one line each"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_each_verb_has_an_example_that_it_would_take(verb: str) -> None:
+    command = get_command(cli.app).commands[verb]  # type: ignore[attr-defined]
+    given = re.fullmatch(r"Example: megatrain (\S+) (.*)", command.epilog)
+    assert given
+    assert given[1] == verb
+    command.make_context(verb, shlex.split(given[2]))  # parses, and does nothing
+
+
+@pytest.mark.parametrize(("text", "code"), [("2x", 2), ("0", 2), ("2k", 4)])
+def test_lengths_are_read_as_in_a_config(text: str, code: int, tmp_path: Path) -> None:
+    done = _run("data", str(tmp_path / "rows.jsonl"), "-m", "no/such/model", "--max-length", text)
+    assert done.returncode == code, done.stderr
+    assert ("--max-length is " in done.stderr) == (code == 2)
 
 
 @pytest.mark.parametrize(

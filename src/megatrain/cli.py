@@ -66,6 +66,15 @@ Best = Annotated[
 Precision = Literal["bf16", "fp32"]
 
 
+def _tokens(option: str, text: str) -> int:
+    from megatrain.config.quantities import read_tokens
+
+    try:
+        return read_tokens(text)
+    except ValueError as error:
+        raise ConfigError(f"{option} is {text}; {error}.") from None
+
+
 def _require_model(model: Path) -> None:
     """Tell of a name that leads nowhere, or to the Hub in vain, before torch is imported."""
     if not model.exists():
@@ -74,7 +83,10 @@ def _require_model(model: Path) -> None:
         find_model(str(model), need="config")
 
 
-@app.command()
+@app.command(
+    short_help="Train a model as a YAML file says.",
+    epilog="Example: megatrain train run.yaml train.epochs=2 --resume",
+)
 def train(
     config: ConfigFile,
     overrides: Overrides = None,
@@ -97,7 +109,10 @@ def train(
     typer.echo(train_from(config, overrides or [], dry_run=dry_run, resume=resume))
 
 
-@app.command()
+@app.command(
+    short_help="Ask a running training for a checkpoint after its step.",
+    epilog="Example: megatrain save runs/mine",
+)
 def save(
     run: Annotated[Path, typer.Argument(help="Run folder in which training is going on.")],
     wait: Annotated[float, typer.Option(help="Seconds to wait for it.")] = 3600.0,
@@ -108,7 +123,10 @@ def save(
     typer.echo(save_now(run, wait))
 
 
-@app.command()
+@app.command(
+    short_help="Check every byte of checkpoints against their hashes.",
+    epilog="Example: megatrain verify runs/mine",
+)
 def verify(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint, or run folder: all of them.")],
 ) -> None:
@@ -118,7 +136,11 @@ def verify(
     typer.echo(verify_checkpoints(checkpoint))
 
 
-@app.command(name="eval")
+@app.command(
+    name="eval",
+    short_help="Print loss and perplexity of a model on rows.",
+    epilog="Example: megatrain eval runs/mine rows.jsonl --max-rows 500",
+)
 def evaluate(
     model: ModelFolder,
     data: Annotated[Path, typer.Argument(help="Rows to evaluate on: a file, or a Hub id.")],
@@ -142,7 +164,10 @@ def evaluate(
     typer.echo(evaluate_model(model, data, max_rows, answers=answers, best=best, **options))
 
 
-@app.command()
+@app.command(
+    short_help="Write a run's model as a Hugging Face folder.",
+    epilog="Example: megatrain export runs/mine my-model",
+)
 def export(
     model: ModelFolder,
     target: Annotated[Path, typer.Argument(help="Folder to make.")],
@@ -159,7 +184,10 @@ def export(
     typer.echo(export_model(model, target, best=best, dtype=dtype))
 
 
-@app.command()
+@app.command(
+    short_help="Let a model answer prompts.",
+    epilog='Example: megatrain sample runs/mine "Who are you?" --temperature 0.7',
+)
 def sample(
     model: ModelFolder,
     prompts: Annotated[list[str], typer.Argument(help="What the user says.")],
@@ -184,7 +212,10 @@ def sample(
         typer.echo(answer)
 
 
-@app.command()
+@app.command(
+    short_help="Write one HTML file that shows a run, or compares several.",
+    epilog="Example: megatrain report runs/one runs/two --to both.html",
+)
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders; two or more are compared.")],
     to: Annotated[Path | None, typer.Option(help="HTML file to write.")] = None,
@@ -195,23 +226,30 @@ def report(
     typer.echo(report_on(runs, to))
 
 
-@app.command()
+@app.command(
+    short_help="Show what rows hold, and which tokens are trained.",
+    epilog="Example: megatrain data rows.jsonl -m Qwen/Qwen3-0.6B --samples 2",
+)
 def data(
     path: Annotated[Path, typer.Argument(help="File of rows, or Hub id.")],
     model: Annotated[Path, typer.Option("-m", "--model", help="Model folder or Hub id.")],
-    max_length: Annotated[int, typer.Option(help="Longest row, in tokens.")] = 2048,
+    max_length: Annotated[str, typer.Option(help="Longest row, in tokens, like 2k.")] = "2048",
     samples: Annotated[int, typer.Option(help="Rows to show.")] = 3,
     name: Configuration = None,
     split: Split = None,
 ) -> None:
     """Show what a data file holds: format, lengths, bad rows, and which tokens are trained."""
+    length = _tokens("--max-length", max_length)
     _require_model(model)
     from megatrain.trainer.verbs import look_at_data
 
-    look_at_data(path, model, max_length, samples, name=name, split=split)
+    look_at_data(path, model, length, samples, name=name, split=split)
 
 
-@app.command()
+@app.command(
+    short_help="Write a config to start from, or bring one from another tool.",
+    epilog="Example: megatrain init run.yaml --from axolotl.yml",
+)
 def init(
     target: Annotated[Path, typer.Argument(help="YAML file to write.")] = Path("run.yaml"),
     source: Annotated[
@@ -228,7 +266,10 @@ def init(
     typer.echo(init_config(target, source, tool=tool, num_gpus=gpus))
 
 
-@app.command()
+@app.command(
+    short_help="Show that it works here: a tiny model learns sums.",
+    epilog="Example: megatrain demo megatrain-demo",
+)
 def demo(
     folder: Annotated[Path, typer.Argument(help="Folder to make.")] = Path("megatrain-demo"),
     steps: Annotated[int, typer.Option(help="Steps to train.")] = 120,
@@ -239,7 +280,10 @@ def demo(
     run_demo(folder, steps)
 
 
-@app.command()
+@app.command(
+    short_help="Measure what this machine can do; plans use it.",
+    epilog="Example: megatrain doctor /path/to/disk",
+)
 def doctor(
     folder: Annotated[Path, typer.Argument(help="Folder whose disk is measured.")] = Path("."),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -252,7 +296,10 @@ def doctor(
     keep(found)
 
 
-@app.command()
+@app.command(
+    short_help="Tell whether a model fits, how fast it trains, what it costs.",
+    epilog="Example: megatrain estimate Qwen/Qwen3-8B --gpu 4090 --ram 128GB",
+)
 def estimate(
     model: Annotated[
         str, typer.Argument(help="Known model, model folder, config.json, or run.yaml.")

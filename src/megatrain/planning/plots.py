@@ -6,7 +6,7 @@ curve leaves a line, something else limits. Right, the largest model that host m
 home of, with known models on the line; the estimate's own stands at all that its run needs, which
 is right of the line of host memory if it does not fit.
 
-matplotlib is optional (`pip install 'megatrain[plots]'`) and imported only here.
+matplotlib is optional (`pip install matplotlib`) and imported only here.
 
 Laws (tests/planning/test_plots.py)
     1. A plan that does not fit says so in its title, and has no dot on the curve of speeds.

@@ -101,7 +101,7 @@ def check_sinks(names: Sequence[str]) -> None:
     if missing:
         raise MissingPackage(
             f"log.to: {', '.join(missing)} not installed here: "
-            f"`pip install 'megatrain[{','.join(missing)}]'`, or leave it out of log.to"
+            f"`pip install {' '.join(missing)}`, or leave it out of log.to"
         )
 
 
