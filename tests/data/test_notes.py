@@ -46,6 +46,16 @@ def test_columns_and_keys_that_nobody_reads_are_named(tmp_path: Path) -> None:
     assert "3 trained answers have a thought that the chat template leaves out" in said
 
 
+def test_unknown_keys_that_the_template_reads_are_named(tmp_path: Path) -> None:
+    template = KINDS["chatml"].template.replace("m.content", "(m.mood or '') + m.content")
+    tokenizer = made(template, KINDS["chatml"].marks, eos="<|im_end|>")
+    rows = [{"messages": [USER, {**ANSWER, "mood": "glad"}], "images": [], "tools": []}]
+    card = _card(tmp_path, rows, tokenizer)
+    assert remarks(card) == [
+        "unknown keys of messages, which the chat template reads: mood (1 rows)"
+    ]
+
+
 def test_plain_rows_have_nothing_to_be_said_about(tmp_path: Path) -> None:
     assert remarks(_card(tmp_path, [{"messages": [USER, ANSWER]}], tokenizer_of("chatml"))) == []
 

@@ -82,6 +82,9 @@ def read_turn(turn: object, number: int, keys: tuple[str, str]) -> Turn:
     if role.strip().lower() not in ROLES:
         raise BadRow(UNKNOWN_ROLE, f"turn {number}: {role[:40]}")
     role = ROLES[role.strip().lower()]
+    if role != CALL and len(turn) == 2 and content_key in turn:
+        content = _content(turn, content_key, role, number, may_be_null=False)
+        return Turn(message={"role": role, "content": content})
     given = {k: v for k, v in turn.items() if v is not None and k not in (*keys, *_OURS)}
     if role == CALL:
         role, given["tool_calls"] = "assistant", _call_turn(turn.get(content_key), number)

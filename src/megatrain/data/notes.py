@@ -27,6 +27,10 @@ _COUNTS = (
 )  # fmt: skip
 
 
+_NO_WORDS = {"role", "content", "tool_call_id"}
+"""Keys of a message that every template knows, or that have nothing to be trained on."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Notes:
     """Counts over rows. Those by name count each row once for each name."""
@@ -74,7 +78,7 @@ class Notes:
 
 def _unread(row: Row, template: ChatTemplate | None) -> Iterable[str]:
     """Yield the names of what a row has for the template and it does not read."""
-    keys = {key for message in row.messages for key in message} - {"role", "content"}
+    keys = {key for message in row.messages for key in message} - _NO_WORDS
     thoughts = keys.intersection(REASONING)
     keys -= thoughts
     keys |= set(row.template_kwargs) | ({"tools"} if row.tools else set())
@@ -97,12 +101,13 @@ def remarks(card: Mapping[str, Any]) -> list[str]:
             f"{open_turns:,} trained turns do not end with a control token: the model may not "
             "learn to stop"
         )
-    for key, words in (
-        ("unread", "not read by the chat template, so not trained on"),
-        ("passed_through", "unknown keys of messages, given to the chat template as they are"),
-        ("unused_columns", "columns that are not used"),
+    read = {k: n for k, n in card["passed_through"].items() if k not in card["unread"]}
+    for counts, words in (
+        (card["unread"], "not read by the chat template, so not trained on"),
+        (read, "unknown keys of messages, which the chat template reads"),
+        (card["unused_columns"], "columns that are not used"),
     ):
-        if names := ", ".join(f"{name} ({count:,} rows)" for name, count in card[key].items()):
+        if names := ", ".join(f"{name} ({count:,} rows)" for name, count in counts.items()):
             found.append(f"{words}: {names}")
     return found
 

@@ -187,7 +187,7 @@ def _template_kwargs(value: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _unused(value: Mapping[str, Any], used: Sequence[str]) -> tuple[str, ...]:
     cells = ((str(name), cell) for name, cell in value.items() if name not in used)
-    return tuple(name for name, cell in cells if cell is not None and cell != "")
+    return tuple(name for name, cell in cells if cell is not None and cell != "" and cell != [])
 
 
 def _cell(value: Mapping[str, Any], name: str) -> object:
