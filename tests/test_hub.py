@@ -254,6 +254,20 @@ def test_what_the_hub_refuses_is_said_as_it_is(hub: Hub) -> None:
         find_model(NAME, "v9")
 
 
+def test_a_model_in_the_cache_is_used_though_it_is_gated_or_gone_by_now(
+    hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.put(NAME, _model())
+    online = find_model(NAME)
+    hub.gated.add(NAME)
+    assert find_model(NAME) == online
+    assert "gated. Accept its terms" in capsys.readouterr().err
+    hub.gated.clear()
+    hub.commits.clear()
+    assert find_model(NAME) == online
+    assert "the Hub has no model of this name" in capsys.readouterr().err
+
+
 def test_a_download_that_the_disk_cannot_hold_is_not_begun(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,11 +116,13 @@ def _from_hub(name: str, revision: str, need: Need) -> Found:
         return Found(folder=cached, commit=cached.name)
     try:
         info = _asked("model", name, revision)
-    except _NoAnswer as reason:
-        if cached is None or lacks:
-            raise HubError(_no_way(name, str(reason), lacks if cached else "")) from reason
-        _say(f"{name}: {reason}; commit {cached.name[:12]} is taken from the cache")
-        return Found(folder=cached, commit=cached.name)
+    except (_NoAnswer, HubError) as reason:
+        if cached is not None and not lacks:  # also of a model that is gated or gone by now
+            _say(f"{name}: {reason}; commit {cached.name[:12]} is taken from the cache")
+            return Found(folder=cached, commit=cached.name)
+        if isinstance(reason, HubError):
+            raise
+        raise HubError(_no_way(name, str(reason), lacks if cached else "")) from reason
     folder = _fetched(name, revision, info, need)
     return Found(folder=folder, commit=folder.name)
 
@@ -180,14 +182,14 @@ def _asked(kind: Literal["model", "dataset"], name: str, revision: str) -> Any:
             return api.model_info(name, revision=revision, timeout=_ANSWER_S, files_metadata=True)
     except errors.GatedRepoError as error:
         raise HubError(
-            f"{name}: gated. Accept its terms on its page at the Hub, then run `hf auth login`."
+            f"{name}: gated. Accept its terms on its page at the Hub, then run `hf auth login`"
         ) from error
     except errors.RevisionNotFoundError as error:
         raise HubError(f"{name}: the Hub has no revision {revision} of it") from error
     except errors.RepositoryNotFoundError as error:
         raise HubError(
             f"{name}: no such folder here, and the Hub has no {kind} of this name. If it is "
-            "private, run `hf auth login`."
+            "private, run `hf auth login`"
         ) from error
     except errors.OfflineModeIsEnabled as error:
         raise _NoAnswer("HF_HUB_OFFLINE forbids asking the Hub") from error
