@@ -135,3 +135,10 @@ def test_public_names() -> None:
         assert getattr(megatrain, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = megatrain.nothing
+
+
+@pytest.mark.parametrize("verb", [("data", "rows.jsonl", "-m", "m"), ("eval", "m", "rows.jsonl")])
+def test_a_length_that_is_none_is_refused(verb: tuple[str, ...]) -> None:
+    done = _run(*verb, "--max-length", "2q")
+    assert done.returncode == 2
+    assert "give a number of tokens" in done.stderr

@@ -150,17 +150,18 @@ def evaluate(
     ] = False,
     best: Best = False,
     max_length: Annotated[
-        int | None,
-        typer.Option(help="Longest row; default: the run's, or all positions of the model.", min=2),
+        str | None,
+        typer.Option(help="Longest row, like 2k; default: the run's, or the model's positions."),
     ] = None,
     name: Configuration = None,
     split: Split = None,
 ) -> None:
     """Print the loss and perplexity of a model on a file, or on a dataset of the Hub."""
+    length = None if max_length is None else _tokens("--max-length", max_length)
     _require_model(model)
     from megatrain.trainer.verbs import evaluate_model
 
-    options: dict[str, Any] = {"max_length": max_length, "name": name, "split": split}
+    options: dict[str, Any] = {"max_length": length, "name": name, "split": split}
     typer.echo(evaluate_model(model, data, max_rows, answers=answers, best=best, **options))
 
 
