@@ -64,6 +64,7 @@ Best = Annotated[
 
 
 Precision = Literal["bf16", "fp32"]
+TrainOn = Literal["assistant", "last", "completion", "all"]
 
 
 def _tokens(option: str, text: str) -> int:
@@ -236,6 +237,8 @@ def data(
     model: Annotated[Path, typer.Option("-m", "--model", help="Model folder or Hub id.")],
     max_length: Annotated[str, typer.Option(help="Longest row, in tokens, like 2k.")] = "2048",
     samples: Annotated[int, typer.Option(help="Rows to show.")] = 3,
+    train_on: Annotated[TrainOn, typer.Option(help="As data.train_on.")] = "assistant",
+    chat_template: Annotated[str | None, typer.Option(help="As data.chat_template.")] = None,
     name: Configuration = None,
     split: Split = None,
 ) -> None:
@@ -244,7 +247,16 @@ def data(
     _require_model(model)
     from megatrain.trainer.verbs import look_at_data
 
-    look_at_data(path, model, length, samples, name=name, split=split)
+    look_at_data(
+        path,
+        model,
+        length,
+        samples,
+        name=name,
+        split=split,
+        train_on=train_on,
+        chat_template=chat_template,
+    )
 
 
 @app.command(

@@ -163,3 +163,17 @@ def test_looking_at_data_of_bad_rows_gives_the_reasons(world: Path, tmp_path: Pa
         DataError, match=r"(?s)none of its 50 rows is left:\n  50 x empty: a\.jsonl:1"
     ):
         look_at_data(path, world / "model-0.0", 64, 1)
+
+
+def test_looking_at_data_goes_by_the_template_that_is_asked_for(
+    world: Path, tmp_path: Path, capsys: Any
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "a", "completion": "b"}\n' * 9)
+    model = world / "model-0.0"
+    look_at_data(path, model, 64, 1)
+    assert "9 prompts and completions go through the chat template" in capsys.readouterr().out
+    look_at_data(path, model, 64, 1, chat_template="none", train_on="all")
+    said = capsys.readouterr().out
+    assert "9 prompts and completions are joined as they are" in said
+    assert "67% of them trained" in said  # all but the first of three

@@ -13,11 +13,13 @@ import torch
 from megatrain.cache import writable_cache_folder
 from megatrain.config import load_config
 from megatrain.config.data_settings import DataSettings, Source
+from megatrain.data.chat import TrainOn
 from megatrain.data.hub_rows import located
 from megatrain.data.limits import check_limits
 from megatrain.data.prepare import prepare
 from megatrain.data.prepared import Prepared
 from megatrain.data.source import open_source
+from megatrain.data.template_choice import choose_template
 from megatrain.disk.export import Origin
 from megatrain.disk.folder import read_config_bytes
 from megatrain.disk.hf import HostModel, load_model
@@ -274,14 +276,18 @@ def look_at_data(
     *,
     name: str | None = None,
     split: str | None = None,
+    train_on: TrainOn = "assistant",
+    chat_template: str | None = None,
 ) -> None:
     """Print what a file holds, and which of its tokens would be trained."""
     tokenizer = load_tokenizer(tokenizer_folder(model))
+    choose_template(tokenizer, chat_template)
     prepared: Prepared = prepare(
         located(path, name=name, split=split),
         tokenizer,
         cache_dir=writable_cache_folder(),
         max_length=max_length,
+        train_on=train_on,
         max_bad=1.0,
         max_dropped=1.0,
     )
