@@ -18,14 +18,17 @@ import errno
 import fcntl
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from megatrain.errors import DiskError, DiskFull, RunFolderError
+from megatrain.errors import ConfigError, DiskError, DiskFull, RunFolderError
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
+_HEAD_BYTES = 1 << 14
+PNG_SIGNS = (b"\x89PNG", b"MegaTrain")
+"""In the head of a picture of ours, which names its software."""
 
 
 def open_direct(path: Path, flags: int) -> tuple[int, bool]:
@@ -107,6 +110,21 @@ def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
         raise
     if durable:
         sync_folder(path.parent)
+
+
+def require_replaceable(path: Path, signs: Sequence[bytes]) -> None:
+    """Raise ConfigError if `path` holds anything but a file with our `signs` near its start."""
+    try:
+        if not os.path.lexists(path):
+            return
+        head = b""
+        if path.is_file():
+            with path.open("rb") as file:
+                head = file.read(_HEAD_BYTES)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    if not all(sign in head for sign in signs):
+        raise ConfigError(f"{path}: exists and was not written by megatrain; give another name")
 
 
 def open_new(path: Path) -> BinaryIO:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.errors import ConfigError, DiskError
+from megatrain.errors import ConfigError
 from megatrain.report.page import render, write_report
 from megatrain.report.run_folder import FILES, StepLine, read_run
 from tests.report.fake_runs import jsonl, metrics, write_run
@@ -137,15 +137,42 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
 def test_files_appear_whole_or_not_at_all(run: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     written = write_report([run], tmp_path / "report.html")
-    assert written == [tmp_path / "report.html", tmp_path / "loss.png"]
+    assert written == [tmp_path / "report.html", tmp_path / "report.png"]
     assert sorted(tmp_path.iterdir()) == sorted(written)
     assert written[1].read_bytes().startswith(b"\x89PNG")
     (tmp_path / "taken").mkdir()
-    with pytest.raises(DiskError, match=r"cannot write .*taken: Is a directory"):
+    with pytest.raises(ConfigError, match=r"taken: exists and was not written by megatrain"):
         write_report([run], tmp_path / "taken")
     assert len(list(tmp_path.iterdir())) == 3
     with pytest.raises(ConfigError, match="at least one run folder"):
         write_report([], tmp_path / "report.html")
+
+
+def test_only_a_report_of_ours_is_replaced(run: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    first = write_report([run], tmp_path / "report.html")
+    assert write_report([run], tmp_path / "report.html") == first
+    assert write_report([run], tmp_path / "other.html")[1] == tmp_path / "other.png"
+    for name, content in (
+        ("rows.jsonl", b"{}"), ("page.html", b"<!DOCTYPE html>\n<html></html>"), ("empty", b""),
+    ):  # fmt: skip
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ConfigError, match=f"{name}: exists and was not written by megatrain"):
+            write_report([run], tmp_path / name)
+        assert (tmp_path / name).read_bytes() == content
+
+
+@pytest.mark.parametrize("content", [b"precious", b"\x89PNG of somebody else"])
+def test_a_picture_of_somebody_else_stays_and_nothing_is_written(
+    run: Path, tmp_path: Path, content: bytes
+) -> None:
+    (tmp_path / "mine.png").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"mine\.png: exists and was not written by megatrain"):
+        write_report([run], tmp_path / "mine.html")
+    with pytest.raises(ConfigError, match="is the name of a picture"):
+        write_report([run], tmp_path / "mine.png")
+    assert (tmp_path / "mine.png").read_bytes() == content
+    assert not (tmp_path / "mine.html").exists()
 
 
 def test_strange_names_do_not_trouble_the_picture(tmp_path: Path) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -17,6 +18,7 @@ from megatrain.memory.layout import Kind
 from megatrain.trainer.demo import byte_tokenizer
 from megatrain.trainer.interrupts import Interrupts
 from megatrain.trainer.loop import Trainer
+from megatrain.trainer.mean_loss import MeanLoss
 
 NUM_STEPS = 9
 TIMES = ("seconds", "tokens_per_s", "split", "of_bound")
@@ -140,6 +142,16 @@ class StopAfter(Interrupts):
     @reason.setter
     def reason(self, value: str | None) -> None:
         pass
+
+
+def judge_by(patch: pytest.MonkeyPatch, losses: Iterable[float]) -> None:
+    """Let the evaluations of a run have these losses."""
+    given = iter(losses)
+
+    def judged(engine: object, batches: object) -> MeanLoss:
+        return MeanLoss(loss=next(given), num_trained=1, aux_loss=None)
+
+    patch.setattr("megatrain.trainer.loop.mean_loss", judged)
 
 
 def state_of(trainer: Trainer) -> State:

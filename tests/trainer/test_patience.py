@@ -13,6 +13,7 @@ from megatrain.errors import ConfigError
 from megatrain.trainer.demo import write_demo
 from megatrain.trainer.loop import Trainer
 from megatrain.trainer.patience import Patience
+from tests.trainer.runs import judge_by
 
 NAN = float("nan")
 
@@ -72,8 +73,7 @@ def test_a_run_stops_early_says_so_and_records_it(
     monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
     path = write_demo(tmp_path / "demo", num_steps=8)
     settings = ["train.batch_tokens=512", "train.micro_batch_tokens=256", "eval.samples=0"]
-    losses = iter([5.0, 4.0, 4.5, 4.25])
-    monkeypatch.setattr(Trainer, "evaluate", lambda _: next(losses))
+    judge_by(monkeypatch, [5.0, 4.0, 4.5, 4.25])
     config = load_config(path, [*settings, "eval.every=1", "eval.patience=2"])
     with Trainer(config) as trainer:
         outcome = trainer.train()

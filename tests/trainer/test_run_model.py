@@ -20,7 +20,7 @@ from megatrain.trainer.checkpoints import FOLDER
 from megatrain.trainer.loop import Trainer
 from megatrain.trainer.run_model import chosen_model, tokenizer_folder
 from megatrain.trainer.verbs import evaluate_model, export_model, sample_from, train_from
-from tests.trainer.runs import Setting, config_of, run, write_world
+from tests.trainer.runs import Setting, config_of, judge_by, run, write_world
 
 SETTING = Setting(save_every=3, keep=3, eval_every=None)
 LOSSES = [9.0, 5.0, 3.0, 4.0, 4.5]
@@ -53,9 +53,8 @@ def patient_run(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = config_of(
         world, path, Setting(save_every=None, keep=1), eval={"every": 2, "patience": 2}
     )
-    losses = iter(LOSSES)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "evaluate", lambda _: next(losses))
+        judge_by(patch, LOSSES)
         with Trainer(config) as trainer:
             said = "eval.patience: the best checkpoint is kept and exported, as with save.best"
             assert said in trainer.notes
@@ -147,7 +146,7 @@ def test_if_all_models_are_damaged_none_is_used(ended: Path, world: Path, tmp_pa
         damage(path / "model")
     for use in (
         lambda: export_model(ended, tmp_path / "out"),
-        lambda: sample_from(ended, ["hi"], 2, 0.0),
+        lambda: sample_from(ended, ["hi"], 2),
         lambda: evaluate_model(ended, world / "rows.jsonl", 2),
         lambda: export_model(checkpoint(ended, 6), tmp_path / "out"),
     ):
@@ -212,7 +211,7 @@ def test_a_run_with_patience_gives_its_best_model(
         found = chosen_model(patient, best=best)
         assert (found.folder, found.best_loss) == (patient / "model", 3.0)
     assert str(found).startswith("model of step 4, the best by evaluation (3.0000), from")
-    sample_from(patient, ["1 + 1"], 2, 0.0)
+    sample_from(patient, ["1 + 1"], 2)
     evaluate_model(patient, world / "rows.jsonl", 4)
     assert capsys.readouterr().err.count("model of step 4, the best by evaluation") == 2
     shutil.rmtree(patient / "model")
@@ -258,8 +257,7 @@ def test_train_says_which_model_it_leaves(
     setting = Setting(save_every=None, keep=1, best=True)
     config = config_of(world, tmp_path / "run", setting, eval={"every": 4})
     (tmp_path / "run.yaml").write_text(dump_config(config))
-    losses = iter([0.5, 5.0, 6.0, 7.0])
-    monkeypatch.setattr(Trainer, "evaluate", lambda _: next(losses))
+    judge_by(monkeypatch, [0.5, 5.0, 6.0, 7.0])
     said = train_from(tmp_path / "run.yaml", [])
     assert (
         "\nmodel of step 4, the best of 3 evaluations (before training the loss was lower: "
@@ -273,8 +271,7 @@ def test_a_best_that_was_damaged_before_the_end_is_not_exported(
 ) -> None:
     setting = Setting(save_every=None, keep=1, best=True)
     config = config_of(world, tmp_path / "run", setting, eval={"every": 4})
-    losses = iter([9.0, 5.0, 6.0, 7.0])
-    monkeypatch.setattr(Trainer, "evaluate", lambda _: next(losses))
+    judge_by(monkeypatch, [9.0, 5.0, 6.0, 7.0])
     with Trainer(config) as trainer:
         trainer.train()
         damage(checkpoint(tmp_path / "run", 4) / "state")

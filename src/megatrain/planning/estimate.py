@@ -27,7 +27,7 @@ from megatrain.config.quantities import read_bytes, read_count, read_number, rea
 from megatrain.config.settings import BATCH_TOKENS
 from megatrain.config.yaml_reader import Document
 from megatrain.errors import ConfigError
-from megatrain.files import write_file
+from megatrain.files import PNG_SIGNS, require_replaceable, write_file
 from megatrain.memory.host import free_bytes
 from megatrain.numbers import duration, figure, size
 from megatrain.planning.asked_machines import find_machine
@@ -99,12 +99,11 @@ class Estimate:
     def draw(self, path: Path) -> None:
         """Write the two plots as one PNG. Raises ConfigError without matplotlib.
 
-        A picture is replaced; any other file is not, and that is a ConfigError too.
+        A picture of ours is replaced; any other file is not, and that is a ConfigError too.
         """
         from megatrain.planning.plots import draw
 
-        if path.exists() and (not path.is_file() or not _is_png(path)):
-            raise ConfigError(f"{path}: exists and is not a PNG picture; give another name")
+        require_replaceable(path, PNG_SIGNS)
         write_file(path, draw(self.plan, self.machine), durable=False)
 
     def _head(self) -> list[str]:
@@ -229,11 +228,6 @@ def _read(name: str, value: Any, read: Any) -> int:
         return int(read(value))
     except ValueError as error:
         raise ConfigError(f"--{name} is {str(value)[:60]}; {error}") from None
-
-
-def _is_png(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(8) == b"\x89PNG\r\n\x1a\n"
 
 
 def _row(name: str, value: str) -> str:

@@ -90,7 +90,7 @@ def draw(plan: Plan, machine: str) -> bytes:
     figure.suptitle(_plain(title(plan, machine), 140), color=_CURVE if plan.fits else _RED)
     _draw_memory(right, plan)
     written = io.BytesIO()
-    figure.savefig(written, format="png")
+    figure.savefig(written, format="png", metadata={"Software": "MegaTrain"})
     return written.getvalue()
 
 

@@ -1,4 +1,4 @@
-"""loss.png: the loss as a picture for places that show no HTML, where matplotlib is installed."""
+"""The loss as a picture for places that show no HTML, where matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def draw_loss(runs: Sequence[Run]) -> bytes | None:
         _draw(axes, run, _COLOURS[number % len(_COLOURS)], _label(run.name))
     axes.legend(frameon=False)
     written = io.BytesIO()
-    figure.savefig(written, format="png")
+    figure.savefig(written, format="png", metadata={"Software": "MegaTrain"})
     return written.getvalue()
 
 

@@ -3,13 +3,13 @@
 The page carries a policy that forbids the browser to load or run anything, should foreign text ever
 slip through; it is complete without scripts, and has none.
 
-    folder --run_folder--> Run --sections--> Html --write_report--> report.html, loss.png
+    folder --run_folder--> Run --sections--> Html --write_report--> report.html, report.png
 
 Laws (tests/report/test_page.py)
     1. Nothing foreign becomes markup; the page parses, with every element closed.
     2. What a run folder lacks is left out, whatever it is.
     3. 100,000 steps make less than a megabyte.
-    4. The file appears whole or not at all.
+    4. The file appears whole or not at all, and replaces nothing but a report of ours.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatrain.errors import ConfigError
-from megatrain.files import write_file
+from megatrain.files import PNG_SIGNS, require_replaceable, write_file
 from megatrain.report.config_diff import config_section
 from megatrain.report.curves import curves
 from megatrain.report.loss_png import draw_loss
@@ -32,24 +32,32 @@ from megatrain.report.summary import summary_section
 from megatrain.report.tables import facts_table, flattened
 from megatrain.report.timeline import timeline_section
 
+_NAME = "MegaTrain report"
+_SIGNS = (b"<!DOCTYPE html>", f"{_NAME}</title>".encode())
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 
 def write_report(folders: Sequence[Path], target: Path) -> list[Path]:
     """Write the report of one run, or of several side by side, and return the files written.
 
-    These are `target` and, where matplotlib is installed and a loss was logged, `loss.png` beside
-    it. Raises ConfigError if a folder holds no run, DiskError if the system fails to read or write.
+    These are `target` and, where matplotlib is installed and a loss was logged, a PNG of the same
+    name. Raises ConfigError if a folder holds no run, or a file that is not a report of ours is in
+    the way; DiskError if the system fails to read or write.
     """
     if not folders:
         raise ConfigError("a report needs at least one run folder")
+    picture = target.with_suffix(".png")
+    if picture == target:
+        raise ConfigError(f"{target}: is the name of a picture; give one that ends in .html")
+    require_replaceable(target, _SIGNS)
+    require_replaceable(picture, PNG_SIGNS)
     runs = [read_run(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
     write_file(target, render(runs).encode(), durable=False)
     image = draw_loss(runs)
     if image is None:
         return [target]
-    write_file(target.with_name("loss.png"), image, durable=False)
-    return [target, target.with_name("loss.png")]
+    write_file(picture, image, durable=False)
+    return [target, picture]
 
 
 def render(runs: Sequence[Run]) -> Html:
@@ -67,7 +75,7 @@ def render(runs: Sequence[Run]) -> Html:
         tag("meta", charset="utf-8"),
         tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("title", f"{title} - MegaTrain report"),
+        tag("title", f"{title} - {_NAME}"),
         tag("style", Html(STYLE)),
     )
     body = (
