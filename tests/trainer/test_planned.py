@@ -209,3 +209,12 @@ def test_the_kernel_kills_no_run_that_was_started() -> None:
     if "skipped" in figures:
         pytest.skip(str(figures["skipped"]))
     assert (figures["finished"], figures["refused"]) == (1, 1)
+
+
+def test_a_run_by_rows_is_planned_and_advised_in_rows(path: Path, machine: str) -> None:
+    config = config_of(path, "train.batch_tokens=null", "train.batch_rows=8")
+    with Trainer(config, dry_run=True) as trainer:
+        workload = trainer.plan.workload
+    assert workload.step_setting == ("train.batch_rows", 8)
+    assert workload.with_step(workload.step_tokens // 2).step_setting == ("train.batch_rows", 4)
+    assert workload.step_tokens < 8 * config.data.max_length, "as long as the longest step"

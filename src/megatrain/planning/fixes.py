@@ -219,7 +219,7 @@ def _shorter_rows(start: Fix) -> Fix | None:
 def _shorter_steps(start: Fix) -> Fix | None:
     """Offer the longest step, of half the tokens or less, that fits; else, that fits the host."""
     workload = start.workload
-    shorter = [replace(workload, step_tokens=tokens) for tokens in _halves(start)]
+    shorter = [workload.with_step(tokens) for tokens in _halves(start)]
     fits = [each for each in shorter if not replace(start, workload=each).missing]
     if not fits and "host" in start.missing:
         fits = [each for each in shorter if "host" not in replace(start, workload=each).missing]
@@ -227,15 +227,17 @@ def _shorter_steps(start: Fix) -> Fix | None:
         return None
     longest = fits[0]
     place = "host" if "host" in start.missing else "device"
-    why = f"now {workload.step_tokens}, -{gib(_saved(start, longest, place))} {place}"
-    return _set(start, workload.step_setting(longest.step_tokens), why, longest)
+    key, value = longest.step_setting
+    why = f"now {workload.step_setting[1]}, -{gib(_saved(start, longest, place))} {place}"
+    return _set(start, f"{key}={value}", why, longest)
 
 
 def _halves(start: Fix) -> list[int]:
     """Return halves of the step's tokens, and halves of those, down to one micro-batch."""
     least = max(start.workload.sequence, start.fixed.micro_tokens or 0)
-    tokens = [start.workload.step_tokens >> power for power in range(1, 24)]
-    return [each for each in tokens if each >= least]
+    tokens, rows = start.workload.step_tokens, start.workload.batch_rows
+    powers = range(1, 24 if rows is None else rows.bit_length())
+    return [tokens >> power for power in powers if tokens >> power >= least]
 
 
 # The machine.

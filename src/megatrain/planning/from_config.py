@@ -16,7 +16,7 @@ def workload_of(config: Config, model: ModelShape) -> Workload:
     return Workload(
         model=model,
         step_tokens=config.step_tokens,
-        by_rows=config.train.batch_rows is not None,
+        batch_rows=config.train.batch_rows,
         sequence=config.data.max_length,
         dtype=config.model.dtype,
         attn=config.model.attn,

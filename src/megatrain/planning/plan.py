@@ -15,7 +15,7 @@ Laws (tests/planning/test_plan.py)
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from megatrain.errors import DoesNotFit
@@ -214,11 +214,12 @@ def _lever(search: Search, settings: Settings) -> str:
     found: list[tuple[float, str]] = []
     for times in (2, 4):
         tokens = times * workload.step_tokens
-        larger = Search(profile, replace(workload, step_tokens=tokens))
+        longer = workload.with_step(tokens)
+        larger = Search(profile, longer)
         if larger.fits(settings):
             gain = here / (larger.seconds(settings) / tokens) - 1
-            now = workload.step_setting(workload.step_tokens).partition("=")[2]
-            found.append((gain, f"{workload.step_setting(tokens)} (now {now})"))
+            key, value = longer.step_setting
+            found.append((gain, f"{key}={value} (now {workload.step_setting[1]})"))
     if workload.max_grad_norm is not None:
         other = settings.changed(update="in_backward")
         gain = here * workload.step_tokens / search.seconds(other) - 1

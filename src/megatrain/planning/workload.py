@@ -205,8 +205,8 @@ class Workload:
     model: ModelShape
     step_tokens: int
     """Tokens of one optimizer step."""
-    by_rows: bool = False
-    """The step is counted in rows (`train.batch_rows`); its tokens are then the most it has."""
+    batch_rows: int | None = None
+    """Rows of a step that is counted in rows; its tokens are then the most it has."""
     sequence: int = 2048
     """Length of a row."""
     dtype: Dtype = "bf16"
@@ -217,11 +217,17 @@ class Workload:
     max_grad_norm: float | None = 1.0
     """None: no clipping, so that updates may run in backward."""
 
-    def step_setting(self, tokens: int) -> str:
-        """Return the setting that makes a step so long."""
-        if self.by_rows:
-            return f"train.batch_rows={tokens // self.sequence}"
-        return f"train.batch_tokens={tokens}"
+    def with_step(self, tokens: int) -> Workload:
+        """Return the workload with steps of so many tokens, and rows in proportion."""
+        rows = self.batch_rows and max(1, self.batch_rows * tokens // self.step_tokens)
+        return replace(self, step_tokens=tokens, batch_rows=rows)
+
+    @property
+    def step_setting(self) -> tuple[str, int]:
+        """The setting that makes the step as long as it is, and its value."""
+        if self.batch_rows is not None:
+            return "train.batch_rows", self.batch_rows
+        return "train.batch_tokens", self.step_tokens
 
     @property
     def masked(self) -> bool:

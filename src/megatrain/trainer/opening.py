@@ -29,7 +29,7 @@ from megatrain.trainer.resolve import Resolved, open_device, resolve
 from megatrain.trainer.resumption import Resumed, resume
 from megatrain.trainer.run_folder import RunFolder
 from megatrain.trainer.sinks import check_sinks
-from megatrain.trainer.training_rows import by_tokens, gather
+from megatrain.trainer.training_rows import gather, with_longest_step
 
 MODEL = "model"
 """Where in a run folder its result is."""
@@ -116,7 +116,7 @@ def open_run(config: Config, folder: RunFolder, *, resumes: bool) -> Opened:
         check_packing(found.decoder.config.model_type, model.attn)
     rows = gather(config, tokenizer)
     notes += check_rows(rows.prepared, found.decoder)
-    measured = by_tokens(config, rows)
+    measured = with_longest_step(config, rows)
     resolved = resolve(measured, device, name)
     if resumed is None:
         resolved, plan = plan_run(measured, device, resolved, found.decoder)

@@ -118,7 +118,13 @@ def gather(config: Config, tokenizer: Any) -> TrainingRows:
 
 
 def by_tokens(config: Config, rows: TrainingRows) -> Config:
-    """Return the config as the planner wants it: steps by rows are as long as the longest one."""
+    """Return the config with steps counted in tokens: those by rows are as long as the longest."""
+    longest = with_longest_step(config, rows).train
+    return config.model_copy(update={"train": longest.model_copy(update={"batch_rows": None})})
+
+
+def with_longest_step(config: Config, rows: TrainingRows) -> Config:
+    """Return the config as the planner wants it: a step by rows has the tokens of the longest."""
     train, batch_rows = config.train, config.train.batch_rows
     if batch_rows is None:
         return config
@@ -126,8 +132,7 @@ def by_tokens(config: Config, rows: TrainingRows) -> Config:
     micro = 0 if train.micro_batch_tokens == "auto" else train.micro_batch_tokens
     largest = rows.largest_step(batch_rows, math.ceil(epochs))
     tokens = max(largest, config.data.max_length, micro)
-    in_tokens = train.model_copy(update={"batch_rows": None, "batch_tokens": tokens})
-    return config.model_copy(update={"train": in_tokens})
+    return config.model_copy(update={"train": train.model_copy(update={"batch_tokens": tokens})})
 
 
 def one_of(parts: Sequence[Documents]) -> Documents:
