@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import megatrain
 from megatrain.config import load_config
 from megatrain.config.data_settings import Source
 from megatrain.config.settings import SECTIONS
+from megatrain.trainer.loop import Trainer
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -45,3 +49,28 @@ def test_the_shortest_config_of_the_page_loads(tmp_path: Path) -> None:
     text = (DOCS / "config.md").read_text().split("```yaml\n")[1].split("```")[0]
     (tmp_path / "run.yaml").write_text(text)
     assert load_config(tmp_path / "run.yaml").run_dir == "runs/Qwen3-8B"
+
+
+PYTHON = (DOCS / "python.md").read_text()
+
+
+def test_every_public_name_is_explained_and_every_name_used_is_public() -> None:
+    used = set(re.findall(r"\bmt\.(\w+)", PYTHON))
+    assert used == set(megatrain.__all__)
+
+
+def test_what_the_page_says_of_a_trainer_exists() -> None:
+    said = set(re.findall(r"`trainer\.(\w+)", PYTHON))
+    set_in_code = set(re.findall(r"self\.(\w+)", inspect.getsource(Trainer)))
+    assert {name for name in said if not hasattr(Trainer, name)} <= set_in_code
+    assert {"resume", "dry_run", "interrupts"} <= set(inspect.signature(Trainer).parameters)
+
+
+@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", PYTHON, re.S))
+def test_the_code_of_the_page_is_code(code: str) -> None:
+    compile(code, "python.md", "exec")
+
+
+def test_the_config_of_the_page_is_accepted() -> None:
+    (given,) = re.findall(r"config = (mt\.Config\(.*?\n    \))", PYTHON, re.S)
+    assert eval(given, {"mt": megatrain}).train.batch_tokens == 32768  # noqa: S307

@@ -128,7 +128,7 @@ def test_every_figure_arrives(name: str, stand_in: Callable[..., Path], tmp_path
 
 
 def test_a_missing_package_names_what_to_install() -> None:
-    text = r"^log\.to: nothing_here not installed here: `pip install 'megatrain\[nothing_here\]'`"
+    text = r"^log\.to: nothing_here not installed here: `pip install nothing_here`"
     with pytest.raises(MissingPackage, match=text):
         check_sinks(["nothing_here"])
 
