@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from megatrain.data.isolation import DROPS_LENGTHS, ISOLATES
 from megatrain.disk.names import NameMap
 from megatrain.models.decoder import Decoder, build_decoder
 from tests.families import FAMILIES, REFUSED, tiny_config
@@ -26,9 +27,11 @@ those of `from_pretrained`. The list is written by `python -m tests.models.test_
   `train.router_aux_loss` adds; loss and gradients are then those of the plain model with
   `output_router_logits`. *other form*: it has one that is computed in another way, which is
   refused. No family here has a router z-loss.
+- *packs*: documents can share a row without seeing each other, so `data.packing` may be true; *not
+  with flash*: except with `model.attn: flash_attention_2`.
 
-| family | class | tied | kept in fp32 | stored apart | balances |
-|---|---|---|---|---|---|
+| family | class | tied | kept in fp32 | stored apart | balances | packs |
+|---|---|---|---|---|---|---|
 """
 
 TAIL = """
@@ -51,7 +54,8 @@ def _row(family: str) -> str:
         pieces[tensor.param] = pieces.get(tensor.param, 0) + 1
     apart = max(pieces.values())
     name = type(decoder.model).__name__
-    cells = (family, name, tied, fp32 or "", apart if apart > 1 else "", _balances(decoder))
+    experts = apart if apart > 1 else ""
+    cells = (family, name, tied, fp32 or "", experts, _balances(decoder), _packs(family))
     return "| " + " | ".join(map(str, cells)) + " |\n"
 
 
@@ -60,6 +64,12 @@ def _balances(decoder: Decoder) -> str:
         return "yes"
     own = inspect.unwrap(type(decoder.model).forward).__globals__
     return "other form" if "load_balancing_loss_func" in own else ""
+
+
+def _packs(family: str) -> str:
+    if family in DROPS_LENGTHS:
+        return "not with flash"
+    return "yes" if family in ISOLATES else ""
 
 
 def page() -> str:
