@@ -103,7 +103,12 @@ class Trainer:
             config, folder, self.checkpoints, self.engine, self.interrupts, self._facts
         )
         self.state = RunState()
-        self.notes = [*data_lines(self.data, needs_count=config.train.steps is None), *opened.notes]
+        weight_bytes = self.home.store.arena(Kind.HI).nbytes
+        self.notes = [
+            samples_in_words(config, self.plan, self.num_steps, weight_bytes),
+            *data_lines(self.data, needs_count=config.train.steps is None),
+            *opened.notes,
+        ]
         """What was decided or found while opening, in words."""
         self._rollbacks: list[int] = []
         self._step_seconds: list[float] = []
@@ -157,8 +162,6 @@ class Trainer:
             self._live = live
             live.say(opening_line(config, self.resolved, self.home, self.num_steps))
             live.say(in_words(self.plan, self.num_steps))
-            weight_bytes = self.home.store.arena(Kind.HI).nbytes
-            live.say(samples_in_words(config, self.plan, self.num_steps, weight_bytes))
             for note in self.notes:
                 live.say(note)
             self.interrupts.patient = True

@@ -257,12 +257,13 @@ def sample_from(
     best: bool = False,
 ) -> list[str]:
     """Return a model's answers to what a user says, computed on `device`."""
+    place, _ = device_called(device)
     found = _found(model, best=best)
     tokenizer = load_tokenizer(found.folder)
     kwargs = prompts_as_trained(found, tokenizer)
     home = _loaded(found.folder)
     asked = [_prompt_tokens(tokenizer, prompt, system, kwargs) for prompt in prompts]
-    with Engine(home.decoder, home.store, device=device_called(device)[0]) as engine:
+    with Engine(home.decoder, home.store, device=place) as engine:
         ends = end_tokens(tokenizer, home)
         made = continue_texts(engine, asked, max_new_tokens, ends, drawing)
     return [str(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in made]
