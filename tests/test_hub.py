@@ -282,13 +282,40 @@ def test_a_download_that_the_disk_cannot_hold_is_not_begun(
 
 
 @pytest.mark.parametrize(
-    "name", ["../x", "a/../b", "a/b/c", "./a", "~/a", "/a/b", "a//b", "-a/b", "a--b/c", "a/b\n", ""]
+    "name",
+    [
+        "../x",
+        "a/../b",
+        "a/b/c",
+        "./a",
+        "~/a",
+        "/a/b",
+        "a//b",
+        "-a/b",
+        "a--b/c",
+        "a/b\n",
+        "",
+        "a/b.",
+        "a/b-",
+        "a./b",
+        "a/b.git",
+        "caf\u00e9/x",
+        "a" * 97,
+    ],
 )
 def test_what_cannot_be_an_id_is_not_asked_for(hub: Hub, name: str) -> None:
     assert not is_id(name)
     if name:
         with pytest.raises(ModelFolderError, match="no such folder"):
             find_model(name)
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize("revision", ["../x", "a/../../b", "/etc", "", "a b", "x" * 300])
+def test_a_revision_leads_nowhere_else(hub: Hub, revision: str) -> None:
+    for find in (find_model, dataset_commit):
+        with pytest.raises(ConfigError, match="not a branch, tag or commit"):
+            find(NAME, revision)
     assert hub.requests == []
 
 

@@ -42,7 +42,9 @@ _ANSWER_S = 10.0
 """How long the Hub may take to answer a question."""
 _MARGIN_BYTES = 1 << 30
 """What a download leaves free on the disk."""
-_ID = re.compile(r"(?=.{1,193}$)(\w[\w.\-]{0,95}/)?\w[\w.\-]{0,95}", re.ASCII)
+_PART = r"\w(?:[\w.\-]{0,94}\w)?"
+_ID = re.compile(rf"(?:{_PART}/)?{_PART}", re.ASCII)
+_REVISION = re.compile(r"\w[\w.\-/]{0,200}", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _TOKENIZER = re.compile(r"(tokenizer|spiece|sentencepiece|vocab).*")
 
@@ -62,7 +64,8 @@ class _NoAnswer(Exception):
 
 def is_id(name: str) -> bool:
     """Return whether `name` could be an id on the Hub."""
-    return bool(_ID.fullmatch(name)) and "--" not in name and ".." not in name
+    odd = "--" in name or ".." in name or name.endswith(".git")
+    return bool(_ID.fullmatch(name)) and not odd
 
 
 def is_commit(revision: str | None) -> bool:
@@ -91,7 +94,7 @@ def find_model(name: str, revision: str | None = None, need: Need = "weights") -
             f"{name}: no such folder. Give a folder, or an id of the Hugging Face Hub like "
             "Qwen/Qwen3-8B."
         )
-    return _from_hub(name, revision or MAIN, need)
+    return _from_hub(name, _checked(revision), need)
 
 
 def dataset_commit(name: str, revision: str | None) -> tuple[str | None, bool]:
@@ -100,13 +103,20 @@ def dataset_commit(name: str, revision: str | None) -> tuple[str | None, bool]:
     Without an answer it is the commit that the cache has for this revision; None: it has none.
     Raises HubError if the Hub answers and has no such dataset.
     """
-    revision = revision or MAIN
+    revision = _checked(revision)
     try:
         return _asked("dataset", name, revision).sha, True
     except _NoAnswer:
         cached = _cached("dataset", name, revision, "README.md")
         known = cached.name if cached else revision if is_commit(revision) else None
         return known, False
+
+
+def _checked(revision: str | None) -> str:
+    """Return the revision, main if none is given; it becomes a part of paths in the cache."""
+    if revision is not None and (not _REVISION.fullmatch(revision) or ".." in revision):
+        raise ConfigError(f"revision {revision[:80]!r}: not a branch, tag or commit")
+    return revision or MAIN
 
 
 def _from_hub(name: str, revision: str, need: Need) -> Found:
@@ -258,9 +268,11 @@ def _fetch_all(name: str, revision: str, commit: str, sizes: dict[str, int]) -> 
     """Download files, if the disk has room for them."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
+    if not sizes:
+        return
     total = sum(sizes.values())
     free = shutil.disk_usage(_existing(Path(HF_HUB_CACHE))).free
-    if total and total + _MARGIN_BYTES > free:
+    if total + _MARGIN_BYTES > free:
         raise HubError(
             f"{name}: {size(total)} are to be downloaded to {HF_HUB_CACHE}, where {size(free)} are "
             "free. Set HF_HOME to a folder on a larger disk, or make room."

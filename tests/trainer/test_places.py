@@ -67,7 +67,9 @@ def _equal(first: State | None, second: State | None) -> bool:
     return all(torch.equal(value, second[key]) for key, value in first.items())
 
 
-def test_a_run_by_ids_is_the_run_by_folders(hub: Hub, world: Path, tmp_path: Path) -> None:
+def test_a_run_by_ids_is_the_run_by_folders(
+    hub: Hub, world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model, rows = _serve(hub, world)
     here = run(config_of(world, tmp_path / "here", Setting()))
     there = run(_config(world, tmp_path / "there"))
@@ -82,6 +84,9 @@ def test_a_run_by_ids_is_the_run_by_folders(hub: Hub, world: Path, tmp_path: Pat
     assert written.data.train[0].revision == rows
     assert json.loads((tmp_path / "there" / "data_card.json").read_text())["commit"] == rows
     assert not (tmp_path / "here" / "hub.json").exists()
+    told = "".join(capsys.readouterr())
+    assert told.count(f"{MODEL}@main: commit {model[:12]}") == 1
+    assert told.count(f"{ROWS}@main: commit {rows[:12]}") == 1
 
 
 @pytest.mark.parametrize("step", [1, 4])  # before the first checkpoint, and after it

@@ -28,6 +28,7 @@ from megatrain.config import Config
 from megatrain.disk.export import Origin
 from megatrain.errors import DiskError, Interrupted, NonFiniteStep
 from megatrain.memory.layout import Kind
+from megatrain.trainer import places
 from megatrain.trainer.assembly import learning_rate, make_engine
 from megatrain.trainer.balancing import balancing_note
 from megatrain.trainer.best_model import load_best
@@ -37,8 +38,6 @@ from megatrain.trainer.interrupts import Interrupts
 from megatrain.trainer.live import Live
 from megatrain.trainer.mean_loss import mean_loss
 from megatrain.trainer.opening import open_run, require_apart
-from megatrain.trainer.places import FILE as PINS
-from megatrain.trainer.places import pinned
 from megatrain.trainer.planned import facts, in_words, predicted_against_measured
 from megatrain.trainer.resumption import Resumed, resume
 from megatrain.trainer.run_folder import RunFolder, machine_facts
@@ -75,7 +74,7 @@ class Trainer:
         """
         self.interrupts = interrupts or Interrupts()
         require_apart(config)
-        self.config, self._pins = pinned(config, Path(config.run_dir), resumes=resume)
+        self.config, self._pins = places.pinned(config, Path(config.run_dir), resumes=resume)
         self.folder = RunFolder(config.run_dir, dry=dry_run)
         try:
             self._open(resume)
@@ -126,7 +125,8 @@ class Trainer:
         folder.write_json("machine.json", machine_facts())
         folder.write_json("data_card.json", self.data.card)
         if self._pins:
-            folder.write_json(PINS, self._pins)
+            folder.write_json(places.FILE, self._pins)
+            self.notes += places.in_words(self._pins)
         self._write_plan()
 
     def _take_up(self, resumed: Resumed | None) -> None:

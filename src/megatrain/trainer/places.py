@@ -63,6 +63,13 @@ def pinned(config: Config, run: Path, *, resumes: bool) -> tuple[Config, Pins]:
     return config.model_copy(update=changes), pins
 
 
+def in_words(pins: Pins) -> list[str]:
+    """Return which commits are used, a line for each."""
+    return [
+        f"{name}: commit {commit[:12]}" for names in pins.values() for name, commit in names.items()
+    ]
+
+
 def _names(config: Config) -> Iterator[tuple[str, str]]:
     yield "model", config.model.name_or_path
     for key, sources in (("data.train", config.data.train), ("data.eval", config.data.eval)):
