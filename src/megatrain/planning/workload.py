@@ -219,7 +219,7 @@ class Workload:
 
     def with_step(self, tokens: int) -> Workload:
         """Return the workload with steps of so many tokens, and rows in proportion."""
-        rows = self.batch_rows and max(1, self.batch_rows * tokens // self.step_tokens)
+        rows = self.batch_rows and max(1, round(self.batch_rows * tokens / self.step_tokens))
         return replace(self, step_tokens=tokens, batch_rows=rows)
 
     @property
