@@ -262,4 +262,6 @@ def test_verify_of_nothing(ended: Path, tmp_path: Path) -> None:
     (tmp_path / FOLDER).mkdir()
     with pytest.raises(CheckpointDamaged, match="no checkpoint was ever finished here"):
         verify_checkpoints(tmp_path)
+    with pytest.raises(RunFolderError, match=r"nope: there is no such folder$"):
+        verify_checkpoints(tmp_path / "nope")
     assert lines_of(ended)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from megatrain.disk.retention import finished
 from megatrain.errors import CheckpointDamaged, CheckpointMismatch
 from megatrain.memory.store import WITH_CLIP
 from megatrain.trainer.checkpoints import FOLDER
+from megatrain.trainer.loop import Trainer
 from megatrain.trainer.resumption import FIXED, changed_settings, known_of, resume
 from tests.faulty_os import READS, faulty
 from tests.trainer.runs import Setting, config_of, run, write_world
@@ -143,3 +146,43 @@ def test_a_checkpoint_of_another_version_is_refused_and_not_passed_over(
     (newest / MANIFEST_NAME).write_bytes(signed(json.dumps(fields, indent=1).encode()))
     with pytest.raises(CheckpointMismatch, match=r"another version \(schema 2, this is 1\)"):
         resume(tmp_path / "run" / FOLDER, config, WITH_CLIP)
+
+
+def test_the_same_model_under_another_name_is_resumed(world: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(world / "model-0.0", tmp_path / "copy")
+    text = (copy / "config.json").read_text()
+    (copy / "config.json").write_text(text.replace("{", '{"_name_or_path": "elsewhere",', 1))
+    config = config_of(world, world / "run", SETTING, model={"name_or_path": str(copy)})
+    found = resume(world / "run" / FOLDER, config, WITH_CLIP)
+    assert found is not None
+    assert found.changed == [f"model.name_or_path: {world}/model-0.0 -> {copy}"]
+
+
+@pytest.mark.parametrize("other", ["config", "weights", "missing"])
+def test_another_model_is_refused(world: Path, tmp_path: Path, other: str) -> None:
+    """Also one of the same shape, and one that is no longer there to compare."""
+    copy = tmp_path / "copy"
+    if other != "missing":
+        shutil.copytree(world / ("model-0.1" if other == "config" else "model-0.0"), copy)
+    if other == "weights":
+        data = bytearray((copy / "model.safetensors").read_bytes())
+        data[-2] ^= 1
+        (copy / "model.safetensors").write_bytes(data)
+    config = config_of(world, world / "run", SETTING, model={"name_or_path": str(copy)})
+    with pytest.raises(CheckpointMismatch, match=r"model\.name_or_path was .* is another model"):
+        resume(world / "run" / FOLDER, config, WITH_CLIP)
+
+
+def test_a_learning_rate_that_jumps_is_said(world: Path, tmp_path: Path) -> None:
+    config = config_of(world, tmp_path / "run", SETTING)
+    assert run(config, die=7) is None
+    with Trainer(config, resume=True, dry_run=True) as trainer:
+        assert not [note for note in trainer.notes if "learning rate" in note]
+    longer = config_of(world, tmp_path / "run", SETTING, train={"steps": 20})
+    with Trainer(longer, resume=True, dry_run=True) as trainer:
+        (note,) = [note for note in trainer.notes if "learning rate" in note]
+    assert re.fullmatch(
+        r"the learning rate jumps: step 6 was trained at 0\.00\d+, step 7 will be at 0\.00\d+, "
+        "because train or optim settings changed",
+        note,
+    )

@@ -26,6 +26,7 @@ from typing import Any, Self
 
 from megatrain.config import Config
 from megatrain.disk.export import Origin
+from megatrain.disk.source_mark import source_mark
 from megatrain.errors import DiskError, Interrupted, NonFiniteStep
 from megatrain.memory.layout import Kind
 from megatrain.trainer import places
@@ -120,6 +121,11 @@ class Trainer:
             self.notes.append(shortage)
         if wants_resume and opened.resumed is None:
             self.notes.append(_nothing_to_resume(folder))
+        self._source_mark = (
+            source_mark(self.home.source)
+            if opened.resumed is None
+            else opened.resumed.known.source_mark
+        )
         self._take_up(opened.resumed)
         self.notes += folder.write_config(config)
         folder.write_json("machine.json", machine_facts())
@@ -143,10 +149,21 @@ class Trainer:
         self.notes += [f"passed over: {reason}" for reason in resumed.skipped]
         self.notes += [f"changed: {text}" for text in resumed.changed]
         self.notes += lost
+        self.notes += self._rate_jump(known.learning_rate)
         self.notes.append(f"resumed from {resumed.path.name}")
         record = {"event": "resumed", "step": self.state.step, "checkpoint": resumed.path.name}
         changes = {"skipped": resumed.skipped, "changed": resumed.changed, "lost": lost}
         self.folder.append("events.jsonl", record | changes)
+
+    def _rate_jump(self, before: float | None) -> list[str]:
+        """Return a note if the schedule is not the one that the last step was trained by."""
+        step = self.state.step
+        if before in (None, self._rate.rate(step - 1)) or step >= self.num_steps:
+            return []
+        return [
+            f"the learning rate jumps: step {step} was trained at {before:.3g}, step {step + 1} "
+            f"will be at {self._rate.rate(step):.3g}, because train or optim settings changed"
+        ]
 
     def train(self) -> Outcome:
         """Run all steps; return what came of it. The run folder then explains itself.
@@ -302,6 +319,8 @@ class Trainer:
             "config": self.config.model_dump(mode="json"),
             "micro_batch_tokens": self.resolved.micro_batch_tokens,
             "chunk_tokens": self.resolved.chunk_tokens,
+            "learning_rate": self._rate.rate(self.state.step - 1) if self.state.step else None,
+            "source_mark": self._source_mark,
         }
 
     def _if_possible(self, write: Callable[[], None]) -> None:

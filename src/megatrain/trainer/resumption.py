@@ -19,11 +19,12 @@ from megatrain.disk.manifest import Manifest, read_manifest
 from megatrain.disk.parts import checkpoint_parts
 from megatrain.disk.restore import restore
 from megatrain.disk.retention import finished, step_of
+from megatrain.disk.source_mark import source_mark
 from megatrain.errors import CheckpointDamaged, CheckpointMismatch, DiskError
 from megatrain.memory.layout import Kind
 from megatrain.models.loss import CHUNK_TOKENS
 from megatrain.models.model_config import CONFIG_NAME
-from megatrain.trainer.run_state import RunState, as_count
+from megatrain.trainer.run_state import RunState, as_count, as_loss
 
 FIXED = {
     "model": ("dtype", "frozen", "add_tokens"),
@@ -53,6 +54,10 @@ class Known:
     lines: dict[str, int]
     """How long the step's files were."""
     micro_batch_tokens: int
+    learning_rate: float | None = None
+    """Of the last step."""
+    source_mark: str | None = None
+    """Of the model folder that the run began with."""
     chunk_tokens: int
 
 
@@ -89,6 +94,7 @@ def resume(
             if manifest.step != step_of(path):
                 raise CheckpointDamaged(f"{path}: holds step {manifest.step}: files were mixed up")
             changed, known = changed_settings(config, manifest), known_of(manifest)
+            require_same_model(config, manifest, known.source_mark)
             home = into or _opened(path, manifest, config, kinds)
             restore(path, manifest, checkpoint_parts(home))
         except (CheckpointDamaged, DiskError) as error:  # a sector that cannot be read is damage
@@ -131,6 +137,8 @@ def known_of(manifest: Manifest) -> Known:
             lines={str(name): as_count(size) for name, size in training["lines"].items()},
             micro_batch_tokens=as_count(training["micro_batch_tokens"]),
             chunk_tokens=as_count(training.get("chunk_tokens", CHUNK_TOKENS)),
+            learning_rate=as_loss(training.get("learning_rate")),
+            source_mark=_as_text(training.get("source_mark")),
         )
         if state.step != manifest.step:
             raise ValueError(f"step {state.step} of a run in a checkpoint of step {manifest.step}")
@@ -140,6 +148,25 @@ def known_of(manifest: Manifest) -> Known:
             f"{type(error).__name__} {str(error)[:100]}"
         ) from None
     return known
+
+
+def _as_text(value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"{str(value)[:40]!r} is not a text")
+    return value
+
+
+def require_same_model(config: Config, manifest: Manifest, mark: str | None) -> None:
+    """Raise CheckpointMismatch if the config names a model that the run did not begin with."""
+    before, now = manifest.training["config"].get("model"), config.model.name_or_path
+    old = before.get("name_or_path") if isinstance(before, Mapping) else None
+    if old == now or (mark is not None and source_mark(Path(now)) == mark):
+        return
+    raise CheckpointMismatch(
+        f"model.name_or_path was {str(old)[:200]} and is {now}, which is another model: its config "
+        "or its weights differ. A resumed run continues with its own weights. To train the other "
+        "model, give save.dir another folder; to continue this run, name its own model."
+    )
 
 
 def changed_settings(config: Config, manifest: Manifest) -> list[str]:

@@ -76,15 +76,15 @@ class RunState:
         return cls(
             step=as_count(fields["step"]),
             total_tokens=as_count(fields["total_tokens"]),
-            first_loss=_as_loss(fields["first_loss"]),
-            last_loss=_as_loss(fields["last_loss"]),
-            eval_loss=_as_loss(fields["eval_loss"]),
+            first_loss=as_loss(fields["first_loss"]),
+            last_loss=as_loss(fields["last_loss"]),
+            eval_loss=as_loss(fields["eval_loss"]),
             evaluations=Patience(
-                best_loss=_as_loss(judged["best_loss"]),
+                best_loss=as_loss(judged["best_loss"]),
                 best_step=as_count(judged["best_step"]),
                 num_worse=as_count(judged["num_worse"]),
                 num_evaluations=as_count(judged["num_evaluations"]),
-                untrained_loss=_as_loss(judged["untrained_loss"]),
+                untrained_loss=as_loss(judged["untrained_loss"]),
             ),
             left_out={int(step): str(reason) for step, reason in fields["left_out"].items()},
             recent={
@@ -116,7 +116,8 @@ def as_count(value: Any) -> int:
     return value
 
 
-def _as_loss(value: Any) -> float | None:
+def as_loss(value: Any) -> float | None:
+    """Return a float, or None, as it is; raises TypeError for anything else."""
     if value is not None and type(value) is not float:
         raise TypeError(f"{str(value)[:40]!r} is no loss")
     return value

@@ -70,7 +70,7 @@ from megatrain.trainer.places import read_config
 from megatrain.trainer.planned import in_words
 from megatrain.trainer.preview import card_lines, show_rows
 from megatrain.trainer.resolve import device_called, open_device, resolve
-from megatrain.trainer.run_folder import ask_for_save
+from megatrain.trainer.run_folder import ask_for_save, is_run
 from megatrain.trainer.run_model import RunModel, chosen_model, tokenizer_folder
 from megatrain.trainer.samples import end_tokens
 from megatrain.trainer.training_rows import gather
@@ -140,7 +140,12 @@ def save_now(run: Path, wait_s: float) -> str:
 
 def verify_checkpoints(path: Path) -> str:
     """Check every byte of a checkpoint, or of all of a run; return what there is to say."""
-    folders = finished(path / FOLDER) if (path / FOLDER).is_dir() else [path]
+    if not path.is_dir():
+        raise RunFolderError(f"{path}: there is no such folder")
+    if (path / FOLDER).is_dir():
+        folders = finished(path / FOLDER)
+    else:
+        folders = [] if is_run(path) else [path]
     if not folders:
         raise CheckpointDamaged(f"{path}: no checkpoint was ever finished here")
     said, damaged = [], 0
