@@ -42,7 +42,9 @@ def _rows(path: Path, lengths: list[int]) -> str:
 
 def _lines(world: Path, run: Path, **changes: Any) -> list[str]:
     with Trainer(config_of(world, run, Setting(), **changes), dry_run=True) as trainer:
-        return trainer.notes
+        samples, *lines = trainer.notes
+    assert samples.startswith("samples   ")
+    return lines
 
 
 def test_a_run_says_what_its_data_holds(world: Path, tmp_path: Path) -> None:
