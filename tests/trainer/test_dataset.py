@@ -118,7 +118,7 @@ def test_the_limit_of_an_evaluation_counts_rows(tmp_path: Path) -> None:
     data = _open(tmp_path, settings, {"batch_rows": 2}, eval={"max_rows": 3})
     judged = [int(i) for batch in data.eval_batches() for m in batch for i in m.labels.flatten()]
     end = byte_tokenizer().eos_token_id
-    assert judged.count(end) == 3
+    assert judged.count(end) == 3 == data.num_judged
     assert len(judged) > 3 * 150
 
 

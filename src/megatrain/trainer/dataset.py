@@ -36,6 +36,11 @@ class TrainingData:
         """The sources' cards as one."""
         return self.rows.card()
 
+    @property
+    def num_judged(self) -> int:
+        """Rows that an evaluation looks at, eval.max_rows at most."""
+        return 0 if self._evaluation is None else num_rows(self._evaluation.documents)
+
     @cached_property
     def steps_in_epoch(self) -> int:
         """Steps of the first epoch; by tokens, others may have a few more or less."""

@@ -39,5 +39,5 @@ def data_lines(data: TrainingData, *, needs_count: bool) -> list[str]:
     length = f"{rows.order.size:,} rows"
     if needs_count or rows.order.size <= COUNTED_ROWS:
         length += f" in {data.steps_in_epoch:,} steps"
-    held = f"; {rows.num_held:,} rows to evaluate on" if rows.held else ""
+    held = f"; {data.num_judged:,} rows to evaluate on" if rows.held else ""
     return [*lines, f"an epoch: {length}{held}"]

@@ -53,10 +53,6 @@ class TrainingRows:
         return (*self.sources, *(part for part in self.held if isinstance(part, Prepared)))
 
     @property
-    def num_held(self) -> int:
-        return sum(map(num_rows, self.held))
-
-    @property
     def digest(self) -> str:
         """Of all rows of the sources that are trained on."""
         return digest_of([source.card["digest"] for source in self.sources])
