@@ -10,7 +10,7 @@ from megatrain.numbers import figure
 from megatrain.report.config_diff import settings_of
 from megatrain.report.curves import curves
 from megatrain.report.memory_bars import memory_section
-from megatrain.report.run_folder import LedgerLine, Run, Span, StepLine, read_run
+from megatrain.report.run_folder import LedgerLine, Run, Sample, Span, StepLine, read_run
 from megatrain.report.samples import samples_section
 from megatrain.report.split import split_shares
 from megatrain.report.summary import facts, limits, sentence
@@ -41,6 +41,13 @@ def test_the_sentence(tmp_path: Path) -> None:
     assert "Share of the bound" not in facts(run), "its machine was not measured"
     assert facts(run)["Best eval loss"] == "1.363 at step 300"
     assert sentence(Run(name="run")) == "No step has been logged yet."
+
+
+def test_samples_stand_beside_what_the_row_says() -> None:
+    samples = [Sample(0, "3 + 4", "zz", "7"), Sample(9, "3 + 4", "8", "7"), Sample(9, "old", "x")]
+    text = str(samples_section([Run(name="run", samples=samples)]))
+    assert text.count("expected, from the row") == 1
+    assert text.index("zz") < text.index("after, step 9") < text.index("expected, from the row")
 
 
 def test_what_limits_the_step_and_the_setting_that_moves_it() -> None:

@@ -125,6 +125,17 @@ def test_the_limit_of_an_evaluation_counts_rows(tmp_path: Path) -> None:
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 133\n"
 
 
+def test_questions_have_the_answers_of_their_rows(tmp_path: Path) -> None:
+    data = _open(tmp_path, {"train": _write(tmp_path / "a.jsonl", "a", 5)}, {"batch_tokens": 64})
+    decode = byte_tokenizer().decode
+    asked = [(decode(list(q.prompt)), decode(list(q.answer))) for q in data.questions(2)]
+    data.close()
+    assert len(asked) == 2
+    for prompt, answer in asked:
+        assert re.search(r"a\d\?", prompt)
+        assert answer == "yes<|end|>"
+
+
 def test_a_folder_without_a_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 300}')
     with pytest.raises(ModelFolderError, match=r"has no tokenizer: no tokenizer\.json, .*\. Copy"):

@@ -75,7 +75,10 @@ def test_a_run_does_what_the_engine_does_and_explains_itself(config: Config) -> 
     for line in steps:
         assert sum(line["split"].values()) == pytest.approx(line["seconds"], rel=0.01, abs=1e-3)
         assert line["tokens_per_s"] == pytest.approx(line["num_tokens"] / line["seconds"], rel=1e-3)
-    assert [line["step"] for line in lines(folder / "samples.jsonl")] == [0, 0, 2, 2, 4, 4]
+    samples = lines(folder / "samples.jsonl")
+    assert [line["step"] for line in samples] == [0, 0, 2, 2, 4, 4]
+    rows = (Path(config.data.train[0].path)).read_text()
+    assert all(line["expected"].split("<")[0] in rows for line in samples)
     assert load_config(folder / "config.yaml", []) == config
     for name in ("machine.json", "plan.json", "data_card.json", "trace.json"):
         assert json.loads((folder / name).read_text())

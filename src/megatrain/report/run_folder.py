@@ -52,6 +52,8 @@ class Sample(NamedTuple):
     step: int
     prompt: str
     text: str
+    expected: str = ""
+    """What the row says there; runs of earlier versions did not note it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +223,9 @@ def _read_samples(path: Path, run: Run) -> None:
     for line in _lines(path, run.notes):
         step, prompt, text = _step(line.get("step")), line.get("prompt"), line.get("text")
         if step is not None and isinstance(prompt, str) and isinstance(text, str):
-            latest[step, prompt] = Sample(step, prompt, text)
+            expected = line.get("expected")
+            expected = expected if isinstance(expected, str) else ""
+            latest[step, prompt] = Sample(step, prompt, text, expected)
     run.samples = sorted(latest.values(), key=lambda sample: sample.step)
 
 

@@ -20,10 +20,12 @@ def samples_section(runs: Sequence[Run]) -> Html:
 
 
 def _prompt(runs: Sequence[Run], prompt: str) -> Html:
-    answers = (
+    answers = [
         tag("div", tag("h4", title), _quoted(sample.text))
         for title, sample in _answers(runs, prompt)
-    )
+    ]
+    if expected := _expected(runs, prompt):
+        answers.append(tag("div", tag("h4", "expected, from the row"), _quoted(expected)))
     return tag(
         "article",
         tag("h3", "Prompt"),
@@ -46,6 +48,12 @@ def _answers(runs: Sequence[Run], prompt: str) -> Iterator[tuple[str, Sample]]:
             when = "after" if len(samples) > 1 else "at"
             comma = ", " if len(samples) > 1 else " "
             yield f"{name}{when}{comma}step {samples[-1].step:,}", samples[-1]
+
+
+def _expected(runs: Sequence[Run], prompt: str) -> str:
+    """Return what the row says after a prompt, if any run has noted it."""
+    noted = (sample.expected for run in runs for sample in run.samples if sample.prompt == prompt)
+    return next(filter(None, noted), "")
 
 
 def _quoted(text: str, look: str | None = None) -> Html:

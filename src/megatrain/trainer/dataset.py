@@ -18,6 +18,7 @@ from megatrain.data.steps import Position, State, Steps
 from megatrain.errors import DataError, ModelFolderError
 from megatrain.model_files import VOCABULARY, is_lfs_pointer, lfs_pointer_text
 from megatrain.pipeline.batch import MicroBatch
+from megatrain.trainer.answers import Question
 from megatrain.trainer.resolve import Resolved
 from megatrain.trainer.training_rows import TrainingRows, by_tokens, gather, one_of
 
@@ -76,13 +77,15 @@ class TrainingData:
             batch, position = self._evaluation.batch(position)
             yield batch
 
-    def prompts(self, count: int) -> list[list[int]]:
-        """Return the tokens of some rows up to where their answer begins."""
+    def questions(self, count: int) -> list[Question]:
+        """Return the first prompts of some rows, with the answers that the rows give."""
         found = []
         for number in range(min(count, len(self._shown.lengths))):
             ids, trained = self._shown.tokens(number)
-            first = int(np.argmax(trained)) if trained.any() else len(ids)
-            found.append([int(token) for token in ids[: max(1, first)]])
+            first = max(1, int(np.argmax(trained)) if trained.any() else len(ids))
+            stop = np.argmin(np.append(trained[first:], False))
+            tokens = [int(token) for token in ids[: first + stop]]
+            found.append(Question(prompt=tuple(tokens[:first]), answer=tuple(tokens[first:])))
         return found
 
     def close(self) -> None:

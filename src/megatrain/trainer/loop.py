@@ -306,8 +306,8 @@ class Trainer:
                 self._live.say(self.state.evaluations.in_words())
         if not writes_after(step, self.num_steps, self.config):
             return
-        prompts = self.data.prompts(self.config.eval.samples)
-        for record in written_texts(self.engine, self.home, self.tokenizer, prompts):
+        asked = self.data.questions(self.config.eval.samples)
+        for record in written_texts(self.engine, self.home, self.tokenizer, asked):
             self.folder.append("samples.jsonl", {"step": step, **record})
 
     def _facts(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from megatrain.numbers import duration
 from megatrain.pipeline.engine import Engine
 from megatrain.planning.plan import Plan
 from megatrain.sampling import continue_texts
+from megatrain.trainer.answers import Question
 
 SAMPLE_TOKENS = 64
 """Of each text: as often all weights cross the link, once for all texts together."""
@@ -47,16 +48,18 @@ def samples_in_words(config: Config, plan: Plan, num_steps: int, weight_bytes: i
 
 
 def written_texts(
-    engine: Engine, home: HostModel, tokenizer: Any, prompts: Sequence[list[int]]
+    engine: Engine, home: HostModel, tokenizer: Any, asked: Sequence[Question]
 ) -> Iterator[dict[str, str]]:
-    """Yield each prompt and what the model writes after it, as text."""
-    if not prompts:
+    """Yield each prompt, what the model writes after it, and what the row says there, as text."""
+    if not asked:
         return
+    prompts = [list(question.prompt) for question in asked]
     made = continue_texts(engine, prompts, SAMPLE_TOKENS, end_tokens(tokenizer, home))
-    for prompt, tokens in zip(prompts, made, strict=True):
+    for question, tokens in zip(asked, made, strict=True):
         yield {
-            "prompt": str(tokenizer.decode(list(prompt))),
+            "prompt": str(tokenizer.decode(list(question.prompt))),
             "text": str(tokenizer.decode(list(tokens))),
+            "expected": str(tokenizer.decode(list(question.answer))),
         }
 
 
