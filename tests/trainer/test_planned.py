@@ -18,7 +18,7 @@ from megatrain.planning.plan import Plan
 from megatrain.planning.profile import MachineProfile, unmeasured
 from megatrain.report.run_folder import read_run
 from megatrain.report.summary import facts as report_facts
-from megatrain.trainer import planned
+from megatrain.trainer import opening, planned
 from megatrain.trainer.demo import write_demo
 from megatrain.trainer.loop import Trainer
 from megatrain.trainer.planned import facts, plan_resumed, plan_run
@@ -33,6 +33,7 @@ PLENTY = 1 << 28
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(planned, "resident_bytes", lambda: BASE)
+    monkeypatch.setattr(opening, "resident_bytes", lambda: BASE)
     monkeypatch.setattr(planned, "free_bytes", lambda: PLENTY)
     monkeypatch.setattr(planned, "LATER_BYTES", 0)
     monkeypatch.setattr(planned, "give_back_at_once", lambda: None)
@@ -218,3 +219,18 @@ def test_a_run_by_rows_is_planned_and_advised_in_rows(path: Path, machine: str) 
     assert workload.step_setting == ("train.batch_rows", 8)
     assert workload.with_step(workload.step_tokens // 2).step_setting == ("train.batch_rows", 4)
     assert workload.step_tokens < 8 * config.data.max_length, "as long as the longest step"
+
+
+def test_plan_json_has_its_prediction_after_a_resume(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planned, "measured_profile", _profile)
+    with Trainer(load_config(path, ["eval.samples=0"])) as trainer:
+        trainer.train()
+        file = trainer.folder.path / "plan.json"
+    before = json.loads(file.read_text())
+    Trainer(load_config(path, ["eval.samples=0", "train.steps=3"]), resume=True).close()
+    after = json.loads(file.read_text())
+    assert after["predicted"]["step_s"] > 0
+    assert after["settings"] == before["settings"]
+    assert after["ledger"]
