@@ -17,7 +17,7 @@ from megatrain.config.settings import FIELDS, SECTIONS
 from megatrain.config.yaml_reader import Document, parse_document, read_document
 from megatrain.errors import ConfigError
 from megatrain.migration import Migration, dataset_info, migrate
-from megatrain.migration.asked import Asked, Dropped, Tool
+from megatrain.migration.asked import Asked, Dropped, Pairs, Tool
 from megatrain.migration.defaults import ALWAYS, DEFAULTS, NULL_MEANS, ROWS
 from megatrain.migration.translate import TABLES, migrate_document, tool_named
 from megatrain.migration.values import BY_TOOL, CONVERTERS
@@ -198,27 +198,37 @@ def test_lines_by_text(tool: Tool, values: dict[str, Any], line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "has_pairs", "train_on"),
+    ("values", "pairs", "train_on"),
     [
-        ({}, True, "completion"),
-        ({}, False, "all"),
+        ({}, "strings", "completion"),
+        ({}, "turns", "completion"),
+        ({}, "none", "all"),
         ({}, None, "all"),
-        ({"completion_only_loss": None, "assistant_only_loss": None}, True, "completion"),
-        ({"completion_only_loss": False}, True, "all"),
+        ({"completion_only_loss": None, "assistant_only_loss": None}, "turns", "completion"),
+        ({"completion_only_loss": False}, "strings", "all"),
         ({"completion_only_loss": True}, None, "completion"),
-        ({"assistant_only_loss": True}, False, "assistant"),
-        ({"assistant_only_loss": False}, True, "completion"),
+        ({"assistant_only_loss": True}, "none", "assistant"),
+        ({"assistant_only_loss": False}, "turns", "completion"),
     ],
 )
 def test_trl_trains_on_completions_where_rows_have_them(
-    values: dict[str, Any], has_pairs: bool | None, train_on: str
+    values: dict[str, Any], pairs: Pairs | None, train_on: str
 ) -> None:
     value = {"dataset_name": "rows.jsonl", **values}
     document = Document(name="x.yaml", value=value)
-    result = migrate_document(document, "TRL", has_pairs=lambda _: has_pairs)
+    result = migrate_document(document, "TRL", pairs_of=lambda _: pairs)
     assert result.get("data.train_on") == train_on
     unsure = [line for line in result.lines if "then give data.train_on: completion" in line.note]
-    assert bool(unsure) == (has_pairs is None and not values)
+    assert bool(unsure) == (pairs is None and not values)
+    assert result.get("data.chat_template") == ("none" if pairs == "strings" else None)
+
+
+def test_strings_of_trl_pass_through_no_template() -> None:
+    value = {"dataset_name": "rows.jsonl", "chat_template_path": "own.jinja"}
+    document = Document(name="x.yaml", value=value)
+    result = migrate_document(document, "TRL", pairs_of=lambda _: "strings")
+    assert result.get("data.chat_template") == "none"
+    assert unaccounted(value, result) == []
 
 
 def test_a_key_that_is_null_leaves_the_default_of_the_tool() -> None:

@@ -135,6 +135,7 @@ def test_a_file_of_any_tool_is_read_as_the_tool_that_is_named(tmp_path: Path) ->
     written = (tmp_path / "whole.yaml").read_text()
     assert "batch_rows: 6" in written
     assert "train_on: completion" in written
+    assert "chat_template: none" in written
 
 
 def test_a_bit_that_differs_would_be_noticed(

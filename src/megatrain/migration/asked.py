@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 Tool = Literal["LLaMA-Factory", "Axolotl", "TRL"]
+Pairs = Literal["strings", "turns", "none"]
+"""What the columns prompt and completion of rows hold; none: there are no such columns."""
 
 
 class Dropped(Exception):
@@ -23,13 +25,13 @@ class Asked(dict[str, Any]):
         tool: Tool,
         folder: Path = Path(),
         num_gpus: int = 1,
-        has_pairs: Callable[[str], bool | None] = lambda _: None,
+        pairs_of: Callable[[str], Pairs | None] = lambda _: None,
     ) -> None:
-        """`folder` is that of the file. `has_pairs` says of a source whether its rows have the
-        columns prompt and completion; None: it cannot be told."""
+        """`folder` is that of the file. `pairs_of` says what pairs a source has; None: it cannot be
+        told."""
         super().__init__(values)
         self.tool, self.folder, self.num_gpus = tool, folder, num_gpus
-        self.has_pairs = has_pairs
+        self.pairs_of = pairs_of
 
     def given(self, key: str, otherwise: Any) -> Any:
         """Return a key's value; null is as good as absent."""

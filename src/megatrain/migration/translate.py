@@ -28,7 +28,7 @@ from megatrain.config.load import write_yaml
 from megatrain.config.settings import SECTIONS
 from megatrain.config.yaml_reader import Document, read_document
 from megatrain.errors import ConfigError
-from megatrain.migration.asked import Asked, Dropped, Tool
+from megatrain.migration.asked import Asked, Dropped, Pairs, Tool
 from megatrain.migration.defaults import (
     ACCUMULATION,
     ALWAYS,
@@ -37,7 +37,7 @@ from megatrain.migration.defaults import (
     ROWS,
     batch,
 )
-from megatrain.migration.values import converter
+from megatrain.migration.values import converter, trl_names
 
 Outcome = Literal["mapped", "changed", "default", "dropped", "unknown"]
 
@@ -110,16 +110,16 @@ def migrate(
     tool: Tool | None = None,
     *,
     num_gpus: int = 1,
-    has_pairs: Callable[[str], bool | None] = lambda _: None,
+    pairs_of: Callable[[str], Pairs | None] = lambda _: None,
 ) -> Migration:
     """Return the translation of a file, YAML or JSON, of `tool` or of the one its keys tell.
 
-    Their batches are counted per GPU: `num_gpus` is how many they ran on. `has_pairs` looks into a
+    Their batches are counted per GPU: `num_gpus` is how many they ran on. `pairs_of` looks into a
     source, see Asked. Raises ConfigError if it is not a config, or of none of these tools.
     """
     document = read_document(path)
     folder = FilePath(path).parent
-    return migrate_document(document, tool, folder=folder, num_gpus=num_gpus, has_pairs=has_pairs)
+    return migrate_document(document, tool, folder=folder, num_gpus=num_gpus, pairs_of=pairs_of)
 
 
 def migrate_document(document: Document, tool: Tool | None = None, **known: Any) -> Migration:
@@ -132,6 +132,7 @@ def migrate_document(document: Document, tool: Tool | None = None, **known: Any)
         if key not in _BATCH:
             result.put(_line(key, asked))
     _put_defaults(result, asked)
+    _put_raw_strings(result, asked)
     _put_batch(result, asked)
     _choose_length(result)
     return result
@@ -206,6 +207,22 @@ def _put_defaults(result: Migration, asked: Asked) -> None:
     for ours, (value, note) in ALWAYS[asked.tool].items():
         if ours not in decided:
             result.put(Line(key="-", outcome="default", ours=ours, value=value, note=note))
+
+
+def _put_raw_strings(result: Migration, asked: Asked) -> None:
+    """TRL joins prompts and completions that are strings as they are, whatever the template."""
+    told = [asked.pairs_of(name) for name in trl_names(asked)]
+    if asked.tool == "TRL" and told and set(told) == {"strings"}:
+        ours = "data.chat_template"
+        result.config.get("data", {}).pop("chat_template", None)
+        result.lines = [
+            Line(key=line.key, outcome="dropped", note="strings pass through no template there")
+            if line.ours == ours
+            else line
+            for line in result.lines
+        ]
+        note = "TRL joins prompt and completion that are strings as they are"
+        result.put(Line(key="-", outcome="default", ours=ours, value="none", note=note))
 
 
 def _left_alone(asked: Asked) -> set[str]:

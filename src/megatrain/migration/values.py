@@ -190,18 +190,19 @@ def _trl_train_on(value: Any, asked: Asked) -> tuple[Any, str]:
         return "assistant", ""
     if completion is False:
         return "all", ""
-    told = [asked.has_pairs(name) for name in _trl_names(asked)]
-    if told and all(told):
+    told = [asked.pairs_of(name) for name in trl_names(asked)]
+    if told and set(told) <= {"strings", "turns"}:
         return "completion", "rows of prompt and completion: TRL trains on the completion"
     if None in told or not told:
         return "all", (
             "where rows have the columns prompt and completion, TRL trains on the completion: then "
-            "give data.train_on: completion"
+            "give data.train_on: completion, and data.chat_template: none if they are strings"
         )
     return "all", ""
 
 
-def _trl_names(asked: Asked) -> list[str]:
+def trl_names(asked: Asked) -> list[str]:
+    """Return the sources that a file of TRL names."""
     given = asked.get("datasets")
     items = given if isinstance(given, list) else [{"path": asked.get("dataset_name")}]
     paths = [item.get("path") if isinstance(item, dict) else item for item in items]

@@ -18,6 +18,7 @@ from megatrain.data.hub_rows import located
 from megatrain.data.limits import check_limits
 from megatrain.data.prepare import prepare
 from megatrain.data.prepared import Prepared
+from megatrain.data.reading import parsed
 from megatrain.data.source import open_source
 from megatrain.data.template_choice import choose_template
 from megatrain.disk.export import Origin
@@ -39,6 +40,7 @@ from megatrain.files import write_file
 from megatrain.memory.layout import Kind
 from megatrain.memory.ledger import gib
 from megatrain.migration import migrate, tool_named
+from megatrain.migration.asked import Pairs
 from megatrain.models.model_config import parse_config
 from megatrain.pipeline.engine import Engine
 from megatrain.report.page import write_report
@@ -316,7 +318,7 @@ def init_config(
         write_file(target, STARTER.encode())
         return f"wrote {target}: set model and data, then `megatrain train {target}`"
     named = None if tool is None else tool_named(tool)
-    migration = migrate(source, named, num_gpus=num_gpus, has_pairs=_has_pairs)
+    migration = migrate(source, named, num_gpus=num_gpus, pairs_of=_pairs_of)
     write_file(target, migration.to_yaml().encode())
     said = f"{migration.report()}\nwrote {target}"
     try:
@@ -326,14 +328,19 @@ def init_config(
     return said
 
 
-def _has_pairs(source: str) -> bool | None:
-    """Return whether the rows of a file here have prompt and completion; None: not to be told."""
+def _pairs_of(source: str) -> Pairs | None:
+    """Return what prompt and completion of the rows of a file here are; None: not to be told."""
     if not Path(source).exists():
         return None
     try:
-        return open_source(source).format.columns == ("prompt", "completion")
-    except MegaTrainError:
+        opened = open_source(source)
+        if opened.format.columns != ("prompt", "completion"):
+            return "none"
+        row = parsed(next(iter(opened.values()))[1])
+    except (MegaTrainError, StopIteration):
         return None
+    is_text = isinstance(row, dict) and isinstance(row.get("prompt"), str)
+    return "strings" if is_text else "turns"
 
 
 def run_demo(folder: Path, num_steps: int) -> None:
