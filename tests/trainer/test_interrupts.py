@@ -95,7 +95,7 @@ def test_one_signal_ends_the_run_saved(
     (folder,) = finished(path / FOLDER)
     step = int(folder.name.split("-")[1])
     assert step == 3
-    assert f"saved after step {step}; go on with `megatrain train ... --resume`" in said
+    assert f"saved after step {step}; continue with `megatrain train ... --resume`" in said
     event = lines_of(path, "events.jsonl")[-1]
     assert event == {"event": "interrupted", "step": step, "reason": number.name}
     run(config_of(world, path, Setting(save_every=None)), resume=True)
