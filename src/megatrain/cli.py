@@ -119,7 +119,7 @@ def save(
     wait: Annotated[float, typer.Option(help="Seconds to wait for it.")] = 3600.0,
 ) -> None:
     """Ask a running training for a checkpoint after its current step."""
-    from megatrain.trainer.verbs import save_now
+    from megatrain.trainer.checkpoint_verbs import save_now
 
     typer.echo(save_now(run, wait))
 
@@ -132,7 +132,7 @@ def verify(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint, or run folder: all of them.")],
 ) -> None:
     """Check every byte of a checkpoint against the hashes it was saved with."""
-    from megatrain.trainer.verbs import verify_checkpoints
+    from megatrain.trainer.checkpoint_verbs import verify_checkpoints
 
     typer.echo(verify_checkpoints(checkpoint))
 

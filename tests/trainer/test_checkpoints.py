@@ -17,9 +17,9 @@ from megatrain.disk.retention import finished
 from megatrain.errors import CheckpointDamaged, DiskError, RunFolderError
 from megatrain.files import lock
 from megatrain.trainer import checkpoints as module
+from megatrain.trainer.checkpoint_verbs import save_now, verify_checkpoints
 from megatrain.trainer.checkpoints import FOLDER, Checkpoints
 from megatrain.trainer.loop import Trainer
-from megatrain.trainer.verbs import save_now, verify_checkpoints
 from tests.disk.saving import restored, same, state_of, tiny_model, train, training
 from tests.patience import HANG_S, eventually
 from tests.trainer.runs import Setting, config_of, lines_of, write_world
@@ -209,7 +209,11 @@ def test_save_now_brings_a_checkpoint_of_a_running_training(world: Path, tmp_pat
         thread.join()
     folders = finished(tmp_path / "run" / FOLDER)
     assert len(folders) == 2
-    assert said == [f"saved in {folders[1]}\n"]
+    assert said == [
+        f"saved in {folders[1]}\n"
+        "save.keep is 2: it is deleted once 2 newer checkpoints are there. `megatrain export` it, "
+        "or copy it, to keep it longer.\n"
+    ]
     assert not (tmp_path / "run" / ".save").exists()
 
 

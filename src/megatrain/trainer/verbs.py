@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -26,10 +25,8 @@ from megatrain.disk.folder import read_config_bytes
 from megatrain.disk.hf import HostModel, load_model
 from megatrain.disk.manifest import MANIFEST_NAME
 from megatrain.disk.masters import load_masters
-from megatrain.disk.restore import verify
 from megatrain.disk.retention import finished, step_of
 from megatrain.errors import (
-    CheckpointDamaged,
     ConfigError,
     DataError,
     DiskFull,
@@ -38,7 +35,6 @@ from megatrain.errors import (
 )
 from megatrain.files import write_file
 from megatrain.memory.layout import Kind
-from megatrain.memory.ledger import gib
 from megatrain.migration import migrate, tool_named
 from megatrain.migration.asked import Pairs
 from megatrain.models.model_config import parse_config
@@ -72,7 +68,6 @@ from megatrain.trainer.places import read_config
 from megatrain.trainer.planned import in_words
 from megatrain.trainer.preview import card_lines, show_rows
 from megatrain.trainer.resolve import device_called, open_device, resolve
-from megatrain.trainer.run_folder import ask_for_save, is_run
 from megatrain.trainer.run_model import RunModel, chosen_model, tokenizer_folder
 from megatrain.trainer.samples import end_tokens
 from megatrain.trainer.training_rows import gather
@@ -122,48 +117,6 @@ def _exported(trainer: Trainer, target: Path) -> str:
             f"{error}. The run is complete and saved after step {trainer.checkpoints.saved_step}; "
             f"`megatrain export {run} FOLDER` writes its model where there is room"
         ) from error
-
-
-def save_now(run: Path, wait_s: float) -> str:
-    """Ask the process that trains in a run folder for a checkpoint; wait until it is there."""
-    parent = run / FOLDER
-    before = set(finished(parent))
-    ask_for_save(run)
-    until = time.monotonic() + wait_s
-    while time.monotonic() < until:
-        if new := [path for path in finished(parent) if path not in before]:
-            return f"saved in {new[0]}"
-        time.sleep(0.2)
-    raise RunFolderError(
-        f"{run}: asked for a checkpoint, but none came in {wait_s:g} s. It comes after the current "
-        "step; see events.jsonl there."
-    )
-
-
-def verify_checkpoints(path: Path) -> str:
-    """Check every byte of a checkpoint, or of all of a run; return what there is to say."""
-    if not path.is_dir():
-        raise RunFolderError(f"{path}: there is no such folder")
-    if (path / FOLDER).is_dir():
-        folders = finished(path / FOLDER)
-    else:
-        folders = [] if is_run(path) else [path]
-    if not folders:
-        raise CheckpointDamaged(f"{path}: no checkpoint was ever finished here")
-    said, damaged = [], 0
-    for folder in folders:
-        try:
-            manifest = verify(folder)
-            said.append(
-                f"{folder.name}: whole, step {manifest.step}, {len(manifest.files)} files, "
-                f"{gib(manifest.num_bytes)}"
-            )
-        except CheckpointDamaged as error:
-            damaged += 1
-            said.append(f"{folder.name}: DAMAGED: {error}")
-    if damaged:
-        raise CheckpointDamaged("\n".join([*said, f"{damaged} of {len(folders)} damaged"]))
-    return "\n".join(said)
 
 
 def report_on(runs: Sequence[Path], target: Path | None) -> str:
