@@ -232,7 +232,7 @@ def test_a_run_short_of_memory_ends_saved(world: Path, tmp_path: Path) -> None:
 
     config = config_of(world, tmp_path / "run", Setting(save_every=None), train={"steps": 10**6})
     with Interrupts(lambda: 0) as watch, Trainer(config, interrupts=watch) as trainer:
-        with pytest.raises(Interrupted, match=r"host memory.*saved after step \d+; go on"):
+        with pytest.raises(Interrupted, match=r"host memory.*saved after step \d+; continue"):
             trainer.train()
         step = trainer.state.step
     (folder,) = finished(tmp_path / "run" / FOLDER)
