@@ -348,12 +348,12 @@ def test_each_layer_has_its_own_weights_buffers_and_number(uses_number: bool) ->
     hidden = torch.ones(2, 4)
     assert compiled.representatives == [0, 0, 0, 0]
     for index, layer in enumerate(layers):
-        found = compiled.call(index, weights_of(layer), hidden, (), {})
+        found, _ = compiled.call(index, weights_of(layer), hidden, (), {})
         assert torch.equal(found, layer(hidden)[0])
     assert counter.num_graphs == (4 if uses_number else 1)
     assert [layer.layer_idx for layer in layers] == [0, 1, 2, 3]
     layers[3].table = torch.full((4,), 7.0)
-    found = compiled.call(3, weights_of(layers[3]), hidden, (), {})
+    found, _ = compiled.call(3, weights_of(layers[3]), hidden, (), {})
     assert torch.equal(found, layers[3](hidden)[0]), "a buffer that was replaced"
 
 
@@ -431,7 +431,7 @@ def test_a_region_with_too_many_graphs_warns_and_goes_on(monkeypatch: pytest.Mon
 
     def check(length: int) -> None:
         hidden = torch.ones(length, 4)
-        found = compiled.call(1, weights_of(layers[1]), hidden, (), {})
+        found, _ = compiled.call(1, weights_of(layers[1]), hidden, (), {})
         assert torch.equal(found, layers[1](hidden))
 
     for length in (2, 3, 4):

@@ -152,7 +152,7 @@ def test_a_reader_is_told_when_training_fails(
     engine.step(BATCHES[0])
     snapshot = engine.snapshot()
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("planted")
 
     monkeypatch.setattr(AdamW, "update", fail)
