@@ -91,7 +91,7 @@ def test_runs_are_compared(demo: Path) -> None:
         (("train", "d/demo.yaml"), 5, "holds a run already"),
         (("report", "d/model"), 5, "has no metrics.jsonl"),
         (("sample", "d/no/where", "hello"), 4, "d/no/where"),
-        (("sample", "nowhere", "hi", "--temperature", "-1"), 2, "temperature is -1; give 0 or"),
+        (("sample", "d/run", "hi", "--temperature", "-1"), 2, "temperature is -1; give 0 or"),
         (("demo", "d"), 5, "exists already"),
         (("export", "d/run", "d"), 2, "exists already and is not empty"),
         (("export", "d/no/where", "out2"), 4, "d/no/where"),
