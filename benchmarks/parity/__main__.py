@@ -17,6 +17,7 @@ import json
 import os
 import sys
 import tempfile
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ def main() -> None:
     for case in CASES:
         if options.case and case.name not in options.case:
             continue
-        results.append(compare(case.name))
+        with redirect_stdout(sys.stderr):  # TRL prints every step
+            results.append(compare(case.name))
         if not options.json:
             print(_line(results[-1]), flush=True)
     wrong = [result["case"] for result in results if result["faults"]]
