@@ -25,7 +25,7 @@ from unittest.mock import patch
 from benchmarks.crash.tiny import TinyRun
 from megatrain import files
 from megatrain.config import Config
-from megatrain.disk import direct, manifest, restore
+from megatrain.disk import checked_read, direct, exported, manifest
 from megatrain.disk.manifest import MANIFEST_NAME
 from megatrain.disk.safetensors_format import read_entries
 from megatrain.errors import MegaTrainError
@@ -44,7 +44,8 @@ def run(scratch: Path, count: int, first: int, *, tell: bool) -> dict[str, Any]:
     with (
         patch.object(direct, "CHUNK_BYTES", CHUNK_BYTES),
         patch.object(manifest, "CHUNK_BYTES", CHUNK_BYTES),
-        patch.object(restore, "CHUNK_BYTES", CHUNK_BYTES),
+        patch.object(checked_read, "CHUNK_BYTES", CHUNK_BYTES),
+        patch.object(exported, "CHUNK_BYTES", CHUNK_BYTES),
     ):
         victim = Victim(scratch / "run")
         for number in range(first, first + count):

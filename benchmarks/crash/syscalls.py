@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.crash.forks import Child, Tell
 from benchmarks.crash.tiny import TinyRun, newest_whole
-from megatrain.disk import restore, save
+from megatrain.disk import checked_read, save
 from megatrain.disk.direct import WriteQueue
 from megatrain.trainer.checkpoints import FOLDER
 
@@ -184,7 +184,7 @@ def _wait_and_work(
 ) -> None:
     if not threads:
         vars(save)["WriteQueue"] = _OneThreadQueue
-        vars(restore)["ThreadPoolExecutor"] = _OneThread
+        vars(checked_read)["ThreadPoolExecutor"] = _OneThread
     run = TinyRun(folder)
     run.step = 2
     run.take_step()

@@ -142,6 +142,6 @@ def test_a_reader_that_trusts_what_it_reads_would_be_noticed(
         def __ne__(self, other: object) -> bool:
             return False
 
-    monkeypatch.setattr("megatrain.disk.restore.digest", lambda memory: Same())
+    monkeypatch.setattr("megatrain.disk.checked_read.digest", lambda memory: Same())
     failures = corruption.run(tmp_path, 40, 0, tell=False)["failures"]
     assert any("bit" in failure for failure in failures)

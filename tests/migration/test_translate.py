@@ -361,3 +361,11 @@ def test_whatever_the_values_every_key_is_accounted_for(tool: Tool, data: st.Dat
     assert len(result.report().splitlines()) >= len(result.lines)
     with suppress(ConfigError):  # a foreign value that is none of ours is told when it is loaded
         resolve_config(parse_document(result.to_yaml().encode("utf-8", "replace"), "x.yaml"))
+
+
+@pytest.mark.parametrize("key", ["dataset", "dataset_dir"])
+def test_a_name_that_is_too_long_for_a_path_is_only_a_name(key: str, tmp_path: Path) -> None:
+    given = {"model_name_or_path": "m", "stage": "sft", "finetuning_type": "full", "dataset": "a"}
+    lines = [f"{name}: {value}\n" for name, value in (given | {key: "x" * 5000}).items()]
+    (tmp_path / "run.yaml").write_text("".join(lines))
+    assert key in migrate(tmp_path / "run.yaml").report()

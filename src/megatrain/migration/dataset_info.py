@@ -8,6 +8,7 @@ LLaMA-Factory would (other columns, other tags, preferences, scripts) is refused
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def sources(names: list[str], asked: Asked) -> list[dict[str, Any]]:
     if folder == ONLINE:
         return [{"path": name} for name in names]
     for place in (Path(folder), asked.folder / folder):
-        if (place / FILE).is_file():
+        if os.path.isfile(place / FILE):
             info = _read(place / FILE)
             return [_source(name, info, place) for name in names]
     raise Dropped(

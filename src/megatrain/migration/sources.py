@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def _hub_source(asked: Asked, split: Any) -> dict[str, Any]:
     name = asked.get("dataset_name")
     if not isinstance(name, str) or not name:
         raise Dropped("dataset_name is not given")
-    if Path(name).exists():
+    if os.path.exists(name):
         if split != "train":
             raise Dropped(f"{name} is on this disk and has no splits: give data.eval a file")
         return {"path": name}
@@ -84,11 +85,11 @@ def _places(item: dict[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
         raise Dropped("data_files is neither a name nor a list of names")
     path = str(item["path"])
-    if files and (path in _LOADERS or Path(path).exists()):
+    if files and (path in _LOADERS or os.path.exists(path)):
         base = Path() if path in _LOADERS else Path(path)
         return [{"path": str(base / file)} for file in files]
     if files:
         raise Dropped(f"{path}: single files of a dataset on the Hub cannot be chosen")
-    if Path(path).exists() or Path(path).suffix in (".jsonl", ".json", ".csv", ".txt", ".parquet"):
+    if os.path.exists(path) or Path(path).suffix in (".jsonl", ".json", ".csv", ".txt", ".parquet"):
         return [{"path": path}]
     return [_named(path, item.get("name"), item.get("split"), item.get("revision"))]
