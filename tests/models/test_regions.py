@@ -97,7 +97,7 @@ class World:
             weights = self.weights(block, grad)
             given = hidden.detach().requires_grad_(grad)
             with torch.set_grad_enabled(grad):
-                output = template.layer(weights, given, call)
+                output = template.routed_layer(weights, given, call)[0]
             hidden = output.detach()
             found.append(hidden)
             if grad:

@@ -75,7 +75,7 @@ def in_parts(
         hidden, calls = template.front(world.weights(0), inputs)
         for block, call in enumerate(calls, 1):
             if call.layer != skip_layer:
-                hidden = template.layer(world.weights(block), hidden, call)
+                hidden = template.routed_layer(world.weights(block), hidden, call)[0]
         rows = template.tail(world.weights(len(calls) + 1), hidden)
         return (scores or template.scores)(F.linear(rows, *world.head()))
 
@@ -123,7 +123,7 @@ def test_gradients_go_through_scores_as_through_the_model(family: str) -> None:
     with torch.no_grad():
         hidden, calls = world.template.front(world.weights(0), inputs)
         for block, call in enumerate(calls, 1):
-            hidden = world.template.layer(world.weights(block), hidden, call)
+            hidden = world.template.routed_layer(world.weights(block), hidden, call)[0]
         rows = world.template.tail(world.weights(len(calls) + 1), hidden)
     heard: list[Tensor] = []
     head = world.plain.get_output_embeddings()
@@ -168,9 +168,9 @@ def test_a_layer_without_one_of_its_weights_cannot_run(family: str) -> None:
         for name in world.weights(1):
             weights = {n: w for n, w in world.weights(1).items() if n != name}
             with pytest.raises(AssertionError, match="layer 0 lacks"):
-                world.template.layer(weights, hidden, calls[0])
+                world.template.routed_layer(weights, hidden, calls[0])[0]
         with pytest.raises(AssertionError, match="layer 1 lacks"):
-            world.template.layer(world.weights(1), hidden, calls[1])
+            world.template.routed_layer(world.weights(1), hidden, calls[1])[0]
 
 
 def test_the_skeleton_is_as_it_was_after_a_call_that_failed() -> None:

@@ -124,10 +124,6 @@ class Template:
             self._forward(weights, inputs)
         return first[0], calls
 
-    def layer(self, weights: Weights, hidden: Tensor, call: Call) -> Tensor:
-        """Return what the layer of `call` makes of `hidden`."""
-        return self.routed_layer(weights, hidden, call)[0]
-
     def routed_layer(self, weights: Weights, hidden: Tensor, call: Call) -> LayerOutput:
         """Return what the layer of `call` makes of `hidden`, and the logits of its routers."""
         prefix = f"{self._decoder.layers_path}.{call.layer}."

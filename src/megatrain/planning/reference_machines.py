@@ -157,7 +157,7 @@ MACHINES = (
     ReferenceMachine(
         name="RTX 5060",
         aliases=("5060",),
-        source="NVIDIA GeForce RTX 5060 product page; host: 2 channels of DDR5-5600",
+        source="published figures as remembered, not checked; host: 2 channels of DDR5-5600",
         memory_gib=8,
         peak=38.4,
         sustained=35.0,  # 91 %: as the 5090 below; 8 lanes of PCIe 5
@@ -171,7 +171,7 @@ MACHINES = (
     ReferenceMachine(
         name="RTX 5060 Ti 16GB",
         aliases=("5060ti",),
-        source="NVIDIA GeForce RTX 5060 Ti product page; host: 2 channels of DDR5-5600",
+        source="published figures as remembered, not checked; host: 2 channels of DDR5-5600",
         memory_gib=16,
         peak=47.4,
         sustained=43.0,  # 91 %: as the 5090 below; 8 lanes of PCIe 5
