@@ -9,13 +9,15 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from megatrain.config import dump_config
 from megatrain.disk.retention import finished
-from megatrain.errors import Interrupted
+from megatrain.errors import Interrupted, ModelFolderError
 from megatrain.trainer import interrupts as interrupts_module
 from megatrain.trainer.checkpoints import FOLDER
 from megatrain.trainer.interrupts import SIGNALS, Interrupts
@@ -155,9 +157,33 @@ def test_the_first_asks_and_the_second_does_not(number: signal.Signals) -> None:
 
 
 def test_without_a_step_the_first_is_obeyed_at_once() -> None:
-    with Interrupts(), pytest.raises(Interrupted, match="SIGTERM: stopped while no step") as left:
+    with pytest.raises(Interrupted, match="SIGTERM: stopped while no step") as left, Interrupts():
         os.kill(os.getpid(), signal.SIGTERM)
     assert left.value.exit_code == 130
+
+
+def _swallowing() -> None:
+    with suppress(Exception):
+        os.kill(os.getpid(), signal.SIGTERM)
+    pytest.fail("the signal was swallowed")
+
+
+def _renaming() -> None:
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    except BaseException as error:
+        raise ModelFolderError("its tokenizer cannot be read") from error
+
+
+@pytest.mark.parametrize("library", [_swallowing, _renaming])
+def test_no_library_turns_a_signal_into_its_own_error(library: Callable[[], None]) -> None:
+    with pytest.raises(Interrupted, match="SIGTERM: stopped while no step"), Interrupts():
+        library()
+
+
+def test_an_error_without_a_signal_stays_what_it_is() -> None:
+    with pytest.raises(ModelFolderError), Interrupts():
+        raise ModelFolderError("not there")
 
 
 @pytest.mark.parametrize("number", SIGNALS)

@@ -9,6 +9,7 @@ Laws (tests/trainer/test_interrupts.py)
     1. One signal ends a run with a checkpoint of a whole step, two end it at once.
     2. Outside of the `with` block signals do what they did before.
     3. Nothing but the reason changes inside of a step, even if the terminal is gone.
+    4. No library turns a signal into an error of its own: the run ends as Interrupted.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ of 0.04 free."""
 _WATCH_S = 1.0
 
 
+class _Stop(KeyboardInterrupt):
+    """A signal to be obeyed at once. Code that catches every Exception lets it pass."""
+
+
 class Interrupts:
     """Listens to signals and watches free memory inside a `with` block of the main thread."""
 
@@ -42,7 +47,8 @@ class Interrupts:
         self.reason: str | None = None
         """Why the run should end after this step; None while it should not."""
         self.patient = False
-        """Whether there is a step to finish; else a signal raises Interrupted at once."""
+        """Whether there is a step to finish; else a signal ends the `with` block at once."""
+        self._stopped: str | None = None
         self._signalled = False
         self._free = free
         share = int(LEAST_FREE_SHARE * (free() + resident_bytes()))
@@ -57,7 +63,8 @@ class Interrupts:
             os._exit(Interrupted.exit_code)
         self._signalled, self.reason = True, self.reason or name
         if not self.patient:
-            raise Interrupted(f"{name}: stopped while no step was under way; none was lost")
+            self._stopped = f"{name}: stopped while no step was under way; none was lost"
+            raise _Stop(self._stopped)
         # Not print: the signal may have come inside of one.
         text = f"\n{name}: the step is being finished and saved; once more stops at once\n"
         with suppress(OSError, ValueError):  # the terminal has hung up, or there is none
@@ -92,3 +99,5 @@ class Interrupts:
             signal.signal(number, handler)
         assert self._watcher is not None
         self._watcher.join()
+        if error is not None and self._stopped is not None:
+            raise Interrupted(self._stopped) from error
