@@ -1,7 +1,11 @@
 """Builds the host kernel, a plain shared library beside the module that loads it.
 
-Everything else about the package stands in pyproject.toml. Without a C compiler the package is
-built all the same: the torch kernel gives the same bits, more slowly.
+Everything else about the package is in pyproject.toml. A compiler without OpenMP, such as Apple's
+clang, builds a kernel that uses one thread; without a compiler the torch kernel is used. Results
+are the same bits in each case, and the build prints a warning about the lost speed.
+
+Apple's clang is not linked with a libomp of its own: torch brings one, and a process that loads
+two of them aborts.
 """
 
 from __future__ import annotations
@@ -16,23 +20,37 @@ SAME_BITS = ["-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-tr
 
 
 class BuildKernel(build_ext):
-    """Compiles kernel.c to libkernel.so, or goes on without it and says so."""
+    """Compiles kernel.c to libkernel.so: with OpenMP, else without, else not at all."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return fullname.replace(".", "/") + ".so"
 
     def build_extension(self, ext: Extension) -> None:
-        try:
-            super().build_extension(ext)
-        except CCompilerError:
+        if self._built(ext, "-fopenmp", link=["-fopenmp"]):
+            return
+        if self._built(ext, "-fopenmp-simd", link=[]):
             self.warn(
-                "kernel.c was not compiled (no working C compiler with OpenMP): "
+                "kernel.c was compiled without OpenMP, which this C compiler does not support: "
+                "updates use one thread, same results, slower"
+            )
+        else:
+            self.warn(
+                "kernel.c was not compiled (no working C compiler): "
                 "the torch kernel will be used, same results, slower"
             )
 
+    def _built(self, ext: Extension, flag: str, link: list[str]) -> bool:
+        ext.extra_compile_args = [*SAME_BITS, flag, "-fvisibility=hidden"]
+        ext.extra_link_args = link
+        try:
+            super().build_extension(ext)
+        except CCompilerError:
+            return False
+        return True
+
 
 class PlatformWheel(bdist_wheel):
-    """The library knows nothing of Python: one wheel per platform serves every version."""
+    """The library does not depend on Python: one wheel per platform serves every version."""
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]
@@ -40,13 +58,7 @@ class PlatformWheel(bdist_wheel):
 
 setup(
     ext_modules=[
-        Extension(
-            "megatrain.optim.libkernel",
-            ["src/megatrain/optim/kernel.c"],
-            extra_compile_args=[*SAME_BITS, "-fopenmp", "-fvisibility=hidden"],
-            extra_link_args=["-fopenmp"],
-            optional=True,
-        )
+        Extension("megatrain.optim.libkernel", ["src/megatrain/optim/kernel.c"], optional=True)
     ],
     cmdclass={"build_ext": BuildKernel, "bdist_wheel": PlatformWheel},
 )

@@ -44,6 +44,10 @@ enum { BASELINE, AVX2, AVX512 };
 
 EXPORT int megatrain_interface(void) { return INTERFACE; }
 
+#ifndef _OPENMP
+EXPORT int megatrain_one_thread; /* native.py looks for this name: num_threads has no effect */
+#endif
+
 EXPORT int megatrain_supports(int instruction_set) {
 #ifdef __x86_64__
     if (instruction_set == AVX2) return __builtin_cpu_supports("avx2") != 0;

@@ -1,4 +1,4 @@
-"""The kernel by kernel.c: loads the library that lies beside this file and calls it.
+"""The kernel by kernel.c: loads the library beside this file and calls it.
 
 The library is built when the package is (setup.py), never at run time. Where it is missing or does
 not fit, `load_kernel` gives the torch kernel, which computes the same bits, and says why.
@@ -32,7 +32,7 @@ class LibraryError(Exception):
 
 
 class NativeKernel(Kernel):
-    """Uses the best instruction set of this machine unless told another."""
+    """Uses the best instruction set of this machine unless another is given."""
 
     def __init__(self, library: Path = LIBRARY, instruction_set: str | None = None) -> None:
         self._library = _load(library)
@@ -44,7 +44,8 @@ class NativeKernel(Kernel):
         chosen = instruction_set or self.instruction_sets[-1]
         assert chosen in self.instruction_sets, (chosen, self.instruction_sets)
         self._chosen = INSTRUCTION_SETS.index(chosen)
-        self.description = f"native ({chosen})"
+        one = ", one thread: built without OpenMP" * hasattr(self._library, "megatrain_one_thread")
+        self.description = f"native ({chosen}{one})"
 
     def _adamw(
         self,
