@@ -1,0 +1,87 @@
+"""Files around the code agree with it: workflows, templates, versions, dependency groups."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import megatrain
+from megatrain.report.run_folder import FILES
+from megatrain.trainer.run_folder import EVENTS
+
+ROOT = Path(__file__).parents[1]
+GITHUB = ROOT / ".github"
+WORKFLOWS = sorted(GITHUB.glob("workflows/*.yml"))
+FORMS = [GITHUB / "ISSUE_TEMPLATE" / name for name in ("bug.yml", "gpu_figures.yml")]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+CI = (ROOT / ".ci" / "run").read_text()
+
+
+def _name(path: Path) -> str:
+    return path.name
+
+
+def _read(path: Path) -> Any:
+    return yaml.safe_load(path.read_text())
+
+
+def _commands(path: Path) -> list[str]:
+    """Return the shell commands of a workflow."""
+    jobs = _read(path)["jobs"].values()
+    return [step["run"] for job in jobs for step in job["steps"] if "run" in step]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=_name)
+def test_a_workflow_may_only_read_and_ends(path: Path) -> None:
+    workflow = _read(path)
+    assert workflow["permissions"] == {"contents": "read"}
+    for name, job in workflow["jobs"].items():
+        assert "timeout-minutes" in job, name
+
+
+def test_ci_runs_the_script_of_contributors() -> None:
+    assert _commands(GITHUB / "workflows" / "ci.yml") == ["bash .ci/run"]
+
+
+def test_wheels_are_tried_by_the_script_that_tries_the_sdist() -> None:
+    assert "python .ci/smoke.py" in _commands(GITHUB / "workflows" / "wheels.yml")
+    assert PYPROJECT["tool"]["cibuildwheel"]["test-command"] == "python {project}/.ci/smoke.py"
+    assert (ROOT / ".ci" / "smoke.py").exists()
+
+
+def test_hooks_run_the_commands_of_ci() -> None:
+    hooks = _read(ROOT / ".pre-commit-config.yaml")["repos"][0]["hooks"]
+    entries = [hook["entry"].removeprefix(".venv/bin/python ") for hook in hooks]
+    assert entries == re.findall(r'"\$python" (-m (?:ruff|mypy).*)', CI)
+
+
+@pytest.mark.parametrize("path", FORMS, ids=_name)
+def test_a_form_asks_for_the_doctor_and_has_unique_fields(path: Path) -> None:
+    form = _read(path)
+    assert "megatrain doctor --json" in path.read_text()
+    fields = [field["id"] for field in form["body"] if field["type"] != "markdown"]
+    assert len(fields) == len(set(fields)) > 2
+
+
+def test_the_bug_form_names_files_that_a_run_writes() -> None:
+    named = set(re.findall(r"`(\w+\.(?:jsonl|json|yaml))`", FORMS[0].read_text()))
+    assert named > {EVENTS, "config.yaml"}
+    assert named <= {*FILES, EVENTS}
+
+
+def test_the_version_is_cited_and_in_the_changelog() -> None:
+    assert _read(ROOT / "CITATION.cff")["version"] == megatrain.__version__
+    assert f"\n## {megatrain.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_lock_file_pins_every_dependency() -> None:
+    project, groups = PYPROJECT["project"], PYPROJECT["dependency-groups"]
+    wanted = [*project["dependencies"], *groups["docs"], *groups["dev"]]
+    names = {re.split(r"[\[>=]", each)[0].lower() for each in wanted if isinstance(each, str)}
+    pins = re.findall(r"^([\w-]+)==", (ROOT / "requirements-dev.lock").read_text(), re.M)
+    assert names <= {name.lower() for name in pins}
