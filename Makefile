@@ -36,11 +36,11 @@ gpu:  ## the engine's laws on an accelerator: docs/gpu.md
 	$(python) -m pytest tests/gpu -m gpu --device cuda
 
 long:  ## proofs that take hours
-	$(python) -m benchmarks.interleavings --json
-	$(python) -m benchmarks.races --json
-	for what in sigkill strace power states corrupt; do $(python) -m benchmarks.crash $$what --json || exit 1; done
-	$(python) -m benchmarks.signals --json
-	for what in jsonl yaml manifest; do $(python) -m benchmarks.fuzz --target $$what --json || exit 1; done
+	$(python) -m proofs.interleavings --json
+	$(python) -m proofs.races --json
+	for what in sigkill strace power states corrupt; do $(python) -m proofs.crash $$what --json || exit 1; done
+	$(python) -m proofs.signals --json
+	for what in jsonl yaml manifest; do $(python) -m proofs.fuzz --target $$what --json || exit 1; done
 	$(python) -m pytest -m long -s
 
 lock:  ## write requirements-dev.lock from .venv

@@ -45,22 +45,22 @@ from pathlib import Path
 import torch
 
 from benchmarks.load_export import _config, _count, _peak
-from megatrain.disk.direct import aligned_buffer, as_memory
-from megatrain.disk.hf import HostModel
-from megatrain.disk.manifest import read_manifest
-from megatrain.disk.parts import checkpoint_parts
-from megatrain.disk.restore import restore
-from megatrain.disk.save import delete_checkpoint, save_checkpoint
+from megatrain.disk.checkpoint.manifest import read_manifest
+from megatrain.disk.checkpoint.parts import checkpoint_parts
+from megatrain.disk.checkpoint.restore import restore
+from megatrain.disk.checkpoint.save import delete_checkpoint, save_checkpoint
+from megatrain.disk.hf.model import HostModel
+from megatrain.engine.batch import MicroBatch
+from megatrain.engine.engine import Engine, Update
+from megatrain.engine.snapshot import Gate
+from megatrain.lanes.lane import Lane
+from megatrain.memory.direct import aligned_buffer, as_memory
 from megatrain.memory.host import resident_bytes
 from megatrain.memory.layout import Kind, build_layout
 from megatrain.memory.store import WITH_CLIP, WITHOUT_CLIP, Store
 from megatrain.models.decoder import build_decoder
 from megatrain.optim.adamw import AdamW
-from megatrain.pipeline.batch import MicroBatch
-from megatrain.pipeline.engine import Engine, Update
-from megatrain.pipeline.lanes import Lane
-from megatrain.pipeline.ops import Op, OpKind
-from megatrain.pipeline.snapshot import Gate
+from megatrain.step.ops import Op, OpKind
 
 RAW_BYTES = 16 << 20
 FEW_TOKENS = 8

@@ -109,7 +109,7 @@ def _load(folder: Path) -> Any:
 
 
 def play_prepare(folder: Path, num_workers: int) -> dict[str, float]:
-    from megatrain.data.prepare import prepare
+    from megatrain.data.tokens.prepare import prepare
 
     tokenizer = _load(folder)
     with tempfile.TemporaryDirectory(dir=folder) as cache:

@@ -46,17 +46,17 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
+from megatrain.devices.accelerator import Accelerator
+from megatrain.devices.device import CpuDevice, Device
+from megatrain.devices.runtime import TorchRuntime
+from megatrain.engine.batch import MicroBatch
+from megatrain.engine.engine import Engine
 from megatrain.errors import MegaTrainError
+from megatrain.lanes.trace import Trace
 from megatrain.memory.layout import Kind, Segment, build_layout
 from megatrain.memory.store import WITH_CLIP, WITHOUT_CLIP, Store
 from megatrain.models.decoder import Decoder, build_decoder
 from megatrain.optim.adamw import AdamW
-from megatrain.pipeline.accelerator import Accelerator
-from megatrain.pipeline.batch import MicroBatch
-from megatrain.pipeline.device import CpuDevice, Device
-from megatrain.pipeline.engine import Engine
-from megatrain.pipeline.runtime import TorchRuntime
-from megatrain.pipeline.trace import Trace
 from megatrain.version import __version__
 
 WARM_UP_STEPS = 2
@@ -80,8 +80,10 @@ def place_of(name: str, cap_bytes: int | None) -> Place:
             new_device=lambda: CpuDevice(copying=True, cap_bytes=cap_bytes), new_stream=nullcontext
         )
     if name == "simulated":
-        simulator = importlib.import_module("tests.simulated.accelerator").Simulator(policy="early")
-        watched = importlib.import_module("tests.simulated.watched").watched
+        simulator = importlib.import_module("testkit.simulated.accelerator").Simulator(
+            policy="early"
+        )
+        watched = importlib.import_module("testkit.simulated.watched").watched
         return Place(
             new_device=lambda: Accelerator(simulator, cap_bytes=cap_bytes),
             new_stream=simulator.stream,

@@ -32,9 +32,9 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig
 
-from megatrain.disk.direct import aligned_buffer, as_memory
-from megatrain.disk.export import export_weights
-from megatrain.disk.hf import HostModel, load_model
+from megatrain.disk.hf.export import export_weights
+from megatrain.disk.hf.model import HostModel, load_model
+from megatrain.memory.direct import aligned_buffer, as_memory
 from megatrain.memory.host import resident_bytes
 from megatrain.memory.layout import Kind, build_layout
 from megatrain.memory.store import Store, store_ledger

@@ -40,16 +40,16 @@ from dataclasses import dataclass
 import torch
 from transformers import LlamaConfig
 
+from megatrain.devices.device import CpuDevice
+from megatrain.engine.batch import MicroBatch
+from megatrain.engine.engine import Engine, Update
+from megatrain.lanes.lane import Lane
+from megatrain.lanes.trace import Trace
 from megatrain.memory.layout import Kind, build_layout
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder, build_decoder
 from megatrain.optim.adamw import AdamW
-from megatrain.pipeline.batch import MicroBatch
-from megatrain.pipeline.device import CpuDevice
-from megatrain.pipeline.engine import Engine, Update
-from megatrain.pipeline.lanes import Lane
-from megatrain.pipeline.ops import Op, OpKind
-from megatrain.pipeline.trace import Trace
+from megatrain.step.ops import Op, OpKind
 
 FETCH_S = 0.02
 """Per layer: long beside what threads and small tensors cost, so that the schedule is measured."""

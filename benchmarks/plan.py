@@ -50,15 +50,15 @@ import torch
 from transformers import LlamaConfig
 
 from benchmarks.step import build_store
+from megatrain.devices.device import CpuDevice
+from megatrain.engine.batch import MicroBatch
+from megatrain.engine.engine import Engine
 from megatrain.memory.host import resident_bytes
 from megatrain.memory.store import WITH_CLIP, WITHOUT_CLIP
 from megatrain.optim.adamw import AdamW
-from megatrain.pipeline.batch import MicroBatch
-from megatrain.pipeline.device import CpuDevice
-from megatrain.pipeline.engine import Engine
-from megatrain.planning.families import shape_from_config
-from megatrain.planning.ledger import SAVE_BYTES, predicted_ledger
-from megatrain.planning.profile import MachineProfile, unmeasured
+from megatrain.planning.bytes import SAVE_BYTES, predicted_ledger
+from megatrain.planning.catalog.families import shape_from_config
+from megatrain.planning.machine.profile import MachineProfile, unmeasured
 from megatrain.planning.settings import Settings
 from megatrain.planning.workload import ModelShape, Workload
 

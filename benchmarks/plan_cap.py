@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from megatrain.cli.demo import byte_tokenizer, write_demo
 from megatrain.errors import DoesNotFit
-from megatrain.trainer.demo import byte_tokenizer, write_demo
 
 SHARES = (0.5, 0.7, 0.85, 0.95, 1.0, 1.05, 1.1, 1.2)
 ALWAYS = 1.1

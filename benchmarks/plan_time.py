@@ -23,15 +23,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.plan import Configuration, plain_profile
-from megatrain.pipeline.lanes import Lane
-from megatrain.pipeline.ops import LANES, Op, OpKind
-from megatrain.pipeline.trace import Trace
-from megatrain.planning.fit import fitted, merged
+from megatrain.doctor.examine import examine
+from megatrain.doctor.fit import fitted, merged
+from megatrain.lanes.lane import Lane
+from megatrain.lanes.trace import Trace
+from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.plan import make_plan
-from megatrain.planning.profile import MachineProfile
 from megatrain.planning.search import Fixed
 from megatrain.planning.simulate import Simulation, simulate
-from megatrain.trainer.examine import examine
+from megatrain.step.ops import LANES, Op, OpKind
 
 TIME_TARGETS = {"median": 0.10, "worst": 0.20, "limits_named": 1.0}
 CHOICE_TARGETS = {"choice_over_best": 1.05}

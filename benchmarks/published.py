@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from megatrain.planning.asked_machines import find_machine
-from megatrain.planning.families import shape_from_config
-from megatrain.planning.known_models import find_model
-from megatrain.planning.profile import MachineProfile
+from megatrain.planning.catalog.asked_machines import find_machine
+from megatrain.planning.catalog.families import shape_from_config
+from megatrain.planning.catalog.known_models import find_model
+from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.settings import Settings
 from megatrain.planning.simulate import Simulation, simulate
 from megatrain.planning.workload import ModelShape, Workload

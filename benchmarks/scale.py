@@ -22,10 +22,10 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from megatrain.planning.asked_machines import find_machine
-from megatrain.planning.families import shape_from_config
-from megatrain.planning.known_models import find_model
-from megatrain.planning.reference_machines import GIB, MACHINES, ReferenceMachine
+from megatrain.planning.catalog.asked_machines import find_machine
+from megatrain.planning.catalog.families import shape_from_config
+from megatrain.planning.catalog.known_models import find_model
+from megatrain.planning.catalog.reference_machines import GIB, MACHINES, ReferenceMachine
 from megatrain.planning.search import Fixed, Search
 from megatrain.planning.settings import Settings
 from megatrain.planning.simulate import simulate
@@ -255,7 +255,7 @@ def data() -> Iterator[str]:
     """What the data side holds, and what a position is, whatever the number of tokens."""
     import numpy as np
 
-    from megatrain.data.order import Permutation
+    from megatrain.data.steps.order import Permutation
 
     yield (
         f"{'tokens':>8}{'documents':>12}{'on disk':>10}{'tables in RAM':>16}"

@@ -52,13 +52,13 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from megatrain.engine.batch import MicroBatch
+from megatrain.engine.engine import Engine, Update
 from megatrain.memory.host import resident_bytes
 from megatrain.memory.layout import Kind, build_layout
 from megatrain.memory.store import WITH_CLIP, WITHOUT_CLIP, Store
 from megatrain.models.decoder import Decoder, build_decoder
 from megatrain.optim.adamw import AdamW
-from megatrain.pipeline.batch import MicroBatch
-from megatrain.pipeline.engine import Engine, Update
 
 VOCABULARY = 32000
 LEARNING_RATE = 1e-5

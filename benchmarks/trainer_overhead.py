@@ -20,13 +20,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain.cache import CACHE
+from megatrain.cli.demo import byte_tokenizer
 from megatrain.config import Config
-from megatrain.disk.hf import load_model
+from megatrain.disk.hf.model import load_model
+from megatrain.engine.batch import MicroBatch, StepResult
+from megatrain.engine.engine import Engine
 from megatrain.optim.adamw import AdamW
-from megatrain.pipeline.batch import MicroBatch, StepResult
-from megatrain.pipeline.engine import Engine
-from megatrain.trainer.demo import byte_tokenizer
-from megatrain.trainer.loop import Trainer
+from megatrain.run.trainer import Trainer
 
 TARGETS = {"overhead_share": 0.02}
 BATCH_TOKENS = 2048

@@ -2,7 +2,7 @@
 
     config.md      every setting, from megatrain.config
     errors.md      every error, from megatrain.errors
-    migration.md   keys of other tools, from megatrain.config.foreign
+    migration.md   keys of other tools, from megatrain.config.other_tools.names
 
 tests/test_docs.py checks that the pages say what the code says.
 """
@@ -15,11 +15,11 @@ from typing import Any, get_args
 from megatrain import errors
 from megatrain.config.data_settings import Source
 from megatrain.config.load import write_yaml
+from megatrain.config.other_tools.defaults import ALWAYS, DEFAULTS
+from megatrain.config.other_tools.translate import TABLES
 from megatrain.config.section import Section
 from megatrain.config.settings import SECTIONS, SHORT_FORMS
 from megatrain.config.value_types import Kind
-from megatrain.migration.defaults import ALWAYS, DEFAULTS
-from megatrain.migration.translate import TABLES
 
 HERE = Path(__file__).parent
 
@@ -63,8 +63,9 @@ Every error we raise is one of these. A script may rely on code and exit code.
 
 MIGRATION_HEAD = """# From other tools
 
-`megatrain.migration.migrate("sft.yaml")` reads a config of LLaMA-Factory, Axolotl or TRL, YAML or
-JSON, and tells which it is by its keys. It returns our config and a line for every key of the file:
+`megatrain.config.other_tools.translate.migrate("sft.yaml")` reads a config of LLaMA-Factory,
+Axolotl or TRL, YAML or JSON, and tells which it is by its keys. It returns our config and a line
+for every key of the file:
 
 - *mapped*: our key has the same value
 - *changed*: our key has another value that means the same

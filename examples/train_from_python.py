@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 import megatrain as mt
-from megatrain.trainer.demo import write_demo
+from megatrain.cli.demo import write_demo
 
 
 def main() -> None:

@@ -17,16 +17,16 @@ TESTS = sorted(path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py")
 
 # A module may import from levels below its own and from its own package, never from above.
 LEVELS = {
-    "version": 0, "numbers": 0, "errors": 0, "model_files": 0, "progress": 1, "files": 1,
-    "config": 1, "output": 2, "cache": 2, "models": 2, "migration": 2, "hub": 3, "memory": 3,
-    "pipeline": 4, "optim": 5, "planning": 5, "data": 5, "disk": 5, "sampling": 5,
-    "report": 5, "trainer": 6, "cli": 7, "__main__": 8, "__init__": 9,
+    "version": 0, "text": 0, "errors": 0, "model_files": 0, "progress": 1, "files": 1, "output": 2,
+    "cache": 2, "step": 2, "config": 3, "lanes": 3, "models": 3, "hub": 4, "losses": 4,
+    "memory": 4, "devices": 5, "optim": 6, "engine": 6, "data": 7, "disk": 7, "planning": 7,
+    "doctor": 8, "run": 9, "report": 9, "cli": 10, "__main__": 11, "__init__": 12,
 }  # fmt: skip
 BANNED_NAMES = {"utils", "helpers", "common", "misc", "manager", "base", "core"}
 BANNED_IMPORTS = {"pickle", "marshal", "shelve", "joblib", "dill", "cloudpickle", "imp"}
 BANNED_CALLS = {"eval", "exec", "compile", "__import__"}
 BANNED_ATTRIBUTES = {("torch", "load"), ("torch", "save"), ("os", "system"), ("torch", "hub")}
-DEVICE_MODULES = {"pipeline/runtime.py"}
+DEVICE_MODULES = {"devices/runtime.py"}
 FILE_MODULES = {"files.py"}
 FILE_CHANGES = {
     "write_text", "write_bytes", "unlink", "rmdir", "mkdir", "makedirs", "symlink_to",
@@ -35,12 +35,13 @@ FILE_CHANGES = {
 }  # fmt: skip
 WALL_CLOCKS = {("time", name) for name in ("monotonic", "perf_counter", "time")}
 READ_A_CLOCK = {
-    Path("tests/patience.py"),
+    Path("testkit/patience.py"),
     Path("tests/attacks/sandbox.py"),  # ends what hangs
-    Path("tests/pipeline/test_lane_progress.py"),  # a least time, and no most
-    Path("tests/simulated/test_mutants.py"),  # ends what hangs
+    Path("tests/lanes/test_progress.py"),  # a least time, and no most
+    Path("tests/proofs/test_mutants.py"),  # ends what hangs
 }
-CITATION = r"\b(?:tests|benchmarks|docs|examples)/[\w/]*\w\.(?:py|md|yaml|png)\b"
+CITATION = r"\b(?:tests|testkit|proofs|benchmarks|docs|examples)/[\w/]*\w\.(?:py|md|yaml|png)\b"
+SPOKEN = ("src", "docs", "examples", "benchmarks", "proofs", "testkit")
 OS_CHANGES = {"replace", "rename", "remove", "write", "link", "open"}
 
 
@@ -118,25 +119,59 @@ def test_modules_keep_the_rules(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "source", "fault"),
     [
-        ("memory/store.py", "from megatrain.disk.hf import load_model", "from above"),
+        ("memory/store.py", "from megatrain.disk.hf.model import load_model", "from above"),
         ("models/decoder.py", "import megatrain.memory.store", "from above"),
         ("errors.py", "from megatrain.progress import Advance", "from above"),
-        ("disk/load.py", "import pickle", "imports pickle"),
-        ("disk/load.py", "torch.load(path)", r"uses torch\.load"),
+        ("disk/hf/load.py", "import pickle", "imports pickle"),
+        ("disk/hf/load.py", "torch.load(path)", r"uses torch\.load"),
         ("memory/store.py", "torch.cuda.synchronize()", r"uses torch\.cuda"),
-        ("pipeline/accelerator.py", "torch.accelerator.synchronize()", r"uses torch\.accelerator"),
+        ("devices/accelerator.py", "torch.accelerator.synchronize()", r"uses torch\.accelerator"),
         ("memory/store.py", "from torch.accelerator import x", r"imports torch\.accelerator"),
         ("models/decoder.py", "eval('1')", "calls eval"),
-        ("disk/save.py", "path.write_text('x')", r"changes files by path\.write_text"),
-        ("disk/save.py", "path.open('wb')", r"changes files by path\.open"),
-        ("disk/save.py", "open(path, mode='a')", "changes files by open"),
-        ("disk/save.py", "os.replace(a, b)", r"changes files by os\.replace"),
-        ("data/prepared.py", "shutil.rmtree(a)", r"changes files by shutil\.rmtree"),
+        ("disk/checkpoint/save.py", "path.write_text('x')", r"changes files by path\.write_text"),
+        ("disk/checkpoint/save.py", "path.open('wb')", r"changes files by path\.open"),
+        ("disk/checkpoint/save.py", "open(path, mode='a')", "changes files by open"),
+        ("disk/checkpoint/save.py", "os.replace(a, b)", r"changes files by os\.replace"),
+        ("data/tokens/prepared.py", "shutil.rmtree(a)", r"changes files by shutil\.rmtree"),
     ],
 )
 def test_broken_rules_would_be_noticed(name: str, source: str, fault: str) -> None:
     (found,) = faults(name, source)
     assert re.search(fault, found)
+
+
+# Outside of the package: who may import whom. The package itself imports none of these.
+MAY_IMPORT = {
+    "testkit": {"testkit"},
+    "benchmarks": {"testkit", "benchmarks"},
+    "proofs": {"testkit", "proofs"},
+    "tests": {"testkit", "benchmarks", "proofs", "tests"},
+}
+
+
+def _forbidden_imports(folder: str, source: str) -> set[str]:
+    heads = {imported.split(".")[0] for imported in _imports(ast.parse(source))}
+    return heads & set(MAY_IMPORT) - MAY_IMPORT.get(folder, set())
+
+
+@pytest.mark.parametrize("folder", ["src", *MAY_IMPORT])
+def test_tests_proofs_and_benchmarks_import_one_way(folder: str) -> None:
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        found = _forbidden_imports(folder, path.read_text())
+        assert not found, f"{path.relative_to(ROOT)} imports {found}"
+
+
+@pytest.mark.parametrize(
+    ("folder", "source"),
+    [
+        ("src", "from testkit import families"),
+        ("testkit", "import proofs.races"),
+        ("benchmarks", "from tests.conftest import x"),
+        ("proofs", "import benchmarks"),
+    ],
+)
+def test_an_import_the_other_way_would_be_noticed(folder: str, source: str) -> None:
+    assert _forbidden_imports(folder, source)
 
 
 def test_names_say_what_things_are() -> None:
@@ -168,7 +203,7 @@ def test_tests_mirror_the_source() -> None:
 
 @pytest.mark.parametrize("path", TESTS, ids=str)
 def test_no_test_depends_on_the_time_of_day(path: Path) -> None:
-    """Effort is measured by tests/effort.py, and tests/patience.py waits for events."""
+    """Effort is measured by testkit/effort.py, and testkit/patience.py waits for events."""
     read = set(_attributes(ast.parse((ROOT / path).read_text()))) & WALL_CLOCKS
     assert not read or path in READ_A_CLOCK, f"{path} reads {read}"
 
@@ -177,7 +212,7 @@ def _missing_citations(text: str) -> list[str]:
     return [path for path in re.findall(CITATION, text) if not (ROOT / path).exists()]
 
 
-@pytest.mark.parametrize("folder", ["src", "benchmarks", "docs", "examples", "."])
+@pytest.mark.parametrize("folder", [*SPOKEN, "."])
 def test_what_is_cited_exists(folder: str) -> None:
     paths = (ROOT / folder).glob("*.md") if folder == "." else (ROOT / folder).rglob("*")
     for path in paths:
@@ -186,9 +221,9 @@ def test_what_is_cited_exists(folder: str) -> None:
 
 
 def test_a_dangling_citation_would_be_noticed() -> None:
-    assert _missing_citations("Laws (tests/disk/test_save.py, tests/disk/test_no_such.py)") == [
-        "tests/disk/test_no_such.py"
-    ]
+    assert _missing_citations(
+        "Laws (tests/disk/checkpoint/test_save.py, tests/disk/test_no_such.py)"
+    ) == ["tests/disk/test_no_such.py"]
 
 
 def test_type_checkers_of_users_see_our_types() -> None:
@@ -215,7 +250,7 @@ def test_the_readme_shows_the_real_tree() -> None:
 
 def test_the_project_speaks_of_itself_alone() -> None:
     words = re.compile(r"/root/|/work/|pypi\.org|\bissue #?\d+\b|\bsession\b", re.I)
-    texts = [p for d in ("src", "docs", "examples", "benchmarks") for p in (ROOT / d).rglob("*")]
+    texts = [p for d in SPOKEN for p in (ROOT / d).rglob("*")]
     texts += [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile")]
     for path in texts:
         if path.suffix in (".py", ".md", ".c", ".toml", ".yaml", "") and path.is_file():

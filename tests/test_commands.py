@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.cli import app
-from megatrain.trainer.demo import write_demo
-from tests.hub_on_loopback import serving
+from megatrain.cli.app import app
+from megatrain.cli.demo import write_demo
+from testkit.hub_on_loopback import serving
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(

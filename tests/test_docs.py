@@ -14,7 +14,7 @@ import megatrain
 from megatrain.config import load_config
 from megatrain.config.data_settings import Source
 from megatrain.config.settings import SECTIONS
-from megatrain.trainer.loop import Trainer
+from megatrain.run.trainer import Trainer
 
 DOCS = Path(__file__).parents[1] / "docs"
 

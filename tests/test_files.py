@@ -9,7 +9,7 @@ import pytest
 
 from megatrain import files
 from megatrain.errors import DiskError, RunFolderError
-from tests.faulty_os import faulty
+from testkit.faulty_os import faulty
 
 
 @pytest.mark.parametrize("error", [5, 28])

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 import megatrain
-from megatrain.report.run_folder import FILES
-from megatrain.trainer.run_folder import EVENTS
+from megatrain.report.run import FILES
+from megatrain.run.folder import EVENTS
 
 ROOT = Path(__file__).parents[1]
 GITHUB = ROOT / ".github"

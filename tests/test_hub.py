@@ -13,11 +13,11 @@ from huggingface_hub import constants
 
 import megatrain as mt
 from megatrain import hub as hub_module
-from megatrain.disk.folder import read_folder
+from megatrain.disk.hf.folder import read_folder
 from megatrain.errors import ConfigError, HubError, ModelConfigError, ModelFolderError
 from megatrain.hub import dataset_commit, find_model, is_id
-from tests.hub_on_loopback import Files, Hub, serving, use
-from tests.trainer.runs import write_model
+from testkit.hub_on_loopback import Files, Hub, serving, use
+from testkit.runs import write_model
 
 NAME = "acme/tiny"
 CONFIG = b'{"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2}'

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.output import Output
-from tests.patience import HANG_S
+from testkit.patience import HANG_S
 
 ESTIMATE = ("estimate", "Qwen/Qwen3-8B", "--gpu", "24GB", "--ram")
 

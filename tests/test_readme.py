@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import megatrain as mt
-from tests.families import FAMILIES, save_tiny
+from testkit.families import FAMILIES, save_tiny
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

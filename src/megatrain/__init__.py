@@ -12,35 +12,35 @@ from megatrain.version import __version__
 
 if TYPE_CHECKING:
     from megatrain.config import Config, load_config
-    from megatrain.disk.hf import HostModel, load_model
+    from megatrain.devices.accelerator import Accelerator, accelerator
+    from megatrain.devices.device import CpuDevice
+    from megatrain.disk.hf.model import HostModel, load_model
+    from megatrain.engine.batch import MicroBatch, StepResult
+    from megatrain.engine.engine import Engine
     from megatrain.errors import MegaTrainError
     from megatrain.memory.layout import Kind
     from megatrain.optim.adamw import AdamW
     from megatrain.optim.learning_rate import LearningRate
-    from megatrain.pipeline.accelerator import Accelerator, accelerator
-    from megatrain.pipeline.batch import MicroBatch, StepResult
-    from megatrain.pipeline.device import CpuDevice
-    from megatrain.pipeline.engine import Engine
     from megatrain.planning.estimate import estimate
-    from megatrain.trainer.loop import Trainer
+    from megatrain.run.trainer import Trainer
 
 _HOMES = {
-    "Accelerator": "megatrain.pipeline.accelerator",
+    "Accelerator": "megatrain.devices.accelerator",
     "AdamW": "megatrain.optim.adamw",
     "Config": "megatrain.config",
-    "CpuDevice": "megatrain.pipeline.device",
-    "Engine": "megatrain.pipeline.engine",
-    "HostModel": "megatrain.disk.hf",
+    "CpuDevice": "megatrain.devices.device",
+    "Engine": "megatrain.engine.engine",
+    "HostModel": "megatrain.disk.hf.model",
     "Kind": "megatrain.memory.layout",
     "LearningRate": "megatrain.optim.learning_rate",
     "MegaTrainError": "megatrain.errors",
-    "MicroBatch": "megatrain.pipeline.batch",
-    "StepResult": "megatrain.pipeline.batch",
-    "Trainer": "megatrain.trainer.loop",
-    "accelerator": "megatrain.pipeline.accelerator",
+    "MicroBatch": "megatrain.engine.batch",
+    "StepResult": "megatrain.engine.batch",
+    "Trainer": "megatrain.run.trainer",
+    "accelerator": "megatrain.devices.accelerator",
     "estimate": "megatrain.planning.estimate",
     "load_config": "megatrain.config",
-    "load_model": "megatrain.disk.hf",
+    "load_model": "megatrain.disk.hf.model",
 }
 __all__ = [
     "Accelerator",

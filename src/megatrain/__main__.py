@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from megatrain.cli import app
+from megatrain.cli.app import app
 from megatrain.errors import MegaTrainError
 from megatrain.output import lasting_output, say_last
 

@@ -7,7 +7,7 @@ never tried again on the same file: the kernel may have dropped the bytes and wo
 All calls are made as `os.name(...)`, so that a test can replace this module's `os` and let the k-th
 call fail, or write down in which order a crash would find them.
 
-Laws (tests/test_files.py, tests/disk/test_faults.py)
+Laws (tests/test_files.py, tests/disk/checkpoint/test_faults.py)
     1. `write_file` leaves the old bytes or the new, after a failure of any call.
     2. No temporary file outlives a failure that was reported.
 """

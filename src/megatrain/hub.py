@@ -30,8 +30,8 @@ from typing import Any, Literal
 
 from megatrain.errors import ConfigError, HubError, ModelConfigError, ModelFolderError, listing
 from megatrain.model_files import CARRIED, INDEX_NAME, SHARD_NAME, SINGLE_NAME
-from megatrain.numbers import size
 from megatrain.progress import Advance, byte_progress
+from megatrain.text import size
 
 Need = Literal["config", "tokenizer", "weights"]
 """How much of a model is wanted; each includes those before it."""
@@ -239,7 +239,7 @@ def _require(name: str, sizes: dict[str, int], file: str, why: str) -> None:
 
 def _check_config(name: str, path: Path, num_bytes: int) -> None:
     """Refuse what the strict reader refuses, before weights are downloaded."""
-    from megatrain.models.model_config import MAX_BYTES, parse_config
+    from megatrain.models.config_json import MAX_BYTES, parse_config
 
     if num_bytes > MAX_BYTES:
         raise ModelConfigError(f"{name}: {_CONFIG_NAME} is larger than {MAX_BYTES >> 20} MiB")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from megatrain.numbers import size
+from megatrain.text import size
 
 Advance = Callable[[int], None]
 """Takes the number of bytes done since the last call. Safe to call from any thread."""

@@ -30,7 +30,7 @@ from typing import Any
 
 from megatrain import load_model
 from megatrain.errors import MegaTrainError
-from tests.patience import HANG_S
+from testkit.patience import HANG_S
 
 MARKER = "megatrain_attack_marker"
 DEADLINE_S = HANG_S

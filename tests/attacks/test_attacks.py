@@ -17,17 +17,17 @@ from pathlib import Path
 import pytest
 
 from megatrain import load_model
+from testkit.effort import loop_s
 from tests.attacks.code_corpus import BYSTANDERS, CODE_CASES
 from tests.attacks.config_corpus import CONFIG_CASES
 from tests.attacks.folders import BENIGN, Case, write_benign
 from tests.attacks.index_corpus import INDEX_CASES
 from tests.attacks.sandbox import LOADED, MARKER, Outcome, Sandbox
 from tests.attacks.weights_corpus import WEIGHTS_CASES
-from tests.effort import loop_s
 
 CASES = [*BENIGN, *CONFIG_CASES, *INDEX_CASES, *WEIGHTS_CASES, *CODE_CASES]
 MAX_LOOPS = 80
-"""5 s on a server core: tests/effort.py."""
+"""5 s on a server core: testkit/effort.py."""
 FAST_S = 1.0
 """On no machine too long."""
 MAX_EXTRA_BYTES = 512 << 20

@@ -1,4 +1,4 @@
-"""The short form of `python -m benchmarks.fuzz`: a few thousand inputs a target, and its power."""
+"""The short form of `python -m proofs.fuzz`: a few thousand inputs a target, and its power."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from benchmarks import fuzz as fuzzing
-from benchmarks.fuzz import MAX_BYTES, MAX_SECONDS, TARGETS, Target, fuzz
 from megatrain.config.yaml_reader import Document
-from megatrain.disk.manifest import FileRecord, Manifest
+from megatrain.disk.checkpoint.manifest import FileRecord, Manifest
 from megatrain.errors import WeightsFormatError
+from proofs import fuzz as fuzzing
+from proofs.fuzz import MAX_BYTES, MAX_SECONDS, TARGETS, Target, fuzz
 
 COUNTS = {
     "config": 1500, "index": 4000, "header": 6000, "yaml": 1500, "jsonl": 1000, "parquet": 1000,

@@ -16,7 +16,7 @@ from megatrain.config import Config, dump_config, load_config
 from megatrain.config.load import resolve_config
 from megatrain.config.yaml_reader import parse_document
 from megatrain.errors import ConfigError
-from tests.effort import children_s, require_effort
+from testkit.effort import children_s, require_effort
 
 SMALL = "model: Qwen/Qwen3-8B\ndata: train.jsonl\n"
 

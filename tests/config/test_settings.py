@@ -11,13 +11,13 @@ from pydantic import ValidationError
 
 from megatrain.config import Config
 from megatrain.config.data_settings import Source
-from megatrain.config.foreign import NAMES
+from megatrain.config.other_tools.names import NAMES
 from megatrain.config.settings import FIELDS, SECTIONS
+from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
-from megatrain.models.loss import CHUNK_TOKENS
+from megatrain.losses.head import CHUNK_TOKENS
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.learning_rate import LearningRate, Shape
-from megatrain.pipeline.engine import Engine
 
 
 def make(**sections: Any) -> Config:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megatrain.config import yaml_reader
 from megatrain.config.yaml_reader import MAX_BYTES, Document, parse_document, read_document
 from megatrain.errors import ConfigError, DiskError
-from tests.effort import require_effort
+from testkit.effort import require_effort
 
 
 def parse(text: str) -> Document:

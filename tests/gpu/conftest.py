@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatrain.pipeline.runtime import TorchRuntime
+from megatrain.devices.runtime import TorchRuntime
 from tests.gpu.rigs import RealRig, Rig, SimulatedRig
 
 # cuBLAS sums in a fixed order only with a workspace of a fixed size, set before its first use. The

@@ -18,15 +18,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from benchmarks.interleavings import Case, Outcome, World
+from megatrain.devices.accelerator import HOST_LANE, Accelerator
+from megatrain.devices.runtime import PinningFailed, Runtime, TorchRuntime
+from megatrain.engine.machine import Optimizer
+from megatrain.lanes.lane import Action, Lane, Stream
 from megatrain.memory.store import Store
-from megatrain.pipeline.accelerator import HOST_LANE, Accelerator
-from megatrain.pipeline.lanes import Action, Lane, Stream
-from megatrain.pipeline.machine import Optimizer
-from megatrain.pipeline.ops import LANES, Op
-from megatrain.pipeline.runtime import PinningFailed, Runtime, TorchRuntime
-from tests.simulated.accelerator import Policy, Simulator
-from tests.simulated.watched import WatchedOptimizer, watched
+from megatrain.step.ops import LANES, Op
+from testkit.simulated.accelerator import Policy, Simulator
+from testkit.simulated.watched import WatchedOptimizer, watched
+from testkit.worlds import Case, Outcome, World
 
 SPIN_CYCLES = 2_000_000
 """About a millisecond: longer than any kernel of these tiny models."""
@@ -71,7 +71,7 @@ class Rig(Protocol):
 
 
 class SimulatedRig:
-    """tests/simulated, a new accelerator for each run."""
+    """testkit/simulated, a new accelerator for each run."""
 
     torch_device = torch.device("cpu")
     runtime: Simulator

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from megatrain import load_model
+from megatrain.engine.engine import Engine
 from megatrain.memory.layout import Kind
-from megatrain.pipeline.engine import Engine
-from tests.families import save_tiny
+from testkit.families import save_tiny
+from testkit.plain import load_plain, make_batch, plain_gradients
 from tests.gpu.rigs import Rig
-from tests.pipeline.plain import load_plain, make_batch, plain_gradients
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ATTENTION = {"fp32": "eager", "bf16": None}

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.interleavings import Case, Outcome, world_of
-from megatrain.pipeline.lanes import Stream
+from megatrain.lanes.lane import Stream
+from testkit.states import steps_of
+from testkit.worlds import Case, Outcome, world_of
 from tests.gpu.rigs import SPIN_CYCLES, RealRig, Rig, SimulatedRig, delayed_lanes, play
-from tests.pipeline.states import steps_of
 
 LLAMA, FP32, DROPOUT = "llama of 2 layers", "llama in fp32", "gpt2, tied, with dropout"
 STEPS = steps_of(3)[:2]

@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from benchmarks.interleavings import SIZES, Case, Sort, World, make_batch
+from megatrain.devices.accelerator import Accelerator
+from megatrain.engine.engine import Engine
 from megatrain.errors import DeviceFull
 from megatrain.memory.layout import Kind
-from megatrain.pipeline.accelerator import Accelerator
-from megatrain.pipeline.engine import Engine
+from testkit.states import same, state_of
+from testkit.worlds import SIZES, Case, Sort, World, make_batch
 from tests.gpu.rigs import RealRig, Rig, SimulatedRig, play
-from tests.pipeline.states import same, state_of
 
 SHAPES = ((1, 8), (2, 6))
 CASE = Case(sort="", steps=(SHAPES,), update="late", tape="host")

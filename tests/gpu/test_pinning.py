@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.interleavings import Case, make_batch, world_of
-from megatrain.pipeline.accelerator import Accelerator
+from megatrain.devices.accelerator import Accelerator
+from testkit.states import steps_of
+from testkit.worlds import Case, make_batch, world_of
 from tests.gpu.rigs import Rig, play
-from tests.pipeline.states import steps_of
 
 SORT = "llama of 2 layers"
 CASE = Case(sort=SORT, steps=steps_of(2)[:2], update="late", tape="host")

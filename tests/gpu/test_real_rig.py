@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.interleavings import Case, world_of
+from megatrain.devices.runtime import PinningFailed, TorchRuntime
 from megatrain.errors import NoDevice
-from megatrain.pipeline.runtime import PinningFailed, TorchRuntime
+from testkit.states import steps_of
+from testkit.worlds import Case, world_of
 from tests.gpu.rigs import RealRig, delayed_lanes, play
-from tests.pipeline.states import steps_of
 
 DEVICE = torch.device("cuda", 0)
 GIB = 1 << 30

@@ -9,7 +9,7 @@ import torch
 
 from megatrain.memory.layout import ALIGN, PAGE, Kind, Layout, build_layout, has_kind, kind_dtype
 from megatrain.models.decoder import Block, Param, build_decoder
-from tests.families import FAMILIES, tiny_config
+from testkit.families import FAMILIES, tiny_config
 
 
 def _overlaps(layout: Layout) -> list[str]:

@@ -13,7 +13,7 @@ from megatrain.memory.layout import Kind, Layout, build_layout
 from megatrain.memory.ledger import Ledger, Line
 from megatrain.memory.store import WITH_CLIP, WITHOUT_CLIP, Store, store_ledger
 from megatrain.models.decoder import Block, Param, build_decoder
-from tests.families import tiny_config
+from testkit.families import tiny_config
 
 
 def _layout(num_elements: int, dtype: torch.dtype = torch.bfloat16) -> Layout:

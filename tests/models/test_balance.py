@@ -12,7 +12,7 @@ from transformers.models.mixtral import modeling_mixtral
 
 from megatrain.models.balance import Balancing, Routing, probability_sums
 from megatrain.models.decoder import build_decoder
-from tests.families import BALANCED, FAMILIES, tiny_config
+from testkit.families import BALANCED, FAMILIES, tiny_config
 
 BALANCING = Balancing(num_experts=5, top_k=2, coefficient=0.01)
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])

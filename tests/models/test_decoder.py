@@ -9,7 +9,7 @@ from torch import nn
 from megatrain.errors import ConfigError, MissingPackage, NotSplittable
 from megatrain.models import decoder as decoder_module
 from megatrain.models.decoder import build_decoder
-from tests.families import FAMILIES, tiny_config, tiny_model
+from testkit.families import FAMILIES, tiny_config, tiny_model
 
 
 def _names(family: str, block: int) -> list[str]:

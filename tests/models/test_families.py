@@ -9,11 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatrain import load_model
-from megatrain.disk.names import NameMap
+from megatrain.disk.hf.names import NameMap
 from megatrain.errors import NotSplittable
 from megatrain.memory.layout import Kind
 from megatrain.models.decoder import build_decoder
-from tests.families import FAMILIES, REFUSED, save_tiny, tiny_config
+from testkit.families import FAMILIES, REFUSED, save_tiny, tiny_config
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

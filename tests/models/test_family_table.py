@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from megatrain.data.isolation import DROPS_LENGTHS, ISOLATES
-from megatrain.disk.names import NameMap
+from megatrain.data.steps.isolation import DROPS_LENGTHS, ISOLATES
+from megatrain.disk.hf.names import NameMap
 from megatrain.models.decoder import Decoder, build_decoder
-from tests.families import FAMILIES, REFUSED, tiny_config
+from testkit.families import FAMILIES, REFUSED, tiny_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 

@@ -7,7 +7,7 @@ import pytest
 from megatrain.errors import ConfigError
 from megatrain.models.decoder import build_decoder
 from megatrain.models.patterns import check_patterns
-from tests.families import tiny_config
+from testkit.families import tiny_config
 
 NAMES = build_decoder(tiny_config("llama", tie_word_embeddings=True), "bf16").names
 

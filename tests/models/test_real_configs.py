@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatrain.errors import ModelConfigError
-from megatrain.models.model_config import parse_config
+from megatrain.models.config_json import parse_config
 
 # fmt: off
 REAL: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from megatrain.models.decoder import DTYPES, Decoder, build_decoder
 from megatrain.models.template import Template
-from tests.families import tiny_config, tiny_model
+from testkit.families import tiny_config, tiny_model
 
 CHANGE_LOGITS = ["cohere", "gemma2", "granite", "nanochat"]
 CHANGES = {"granite": {"logits_scaling": 4.0}}

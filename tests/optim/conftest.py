@@ -15,7 +15,7 @@ from megatrain.optim import native
 from megatrain.optim.kernel import Kernel
 from megatrain.optim.native import NativeKernel
 from megatrain.optim.torch_kernel import TorchKernel
-from tests.patience import HANG_S
+from testkit.patience import HANG_S
 
 
 @pytest.fixture(scope="session", autouse=True)

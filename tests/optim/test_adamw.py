@@ -10,13 +10,13 @@ from torch import Tensor
 
 from megatrain.errors import ConfigError
 from megatrain.memory.layout import Kind, build_layout
-from megatrain.memory.split import split_into
+from megatrain.memory.master import split_into
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Block, Param, build_decoder
 from megatrain.optim.adamw import AdamW, decays
 from megatrain.optim.torch_kernel import TorchKernel
-from tests.adamw_by_hand import HandAdamW
-from tests.families import tiny_config
+from testkit.adamw_by_hand import HandAdamW
+from testkit.families import tiny_config
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SETTINGS = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatrain.optim.native import NativeKernel
-from tests.patience import HANG_S
+from testkit.patience import HANG_S
 
 ROOT = Path(__file__).parents[2]
 

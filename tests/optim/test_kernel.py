@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.memory.split import join, split_into
+from megatrain.memory.master import join, split_into
 from megatrain.optim.kernel import CHUNK, AdamWScalars, Kernel
 from megatrain.optim.native import NativeKernel
 from megatrain.optim.torch_kernel import TorchKernel

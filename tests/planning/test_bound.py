@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from megatrain.planning.bound import bound_of
+from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.plan import make_plan
-from megatrain.planning.profile import MachineProfile
 from megatrain.planning.simulate import simulate
 from megatrain.planning.workload import Workload
-from tests.planning.machines import DESKTOP, EIGHT, PROCESSOR, SERVER, SMALL
+from testkit.machines import DESKTOP, EIGHT, PROCESSOR, SERVER, SMALL
 
 SLOW_LINK = DESKTOP.changed(name="slow link", copy_in_bytes_per_s=5e8)
 SLOW_HOST = DESKTOP.changed(name="slow host", update_params_per_s=1e8)

@@ -12,14 +12,14 @@ import pytest
 
 import megatrain as mt
 from megatrain.errors import ConfigError
-from megatrain.planning.asked_machines import find_machine
-from megatrain.planning.doctor import Examination
+from megatrain.planning.catalog.asked_machines import find_machine
+from megatrain.planning.catalog.known_models import find_model, known_models
+from megatrain.planning.catalog.reference_machines import GIB, MACHINES
 from megatrain.planning.estimate import Estimate, estimate
-from megatrain.planning.host_facts import host_facts, profile_path
-from megatrain.planning.known_models import find_model, known_models
+from megatrain.planning.machine.examination import Examination
+from megatrain.planning.machine.facts import host_facts, profile_path
 from megatrain.planning.plan import make_plan
-from megatrain.planning.reference_machines import GIB, MACHINES
-from tests.effort import children_s, require_effort
+from testkit.effort import children_s, require_effort
 
 ROOT = Path(__file__).parents[2]
 

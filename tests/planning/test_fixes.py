@@ -9,7 +9,7 @@ from megatrain.planning.fixes import find_fixes
 from megatrain.planning.plan import make_plan
 from megatrain.planning.search import Fixed
 from megatrain.planning.workload import Workload
-from tests.planning.machines import DESKTOP, EIGHT, GIB, SERVER
+from testkit.machines import DESKTOP, EIGHT, GIB, SERVER
 
 TOO_SMALL = [
     ("Llama-3.1-70B", "24GB", "1TB", []),

@@ -7,21 +7,21 @@ from pathlib import Path
 import pytest
 
 from megatrain.config import load_config
-from megatrain.disk.hf import read_folder
-from megatrain.pipeline.accelerator import Accelerator
-from megatrain.pipeline.device import CpuDevice, Device
+from megatrain.devices.accelerator import Accelerator
+from megatrain.devices.device import CpuDevice, Device
+from megatrain.disk.hf.model import read_folder
 from megatrain.planning import estimate as estimating
-from megatrain.planning.doctor import Examination
 from megatrain.planning.estimate import estimate
-from megatrain.planning.host_facts import host_facts
+from megatrain.planning.machine.examination import Examination
+from megatrain.planning.machine.facts import host_facts
+from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.plan import Plan
-from megatrain.planning.profile import MachineProfile
-from megatrain.trainer import planned
-from megatrain.trainer.planned import plan_run
-from megatrain.trainer.resolve import resolve
-from tests.families import save_tiny
-from tests.planning.machines import DESKTOP, GIB, PROCESSOR
-from tests.simulated.accelerator import Simulator
+from megatrain.run.opening import planned
+from megatrain.run.opening.planned import plan_run
+from megatrain.run.opening.resolve import resolve
+from testkit.families import save_tiny
+from testkit.machines import DESKTOP, GIB, PROCESSOR
+from testkit.simulated.accelerator import Simulator
 
 MACHINES = [DESKTOP, PROCESSOR]
 SETTINGS: list[list[str]] = [

@@ -11,12 +11,12 @@ import pytest
 
 from megatrain.errors import DoesNotFit
 from megatrain.planning.fixes import MOST, find_fixes
+from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.plan import Plan, make_plan
-from megatrain.planning.profile import MachineProfile
 from megatrain.planning.search import Fixed, shortfalls
 from megatrain.planning.workload import ModelShape, Workload
-from tests.effort import require_effort
-from tests.planning.machines import (
+from testkit.effort import require_effort
+from testkit.machines import (
     DESKTOP,
     EIGHT,
     EXPERTS,

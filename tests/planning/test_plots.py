@@ -9,7 +9,7 @@ import pytest
 from megatrain.errors import ConfigError
 from megatrain.planning.estimate import estimate
 from megatrain.planning.plots import draw, marked_beside, needed_bytes, title
-from tests.planning.machines import GIB
+from testkit.machines import GIB
 
 
 def test_the_title_names_the_machine_that_was_asked_for() -> None:

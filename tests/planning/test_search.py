@@ -7,13 +7,13 @@ from typing import Literal
 
 import pytest
 
-from megatrain.planning.ledger import predicted_ledger
-from megatrain.planning.profile import MachineProfile
+from megatrain.planning.bytes import predicted_ledger
+from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.search import CHUNKS, Fixed, Search, effective_profile, shortfalls
 from megatrain.planning.settings import Settings
 from megatrain.planning.simulate import simulate
 from megatrain.planning.workload import ModelShape, Workload
-from tests.planning.machines import DESKTOP, EIGHT, EXPERTS, GIB, PROCESSOR, SERVER, SEVENTY, SMALL
+from testkit.machines import DESKTOP, EIGHT, EXPERTS, GIB, PROCESSOR, SERVER, SEVENTY, SMALL
 
 PLACES = [
     (SMALL, DESKTOP),

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatrain.pipeline.ops import OpKind
 from megatrain.planning.costs import Cost, Costs
-from megatrain.planning.profile import FlopRate, MachineProfile
+from megatrain.planning.machine.profile import FlopRate, MachineProfile
 from megatrain.planning.settings import Settings
 from megatrain.planning.simulate import (
     Simulation,
@@ -21,8 +20,9 @@ from megatrain.planning.simulate import (
     steady_step,
 )
 from megatrain.planning.workload import Workload
-from tests.effort import require_effort
-from tests.planning.machines import DESKTOP, EIGHT, LARGEST, PROCESSOR, SERVER, SMALL
+from megatrain.step.ops import OpKind
+from testkit.effort import require_effort
+from testkit.machines import DESKTOP, EIGHT, LARGEST, PROCESSOR, SERVER, SMALL
 
 WORK = Workload(model=SMALL, step_tokens=16384, sequence=2048)
 WAYS = [

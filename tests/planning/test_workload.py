@@ -7,8 +7,8 @@ import pytest
 from megatrain.memory import layout
 from megatrain.memory.layout import Kind, build_layout
 from megatrain.planning.workload import ALIGN, PAGE, AttentionShape, Workload, shape_of
-from tests.planning.machines import EIGHT, EXPERTS
-from tests.planning.rehearsed import SMALL, decoder_of
+from testkit.machines import EIGHT, EXPERTS
+from testkit.rehearsed import SMALL, decoder_of
 
 
 def test_the_layout_rounds_alike() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from megatrain.errors import ConfigError
 from megatrain.report.page import render, write_report
-from megatrain.report.run_folder import FILES, StepLine, read_run
+from megatrain.report.run import FILES, StepLine, read_run
 from tests.report.fake_runs import jsonl, metrics, write_run
 from tests.report.reading import Page, read
 

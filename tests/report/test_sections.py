@@ -6,16 +6,16 @@ import json
 import math
 from pathlib import Path
 
-from megatrain.numbers import figure
 from megatrain.report.config_diff import settings_of
 from megatrain.report.curves import curves
 from megatrain.report.memory_bars import memory_section
-from megatrain.report.run_folder import LedgerLine, Run, Sample, Span, StepLine, read_run
-from megatrain.report.samples import samples_section
-from megatrain.report.split import split_shares
+from megatrain.report.run import LedgerLine, Run, Sample, Span, StepLine, read_run
 from megatrain.report.summary import facts, limits, sentence
 from megatrain.report.tables import flattened
+from megatrain.report.texts import samples_section
+from megatrain.report.time_split import split_shares
 from megatrain.report.timeline import timeline_section
+from megatrain.text import figure
 from tests.report.fake_runs import write_run
 from tests.report.reading import read
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from megatrain.config.foreign import hint
+from megatrain.config.other_tools.names import hint
 from megatrain.config.yaml_reader import Document, Path
 from megatrain.errors import ConfigError
 

@@ -19,7 +19,7 @@ from megatrain.memory.arena import map_arena
 from megatrain.memory.host import free_bytes
 from megatrain.memory.layout import Kind, Layout, Segment, kind_dtype
 from megatrain.memory.ledger import Ledger, Line
-from megatrain.memory.split import join
+from megatrain.memory.master import join
 
 WITHOUT_CLIP = (Kind.HI, Kind.LO, Kind.M, Kind.V)
 """12 bytes per bf16 param: updates run as gradients arrive."""

@@ -14,7 +14,7 @@ that vector too.
 Which tensors are router logits, the number of experts and top_k are what the model's own forward
 says; its own function is held against ours before anything is trained.
 
-Laws (tests/models/test_balance.py, tests/pipeline/test_balance.py)
+Laws (tests/models/test_balance.py, tests/engine/test_balance.py)
     1. Loss and gradients are those of the plain model with `output_router_logits`.
     2. A model whose own function computes something else has no balancing here.
 """
@@ -36,7 +36,7 @@ from transformers.utils.output_capturing import (
     maybe_install_capturing_hooks,
 )
 
-from megatrain.models.recorder import head_replaced, layers_replaced, stand_in_weights
+from megatrain.models.stand_ins import head_replaced, layers_replaced, stand_in_weights
 
 _OWN_FUNCTION = "load_balancing_loss_func"
 _KEY = "router_logits"

@@ -31,7 +31,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from megatrain.errors import ConfigError, NotSplittable, listing
 from megatrain.models.balance import Balancing, find_balancing, has_own_balancing
 from megatrain.models.patterns import check_patterns, matches
-from megatrain.models.recorder import (
+from megatrain.models.skeleton import build_skeleton
+from megatrain.models.stand_ins import (
     Call,
     Carried,
     head_replaced,
@@ -39,7 +40,6 @@ from megatrain.models.recorder import (
     stand_in_weights,
     tensors_in,
 )
-from megatrain.models.skeleton import build_skeleton
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 MAX_LAYER_OUTPUTS = 3

@@ -5,7 +5,7 @@ of nothing but keys and values are used. What other layers keep (states of mamba
 attention, convolutions) lies partly in modules, which all texts share here; such models read the
 whole text for each token.
 
-Laws (tests/test_sampling.py)
+Laws (tests/run/evaluation/test_sampling.py)
     1. A model that gets a cache writes what it writes without one.
     2. Nothing is cached for a model whose layers keep anything but keys and values.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from megatrain.models.recorder import Call
+from megatrain.models.stand_ins import Call
 
 ARGUMENT = "past_key_values"
 

@@ -30,17 +30,17 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from megatrain.models.balance import record_router_logits
+from megatrain.models.compiled import Backend, LayerOutput, Regions, apply_layer
 from megatrain.models.decoder import Decoder
 from megatrain.models.key_values import has_cache
 from megatrain.models.packed_masks import with_packed_masks
-from megatrain.models.recorder import (
+from megatrain.models.stand_ins import (
     Call,
     head_replaced,
     layers_replaced,
     rows_looked_up,
     stand_in_weights,
 )
-from megatrain.models.regions import Backend, LayerOutput, Regions, apply_layer
 
 Weights = Mapping[str, Tensor]
 """Params by their names in the model."""

@@ -3,7 +3,7 @@
     native.py         kernel.c by ctypes, at the speed of memory
     torch_kernel.py   the same bits by torch, where kernel.c was not built
 
-Weights are a split master (`hi` bf16 and `lo` int16, together one fp32 number: memory/split.py) or
+Weights are a split master (`hi` bf16 and `lo` int16, together one fp32 number: memory/master.py) or
 plain fp32 (`lo` is None).
 
 Every method works in place on 1-D contiguous host tensors, lets other Python threads run, and

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatrain.memory.split import join, split_into
+from megatrain.memory.master import join, split_into
 from megatrain.optim.kernel import CHUNK, AdamWScalars, Kernel
 
 BLOCK = 131072

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatrain.pipeline.ops import LANES, OpKind
 from megatrain.planning.simulate import Simulation
+from megatrain.step.ops import LANES, OpKind
 
 LANE_NAMES = {"compute": "compute", "in": "link in", "out": "link out", "host": "optimizer"}
 """As people know them."""

@@ -16,10 +16,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatrain.pipeline.ops import Op, OpKind
-from megatrain.planning.profile import MachineProfile
+from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.settings import Settings
 from megatrain.planning.workload import BlockShape, Workload
+from megatrain.step.ops import Op, OpKind
 
 UPDATE_BYTES = 26
 """Host memory traffic of an update per bf16 param: reads all five kinds, writes all but grad."""

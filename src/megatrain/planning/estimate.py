@@ -29,16 +29,16 @@ from megatrain.config.yaml_reader import Document
 from megatrain.errors import ConfigError
 from megatrain.files import PNG_SIGNS, require_replaceable, write_file
 from megatrain.memory.host import free_bytes
-from megatrain.numbers import duration, figure, size
-from megatrain.planning.asked_machines import find_machine
-from megatrain.planning.asked_models import shape_for
-from megatrain.planning.doctor import kept_examination
+from megatrain.planning.catalog.asked_machines import find_machine
+from megatrain.planning.catalog.asked_models import shape_for
+from megatrain.planning.catalog.known_models import known_models
+from megatrain.planning.catalog.reference_machines import MACHINES
 from megatrain.planning.from_config import fixed_by, within, workload_of
-from megatrain.planning.known_models import known_models
+from megatrain.planning.machine.examination import kept_examination
+from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.plan import Plan, make_plan
-from megatrain.planning.profile import MachineProfile
-from megatrain.planning.reference_machines import MACHINES
 from megatrain.planning.search import shortfalls
+from megatrain.text import duration, figure, size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

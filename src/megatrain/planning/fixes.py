@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatrain.memory.ledger import Ledger, gib
-from megatrain.planning.ledger import predicted_ledger
-from megatrain.planning.profile import MachineProfile
+from megatrain.planning.bytes import predicted_ledger
+from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.search import (
     DEVICE_HEADROOM,
     HOST_HEADROOM,

@@ -6,7 +6,7 @@ Law (tests/planning/test_from_config.py): on one machine, one config has one pla
 from __future__ import annotations
 
 from megatrain.config import Config
-from megatrain.planning.profile import MachineProfile
+from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.search import Fixed
 from megatrain.planning.workload import ModelShape, Workload
 

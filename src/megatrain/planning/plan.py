@@ -20,16 +20,16 @@ from typing import Any
 
 from megatrain.errors import DoesNotFit
 from megatrain.memory.ledger import Ledger, gib
-from megatrain.numbers import figure
 from megatrain.planning.bound import Bound, bound_of
+from megatrain.planning.bytes import predicted_ledger
 from megatrain.planning.fixes import Fix, find_fixes
-from megatrain.planning.ledger import predicted_ledger
-from megatrain.planning.profile import NOT_MEASURED, MachineProfile
+from megatrain.planning.machine.profile import NOT_MEASURED, MachineProfile
 from megatrain.planning.reasons import reasons_for
 from megatrain.planning.search import Fixed, Search, effective_profile, reserves, shortfalls
 from megatrain.planning.settings import Settings
 from megatrain.planning.simulate import Simulation, simulate
 from megatrain.planning.workload import Workload
+from megatrain.text import figure
 
 _WORTH_NAMING = 0.15
 """A share of the step: what takes less is not named beside the first."""

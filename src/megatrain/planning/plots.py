@@ -21,10 +21,10 @@ from typing import Any
 
 from megatrain.errors import ConfigError
 from megatrain.memory.ledger import gib
-from megatrain.planning.families import shape_from_config
-from megatrain.planning.known_models import find_model
+from megatrain.planning.catalog.families import shape_from_config
+from megatrain.planning.catalog.known_models import find_model
+from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.plan import Plan
-from megatrain.planning.profile import MachineProfile
 from megatrain.planning.search import reserves, shortfalls
 from megatrain.planning.settings import Settings
 from megatrain.planning.simulate import simulate

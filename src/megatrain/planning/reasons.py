@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatrain.memory.ledger import gib
-from megatrain.planning.ledger import predicted_ledger
+from megatrain.planning.bytes import predicted_ledger
 from megatrain.planning.search import Search, shortfalls
 from megatrain.planning.settings import Settings
 

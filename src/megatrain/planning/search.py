@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatrain.memory.ledger import Ledger
-from megatrain.planning.ledger import predicted_ledger
-from megatrain.planning.profile import MachineProfile
+from megatrain.planning.bytes import predicted_ledger
+from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.settings import Settings
 from megatrain.planning.simulate import simulate
 from megatrain.planning.workload import ModelShape, Workload

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from megatrain.pipeline.shape import StepShape
 from megatrain.planning.workload import Workload
+from megatrain.step.shape import StepShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,15 +24,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatrain.pipeline.hazards import Hazards
-from megatrain.pipeline.ops import LANES, Op, OpKind
-from megatrain.pipeline.schedule import build_step
-from megatrain.pipeline.shape import StepShape
-from megatrain.pipeline.trace import Span, Trace
+from megatrain.lanes.trace import Span, Trace
 from megatrain.planning.costs import Cost, Costs
-from megatrain.planning.profile import MachineProfile
+from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.settings import Settings
 from megatrain.planning.workload import Workload
+from megatrain.step.hazards import Hazards
+from megatrain.step.ops import LANES, Op, OpKind
+from megatrain.step.schedule import build_step
+from megatrain.step.shape import StepShape
 
 LIMITS: Mapping[OpKind, str] = {
     OpKind.FETCH: "link in",

@@ -4,7 +4,7 @@ Plain numbers and no torch. A model is a few structures, each used by many layer
 and its attention decide its bytes, its FLOPs and its working memory. Built from the dimensions of a
 `config.json` (families.py), or exactly from a decoder (`shape_of`).
 
-Laws (tests/planning/test_workload.py, tests/planning/test_families.py)
+Laws (tests/planning/test_workload.py, tests/planning/catalog/test_families.py)
     1. Tensors from dimensions are those of the real skeleton, size for size.
     2. Bytes of a block in each kind are those of the layout.
     3. FLOPs of a dense model are 2 per weight of its matrices and token, and attention.

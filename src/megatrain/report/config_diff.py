@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from reprlib import Repr
 
-from megatrain.report.markup import Html, join, shortened, tag
-from megatrain.report.run_folder import Run
+from megatrain.report.drawing.markup import Html, join, shortened, tag
+from megatrain.report.run import Run
 from megatrain.report.tables import facts_table
 
 _MOST_CHARACTERS = 50_000

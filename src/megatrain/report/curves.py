@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatrain.numbers import count, figure
-from megatrain.report.chart import Line, line_chart
-from megatrain.report.markup import Html, join, tag
-from megatrain.report.run_folder import Run
-from megatrain.report.thinning import FEW, averaged, smoothed
+from megatrain.report.drawing.chart import Line, line_chart
+from megatrain.report.drawing.markup import Html, join, tag
+from megatrain.report.drawing.thinning import FEW, averaged, smoothed
+from megatrain.report.run import Run
+from megatrain.text import count, figure
 
 _TABLE_ROWS = 12
 _COLUMNS = ("loss", "grad_norm", "learning_rate", "tokens_per_s")

@@ -6,9 +6,9 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from megatrain.report.markup import visible
-from megatrain.report.run_folder import Run
-from megatrain.report.thinning import Point, pieces, smoothed, thinned
+from megatrain.report.drawing.markup import visible
+from megatrain.report.drawing.thinning import Point, pieces, smoothed, thinned
+from megatrain.report.run import Run
 
 _COLOURS = ("#0072b2", "#d55e00", "#00875f", "#b0508a", "#a87400", "#3a9bd9", "#5a5a5a")
 _BUCKETS = 500

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatrain.numbers import percent, size
-from megatrain.report.markup import Html, join, tag
-from megatrain.report.run_folder import LedgerLine, Run
+from megatrain.report.drawing.markup import Html, join, tag
+from megatrain.report.run import LedgerLine, Run
 from megatrain.report.tables import table
+from megatrain.text import percent, size
 
 _PLACES = {"Host memory": ("host", "pinned"), "Device memory": ("device",)}
 """Pinned memory is host memory: what is measured holds both."""

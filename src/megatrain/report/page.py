@@ -21,15 +21,15 @@ from megatrain.errors import ConfigError
 from megatrain.files import PNG_SIGNS, require_replaceable, write_file
 from megatrain.report.config_diff import config_section
 from megatrain.report.curves import curves
+from megatrain.report.drawing.markup import Html, join, tag
+from megatrain.report.drawing.style import STYLE
 from megatrain.report.loss_png import draw_loss
-from megatrain.report.markup import Html, join, tag
 from megatrain.report.memory_bars import memory_section
-from megatrain.report.run_folder import Run, read_run
-from megatrain.report.samples import samples_section
-from megatrain.report.split import split_section
-from megatrain.report.style import STYLE
+from megatrain.report.run import Run, read_run
 from megatrain.report.summary import summary_section
 from megatrain.report.tables import facts_table, flattened
+from megatrain.report.texts import samples_section
+from megatrain.report.time_split import split_section
 from megatrain.report.timeline import timeline_section
 
 _NAME = "MegaTrain report"

@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
-from megatrain.numbers import count, duration, figure, percent
-from megatrain.report.markup import Html, join, tag
-from megatrain.report.run_folder import Run, number
-from megatrain.report.split import split_shares
+from megatrain.report.drawing.markup import Html, join, tag
+from megatrain.report.drawing.thinning import Point, smoothed
+from megatrain.report.run import Run, number
 from megatrain.report.tables import facts_table
-from megatrain.report.thinning import Point, smoothed
+from megatrain.report.time_split import split_shares
+from megatrain.text import count, duration, figure, percent
 
 _WORK = {"fetch": "fetching weights", "drain": "draining gradients", "update": "updating weights",
          "data": "reading data", "other": "what the split does not name"}  # fmt: skip

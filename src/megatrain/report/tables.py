@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from megatrain.numbers import count, duration, figure, size
-from megatrain.report.markup import Html, join, shortened, tag
-from megatrain.report.run_folder import Run, number
+from megatrain.report.drawing.markup import Html, join, shortened, tag
+from megatrain.report.run import Run, number
+from megatrain.text import count, duration, figure, size
 
 _MOST_CHARACTERS = 300
 _MOST_ROWS = 200

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatrain.numbers import duration, percent
-from megatrain.report.axis import Axis
-from megatrain.report.chart import legend, x_label
-from megatrain.report.markup import Html, join, tag
-from megatrain.report.run_folder import Run, Span
+from megatrain.report.drawing.axis import Axis
+from megatrain.report.drawing.chart import legend, x_label
+from megatrain.report.drawing.markup import Html, join, tag
+from megatrain.report.run import Run, Span
+from megatrain.text import duration, percent
 
 _WIDTH, _ROW = 2000, 100
 _WIDE = 1 / 200

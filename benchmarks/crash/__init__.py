@@ -1,1 +1,0 @@
-"""Crashes of every kind, and what is left after them. See `python -m benchmarks.crash --help`."""

@@ -1,0 +1,1 @@
+"""Proofs that take minutes to hours: crashes, races, signals, parity. Each is a command."""

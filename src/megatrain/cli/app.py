@@ -1,0 +1,353 @@
+"""The verbs: parse, call one function, print. Heavy imports happen inside a verb, never here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from typer.core import TyperGroup
+
+from megatrain.errors import ConfigError, DoesNotFit
+from megatrain.version import __version__
+
+
+class _Group(TyperGroup):
+    """The root, with a `--help` that is off until asked for.
+
+    Typer leaves it None, and to turn None into a bool imports pydantic: half of the time.
+    """
+
+    def get_help_option(self, ctx: Any) -> Any:
+        option = super().get_help_option(ctx)
+        if option is not None:
+            option.default = False
+        return option
+
+
+app = typer.Typer(
+    cls=_Group,
+    name="megatrain",
+    help="Train Hugging Face language models larger than GPU memory, at full precision.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: importing rich would take half of the time
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"megatrain {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
+    ] = False,
+) -> None:
+    """Train Hugging Face language models larger than GPU memory, at full precision."""
+
+
+ConfigFile = Annotated[Path, typer.Argument(help="YAML file.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Settings, like train.epochs=2.")]
+ModelFolder = Annotated[
+    Path, typer.Argument(help="Folder of a model, run or checkpoint, or Hub id.")
+]
+Configuration = Annotated[str | None, typer.Option(help="Configuration of a Hub dataset.")]
+Split = Annotated[str | None, typer.Option(help="Split of a Hub dataset; default: train.")]
+Best = Annotated[
+    bool, typer.Option("--best", help="Of a run, the model with the lowest evaluation loss.")
+]
+
+
+Precision = Literal["bf16", "fp32"]
+TrainOn = Literal["assistant", "last", "completion", "all"]
+
+
+def _tokens(option: str, text: str) -> int:
+    from megatrain.config.quantities import read_tokens
+
+    try:
+        return read_tokens(text)
+    except ValueError as error:
+        raise ConfigError(f"{option} is {text}; {error}.") from None
+
+
+def _require_model(model: Path) -> None:
+    """Tell of a name that leads nowhere, or to the Hub in vain, before torch is imported."""
+    if not model.exists():
+        from megatrain.hub import find_model
+
+        find_model(str(model), need="config")
+
+
+@app.command(
+    short_help="Train a model as a YAML file says.",
+    epilog="Example: megatrain train run.yaml train.epochs=2 --resume",
+)
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Read data and model, take no step.")
+    ] = False,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on from the newest whole checkpoint, if there is one."),
+    ] = False,
+) -> None:
+    """Train a model as a YAML file says. Ctrl-C once: finish the step, save, end; twice: now."""
+    from megatrain.run.opening.places import pinned, read_config
+
+    # Faults of the config, and names that lead nowhere, are told before torch is imported.
+    asked = read_config(config, overrides or [])
+    pinned(asked, Path(asked.run_dir), resumes=resume)
+    from megatrain.cli.verbs import train_from
+
+    typer.echo(train_from(config, overrides or [], dry_run=dry_run, resume=resume))
+
+
+@app.command(
+    short_help="Ask a running training for a checkpoint after its step.",
+    epilog="Example: megatrain save runs/mine",
+)
+def save(
+    run: Annotated[Path, typer.Argument(help="Run folder in which training is going on.")],
+    wait: Annotated[float, typer.Option(help="Seconds to wait for it.")] = 3600.0,
+) -> None:
+    """Ask a running training for a checkpoint after its current step."""
+    from megatrain.cli.checkpoint_verbs import save_now
+
+    typer.echo(save_now(run, wait))
+
+
+@app.command(
+    short_help="Check every byte of checkpoints against their hashes.",
+    epilog="Example: megatrain verify runs/mine",
+)
+def verify(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint, or run folder: all of them.")],
+) -> None:
+    """Check every byte of a checkpoint against the hashes it was saved with."""
+    from megatrain.cli.checkpoint_verbs import verify_checkpoints
+
+    typer.echo(verify_checkpoints(checkpoint))
+
+
+@app.command(
+    name="eval",
+    short_help="Print loss and perplexity of a model on rows.",
+    epilog="Example: megatrain eval runs/mine rows.jsonl --max-rows 500",
+)
+def evaluate(
+    model: ModelFolder,
+    data: Annotated[Path, typer.Argument(help="Rows to evaluate on: a file, or a Hub id.")],
+    max_rows: Annotated[int | None, typer.Option(help="Rows at most.", min=1)] = None,
+    answers: Annotated[
+        bool, typer.Option("--answers", help="Let the model answer, and count exact answers.")
+    ] = False,
+    best: Best = False,
+    max_length: Annotated[
+        str | None,
+        typer.Option(help="Longest row, like 2k; default: the run's, or the model's positions."),
+    ] = None,
+    name: Configuration = None,
+    split: Split = None,
+) -> None:
+    """Print the loss and perplexity of a model on a file, or on a dataset of the Hub."""
+    length = None if max_length is None else _tokens("--max-length", max_length)
+    _require_model(model)
+    from megatrain.cli.verbs import evaluate_model
+
+    options: dict[str, Any] = {"max_length": length, "name": name, "split": split}
+    typer.echo(evaluate_model(model, data, max_rows, answers=answers, best=best, **options))
+
+
+@app.command(
+    short_help="Write a run's model as a Hugging Face folder.",
+    epilog="Example: megatrain export runs/mine my-model",
+)
+def export(
+    model: ModelFolder,
+    target: Annotated[Path, typer.Argument(help="Folder to make.")],
+    best: Best = False,
+    dtype: Annotated[
+        Precision | None,
+        typer.Option(help="fp32 writes the masters; default: the precision trained in."),
+    ] = None,
+) -> None:
+    """Write a run's model as a Hugging Face folder."""
+    _require_model(model)
+    from megatrain.cli.verbs import export_model
+
+    typer.echo(export_model(model, target, best=best, dtype=dtype))
+
+
+@app.command(
+    short_help="Let a model answer prompts.",
+    epilog='Example: megatrain sample runs/mine "Who are you?" --temperature 0.7',
+)
+def sample(
+    model: ModelFolder,
+    prompts: Annotated[list[str], typer.Argument(help="What the user says.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to write at most.", min=1)] = 64,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
+    best: Best = False,
+    top_p: Annotated[
+        float, typer.Option("--top-p", help="Draw from the likeliest tokens with this share.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the draws.", min=0)] = 0,
+    system: Annotated[str | None, typer.Option(help="What the system says first.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or xpu.")] = "auto",
+) -> None:
+    """Let a model answer prompts."""
+    _require_model(model)
+    from megatrain.cli.verbs import sample_from
+    from megatrain.run.evaluation.sampling import Drawing
+
+    drawing = Drawing(temperature=temperature, top_p=top_p, seed=seed)
+    options: dict[str, Any] = {"system": system, "device": device, "best": best}
+    for answer in sample_from(model, prompts, max_new_tokens, drawing, **options):
+        typer.echo(answer)
+
+
+@app.command(
+    short_help="Write one HTML file that shows a run, or compares several.",
+    epilog="Example: megatrain report runs/one runs/two --to both.html",
+)
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders; two or more are compared.")],
+    to: Annotated[Path | None, typer.Option(help="HTML file to write.")] = None,
+) -> None:
+    """Write one HTML file that shows a run, or compares several."""
+    from megatrain.cli.verbs import report_on
+
+    typer.echo(report_on(runs, to))
+
+
+@app.command(
+    short_help="Show what rows hold, and which tokens are trained.",
+    epilog="Example: megatrain data rows.jsonl -m Qwen/Qwen3-0.6B --samples 2",
+)
+def data(
+    path: Annotated[Path, typer.Argument(help="File of rows, or Hub id.")],
+    model: Annotated[Path, typer.Option("-m", "--model", help="Model folder or Hub id.")],
+    max_length: Annotated[str, typer.Option(help="Longest row, in tokens, like 2k.")] = "2048",
+    samples: Annotated[int, typer.Option(help="Rows to show.")] = 3,
+    train_on: Annotated[TrainOn, typer.Option(help="As data.train_on.")] = "assistant",
+    chat_template: Annotated[str | None, typer.Option(help="As data.chat_template.")] = None,
+    name: Configuration = None,
+    split: Split = None,
+) -> None:
+    """Show what a data file holds: format, lengths, bad rows, and which tokens are trained."""
+    length = _tokens("--max-length", max_length)
+    _require_model(model)
+    from megatrain.cli.verbs import look_at_data
+
+    look_at_data(
+        path,
+        model,
+        length,
+        samples,
+        name=name,
+        split=split,
+        train_on=train_on,
+        chat_template=chat_template,
+    )
+
+
+@app.command(
+    short_help="Write a config to start from, or bring one from another tool.",
+    epilog="Example: megatrain init run.yaml --from axolotl.yml",
+)
+def init(
+    target: Annotated[Path, typer.Argument(help="YAML file to write.")] = Path("run.yaml"),
+    source: Annotated[
+        Path | None, typer.Option("--from", help="File of LLaMA-Factory, Axolotl or TRL.")
+    ] = None,
+    tool: Annotated[
+        str | None, typer.Option(help="Whose file it is: llamafactory, axolotl or trl.")
+    ] = None,
+    gpus: Annotated[int, typer.Option(help="GPUs it ran on: their batches count.", min=1)] = 1,
+) -> None:
+    """Write a config to start from, or bring one from another tool."""
+    from megatrain.cli.verbs import init_config
+
+    typer.echo(init_config(target, source, tool=tool, num_gpus=gpus))
+
+
+@app.command(
+    short_help="Show that it works here: a tiny model learns sums.",
+    epilog="Example: megatrain demo megatrain-demo",
+)
+def demo(
+    folder: Annotated[Path, typer.Argument(help="Folder to make.")] = Path("megatrain-demo"),
+    steps: Annotated[int, typer.Option(help="Steps to train.")] = 120,
+) -> None:
+    """Show that it works here: a tiny model learns sums. No network, no GPU."""
+    from megatrain.cli.verbs import run_demo
+
+    run_demo(folder, steps)
+
+
+@app.command(
+    short_help="Measure what this machine can do; plans use it.",
+    epilog="Example: megatrain doctor /path/to/disk",
+)
+def doctor(
+    folder: Annotated[Path, typer.Argument(help="Folder whose disk is measured.")] = Path("."),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure what this machine can do; plans use it from then on."""
+    from megatrain.doctor.examine import examine, keep
+
+    found = examine(folder, lambda what: typer.echo(f"measuring {what} ...", err=True))
+    typer.echo(found.to_json() if as_json else found.text())
+    keep(found)
+
+
+@app.command(
+    short_help="Tell whether a model fits, how fast it trains, what it costs.",
+    epilog="Example: megatrain estimate Qwen/Qwen3-8B --gpu 4090 --ram 128GB",
+)
+def estimate(
+    model: Annotated[
+        str, typer.Argument(help="Known model, model folder, config.json, or run.yaml.")
+    ] = "",
+    overrides: Overrides = None,
+    gpu: Annotated[str | None, typer.Option(help="Like 4090, or 24GB; default: this one.")] = None,
+    ram: Annotated[str | None, typer.Option(help="Host memory for the run, like 128GB.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="Tokens to train on, like 1e9.")] = None,
+    seq: Annotated[str | None, typer.Option(help="Short for data.max_length.")] = None,
+    batch_tokens: Annotated[str | None, typer.Option(help="Short for train.batch_tokens.")] = None,
+    price_per_hour: Annotated[float | None, typer.Option(help="Of the machine.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="PNG file to draw.")] = None,
+    list_known: Annotated[bool, typer.Option("--list", help="List known models and GPUs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Tell whether a model would fit, how fast it would train, what limits it, what it costs."""
+    from megatrain.planning.estimate import estimate as estimated
+    from megatrain.planning.estimate import known
+
+    if list_known:
+        typer.echo(known())
+        return
+    if not model:
+        raise ConfigError("which model? Give a name, a folder or a run.yaml; --list shows names")
+    found = estimated(
+        model,
+        overrides or [],
+        gpu=gpu,
+        ram=ram,
+        tokens=tokens,
+        seq=seq,
+        batch_tokens=batch_tokens,
+        price_per_hour=price_per_hour,
+    )
+    typer.echo(found.to_json() if as_json else str(found))
+    if plot is not None:
+        found.draw(plot)
+    raise typer.Exit(0 if found.fits else DoesNotFit.exit_code)

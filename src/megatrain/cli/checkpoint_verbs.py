@@ -1,0 +1,66 @@
+"""The verbs for checkpoints: one now, and whether those there are whole."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from megatrain.config import load_config
+from megatrain.disk.checkpoint.restore import verify
+from megatrain.disk.checkpoint.retention import finished
+from megatrain.errors import CheckpointDamaged, RunFolderError
+from megatrain.memory.ledger import gib
+from megatrain.run.checkpoints import FOLDER
+from megatrain.run.folder import ask_for_save, is_run
+
+
+def save_now(run: Path, wait_s: float) -> str:
+    """Ask the process that trains in a run folder for a checkpoint; wait until it is there."""
+    parent = run / FOLDER
+    before = set(finished(parent))
+    ask_for_save(run)
+    until = time.monotonic() + wait_s
+    while time.monotonic() < until:
+        if new := [path for path in finished(parent) if path not in before]:
+            return f"saved in {new[0]}\n{_how_long(run)}"
+        time.sleep(0.2)
+    raise RunFolderError(
+        f"{run}: asked for a checkpoint, but none came in {wait_s:g} s. It comes after the current "
+        "step; see events.jsonl there."
+    )
+
+
+def _how_long(run: Path) -> str:
+    used = run / "config.used.yaml"  # there if someone has edited config.yaml
+    keep = load_config(used if used.exists() else run / "config.yaml").save.keep
+    newer = "one newer checkpoint is" if keep == 1 else f"{keep} newer checkpoints are"
+    return (
+        f"save.keep is {keep}: it is deleted once {newer} there. `megatrain export` it, or copy "
+        "it, to keep it longer."
+    )
+
+
+def verify_checkpoints(path: Path) -> str:
+    """Check every byte of a checkpoint, or of all of a run; return what there is to say."""
+    if not path.is_dir():
+        raise RunFolderError(f"{path}: there is no such folder")
+    if (path / FOLDER).is_dir():
+        folders = finished(path / FOLDER)
+    else:
+        folders = [] if is_run(path) else [path]
+    if not folders:
+        raise CheckpointDamaged(f"{path}: no checkpoint was ever finished here")
+    said, damaged = [], 0
+    for folder in folders:
+        try:
+            manifest = verify(folder)
+            said.append(
+                f"{folder.name}: whole, step {manifest.step}, {len(manifest.files)} files, "
+                f"{gib(manifest.num_bytes)}"
+            )
+        except CheckpointDamaged as error:
+            damaged += 1
+            said.append(f"{folder.name}: DAMAGED: {error}")
+    if damaged:
+        raise CheckpointDamaged("\n".join([*said, f"{damaged} of {len(folders)} damaged"]))
+    return "\n".join(said)

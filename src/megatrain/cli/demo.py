@@ -1,0 +1,177 @@
+"""Does it work here? A tiny model learns sums, through everything that a large one goes through.
+
+No network, no files but those it writes: a random Llama, a tokenizer of bytes with a chat template,
+and rows of one-digit sums. The streamed engine is first held against the resident model; at the end
+a second run, stopped by a signal and resumed, is held against the first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+import warnings
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+from megatrain.config import load_config
+from megatrain.disk.checkpoint.manifest import read_manifest
+from megatrain.disk.hf.model import load_model
+from megatrain.engine.batch import MicroBatch, trained_token_weights
+from megatrain.engine.engine import Engine
+from megatrain.errors import Interrupted
+from megatrain.files import make_folder, write_file
+from megatrain.memory.layout import Kind
+from megatrain.run.interrupts import Interrupts
+from megatrain.run.trainer import Trainer
+
+TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}<|assistant|>"
+    "{% generation %}{{ message['content'] }}<|end|>{% endgeneration %}"
+    "{% else %}<|user|>{{ message['content'] }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>")
+CONFIG = """\
+model: {{name_or_path: {folder}/model, dtype: fp32}}
+data: {{train: {folder}/rows.jsonl, eval: 0.05, max_length: 64}}
+train: {{steps: {steps}, batch_tokens: 512, micro_batch_tokens: 256}}
+optim: {{learning_rate: 3e-3, schedule: cosine, warmup: 0.05}}
+memory: {{device: cpu}}
+eval: {{every: {every}, samples: 4}}
+save: {{dir: {folder}/run}}
+log: {{every: 10}}
+"""
+
+
+def write_demo(folder: Path, *, num_steps: int = 120) -> Path:
+    """Write model, tokenizer, rows and config into a folder; return the config's path."""
+    folder = folder.resolve()  # the config works from anywhere
+    make_folder(folder)
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(folder / "model")
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(
+            folder / "model"
+        )
+    rows = [_row(a, b) for _ in range(8) for a in range(10) for b in range(10)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    write_file(folder / "rows.jsonl", text.encode())
+    path = folder / "demo.yaml"
+    config_text = CONFIG.format(folder=folder, steps=num_steps, every=num_steps // 2)
+    write_file(path, config_text.encode())
+    return path
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token for each byte, and a chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate((*SPECIAL, *alphabet))}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex("[^\n]*\n?"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    pad, end, *others = SPECIAL
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token=pad, eos_token=end, additional_special_tokens=others
+    )
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def streamed_equals_resident(folder: Path) -> int:
+    """Hold one step of the engine against the resident model; return how many tensors were equal.
+
+    Raises AssertionError, naming the tensor, at the first bit that differs.
+    """
+    home = load_model(folder, dtype="fp32")
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(4, 200, (2, 24), generator=generator)
+    micro = MicroBatch(input_ids=ids, labels=ids)
+    loss, gradients = _resident(folder, micro)
+    with Engine(home.decoder, home.store) as engine:
+        result = engine.step([micro])
+    assert result.loss == loss, f"loss: streamed {result.loss}, resident {loss}"
+    for name, gradient in gradients.items():
+        assert torch.equal(home.store.param(name, Kind.GRAD), gradient), f"gradient of {name}"
+    return 1 + len(gradients)
+
+
+def resumed_equals_uninterrupted(config: Path, run: Path, num_steps: int) -> int:
+    """Train again, stopped by a signal and resumed; return how many files are equal.
+
+    Raises AssertionError, naming the files, unless both runs end in the same bits.
+    """
+    stopped = run.with_name("stopped-and-resumed")
+    quiet = ["save.every=null", "eval.samples=0", "eval.every=null", f"log.every={num_steps}"]
+    settings = load_config(config, [f"save.dir={stopped}", *quiet])
+    interruption = threading.Thread(
+        target=_signal_when, args=(stopped / "metrics.jsonl", num_steps // 3), daemon=True
+    )
+    interruption.start()
+    with Interrupts() as interrupts, suppress(Interrupted):
+        with Trainer(settings, interrupts=interrupts) as trainer:
+            trainer.train()
+        raise AssertionError("the run was not interrupted")
+    with Trainer(settings, resume=True) as trainer:
+        trainer.train()
+    whole, resumed = (read_manifest((path / "last").resolve()).files for path in (run, stopped))
+    differing = [name for name in whole if whole[name] != resumed.get(name)]
+    assert not differing, f"resumed and uninterrupted differ in {differing}"
+    return len(whole)
+
+
+def _signal_when(metrics: Path, num_lines: int) -> None:
+    """Send this process SIGTERM once a run has written so many lines."""
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < num_lines:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _resident(folder: Path, micro: MicroBatch) -> tuple[float, dict[str, Tensor]]:
+    """Return loss and gradients of the plain model under ordinary autograd."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    logits = model(**micro.inputs, use_cache=False).logits
+    targets = F.pad(micro.labels[:, 1:], (0, 1), value=-100).reshape(-1)
+    rows = logits.reshape(-1, logits.shape[-1]).float()
+    logprobs = -F.cross_entropy(rows, targets, ignore_index=-100, reduction="none")
+    loss = (logprobs * trained_token_weights(targets, micro.num_trained)).sum()
+    params = dict(model.named_parameters())
+    gradients = dict(zip(params, torch.autograd.grad(loss, list(params.values())), strict=True))
+    return float(loss.detach()), gradients
+
+
+def _row(first: int, second: int) -> dict[str, object]:
+    return {
+        "messages": [
+            {"role": "user", "content": f"{first} + {second}"},
+            {"role": "assistant", "content": str(first + second)},
+        ]
+    }

@@ -1,0 +1,348 @@
+"""What each verb of the command line does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from megatrain.cache import writable_cache_folder
+from megatrain.cli.demo import (
+    resumed_equals_uninterrupted,
+    streamed_equals_resident,
+    write_demo,
+)
+from megatrain.config import load_config
+from megatrain.config.data_settings import DataSettings, Source
+from megatrain.config.other_tools.asked import Pairs
+from megatrain.config.other_tools.translate import migrate, tool_named
+from megatrain.data.chat.choice import choose_template
+from megatrain.data.chat.render import TrainOn
+from megatrain.data.preview import card_lines, show_rows
+from megatrain.data.rows.hub_rows import located
+from megatrain.data.rows.reading import parsed
+from megatrain.data.rows.source import open_source
+from megatrain.data.tokens.limits import check_limits
+from megatrain.data.tokens.prepare import prepare
+from megatrain.data.tokens.prepared import Prepared
+from megatrain.data.training_rows import gather
+from megatrain.disk.checkpoint.manifest import MANIFEST_NAME
+from megatrain.disk.checkpoint.masters import load_masters
+from megatrain.disk.checkpoint.retention import finished, step_of
+from megatrain.disk.hf.export import Origin
+from megatrain.disk.hf.folder import read_config_bytes
+from megatrain.disk.hf.model import HostModel, load_model
+from megatrain.engine.engine import Engine
+from megatrain.errors import (
+    ConfigError,
+    DataError,
+    DiskFull,
+    MegaTrainError,
+    RunFolderError,
+)
+from megatrain.files import write_file
+from megatrain.memory.layout import Kind
+from megatrain.models.config_json import parse_config
+from megatrain.report.page import write_report
+from megatrain.run.checkpoints import FOLDER
+from megatrain.run.evaluation.answers import answer_all, questions
+from megatrain.run.evaluation.judging import (
+    for_lengths,
+    judging_config,
+    left_out,
+    prompts_as_trained,
+)
+from megatrain.run.evaluation.mean_loss import mean_loss
+from megatrain.run.evaluation.samples import end_tokens
+from megatrain.run.evaluation.sampling import GREEDY, Drawing, continue_texts
+from megatrain.run.interrupts import Interrupts
+from megatrain.run.opening.balancing import router_aux_loss
+from megatrain.run.opening.model_limits import check_rows
+from megatrain.run.opening.opening import MODEL
+from megatrain.run.opening.places import read_config
+from megatrain.run.opening.planned import in_words
+from megatrain.run.opening.resolve import device_called, open_device, resolve
+from megatrain.run.opening.training_data import (
+    load_tokenizer,
+    open_data,
+)
+from megatrain.run.run_model import RunModel, chosen_model, tokenizer_folder
+from megatrain.run.trainer import Trainer
+
+Precision = Literal["bf16", "fp32"]
+STARTER = """\
+model: Qwen/Qwen3-0.6B  # an id of the Hugging Face Hub, or a folder
+data: {train: train.jsonl, eval: 0.02, max_length: 2048}
+train: {epochs: 1, batch_tokens: 128k}
+optim: {learning_rate: 1e-5, schedule: cosine, warmup: 0.03}
+"""
+
+
+_DATA = DataSettings.model_fields
+_LIMITS = ("max_bad", "max_dropped")
+
+
+def train_from(
+    path: Path, overrides: Sequence[str], *, dry_run: bool = False, resume: bool = False
+) -> str:
+    """Train; return the closing line."""
+    config = read_config(path, overrides)
+    with (
+        Interrupts() as interrupts,
+        Trainer(config, resume=resume, dry_run=dry_run, interrupts=interrupts) as trainer,
+    ):
+        if dry_run:
+            said = f"ready to train {trainer.num_steps} steps; no step was taken, nothing written"
+            return "\n".join([in_words(trainer.plan, trainer.num_steps), *trainer.notes, said])
+        outcome = trainer.train()
+        model = trainer.folder.path / MODEL
+        which = _exported(trainer, model)
+        report = report_on([trainer.folder.path], None)
+    return (
+        f"loss {outcome.first_loss:.4f} to {outcome.last_loss:.4f} in {outcome.num_steps} steps, "
+        f"{outcome.total_tokens:,} tokens, {outcome.seconds:.0f} s\n{which}, in {model}\n{report}"
+    )
+
+
+def _exported(trainer: Trainer, target: Path) -> str:
+    """Export the result of a run; return which model it is."""
+    try:
+        return trainer.export(target)
+    except DiskFull as error:
+        run = trainer.folder.path
+        raise DiskFull(
+            f"{error}. The run is complete and saved after step {trainer.checkpoints.saved_step}; "
+            f"`megatrain export {run} FOLDER` writes its model where there is room"
+        ) from error
+
+
+def report_on(runs: Sequence[Path], target: Path | None) -> str:
+    """Write the report; return where it is."""
+    for run in runs:
+        if not (run / "metrics.jsonl").exists():
+            raise RunFolderError(f"{run}: has no metrics.jsonl: give the folder of a run")
+    written = write_report(list(runs), target or runs[0] / "report.html")
+    return "\n".join(f"report in {path}" for path in written)
+
+
+def evaluate_model(
+    model: Path,
+    data: Path,
+    max_rows: int | None,
+    *,
+    answers: bool = False,
+    best: bool = False,
+    max_length: int | None = None,
+    name: str | None = None,
+    split: str | None = None,
+) -> str:
+    """Return the loss and perplexity of a model on a file, in words, and which rows were left out.
+
+    `name` and `split` choose a part of a Hub dataset.
+
+    With `answers` the model also writes each answer of the rows, and the exact ones are counted.
+    """
+    found_model = _found(model, best=best)
+    folder = found_model.folder
+    source = Source(path=str(data), name=name, split=split)
+    config = judging_config(found_model, source, max_rows, max_length)
+    tokenizer = load_tokenizer(folder)
+    rows = gather(config, tokenizer)
+    said = left_out(rows.held[0], config.data.max_length)
+    config = for_lengths(config, rows.held[0])
+    device, place = open_device(config)
+    home = _loaded(folder)
+    said += check_rows(rows.sources, home.decoder)
+    opened = open_data(config, tokenizer, resolve(config, device, place), rows)
+    coefficient = router_aux_loss(config, home.decoder)
+    with Engine(home.decoder, home.store, device=device, router_aux_loss=coefficient) as engine:
+        found = mean_loss(engine, opened.eval_batches())
+        opened.close()
+        assert found is not None, "prepared data has a trained token"
+        said.append(f"{found.in_words()} over {found.num_trained:,} trained tokens")
+        if answers:
+            asked = questions(rows.held[0], max_rows)
+            told = answer_all(engine, asked, end_tokens(tokenizer, home), _plain_text(tokenizer))
+            said.append(told.in_words())
+    return "\n".join(said)
+
+
+def export_model(
+    model: Path, target: Path, *, best: bool = False, dtype: Precision | None = None
+) -> str:
+    """Write the model of a run as a Hugging Face folder; return what there is to say about it.
+
+    `dtype` fp32 writes the masters, None the precision that the run was trained in.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target}: exists already and is not empty; give another name")
+    found = _found(model, best=best)
+    held = _precision(found.folder)
+    masters = dtype == "fp32" and held == "bf16" and found.step is not None
+    home = load_masters(_checkpoint_of(found)) if masters else _loaded(found.folder, dtype)
+    origin = None if found.step is None else Origin(step=found.step, best_loss=found.best_loss)
+    home.export(target, origin=origin, masters=masters)
+    num_params = sum(param.num_elements for param in home.decoder.params)
+    of_step = "" if found.step is None else f" of step {found.step}"
+    if dtype == "fp32" and held == "bf16" and not masters:
+        of_step = " widened from bf16, which is all the folder has,"
+    written = dtype or held
+    return f"{num_params:,} params{of_step} in {target}, {written}: from_pretrained loads it"
+
+
+def _checkpoint_of(found: RunModel) -> Path:
+    """Return the checkpoint of a run's model: only there are its masters."""
+    if (found.folder.parent / MANIFEST_NAME).is_file():
+        return found.folder.parent
+    for checkpoint in finished(found.run / FOLDER) if found.run is not None else ():
+        if step_of(checkpoint) == found.step:
+            return checkpoint
+    raise RunFolderError(
+        f"{found.folder}: the masters of step {found.step} are in no checkpoint of the run any "
+        "more. Without --dtype fp32 its bf16 weights are exported."
+    )
+
+
+def sample_from(
+    model: Path,
+    prompts: Sequence[str],
+    max_new_tokens: int,
+    drawing: Drawing = GREEDY,
+    *,
+    system: str | None = None,
+    device: str = "auto",
+    best: bool = False,
+) -> list[str]:
+    """Return a model's answers to what a user says, computed on `device`."""
+    place, _ = device_called(device)
+    found = _found(model, best=best)
+    tokenizer = load_tokenizer(found.folder)
+    kwargs = prompts_as_trained(found, tokenizer)
+    home = _loaded(found.folder)
+    asked = [_prompt_tokens(tokenizer, prompt, system, kwargs) for prompt in prompts]
+    with Engine(home.decoder, home.store, device=place) as engine:
+        ends = end_tokens(tokenizer, home)
+        made = continue_texts(engine, asked, max_new_tokens, ends, drawing)
+    return [str(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in made]
+
+
+def look_at_data(
+    path: Path,
+    model: Path,
+    max_length: int,
+    samples: int,
+    *,
+    name: str | None = None,
+    split: str | None = None,
+    train_on: TrainOn = "assistant",
+    chat_template: str | None = None,
+) -> None:
+    """Print what a file holds, and which of its tokens would be trained."""
+    tokenizer = load_tokenizer(tokenizer_folder(model))
+    choose_template(tokenizer, chat_template)
+    prepared: Prepared = prepare(
+        located(path, name=name, split=split),
+        tokenizer,
+        cache_dir=writable_cache_folder(),
+        max_length=max_length,
+        train_on=train_on,
+        max_bad=1.0,
+        max_dropped=1.0,
+    )
+    for line in card_lines(prepared.card):
+        print(line)
+    show_rows(prepared, tokenizer, samples)
+    try:
+        check_limits(prepared.card, **{key: _DATA[key].default for key in _LIMITS})
+    except DataError as error:
+        print(f"`megatrain train` would refuse these rows: {error}")
+
+
+def init_config(
+    target: Path, source: Path | None, *, tool: str | None = None, num_gpus: int = 1
+) -> str:
+    """Write a config; return what there is to say about it."""
+    if target.exists():
+        raise ConfigError(f"{target}: exists already; give another name")
+    if source is None:
+        write_file(target, STARTER.encode())
+        return f"wrote {target}: set model and data, then `megatrain train {target}`"
+    named = None if tool is None else tool_named(tool)
+    migration = migrate(source, named, num_gpus=num_gpus, pairs_of=_pairs_of)
+    write_file(target, migration.to_yaml().encode())
+    said = f"{migration.report()}\nwrote {target}"
+    try:
+        load_config(target)
+    except ConfigError as error:
+        said += f", which does not load yet:\n{error}"
+    return said
+
+
+def _pairs_of(source: str) -> Pairs | None:
+    """Return what prompt and completion of the rows of a file here are; None: not to be told."""
+    if not Path(source).exists():
+        return None
+    try:
+        opened = open_source(source)
+        if opened.format.columns != ("prompt", "completion"):
+            return "none"
+        row = parsed(next(iter(opened.values()))[1])
+    except (MegaTrainError, StopIteration):
+        return None
+    is_text = isinstance(row, dict) and isinstance(row.get("prompt"), str)
+    return "strings" if is_text else "turns"
+
+
+def run_demo(folder: Path, num_steps: int) -> None:
+    """Make a tiny model and data, prove the engine on it, train it, write a report."""
+    if folder.exists():
+        raise RunFolderError(f"{folder}: exists already; give another name")
+    config = write_demo(folder, num_steps=num_steps)
+    count = streamed_equals_resident(folder / "model")
+    print(f"streamed = resident: {count} tensors equal to the bit", flush=True)
+    print(train_from(config, []), flush=True)
+    count = resumed_equals_uninterrupted(config, folder / "run", num_steps)
+    print(f"resumed = uninterrupted: {count} files equal to the bit", flush=True)
+    for prompt, answer in zip(
+        ("3 + 4", "9 + 8"), sample_from(folder / "run", ["3 + 4", "9 + 8"], 8), strict=True
+    ):
+        print(f"{prompt} = {answer}", flush=True)
+
+
+def _found(model: Path, *, best: bool) -> RunModel:
+    """Return the model that is meant, and say which it is."""
+    found = chosen_model(model, best=best)
+    print(found, file=sys.stderr, flush=True)
+    return found
+
+
+def _plain_text(tokenizer: Any) -> Callable[[list[int]], str]:
+    return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)).strip()
+
+
+def _loaded(folder: Path, dtype: Precision | None = None) -> HostModel:
+    """Load a model to be read, in the precision of its folder or another; it gets no moments."""
+    return load_model(folder, dtype=dtype or _precision(folder), kinds=(Kind.HI,))
+
+
+def _precision(folder: Path) -> Precision:
+    single = parse_config(read_config_bytes(folder)).dtype is torch.float32
+    return "fp32" if single else "bf16"
+
+
+def _prompt_tokens(
+    tokenizer: Any, prompt: str, system: str | None, kwargs: Mapping[str, Any]
+) -> list[int]:
+    if not getattr(tokenizer, "chat_template", None):
+        if system is not None:
+            raise ConfigError("--system: the tokenizer has no chat template to put it in")
+        return list(tokenizer.encode(prompt))
+    turns = [] if system is None else [{"role": "system", "content": system}]
+    turns.append({"role": "user", "content": prompt})
+    text = tokenizer.apply_chat_template(
+        turns, tokenize=False, add_generation_prompt=True, **kwargs
+    )
+    return list(tokenizer.encode(text, add_special_tokens=False))

@@ -1,0 +1,119 @@
+"""LLaMA-Factory's dataset_info.json: what its names of datasets stand for.
+
+The file lies in `dataset_dir`, looked for from the working directory and beside the config. A name
+becomes a file or a dataset of the Hub with one of our formats. What our formats cannot read as
+LLaMA-Factory would (other columns, other tags, preferences, scripts) is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatrain.config.other_tools.asked import Asked, Dropped
+
+FILE = "dataset_info.json"
+MAX_BYTES = 8 << 20
+ONLINE = "ONLINE"
+_ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "system": "system",
+           "history": "history", "tools": "tools"}  # fmt: skip
+_PAIRS = (("prompt", "completion"), ("prompt", "response"), ("query", "response"),
+          ("question", "answer"))  # fmt: skip
+_MESSAGES = {"messages": ("conversations", "messages"), "system": ("system",), "tools": ("tools",)}
+_TAGS = {
+    "role_tag": ("from", "role"),
+    "content_tag": ("value", "content"),
+    "user_tag": ("human", "user"),
+    "assistant_tag": ("gpt", "assistant", "model", "bot"),
+    "observation_tag": ("observation", "tool", "tool_response"),
+    "function_tag": ("function_call", "tool_call"),
+    "system_tag": ("system", "developer"),
+}
+_READ = {"file_name", "hf_hub_url", "subset", "split", "formatting", "columns", "tags"}
+
+
+def sources(names: list[str], asked: Asked) -> list[dict[str, Any]]:
+    """Return the source that each name stands for. Raises Dropped."""
+    folder = str(asked.given("dataset_dir", "data"))
+    if folder == ONLINE:
+        return [{"path": name} for name in names]
+    for place in (Path(folder), asked.folder / folder):
+        if os.path.isfile(place / FILE):
+            info = _read(place / FILE)
+            return [_source(name, info, place) for name in names]
+    raise Dropped(
+        f"{', '.join(names)}: names of {Path(folder) / FILE}, which is not here: give data.train "
+        "the paths of their files"
+    )
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise Dropped(f"{path} is larger than {MAX_BYTES >> 20} MiB")
+        info = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise Dropped(f"{path} cannot be read: {str(error)[:100]}") from error
+    if not isinstance(info, Mapping):
+        raise Dropped(f"{path} is not a table of datasets")
+    return info
+
+
+def _source(name: str, info: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    entry = info.get(name)
+    if not isinstance(entry, Mapping):
+        raise Dropped(f"{name} is not in {folder / FILE}")
+    try:
+        found = _place(entry, folder) | {"format": _format(entry)}
+    except Dropped as reason:
+        raise Dropped(f"{name} of {folder / FILE}: {reason}") from None
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _place(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    if entry.get("ranking"):
+        raise Dropped("preferences, and only next-token training is done")
+    if unread := [str(key) for key in entry if key not in _READ and entry[key] not in (None, "")]:
+        raise Dropped(f"{', '.join(sorted(unread))} cannot be kept")
+    if isinstance(entry.get("hf_hub_url"), str):
+        split = entry.get("split")
+        return {
+            "path": entry["hf_hub_url"],
+            "name": entry.get("subset"),
+            "split": None if split == "train" else split,
+        }
+    if not isinstance(entry.get("file_name"), str):
+        raise Dropped("it has neither file_name nor hf_hub_url")
+    return {"path": str(folder / entry["file_name"])}
+
+
+def _format(entry: Mapping[str, Any]) -> str:
+    kind = entry.get("formatting") or "alpaca"
+    columns, tags = (_mapping(entry, key) for key in ("columns", "tags"))
+    if kind in ("sharegpt", "openai"):
+        for given, allowed in ((columns, _MESSAGES), (tags, _TAGS)):
+            for key, value in given.items():
+                if value not in allowed.get(key, ()):
+                    raise Dropped(f"{key} {value} is not a name that is read here")
+        return "messages"
+    if kind != "alpaca":
+        raise Dropped(f"formatting {kind} is not known here")
+    pair = columns.get("prompt"), columns.get("response")
+    if set(columns) == {"prompt", "response"} and pair in _PAIRS:
+        return "prompt_completion"
+    if columns == {"prompt": "text"}:
+        return "text"
+    for key, value in columns.items():
+        if _ALPACA.get(key) != value:
+            raise Dropped(f"column {value} for {key} is not read; rename it {_ALPACA.get(key, '')}")
+    return "alpaca"
+
+
+def _mapping(entry: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = entry.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise Dropped(f"{key} is not a table")
+    return value

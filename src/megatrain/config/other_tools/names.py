@@ -1,0 +1,340 @@
+"""What other tools call things: their key, and ours, or why there is none.
+
+One table per tool, all read by two: a config with such a key is refused with the hint from here,
+and translate.py translates whole files by it. docs/migration.md is written from it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What becomes of one foreign key."""
+
+    to: str = ""
+    """Our key; empty if there is none."""
+    why: str = ""
+    """Why there is none, or what to know of ours."""
+
+
+FULL = "every weight is trained, there are no adapters"
+EXACT = "weights are kept exact, nothing is quantized"
+STREAMED = "weights are streamed from host memory, without DeepSpeed, FSDP or accelerate"
+ONE_PROCESS = "one process drives one device"
+RECOMPUTE = "always done, as backward runs each block's forward again"
+INDEXED = "rows are tokenised once, by a process per core, and then read by index"
+NO_CODE = "code in a model folder is never run"
+VERB = "the command says it: megatrain train, eval, export"
+RESUME = "megatrain train --resume goes on from the last checkpoint"
+HUB = "megatrain export writes a folder; upload that"
+SAFE = "always done"
+OWN_TEMPLATE = (
+    "chat template and special tokens are the tokenizer's own; data.chat_template takes another"
+)
+NO_METHOD = "next-token training only, no preference or reinforcement method"
+NO_TRICK = "not done: it changes what is learned"
+NO_KERNEL = "no switch: logits exist in chunks anyway, and results stay exact"
+BY_ROWS = "rows x accumulation x GPUs; train.batch_tokens where rows are packed"
+SHUFFLED = "rows have a new order in each epoch; data.shuffle: false keeps that of the files"
+MIXED = "sources are concatenated; data.train.weight repeats the rows of one"
+MICRO = "evaluation uses train.micro_batch_tokens"
+PRINTED = "the log and the report have it"
+NAMED = "a run is called by its folder, save.dir"
+CACHE = "tokenised rows are kept under a hash of all that decides them, in $MEGATRAIN_CACHE"
+NOTHING_LIKE = "nothing here does that"
+
+
+def _table(renamed: dict[str, str], dropped: dict[str, str]) -> dict[str, Rule]:
+    """Return rules from {key: our key, or "our key; what to know"} and {why: keys}."""
+    rules = {}
+    for key, text in renamed.items():
+        to, _, why = text.partition("; ")
+        rules[key] = Rule(to=to, why=why)
+    for why, keys in dropped.items():
+        rules |= {key: Rule(why=why) for key in keys.split()}
+    return rules
+
+
+_HF = _table(
+    {
+        "output_dir": "save.dir",
+        "learning_rate": "optim.learning_rate",
+        "weight_decay": "optim.weight_decay",
+        "adam_beta1": "optim.betas",
+        "adam_beta2": "optim.betas",
+        "adam_epsilon": "optim.eps",
+        "optim": "optim.name",
+        "max_grad_norm": "train.max_grad_norm",
+        "num_train_epochs": "train.epochs",
+        "max_steps": "train.steps",
+        "lr_scheduler_type": "optim.schedule",
+        "lr_scheduler_kwargs": "optim.final_fraction",
+        "warmup_ratio": "optim.warmup; a number below 1 is a fraction of the run",
+        "warmup_steps": "optim.warmup; a whole number is steps",
+        "logging_steps": "log.every",
+        "logging_strategy": "log.every",
+        "eval_steps": "eval.every",
+        "eval_strategy": "eval.every",
+        "evaluation_strategy": "eval.every",
+        "save_steps": "save.every",
+        "save_strategy": "save.every",
+        "save_total_limit": "save.keep",
+        "load_best_model_at_end": "save.best",
+        "seed": "train.seed",
+        "data_seed": "data.seed",
+        "report_to": "log.to",
+        "bf16": "model.dtype; bf16 or fp32",
+        "fp16": "model.dtype; bf16 or fp32",
+        "torch_compile": "train.compile",
+        "use_cpu": "memory.device",
+        "per_device_train_batch_size": f"train.batch_rows; {BY_ROWS}",
+        "gradient_accumulation_steps": f"train.batch_rows; {BY_ROWS}",
+        "auto_find_batch_size": "train.micro_batch_tokens; auto is the default",
+    },
+    {
+        VERB: "do_train do_eval do_predict predict_with_generate",
+        RESUME: "resume_from_checkpoint overwrite_output_dir ignore_data_skip",
+        RECOMPUTE: "gradient_checkpointing gradient_checkpointing_kwargs",
+        STREAMED: "deepspeed fsdp fsdp_config accelerator_config",
+        ONE_PROCESS: "ddp_timeout ddp_find_unused_parameters local_rank ddp_backend "
+        "ddp_bucket_cap_mb",
+        INDEXED: "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor "
+        "dataloader_persistent_workers",
+        "no row is left out: the last step of an epoch may have fewer": "dataloader_drop_last",
+        MICRO: "per_device_eval_batch_size eval_accumulation_steps bf16_full_eval fp16_full_eval",
+        HUB: "push_to_hub hub_model_id hub_strategy hub_token hub_private_repo",
+        NAMED: "run_name",
+        PRINTED: "logging_dir logging_first_step disable_tqdm log_level "
+        "include_num_input_tokens_seen include_tokens_per_second logging_nan_inf_filter",
+        NO_TRICK: "neftune_noise_alpha label_smoothing_factor",
+        NO_KERNEL: "use_liger_kernel liger_kernel_config",
+        SAFE: "save_safetensors remove_unused_columns",
+        "packing fills micro-batches with rows of any length": "group_by_length length_column_name",
+        "a checkpoint can always be resumed": "save_only_model",
+        "the best is the one with the lowest evaluation loss": "metric_for_best_model "
+        "greater_is_better",
+        "sums are those of the dtype": "tf32 half_precision_backend",
+        NOTHING_LIKE: "optim_args torch_empty_cache_steps eval_on_start eval_delay "
+        "torch_compile_backend torch_compile_mode",
+    },
+)
+
+LLAMA_FACTORY = _HF | _table(
+    {
+        "model_name_or_path": "model.name_or_path",
+        "flash_attn": "model.attn",
+        "model_revision": "model.revision",
+        "dataset": "data.train; the files and formats that dataset_info.json names",
+        "eval_dataset": "data.eval; the files and formats that dataset_info.json names",
+        "val_size": "data.eval; held out of each source, there of all together",
+        "cutoff_len": "data.max_length",
+        "packing": "data.packing",
+        "neat_packing": "data.packing; rows never attend to each other",
+        "train_on_prompt": "data.train_on",
+        "stage": "data.train_on; pt trains on all tokens, sft on the assistant's",
+        "moe_aux_loss_coef": "train.router_aux_loss",
+        "mask_history": "data.train_on; last is the last turn alone",
+        "enable_thinking": "data.template_kwargs",
+        "pure_bf16": "model.dtype; masters are fp32 all the same",
+        "new_special_tokens": "model.add_tokens",
+        "add_special_tokens": "model.add_tokens",
+        "add_tokens": "model.add_tokens; as special tokens",
+    },
+    {
+        NO_METHOD: "pref_beta pref_loss pref_ftx ref_model reward_model kto_chosen_weight "
+        "simpo_gamma",
+        FULL: "finetuning_type lora_rank lora_alpha lora_dropout lora_target adapter_name_or_path "
+        "additional_target loraplus_lr_ratio use_rslora use_dora pissa_init create_new_adapter "
+        "freeze_extra_modules",
+        EXACT: "quantization_bit quantization_method quantization_type double_quantization "
+        "upcast_layernorm",
+        OWN_TEMPLATE: "template tool_format default_system resize_vocab "
+        "use_fast_tokenizer split_special_tokens",
+        NO_CODE: "trust_remote_code",
+        CACHE: "overwrite_cache tokenized_path cache_dir preprocessing_batch_size",
+        INDEXED: "preprocessing_num_workers streaming buffer_size",
+        MIXED: "mix_strategy interleave_probs",
+        PRINTED: "plot_loss include_effective_tokens_per_second",
+        NO_KERNEL: "enable_liger_kernel use_unsloth use_unsloth_gc",
+        RECOMPUTE: "disable_gradient_checkpointing",
+        NO_TRICK: "use_galore use_badam use_apollo use_muon use_llama_pro "
+        "mixture_of_depths rope_scaling shift_attn",
+        HUB: "export_dir hf_hub_token",
+        "dataset_info.json is looked for there": "dataset_dir",
+        "text alone is trained on": "media_dir",
+        "list what is frozen in model.frozen": "freeze_trainable_layers freeze_trainable_modules",
+        "every row is trained on: cut the file itself": "max_samples",
+        MICRO: "eval_on_each_dataset infer_backend infer_dtype",
+        NOTHING_LIKE: "ray_run_name ray_num_workers",
+    },
+)
+
+AXOLOTL = {
+    key: rule
+    for key, rule in _HF.items()
+    if key
+    not in (
+        "num_train_epochs",
+        "per_device_train_batch_size",
+        "lr_scheduler_type",
+        "optim",
+        "report_to",
+    )
+} | _table(
+    {
+        "base_model": "model.name_or_path",
+        "revision_of_model": "model.revision",
+        "datasets": "data.train",
+        "test_datasets": "data.eval",
+        "val_set_size": "data.eval",
+        "sequence_len": "data.max_length",
+        "excess_length_strategy": "data.overlong",
+        "sample_packing": "data.packing; rows never attend to each other",
+        "train_on_inputs": "data.train_on",
+        "micro_batch_size": f"train.batch_rows; {BY_ROWS}",
+        "chat_template_jinja": "data.chat_template",
+        "chat_template_kwargs": "data.template_kwargs",
+        "curriculum_sampling": "data.shuffle",
+        "num_epochs": "train.epochs",
+        "optimizer": "optim.name",
+        "lr_scheduler": "optim.schedule",
+        "cosine_min_lr_ratio": "optim.final_fraction",
+        "attn_implementation": "model.attn",
+        "flash_attention": "model.attn",
+        "sdp_attention": "model.attn",
+        "flex_attention": "model.attn",
+        "eager_attention": "model.attn",
+        "use_wandb": "log.to",
+        "wandb_project": "log.to",
+        "use_tensorboard": "log.to",
+        "use_trackio": "log.to",
+        "early_stopping_patience": "eval.patience",
+        "tokens": "model.add_tokens; as special tokens",
+    },
+    {
+        FULL: "adapter lora_r lora_alpha lora_dropout lora_target_modules lora_target_linear "
+        "lora_modules_to_save lora_model_dir peft_use_dora peft lora_mlp_kernel lora_qkv_kernel "
+        "lora_o_kernel relora_steps",
+        EXACT: "load_in_8bit load_in_4bit gptq qat quantization",
+        OWN_TEMPLATE: "chat_template special_tokens tokenizer_type tokenizer_config "
+        "default_system_message resize_token_embeddings_to_32x",
+        NO_CODE: "trust_remote_code",
+        "there are no plugins": "plugins",
+        NO_METHOD: "rl dpo_beta trl reward_model process_reward_model",
+        "the model's config.json says it": "model_type base_model_config is_llama_derived_model "
+        "is_mistral_derived_model is_falcon_derived_model",
+        CACHE: "dataset_prepared_path dataset_exact_deduplication skip_prepare_dataset",
+        INDEXED: "dataset_processes dataset_num_proc streaming",
+        SHUFFLED: "shuffle_merged_datasets",
+        "a sequence is as long as its rows, without padding": "pad_to_sequence_len "
+        "eval_sample_packing pad_to_multiple_of",
+        "say it in steps: eval.every, save.every": "evals_per_epoch saves_per_epoch",
+        "list what is frozen in model.frozen": "unfrozen_parameters",
+        NO_KERNEL: "liger_rope liger_rms_norm liger_glu_activation "
+        "liger_fused_linear_cross_entropy cut_cross_entropy flash_attn_cross_entropy "
+        "flash_attn_rms_norm unsloth_cross_entropy_loss",
+        "there is no such attention; sdpa is the default": "xformers_attention s2_attention",
+        RESUME: "auto_resume_from_checkpoints",
+        NAMED: "wandb_entity wandb_watch wandb_name wandb_log_model wandb_run_id",
+        PRINTED: "debug include_tokens_per_second_per_gpu mlflow_experiment_name",
+        NO_TRICK: "noisy_embedding_alpha loss_watchdog_threshold loss_watchdog_patience "
+        "embedding_lr lisa_n_layers",
+        NOTHING_LIKE: "strict hub_model_revision eval_table_size "
+        "eval_max_new_tokens sequence_parallel_degree context_parallel_size",
+    },
+)
+
+TRL = _HF | _table(
+    {
+        "model_name_or_path": "model.name_or_path",
+        "dtype": "model.dtype",
+        "torch_dtype": "model.dtype",
+        "attn_implementation": "model.attn",
+        "model_revision": "model.revision",
+        "dataset_name": "data.train",
+        "dataset_config": "data.train; name of a source",
+        "dataset_train_split": "data.train; split of a source",
+        "dataset_test_split": "data.eval; split of a source",
+        "chat_template_path": "data.chat_template",
+        "datasets": "data.train",
+        "max_length": "data.max_length",
+        "max_seq_length": "data.max_length",
+        "packing": "data.packing; rows never attend to each other",
+        "assistant_only_loss": "data.train_on",
+        "completion_only_loss": "data.train_on",
+        "activation_offloading": "memory.tape",
+        "router_aux_loss_coef": "train.router_aux_loss; the mean over a step, not over each "
+        "micro-batch",
+    },
+    {
+        FULL: "use_peft lora_r lora_alpha lora_dropout lora_target_modules lora_modules_to_save "
+        "lora_task_type use_rslora use_dora",
+        EXACT: "load_in_8bit load_in_4bit bnb_4bit_quant_type use_bnb_nested_quant",
+        OWN_TEMPLATE: "eos_token pad_token",
+        NO_CODE: "trust_remote_code",
+        NO_METHOD: "beta loss_type num_generations max_prompt_length max_completion_length",
+        INDEXED: "dataset_num_proc dataset_streaming dataset_batch_size",
+        SHUFFLED: "shuffle_dataset",
+        "what a row is made of is detected; see data.train.format": "dataset_text_field "
+        "dataset_kwargs",
+        "a sequence is as long as its rows, without padding": "padding_free pad_to_multiple_of "
+        "packing_strategy eval_packing",
+        NOTHING_LIKE: "model_init_kwargs",
+    },
+)
+
+_ELSEWHERE = _table(
+    {
+        "lr": "optim.learning_rate",
+        "min_lr": "optim.final_fraction; a fraction of the peak",
+        "batch_size": f"train.batch_rows; {BY_ROWS}",
+        "global_batch_size": f"train.batch_rows; {BY_ROWS}",
+        "max_seq_len": "data.max_length",
+        "model_max_length": "data.max_length",
+        "block_size": "data.max_length",
+        "betas": "optim.betas",
+        "clip_grad_norm": "train.max_grad_norm",
+        "gradient_clipping": "train.max_grad_norm",
+        "precision": "model.dtype",
+        "checkpoint_dir": "save.dir",
+        "grad_accum": f"train.batch_rows; {BY_ROWS}",
+    },
+    {STREAMED: "zero_stage cpu_offload", EXACT: "quantize fp8", INDEXED: "num_workers"},
+)
+_PREFIXES = {
+    FULL: ("lora", "qlora", "dora_", "peft", "adapter"),
+    EXACT: ("bnb_", "quant", "load_in_", "gptq", "awq"),
+    STREAMED: ("deepspeed", "fsdp", "zero_", "accelerate"),
+    ONE_PROCESS: ("ddp_", "nproc", "num_gpus", "tensor_parallel"),
+    NO_METHOD: ("dpo_", "ppo_", "grpo_", "kto_", "orpo_"),
+    HUB: ("hub_", "push_to"),
+}
+NAMES = _ELSEWHERE | AXOLOTL | TRL | LLAMA_FACTORY
+"""Every foreign key. Where tools disagree, the meaning is still the same key of ours."""
+
+
+def prefix_rule(key: str) -> Rule | None:
+    """Return what is known of a key by how it begins, like lora_anything."""
+    for why, prefixes in _PREFIXES.items():
+        if key.lower().startswith(prefixes):
+            return Rule(why=why)
+    return None
+
+
+def hint(key: str) -> str:
+    """Return what to say to someone who used another tool's key, or one near it; else nothing."""
+    name = key.lower().replace("-", "_")
+    rule = NAMES.get(name) or prefix_rule(name)
+    if rule is not None:
+        return f"Here it is {_ours(rule)}." if rule.to else f"There is none: {rule.why}."
+    near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.85)
+    if near and NAMES[near[0]].to:
+        return f"Did you mean {NAMES[near[0]].to} ({near[0]} elsewhere)?"
+    return ""
+
+
+def _ours(rule: Rule) -> str:
+    return f"{rule.to} ({rule.why})" if rule.why else rule.to

@@ -1,0 +1,95 @@
+"""Datasets as other tools name them, as sources of ours."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from megatrain.config.other_tools import dataset_info
+from megatrain.config.other_tools.asked import Asked, Dropped
+
+_FORMATS = {"alpaca": "alpaca", "chat_template": "messages", "sharegpt": "messages",
+            "completion": "text", "pretraining_dataset": "text"}  # fmt: skip
+_KEPT = {"path", "type", "data_files", "ds_type", "name", "split", "revision"}
+_LOADERS = ("json", "csv", "parquet", "text")
+"""Names of `datasets` for files, not datasets."""
+ALPACA_PROMPT = "Axolotl writes alpaca rows as the Alpaca prompt; here they take the chat template"
+
+
+def llama_factory(value: Any, asked: Asked) -> tuple[Any, str]:
+    """Names of dataset_info.json, concatenated as there."""
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, list) or not names:
+        raise Dropped("not a list of names")
+    return dataset_info.sources([str(name).strip() for name in names], asked), ""
+
+
+def trl_train(value: Any, asked: Asked) -> tuple[Any, str]:
+    """dataset_name with its configuration and split."""
+    if asked.get("datasets"):
+        raise Dropped("datasets is given, and counts")
+    return [_hub_source(asked, asked.given("dataset_train_split", "train"))], ""
+
+
+def trl_eval(value: Any, asked: Asked) -> tuple[Any, str]:
+    """The split to evaluate on, if TRL evaluates at all."""
+    strategy = asked.given("eval_strategy", asked.given("evaluation_strategy", "no"))
+    if strategy in ("no", False) or asked.get("datasets"):
+        raise Dropped("nothing is evaluated there")
+    return [_hub_source(asked, value)], ""
+
+
+def _hub_source(asked: Asked, split: Any) -> dict[str, Any]:
+    name = asked.get("dataset_name")
+    if not isinstance(name, str) or not name:
+        raise Dropped("dataset_name is not given")
+    if os.path.exists(name):
+        if split != "train":
+            raise Dropped(f"{name} is on this disk and has no splits: give data.eval a file")
+        return {"path": name}
+    return _named(name, asked.get("dataset_config"), split, None)
+
+
+def _named(path: str, name: Any, split: Any, revision: Any) -> dict[str, Any]:
+    chosen = {"name": name, "split": None if split == "train" else split, "revision": revision}
+    return {"path": path} | {key: str(value) for key, value in chosen.items() if value is not None}
+
+
+def listed(value: Any, asked: Asked) -> tuple[Any, str]:
+    """Axolotl's and TRL's lists of {path, name, split, and more}."""
+    sources: list[dict[str, Any]] = []
+    notes: dict[str, None] = {}
+    unused: set[str] = set()
+    for item in value if isinstance(value, list) else [value]:
+        item = {"path": item} if isinstance(item, str) else item
+        if not isinstance(item, dict) or not item.get("path"):
+            raise Dropped("an entry has no path")
+        kind = str(item.get("type") or "").partition(".")[0].partition(":")[0]
+        if kind == "alpaca":
+            notes[ALPACA_PROMPT] = None
+        elif kind and kind not in _FORMATS:
+            notes[f"type {kind} is not known here: the format is detected"] = None
+        shape = {"format": _FORMATS[kind]} if kind in _FORMATS else {}
+        sources += [source | shape for source in _places(item)]
+        unused |= {str(key) for key in item if key not in _KEPT and item[key] is not None}
+    if unused:
+        notes[f"not used: {', '.join(sorted(unused))}"] = None
+    return sources, "; ".join(notes)
+
+
+def _places(item: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return where the rows of an entry are: its files, or the dataset."""
+    files = item.get("data_files")
+    files = [files] if isinstance(files, str) else files or []
+    if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
+        raise Dropped("data_files is neither a name nor a list of names")
+    path = str(item["path"])
+    if files and (path in _LOADERS or os.path.exists(path)):
+        base = Path() if path in _LOADERS else Path(path)
+        return [{"path": str(base / file)} for file in files]
+    if files:
+        raise Dropped(f"{path}: single files of a dataset on the Hub cannot be chosen")
+    if os.path.exists(path) or Path(path).suffix in (".jsonl", ".json", ".csv", ".txt", ".parquet"):
+        return [{"path": path}]
+    return [_named(path, item.get("name"), item.get("split"), item.get("revision"))]

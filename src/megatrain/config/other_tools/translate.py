@@ -1,0 +1,265 @@
+"""Configs of LLaMA-Factory, Axolotl and TRL, translated to ours, with an account of every key.
+
+    result = migrate("sft.yaml")
+    result.tool       # "LLaMA-Factory", told by its keys
+    result.config     # nested, for Config or to_yaml()
+    result.lines      # what became of each key: mapped, changed, default, dropped, unknown
+
+Keys are translated by the tables of names.py; values that differ in form by the converters
+of values.py and sources.py. What a tool does when a key is absent, null or cannot be kept is
+written out where we would do something else (defaults.py), so that the run stays the same.
+
+Laws (tests/config/other_tools/test_translate.py, test_same_steps.py)
+    1. Every key of the file has exactly one line; nothing is taken that is not told.
+    2. A migrated run has as many steps as the tool would take, for any number of rows; packed runs,
+       whose steps depend on how rows fill sequences, say so.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path as FilePath
+from typing import Any, Literal
+
+from megatrain.config.load import write_yaml
+from megatrain.config.other_tools.asked import Asked, Dropped, Pairs, Tool
+from megatrain.config.other_tools.defaults import (
+    ACCUMULATION,
+    ALWAYS,
+    DEFAULTS,
+    NULL_MEANS,
+    ROWS,
+    batch,
+)
+from megatrain.config.other_tools.names import AXOLOTL, LLAMA_FACTORY, TRL, Rule, prefix_rule
+from megatrain.config.other_tools.values import converter, trl_names
+from megatrain.config.settings import SECTIONS
+from megatrain.config.yaml_reader import Document, read_document
+from megatrain.errors import ConfigError
+
+Outcome = Literal["mapped", "changed", "default", "dropped", "unknown"]
+
+TABLES: dict[Tool, dict[str, Rule]] = {
+    "LLaMA-Factory": LLAMA_FACTORY,
+    "Axolotl": AXOLOTL,
+    "TRL": TRL,
+}
+_BATCH = (*dict.fromkeys(key for key, _ in ROWS.values()), ACCUMULATION)
+_SHORT = {tool.lower().replace("-", ""): tool for tool in TABLES} | {
+    "llama_factory": "LLaMA-Factory", "llama-factory": "LLaMA-Factory", "lf": "LLaMA-Factory",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """What became of one key."""
+
+    key: str
+    outcome: Outcome
+    ours: str = ""
+    value: Any = None
+    """What our key was given."""
+    note: str = ""
+
+    def __str__(self) -> str:
+        note = f"  ({self.note})" if self.note and self.ours else self.note
+        given = f"{self.ours} = {write_yaml(self.value)}" if self.ours else ""
+        return f"{self.outcome:8} {self.key:32} {given}{note}".rstrip()
+
+
+@dataclass(slots=True, kw_only=True)
+class Migration:
+    """A translated config."""
+
+    tool: Tool
+    config: dict[str, dict[str, Any]] = field(default_factory=dict)
+    lines: list[Line] = field(default_factory=list)
+
+    def put(self, line: Line) -> None:
+        """Note a line, and give our key its value."""
+        self.lines.append(line)
+        if line.ours:
+            section, _, key = line.ours.partition(".")
+            self.config.setdefault(section, {})[key] = line.value
+
+    def get(self, ours: str, otherwise: Any = None) -> Any:
+        """Return what our key was given so far."""
+        section, _, key = ours.partition(".")
+        return self.config.get(section, {}).get(key, otherwise)
+
+    def to_yaml(self) -> str:
+        """Return the translated keys as a config file; what is absent has our default."""
+        text = [f"# From {self.tool}. Keys that are not here have their defaults."]
+        for section in SECTIONS:
+            values = self.config.get(section)
+            if not values:
+                continue
+            text += ["", f"{section}:"]
+            text += [f"  {key}: {write_yaml(value)}" for key, value in values.items()]
+        return "\n".join(text) + "\n"
+
+    def report(self) -> str:
+        """Return every key of the file and what became of it."""
+        return "\n".join(map(str, self.lines)) + "\n"
+
+
+def migrate(
+    path: str | os.PathLike[str],
+    tool: Tool | None = None,
+    *,
+    num_gpus: int = 1,
+    pairs_of: Callable[[str], Pairs | None] = lambda _: None,
+) -> Migration:
+    """Return the translation of a file, YAML or JSON, of `tool` or of the one its keys tell.
+
+    Their batches are counted per GPU: `num_gpus` is how many they ran on. `pairs_of` looks into a
+    source, see Asked. Raises ConfigError if it is not a config, or of none of these tools.
+    """
+    document = read_document(path)
+    folder = FilePath(path).parent
+    return migrate_document(document, tool, folder=folder, num_gpus=num_gpus, pairs_of=pairs_of)
+
+
+def migrate_document(document: Document, tool: Tool | None = None, **known: Any) -> Migration:
+    """Return the translation of what a file says; `known` are the arguments of Asked."""
+    if not isinstance(document.value, dict):
+        raise ConfigError(f"{document.name}: no keys and values. Is it a config?")
+    asked = Asked(document.value, tool=tool or detect(document), **known)
+    result = Migration(tool=asked.tool)
+    for key in asked:
+        if key not in _BATCH:
+            result.put(_line(key, asked))
+    _put_defaults(result, asked)
+    _put_raw_strings(result, asked)
+    _put_batch(result, asked)
+    _choose_length(result)
+    return result
+
+
+def tool_named(name: str) -> Tool:
+    """Return the tool that a person means. Raises ConfigError."""
+    found = _SHORT.get(name.lower())
+    if found is None:
+        raise ConfigError(f"{name}: not a tool whose files are read; give {', '.join(TABLES)}")
+    return found
+
+
+def detect(document: Document) -> Tool:
+    """Return the tool whose keys these are: the most of those that no other tool has."""
+    keys = set(document.value)
+    own = {
+        tool: len(keys & set(table) - {key for other in TABLES if other != tool
+                                       for key in TABLES[other]})
+        for tool, table in TABLES.items()
+    }  # fmt: skip
+    best = max(own, key=lambda tool: own[tool])
+    ties = [tool for tool in own if own[tool] == own[best]]
+    if len(ties) > 1:
+        raise ConfigError(
+            f"{document.name}: cannot tell which tool it is for: {', '.join(TABLES)} have as many "
+            "of its keys. Name it, like `--tool trl`."
+        )
+    return best
+
+
+def _line(key: str, asked: Asked) -> Line:
+    """Return what becomes of one key."""
+    value, rule = asked[key], TABLES[asked.tool].get(key) or prefix_rule(key)
+    if rule is None:
+        return Line(
+            key=key, outcome="unknown", note="not known here; look for it in docs/config.md"
+        )
+    if not rule.to:
+        return Line(key=key, outcome="dropped", note=rule.why)
+    if value is None:
+        _, note = NULL_MEANS.get((asked.tool, key), ((), f"null: {asked.tool}'s default stands"))
+        return Line(key=key, outcome="dropped", note=note)
+    convert = converter(key, asked)
+    try:
+        new, note = (value, "") if convert is None else convert(value, asked)
+    except Dropped as reason:
+        return Line(key=key, outcome="dropped", note=str(reason))
+    outcome: Outcome = "mapped" if new == value and type(new) is type(value) else "changed"
+    return Line(key=key, outcome=outcome, ours=rule.to, value=new, note=note or rule.why)
+
+
+def _put_defaults(result: Migration, asked: Asked) -> None:
+    """Add what the tool does without a key, unless a key of the file decided it."""
+    decided = {line.ours for line in result.lines} | _left_alone(asked)
+    for key, value in DEFAULTS[asked.tool].items():
+        ours = TABLES[asked.tool][key].to
+        if ours in decided:
+            continue
+        convert = converter(key, asked)
+        try:
+            new, note = (value, "") if convert is None else convert(value, asked)
+        except Dropped:  # another key has the say, and was told
+            continue
+        why = (
+            f"{asked.tool} does this when {key} is absent"
+            if asked.get(key) is None
+            else f"{key} cannot be kept: this is {asked.tool}'s default"
+        )
+        note = f"{why}; {note}" if note else why
+        result.put(Line(key=key, outcome="default", ours=ours, value=new, note=note))
+    for ours, (value, note) in ALWAYS[asked.tool].items():
+        if ours not in decided:
+            result.put(Line(key="-", outcome="default", ours=ours, value=value, note=note))
+
+
+def _put_raw_strings(result: Migration, asked: Asked) -> None:
+    """TRL joins prompts and completions that are strings as they are, whatever the template."""
+    told = [asked.pairs_of(name) for name in trl_names(asked)]
+    if asked.tool == "TRL" and told and set(told) == {"strings"}:
+        ours = "data.chat_template"
+        result.config.get("data", {}).pop("chat_template", None)
+        result.lines = [
+            Line(key=line.key, outcome="dropped", note="strings pass through no template there")
+            if line.ours == ours
+            else line
+            for line in result.lines
+        ]
+        note = "TRL joins prompt and completion that are strings as they are"
+        result.put(Line(key="-", outcome="default", ours=ours, value="none", note=note))
+
+
+def _left_alone(asked: Asked) -> set[str]:
+    """Return keys of ours for which neither the file nor a default of the tool has a value."""
+    return {
+        ours
+        for (tool, key), (keys, _) in NULL_MEANS.items()
+        if tool == asked.tool and key in asked and asked[key] is None
+        for ours in keys
+    }
+
+
+def _put_batch(result: Migration, asked: Asked) -> None:
+    given = [key for key in asked if key in _BATCH]
+    for key in given or [ROWS[asked.tool][0]]:
+        if key not in TABLES[asked.tool]:
+            result.put(Line(key=key, outcome="unknown", note=f"not a key of {asked.tool}"))
+            continue
+        packed = bool(result.get("data.packing"))
+        try:
+            ours, value, note = batch(asked, result.get("data.max_length"), packed=packed)
+        except Dropped as reason:
+            if given:
+                result.put(Line(key=key, outcome="dropped", note=str(reason)))
+            continue
+        outcome: Outcome = "changed" if given else "default"
+        result.put(Line(key=key, outcome=outcome, ours=ours, value=value, note=note))
+
+
+def _choose_length(result: Migration) -> None:
+    """Keep steps where both steps and epochs are given: so do the tools."""
+    if result.get("train.steps") is None or "epochs" not in result.config["train"]:
+        return
+    del result.config["train"]["epochs"]
+    note = "the number of steps is given, and counts"
+    result.lines = [
+        Line(key=line.key, outcome="dropped", note=note) if line.ours == "train.epochs" else line
+        for line in result.lines
+        if (line.ours, line.outcome) != ("train.epochs", "default")
+    ]

@@ -1,0 +1,358 @@
+"""Values that other tools write differently.
+
+A converter takes a key's value and all keys of the file; it returns ours and a note, or raises
+Dropped with the reason. Where several keys make up one of ours, each returns the whole of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatrain.config.other_tools import sources
+from megatrain.config.other_tools.asked import Asked, Converter, Dropped
+from megatrain.config.other_tools.names import NO_METHOD
+from megatrain.config.quantities import read_number, read_whole
+
+IN_STEPS = "counted here in whole steps"
+OFF = "off, as here"
+
+
+def _whole(value: Any, least: int = 0) -> int:
+    try:
+        number = read_whole(value)
+    except ValueError:
+        raise Dropped("not a whole number") from None
+    if number < least:
+        raise Dropped(f"{number} means that another key decides")
+    return number
+
+
+def _number(value: Any) -> float:
+    try:
+        return read_number(value)
+    except ValueError:
+        raise Dropped("not a number") from None
+
+
+def _choice(
+    table: Mapping[str, str], otherwise: str, notes: Mapping[str, str] | None = None
+) -> Converter:
+    """Return a converter by a table of words."""
+
+    def convert(value: Any, asked: Asked) -> tuple[Any, str]:
+        word = str(value).lower()
+        if word not in table:
+            raise Dropped(otherwise)
+        return table[word], (notes or {}).get(word, "")
+
+    return convert
+
+
+def _switch(on: Any, off: Any = None, note: str = "") -> Converter:
+    """Return a converter of a bool; with no value for off, false is dropped."""
+
+    def convert(value: Any, asked: Asked) -> tuple[Any, str]:
+        if value in (True, "auto"):
+            return on, note
+        if off is None:
+            raise Dropped(OFF)
+        return off, ""
+
+    return convert
+
+
+def _learning_rate(value: Any, asked: Asked) -> tuple[Any, str]:
+    uses_lora = (
+        asked.get("finetuning_type") == "lora" or asked.get("adapter") or asked.get("use_peft")
+    )
+    note = (
+        "chosen for LoRA: training every weight usually wants a tenth or less" if uses_lora else ""
+    )
+    return value, note
+
+
+def _betas(value: Any, asked: Asked) -> tuple[Any, str]:
+    first = _number(asked.given("adam_beta1", 0.9))
+    return [first, _number(asked.given("adam_beta2", 0.999))], ""
+
+
+def _warmup_steps(value: Any, asked: Asked) -> tuple[Any, str]:
+    if _number(value) == 0 and _number(asked.given("warmup_ratio", 0)) > 0:
+        raise Dropped("warmup_ratio is given, and counts")
+    return _warmup(value, asked)
+
+
+def _warmup_ratio(value: Any, asked: Asked) -> tuple[Any, str]:
+    if _number(asked.given("warmup_steps", 0)) > 0:
+        raise Dropped("warmup_steps is given, and counts")
+    return _warmup(float(_number(value)), asked)
+
+
+def _warmup(value: Any, asked: Asked) -> tuple[Any, str]:
+    if asked.get("lr_scheduler_type", asked.get("lr_scheduler")) == "constant":
+        return 0, "their constant schedule has no warm-up"
+    if asked.tool == "Axolotl" and asked.get("warmup_ratio") is None is asked.get("warmup_steps"):
+        return value, "there 3 % of the run, but at most 100 steps"
+    return value, ""
+
+
+def _final_fraction(value: Any, asked: Asked) -> tuple[Any, str]:
+    options = value if isinstance(value, dict) else {}
+    if "min_lr_rate" in options:
+        return _number(options["min_lr_rate"]), ""
+    if "min_lr" in options and _number(asked.get("learning_rate") or 0) > 0:
+        fraction = _number(options["min_lr"]) / _number(asked["learning_rate"])
+        return float(f"{fraction:.6g}"), "of the peak"
+    raise Dropped("of a schedule only its last rate is taken over; optim.decay is the decay of wsd")
+
+
+def _strategy(steps_key: str) -> Converter:
+    def convert(value: Any, asked: Asked) -> tuple[Any, str]:
+        if value in ("no", False):
+            if steps_key == "logging_steps":
+                raise Dropped("a run is always logged")
+            return None, "at the end only"
+        raise Dropped(IN_STEPS if value == "epoch" else f"{steps_key} counts")
+
+    return convert
+
+
+def _every(strategy_keys: tuple[str, ...]) -> Converter:
+    def convert(value: Any, asked: Asked) -> tuple[Any, str]:
+        for key in strategy_keys:
+            if asked.get(key) in ("no", "epoch", False):
+                raise Dropped(f"{key} is {asked[key]}, and counts")
+        if 0 < _number(value) < 1:
+            raise Dropped(IN_STEPS)
+        return _whole(value, least=1), ""
+
+    return convert
+
+
+def _tokens(value: Any, asked: Asked) -> tuple[Any, str]:
+    """New tokens, of all keys that name some: lists, or text with commas."""
+    found: dict[str, None] = {}
+    for key in ("new_special_tokens", "add_special_tokens", "add_tokens", "tokens"):
+        given = asked.given(key, [])
+        listed = given.split(",") if isinstance(given, str) else given
+        if not isinstance(listed, list) or not all(isinstance(token, str) for token in listed):
+            raise Dropped("not a list of tokens")
+        found |= {token.strip(): None for token in listed if token.strip() and token.isprintable()}
+    if not found:
+        raise Dropped("no tokens")
+    return list(found), ""
+
+
+def _held_out(value: Any, asked: Asked) -> tuple[Any, str]:
+    if asked.get("eval_dataset") or asked.get("test_datasets"):
+        raise Dropped("rows to evaluate on are given, and count")
+    fraction = _number(value)
+    if fraction <= 0:
+        raise Dropped("nothing is held out, as here")
+    if fraction >= 1:
+        raise Dropped("a number of rows; give data.eval a fraction")
+    return fraction, ""
+
+
+def _loggers(value: Any, asked: Asked) -> tuple[Any, str]:
+    names = [value] if isinstance(value, str) else value
+    known = ("tensorboard", "wandb", "trackio")
+    if not isinstance(names, list):
+        raise Dropped("not a list of names")
+    kept = [name for name in names if name in known]
+    lost = [str(name) for name in names if name not in (*known, "none")]
+    return kept, f"not here: {', '.join(lost)}" if lost else ""
+
+
+def _axolotl_loggers(value: Any, asked: Asked) -> tuple[Any, str]:
+    if not value:
+        raise Dropped(OFF)
+    keys = {"use_tensorboard": "tensorboard", "use_wandb": "wandb", "wandb_project": "wandb",
+            "use_trackio": "trackio"}  # fmt: skip
+    return sorted({name for key, name in keys.items() if asked.get(key)}), ""
+
+
+def _attention(value: Any, asked: Asked) -> tuple[Any, str]:
+    if not value:
+        raise Dropped(OFF)
+    kinds = {"flash_attention": "flash_attention_2", "flex_attention": "flex_attention",
+             "sdp_attention": "sdpa", "eager_attention": "eager"}  # fmt: skip
+    return next(ours for key, ours in kinds.items() if asked.get(key)), ""
+
+
+def _trl_train_on(value: Any, asked: Asked) -> tuple[Any, str]:
+    completion = asked.get("completion_only_loss")
+    if completion:
+        return "completion", ""
+    if asked.get("assistant_only_loss"):
+        return "assistant", ""
+    if completion is False:
+        return "all", ""
+    told = [asked.pairs_of(name) for name in trl_names(asked)]
+    if told and set(told) <= {"strings", "turns"}:
+        return "completion", "rows of prompt and completion: TRL trains on the completion"
+    if None in told or not told:
+        return "all", (
+            "where rows have the columns prompt and completion, TRL trains on the completion: then "
+            "give data.train_on: completion, and data.chat_template: none if they are strings"
+        )
+    return "all", ""
+
+
+def trl_names(asked: Asked) -> list[str]:
+    """Return the sources that a file of TRL names."""
+    given = asked.get("datasets")
+    items = given if isinstance(given, list) else [{"path": asked.get("dataset_name")}]
+    paths = [item.get("path") if isinstance(item, dict) else item for item in items]
+    return [path for path in paths if isinstance(path, str)]
+
+
+def _llama_factory_train_on(value: Any, asked: Asked) -> tuple[Any, str]:
+    stage = asked.given("stage", "sft")
+    if stage not in ("sft", "pt"):
+        raise Dropped(NO_METHOD)
+    if stage == "pt" or asked.get("train_on_prompt"):
+        return "all", ""
+    return ("last", "") if asked.get("mask_history") else ("assistant", "")
+
+
+def _llama_factory_packing(value: Any, asked: Asked) -> tuple[Any, str]:
+    if asked.get("neat_packing"):
+        return True, ""
+    if asked.get("packing") is None:
+        return asked.get("stage") == "pt", ""
+    return bool(value), "there rows attend to each other, here never" if value else ""
+
+
+def _template_arguments(key: str) -> Converter:
+    return lambda value, asked: ({key: value}, "")
+
+
+def _template(value: Any, asked: Asked) -> tuple[Any, str]:
+    """A template by its text or file; tools that name one of their own are told what is used."""
+    if not isinstance(value, str):
+        raise Dropped("not a template")
+    if "{" in value or Path(value).suffix == ".jinja":
+        return value, ""
+    raise Dropped("not a template file: the chat template of the model's tokenizer is used")
+
+
+def _clip(value: Any, asked: Asked) -> tuple[Any, str]:
+    return (None, "no clipping") if _number(value) == 0 else (value, "")
+
+
+_SCHEDULES = {
+    "constant": "constant", "constant_with_warmup": "constant", "linear": "linear",
+    "cosine": "cosine", "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd",
+}  # fmt: skip
+_ADAMW = (
+    "adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_8bit", "adamw_bnb_8bit",
+    "adamw_torch_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "adamw_apex_fused",
+)  # fmt: skip
+_optimizer = _choice(
+    dict.fromkeys(_ADAMW, "adamw"),
+    "adamw is the only optimizer",
+    {name: "moments are fp32" for name in _ADAMW if "8bit" in name},
+)
+_schedule = _choice(
+    _SCHEDULES,
+    "no such schedule; give constant, linear, cosine or wsd",
+    {
+        "warmup_stable_decay": "its decay is a straight line over optim.decay; there it is half a "
+        "cosine unless decay_type says otherwise"
+    },
+)
+_DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "auto": "bf16", "float32": "fp32", "fp32": "fp32",
+           "float16": "bf16", "fp16": "bf16"}  # fmt: skip
+_NO_FP16 = "bf16 has the size of fp16 and the range of fp32"
+_dtype = _choice(_DTYPES, "give bf16 or fp32", {"float16": _NO_FP16, "fp16": _NO_FP16})
+
+CONVERTERS: dict[str, Converter] = {
+    "new_special_tokens": _tokens,
+    "add_special_tokens": _tokens,
+    "add_tokens": _tokens,
+    "tokens": _tokens,
+    "learning_rate": _learning_rate,
+    "adam_beta1": _betas,
+    "adam_beta2": _betas,
+    "optim": _optimizer,
+    "optimizer": _optimizer,
+    "lr_scheduler_type": _schedule,
+    "lr_scheduler": _schedule,
+    "lr_scheduler_kwargs": _final_fraction,
+    "warmup_steps": _warmup_steps,
+    "warmup_ratio": _warmup_ratio,
+    "max_steps": lambda value, asked: (_whole(value, least=1), ""),
+    "max_grad_norm": _clip,
+    "logging_strategy": _strategy("logging_steps"),
+    "eval_strategy": _strategy("eval_steps"),
+    "evaluation_strategy": _strategy("eval_steps"),
+    "save_strategy": _strategy("save_steps"),
+    "logging_steps": _every(("logging_strategy",)),
+    "eval_steps": _every(("eval_strategy", "evaluation_strategy")),
+    "save_steps": _every(("save_strategy",)),
+    "save_total_limit": lambda value, asked: (_whole(value, least=1), ""),
+    "report_to": _loggers,
+    "bf16": _switch("bf16"),
+    "fp16": _switch("bf16", note=_NO_FP16),
+    "pure_bf16": _switch("bf16"),
+    "dtype": _dtype,
+    "torch_dtype": _dtype,
+    "torch_compile": _switch(on=True, off=False),
+    "load_best_model_at_end": _switch(on=True, off=False),
+    "use_cpu": _switch("cpu"),
+    "auto_find_batch_size": _switch("auto"),
+    "flash_attn": _choice(
+        {"auto": "auto", "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2"},
+        "no such attention; sdpa is the default",
+    ),
+    "attn_implementation": _choice(
+        {name: name for name in ("eager", "sdpa", "flash_attention_2", "flex_attention")},
+        "no such attention; sdpa is the default",
+    ),
+    "flash_attention": _attention,
+    "flex_attention": _attention,
+    "sdp_attention": _attention,
+    "eager_attention": _attention,
+    "dataset": sources.llama_factory,
+    "eval_dataset": sources.llama_factory,
+    "datasets": sources.listed,
+    "test_datasets": sources.listed,
+    "dataset_name": sources.trl_train,
+    "dataset_config": sources.trl_train,
+    "dataset_train_split": sources.trl_train,
+    "dataset_test_split": sources.trl_eval,
+    "val_size": _held_out,
+    "val_set_size": _held_out,
+    "neat_packing": _switch(on=True),
+    "train_on_prompt": _llama_factory_train_on,
+    "mask_history": _llama_factory_train_on,
+    "stage": _llama_factory_train_on,
+    "train_on_inputs": _switch("all", "assistant"),
+    "enable_thinking": _template_arguments("enable_thinking"),
+    "chat_template_path": _template,
+    "chat_template_jinja": _template,
+    "curriculum_sampling": _switch(on=False, off=True),
+    "activation_offloading": _switch("host"),
+    "assistant_only_loss": _trl_train_on,
+    "completion_only_loss": _trl_train_on,
+    "excess_length_strategy": _choice(
+        {"drop": "drop", "truncate": "truncate"}, "longer rows are dropped, and counted"
+    ),
+    "use_wandb": _axolotl_loggers,
+    "wandb_project": _axolotl_loggers,
+    "use_tensorboard": _axolotl_loggers,
+    "use_trackio": _axolotl_loggers,
+}
+"""By foreign key; a key that is not here keeps its value."""
+BY_TOOL: dict[tuple[str, str], Converter] = {
+    ("LLaMA-Factory", "packing"): _llama_factory_packing,
+}
+"""Where a key means something else in one tool."""
+
+
+def converter(key: str, asked: Asked) -> Converter | None:
+    """Return how a key's value is converted; None: it is kept."""
+    return BY_TOOL.get((asked.tool, key)) or CONVERTERS.get(key)

@@ -1,0 +1,1 @@
+"""Chat: from messages to text, and which of it is trained."""

@@ -1,0 +1,288 @@
+"""Rendered text as tokens, and which tokens are trained.
+
+A token is trained if it holds a trained character. White space that a template writes after an
+end-of-turn token belongs to no turn: the model is never asked to generate it, so it is not trained.
+
+Laws (tests/data/chat/test_render.py)
+    1. Tags and prefixes agree to the token, or a DataError shows the first token they differ in.
+    2. The end-of-turn token of each trained turn is trained.
+    3. Rows give the same tokens together as one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from megatrain.data.chat.render import Rendered, TrainOn, render_row
+from megatrain.data.chat.spans import Runs, mask_of, merged, moved, tokens_in
+from megatrain.data.chat.template import ChatTemplate, Span
+from megatrain.data.rows.rows import Row
+from megatrain.data.rows.skipped import BadRow
+from megatrain.errors import DataError
+
+TOKENIZER_REFUSED = "tokenizer refuses the row"
+FORMATTED = "prompt is already in the form of the chat template"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """A document, ready to train on."""
+
+    input_ids: list[int]
+    runs: Runs
+    """Trained tokens."""
+    num_open: int = 0
+    """Trained turns that no control token ends: a model of them may never stop."""
+    notes: tuple[str, ...] = ()
+    """What should be said about its turns, once for each."""
+
+    @property
+    def trained(self) -> list[bool]:
+        flat = [edge for run in self.runs for edge in run]
+        return list(map(bool, mask_of(flat, len(self.input_ids))))
+
+    @property
+    def num_trained(self) -> int:
+        """Targets: the first token has nothing before it that could predict it."""
+        is_first = bool(self.runs) and self.runs[0][0] == 0
+        return sum(end - begin for begin, end in self.runs) - is_first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Encoded:
+    """A text with its tokens, and what the tokenizer knows about their characters."""
+
+    text: str
+    ids: list[int]
+    encoding: Any
+
+    def tokens_in(self, span: Span) -> Span:
+        return tokens_in(span, self.encoding, len(self.text))
+
+
+class Encoder:
+    """Rows to tokens, by one tokenizer and its chat template."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        train_on: TrainOn = "assistant",
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Raise DataError for a tokenizer that cannot say which characters a token stands for."""
+        if not tokenizer.is_fast:
+            raise DataError(
+                f"{type(tokenizer).__name__} keeps no offsets, so no mask can be derived; "
+                "load the fast tokenizer of this model"
+            )
+        self.tokenizer = tokenizer
+        self.train_on = train_on
+        has_template = bool(tokenizer.chat_template)
+        self.template = ChatTemplate(tokenizer, template_kwargs) if has_template else None
+        self._added = set(tokenizer.added_tokens_decoder)
+        self._marks = self._added | set(tokenizer.all_special_ids)
+        first = tokenizer.bos_token_id
+        # Only some tokenizers that know a first token also use it.
+        self._before = [first] if tokenizer("")["input_ids"][:1] == [first] else []
+
+    def encode(self, row: Row, place: str = "the row") -> list[Tokens]:
+        """Return the documents of one row. Raises BadRow, and what `encode_rows` raises."""
+        (documents,) = self.encode_rows([(place, row)])
+        if isinstance(documents, BadRow):
+            raise documents
+        return documents
+
+    def encode_rows(self, rows: Sequence[tuple[str, Row]]) -> list[list[Tokens] | BadRow]:
+        """Return each row's documents: one, or several where turns need contexts of their own.
+
+        A row that the template or the tokenizer refuses is a BadRow. Raises DataError where tags
+        and prefixes differ or a conversation meets a tokenizer without template.
+        """
+        texts = [self._texts(place, row) for place, row in rows]
+        self._check_template(rows, texts)
+        as_text = iter(self._tokenised(_all_texts(rows, texts, are_text=True), True))
+        as_talk = iter(self._tokenised(_all_texts(rows, texts, are_text=False), False))
+        found: list[list[Tokens] | BadRow] = []
+        for (place, row), parts in zip(rows, texts, strict=True):
+            if isinstance(parts, BadRow):
+                found.append(parts)
+                continue
+            source = as_text if row.text else as_talk
+            encoded = [next(source) for _ in parts]
+            bad = next((one for one in encoded if isinstance(one, BadRow)), None)
+            found.append(bad or self._documents(place, row, parts, encoded))
+        return found
+
+    def _texts(self, place: str, row: Row) -> list[Rendered] | BadRow:
+        if row.text:
+            return [Rendered(text=row.text, spans=())]
+        if self.template is None:
+            return [self._joined(place, row)]
+        try:
+            if row.plain:
+                self._check_unformatted(row)
+            return render_row(self.template, row, self.train_on)
+        except BadRow as bad:
+            return bad
+
+    def _check_unformatted(self, row: Row) -> None:
+        """Raise BadRow for a prompt that holds what the template would put around it."""
+        prompt = row.messages[0]["content"]
+        if mark := next((mark for mark in self._frame if mark in prompt), None):
+            raise BadRow(
+                FORMATTED, f"the prompt has {mark}; data.chat_template: none joins rows as they are"
+            )
+
+    @cached_property
+    def _frame(self) -> list[str]:
+        """The control tokens that the template writes around a question."""
+        assert self.template is not None
+        try:
+            question = Row(messages=({"role": "user", "content": "x"},))
+            text = self.template.render(question, add_generation_prompt=True)
+        except BadRow:
+            return []
+        marks = {str(self.tokenizer.added_tokens_decoder[i]) for i in self._added}
+        return sorted(mark for mark in marks if mark.strip() and mark in text)
+
+    def _check_template(
+        self, rows: Sequence[tuple[str, Row]], texts: Sequence[list[Rendered] | BadRow]
+    ) -> None:
+        """Hold one conversation of many against what the library makes of it."""
+        for (_, row), parts in zip(rows, texts, strict=True):
+            if self.template is None or row.text or isinstance(parts, BadRow):
+                continue
+            with suppress(BadRow):  # what follows the last answer may be refused
+                self.template.check(row)
+                return
+
+    def _joined(self, place: str, row: Row) -> Rendered:
+        """A prompt and its answer put together as they are, for tokenizers without template."""
+        if not row.plain:
+            raise DataError(
+                f"{place}: a conversation, but there is no chat template. Use the tokenizer of "
+                "the chat model, give one by data.chat_template, or give prompt / completion or "
+                "text."
+            )
+        prompt, answer = (message["content"] for message in row.messages)
+        return Rendered(text=prompt + answer, spans=((len(prompt), len(prompt + answer)),))
+
+    def _tokenised(self, texts: list[str], with_first: bool) -> list[_Encoded | BadRow]:
+        """Return the tokens of many texts by one call; one by one only if that fails."""
+        if not texts:
+            return []
+        # This call leaves the backend without padding and truncation, which files may ask for; its
+        # own way of handing out many texts costs a twentieth more than reading the backend's.
+        self.tokenizer("", verbose=False)
+        try:
+            encodings = self.tokenizer.backend_tokenizer.encode_batch(
+                texts, add_special_tokens=with_first
+            )
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:  # tokenizers raise some that are no Exception
+            if len(texts) > 1:
+                return [one for text in texts for one in self._tokenised([text], with_first)]
+            return [BadRow(TOKENIZER_REFUSED, f"{type(error).__name__}: {error}"[:120])]
+        return [
+            _Encoded(text=text, ids=encoding.ids, encoding=encoding)
+            for text, encoding in zip(texts, encodings, strict=True)
+        ]
+
+    def _documents(
+        self, place: str, row: Row, parts: Sequence[Rendered], encoded: Sequence[Any]
+    ) -> list[Tokens]:
+        if row.text:
+            return [self._whole(encoded[0].ids)]
+        documents = [self._masked(*pair) for pair in zip(parts, encoded, strict=True)]
+        if self.template is None:
+            return [self._framed(documents[0])]
+        for rendered, one in zip(parts, encoded, strict=True):
+            if rendered.tags is not None:
+                self._check_tags(place, rendered, one)
+        return documents
+
+    def _whole(self, ids: list[int]) -> Tokens:
+        """Tokens as the tokenizer begins them, and an end of sequence; all are trained."""
+        end = self.tokenizer.eos_token_id
+        if end is not None and ids[-1:] != [end]:
+            ids = [*ids, end]
+        return Tokens(input_ids=ids, runs=merged([(0, len(ids))]), num_open=int(end is None))
+
+    def _framed(self, document: Tokens) -> Tokens:
+        """A prompt and its answer between the tokens that begin and end a text.
+
+        A row may have brought them itself: no token is written twice.
+        """
+        ids, last = document.input_ids, self.tokenizer.eos_token_id
+        before = [] if ids[:1] == self._before else self._before
+        after = [] if last is None or ids[-1:] == [last] else [last]
+        ids = [*before, *ids, *after]
+        end = [(len(ids) - len(after), len(ids))]
+        runs = merged([*moved(document.runs, len(before)), *end])
+        if self.train_on == "all":
+            runs = merged([(0, len(ids))])
+        return Tokens(input_ids=ids, runs=runs, num_open=int(last is None))
+
+    def _masked(self, rendered: Rendered, encoded: _Encoded) -> Tokens:
+        ids = encoded.ids
+        spans = [encoded.tokens_in(span) for span in rendered.spans]
+        turns = [self._without_tail(span, encoded) for span in spans]
+        num_open = sum(begin == end or ids[end - 1] not in self._marks for begin, end in turns)
+        runs = merged(spans if self.train_on == "all" else turns)
+        return Tokens(input_ids=ids, runs=runs, num_open=num_open, notes=rendered.notes)
+
+    def _without_tail(self, run: Span, encoded: _Encoded) -> Span:
+        """Leave out white space after the last control token of a turn."""
+        begin, end = run
+        for number in range(end - 1, begin - 1, -1):
+            if encoded.ids[number] in self._marks:
+                return begin, number + 1
+            if encoded.text[slice(*encoded.encoding.token_to_chars(number))].strip():
+                return run
+        return run
+
+    def _check_tags(self, place: str, rendered: Rendered, encoded: _Encoded) -> None:
+        """Raise DataError if the template's own tags name other tokens than the prefixes do."""
+        assert rendered.tags is not None
+        inside = [
+            encoded.tokens_in((max(begin, rendered.begins_at), end)) for begin, end in rendered.tags
+        ]
+        by_tags = merged(self._without_tail(run, encoded) for run in merged(inside))
+        by_prefixes = merged(
+            self._without_tail(encoded.tokens_in(span), encoded) for span in rendered.shown
+        )
+        if by_tags != by_prefixes:
+            tagged, other = (Tokens(input_ids=encoded.ids, runs=r) for r in (by_tags, by_prefixes))
+            raise DataError(_disagreement(place, tagged, other, self.tokenizer))
+
+
+def _all_texts(
+    rows: Sequence[tuple[str, Row]], texts: Sequence[list[Rendered] | BadRow], *, are_text: bool
+) -> list[str]:
+    """Return the texts of all rows that are plain text, or of all that are not."""
+
+    def chosen() -> Iterator[str]:
+        for (_, row), parts in zip(rows, texts, strict=True):
+            if bool(row.text) is are_text and not isinstance(parts, BadRow):
+                yield from (part.text for part in parts)
+
+    return list(chosen())
+
+
+def _disagreement(place: str, tagged: Tokens, document: Tokens, tokenizer: Any) -> str:
+    by_tags, by_prefixes = tagged.trained, document.trained
+    at = next(i for i, (a, b) in enumerate(zip(by_tags, by_prefixes, strict=True)) if a != b)
+    token = tokenizer.convert_ids_to_tokens(document.input_ids[at])
+    who, other = ("tags", "prefixes") if by_tags[at] else ("prefixes", "tags")
+    return (
+        f"{place}: the chat template contradicts itself: its generation {who} train token {at} "
+        f"({token!r}), its {other} do not. {sum(by_tags)} tokens by tags, "
+        f"{sum(by_prefixes)} by prefixes. Put the answer and its end-of-turn token, and "
+        "nothing else, between {% generation %} and {% endgeneration %}, or give a template "
+        "without these tags by data.chat_template."
+    )

@@ -1,0 +1,111 @@
+"""The first use of a chat template, in a child process with a limit of time and memory.
+
+A template is a program from a foreign folder. The sandbox it runs in lets it loop for ever and
+build strings without end; here that costs a child process and not the run.
+
+Whether children can begin at all is asked here too, before any is given much: multiprocessing
+writes arguments into a pipe, and if the child ends before it has read them, waits for ever.
+
+Laws (tests/data/chat/test_probe.py)
+    1. A template that does not end, or not within its memory, is a DataError.
+    2. So are children that cannot begin, as those of a script that is not fit to be imported.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing import connection
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+from megatrain.data.chat.template import ChatTemplate
+from megatrain.data.rows.rows import Row
+from megatrain.data.rows.skipped import BadRow
+from megatrain.errors import DataError
+
+LIMIT_S = 30.0
+_START_LIMIT_S = 300.0
+_LIMIT_BYTES = 8 * 2**30
+_BEGUN, _READY = b"begun", b"ready"
+
+
+def probe_template(
+    tokenizer: Any, row: Row, kwargs: Mapping[str, Any] | None = None, limit_s: float = LIMIT_S
+) -> None:
+    """Render one conversation in a child; it is killed `limit_s` after it has the tokenizer.
+
+    Waits for the child. A template that raises is no failure here: its rows are counted later.
+    Raises DataError if the child did not begin, or not end by itself.
+    """
+    child, pipe = _begun(_render_once)
+    with pipe, suppress(OSError, EOFError):  # it has ended: its exit code says how
+        pipe.send((tokenizer, row, dict(kwargs or {})))
+        _await(_READY, pipe, child)
+    child.join(limit_s)
+    if child.exitcode is None:
+        child.kill()
+        child.join()
+        raise DataError(
+            f"the chat template did not finish one conversation in {limit_s:g} s; it may loop for "
+            "ever. Look at it, or set another."
+        )
+    if child.exitcode != 0:
+        raise DataError(
+            f"the chat template ended its process with code {child.exitcode} on one conversation "
+            f"(memory is limited to {_LIMIT_BYTES >> 30} GiB there). Look at it, or set another."
+        )
+
+
+def require_children() -> None:
+    """Raise DataError unless this program can start processes that import it."""
+    child, pipe = _begun(_begin)
+    pipe.close()
+    child.join()
+
+
+def _begun(work: Callable[[connection.Connection], None]) -> tuple[SpawnProcess, Any]:
+    """Return a child that has begun to do `work`, and our end of the pipe to it."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=work, args=(theirs,))
+    child.start()
+    theirs.close()
+    try:
+        _await(_BEGUN, ours, child)
+    except (OSError, EOFError):
+        child.kill()
+        child.join()
+        raise DataError(
+            f"a child process could not begin (exit code {child.exitcode}); what it said stands "
+            "above. Children import the program that starts them: if that is a script of yours, "
+            'what it does belongs under `if __name__ == "__main__":`.'
+        ) from None
+    return child, ours
+
+
+def _await(word: bytes, pipe: Any, child: SpawnProcess) -> None:
+    """Wait until the child says a word. Raises EOFError or OSError if it ended, or is too late."""
+    # On a busy machine a process may take longer to begin than a template to end.
+    connection.wait([pipe, child.sentinel], _START_LIMIT_S)
+    if not pipe.poll():
+        raise EOFError
+    assert pipe.recv_bytes() == word
+
+
+def _begin(pipe: connection.Connection) -> None:
+    pipe.send_bytes(_BEGUN)
+
+
+def _render_once(pipe: connection.Connection) -> None:
+    _begin(pipe)
+    tokenizer, row, kwargs = pipe.recv()
+    pipe.send_bytes(_READY)
+    resource.setrlimit(resource.RLIMIT_AS, (_LIMIT_BYTES, _LIMIT_BYTES))
+    try:
+        ChatTemplate(tokenizer, kwargs).render(row)
+    except BadRow as bad:
+        if isinstance(bad.__cause__, MemoryError):
+            raise SystemExit(3) from None

@@ -1,0 +1,283 @@
+"""Conversations as text, and which characters of it are trained.
+
+A turn is trained in the very context the model will meet it in:
+
+    prompt(i)  = template(messages before turn i, with the generation prompt)
+    through(i) = template(messages up to and with turn i)
+    trained    = what through(i) has beyond prompt(i): the answer and its end-of-turn token
+
+This needs no tags in the template, but it needs true prefixes, and that is checked: through(i)
+must begin with prompt(i). One exception: a generation prompt may open a thought that the template
+does not write in the turn itself; then the answer begins where the thought would. A conversation is
+one text if every through(i) begins it. Some templates rewrite earlier turns (a thinking model's
+thoughts are removed once the user speaks again); then no single text shows each turn as it was
+generated, and the conversation becomes several texts, each of which trains the turns it shows
+truly. Every assistant turn is trained exactly once. Where writing a turn rewrites what its own
+prompt shows, the text is that prompt and the turn behind it.
+
+Where the template has `{% generation %}` tags the same is derived from them (see masks.py), and
+both must agree.
+
+Laws (tests/data/chat/test_render.py)
+    1. Every chosen turn's content and end-of-turn token is trained, once, and nothing else is.
+    2. The text before a trained span is what the model is given at inference.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from megatrain.data.chat.template import ChatTemplate, Span
+from megatrain.data.rows.messages import REASONING, Message
+from megatrain.data.rows.rows import Row
+from megatrain.data.rows.skipped import BadRow
+
+TrainOn = Literal["assistant", "last", "completion", "all"]
+
+NO_PREFIX = "generation prompt is no prefix of the turn"
+NO_CALLS = "chat template cannot write tool calls"
+REWRITTEN = "a turn that is not to be trained is rewritten by the chat template"
+
+EMPTY_THOUGHT = "empty_thoughts"
+LOST_THOUGHT = "lost_thoughts"
+LOST_WORDS = "lost_words"
+UNOPENED_THOUGHT = "unopened_thoughts"
+
+_THOUGHT = r"(?:<[\w:]*(?:think|thinking|thought|reasoning)>|\[THINK\])"
+_THOUGHT_END = r"(?:</[\w:]*(?:think|thinking|thought|reasoning)>|\[/THINK\])"
+_OPENED = re.compile(rf"{_THOUGHT}\s*(?:{_THOUGHT_END}\s*)?\Z")
+_IS_EMPTY = re.compile(rf"\s*{_THOUGHT}\s*{_THOUGHT_END}")
+_BEGIN, _END = re.compile(_THOUGHT), re.compile(_THOUGHT_END)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendered:
+    """One text of a conversation."""
+
+    text: str
+    spans: tuple[Span, ...]
+    """Trained characters, in order."""
+    tags: tuple[Span, ...] | None = None
+    """Assistant turns by the template's own tags; None if there is nothing to compare."""
+    shown: tuple[Span, ...] = ()
+    """What the tags should name: assistant turns from `begins_at` on, also untrained ones."""
+    begins_at: int = 0
+    """Assistant turns that end before this character are trained in another text."""
+    notes: tuple[str, ...] = ()
+    """What should be said about its turns, once for each."""
+
+
+def render_row(template: ChatTemplate, row: Row, train_on: TrainOn) -> list[Rendered]:
+    """Return the fewest texts that show each trained turn as it would be generated.
+
+    What follows the last trained turn trains nothing and is left out. Raises BadRow if the template
+    refuses the conversation, or writes a turn otherwise than its own prompt begins it.
+    """
+    if any("tool_calls" in message for message in row.messages) and not template.reads(
+        "tool_calls"
+    ):
+        raise BadRow(NO_CALLS, "it never reads tool_calls; data.chat_template can give another")
+    talk = _Talk(template, row)
+    if train_on == "all":
+        return [talk.whole(len(row.messages))]
+    answers = [n for n, m in enumerate(row.messages) if m["role"] == "assistant"]
+    chosen = [n for n in answers if n >= row.num_prompt]
+    if row.untrained.issuperset(chosen[-1:] if train_on == "last" else chosen):
+        return [Rendered(text=template.render(row), spans=())]
+    if train_on == "completion":
+        return [talk.whole(chosen[-1] + 1, _completion_begins(row, chosen))]
+    if train_on == "last":
+        chosen = chosen[-1:]
+    chosen = [n for n in chosen if n not in row.untrained]
+    turns = [n for n in answers if chosen[0] <= n <= chosen[-1]]
+    return talk.by_turns(turns, is_first=turns[0] == answers[0])
+
+
+def _completion_begins(row: Row, answers: Sequence[int]) -> int:
+    """Return the first answer of the completion: of a conversation, after its last question."""
+    if row.num_prompt:
+        return answers[0]
+    asked = [n for n in range(answers[-1]) if row.messages[n]["role"] == "user"]
+    return next(n for n in answers if not asked or n > asked[-1])
+
+
+class _Talk:
+    """One row and its template."""
+
+    def __init__(self, template: ChatTemplate, row: Row) -> None:
+        self._template, self._row = template, row
+        self._notes: list[str] = []
+
+    def through(self, turn: int) -> str:
+        return self._template.render(self._row, turn + 1)
+
+    def begin_of(self, turn: int, text: str) -> int:
+        """Return where the model begins to write `turn` in a text that goes through it."""
+        prompt = self._template.render(self._row, turn, add_generation_prompt=True)
+        if text.startswith(prompt):
+            return len(prompt)
+        head = _OPENED.sub("", prompt)
+        if head == prompt or not text.startswith(head):
+            raise BadRow(NO_PREFIX, _difference(prompt, text, turn))
+        self._notes.append(UNOPENED_THOUGHT)
+        return len(head)
+
+    def whole(self, end: int, first: int | None = None) -> Rendered:
+        """Return the messages before `end` as one text, trained from the turn `first` on."""
+        text = self._template.render(self._row, end)
+        begin = 0 if first is None else self.begin_of(first, text)
+        if first is not None:
+            self._notes += _remarks(self._row.messages[first], text[begin:], first)
+        spans = [(begin, len(text))]
+        for turn in sorted(self._row.untrained):
+            if turn < end and self._row.messages[turn]["role"] == "assistant":
+                spans = _without(spans, self._place_of(turn, text))
+        return Rendered(text=text, spans=tuple(spans), notes=tuple(self._notes))
+
+    def _place_of(self, turn: int, text: str) -> Span:
+        through = self.through(turn)
+        if not text.startswith(through):
+            raise BadRow(REWRITTEN, f"turn {turn}")
+        return self.begin_of(turn, through), len(through)
+
+    def by_turns(self, turns: Sequence[int], *, is_first: bool) -> list[Rendered]:
+        """Return the texts of these assistant turns; without those that train nothing."""
+        texts: list[Rendered] = []
+        shown: list[tuple[int, Span]] = []
+        whole, tags = "", None
+        for turn in reversed(turns):
+            # What is looked for as a beginning needs no tags; a text of its own does.
+            through = self._shown(turn, whole) if shown else None
+            if through is None:
+                if shown:
+                    texts.append(self._rendered(whole, shown, tags))
+                whole, tags = self._tagged(turn)
+                through, shown = whole, []
+            try:
+                shown.append((turn, (self.begin_of(turn, through), len(through))))
+            except BadRow as bad:
+                if shown:
+                    texts.append(self._rendered(whole, shown, tags))
+                texts.append(self._after_its_prompt(turn, bad))
+                shown = []
+        if shown:
+            texts.append(self._rendered(whole, shown, tags, is_first=is_first))
+        return [text for text in reversed(texts) if text.spans]
+
+    def _after_its_prompt(self, turn: int, bad: BadRow) -> Rendered:
+        """Return a text for a turn before which the template rewrites what its prompt shows.
+
+        The prompt, and behind it what the template writes for the turn. Raises `bad` if it cannot
+        be seen where that begins.
+        """
+        prompt = self._template.render(self._row, turn, add_generation_prompt=True)
+        before = self._template.render(self._row, turn)
+        header = prompt.removeprefix(before) if prompt.startswith(before) else ""
+        core = _OPENED.sub("", header)
+        text = self.through(turn)
+        at, same = self._header(core, self._row, turn)
+        # A turn that the template joins to the one before has no header of its own.
+        other_at, other_same = self._header(core, _reworded(self._row, turn - 1), turn)
+        if not core.strip() or at < 0 or same - at != other_same - other_at:
+            raise bad
+        if not text.startswith(header, at):
+            prompt, header = prompt.removesuffix(header) + core, core
+        whole = prompt + text[at + len(header) :]
+        return self._rendered(whole, [(turn, (len(prompt), len(whole)))], None)
+
+    def _header(self, header: str, row: Row, turn: int) -> tuple[int, int]:
+        """Return where a turn's generation prompt stands in the text through it, and its words."""
+        texts = [self._template.render(one, turn + 1) for one in (row, _reworded(row, turn))]
+        same = _first_difference(*texts)
+        return texts[0].rfind(header, 0, same), same
+
+    def _shown(self, turn: int, whole: str) -> str | None:
+        """Return the text through `turn` if `whole` begins with it, or with all but its end."""
+        through = self.through(turn)
+        if not whole.startswith(through):
+            through = self._template.without_end(through)
+        return through if whole.startswith(through) else None
+
+    def _tagged(self, turn: int) -> tuple[str, tuple[Span, ...] | None]:
+        if self._template.has_tags:
+            return self._template.render_tagged(self._row, turn + 1)
+        return self.through(turn), None
+
+    def _rendered(
+        self,
+        text: str,
+        turns: Sequence[tuple[int, Span]],
+        tags: tuple[Span, ...] | None,
+        is_first: bool = False,
+    ) -> Rendered:
+        shown = tuple(span for _, span in reversed(turns))
+        trained = [(n, span) for n, span in reversed(turns) if n not in self._row.untrained]
+        notes = [*self._notes]
+        for number, (begin, end) in trained:
+            notes += _remarks(self._row.messages[number], text[begin:end], number)
+        self._notes.clear()
+        return Rendered(
+            text=text,
+            spans=tuple(span for _, span in trained),
+            tags=tags,
+            shown=shown,
+            begins_at=0 if is_first else shown[0][0],
+            notes=tuple(notes),
+        )
+
+
+def _remarks(message: Message, trained: str, turn: int) -> list[str]:
+    """Return what should be said about a trained turn. Raises BadRow if its calls are lost."""
+    for call in message.get("tool_calls", ()):
+        if call["function"]["name"] not in trained:
+            raise BadRow(NO_CALLS, f"turn {turn}: {call['function']['name']:.40} is left out")
+    said, thought = message["content"] or "", message.get("reasoning_content")
+    # Two searches and no pattern around both: text without an end would be searched over and over.
+    if (
+        thought is None
+        and (begin := _BEGIN.search(said))
+        and (end := _END.search(said, begin.end()))
+    ):
+        said, thought = said[end.end() :], said[begin.end() : end.start()]
+    notes = [] if said.strip() in trained else [LOST_WORDS]
+    if thought and thought.strip() not in trained:
+        return [*notes, LOST_THOUGHT]
+    return [*notes, EMPTY_THOUGHT] if _IS_EMPTY.match(trained) else notes
+
+
+def _reworded(row: Row, turn: int) -> Row:
+    """Return the row with other words in a turn, from their first letter on."""
+    message = dict(row.messages[turn])
+    for key in ("content", *REASONING):
+        if message.get(key) is not None:
+            message[key] = _other_word(message[key])
+    if calls := message.get("tool_calls"):
+        function = calls[0]["function"]
+        renamed = {**function, "name": _other_word(function["name"])}
+        message["tool_calls"] = [{**calls[0], "function": renamed}, *calls[1:]]
+    return replace(row, messages=(*row.messages[:turn], message, *row.messages[turn + 1 :]))
+
+
+def _other_word(text: str) -> str:
+    return ("z" if text.lstrip().startswith("y") else "y") + text
+
+
+def _without(spans: Sequence[Span], hole: Span) -> list[Span]:
+    parts = [part for a, b in spans for part in ((a, min(b, hole[0])), (max(a, hole[1]), b))]
+    return [(a, b) for a, b in parts if a < b]
+
+
+def _difference(prompt: str, through: str, turn: int) -> str:
+    at = _first_difference(prompt, through)
+    return (
+        f"turn {turn}: the prompt goes on with {prompt[at : at + 20]!r}, "
+        f"the turn with {through[at : at + 20]!r}"
+    )
+
+
+def _first_difference(one: str, other: str) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

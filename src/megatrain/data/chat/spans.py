@@ -1,0 +1,88 @@
+"""Spans of characters as runs of tokens.
+
+A token is inside a span if it holds one of its characters. Reading every token's characters costs
+more than a tenth of tokenising, so a run is found by asking for the tokens at its two ends. Where
+an end does not lie between two tokens, all of them are looked at.
+
+Laws (tests/data/chat/test_spans.py)
+    1. Asking for the ends gives what looking at every token gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatrain.data.chat.template import Span
+
+Runs = tuple[Span, ...]
+"""Tokens from begin to end, in order; no two runs touch."""
+
+
+def tokens_in(span: Span, encoding: Any, num_chars: int) -> Span:
+    """Return the tokens of a text of `num_chars` that hold a character of `span`."""
+    if span[0] >= span[1]:
+        return (0, 0)
+    begin = encoding.char_to_token(span[0])
+    end = len(encoding) if span[1] == num_chars else encoding.char_to_token(span[1])
+    if begin is None or end is None or end <= begin or _is_unclear(span[1], end, encoding):
+        return tokens_in_by_all(span, encoding)
+    return (begin, end)
+
+
+def _is_unclear(char: int, end: int, encoding: Any) -> bool:
+    """Return whether token `end` began before `char`, or the one before it has no characters."""
+    before = encoding.token_to_chars(end - 1)
+    if before is None or before[0] >= before[1]:
+        return True
+    if end == len(encoding):
+        return False
+    after = encoding.token_to_chars(end)
+    return after is None or after[0] < char
+
+
+def tokens_in_by_all(span: Span, encoding: Any) -> Span:
+    """Return the same by looking at every token."""
+    ranges = enumerate(_ranges(encoding.offsets))
+    inside = [number for number, (a, b) in ranges if a < span[1] and b > span[0]]
+    return (inside[0], inside[-1] + 1) if inside else (0, 0)
+
+
+def _ranges(offsets: Iterable[Span]) -> Iterator[Span]:
+    """Yield each token's characters. Tokenizers may trim a lone space to nothing: give it back."""
+    before = 0
+    for start, end in offsets:
+        yield (start if end > start else min(before, start), end)
+        before = end
+
+
+def merged(runs: Iterable[Span]) -> Runs:
+    """Return runs in order, those that touch as one, and none that is empty."""
+    found: list[Span] = []
+    for begin, end in sorted(runs):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        elif begin < end:
+            found.append((begin, end))
+    return tuple(found)
+
+
+def moved(runs: Iterable[Span], offset: int) -> list[Span]:
+    return [(begin + offset, end + offset) for begin, end in runs]
+
+
+def clipped(runs: Iterable[Span], start: int, stop: int) -> Runs:
+    """Return what lies between `start` and `stop`, counted from `start`."""
+    cut = [(max(begin, start), min(end, stop)) for begin, end in runs]
+    return tuple((begin - start, end - start) for begin, end in cut if begin < end)
+
+
+def mask_of(runs: Sequence[int] | NDArray[np.int32], length: int) -> NDArray[np.bool_]:
+    """Return which of `length` tokens lie in a run; `runs` is begin, end, begin..."""
+    edges = np.zeros(length + 1, dtype=np.int8)
+    edges[runs[0::2]] += 1
+    edges[runs[1::2]] -= 1
+    return np.cumsum(edges[:-1]).astype(np.bool_)

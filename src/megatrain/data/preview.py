@@ -1,0 +1,80 @@
+"""Data shown to people: the card in words, and rows with their trained tokens marked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import groupby
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from megatrain.data.chat.notes import remarks
+from megatrain.data.tokens.documents import Documents
+from megatrain.data.tokens.limits import bad_rows, dropped_rows
+
+MAX_TOKENS = 400
+BEGIN, END = "{+", "+}"
+"""Around trained tokens where nothing can be coloured, as in a log or a pipe."""
+
+
+def card_lines(card: Mapping[str, Any], most_reasons: int | None = None) -> list[str]:
+    """Return what one source holds, what was left out and why, the commonest reasons first."""
+    lines = [f"{card['source']}: {card['format']}", f"  {_rows(card)}", f"  {_tokens(card)}"]
+    for what, skipped in (("bad", bad_rows(card)), ("dropped", dropped_rows(card))):
+        reasons = [line.strip() for line in str(skipped).splitlines()]
+        lines += [f"  {what}: {reason}" for reason in reasons[:most_reasons]]
+        if more := len(reasons) - len(reasons[:most_reasons]):
+            lines.append(f"  {what}: {more} more reasons in data_card.json")
+    return lines + [f"  {remark}" for remark in remarks(card)]
+
+
+def _rows(card: Mapping[str, Any]) -> str:
+    bad, dropped = bad_rows(card).total, dropped_rows(card).total
+    in_part = dropped - (card["rows"] - bad - card["kept"])
+    counts = {
+        "bad": bad,
+        "dropped": dropped - in_part,
+        "dropped in part": in_part,
+        "truncated": card["truncated"],
+        "split": card["split"],
+    }
+    said = [f"{count:,} {what}" for what, count in counts.items() if count]
+    per_row = card["documents"] / max(1, card["kept"])
+    documents = f"{card['documents']:,} documents"
+    documents += "" if per_row == 1 else f" ({per_row:.1f} a row)"
+    return ", ".join([f"{card['rows']:,} rows read, {card['kept']:,} kept", *said, documents])
+
+
+def _tokens(card: Mapping[str, Any]) -> str:
+    trained = card["trained_tokens"] / max(1, card["tokens"])
+    points = ", ".join(f"{p}% {length:,}" for p, length in card["percentiles"].items())
+    return (
+        f"{card['tokens']:,} tokens, {trained:.0%} of them trained; lengths {points}, "
+        f"longest {card['longest']:,}"
+    )
+
+
+def show_rows(
+    documents: Documents, tokenizer: Any, count: int, console: Console | None = None
+) -> None:
+    """Print some documents: trained tokens underlined in green, or in marks where it is no colour.
+
+    Tokens are decoded in stretches, because a character may consist of several.
+    """
+    out = console or Console()
+    marked = out.color_system is None or out.no_color
+    if count > 0 and marked:
+        out.print(f"trained tokens are between {BEGIN} and {END}", markup=False)
+    for number in range(min(count, len(documents.lengths))):
+        ids, trained = documents.tokens(number)
+        text = Text(f"--- document {number}: {len(ids)} tokens, {int(trained.sum())} trained\n")
+        pairs = zip(ids[:MAX_TOKENS].tolist(), trained[:MAX_TOKENS].tolist(), strict=True)
+        for is_trained, stretch in groupby(pairs, key=lambda pair: bool(pair[1])):
+            shown = tokenizer.decode([token for token, _ in stretch])
+            if is_trained and marked:
+                shown = f"{BEGIN}{shown}{END}"
+            text.append(shown, style="bold underline green" if is_trained else "dim")
+        if len(ids) > MAX_TOKENS:
+            text.append(f" ... {len(ids) - MAX_TOKENS:,} more tokens")
+        out.print(text, soft_wrap=True)

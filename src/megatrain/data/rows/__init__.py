@@ -1,0 +1,1 @@
+"""Rows: from files and the Hub to rows of a known shape."""

@@ -1,0 +1,126 @@
+"""Rows of a dataset on the Hugging Face Hub: which part of it, at which commit.
+
+    where = located("openai/gsm8k", name="main", split="test")     # HubRows
+    where = located("train.jsonl")                                 # the same path: it is on disk
+
+`datasets` downloads and reads it: data files only, dataset scripts are not run. Whether the Hub
+answers is asked once, with a time limit; if it does not, the cache of `datasets` is used as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from megatrain.data.rows.reading import Raw, data_files, without_filling
+from megatrain.errors import ConfigError, DataError
+from megatrain.hub import dataset_commit, is_id
+
+TRAIN = "train"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubRows:
+    """One split of one configuration of a dataset, at one commit."""
+
+    id: str
+    name: str | None
+    split: str
+    commit: str | None
+    """None: the Hub does not answer, and whatever commit the cache has is meant."""
+    answers: bool
+    """Whether the Hub answers."""
+
+    def __str__(self) -> str:
+        return " ".join(part for part in (self.id, self.name, self.split) if part)
+
+    def values(self) -> Iterator[Raw]:
+        """Yield the rows with their numbers, from 1."""
+        dataset = _dataset(self)
+        for number in range(len(dataset)):
+            yield number + 1, without_filling(dataset[number])
+
+
+Where = str | Path | HubRows
+
+
+def located(
+    path: str | Path,
+    *,
+    name: str | None = None,
+    split: str | None = None,
+    revision: str | None = None,
+) -> str | Path | HubRows:
+    """Return the path if it is on this disk, else the dataset of that id.
+
+    Raises DataError if it is neither, HubError if the Hub has no such dataset, ConfigError if a
+    part is asked of a file.
+    """
+    asked = {"name": name, "split": split, "revision": revision}
+    if data_files(path):
+        if given := [f"{key} {value}" for key, value in asked.items() if value is not None]:
+            raise ConfigError(
+                f"{path} is on this disk, and {' and '.join(given)} can only be chosen of a "
+                "dataset on the Hub. Leave it out, or give another path."
+            )
+        return path
+    if not is_id(str(path)):
+        raise DataError(f"{path}: no such file or folder")
+    commit, answers = dataset_commit(str(path), revision)
+    rows = HubRows(id=str(path), name=name, split=split or TRAIN, commit=commit, answers=answers)
+    return rows if commit else replace(rows, commit=_cached_commit(_dataset(rows)))
+
+
+@lru_cache(maxsize=8)
+def _dataset(rows: HubRows) -> Any:
+    """Return the dataset, downloaded to the cache of `datasets`."""
+    from datasets import load_dataset
+
+    try:
+        if rows.answers:
+            return load_dataset(rows.id, rows.name, split=rows.split, revision=rows.commit)
+        with _offline():
+            dataset = load_dataset(rows.id, rows.name, split=rows.split)
+    except Exception as error:  # the failures of datasets have no common base
+        raise DataError(_no_rows(rows, error)) from error
+    if rows.commit is not None and _cached_commit(dataset) != rows.commit:
+        raise DataError(
+            f"{rows}: commit {rows.commit[:12]} is wanted, the cache has "
+            f"{str(_cached_commit(dataset))[:12]}, and the Hub cannot be reached to get it"
+        )
+    return dataset
+
+
+def _no_rows(rows: HubRows, error: Exception) -> str:
+    if not rows.answers and isinstance(error, ConnectionError | FileNotFoundError):
+        return (
+            f"{rows}: no such file here, not in the cache of datasets, and the Hub cannot be "
+            f"reached. Run `hf download --repo-type dataset {rows.id}` on a machine with a "
+            "network, copy the folder it prints, and give its path."
+        )
+    text = " ".join(str(error).split())[:400]
+    hint = " Give it as `name`." if "Config name is missing" in text else ""
+    return f"{rows}: cannot be loaded from the Hub: {text}{hint}"
+
+
+def _cached_commit(dataset: Any) -> str | None:
+    """Return the commit that names a dataset's folder in the cache of `datasets`."""
+    files = dataset.cache_files
+    return Path(files[0]["filename"]).parent.name if files else None
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Keep `datasets` from asking the Hub again and again: it was asked, and does not answer."""
+    from datasets import config
+
+    before = config.HF_HUB_OFFLINE
+    config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        config.HF_HUB_OFFLINE = before

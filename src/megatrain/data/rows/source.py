@@ -1,0 +1,97 @@
+"""A data set as the user names it: a file, a folder of files, or a name on the Hub.
+
+with its format:   source = open_source("train.jsonl");  print(source.format)
+its rows:          for place, row in source.rows(skipped): ...
+"""
+
+from __future__ import annotations
+
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from megatrain.data.rows.formats import FIRST_ROWS, Format, FormatName, detect
+from megatrain.data.rows.hub_rows import HubRows, Where, located
+from megatrain.data.rows.reading import data_files, parsed, read_unparsed
+from megatrain.data.rows.rows import Row, canonical
+from megatrain.data.rows.skipped import BadRow, Skipped
+from megatrain.errors import DataError
+from megatrain.progress import Advance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where rows come from and what shape they have."""
+
+    name: str
+    files: tuple[Path, ...]
+    hub: HubRows | None
+    """None: the rows are in files."""
+    format: Format
+
+    def values(self, advance: Advance = lambda _: None) -> Iterator[tuple[str, object]]:
+        """Yield each raw row with its place, `train.jsonl:17`; tell `advance` of bytes read.
+
+        Lines of JSON come unparsed: see `parsed` in reading.py.
+        """
+        return _values(self.files, self.hub, advance)
+
+    def rows(self, skipped: Skipped) -> Iterator[tuple[str, Row]]:
+        """Yield each usable row with its place; count the others in `skipped`."""
+        for place, value in self.values():
+            try:
+                yield place, canonical(parsed(value), self.format)
+            except BadRow as bad:
+                skipped.add(place, bad)
+
+
+def open_source(where: Where, wanted: FormatName = "auto") -> Source:
+    """Return the source of this name, its format detected from its first rows unless told.
+
+    Raises DataError if it is neither a file, a folder nor a dataset, or not of that format.
+    """
+    where = where if isinstance(where, HubRows) else located(where)
+    hub = where if isinstance(where, HubRows) else None
+    files = () if isinstance(where, HubRows) else tuple(data_files(where))
+    for path in files:
+        _check_encoding(path)
+    first = [(place, parsed(value)) for place, value in islice(_values(files, hub), FIRST_ROWS)]
+    _check_first(first, str(where))
+    shape = detect((value for _, value in first), where=str(where), wanted=wanted)
+    return Source(name=str(where), files=files, hub=hub, format=shape)
+
+
+def _check_encoding(path: Path) -> None:
+    """Raise DataError for a text file in UTF-16: its lines would only look broken."""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(2)
+    except OSError:
+        return  # reading it says why, with more words
+    if begin in (BOM_UTF16_LE, BOM_UTF16_BE):
+        raise DataError(f"{path}: is not UTF-8 but UTF-16; save it as UTF-8")
+
+
+def _check_first(first: list[tuple[str, object]], where: str) -> None:
+    """Raise DataError if there are no rows, or none of the first ones can be read."""
+    if not first:
+        raise DataError(f"{where}: is empty: it has no rows")
+    bad = Skipped()
+    for place, value in first:
+        if isinstance(value, BadRow):
+            bad.add(place, value)
+    if bad.total == len(first):
+        raise DataError(f"{where}: none of the first {len(first)} rows can be read:\n{bad}")
+
+
+def _values(
+    files: tuple[Path, ...], hub: HubRows | None, advance: Advance = lambda _: None
+) -> Iterator[tuple[str, object]]:
+    if hub is not None:
+        for number, value in hub.values():
+            yield f"{hub}:{number}", value
+    for path in files:
+        for number, value in read_unparsed(path, advance):
+            yield f"{path.name}:{number}", value

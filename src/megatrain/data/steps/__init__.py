@@ -1,0 +1,1 @@
+"""Steps: from documents to the micro-batches of a step."""

@@ -1,0 +1,90 @@
+"""Rows of documents as the tensors of a step.
+
+Packed rows never meet padding: position ids isolate documents only where there is no attention
+mask, so rows share a micro-batch only if they are equally long. Rows of one document each are
+padded on the right to the longest of their micro-batch; rows of like length go together.
+
+Laws (tests/data/steps/test_micro_batches.py)
+    1. Every token of every document is there once; labels are its trained tokens but the first.
+    2. No micro-batch holds more than `micro_batch_tokens`, padding counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatrain.data.steps.order import Indices
+from megatrain.data.tokens.documents import Documents
+from megatrain.engine.batch import MicroBatch
+from megatrain.losses.head import IGNORED
+
+
+def micro_batches(
+    rows: Sequence[Indices],
+    documents: Documents,
+    *,
+    micro_batch_tokens: int,
+    packing: bool,
+    pad_id: int,
+) -> list[MicroBatch]:
+    """Return the rows of a step as micro-batches, longest rows first."""
+    lengths = [int(documents.lengths[row].sum()) for row in rows]
+    groups = _groups(lengths, micro_batch_tokens, equal=packing)
+    made = _packed if packing else _padded
+    return [made([rows[number] for number in group], documents, pad_id) for group in groups]
+
+
+def _groups(lengths: Sequence[int], micro_batch_tokens: int, equal: bool) -> Iterator[list[int]]:
+    group: list[int] = []
+    for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
+        width = lengths[group[0]] if group else 0
+        full = (len(group) + 1) * width > micro_batch_tokens
+        if group and (full or (equal and lengths[number] != width)):
+            yield group
+            group = []
+        group.append(number)
+    if group:
+        yield group
+
+
+def _document(documents: Documents, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return tokens and labels. The first token is no target: nothing before it is its own."""
+    tokens, trained = documents.tokens(number)
+    ids = tokens.astype(np.int64)
+    labels = np.where(trained, ids, IGNORED)
+    labels[:1] = IGNORED
+    return ids, labels
+
+
+def _packed(rows: Sequence[Indices], documents: Documents, pad_id: int) -> MicroBatch:
+    ids, labels, positions = [], [], []
+    for row in rows:
+        parts = [_document(documents, int(number)) for number in row]
+        ids.append(np.concatenate([part[0] for part in parts]))
+        labels.append(np.concatenate([part[1] for part in parts]))
+        positions.append(np.concatenate([np.arange(len(part[0])) for part in parts]))
+    return MicroBatch(
+        input_ids=torch.from_numpy(np.stack(ids)),
+        labels=torch.from_numpy(np.stack(labels)),
+        position_ids=torch.from_numpy(np.stack(positions)),
+    )
+
+
+def _padded(rows: Sequence[Indices], documents: Documents, pad_id: int) -> MicroBatch:
+    parts = [_document(documents, int(row[0])) for row in rows]
+    shape = (len(parts), max(len(ids) for ids, _ in parts))
+    input_ids = torch.full(shape, pad_id)
+    labels = torch.full(shape, IGNORED)
+    mask = torch.zeros(shape, dtype=torch.int64)
+    for number, (ids, targets) in enumerate(parts):
+        input_ids[number, : len(ids)] = torch.from_numpy(ids)
+        labels[number, : len(ids)] = torch.from_numpy(targets)
+        mask[number, : len(ids)] = 1
+    no_padding = bool(mask.all())
+    return MicroBatch(
+        input_ids=input_ids, labels=labels, attention_mask=None if no_padding else mask
+    )

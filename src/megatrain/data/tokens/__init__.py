@@ -1,0 +1,1 @@
+"""Tokens: rows tokenised once and kept on disk."""

@@ -1,0 +1,237 @@
+"""A chunk of raw rows to documents: what each worker of `prepare` does, with nothing of its own.
+
+Nothing here needs torch: a worker is ready in a second and holds the tokenizer, little more.
+
+Laws (tests/data/tokens/test_prepare.py)
+    1. No document is longer than `max_length` or without a target.
+    2. Every row is bad, or all of its documents are kept, or it is counted once as dropped.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatrain.data.chat.masks import Encoder, Tokens
+from megatrain.data.chat.notes import Notes
+from megatrain.data.chat.render import TrainOn
+from megatrain.data.chat.spans import clipped
+from megatrain.data.rows.formats import Format
+from megatrain.data.rows.reading import parsed
+from megatrain.data.rows.rows import Row, canonical
+from megatrain.data.rows.skipped import BadRow, Skipped
+from megatrain.errors import DataError
+
+Overlong = Literal["drop", "truncate", "split"]
+NoTarget = Literal["drop", "error"]
+Chunk = list[tuple[str, object]]
+"""Raw rows with their places."""
+
+
+class Settings(TypedDict):
+    """What decides how rows become documents."""
+
+    max_length: int
+    train_on: TrainOn
+    template_kwargs: dict[str, Any]
+    overlong: Overlong
+    no_target: NoTarget
+
+
+TOO_LONG = "longer than max_length"
+NO_TARGET = "no trained token"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extreme:
+    """The largest number of its kind, and the place of the row that has it."""
+
+    value: int = -1
+    place: str = ""
+
+    def or_later(self, later: Extreme) -> Extreme:
+        return later if later.value > self.value else self
+
+
+@dataclass(slots=True, kw_only=True)
+class Encoded:
+    """The documents of a chunk, end to end, and what became of its other rows."""
+
+    num_rows: int = 0
+    num_kept: int = 0
+    """Rows of which at least one document is left."""
+    num_truncated: int = 0
+    """Rows, as everywhere here."""
+    num_split: int = 0
+    rows: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """The row of each document, counted from the first of the chunk."""
+    lengths: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    ids: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    edges: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    """Begin and end of each run of trained tokens, counted from its document's first token."""
+    num_edges: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    """How many of them each document has."""
+    num_trained: int = 0
+    num_open: int = 0
+    """Trained turns that no control token ends."""
+    longest_read: int = 0
+    """Tokens of the longest document before it was cut, split or dropped."""
+    longest: Extreme = field(default_factory=Extreme)
+    largest_id: Extreme = field(default_factory=Extreme)
+    bad: Skipped = field(default_factory=Skipped)
+    dropped: Skipped = field(default_factory=Skipped)
+    """Rows that lost a document, or all of them, by the first reason."""
+    notes: Notes = field(default_factory=Notes)
+
+
+class ChunkEncoder:
+    """Chunks of raw rows to documents, under fixed settings."""
+
+    def __init__(self, tokenizer: Any, shape: Format, settings: Settings) -> None:
+        self._encoder = Encoder(tokenizer, settings["train_on"], settings["template_kwargs"])
+        self._shape = shape
+        self._max_length = settings["max_length"]
+        self._overlong = settings["overlong"]
+        self._no_target = settings["no_target"]
+
+    def encode(self, chunk: Chunk) -> Encoded:
+        """Return the chunk's documents in the order of its rows."""
+        encoded = Encoded(num_rows=len(chunk))
+        rows: list[tuple[str, Row]] = []
+        # Bad rows are noted in the order of the file, whoever finds them bad.
+        found: list[tuple[str, BadRow] | None] = []
+        for place, value in chunk:
+            try:
+                rows.append((place, canonical(parsed(value), self._shape)))
+                found.append(None)
+            except BadRow as bad:
+                found.append((place, bad))
+        documents = iter(zip(rows, self._encoder.encode_rows(rows), strict=True))
+        kept: list[Tokens] = []
+        numbers: list[int] = []
+        places: list[str] = []
+        for number, bad_row in enumerate(found):
+            if bad_row is not None:
+                encoded.bad.add(*bad_row)
+                continue
+            (place, row), made = next(documents)
+            if isinstance(made, BadRow):
+                encoded.bad.add(place, made)
+                continue
+            encoded.notes.add(row, made, self._encoder.template)
+            left = self._kept(encoded, place, row, made)
+            kept += left
+            numbers += [number] * len(left)
+            places += [place] * len(left)
+        encoded.num_kept = len(set(numbers))
+        encoded.rows = np.array(numbers, dtype=np.int64)
+        _put_together(encoded, kept)
+        _find_extremes(encoded, places)
+        return encoded
+
+    def _kept(
+        self, encoded: Encoded, place: str, row: Row, documents: Sequence[Tokens]
+    ) -> list[Tokens]:
+        """Return what is left of a row; count it if something is lost, cut or split."""
+        kept: list[Tokens] = []
+        lost: list[BadRow] = []
+        for document in documents:
+            encoded.longest_read = max(encoded.longest_read, len(document.input_ids))
+            encoded.num_open += document.num_open
+            if document.num_trained == 0 and self._no_target == "error":
+                raise DataError(_no_target_text(place, document, "is trained"))
+            for piece in self._pieces(row, document):
+                if isinstance(piece, BadRow):
+                    lost.append(piece)
+                elif piece.num_trained > 0:
+                    kept.append(piece)
+                elif self._no_target == "error" and self._overlong == "truncate":
+                    raise DataError(_no_target_text(place, document, "is left to train"))
+                else:
+                    lost.append(BadRow(NO_TARGET, f"{len(piece.input_ids)} tokens"))
+        if lost:
+            encoded.dropped.add(place, lost[0])
+        self._count_long(encoded, row, documents)
+        return kept
+
+    def _pieces(self, row: Row, document: Tokens) -> Iterator[Tokens | BadRow]:
+        length, most = len(document.input_ids), self._max_length
+        if length <= most:
+            yield document
+        elif self._overlong == "truncate":
+            yield _cut(document, 0, most)
+        elif self._overlong == "split" and row.text:
+            # A single token left over has no successor to predict.
+            for start in range(0, length - 1, most):
+                yield _cut(document, start, start + most)
+        else:
+            yield BadRow(TOO_LONG, f"{length} tokens")
+
+    def _count_long(self, encoded: Encoded, row: Row, documents: Sequence[Tokens]) -> None:
+        if all(len(document.input_ids) <= self._max_length for document in documents):
+            return
+        encoded.num_truncated += self._overlong == "truncate"
+        encoded.num_split += self._overlong == "split" and bool(row.text)
+
+
+def _no_target_text(place: str, document: Tokens, what: str) -> str:
+    return (
+        f"{place}: no token of {len(document.input_ids)} {what}; were answers truncated away? "
+        "Raise max_length, or let such rows be dropped."
+    )
+
+
+def _cut(document: Tokens, start: int, stop: int) -> Tokens:
+    return Tokens(
+        input_ids=document.input_ids[start:stop], runs=clipped(document.runs, start, stop)
+    )
+
+
+def _put_together(encoded: Encoded, documents: Sequence[Tokens]) -> None:
+    """Few large arrays: they cross from process to process at no cost per document."""
+    encoded.num_trained = sum(document.num_trained for document in documents)
+    encoded.lengths = _array([len(document.input_ids) for document in documents])
+    encoded.ids = _array([token for document in documents for token in document.input_ids])
+    encoded.num_edges = _array([2 * len(document.runs) for document in documents])
+    encoded.edges = _array(
+        [edge for document in documents for run in document.runs for edge in run]
+    )
+
+
+def _find_extremes(encoded: Encoded, places: Sequence[str]) -> None:
+    if not places:
+        return
+    longest, largest = int(encoded.lengths.argmax()), int(encoded.ids.argmax())
+    owner = int(np.searchsorted(np.cumsum(encoded.lengths), largest, side="right"))
+    encoded.longest = Extreme(value=int(encoded.lengths[longest]), place=places[longest])
+    encoded.largest_id = Extreme(value=int(encoded.ids[largest]), place=places[owner])
+
+
+def _array(numbers: list[int]) -> NDArray[np.int32]:
+    return np.array(numbers, dtype=np.int32)
+
+
+# --- in a worker process -------------------------------------------------------------------------
+
+_worker: ChunkEncoder | None = None
+
+
+def begin_worker(tokenizer: Any, shape: Format, settings: Settings) -> None:
+    """Make this process ready for `encode_chunk`."""
+    global _worker
+    # Each worker has a core: threads of the tokenizer's own would take them from one another.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _worker = ChunkEncoder(tokenizer, shape, settings)
+    gc.freeze()  # what is there now stays: it need not be looked through again and again
+
+
+def encode_chunk(chunk: Chunk) -> Encoded:
+    """Return what the worker's encoder makes of a chunk."""
+    assert _worker is not None
+    return _worker.encode(chunk)

@@ -1,0 +1,207 @@
+"""Data tokenised once: source -> chunks -> workers -> Arrow, in the order of the rows.
+
+    prepared = prepare("train.jsonl", tokenizer, cache_dir=..., max_length=2048)
+
+The result is found again by its fingerprint. Memory is bounded by the few chunks under way,
+whatever the size of the data. Workers are spawned processes that hold the tokenizer and nothing
+else; one that dies or does not come back ends the preparation with an error.
+
+Laws (tests/data/tokens/test_prepare.py)
+    1. Any number of workers gives the same bytes.
+    2. The same data, tokenizer and settings are not tokenised twice; any other are.
+    3. A preparation that fails leaves nothing that a later one would take for whole.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+from megatrain.data.chat.probe import probe_template, require_children
+from megatrain.data.chat.render import TrainOn
+from megatrain.data.chat.template import check_kwargs
+from megatrain.data.rows.formats import FormatName
+from megatrain.data.rows.hub_rows import Where
+from megatrain.data.rows.skipped import Skipped
+from megatrain.data.rows.source import Source, open_source
+from megatrain.data.tokens.encoding import (
+    Chunk,
+    ChunkEncoder,
+    Encoded,
+    NoTarget,
+    Overlong,
+    Settings,
+    begin_worker,
+    encode_chunk,
+)
+from megatrain.data.tokens.fingerprint import fingerprint
+from megatrain.data.tokens.limits import check_limits
+from megatrain.data.tokens.prepared import Prepared, PreparedWriter
+from megatrain.errors import ConfigError, DataError, DiskError
+from megatrain.progress import Advance, byte_progress
+
+_CHUNK_ROWS = 256
+_CHUNK_CHARS = 2**22
+_CHUNK_LIMIT_S = 600.0
+_HOPELESS_ROWS = 2000
+"""So many rows, all of them bad, and the rest is not tried."""
+
+
+def prepare(
+    path: Where,
+    tokenizer: Any,
+    *,
+    cache_dir: str | Path,
+    max_length: int,
+    train_on: TrainOn = "assistant",
+    template_kwargs: Mapping[str, Any] | None = None,
+    overlong: Overlong = "drop",
+    no_target: NoTarget = "drop",
+    max_bad: float = 0.01,
+    max_dropped: float = 0.2,
+    num_workers: int = 1,
+    wanted: FormatName = "auto",
+) -> Prepared:
+    """Return the documents of a file, folder or Hub dataset, from the cache if they are there.
+
+    `wanted` names the format of its rows. Raises DataError if they do not have it, too many are
+    bad or dropped, none is left, or the chat template contradicts itself.
+    """
+    if max_length < 2:
+        raise ConfigError(f"max_length {max_length}: a document needs a token and its successor")
+    source = open_source(path, wanted)
+    settings: Settings = {
+        "max_length": max_length,
+        "train_on": train_on,
+        "template_kwargs": dict(template_kwargs or {}),
+        "overlong": overlong,
+        "no_target": no_target,
+    }
+    if source.format.kind != "text":
+        check_kwargs(tokenizer, settings["template_kwargs"])
+    folder = Path(cache_dir) / fingerprint(source, tokenizer, settings)
+    if folder.is_dir():
+        prepared = Prepared(folder)
+    else:
+        _probe(source, tokenizer, settings["template_kwargs"], num_workers)
+        prepared = _prepared(source, tokenizer, settings, folder, num_workers)
+    check_limits(prepared.card, max_bad=max_bad, max_dropped=max_dropped)
+    return prepared
+
+
+def _prepared(
+    source: Source, tokenizer: Any, settings: Settings, folder: Path, num_workers: int
+) -> Prepared:
+    total_bytes = sum(path.stat().st_size for path in source.files)
+    writer = PreparedWriter(folder)
+    try:
+        with byte_progress(f"preparing {source.name}", total_bytes) as advance:
+            for encoded in _encoded(source, tokenizer, settings, num_workers, advance):
+                writer.add(encoded)
+                if writer.total.num_rows >= _HOPELESS_ROWS:
+                    _check_hope(source.name, writer.total)
+        about = {"source": source.name, "format": str(source.format), **settings}
+        if source.hub is not None:
+            about["commit"] = source.hub.commit
+        return writer.publish(about)
+    except OSError as error:
+        writer.discard()
+        raise DiskError(f"{folder.parent}: cannot be written: {error.strerror}") from error
+    except BaseException:
+        writer.discard()
+        raise
+
+
+def _check_hope(name: str, total: Encoded) -> None:
+    if total.bad.total == total.num_rows:
+        raise DataError(
+            f"{name}: none of the first {total.num_rows:,} rows can be used:\n{total.bad}"
+        )
+
+
+def _probe(
+    source: Source, tokenizer: Any, template_kwargs: Mapping[str, Any], num_workers: int
+) -> None:
+    """Let the template render the first conversation where it can do no harm."""
+    if source.format.kind == "text" or not tokenizer.chat_template:
+        if num_workers > 1:
+            require_children()
+        return
+    for _, row in source.rows(Skipped()):
+        probe_template(tokenizer, row, template_kwargs)
+        return
+
+
+def _chunks(values: Iterable[tuple[str, object]]) -> Iterator[Chunk]:
+    chunk: Chunk = []
+    chars = 0
+    for value in values:
+        chunk.append(value)
+        chars += _num_chars(value[1])
+        if len(chunk) == _CHUNK_ROWS or chars >= _CHUNK_CHARS:
+            yield chunk
+            chunk, chars = [], 0
+    if chunk:
+        yield chunk
+
+
+def _num_chars(value: object) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_num_chars, value.values()))
+    return sum(map(_num_chars, value)) if isinstance(value, list) else 1
+
+
+def _encoded(
+    source: Source,
+    tokenizer: Any,
+    settings: Settings,
+    num_workers: int,
+    advance: Advance,
+) -> Iterator[Encoded]:
+    chunks = _chunks(source.values(advance))
+    begin = (tokenizer, source.format, settings)
+    if num_workers <= 1:
+        yield from map(ChunkEncoder(*begin).encode, chunks)
+        return
+    with ProcessPoolExecutor(
+        num_workers, multiprocessing.get_context("spawn"), begin_worker, begin
+    ) as pool:
+        try:
+            yield from _in_order(pool, chunks, most=2 * num_workers)
+        except BrokenProcessPool as error:
+            raise DataError(
+                "a process that tokenises ended without a word: it was killed, most likely for "
+                "want of memory. Fewer workers need less."
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _in_order(pool: ProcessPoolExecutor, chunks: Iterator[Chunk], most: int) -> Iterator[Encoded]:
+    """Yield results in the order of the chunks, with at most `most` of them under way."""
+    under_way: deque[Future[Encoded]] = deque()
+    for chunk in chunks:
+        under_way.append(pool.submit(encode_chunk, chunk))
+        if len(under_way) == most:
+            yield _result(under_way.popleft(), pool)
+    while under_way:
+        yield _result(under_way.popleft(), pool)
+
+
+def _result(future: Future[Encoded], pool: ProcessPoolExecutor) -> Encoded:
+    try:
+        return future.result(_CHUNK_LIMIT_S)
+    except TimeoutError:
+        for process in list(pool._processes.values()):  # no public way before Python 3.14
+            process.kill()
+        raise DataError(
+            f"{_CHUNK_ROWS} rows were not tokenised in {_CHUNK_LIMIT_S:g} s: does the chat "
+            "template loop for ever on one of them?"
+        ) from None

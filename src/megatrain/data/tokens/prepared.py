@@ -1,0 +1,225 @@
+"""Prepared data: documents in an Arrow file that is mapped, never loaded, and a card about them.
+
+    <folder>/documents.arrow    input_ids: list<int32>, trained: list<int32> (begin, end, begin...),
+                                row: int64, the row of the source that the document came from
+    <folder>/card.json          rows, documents, tokens, lengths, what was left out and why, and a
+                                digest of all documents: the same tokens, trained alike, in order
+
+The folder appears by one rename when it is whole. A file of up to 64 GiB (16 billion tokens) is
+hashed whenever it is opened, so that a flipped bit is found before it is trained on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+from numpy.typing import NDArray
+
+from megatrain import files
+from megatrain.data.chat.spans import mask_of
+from megatrain.data.steps.order import Indices
+from megatrain.data.tokens.documents import Lengths
+from megatrain.data.tokens.encoding import Encoded
+from megatrain.errors import DataError, DiskError
+
+Card = dict[str, Any]
+
+_FILE, _CARD = "documents.arrow", "card.json"
+_SCHEMA = pa.schema(
+    {"input_ids": pa.list_(pa.int32()), "trained": pa.list_(pa.int32()), "row": pa.int64()}
+)
+_PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
+_HASHED_BYTES = 64 * 2**30
+_PIECE_BYTES = 2**22
+_BATCH_TOKENS = 2**20
+"""Tokens in one Arrow batch: few batches to search, little to hold while writing."""
+
+
+class Prepared:
+    """Documents of one source by number; open as often as you like, it costs a mapping."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raise DataError if the folder is damaged."""
+        self.folder = folder
+        try:
+            self.card: Card = json.loads((folder / _CARD).read_text())
+            if self.card["file_digest"] != _file_digest(folder / _FILE):
+                raise ValueError("its bytes are not those that were written")
+            table = pa.ipc.open_stream(pa.memory_map(str(folder / _FILE))).read_all()
+            self._ids = table.column("input_ids").chunks
+            self._runs = table.column("trained").chunks
+            self._rows = table.column("row").chunks
+        except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+            raise DataError(
+                f"{folder}: the prepared data is damaged ({error}); remove the folder, and it will "
+                "be prepared again"
+            ) from error
+        self._firsts = np.cumsum([0, *(len(chunk) for chunk in self._ids)])
+
+    @property
+    def dataset(self) -> Any:
+        """The same as a `datasets.Dataset`, for those who want to look."""
+        from datasets import Dataset
+
+        return Dataset.from_file(str(self.folder / _FILE))
+
+    @cached_property
+    def lengths(self) -> Lengths:
+        """Tokens of each document. (documents,)"""
+        parts = [np.diff(chunk.offsets.to_numpy()) for chunk in self._ids]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *parts]).astype(np.int64)
+
+    @property
+    def rows(self) -> Indices:
+        """The row of the source that each document came from, counted from 0. (documents,)"""
+        return np.concatenate([np.zeros(0, np.int64), *(chunk.to_numpy() for chunk in self._rows)])
+
+    @cached_property
+    def row_starts(self) -> Indices:
+        """The first document of each row, and the number of documents. (rows + 1,)"""
+        rows = self.rows
+        return np.append(np.flatnonzero(np.diff(rows, prepend=-1)), len(rows))
+
+    def tokens(self, document: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Return a document's tokens, and which of them are trained."""
+        chunk = int(np.searchsorted(self._firsts, document, side="right")) - 1
+        place = document - int(self._firsts[chunk])
+        ids = self._ids[chunk][place].values.to_numpy()
+        return ids, mask_of(self._runs[chunk][place].values.to_numpy(), len(ids))
+
+
+class PreparedWriter:
+    """Writes beside the final place; `publish` puts it there."""
+
+    def __init__(self, folder: Path) -> None:
+        self._final = folder
+        self._folder = folder.with_name(f".{folder.name}.{os.getpid()}")
+        if self._folder.exists():
+            files.remove_folder(self._folder)
+        files.make_folder(self._folder)
+        self._sink = files.open_new(self._folder / _FILE)
+        self._writer = pa.ipc.new_stream(self._sink, _SCHEMA)
+        self._waiting: list[Encoded] = []
+        self._waiting_tokens = 0
+        self._lengths: list[NDArray[np.int32]] = []
+        self._content = [xxhash.xxh3_128() for _ in range(4)]
+        self.total = Encoded()
+
+    def add(self, encoded: Encoded) -> None:
+        """Add a chunk's documents; they are on disk some 2**20 tokens later."""
+        total = self.total
+        encoded.rows += total.num_rows  # from a number within the chunk to one within the source
+        total.num_rows += encoded.num_rows
+        total.num_kept += encoded.num_kept
+        total.num_truncated += encoded.num_truncated
+        total.num_split += encoded.num_split
+        total.num_trained += encoded.num_trained
+        total.num_open += encoded.num_open
+        total.longest_read = max(total.longest_read, encoded.longest_read)
+        total.longest = total.longest.or_later(encoded.longest)
+        total.largest_id = total.largest_id.or_later(encoded.largest_id)
+        total.bad.merge(encoded.bad)
+        total.dropped.merge(encoded.dropped)
+        total.notes.merge(encoded.notes)
+        self._lengths.append(encoded.lengths)
+        columns = (encoded.ids, encoded.lengths, encoded.edges, encoded.num_edges)
+        for content, column in zip(self._content, columns, strict=True):
+            content.update(np.ascontiguousarray(column, dtype=np.int32).data)
+        self._waiting.append(encoded)
+        self._waiting_tokens += len(encoded.ids)
+        if self._waiting_tokens >= _BATCH_TOKENS:
+            self._flush()
+
+    def publish(self, about: Card) -> Prepared:
+        """Finish the files, give them their name, open them."""
+        self._flush()
+        self._writer.close()
+        files.close_durably(self._sink)
+        card = about | self._card() | {"file_digest": _file_digest(self._folder / _FILE)}
+        files.write_file(self._folder / _CARD, json.dumps(card, indent=1).encode())
+        try:
+            files.rename(self._folder, self._final)
+        except DiskError:
+            if not self._final.is_dir():
+                raise
+            files.remove_folder(self._folder)  # another run prepared the same meanwhile
+        return Prepared(self._final)
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        self._sink.close()
+        files.remove_folder(self._folder)
+
+    def _flush(self) -> None:
+        waiting = self._waiting
+        if self._waiting_tokens:
+            arrays = [
+                _lists([one.ids for one in waiting], [one.lengths for one in waiting]),
+                _lists([one.edges for one in waiting], [one.num_edges for one in waiting]),
+                pa.array(np.concatenate([one.rows for one in waiting])),
+            ]
+            self._writer.write_batch(pa.record_batch(arrays, schema=_SCHEMA))
+        self._waiting, self._waiting_tokens = [], 0
+
+    def _card(self) -> Card:
+        total = self.total
+        lengths = np.concatenate([np.zeros(0, dtype=np.int32), *self._lengths])
+        points = np.percentile(lengths, _PERCENTILES) if len(lengths) else np.zeros(7)
+        return {
+            "rows": total.num_rows,
+            "kept": total.num_kept,
+            "documents": len(lengths),
+            "tokens": int(lengths.sum(dtype=np.int64)),
+            "trained_tokens": total.num_trained,
+            "turns_without_end": total.num_open,
+            "longest": int(lengths.max(initial=0)),
+            "longest_place": total.longest.place,
+            "longest_read": total.longest_read,
+            "largest_id": total.largest_id.value,
+            "largest_id_place": total.largest_id.place,
+            "percentiles": {str(p): int(x) for p, x in zip(_PERCENTILES, points, strict=True)},
+            "truncated": total.num_truncated,
+            "split": total.num_split,
+            "bad": total.bad.counts,
+            "bad_places": total.bad.places,
+            "dropped": total.dropped.counts,
+            "dropped_places": total.dropped.places,
+            **total.notes.card(),
+            "digest": digest_of([content.hexdigest() for content in self._content]),
+        }
+
+
+def _file_digest(path: Path) -> str:
+    """Return a digest of a file's bytes, or of its size alone if it is too large to read each time.
+
+    xxh3 reads memory at its own speed; what the disk gives is in the page cache for training then.
+    """
+    size = path.stat().st_size
+    if size > _HASHED_BYTES:
+        return f"{size} bytes"
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def digest_of(parts: Sequence[str]) -> str:
+    """Return one digest for several, in their order."""
+    return xxhash.xxh3_128_hexdigest("|".join(parts).encode())
+
+
+def _lists(
+    values: Sequence[NDArray[np.int32]], counts: Sequence[NDArray[np.int32]]
+) -> pa.ListArray:
+    """Return values, end to end, as lists of so many each."""
+    offsets = np.cumsum(np.concatenate([[0], *counts]), dtype=np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(values)))

@@ -1,0 +1,1 @@
+"""Devices: where compute happens and how bytes get there."""

@@ -1,0 +1,215 @@
+"""Where compute happens: what the engine asks of it, and the CPU's answer.
+
+    CpuDevice(copying=False)   unified memory: nothing is fetched, compute reads the store
+    CpuDevice(copying=True)    slots and real copies on a CPU: what an accelerator does, tested here
+    Accelerator                a device with memory and streams of its own (accelerator.py)
+
+A device hands out memory and counts it. `keep` counts the memory of a tensor that compute made for
+as long as anything uses it, be it a view. A cap turns the count into a law: what would exceed it is
+a DeviceFull naming the purpose.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatrain.errors import DeviceFull
+from megatrain.lanes.lane import Lane
+from megatrain.memory.ledger import gib
+from megatrain.step.ops import LANES
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Device(Protocol):
+    """Memory, copies and lanes. What is called inside an op is queued on the lane's stream."""
+
+    @property
+    def copying(self) -> bool:
+        """Whether weights are fetched into slots, or read where they are."""
+
+    @property
+    def own_memory(self) -> bool:
+        """Whether compute can only use tensors that this device placed."""
+
+    @property
+    def answers(self) -> bool:
+        """Whether tensors there have values that the host could ask for."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes of device memory that were in use at once."""
+
+    @property
+    def free_bytes(self) -> int:
+        """Device memory that can still be had; 0 where it is the host's."""
+
+    def lanes(self) -> list[Lane]:
+        """Return new lanes, each with its stream."""
+
+    def allocate(self, num_bytes: int, purpose: str) -> Tensor:
+        """Return device memory as uint8. Raises DeviceFull, naming the purpose."""
+
+    def map_host(self, num_bytes: int, purpose: str) -> Tensor:
+        """Return zeroed host memory, as uint8, that copies reach at full speed if they can."""
+
+    def unmap_host(self, arena: Tensor) -> None:
+        """Take back what `map_host` returned, before it is dropped. No copy may be under way."""
+
+    def pin(self, name: str, arena: Tensor) -> None:
+        """Let copies reach this host memory at full speed, if they can."""
+
+    def pinned(self, tensor: Tensor) -> Tensor:
+        """Return a small host tensor, or its copy, in memory that `give` need not wait for."""
+
+    def place(self, tensor: Tensor) -> Tensor:
+        """Return a copy on the device that stays; not inside an op."""
+
+    def keep(self, tensor: Tensor, purpose: str) -> Tensor:
+        """Count what compute made until nothing uses it any more, and return it."""
+
+    def fill(self, target: Tensor, source: Tensor) -> None:
+        """Copy flat bits, one side on the host and one on the device."""
+
+    def give(self, tensor: Tensor) -> Tensor:
+        """Return a small host tensor on the device."""
+
+    def bring(self, tensor: Tensor) -> Tensor:
+        """Return a small device tensor on the host: it holds its value when the op is complete."""
+
+    def seed(self, seed: int) -> None:
+        """Set what layers draw their random numbers from."""
+
+    def random_state(self) -> list[Tensor]:
+        """Return what `set_random_state` takes, so that the caller's own draws go on."""
+
+    def set_random_state(self, state: list[Tensor]) -> None: ...
+
+    def synchronize(self) -> None:
+        """Wait until everything that was queued is done."""
+
+    def close(self) -> None:
+        """Let go of host memory that was pinned. Another engine may use the device then."""
+
+
+class Meter:
+    """Counts live bytes; thread-safe."""
+
+    def __init__(self, cap_bytes: int | None) -> None:
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._cap_bytes = cap_bytes
+        # Reentrant: garbage collected while it is held may be memory that is counted.
+        self._lock = threading.RLock()
+
+    def add(self, num_bytes: int, purpose: str) -> None:
+        """Count `num_bytes`, or raise DeviceFull if they exceed the cap."""
+        with self._lock:
+            live = self.live_bytes + num_bytes
+            if self._cap_bytes is not None and live > self._cap_bytes:
+                raise DeviceFull(
+                    f"device memory: {purpose} needs {gib(num_bytes)}, "
+                    f"{gib(self._cap_bytes - self.live_bytes)} of {gib(self._cap_bytes)} are free"
+                )
+            self.live_bytes = live
+            self.peak_bytes = max(self.peak_bytes, live)
+
+    def remove(self, num_bytes: int) -> None:
+        """Stop counting `num_bytes`."""
+        with self._lock:
+            self.live_bytes -= num_bytes
+
+
+class CpuDevice:
+    """The CPU as a device. Host and device are one memory, and an op is done when it returns."""
+
+    own_memory = False
+    answers = True
+    free_bytes = 0
+
+    def __init__(self, *, copying: bool = False, cap_bytes: int | None = None) -> None:
+        self.copying = copying
+        self.meter = Meter(cap_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.meter.peak_bytes
+
+    def lanes(self) -> list[Lane]:
+        return [Lane(name) for name in LANES]
+
+    def allocate(self, num_bytes: int, purpose: str) -> Tensor:
+        return self.keep(torch.empty(num_bytes, dtype=torch.uint8), purpose)
+
+    def map_host(self, num_bytes: int, purpose: str) -> Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def unmap_host(self, arena: Tensor) -> None:
+        pass
+
+    def pin(self, name: str, arena: Tensor) -> None:
+        pass
+
+    def pinned(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def place(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def keep(self, tensor: Tensor, purpose: str) -> Tensor:
+        storage = tensor.untyped_storage()
+        self.meter.add(storage.nbytes(), purpose)
+        weakref.finalize(storage, self.meter.remove, storage.nbytes())
+        return tensor
+
+    def fill(self, target: Tensor, source: Tensor) -> None:
+        copy_bits(target, source)
+
+    def give(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def bring(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+
+    def random_state(self) -> list[Tensor]:
+        return [torch.get_rng_state()]
+
+    def set_random_state(self, state: list[Tensor]) -> None:
+        torch.set_rng_state(state[0])
+
+    def synchronize(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def copy_bits(target: Tensor, source: Tensor) -> None:
+    """Copy bits between host tensors of one shape, on this thread alone."""
+    # Not `copy_`: it would start a team of threads that takes cores from compute.
+    _integers(target)[...] = _integers(source)
+
+
+def _integers(tensor: Tensor) -> np.ndarray:
+    """Return the bits, in the tensor's own shape and strides."""
+    return tensor.detach().view(_INTEGERS[tensor.element_size()]).numpy()
+
+
+def draw_seed(seed: int, step: int, micro: int, block: int) -> int:
+    """Return the seed of a block's random numbers: near arguments give unrelated ones."""
+    state, mask = 0, 2**64 - 1
+    for number in (seed, step, micro, block):  # the finaliser of splitmix64, on each in turn
+        state = ((state ^ number) + 0x9E3779B97F4A7C15) & mask
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
+        state ^= state >> 31
+    return state

@@ -1,0 +1,1 @@
+"""Checkpoints: resumable state on disk."""

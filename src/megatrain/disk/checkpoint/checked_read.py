@@ -1,0 +1,145 @@
+"""Files read in parallel, each chunk hashed before its bytes are believed.
+
+One pass over the disk, past the page cache, with a buffer per worker. Whoever wants the bytes takes
+them chunk by chunk, once they are known to be right.
+
+Laws (tests/disk/checkpoint/test_restore.py)
+    1. A changed, missing, cut, swapped or stale file is found, and the tensor in it named.
+    2. Nobody is given bytes that failed their hash.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from megatrain.disk.checkpoint.manifest import FileRecord
+from megatrain.disk.hf.safetensors_format import TensorEntry, parse_header
+from megatrain.errors import CheckpointDamaged, DiskError, WeightsFormatError
+from megatrain.memory.direct import (
+    CHUNK_BYTES,
+    PAGE,
+    DirectReader,
+    aligned_buffer,
+    as_memory,
+    digest,
+)
+from megatrain.progress import Advance, byte_progress
+
+NUM_WORKERS = 4
+Take = Callable[[int, Tensor], None]
+"""Gets a chunk's first byte in the file, and its bytes, once they are known to be right."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chunk:
+    reader: DirectReader
+    name: str
+    start: int
+    stop: int
+    expected: str
+    take: Take | None
+
+
+def read_checked(
+    folder: Path,
+    records: Mapping[str, FileRecord],
+    title: str,
+    takes: Mapping[str, Take] | None = None,
+) -> None:
+    """Read all files on all workers, and give their chunks to who `takes` them, by file.
+
+    Raises CheckpointDamaged or DiskError for the first file that is not as its record says.
+    """
+    takes = takes or {}
+    num_bytes = sum(record.num_bytes for record in records.values())
+    with ExitStack() as stack:
+        advance = stack.enter_context(byte_progress(f"{title} {folder.name}", num_bytes))
+        chunks: list[_Chunk] = []
+        for name, record in sorted(records.items()):
+            reader = stack.enter_context(_opened(folder, name, record.num_bytes))
+            for number, expected in enumerate(record.digests):
+                start = number * CHUNK_BYTES
+                stop = min(start + CHUNK_BYTES, record.num_bytes)
+                chunk = _Chunk(
+                    reader=reader,
+                    name=name,
+                    start=start,
+                    stop=stop,
+                    expected=expected,
+                    take=takes.get(name),
+                )
+                chunks.append(chunk)
+        _run(chunks, advance)
+
+
+def _opened(folder: Path, name: str, num_bytes: int) -> DirectReader:
+    try:
+        reader = DirectReader(folder / name)
+    except FileNotFoundError:
+        raise CheckpointDamaged(f"{folder / name}: is missing") from None
+    if reader.num_bytes != num_bytes:
+        reader.close()
+        raise CheckpointDamaged(
+            f"{folder / name}: has {reader.num_bytes} bytes, {num_bytes} were written"
+        )
+    return reader
+
+
+def _run(chunks: Iterable[_Chunk], advance: Advance) -> None:
+    buffers: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+    for _ in range(NUM_WORKERS):
+        buffers.put(aligned_buffer(CHUNK_BYTES + 2 * PAGE))
+
+    def work(chunk: _Chunk) -> None:
+        buffer = buffers.get()
+        try:
+            data = chunk.reader.read(chunk.start, chunk.stop, buffer)
+            if digest(as_memory(data)) != chunk.expected:
+                raise _damaged(chunk)
+            if chunk.take is not None:
+                chunk.take(chunk.start, data)
+        finally:
+            buffers.put(buffer)
+        advance(chunk.stop - chunk.start)
+
+    with ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="restore") as pool:
+        futures = [pool.submit(work, chunk) for chunk in chunks]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _damaged(chunk: _Chunk) -> CheckpointDamaged:
+    """Return the error that names the tensors in a chunk, as far as the header can be read."""
+    where = f"{chunk.reader.path}: bytes {chunk.start} to {chunk.stop} are not what was written"
+    names = [
+        entry.name
+        for entry in _entries(chunk.reader)
+        if entry.start < chunk.stop and entry.stop > chunk.start
+    ]
+    if not names:
+        return CheckpointDamaged(where)
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return CheckpointDamaged(f"{where} (in {shown})")
+
+
+def _entries(reader: DirectReader) -> list[TensorEntry]:
+    buffer = aligned_buffer(CHUNK_BYTES + 2 * PAGE)
+    try:
+        length = int.from_bytes(as_memory(reader.read(0, 8, buffer)), "little")
+        if not 2 <= length <= CHUNK_BYTES - 8:
+            return []
+        header = bytes(as_memory(reader.read(8, 8 + length, buffer)))
+        return parse_header(header, reader.num_bytes - 8 - length, reader.path.name)
+    except (DiskError, WeightsFormatError):
+        return []

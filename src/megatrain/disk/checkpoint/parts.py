@@ -1,0 +1,90 @@
+"""What a checkpoint consists of, block by block: which tensors, in which files.
+
+    model/   an ordinary Hugging Face folder, one file per block: `from_pretrained` loads it
+    state/   lo, m and v of each block that is trained, by param name
+
+A block is the unit of saving: its files are written while its bytes are held still. It is also what
+a rank, or a disk tier, would own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatrain.disk.hf.export import config_bytes, index_bytes, shard_names
+from megatrain.disk.hf.model import HostModel
+from megatrain.disk.hf.weights_file import NamedTensor, WeightsFile, folder_tensors
+from megatrain.memory.layout import Kind
+from megatrain.memory.store import Store
+from megatrain.model_files import INDEX_NAME
+from megatrain.models.config_json import CONFIG_NAME
+
+_STATE_KINDS = (Kind.M, Kind.V, Kind.LO)  # by falling size: elements stay aligned in the file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """A checkpoint's files: those of each block, and small ones that never change in a run."""
+
+    blocks: Sequence[Sequence[WeightsFile]]
+    small: dict[str, bytes]
+    model: str
+    """Names the params: shapes, dtypes, and which are trained."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files, the manifest not counted."""
+        weights = sum(file.num_bytes for files in self.blocks for file in files)
+        return weights + sum(len(data) for data in self.small.values())
+
+
+def checkpoint_parts(home: HostModel) -> Parts:
+    """Return the files of a checkpoint, as views of the model's store."""
+    store, num_blocks = home.store, len(home.decoder.blocks)
+    tensors: list[list[NamedTensor]] = [[] for _ in range(num_blocks)]
+    for placed, tensor in folder_tensors(home.decoder, store):
+        place = store.layout.places.get(placed.param)
+        # A buffer belongs to no block: it does not change.
+        tensors[0 if place is None else place.segment.block].append(tensor)
+    filled = [block for block in range(num_blocks) if tensors[block]]
+    names = dict(zip(filled, shard_names(len(filled)), strict=True))
+    blocks: list[list[WeightsFile]] = [[] for _ in range(num_blocks)]
+    for block, name in names.items():
+        blocks[block].append(WeightsFile(name=f"model/{name}", tensors=tensors[block]))
+    index = index_bytes([WeightsFile(name=names[b], tensors=tensors[b]) for b in filled])
+    for block in range(num_blocks):
+        if state := _state_tensors(store, block):
+            name = f"state/block-{block:05}.safetensors"
+            blocks[block].append(WeightsFile(name=name, tensors=state))
+    small = dict(home.carried)
+    small[CONFIG_NAME] = config_bytes(home.config_json, home.decoder.model.dtype)
+    small[INDEX_NAME] = index
+    return Parts(
+        blocks=blocks,
+        small={f"model/{name}": data for name, data in sorted(small.items())},
+        model=model_mark(store),
+    )
+
+
+def model_mark(store: Store) -> str:
+    """Return a hash of all that says which params there are and how they are held."""
+    described = [
+        (name, place.param.shape, str(place.param.dtype), place.param.trained)
+        for name, place in sorted(store.layout.places.items())
+    ]
+    return hashlib.sha256(repr(described).encode()).hexdigest()[:32]
+
+
+def _state_tensors(store: Store, block: int) -> list[NamedTensor]:
+    return [
+        NamedTensor(
+            name=f"{kind}.{place.param.name}",
+            shape=tuple(place.param.shape),
+            values=store.param(place.param.name, kind).view(-1),
+        )
+        for kind in _STATE_KINDS
+        for place in store.layout.block_places(block)
+        if place.has(kind)
+    ]

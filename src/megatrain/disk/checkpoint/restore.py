@@ -1,0 +1,83 @@
+"""Reading a checkpoint back: every chunk is hashed before its bytes are believed.
+
+`verify` reads a folder and names what is damaged. `restore` does the same and puts the bytes where
+they belong in the store on the way: one pass over the disk (checked_read.py).
+
+Laws (tests/disk/checkpoint/test_restore.py)
+    1. What is restored has every bit of what was saved.
+    2. A changed, missing, cut, swapped or stale file is found, and the tensor in it named.
+    3. After CheckpointDamaged the store holds no bytes that failed their hash; it holds a mixture,
+       and another checkpoint must be restored before it is used.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatrain.disk.checkpoint.checked_read import Take, read_checked
+from megatrain.disk.checkpoint.manifest import Manifest, read_manifest
+from megatrain.disk.checkpoint.parts import Parts
+from megatrain.disk.hf.weights_file import WeightsFile
+from megatrain.errors import CheckpointDamaged, CheckpointMismatch
+from megatrain.memory.direct import copy_bytes
+
+
+def verify(folder: Path) -> Manifest:
+    """Return the manifest of a checkpoint of which every byte is right.
+
+    Raises CheckpointDamaged, CheckpointMismatch or DiskError.
+    """
+    manifest = read_manifest(folder)
+    read_checked(folder, manifest.files, "verifying")
+    return manifest
+
+
+def verify_model(folder: Path) -> Manifest:
+    """Do what `verify` does for the model alone, a sixth of the bytes: enough to export it."""
+    manifest = read_manifest(folder)
+    model = {name: r for name, r in manifest.files.items() if name.startswith("model/")}
+    read_checked(folder, model, "checking")
+    return manifest
+
+
+def restore(folder: Path, manifest: Manifest, parts: Parts) -> None:
+    """Fill the tensors of `parts` from a checkpoint.
+
+    Raises CheckpointDamaged, CheckpointMismatch or DiskError.
+    """
+    files = {file.name: file for files in parts.blocks for file in files}
+    if manifest.model != parts.model:
+        raise CheckpointMismatch(
+            f"{folder}: is of another model, or other params were frozen, or model.dtype was "
+            "another. Resume with the model and settings it was saved with."
+        )
+    for name, file in files.items():
+        record = manifest.files.get(name)
+        if record is None or record.num_bytes != file.num_bytes:
+            raise CheckpointDamaged(f"{folder / name}: is not as the manifest's model has it")
+    takes = {name: _filling(file) for name, file in files.items()}
+    read_checked(folder, manifest.files, "resuming", takes)
+
+
+def _filling(file: WeightsFile) -> Take:
+    """Return what puts a file's chunks into its tensors."""
+    header = torch.frombuffer(bytearray(file.header), dtype=torch.uint8)
+    places = [(0, header.clone(), True)]
+    places += [(start, tensor.memory, False) for start, tensor in file.placed()]
+
+    def take(start: int, data: Tensor) -> None:
+        stop = start + len(data)
+        for first, memory, is_header in places:
+            begin, end = max(start, first), min(stop, first + len(memory))
+            if begin >= end:
+                continue
+            found, there = data[begin - start : end - start], memory[begin - first : end - first]
+            if not is_header:
+                copy_bytes(there, found)
+            elif not torch.equal(there, found):
+                raise CheckpointMismatch(f"{file.name}: its tensors are not those of this model")
+
+    return take

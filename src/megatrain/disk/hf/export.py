@@ -1,0 +1,227 @@
+"""From the store to a Hugging Face folder that others can load, written straight from `hi`.
+
+A new export is written beside its place and appears there by one rename, whole.
+
+An export over an older one is safe at every instant, also over the folder the model was loaded
+from. Readers find weights by one name: `model.safetensors` if it is there, else the index. New
+shards get names that no file in the folder has: until that one name is put in place by a rename the
+old export is whole, after it the new one. Only then are the old shards removed. The record of a
+run's export (exported.py) is removed first and written last.
+
+Laws (tests/disk/hf/test_export.py)
+    1. `from_pretrained` of an export has every bit of `hi`.
+    2. A failure at any call leaves the old export or the new one, never a mixture; where there was
+       none, none or all of it.
+    3. Peak memory grows by the writer's buffers, not by the model.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatrain.disk.checkpoint.manifest import FileRecord
+from megatrain.disk.hf.exported import RECORD_NAME, Exported
+from megatrain.disk.hf.folder import read_index
+from megatrain.disk.hf.weights_file import NamedTensor, WeightsFile, folder_tensors, master_tensors
+from megatrain.errors import DiskError, ModelFolderError, WeightsFormatError
+from megatrain.files import (
+    make_folder,
+    remove,
+    remove_folder,
+    rename,
+    sync_folder,
+    temporary_name,
+    write_file,
+)
+from megatrain.memory.direct import WriteQueue
+from megatrain.memory.store import Store
+from megatrain.model_files import INDEX_NAME, SINGLE_NAME
+from megatrain.models.config_json import CONFIG_NAME, read_object
+from megatrain.models.decoder import Decoder
+from megatrain.progress import Advance, byte_progress
+
+SHARD_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Which model of a run is exported."""
+
+    step: int
+    best_loss: float | None = None
+    """Of its evaluation, if it is the best model of the run."""
+
+
+def export_weights(
+    folder: Path,
+    decoder: Decoder,
+    store: Store,
+    *,
+    config_json: bytes,
+    carried: Mapping[str, bytes],
+    shard_bytes: int = SHARD_BYTES,
+    origin: Origin | None = None,
+    masters: bool = False,
+) -> None:
+    """Write the model to `folder`: shards, index, config, and the `carried` files, by name.
+
+    `masters` writes fp32, what `lo` has included. With an `origin` the folder also gets a record
+    of it. Raises DiskError; the folder then still holds what it held before.
+    """
+    dtype = torch.float32 if masters else decoder.model.dtype
+    small = {**carried, CONFIG_NAME: config_bytes(config_json, dtype)}
+    tensors = (
+        master_tensors(decoder, store)
+        if masters
+        else [tensor for _, tensor in folder_tensors(decoder, store)]
+    )
+    total_bytes = sum(tensor.num_bytes for tensor in tensors)
+
+    def write(place: Path) -> None:
+        with byte_progress(f"exporting {folder.name}", total_bytes) as advance:
+            _export(place, tensors, small, shard_bytes, origin, advance)
+
+    if folder.is_dir() and any(folder.iterdir()):
+        write(folder)
+    else:
+        _appear_whole(folder, write)
+
+
+def _appear_whole(folder: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a folder beside the place, then give it the name."""
+    beside = temporary_name(folder)
+    try:
+        make_folder(beside)
+        write(beside)
+        rename(beside, folder)
+    except BaseException:
+        with suppress(DiskError):  # the first failure is the one to report
+            remove_folder(beside)
+        raise
+
+
+def _export(
+    folder: Path,
+    tensors: list[NamedTensor],
+    small: Mapping[str, bytes],
+    shard_bytes: int,
+    origin: Origin | None,
+    advance: Advance,
+) -> None:
+    old = _present_weights(folder)
+    shards = _plan_shards(tensors, shard_bytes, taken=old)
+    if (folder / RECORD_NAME).exists():
+        remove(folder / RECORD_NAME)
+        sync_folder(folder)
+    for name, data in small.items():
+        write_file(folder / name, data)
+    records = _write_weights(folder, shards, advance)
+    kept = {shard.name for shard in shards} | ({INDEX_NAME} if len(shards) > 1 else set())
+    for name in sorted(
+        old - kept, key=lambda name: (name != SINGLE_NAME, name != INDEX_NAME, name)
+    ):
+        remove(folder / name)
+    if origin is not None:
+        records |= {name: FileRecord.of_bytes(data) for name, data in small.items()}
+        about = Exported(step=origin.step, best_loss=origin.best_loss, files=records)
+        write_file(folder / RECORD_NAME, about.to_bytes())
+
+
+def _present_weights(folder: Path) -> set[str]:
+    """Return the names of weight files that a reader of `folder` would use now."""
+    names = {name for name in (SINGLE_NAME, INDEX_NAME) if (folder / name).exists()}
+    if INDEX_NAME in names:
+        try:
+            shards = set(read_index(folder).values())
+        except (ModelFolderError, WeightsFormatError):
+            shards = set()  # no reader could use it; it is about to be replaced
+        names |= {shard for shard in shards if (folder / shard).exists()}
+    return names
+
+
+def _plan_shards(
+    tensors: list[NamedTensor], shard_bytes: int, taken: set[str]
+) -> list[WeightsFile]:
+    """Return the tensors in shards of at most `shard_bytes` (or one tensor), under free names."""
+    groups: list[list[NamedTensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if groups[-1] and size + tensor.num_bytes > shard_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor.num_bytes
+    if len(groups) == 1:
+        return [WeightsFile(name=SINGLE_NAME, tensors=groups[0])]
+    stem = "model"
+    while taken & set(shard_names(len(groups), stem)):
+        stem = f"model-{secrets.token_hex(3)}"
+    names = shard_names(len(groups), stem)
+    return [WeightsFile(name=n, tensors=g) for n, g in zip(names, groups, strict=True)]
+
+
+def shard_names(count: int, stem: str = "model") -> list[str]:
+    """Return the names that readers expect of a model in `count` files."""
+    return [f"{stem}-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+
+
+def index_bytes(shards: Sequence[WeightsFile]) -> bytes:
+    """Return the index that says which tensor is in which shard."""
+    weight_map = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
+    index = {
+        "metadata": {"total_size": sum(shard.data_bytes for shard in shards)},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    return json.dumps(index, indent=2).encode() + b"\n"
+
+
+def _write_weights(
+    folder: Path, shards: list[WeightsFile], advance: Advance
+) -> dict[str, FileRecord]:
+    """Write all shards, then make them the folder's weights by one rename; return their records."""
+    records: dict[str, FileRecord] = {}
+    try:
+        with WriteQueue() as carrier:
+            for shard in shards:
+                records[shard.name] = _write_shard(folder, shard, carrier, advance)
+        if len(shards) > 1:
+            index = index_bytes(shards)
+            write_file(folder / INDEX_NAME, index)
+            records[INDEX_NAME] = FileRecord.of_bytes(index)
+    except BaseException:
+        # The failure may have come after the rename: then these are the folder's weights.
+        for name in records:
+            if name not in _present_weights(folder):
+                remove(folder / name)
+        raise
+    return records
+
+
+def _write_shard(
+    folder: Path, shard: WeightsFile, carrier: WriteQueue, advance: Advance
+) -> FileRecord:
+    temporary = temporary_name(folder / shard.name)
+    with shard.fill(temporary, carrier, advance) as writer:
+        writer.finish()
+    try:
+        rename(temporary, folder / shard.name)
+    except BaseException:
+        with suppress(DiskError):
+            remove(temporary)
+        raise
+    return FileRecord.of_digests(shard.num_bytes, writer.digests)
+
+
+def config_bytes(config_json: bytes, dtype: torch.dtype) -> bytes:
+    """Return the model's own config, saying the dtype that was written."""
+    fields = read_object(config_json)
+    fields.pop("torch_dtype", None)
+    fields["dtype"] = str(dtype).removeprefix("torch.")
+    return json.dumps(fields, indent=2).encode() + b"\n"

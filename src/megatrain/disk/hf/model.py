@@ -1,0 +1,129 @@
+"""The road from a Hugging Face folder into the store and out again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megatrain.disk.hf.export import SHARD_BYTES, Origin, export_weights
+from megatrain.disk.hf.folder import read_carried, read_config_bytes
+from megatrain.disk.hf.growth import Growth
+from megatrain.disk.hf.load import load_weights
+from megatrain.hub import find_model
+from megatrain.memory.layout import Kind, build_layout
+from megatrain.memory.store import WITH_CLIP, Store
+from megatrain.models.config_json import parse_config
+from megatrain.models.decoder import Decoder, build_decoder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostModel:
+    """A model at home: its blocks, and the store that holds their bytes."""
+
+    decoder: Decoder
+    store: Store
+    source: Path
+    """The folder it came from."""
+    config_json: bytes
+    carried: Mapping[str, bytes]
+    """Tokenizer and generation files, by name: they go with every export and checkpoint."""
+
+    def export(
+        self,
+        folder: str | Path,
+        *,
+        shard_bytes: int = SHARD_BYTES,
+        origin: Origin | None = None,
+        masters: bool = False,
+    ) -> None:
+        """Write the weights as a folder that `from_pretrained` loads. Safe over `source` too.
+
+        A new folder appears whole or not at all. `origin` says which model of a run this is, and is
+        recorded in the folder. `masters` writes fp32 masters in place of the weights.
+        """
+        export_weights(
+            Path(folder),
+            self.decoder,
+            self.store,
+            config_json=self.config_json,
+            carried=self.carried,
+            shard_bytes=shard_bytes,
+            origin=origin,
+            masters=masters,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFolder:
+    """A model folder, read but for its weights: enough to plan a run, before memory is taken."""
+
+    source: Path
+    config_json: bytes
+    carried: Mapping[str, bytes]
+    decoder: Decoder
+    growth: Growth | None = None
+    """New tokens, of which the folder's weights know nothing."""
+
+    def empty(self, kinds: tuple[Kind, ...]) -> HostModel:
+        """Return the model with weights that are all zeros. Raises DoesNotFit."""
+        return HostModel(
+            decoder=self.decoder,
+            store=Store(build_layout(self.decoder.blocks), kinds),
+            source=self.source,
+            config_json=self.config_json,
+            carried=self.carried,
+        )
+
+    def load(self, kinds: tuple[Kind, ...]) -> HostModel:
+        """Return the model with its weights in host memory. Raises what `load_model` does."""
+        home = self.empty(kinds)
+        load_weights(home.source, home.decoder, home.store, self.growth)
+        return home
+
+
+def load_model(
+    folder: str | Path,
+    *,
+    dtype: Literal["bf16", "fp32"] = "bf16",
+    kinds: tuple[Kind, ...] = WITH_CLIP,
+    frozen: tuple[str, ...] = (),
+    attn: str | None = None,
+) -> HostModel:
+    """Return the model of a folder, or of an id on the Hub, its weights in host memory.
+
+    `frozen` are name patterns of params that are not trained; `attn` an attention implementation of
+    transformers, None for its own choice. Raises ModelConfigError, NotSplittable, MissingPackage,
+    DoesNotFit, ModelFolderError, WeightsFormatError, WeightsMismatch, HubError or DiskError.
+    """
+    found = find_model(str(folder)).folder
+    return read_folder(found, dtype=dtype, frozen=frozen, attn=attn).load(kinds)
+
+
+def read_folder(
+    folder: str | Path,
+    *,
+    dtype: Literal["bf16", "fp32"],
+    frozen: tuple[str, ...],
+    attn: str | None,
+    growth: Growth | None = None,
+) -> ModelFolder:
+    """Return what a model folder holds besides weights. Its config is parsed once, here.
+
+    `attn` may be `auto` too: the choice of transformers. With `growth` config and tokenizer have
+    new tokens. Raises ConfigError if they could not be trained.
+    """
+    source = Path(folder)
+    config_json = read_config_bytes(source)
+    carried = read_carried(source)  # refused now, and not by the export at the end of a run
+    if growth is not None:
+        config_json, carried = growth.config(config_json), growth.carried(carried)
+    decoder = build_decoder(
+        parse_config(config_json), dtype, frozen, None if attn == "auto" else attn
+    )
+    if growth is not None:
+        growth.check(decoder)
+    return ModelFolder(
+        source=source, config_json=config_json, carried=carried, decoder=decoder, growth=growth
+    )

@@ -1,0 +1,149 @@
+"""A safetensors file that is written straight from where its tensors live."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatrain.disk.hf.names import FolderTensor, NameMap
+from megatrain.disk.hf.safetensors_format import format_header
+from megatrain.memory.direct import DirectWriter, WriteQueue
+from megatrain.memory.layout import Kind
+from megatrain.memory.master import join
+from megatrain.memory.store import Store
+from megatrain.models.decoder import Decoder
+from megatrain.progress import Advance
+
+PIECE_ELEMENTS = 4 << 20
+"""Of a master, which is put together while it is written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedTensor:
+    """A tensor of a file: a name, a shape, and the elements where they are, flat."""
+
+    name: str
+    shape: tuple[int, ...]
+    values: Tensor
+
+    @property
+    def memory(self) -> Tensor:
+        """Its bytes: a view, to read and to fill."""
+        return self.values.view(torch.uint8)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As the file has it."""
+        return self.values.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return self.values.numel() * self.dtype.itemsize
+
+    def pieces(self) -> Iterator[Tensor]:
+        """Yield the bytes to write, one piece behind the other."""
+        yield self.memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MasterTensor(NamedTensor):
+    """A tensor that is written as its fp32 master."""
+
+    lo: Tensor | None
+    """What the master has beyond `values`; None: nothing."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def pieces(self) -> Iterator[Tensor]:
+        for start in range(0, self.values.numel(), PIECE_ELEMENTS):
+            span = slice(start, start + PIECE_ELEMENTS)
+            hi = self.values[span]
+            master = hi.float() if self.lo is None else join(hi, self.lo[span])
+            yield master.view(torch.uint8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsFile:
+    """A file's name and tensors; its bytes are known before any is written."""
+
+    name: str
+    tensors: Sequence[NamedTensor]
+
+    @cached_property
+    def header(self) -> bytes:
+        return self._formatted[0]
+
+    @property
+    def data_bytes(self) -> int:
+        return self._formatted[1]
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.header) + self.data_bytes
+
+    @cached_property
+    def _formatted(self) -> tuple[bytes, int]:
+        return format_header((t.name, t.dtype, t.shape) for t in self.tensors)
+
+    def placed(self) -> Iterator[tuple[int, NamedTensor]]:
+        """Yield each tensor with its first byte in the file."""
+        start = len(self.header)
+        for tensor in self.tensors:
+            yield start, tensor
+            start += tensor.num_bytes
+
+    def fill(self, path: Path, carrier: WriteQueue, advance: Advance) -> DirectWriter:
+        """Write all bytes to a new file; the tensors may change as soon as this returns.
+
+        The caller finishes the file. Raises DiskError, and then leaves none.
+        """
+        writer = DirectWriter(path, self.num_bytes, carrier)
+        try:
+            writer.write(torch.frombuffer(bytearray(self.header), dtype=torch.uint8))
+            for tensor in self.tensors:
+                for piece in tensor.pieces():
+                    writer.write(piece)
+                    advance(len(piece))
+            writer.let_go()
+        except BaseException:
+            writer.abandon()
+            raise
+        return writer
+
+
+def folder_tensors(decoder: Decoder, store: Store) -> list[tuple[FolderTensor, NamedTensor]]:
+    """Return the tensors of the model's folder as views of the store, no copies."""
+    buffers = decoder.persistent_buffers()
+    result = []
+    for tensor in NameMap(decoder).tensors.values():
+        source = buffers.get(tensor.param)
+        if source is None:
+            source = store.param(tensor.param, Kind.HI)
+        values = _part(source, tensor)
+        result.append((tensor, NamedTensor(name=tensor.name, shape=tensor.shape, values=values)))
+    return result
+
+
+def master_tensors(decoder: Decoder, store: Store) -> list[NamedTensor]:
+    """Return the tensors of the model's folder, its params as fp32 masters."""
+    result: list[NamedTensor] = []
+    for tensor, plain in folder_tensors(decoder, store):
+        place = store.layout.places.get(tensor.param)
+        if place is None:  # a buffer has no master
+            result.append(plain)
+            continue
+        has_lo = Kind.LO in store.kinds and place.has(Kind.LO)
+        lo = _part(store.param(tensor.param, Kind.LO), tensor) if has_lo else None
+        result.append(MasterTensor(name=plain.name, shape=plain.shape, values=plain.values, lo=lo))
+    return result
+
+
+def _part(param: Tensor, tensor: FolderTensor) -> Tensor:
+    return param.reshape(-1)[tensor.start : tensor.start + tensor.num_elements]

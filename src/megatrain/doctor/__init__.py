@@ -1,0 +1,1 @@
+"""Doctor: measures what this machine can do."""

@@ -1,0 +1,63 @@
+"""A few steps of a small model: what blocks really cost on this processor.
+
+Products, attention and element-wise work measured apart add up to a block only roughly. Here the
+gradients of a small Llama are computed by the engine at a few widths and numbers of tokens,
+and the rates are chosen so that its ops cost what they took (doctor/fit.py). Nothing is updated:
+what updates take from compute is the simulator's part. On a processor alone: a device works behind
+the host's back, and a trace of the host shows nothing of it.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import LlamaConfig
+
+from megatrain.doctor.fit import fitted, merged
+from megatrain.engine.batch import MicroBatch
+from megatrain.engine.engine import Engine
+from megatrain.lanes.trace import Span
+from megatrain.memory.layout import Kind, build_layout
+from megatrain.memory.store import Store
+from megatrain.models.decoder import build_decoder
+from megatrain.planning.machine.profile import MachineProfile
+from megatrain.planning.settings import Settings
+from megatrain.planning.workload import Workload, shape_of
+
+SHAPES = ((1024, 512), (1024, 128), (512, 512), (512, 128), (256, 512), (256, 128))
+"""Width and tokens. Of the first, which is nearest to a real model, all figures are kept; of the
+others the rates of products."""
+LAYERS = 4
+"""More than caches hold, of the widest."""
+VOCABULARY = 8192
+STEPS = 3
+
+
+def calibrated(profile: MachineProfile) -> MachineProfile:
+    """Return the profile with the rates that trial steps show."""
+    return merged([_fitted(profile, width, tokens) for width, tokens in SHAPES])
+
+
+def _fitted(profile: MachineProfile, width: int, tokens: int) -> MachineProfile:
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=11 * width // 4,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=width // 64,
+        num_key_value_heads=max(1, width // 128),
+        vocab_size=VOCABULARY,
+    )
+    decoder = build_decoder(config, "bf16")
+    workload = Workload(model=shape_of(decoder), step_tokens=tokens, sequence=tokens)
+    settings = Settings(micro_tokens=tokens)
+    store = Store(build_layout(decoder.blocks), (Kind.HI, Kind.GRAD))
+    for param in decoder.params:
+        weight = store.param(param.name, Kind.HI)
+        weight.normal_(0.0, 0.02) if weight.dim() > 1 else weight.fill_(1.0)
+    ids = torch.arange(tokens).view(1, tokens) % VOCABULARY
+    batch = [MicroBatch(input_ids=ids, labels=ids)]
+    with Engine(decoder, store, trace=True) as engine:
+        for _ in range(1 + STEPS):
+            engine.step(batch)
+    assert engine.trace is not None
+    spans: list[Span] = [span for span in engine.trace.spans if span.step > 0]
+    return fitted(profile, workload, settings, spans)

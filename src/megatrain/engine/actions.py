@@ -1,0 +1,396 @@
+"""What each op does to tensors.
+
+An op says what, its action does it, and touches nothing that the op does not declare. What belongs
+to one step (hidden states, their gradients, losses, the layers' arguments) lives here, by
+micro-batch, and is dropped as it is used up.
+
+Random numbers (dropout) are a function of seed, step, block and micro-batch, so that recompute
+draws what forward drew, whatever the order of ops.
+
+Laws (tests/engine/test_exactness.py)
+    1. Losses and gradients are those of ordinary autograd through the resident model.
+    2. Gradients add up in fp32, micro-batch by micro-batch; the two gradients of a tied table too,
+       the head's part first.
+    3. No gradient that is not finite reaches a weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from megatrain.devices.device import draw_seed
+from megatrain.engine.batch import MicroBatch, trained_token_weights
+from megatrain.engine.machine import Machine, Verdict
+from megatrain.lanes.lane import Action
+from megatrain.losses.head import (
+    head_gradients,
+    head_logprobs,
+    next_token_targets,
+    trained_spans,
+)
+from megatrain.memory.layout import Kind
+from megatrain.models.balance import probability_sums
+from megatrain.models.key_values import inputs_with
+from megatrain.models.stand_ins import Call
+from megatrain.step.ops import Op, OpKind
+
+
+class StepActions:
+    """The actions of one step, or of one evaluation."""
+
+    def __init__(self, machine: Machine, batch: Sequence[MicroBatch], step: int) -> None:
+        self._machine, self._batch, self._step = machine, batch, step
+        self._num_trained = sum(micro.num_trained for micro in batch)
+        self._hidden: dict[int, Tensor] = {}
+        self._d_hidden: dict[int, Tensor] = {}
+        self._calls: dict[int, list[Call]] = {}
+        self._host_inputs: dict[int, dict[str, Tensor | int]] = {}
+        self._inputs: dict[int, dict[str, Tensor | int]] = {}
+        self._rows: dict[int, Tensor] = {}
+        self.losses: dict[int, Tensor] = {}
+        """By micro-batch, once its HEAD is complete."""
+        self.logprobs: dict[int, Tensor] = {}
+        """In an evaluation: of each token's target."""
+        self.predictions: dict[int, Tensor] | None = None
+        """In a prediction: logits behind each row's last token."""
+        self.aux_loss: Tensor | None = None
+        """Where experts are balanced: the load-balancing loss, once the first HEAD is complete."""
+        self._routing = machine.routing()
+        self.caches: Sequence[Any] | None = None
+        """In a prediction: keys and values of what was read before, by micro-batch."""
+        self._squared_norms: dict[int, float] = {}
+
+    @property
+    def faulty_blocks(self) -> tuple[int, ...]:
+        """The blocks whose drained gradient is not finite."""
+        norms = sorted(self._squared_norms.items())
+        return tuple(block for block, norm in norms if not math.isfinite(norm))
+
+    def table(self) -> dict[OpKind, Action]:
+        """Return the action of each kind of op."""
+        return {
+            OpKind.FETCH: self._fetch,
+            OpKind.FORWARD: self._forward,
+            OpKind.STASH: self._stash,
+            OpKind.HEAD: self._head,
+            OpKind.RESTORE: self._restore,
+            OpKind.BACKWARD: self._backward,
+            OpKind.DRAIN: self._drain,
+            OpKind.NORM: self._norm,
+            OpKind.CLIP: self._clip,
+            OpKind.UPDATE: self._update,
+        }
+
+    def _fetch(self, op: Op) -> int:
+        machine, block = self._machine, _block(op)
+        if block == 0 and machine.gathered is not None:
+            return machine.gathered.fetch()
+        assert machine.slots is not None
+        assert op.slot is not None
+        source = machine.store.block_bytes(block, Kind.HI)
+        machine.device.fill(machine.slots.buffer(op.slot, block), source)
+        return source.nbytes
+
+    def _forward(self, op: Op) -> None:
+        machine, block, micro = self._machine, _block(op), _micro(op)
+        weights = machine.weights(block, op.slot)
+        self._seed(block, micro)
+        with torch.no_grad():
+            if block == 0:
+                hidden, self._calls[micro] = self._front(weights, micro)
+            else:
+                given = self._hidden.pop(micro)
+                call = self._calls[micro][block - 1]
+                hidden, logits = machine.template.routed_layer(weights, given, call)
+                if self._routing is not None:
+                    num_tokens = self._batch[micro].num_tokens
+                    self._routing.add(logits, self._mask(micro), num_tokens)
+                if op.keeps_input:
+                    machine.tape.keep((block, micro), op.tape_slot, given)
+        self._hidden[micro] = machine.device.keep(hidden, "hidden states")
+
+    def _stash(self, op: Op) -> int:
+        assert op.tape_slot is not None
+        return self._machine.tape.stash((_block(op), _micro(op)), op.tape_slot)
+
+    def _restore(self, op: Op) -> int:
+        assert op.tape_slot is not None
+        return self._machine.tape.restore((_block(op), _micro(op)), op.tape_slot)
+
+    def _head(self, op: Op) -> None:
+        if self._routing is not None and op.micro == 0:
+            with torch.no_grad():
+                self.aux_loss = self._machine.device.bring(self._routing.loss())
+        if op.trains:
+            self._train_head(op)
+        else:
+            self._evaluate_head(op)
+
+    def _evaluate_head(self, op: Op) -> None:
+        machine, micro = self._machine, _micro(op)
+        weights = machine.weights(_block(op), op.slot)
+        with torch.no_grad():
+            rows = machine.edges.tail(weights, self._hidden.pop(micro))
+        self._calls.pop(micro)
+        if self.predictions is not None:
+            self.predictions[micro] = self._last_logits(op, rows)
+            return
+        targets, spans = self._targets(micro)
+        logprobs = head_logprobs(
+            rows,
+            self._table(op, weights)[machine.head_weight],
+            weights.get(machine.head_bias),
+            targets,
+            machine.edges.scores,
+            spans,
+        )
+        self.logprobs[micro] = machine.device.bring(logprobs)
+
+    def _last_logits(self, op: Op, rows: Tensor) -> Tensor:
+        """Return the logits behind the last token of each row of a micro-batch, on the host."""
+        machine = self._machine
+        last = machine.device.give(machine.device.pinned(self._batch[_micro(op)].last_tokens()))
+        weights = machine.weights(_block(op), op.slot)
+        with torch.no_grad():
+            logits = F.linear(
+                rows.index_select(0, last),
+                self._table(op, weights)[machine.head_weight],
+                weights.get(machine.head_bias),
+            )
+            return machine.device.bring(machine.edges.scores(logits).float())
+
+    def _train_head(self, op: Op) -> None:
+        machine, block, micro = self._machine, _block(op), _micro(op)
+        weights = machine.weights(block, op.slot)
+        table = self._table(op, weights)
+        tied = table is not weights
+        slots = dict.fromkeys(weights, (op.grad_slot, block))
+        if tied:
+            # Also for a frozen table: what else the embedding trains adds up in the same slot.
+            trained = machine.store.layout.trained_segments(0)
+            slots[machine.head_weight] = ("edge" if trained else None, 0)
+        if not op.adds:
+            for slot in {slot for slot, _ in slots.values() if slot is not None}:
+                machine.grad_slots.begin(slot)
+
+        self._seed(block, micro)
+        leaves = self._leaves(weights)
+        leaf = self._leaves({machine.head_weight: table[machine.head_weight]})
+        given = self._hidden.pop(micro).detach().requires_grad_(op.passes_gradient)
+        with torch.enable_grad():
+            rows = machine.edges.tail(leaves, given)
+
+        def add(d_weight: Tensor | None, d_bias: Tensor | None) -> None:
+            parts = {machine.head_weight: d_weight, machine.head_bias: d_bias}
+            for name, part in parts.items():
+                if part is not None:
+                    slot, owner = slots[name]
+                    assert slot is not None
+                    machine.grad_slots.add(slot, owner, {name: part})
+
+        targets, spans = self._targets(micro)
+        result = head_gradients(
+            rows.detach(),
+            leaf[machine.head_weight],
+            leaves.get(machine.head_bias),
+            targets,
+            trained_token_weights(targets, self._num_trained),
+            machine.edges.scores,
+            add,
+            spans,
+        )
+        self.losses[micro] = machine.device.bring(result.loss)
+        projection = (machine.head_weight, machine.head_bias)
+        tail = {name: tensor for name, tensor in leaves.items() if name not in projection}
+        grads = _gradients([(rows, result.rows)], tail, given)
+        if op.grad_slot is not None:
+            machine.grad_slots.add(op.grad_slot, block, grads.params)
+        self._pass_gradient(micro, grads.given)
+
+    def _backward(self, op: Op) -> None:
+        machine, block, micro = self._machine, _block(op), _micro(op)
+        leaves = self._leaves(machine.weights(block, op.slot))
+        d_hidden = self._d_hidden.pop(micro)
+        self._seed(block, micro)
+        with torch.enable_grad():
+            if block == 0:
+                hidden, _ = self._front(leaves, micro)
+                given, balance = None, []
+            else:
+                kept = machine.tape.take((block, micro), op.tape_slot)
+                given = kept.detach().requires_grad_(op.passes_gradient)
+                call = self._calls[micro][block - 1]
+                hidden, logits = machine.template.routed_layer(leaves, given, call)
+                balance = self._balance(logits, micro)
+        grads = _gradients([(hidden, d_hidden), *balance], leaves, given)
+        if op.grad_slot is not None:
+            if not op.adds:
+                machine.grad_slots.begin(op.grad_slot)
+            machine.grad_slots.add(op.grad_slot, block, grads.params)
+        self._pass_gradient(micro, grads.given)
+
+    def _balance(self, logits: Sequence[Tensor], micro: int) -> list[tuple[Tensor, Tensor]]:
+        """Return the sums of a layer's routers that the balancing loss is made of, with gradients.
+
+        Backward's own: forward has counted the routers of all layers.
+        """
+        if self._routing is None:
+            return []
+        with torch.no_grad():
+            d_sums = self._routing.d_sums(self._machine.router_aux_loss)
+        return [(probability_sums(one, self._mask(micro)), d_sums) for one in logits]
+
+    def _mask(self, micro: int) -> Tensor | None:
+        mask = self._inputs[micro].get("attention_mask")
+        assert mask is None or isinstance(mask, Tensor)
+        return mask
+
+    def _drain(self, op: Op) -> int:
+        machine, block = self._machine, _block(op)
+        assert op.grad_slot is not None
+        targets = [target for _, target in machine.gradients(op)]
+        if machine.outbox is None:
+            machine.grad_slots.move_out(op.grad_slot, block, targets)
+        else:
+            for name, number, span, total in machine.grad_slots.parts(op.grad_slot, block):
+                if machine.gathered is not None and name == machine.gathered.name:
+                    assert total is not None, "tokens have been looked up"
+                    machine.gathered.drain(machine.outbox, total)
+                else:
+                    machine.outbox.send(targets[number][span], total)
+        return sum(target.nbytes for target in targets)
+
+    def _norm(self, op: Op) -> None:
+        """Of the bytes that an update would use: what a copy broke is found too."""
+        machine = self._machine
+        if _block(op) == 0 and machine.gathered is not None:
+            machine.gathered.spread(machine.gradient_of(op, machine.gathered.name))
+        if machine.optimizer is not None:
+            norms = (machine.optimizer.squared_norm(part) for _, part in machine.gradients(op))
+            self._squared_norms[_block(op)] = sum(norms)
+
+    def _clip(self, op: Op) -> None:
+        machine = self._machine
+        assert machine.optimizer is not None
+        norm = math.sqrt(math.fsum(self._squared_norms.values()))
+        finite = math.isfinite(norm)
+        machine.verdict = Verdict(
+            step=self._step,
+            norm=norm,
+            scale=machine.optimizer.clip_factor(norm) if finite else 0.0,
+            applies=finite,
+        )
+
+    def _update(self, op: Op) -> int:
+        machine, block = self._machine, _block(op)
+        assert machine.optimizer is not None
+        if op.host_grad is None:
+            verdict = machine.verdict
+            applies, scale, step = verdict.applies, verdict.scale, verdict.step
+        else:
+            applies, scale = math.isfinite(self._squared_norms[block]), 1.0
+            step = self._step
+        num_bytes = 0
+        if applies:
+            number = machine.gate.enter(block)
+            machine.half_applied = True
+            for segment, gradient in machine.gradients(op):
+                machine.optimizer.update(segment, gradient, step=step, number=number, scale=scale)
+                num_bytes += gradient.nbytes
+            machine.gate.leave(block)
+        if block == machine.last_updated:
+            machine.half_applied = False
+        return num_bytes
+
+    def _table(self, op: Op, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights that the output projection is among: the head's, or the table's."""
+        if self._machine.head_weight in weights:
+            return weights
+        return self._machine.weights(0, None if op.slot is None else "embedding")
+
+    def _leaves(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights as leaves of a new graph; the frozen ones want no gradient."""
+        trained = self._machine.trained
+        return {n: w.detach().requires_grad_(n in trained) for n, w in weights.items()}
+
+    def _pass_gradient(self, micro: int, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            keep = self._machine.device.keep
+            self._d_hidden[micro] = keep(gradient, "gradients of hidden states")
+        else:
+            self._calls.pop(micro, None)
+
+    def _seed(self, block: int, micro: int) -> None:
+        """Set the generator that layers draw from."""
+        seed = draw_seed(self._machine.seed, self._step, micro, block)
+        self._machine.device.seed(seed)
+
+    def _front(self, weights: Mapping[str, Tensor], micro: int) -> tuple[Tensor, list[Call]]:
+        machine = self._machine
+        if micro not in self._inputs:
+            cache = None if self.caches is None else self.caches[micro]
+            host = machine.inputs(self._batch[micro]) | inputs_with(cache)
+            self._host_inputs[micro] = host
+            give = machine.device.give
+            self._inputs[micro] = {
+                name: give(value) if isinstance(value, Tensor) else value
+                for name, value in host.items()
+            }
+            if machine.gathered is not None:
+                self._rows[micro] = give(machine.gathered.places(micro))
+        rows = self._rows.get(micro)
+        return machine.edges.front(weights, self._host_inputs[micro], self._inputs[micro], rows)
+
+    def _targets(self, micro: int) -> tuple[Tensor, list[slice]]:
+        """Return each token's target, on the device, and the chunks that have any."""
+        labels = self._batch[micro].labels
+        spans = trained_spans(next_token_targets(labels), self._machine.chunk_tokens)
+        return next_token_targets(self._machine.device.give(labels)), spans
+
+
+class _Gradients:
+    """Gradients by param name, and that of what the block was given."""
+
+    def __init__(self, params: Mapping[str, Tensor | None], given: Tensor | None) -> None:
+        self.params, self.given = params, given
+
+
+def _gradients(
+    outputs: Sequence[tuple[Tensor, Tensor]], leaves: Mapping[str, Tensor], given: Tensor | None
+) -> _Gradients:
+    """Return the gradients of the leaves that want one and of `given`, and free the graph.
+
+    Each of `outputs` comes with its own gradient.
+    """
+    names = [name for name, leaf in leaves.items() if leaf.requires_grad]
+    wanted = [leaves[name] for name in names]
+    passes = given is not None and given.requires_grad
+    if passes and given is not None:
+        wanted.append(given)
+    outputs = [(output, d_output) for output, d_output in outputs if output.requires_grad]
+    if not wanted or not outputs:
+        return _Gradients({}, None)
+    found = torch.autograd.grad(
+        [output for output, _ in outputs],
+        wanted,
+        [d_output.view_as(output) for output, d_output in outputs],
+        allow_unused=True,
+    )
+    params = dict(zip(names, found, strict=False))
+    return _Gradients(params, found[-1] if passes else None)
+
+
+def _block(op: Op) -> int:
+    assert op.block is not None
+    return op.block
+
+
+def _micro(op: Op) -> int:
+    assert op.micro is not None
+    return op.micro

@@ -1,0 +1,172 @@
+"""What a step is given, and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from megatrain.errors import BatchError
+from megatrain.losses.head import IGNORED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """One slice of a step's batch, of any size. All tensors are (rows, length)."""
+
+    input_ids: Tensor
+    labels: Tensor
+    """As transformers has them: the token itself where it is trained, -100 elsewhere."""
+    attention_mask: Tensor | None = None
+    """1 for tokens, 0 for padding. None: no padding."""
+    position_ids: Tensor | None = None
+    """Starting anew at each document of a packed row; then there is no attention mask."""
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """What the model's forward gets."""
+        named = {
+            "input_ids": self.input_ids,
+            "attention_mask": self.attention_mask,
+            "position_ids": self.position_ids,
+        }
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def row(self, index: int) -> MicroBatch:
+        """Return one row as a micro-batch of its own."""
+        return self.mapped(lambda tensor: tensor[index : index + 1])
+
+    def last_tokens(self) -> Tensor:
+        """Return where, among all positions, the last real token of each row is. (rows,)"""
+        num_rows, length = self.input_ids.shape
+        mask = self.attention_mask
+        lengths = torch.full((num_rows,), length) if mask is None else mask.sum(1)
+        return torch.arange(num_rows) * length + lengths - 1
+
+    def document_lengths(self) -> dict[str, Tensor | int]:
+        """Return where the documents of packed rows end, by the names that flash attention uses.
+
+        Ends are counted over the tokens of all rows, one row behind the other; no document goes
+        beyond its row. Empty for rows that are not packed.
+        """
+        if self.position_ids is None or self.attention_mask is not None:
+            return {}
+        begins = torch.ones_like(self.position_ids, dtype=torch.bool)
+        begins[:, 1:] = self.position_ids.diff() != 1
+        starts = begins.flatten().nonzero().flatten()
+        ends = F.pad(starts, (0, 1), value=begins.numel()).to(torch.int32)
+        longest = int(ends.diff().max())
+        return {
+            "cu_seq_lens_q": ends,
+            "cu_seq_lens_k": ends,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        """Return the micro-batch with `change` made to each tensor."""
+        tensors = {**self.inputs, "labels": self.labels}
+        return MicroBatch(**{name: change(tensor) for name, tensor in tensors.items()})
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens: padding is not counted."""
+        if self.attention_mask is None:
+            return self.input_ids.numel()
+        return int(self.attention_mask.sum())
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens that are predicted and count in the loss."""
+        return int((self.labels[:, 1:] != IGNORED).sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """Where a gradient was not finite."""
+
+    blocks: tuple[int, ...]
+    """Blocks whose gradient was not finite at first."""
+    repeated: bool
+    """True: the same when run again, so data or model. False: gone, so hardware."""
+    micro: int | None = None
+    """The first micro-batch that shows it alone."""
+    rows: tuple[int, ...] = ()
+    """Its rows that show it alone."""
+
+    def __str__(self) -> str:
+        text = f"not finite in blocks {', '.join(map(str, self.blocks))}"
+        if not self.repeated:
+            return f"{text}; finite when run again: suspect the hardware"
+        if self.micro is None:
+            return f"{text}; no micro-batch shows it alone"
+        return f"{text}; micro-batch {self.micro}, rows {', '.join(map(str, self.rows)) or 'all'}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one step did."""
+
+    loss: float
+    """Mean over the trained tokens of the whole step."""
+    micro_losses: tuple[float, ...]
+    """Each micro-batch's part of it, in order."""
+    num_tokens: int
+    num_trained: int
+    grad_norm: float | None
+    """Before clipping; None where updates ran before it was known."""
+    aux_loss: float | None = None
+    """Load-balancing loss over the whole step, not yet multiplied; None if it is not trained on."""
+    fault: Fault | None = None
+    applied: bool = True
+    """False: the step was skipped because of `fault`."""
+
+
+def check_batch(batch: Sequence[MicroBatch], vocab_size: int, *, predicts: bool = False) -> None:
+    """Raise BatchError for what would train nothing, or read beyond the embedding.
+
+    To predict the next token, with `predicts`, no label is needed.
+    """
+    if not batch:
+        raise BatchError("a step needs at least one micro-batch")
+    for number, micro in enumerate(batch):
+        for name, tensor in {**micro.inputs, "labels": micro.labels}.items():
+            if tensor.shape != micro.input_ids.shape or tensor.dim() != 2:
+                raise BatchError(
+                    f"micro-batch {number}: {name} is {tuple(tensor.shape)}, "
+                    f"input_ids {tuple(micro.input_ids.shape)}; both must be (rows, length)"
+                )
+        if micro.input_ids.numel() == 0:
+            raise BatchError(f"micro-batch {number} is {tuple(micro.input_ids.shape)}: no tokens")
+        labels = micro.labels[micro.labels != IGNORED]
+        for name, tokens in {"input_ids": micro.input_ids, "labels": labels}.items():
+            outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
+            if outside.numel() > 0:
+                raise BatchError(
+                    f"micro-batch {number}: token {int(outside[0])} in {name} is outside the "
+                    f"vocabulary of {vocab_size}"
+                )
+    if not predicts and sum(micro.num_trained for micro in batch) == 0:
+        raise BatchError(
+            "no token of the step is trained: every label is -100 (were answers truncated away?)"
+        )
+
+
+def trained_token_weights(targets: Tensor, num_trained: int) -> Tensor:
+    """Return each token's weight in the mean loss of a step with `num_trained` tokens. (tokens,)"""
+    return torch.where(targets != IGNORED, -1.0 / num_trained, 0.0).to(torch.float32)
+
+
+def locate_fault(
+    fault: Fault, batch: Sequence[MicroBatch], is_finite: Callable[[MicroBatch], bool]
+) -> Fault:
+    """Return `fault` with the first micro-batch, and its rows, whose gradient alone is at fault."""
+    for number, micro in enumerate(batch):
+        if micro.num_trained and not is_finite(micro):
+            rows = [micro.row(index) for index in range(len(micro.input_ids))]
+            faulty = [i for i, row in enumerate(rows) if row.num_trained and not is_finite(row)]
+            return replace(fault, micro=number, rows=tuple(faulty))
+    return fault

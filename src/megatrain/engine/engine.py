@@ -1,0 +1,381 @@
+"""The engine: a step on a batch, streamed block by block.
+
+    engine = Engine(decoder, store, optimizer=AdamW(...), update="late")
+    with engine:
+        result = engine.step(batch)      # loss and metrics; updates may still be under way
+        engine.settle()                  # now they are done: weights may be read
+
+A step is a schedule (schedule.py) played on lanes, or one op at a time (`reference=True`, the
+oracle for bisecting a bug). The engine owns no weights: they live in the store, and between
+`settle` and the next `step` they are the caller's to read.
+
+Laws (tests/engine/test_engine.py, test_exactness.py)
+    1. Lanes give the bits of the reference, whatever their timing.
+    2. A step that fails raises the lane's own error; `torn` says whether weights were touched.
+    3. A late update is finished by settle, evaluate and close, before anyone reads weights.
+    4. No gradient that is not finite reaches a weight (test_guards.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from megatrain.devices.device import CpuDevice, Device
+from megatrain.engine.actions import StepActions
+from megatrain.engine.batch import Fault, MicroBatch, StepResult, check_batch, locate_fault
+from megatrain.engine.machine import Machine, Optimizer
+from megatrain.engine.snapshot import Snapshot
+from megatrain.errors import (
+    CheckpointMismatch,
+    ConfigError,
+    DeviceFull,
+    LaneStuck,
+    NonFiniteStep,
+    PlayerStopped,
+)
+from megatrain.lanes.lane import Lane
+from megatrain.lanes.player import Player
+from megatrain.lanes.reference import Reference
+from megatrain.lanes.trace import Trace
+from megatrain.losses.head import CHUNK_TOKENS, IGNORED, next_token_targets
+from megatrain.memory.store import Store
+from megatrain.models.decoder import Decoder
+from megatrain.models.key_values import bytes_per_token
+from megatrain.step.ops import Op, OpKind
+from megatrain.step.schedule import build_flush, build_forward, build_step
+from megatrain.step.shape import StepShape
+
+LEAST_CACHE_BYTES = 64 << 20
+Update = Literal["none", "in_backward", "late"]
+_UNTIL_KNOWN = (OpKind.HEAD, OpKind.BACKWARD, OpKind.DRAIN, OpKind.NORM, OpKind.CLIP)
+"""A step's caller waits for these: losses and norms. Updates go on."""
+
+
+class Engine:
+    """Plays steps. One caller at a time; use it in a `with` block, or `close` it."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        store: Store,
+        *,
+        optimizer: Optimizer | None = None,
+        update: Update = "none",
+        device: Device | None = None,
+        num_slots: int = 2,
+        tape: Literal["device", "host"] = "device",
+        num_tape_slots: int = 2,
+        chunk_tokens: int = CHUNK_TOKENS,
+        seed: int = 0,
+        lanes: Sequence[Lane] | None = None,
+        reference: bool = False,
+        deadline_s: float = 600.0,
+        trace: bool = False,
+        on_nonfinite: Literal["stop", "skip"] = "stop",
+        compile: bool = False,
+        gather_embedding: bool = False,
+        router_aux_loss: float = 0.0,
+    ) -> None:
+        """`update="none"` leaves gradients in the store, in kind `grad`. `lanes` are for tests.
+
+        `gather_embedding` sends the rows of a step's tokens to the device, not the whole table.
+
+        `compile` lets torch compile layers, those of equal structure once (models/compiled.py).
+
+        `router_aux_loss` x the load-balancing loss of all experts is minimised too
+        (models/balance.py).
+        """
+        assert (optimizer is None) == (update == "none"), "an optimizer goes with updates"
+        device = device or CpuDevice()
+        _check_possible(decoder, device, gather_embedding, router_aux_loss)
+        self._shape = functools.partial(
+            StepShape,
+            num_blocks=len(decoder.blocks),
+            num_slots=num_slots,
+            tape=tape,
+            num_tape_slots=num_tape_slots,
+            copying=device.copying,
+            update=update,
+            gathers=gather_embedding,
+            balances=router_aux_loss != 0,
+            tied=decoder.tied,
+            trained=tuple(any(p.trained for p in block.params) for block in decoder.blocks),
+        )
+        self._machine = Machine(
+            decoder,
+            store,
+            device,
+            self._shape(),
+            optimizer,
+            chunk_tokens=chunk_tokens,
+            seed=seed,
+            compile=compile,
+            router_aux_loss=router_aux_loss,
+        )
+        self._vocab_size: int = decoder.model.get_input_embeddings().weight.shape[0]
+        self.device = device
+        self.trace = Trace() if trace else None
+        self._player: Player | Reference = (
+            Reference(lanes, trace=self.trace, synchronize=device.synchronize)
+            if reference
+            else Player(lanes or device.lanes(), deadline_s=deadline_s, trace=self.trace)
+        )
+        self._schedule = functools.cache(_build)
+        self._late = update == "late"
+        self._on_nonfinite = on_nonfinite
+        self._pending: StepActions | None = None
+        self._num_steps = 0
+        trained = self._shape().trained_blocks if optimizer is not None else []
+        self._expected = dict.fromkeys(trained, 0)
+        self.aux_loss: float | None = None
+        """Of the last evaluation; None if experts are not balanced."""
+        self.torn = False
+        """True once a failure left some blocks updated and others not: reload the weights."""
+
+    def step(self, batch: Sequence[MicroBatch]) -> StepResult:
+        """Train on one batch; return when the loss is known and compute is done.
+
+        A late update whose gradient is not finite is not applied: the step is run once more from
+        the same inputs, and if that changes nothing, stopped or skipped. In backward, the blocks
+        with such a gradient are skipped, and only they.
+
+        Raises BatchError before anything is touched, NonFiniteStep, else what a lane raised.
+        """
+        batch = self._received(batch)
+        self._machine.reserve(batch)
+        self._num_steps += 1
+        actions = StepActions(self._machine, batch, self._num_steps)
+        kind = "pending step" if self._pending is not None else "step"
+        self._play(kind, actions, len(batch), until=_UNTIL_KNOWN)
+        self._pending, fault = None, None
+        blocks = actions.faulty_blocks
+        if blocks and self._late:
+            actions = StepActions(self._machine, batch, self._num_steps)
+            self._play("step", actions, len(batch), until=_UNTIL_KNOWN)
+            fault = Fault(blocks=blocks, repeated=bool(actions.faulty_blocks))
+        elif blocks:
+            fault = Fault(blocks=blocks, repeated=True)
+        if fault is not None and fault.repeated:
+            fault = locate_fault(fault, batch, self._gradient_is_finite)
+            if self._on_nonfinite == "stop":
+                raise NonFiniteStep(f"step {self._num_steps}: the gradient is {fault}")
+        applied = fault is None or not fault.repeated
+        self._pending = actions if self._late and applied else None
+        sat_out = () if fault is None or applied else self._expected if self._late else blocks
+        for block in self._expected.keys() - set(sat_out):
+            self._expected[block] += 1
+        losses = tuple(float(actions.losses[micro]) for micro in range(len(batch)))
+        return StepResult(
+            loss=sum(losses),
+            micro_losses=losses,
+            num_tokens=sum(micro.num_tokens for micro in batch),
+            num_trained=sum(micro.num_trained for micro in batch),
+            grad_norm=self._machine.verdict.norm if self._late else None,
+            aux_loss=None if actions.aux_loss is None else float(actions.aux_loss),
+            fault=fault,
+            applied=applied,
+        )
+
+    def _received(self, batch: Sequence[MicroBatch], *, predicts: bool = False) -> list[MicroBatch]:
+        """Return the batch, checked, where the device can take it from."""
+        check_batch(batch, self._vocab_size, predicts=predicts)
+        return [micro.mapped(self.device.pinned) for micro in batch]
+
+    def _gradient_is_finite(self, micro: MicroBatch) -> bool:
+        """Return whether a micro-batch alone gives a finite gradient, without an update."""
+        step = self._schedule("step", self._shape(num_micro=1))
+        ops = [op for op in step if op.kind not in (OpKind.CLIP, OpKind.UPDATE)]
+        self._machine.reserve([micro])  # it takes the place of the first, and may be larger
+        actions = StepActions(self._machine, [micro], self._num_steps)
+        self._play_ops(ops, actions, (OpKind.NORM,))
+        return not actions.faulty_blocks
+
+    def evaluate(self, batch: Sequence[MicroBatch]) -> tuple[float, int]:
+        """Return the summed negative log-probability of the batch's targets, and their number.
+
+        `aux_loss` is then the batch's load-balancing loss.
+        """
+        batch = self._received(batch)
+        actions = StepActions(self._machine, batch, 0)
+        self._forward(actions, batch)
+        total, count = 0.0, 0
+        for micro, logprobs in sorted(actions.logprobs.items()):
+            targets = next_token_targets(batch[micro].labels)
+            total -= float(logprobs.double().sum())
+            count += int((targets != IGNORED).sum())
+        self.aux_loss = None if actions.aux_loss is None else float(actions.aux_loss)
+        return total, count
+
+    def predict(
+        self, batch: Sequence[MicroBatch], caches: Sequence[Any] | None = None
+    ) -> list[Tensor]:
+        """Return, by micro-batch, the logits in fp32 behind each row's last token. (rows, tokens)
+
+        Rows are padded on the right. Labels are not looked at, but must be there. `caches` has for
+        each micro-batch what models/key_values.py makes, or None: the tokens then follow those
+        that it holds, without padding, and are added to it.
+        """
+        batch = self._received(batch, predicts=True)
+        actions = StepActions(self._machine, batch, 0)
+        actions.predictions, actions.caches = {}, caches
+        self._forward(actions, batch)
+        return [actions.predictions[micro] for micro in range(len(batch))]
+
+    @property
+    def model_config(self) -> PreTrainedConfig:
+        return self._machine.decoder.config
+
+    @functools.cached_property
+    def cached_tokens(self) -> int:
+        """How many tokens may be in caches at a time; 0: the model cannot use one.
+
+        A prediction has no chunk of logits: caches may take as much as that has in a step.
+        """
+        machine = self._machine
+        if not machine.caches:
+            return 0
+        room = max(4 * machine.chunk_tokens * self._vocab_size, LEAST_CACHE_BYTES)
+        element_bytes = int(machine.decoder.model.dtype.itemsize)
+        return room // bytes_per_token(self.model_config, element_bytes)
+
+    def _forward(self, actions: StepActions, batch: Sequence[MicroBatch]) -> None:
+        """Play an evaluation, without dropout; after settle nobody computes."""
+        self.settle()
+        self._machine.reserve(batch, trains=False)
+        models = {self._machine.decoder.model, self._machine.template.model}
+        for model in models:
+            model.eval()
+        try:
+            self._play("forward", actions, len(batch), until=(OpKind.HEAD,))
+        finally:
+            for model in models:
+                model.train()
+
+    def leave_out(self) -> None:
+        """Count a step that is not taken: later ones draw the random numbers they always would."""
+        self._num_steps += 1
+
+    def snapshot(self) -> Snapshot:
+        """Return the state after the last step, to be read while training goes on.
+
+        Close it before asking for another. A late update that no further step or `settle` brings
+        about is waited for in vain: call `settle` if there is no further step.
+        """
+        trained = list(self._expected)
+        frozen = [b for b in range(self._shape().num_blocks) if b not in self._expected]
+        order = trained if self._late else trained[::-1]
+        return Snapshot(self._machine.gate, [*order, *frozen], self._num_steps, self._expected)
+
+    def restore(self, num_steps: int, num_updates: Mapping[int, int]) -> None:
+        """Go on after a snapshot whose bytes are in the store again."""
+        self.settle()
+        if num_updates.keys() != self._expected.keys():
+            raise CheckpointMismatch("other blocks were trained when the state was saved")
+        self._num_steps, self._expected = num_steps, dict(num_updates)
+        self._machine.gate.num_updates.update(num_updates)
+
+    def settle(self) -> None:
+        """Finish all updates. Weights, masters and moments are then those after the last step."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._play("flush", pending, 1, until=(OpKind.UPDATE,))
+        self._guarded(self._player.settle)
+
+    def close(self) -> None:
+        """Finish all updates, unless a lane failed, and end the lanes."""
+        try:
+            if not self.torn:
+                self.settle()
+        except PlayerStopped:
+            pass
+        finally:
+            if isinstance(self._player, Player):
+                self._player.close()
+            self.device.close()
+
+    def write_trace(self, path: Path) -> None:
+        """Write what the lanes did as Chrome's JSON; Perfetto opens it."""
+        assert self.trace is not None, "made without trace=True"
+        self.trace.write(path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"and then, closing the engine: {failure!r}")
+
+    def _play(
+        self, kind: str, actions: StepActions, num_micro: int, until: tuple[OpKind, ...]
+    ) -> None:
+        self._play_ops(self._schedule(kind, self._shape(num_micro=num_micro)), actions, until)
+
+    def _play_ops(self, ops: list[Op], actions: StepActions, until: tuple[OpKind, ...]) -> None:
+        # Layers draw from the global generator, seeded for each op; the caller's draws go on.
+        random_state = self.device.random_state()
+        try:
+            self._guarded(lambda: self._player.play(ops, actions.table()).wait(*until))
+        finally:
+            self.device.set_random_state(random_state)
+
+    def _guarded(self, run: Callable[[], None]) -> None:
+        """Run; if it fails, end the lanes and note whether they left a step half applied."""
+        try:
+            run()
+        except BaseException as error:
+            if isinstance(self._player, Player) and not isinstance(error, LaneStuck):
+                with suppress(Exception):  # what a lane raised meanwhile is not the cause
+                    self._player.close()
+            if not isinstance(error, LaneStuck):
+                with suppress(Exception):
+                    self.device.synchronize()
+            self.torn = self.torn or self._machine.half_applied
+            self._machine.gate.fail()
+            self._pending = None
+            self._machine.tape.clear()
+            if isinstance(error, torch.OutOfMemoryError):
+                where = "; ".join(getattr(error, "__notes__", ()))
+                raise DeviceFull(
+                    f"device memory: the working memory of compute does not fit ({where}). Smaller "
+                    "micro-batches, or fewer slots, leave more room"
+                ) from error
+            raise
+
+
+def _build(kind: str, shape: StepShape) -> list[Op]:
+    if kind == "forward":
+        return build_forward(shape)
+    if kind == "flush":
+        return build_flush(shape)
+    return build_step(shape, pending=kind == "pending step")
+
+
+def _check_possible(
+    decoder: Decoder, device: Device, gather_embedding: bool, router_aux_loss: float
+) -> None:
+    """Raise ConfigError for what the device or the model cannot do."""
+    if gather_embedding and not device.own_memory:
+        raise ConfigError("gather_embedding needs a device with memory of its own")
+    if router_aux_loss and decoder.balancing is None:
+        raise ConfigError(
+            f"router_aux_loss is {router_aux_loss:g}: the code of {decoder.config.model_type} "
+            "has no load-balancing loss, or none that can be computed layer by layer"
+        )

@@ -1,0 +1,123 @@
+"""The embedding by the rows that a step needs, gathered on the host.
+
+A table of 128,000 tokens and width 4096 is a gigabyte of slot, and of link time, of which a step
+looks at a few thousand rows. With `gather_embedding` the fetch of block 0 gathers the rows of the
+step's tokens and sends those; the front looks them up by their place among them; the gradient adds
+up in as many rows and is spread over the table's gradient on the host. Same bits: each row is
+looked up, scaled and summed as before. Only where the head does not read the same table.
+
+    FETCH(0)   rows of weights[0] -> device           NORM(0)   rows -> grad[0], zero elsewhere
+    DRAIN(0)   their gradient -> rows on the host
+
+Laws (tests/engine/test_gathered.py)
+    1. Losses, gradients and updates are those of the whole table on the device.
+    2. Device memory for the table is that of the step's distinct tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatrain.devices.device import Device
+from megatrain.engine.batch import MicroBatch
+from megatrain.engine.outbox import Outbox
+from megatrain.errors import ConfigError
+from megatrain.memory.layout import Kind
+from megatrain.memory.store import Store
+from megatrain.models.decoder import Decoder
+
+
+class Gathered:
+    """Rows of the embedding. What stays from step to step are its buffers."""
+
+    def __init__(self, decoder: Decoder, store: Store, device: Device) -> None:
+        if decoder.tied:
+            raise ConfigError(
+                "gather_embedding: the head of this model reads the embedding's table too, so the "
+                "whole of it must be on the device"
+            )
+        embedding = decoder.model.get_input_embeddings()
+        self._store, self._device = store, device
+        self.name = next(n for n, p in decoder.model.named_parameters() if p is embedding.weight)
+        self._padding: int | None = getattr(embedding, "padding_idx", None)
+        self._table = store.param(self.name, Kind.HI)
+        self._others = {
+            param.name: self._placed(store.param(param.name, Kind.HI))
+            for param in decoder.blocks[0].params
+            if param.name != self.name
+        }
+        self._ids = torch.empty(0, dtype=torch.long)
+        self._places: list[Tensor] = []
+        self._on_device: Tensor | None = None
+        self._going = self._coming = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def _num_bytes(self) -> int:
+        return len(self._ids) * self._table[0].nbytes
+
+    def reserve(self, batch: Sequence[MicroBatch]) -> None:
+        """Learn which rows a step needs, and make room for them. Nothing may be under way."""
+        tokens = [micro.input_ids for micro in batch]
+        self._ids = torch.unique(torch.cat([ids.reshape(-1) for ids in tokens]))
+        self._places = [torch.searchsorted(self._ids, ids) for ids in tokens]
+        if self._on_device is None or self._on_device.nbytes < self._num_bytes:
+            device = self._device
+            for arena in (self._going, self._coming):
+                device.unmap_host(arena)
+            self._on_device = None
+            self._on_device = device.allocate(self._num_bytes, "embedding rows")
+            self._going = device.map_host(self._num_bytes, "embedding rows")
+            self._coming = device.map_host(self._num_bytes, "gradients of embedding rows")
+
+    def places(self, micro: int) -> Tensor:
+        """Return, for each token of a micro-batch, its row; on the host."""
+        return self._device.pinned(self._places[micro])
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the block's params as the front gets them: of the table the step's rows."""
+        assert self._on_device is not None
+        return {self.name: self._rows(self._on_device), **self._others}
+
+    def fetch(self) -> int:
+        """Gather the rows and send them; return the bytes."""
+        assert self._on_device is not None
+        gather_rows(self._rows(self._going), self._table, self._ids)
+        self._device.fill(self._on_device[: self._num_bytes], self._going[: self._num_bytes])
+        for name, target in self._others.items():
+            self._device.fill(target.view(-1), self._store.param(name, Kind.HI).view(-1))
+        return self._num_bytes + sum(other.nbytes for other in self._others.values())
+
+    def drain(self, outbox: Outbox, total: Tensor) -> None:
+        """Send the rows' gradient to the host."""
+        outbox.send(self._rows(self._coming).view(-1), total)
+
+    def spread(self, gradient: Tensor) -> None:
+        """Make of the rows' gradient that of the table, flat. The padding token has none."""
+        table = gradient.view(self._table.shape)
+        spread_rows(table, self._rows(self._coming), self._ids)
+        if self._padding is not None:
+            table[self._padding].zero_()
+
+    def _rows(self, flat: Tensor) -> Tensor:
+        rows = flat[: self._num_bytes].view(self._table.dtype)
+        return rows.view(len(self._ids), *self._table.shape[1:])
+
+    def _placed(self, param: Tensor) -> Tensor:
+        memory = self._device.allocate(param.nbytes, "weight slots")
+        return memory.view(param.dtype).view(param.shape)
+
+
+def gather_rows(target: Tensor, table: Tensor, ids: Tensor) -> None:
+    """Copy rows of a table, on the host."""
+    if not table.is_meta:  # a rehearsal has nothing to copy
+        torch.index_select(table, 0, ids, out=target)
+
+
+def spread_rows(target: Tensor, rows: Tensor, ids: Tensor) -> None:
+    """Write rows to where they belong in a table of zeros, on the host."""
+    target.zero_()
+    if not target.is_meta:
+        target.index_copy_(0, ids, rows)

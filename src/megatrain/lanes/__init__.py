@@ -1,0 +1,1 @@
+"""Lanes: the threads and streams that play a schedule."""

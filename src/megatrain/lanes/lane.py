@@ -1,0 +1,157 @@
+"""A lane: a thread with a queue, and on an accelerator a stream.
+
+    host lane (no stream)   waits until the ops it needs are complete, runs the action: the op is
+                            issued and complete when the action returns
+    device lane (stream)    waits until the ops it needs are issued, makes its stream wait for
+                            their events, runs the action, which only queues work on the stream,
+                            and records the op's event
+
+The lane enters its stream for the life of its thread, so an action queues on the right one
+without naming it.
+
+Laws (tests/lanes/test_lane.py)
+    1. Ops are done one at a time, in the order they were put.
+    2. An exception in an action stops all lanes; no op is begun after that.
+    3. The thread is no daemon and is joined by its owner. If it is forgotten, it does what it was
+       given and ends once the main thread is gone.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple, Protocol
+
+from megatrain.lanes.progress import Event, Progress, Stopped
+from megatrain.lanes.trace import Span, Trace
+from megatrain.step.hazards import Ticket
+from megatrain.step.ops import Op
+
+Action = Callable[[Op], int | None]
+"""Does what an op says. Returns the bytes it moved, if it moved any."""
+
+IDLE_S = 1.0
+"""How often an idle lane looks whether the main thread is still there."""
+
+
+class Stream(AbstractContextManager[object, None], Protocol):
+    """An ordered queue of device work; torch.Stream is one. To enter it makes it current."""
+
+    def record_event(self) -> Event: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+
+class Work(NamedTuple):
+    """An op on its way through a lane."""
+
+    ticket: Ticket
+    waits: list[Ticket]
+    action: Action
+    step: int
+
+
+class Lane:
+    """One role's ordered work. Made by the caller, started and joined by the player."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        stream: Stream | None = None,
+        delay: Callable[[Op], float] | None = None,
+        bandwidth: float | None = None,
+    ) -> None:
+        """`delay` (seconds before an op) and `bandwidth` (bytes/s) slow a lane down for tests."""
+        self.name = name
+        self._stream = stream
+        self._delay = delay
+        self._bandwidth = bandwidth
+        self._queue: SimpleQueue[Work | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"lane {name}")
+        self._progress: Progress
+        self._trace: Trace | None
+
+    def start(self, progress: Progress, trace: Trace | None) -> None:
+        self._progress, self._trace = progress, trace
+        self._thread.start()
+
+    def put(self, work: Work) -> None:
+        """Queue the work; returns at once."""
+        self._queue.put(work)
+
+    def join(self, timeout_s: float) -> bool:
+        """End the thread once `Progress` is stopped. Returns whether it ended in time."""
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def act(self, op: Op, action: Action) -> int:
+        """Do the op in the caller's thread, as slowly as this lane is; return its bytes."""
+        if self._delay is not None:
+            time.sleep(self._delay(op))
+        start = time.monotonic()
+        num_bytes = action(op) or 0
+        if self._bandwidth is not None:
+            least_s = num_bytes / self._bandwidth
+            time.sleep(max(0.0, start + least_s - time.monotonic()))
+        return num_bytes
+
+    def _run(self) -> None:
+        at = self._progress.activities[self.name]
+        try:
+            with self._stream or nullcontext():
+                while (work := self._next()) is not None:
+                    self._perform(work)
+                    at.op = None
+        except Stopped:
+            pass
+        except BaseException as error:
+            error.add_note(f"raised in lane {self.name}, at {at.op}")
+            self._progress.fail(error)
+
+    def _next(self) -> Work | None:
+        while True:
+            try:
+                work = self._queue.get(timeout=IDLE_S)
+            except Empty:
+                if threading.main_thread().is_alive():
+                    continue
+                return None
+            return None if self._progress.stopped else work
+
+    def _perform(self, work: Work) -> None:
+        ticket, op = work.ticket, work.ticket.op
+        at = self._progress.activities[self.name]
+        at.op = op
+        for awaited in work.waits:
+            self._wait(work, awaited)
+        at.awaited, at.since = None, time.monotonic()
+        start_ns = time.perf_counter_ns()
+        num_bytes = self.act(op, work.action)
+        if self._stream is not None:
+            ticket.event = self._stream.record_event()
+        if self._trace is not None:
+            end_ns = time.perf_counter_ns()
+            self._trace.add(Span(work.step, self.name, op, start_ns, end_ns, num_bytes))
+        self._progress.issue(ticket)
+
+    def _wait(self, work: Work, awaited: Ticket) -> None:
+        progress, on_host = self._progress, self._stream is None
+        ready = progress.is_complete(awaited) if on_host else progress.is_issued(awaited)
+        if not ready:
+            at = progress.activities[self.name]
+            at.awaited, at.since = awaited, time.monotonic()
+            start_ns = time.perf_counter_ns()
+            (progress.await_complete if on_host else progress.await_issued)(awaited)
+            if self._trace is not None:
+                end_ns = time.perf_counter_ns()
+                op = work.ticket.op
+                self._trace.add(
+                    Span(work.step, self.name, op, start_ns, end_ns, awaited=awaited.op)
+                )
+        if self._stream is not None and awaited.event is not None:
+            self._stream.wait_event(awaited.event)

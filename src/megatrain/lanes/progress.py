@@ -1,0 +1,185 @@
+"""How far each lane is, who waits for whom, and when all must stop.
+
+An op is *issued* when its lane has passed it on, and *complete* when its effects are there. On a
+lane without a stream that is the same moment. On a lane with one, completion is the device's
+business and is read from the op's event. Lanes work in order, so one number per lane says it all.
+
+Laws (tests/lanes/test_progress.py)
+    1. A wait ends when its op is there, when everything stops, or by deadline: never otherwise.
+    2. The deadline counts from the last progress of *any* lane, device included. A schedule never
+       deadlocks (schedule.py), so some lane always moves within the time of its longest op, and
+       a long queue is not a stuck one.
+    3. The first failure is the one that is told.
+
+Waking a thread is the cost that counts here (10 us and more), not the lock, which is held for
+less than 1 us: each sleeper has a condition of its own, and only who can go on is woken.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatrain.errors import LaneStuck
+from megatrain.step.hazards import Ticket
+from megatrain.step.ops import Op
+
+POLL_S = 2e-4
+"""Between two looks at a device event: short beside an update, and 5000 calls/s cost little."""
+
+
+class Event(Protocol):
+    """A point in a stream's work; torch.Event is one."""
+
+    def query(self) -> bool:
+        """Return whether the device has passed it."""
+
+
+class Stopped(Exception):
+    """Raised in waits when all lanes stop. Does not leave the lanes."""
+
+
+@dataclass(slots=True)
+class Activity:
+    """What a lane is at: inside `op`, or waiting for `awaited` before it, or idle."""
+
+    op: Op | None = None
+    awaited: Ticket | None = None
+    since: float = 0.0
+
+    def text(self, now: float) -> str:
+        if self.op is None:
+            return "idle"
+        if self.awaited is None:
+            return f"inside {self.op} for {now - self.since:.2f} s"
+        awaited = f"{self.awaited.op} on lane {self.awaited.lane}"
+        return f"before {self.op}, waiting {now - self.since:.2f} s for {awaited}"
+
+
+@dataclass(slots=True, eq=False)
+class _Sleeper:
+    ticket: Ticket
+    condition: threading.Condition
+
+
+class Progress:
+    """Shared by all lanes of a player and its callers. Every method may be called by any thread."""
+
+    def __init__(self, lanes: Iterable[str], deadline_s: float) -> None:
+        self.failure: BaseException | None = None
+        self.stopped = False
+        self.activities = {lane: Activity() for lane in lanes}
+        self._deadline_s = deadline_s
+        self._lock = threading.Lock()
+        self._num_issued = dict.fromkeys(self.activities, 0)
+        self._on_device: dict[str, deque[Ticket]] = {lane: deque() for lane in self.activities}
+        self._sleepers: list[_Sleeper] = []
+        self._moved_at = time.monotonic()
+
+    def begin(self) -> None:
+        """Start the deadline anew: work comes in where there was none."""
+        self._moved_at = time.monotonic()
+
+    def issue(self, ticket: Ticket) -> None:
+        """Note that the ticket's lane has issued it; wake those who can go on."""
+        with self._lock:
+            self._num_issued[ticket.lane] = ticket.number + 1
+            self._moved_at = time.monotonic()
+            for sleeper in self._sleepers:
+                if self.is_issued(sleeper.ticket):
+                    sleeper.condition.notify()
+            if ticket.event is not None:
+                self._on_device[ticket.lane].append(ticket)
+
+    def is_issued(self, ticket: Ticket) -> bool:
+        return self._num_issued[ticket.lane] > ticket.number
+
+    def is_complete(self, ticket: Ticket) -> bool:
+        if not self.is_issued(ticket):
+            return False
+        if ticket.event is None:
+            return True
+        with self._lock:
+            self._reap(ticket.lane)
+            on_device = self._on_device[ticket.lane]
+            return not on_device or on_device[0].number > ticket.number
+
+    def await_issued(self, ticket: Ticket) -> None:
+        """Sleep until the ticket is issued. Raises Stopped when everything stops."""
+        if self.is_issued(ticket):
+            return
+        with self._lock:
+            sleeper = _Sleeper(ticket, threading.Condition(self._lock))
+            self._sleepers.append(sleeper)
+            try:
+                while not self.is_issued(ticket):
+                    sleeper.condition.wait(self._time_left())
+            finally:
+                self._sleepers.remove(sleeper)
+
+    def await_complete(self, ticket: Ticket) -> None:
+        """Sleep until the ticket is complete. Raises Stopped when everything stops."""
+        self.await_issued(ticket)
+        while not self.is_complete(ticket):
+            with self._lock:
+                self._time_left()
+            time.sleep(POLL_S)
+
+    def fail(self, error: BaseException) -> None:
+        """Stop everything because of `error`, unless something else failed before."""
+        with self._lock:
+            self._stop(error)
+
+    def stop(self) -> None:
+        """Stop everything: waits end with Stopped."""
+        with self._lock:
+            self._stop(None)
+
+    def stuck(self) -> LaneStuck:
+        """Return the error that tells what each lane is at, with the stacks of all threads."""
+        now = time.monotonic()
+        lanes = [f"  {lane:8} {at.text(now)}" for lane, at in self.activities.items()]
+        head = f"no lane moved for {now - self._moved_at:.2f} s (deadline {self._deadline_s:g} s)"
+        return LaneStuck("\n".join([head, *lanes, *_stacks()]))
+
+    def _stop(self, error: BaseException | None) -> None:
+        if not self.stopped:
+            self.failure = error
+            self.stopped = True
+            for sleeper in self._sleepers:
+                sleeper.condition.notify()
+
+    def _time_left(self) -> float:
+        if self.stopped:
+            raise Stopped
+        left = self._moved_at + self._deadline_s - time.monotonic()
+        if left <= 0:
+            for lane in self._on_device:
+                self._reap(lane)
+            left = self._moved_at + self._deadline_s - time.monotonic()
+        if left <= 0:
+            self._stop(self.stuck())
+            raise Stopped
+        return left
+
+    def _reap(self, lane: str) -> None:
+        """Forget the tickets that the device is done with."""
+        on_device = self._on_device[lane]
+        while on_device and on_device[0].event.query():
+            on_device.popleft()
+            self._moved_at = time.monotonic()
+
+
+def _stacks() -> list[str]:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    stacks = []
+    for ident, frame in sys._current_frames().items():
+        stacks.append(f"thread {names.get(ident, ident)}, most recent call last:")
+        stacks.append("".join(traceback.format_stack(frame)).rstrip())
+    return stacks

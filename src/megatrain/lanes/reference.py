@@ -1,0 +1,60 @@
+"""Plays a schedule one op at a time, in the order of its list, in the caller's thread.
+
+The oracle: no lanes, no waits, no overlap, nothing to get wrong but the schedule and the actions.
+It takes the place of a Player, so that a wrong result can be pinned on one or the other.
+
+Laws (tests/lanes/test_reference.py)
+    1. When `play` returns, every op has been done, in list order.
+    2. An exception leaves `play` as it is; no later op is done.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from megatrain.lanes.lane import Action, Lane
+from megatrain.lanes.trace import Span, Trace
+from megatrain.step.ops import LANES, Op, OpKind
+
+
+class Played:
+    """A list of ops that is done."""
+
+    def wait(self, *kinds: OpKind) -> None:
+        """Return at once."""
+
+
+class Reference:
+    """A player without lanes."""
+
+    def __init__(
+        self,
+        lanes: Iterable[Lane] | None = None,
+        *,
+        trace: Trace | None = None,
+        synchronize: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Of `lanes` only their slowness matters; none of them is started.
+
+        `synchronize` makes sure, after each op, that a device has done it.
+        """
+        self._synchronize = synchronize
+        self._lanes = {lane.name: lane for lane in lanes or map(Lane, LANES)}
+        self._trace = trace
+        self._num_played = 0
+
+    def play(self, ops: Iterable[Op], actions: Mapping[OpKind, Action]) -> Played:
+        """Do all ops; returns when they are done."""
+        for op in ops:
+            start_ns = time.perf_counter_ns()
+            num_bytes = self._lanes[op.lane].act(op, actions[op.kind])
+            self._synchronize()
+            if self._trace is not None:
+                end_ns = time.perf_counter_ns()
+                self._trace.add(Span(self._num_played, op.lane, op, start_ns, end_ns, num_bytes))
+        self._num_played += 1
+        return Played()
+
+    def settle(self) -> None:
+        """Return at once: nothing is under way."""

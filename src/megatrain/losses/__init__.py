@@ -1,0 +1,1 @@
+"""Losses: from hidden states to log-probabilities to gradients."""

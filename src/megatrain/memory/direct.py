@@ -1,0 +1,290 @@
+"""Weights between disk and memory, past the page cache (O_DIRECT).
+
+A model folder or checkpoint is read or written once, and caching it would push out memory that
+training needs. Where a file system has no direct I/O the same calls go through the cache, which is
+dropped behind them.
+
+Laws (tests/memory/test_direct.py)
+    1. Bytes arrive as they were given, whatever their number.
+    2. Memory is that of the queue's buffers, whatever the number and size of files.
+    3. A file that was not finished is removed.
+    4. Once `let_go` returns, what was given may change: the file has the bytes from before.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+import xxhash
+from torch import Tensor
+
+from megatrain import files
+from megatrain.errors import DiskError
+from megatrain.files import explained
+
+PAGE = 4096
+"""A multiple of the logical block of every disk we know; direct I/O wants it of each offset."""
+CHUNK_BYTES = 8 << 20
+"""What one call writes, and what one hash is of."""
+
+
+def aligned_buffer(num_bytes: int) -> Tensor:
+    """Return page-aligned bytes that are given back to the system when the tensor is dropped."""
+    mapping = mmap.mmap(-1, max(num_bytes, PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+def as_memory(buffer: Tensor) -> memoryview:
+    """Return the bytes of a uint8 tensor as a memoryview, for calls that know no tensors."""
+    return buffer.numpy().data
+
+
+def copy_bytes(target: Tensor, source: Tensor) -> None:
+    """Copy uint8 to uint8 on this thread alone, others running.
+
+    Not `copy_`: it would start a team of threads in each of ours, and they would fight for cores.
+    """
+    target.numpy()[:] = source.numpy()
+
+
+def _gather(pieces: Sequence[Tensor], buffer: Tensor) -> None:
+    """Copy the pieces into the buffer, end to end."""
+    start = 0
+    for piece in pieces:
+        copy_bytes(buffer[start : start + len(piece)], piece)
+        start += len(piece)
+
+
+def digest(memory: memoryview) -> str:
+    """Return the hash of a chunk: against bit rot and mix-ups, not against an adversary."""
+    return xxhash.xxh3_128_hexdigest(memory)
+
+
+def digests(data: bytes) -> tuple[str, ...]:
+    """Return the hashes of a small file's chunks."""
+    starts = range(0, len(data), CHUNK_BYTES)
+    return tuple(digest(memoryview(data)[start : start + CHUNK_BYTES]) for start in starts)
+
+
+class DirectReader:
+    """Reads byte ranges of one file. Safe to use from many threads at once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with explained("open", path):
+            self._fd, self._direct = files.open_direct(path, os.O_RDONLY)
+            self.num_bytes = os.fstat(self._fd).st_size
+
+    def read(self, start: int, stop: int, buffer: Tensor) -> Tensor:
+        """Return the bytes [start, stop) as a view into `buffer`, valid until its next use.
+
+        `buffer` must have room for the range and two pages. Raises DiskError, also at end of file.
+        """
+        first = start - start % PAGE
+        last = -(-stop // PAGE) * PAGE
+        memory = as_memory(buffer)
+        have = 0
+        while first + have < stop:
+            with explained("read", self.path):
+                count = files.read_at(self._fd, memory[have : last - first], first + have)
+            if count == 0:
+                raise DiskError(
+                    f"{self.path} ends at byte {first + have}; bytes up to {stop} were expected"
+                )
+            have += count
+        if not self._direct:
+            os.posix_fadvise(self._fd, first, last - first, os.POSIX_FADV_DONTNEED)
+        return buffer[start - first : stop - first]
+
+    def close(self) -> None:
+        """Close the file."""
+        files.close(self._fd)
+
+    def __enter__(self) -> DirectReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class WriteQueue:
+    """A few buffers and the threads that carry them to the disk, for any number of files."""
+
+    DEPTH = 6
+    THREADS = 3
+
+    def __init__(self) -> None:
+        self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+        for _ in range(self.DEPTH):
+            self._free.put(aligned_buffer(CHUNK_BYTES))
+        self._pool = ThreadPoolExecutor(self.THREADS, thread_name_prefix="write")
+
+    def take(self) -> Tensor:
+        """Return a buffer; waits until one is free."""
+        return self._free.get()
+
+    def give(self, buffer: Tensor) -> None:
+        self._free.put(buffer)
+
+    def submit(self, work: Callable[[], None]) -> Future[None]:
+        """Let a thread do `work`, in the order of submission."""
+        return self._pool.submit(work)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self._pool.shutdown(wait=True)
+
+
+class DirectWriter:
+    """Writes one new file from its start to its end.
+
+    The queue's threads copy what `write` was given, hash and write it. Until `let_go` or `finish`
+    returns it must stay as it is. `finish` waits for stable storage, `finish_later` leaves that to
+    the queue; `abandon` removes the file. One of these must be called, whatever happens: use a
+    `with` block, or see to it.
+    """
+
+    def __init__(self, path: Path, num_bytes: int, carrier: WriteQueue) -> None:
+        self.path, self._num_bytes, self._queue = path, num_bytes, carrier
+        with explained("create", path):
+            self._fd, self._direct = files.open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            with explained("reserve space for", path):
+                files.reserve(self._fd, num_bytes)
+        except DiskError:
+            files.close(self._fd)
+            files.remove(path)
+            raise
+        self._pieces: list[Tensor] = []
+        """Of the chunk that is not yet sent."""
+        self._pending: list[Future[None]] = []
+        self._copied: list[threading.Event] = []
+        self._used = self._sent = 0
+        self._closed = False
+        self.digests: dict[int, str] = {}
+        """By number of chunk; whole once the file is finished."""
+
+    def write(self, data: Tensor) -> None:
+        """Append the bytes of a uint8 tensor; waits while all buffers of the queue are in use."""
+        while len(data):
+            count = min(CHUNK_BYTES - self._used, len(data))
+            self._pieces.append(data[:count])
+            self._used += count
+            data = data[count:]
+            if self._used == CHUNK_BYTES:
+                self._send()
+
+    def let_go(self) -> None:
+        """Return when all is copied, and sources may change. It must have been written whole."""
+        self._send_rest()
+        for copied in self._copied:
+            copied.wait()
+        self._copied = []
+
+    def finish(self) -> None:
+        """Write what is left, cut the file to size, and wait for stable storage."""
+        self.finish_later().result()
+
+    def finish_later(self) -> Future[None]:
+        """Finish the file in the background; the result raises what went wrong."""
+        self._send_rest()
+        pending, self._pending = self._pending, []
+        return self._queue.submit(lambda: self._finish(pending))
+
+    def abandon(self) -> None:
+        """Remove the file, unless it is finished."""
+        self._pieces = []
+        for future in self._pending:
+            with suppress(DiskError):
+                future.result()
+        self._pending = []
+        self._close(remove=True)
+
+    def _finish(self, pending: list[Future[None]]) -> None:
+        # Chunks were submitted before this, so each has ended or is with another thread.
+        try:
+            for future in pending:
+                future.result()
+            with explained("write", self.path):
+                files.finish(self._fd, self._num_bytes)
+                if not self._direct:
+                    os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        except BaseException:
+            for future in pending:
+                with suppress(DiskError):
+                    future.result()
+            self._close(remove=True)
+            raise
+        self._close(remove=False)
+
+    def _send_rest(self) -> None:
+        if self._used:
+            self._send()
+        assert self._sent == self._num_bytes, "not as many bytes as announced"
+
+    def _send(self) -> None:
+        buffer, pieces, used, offset = self._queue.take(), self._pieces, self._used, self._sent
+        self._pieces, self._used, self._sent = [], 0, offset + used
+        copied = threading.Event()
+        self._copied.append(copied)
+
+        def put() -> None:
+            try:
+                try:
+                    _gather(pieces, buffer)
+                finally:
+                    pieces.clear()  # let go of the sources
+                    copied.set()
+                self._put(buffer, used, offset)
+            finally:
+                self._queue.give(buffer)
+
+        self._pending.append(self._queue.submit(put))
+
+    def _put(self, buffer: Tensor, used: int, offset: int) -> None:
+        memory = as_memory(buffer)
+        self.digests[offset // CHUNK_BYTES] = digest(memory[:used])
+        whole = -(-used // PAGE) * PAGE if self._direct else used
+        buffer[used:whole].zero_()
+        with explained("write", self.path):
+            files.write_at(self._fd, memory[:whole], offset)
+
+    def _close(self, *, remove: bool) -> None:
+        if not self._closed:
+            self._closed = True
+            files.close(self._fd)
+            if remove:
+                files.remove(self.path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.abandon()

@@ -1,0 +1,290 @@
+"""Layers as functions of tensors they do not own, plain or compiled: one graph per structure.
+
+A model has many layers and few structures. Layers are of one structure when their modules agree in
+class, attributes, and names, shapes and dtypes of params and buffers, and so do all submodules.
+They share a *region*: one function, compiled around the module of the first of them, its
+representative. What may still differ between them is bound for the time of a call:
+
+    weights    arguments of the function, as the hidden states are
+    buffers    likewise: each layer's own, whatever their values
+    numbers    a layer's own place in the row (`layer_idx`), set on the representative. Torch guards
+               what a graph has read: a layer whose code uses its number has a graph per number
+
+Whatever else a module holds is compared by value if it is plain, else by identity; in doubt two
+layers are of two structures, which costs a graph and no bit.
+
+Arguments, grad mode and train or eval are guarded by torch: each kind has its graph, made when it
+is first met. So is the number of tokens: the first has a graph of its own, which is the fastest
+when there is no other; the second brings one for all lengths, and so does a second number of rows.
+Torch makes at most MAX_GRAPHS for a region. Calls that fit none of them then run uncompiled, and a
+warning says so.
+
+The representative is changed during a call and restored after it: one caller at a time, in any
+thread. Nothing of torch's compiler is imported before the first call.
+
+Laws (tests/models/test_compiled.py)
+    1. The number of graphs does not grow with the number of layers.
+    2. Backends that compute with torch's own kernels give the bits of the uncompiled layer.
+    3. No layer computes with another's weights, buffers or number.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from megatrain.errors import ConfigError
+from megatrain.models.balance import router_logits_of
+
+MAX_GRAPHS = 32
+"""Per region. Forward, recompute, the lowest layer and evaluation take one each for fixed lengths;
+three times as many when lengths and rows vary, and as many again when some rows are padded."""
+_PARTS = frozenset({"_parameters", "_buffers", "_modules"})
+_PLAIN = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size, Enum)
+_LIMIT_HIT = "Dynamo recompile limit exceeded"
+
+Backend = str | Callable[..., Any]
+LayerOutput = tuple[Tensor, tuple[Tensor, ...]]
+"""Hidden states, and the router logits of a mixture of experts."""
+_names = itertools.count()
+
+
+def apply_layer(
+    module: nn.Module,
+    tensors: Mapping[str, Tensor],
+    hidden: Tensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    routed: bool = False,
+) -> LayerOutput:
+    """Return what `module`, with `tensors` in place of its own, makes of `hidden`.
+
+    Router logits come with it if `routed`.
+    """
+
+    def run() -> Any:
+        return functional_call(module, dict(tensors), (hidden, *args), kwargs, tie_weights=False)
+
+    output, logits = router_logits_of(run) if routed else (run(), ())
+    result = output if isinstance(output, Tensor) else output[0]
+    assert isinstance(result, Tensor)
+    return result, logits
+
+
+class Regions:
+    """The compiled layers of one model."""
+
+    def __init__(
+        self, layers: Sequence[nn.Module], backend: Backend = "inductor", *, routed: bool = False
+    ) -> None:
+        """`backend` is one of torch.compile's; others than the default are for tests."""
+        self.backend = backend
+        numbers = _own_numbers(layers)
+        regions: dict[object, _Region] = {}
+        self._layers: list[_Layer] = []
+        for index, layer in enumerate(layers):
+            names = tuple(name for name, _ in layer.named_parameters())
+            structure = (names, _structure(layer, numbers))
+            if structure not in regions:
+                regions[structure] = _Region(layer, index, backend, routed)
+            self._layers.append(_Layer(layer, regions[structure], numbers))
+
+    @property
+    def representatives(self) -> list[int]:
+        """For each layer the first layer of its structure."""
+        return [layer.region.first for layer in self._layers]
+
+    def call(
+        self,
+        index: int,
+        weights: Mapping[str, Tensor],
+        hidden: Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> LayerOutput:
+        """Return what layer `index` makes of `hidden`. Raises ConfigError if it cannot compile."""
+        layer = self._layers[index]
+        # In one order for all layers: graphs are guarded by the order of names, too.
+        tensors = {name: weights[name] for name in layer.names} | layer.buffers()
+        with layer.numbered():
+            return layer.region(tensors, hidden, args, kwargs)
+
+
+class _Region:
+    """One structure: a function around its representative, compiled when first called."""
+
+    def __init__(
+        self, representative: nn.Module, first: int, backend: Backend, routed: bool
+    ) -> None:
+        self.representative, self.first = representative, first
+        self._backend, self._routed = backend, routed
+        self._function: Callable[..., LayerOutput] | None = None
+
+    def __call__(self, *given: Any) -> LayerOutput:
+        from torch._dynamo.exc import BackendCompilerFailed
+
+        if self._function is None:
+            self._function = self._compiled()
+        num_before = _num_limits_hit()
+        try:
+            result = self._function(*given)
+        except BackendCompilerFailed as error:
+            raise ConfigError(
+                f"compile: torch cannot compile {self}: {str(error)[:300]}. Without compile it "
+                "trains uncompiled."
+            ) from error
+        if _num_limits_hit() > num_before:
+            warnings.warn(
+                f"compile: {self} has {MAX_GRAPHS} graphs, the most that are made. What fits none "
+                "of them runs uncompiled: right, but slower. Micro-batches of fewer different "
+                "shapes help; TORCH_LOGS=recompiles tells what differed.",
+                stacklevel=2,
+            )
+        return result
+
+    def __str__(self) -> str:
+        return f"layer {self.first} ({type(self.representative).__name__}) or one like it"
+
+    def _compiled(self) -> Callable[..., LayerOutput]:
+        representative, routed = self.representative, self._routed
+
+        def run(
+            tensors: dict[str, Tensor],
+            hidden: Tensor,
+            args: tuple[Any, ...],
+            kwargs: dict[str, Any],
+        ) -> LayerOutput:
+            return apply_layer(representative, tensors, hidden, args, kwargs, routed)
+
+        # Torch keeps which sizes vary by a function's name and line. If regions shared that, a
+        # weight of two sizes in two structures would become a weight of any size in both.
+        name = f"layer_{self.first}_{next(_names)}"
+        run.__code__ = run.__code__.replace(co_name=name, co_qualname=name)
+        # Recompute must draw what forward drew, in another graph: torch's own generator, then.
+        options = {"fallback_random": True} if self._backend == "inductor" else None
+        compiled: Callable[..., LayerOutput] = torch.compile(  # type: ignore[call-overload]
+            run,
+            backend=self._backend,
+            options=options,
+            recompile_limit=MAX_GRAPHS,
+            isolate_recompiles=True,
+        )
+        return compiled
+
+
+class _Layer:
+    """What one layer brings to a call of its region."""
+
+    def __init__(self, layer: nn.Module, region: _Region, numbers: Collection[str]) -> None:
+        self.region = region
+        self.names = [name for name, _ in layer.named_parameters()]
+        self._buffers = [(name, *_owner(layer, name)) for name, _ in layer.named_buffers()]
+        representative = region.representative
+        self._numbers = []
+        for path in numbers if layer is not representative else ():
+            module, name = _owner(layer, path)
+            if module is not None and name in vars(module):
+                self._numbers.append((_owner(representative, path)[0], name, vars(module)[name]))
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Return the layer's own buffers, as they are now."""
+        # Detached, or the representative's own would be found twice: in its module and here.
+        return {path: module._buffers[name].detach() for path, module, name in self._buffers}
+
+    @contextmanager
+    def numbered(self) -> Iterator[None]:
+        """Let the representative bear the layer's numbers."""
+        before = [vars(module)[name] for module, name, _ in self._numbers]
+        for module, name, value in self._numbers:
+            vars(module)[name] = value
+        try:
+            yield
+        finally:
+            for (module, name, _), value in zip(self._numbers, before, strict=True):
+                vars(module)[name] = value
+
+
+def _owner(layer: nn.Module, path: str) -> tuple[Any, str]:
+    """Return the submodule (or None) that holds what stands at `path`, and its name there."""
+    parent, _, name = path.rpartition(".")
+    try:
+        return layer.get_submodule(parent), name
+    except AttributeError:
+        return None, name
+
+
+def _own_numbers(layers: Sequence[nn.Module]) -> set[str]:
+    """Return the paths of the integers that count the layers, in all layers that have them."""
+    offsets: dict[str, list[int]] = {}
+    for index, layer in enumerate(layers):
+        for prefix, module in layer.named_modules():
+            for name, value in vars(module).items():
+                if type(value) is int:
+                    offsets.setdefault(f"{prefix}.{name}".lstrip("."), []).append(value - index)
+    return {path for path, found in offsets.items() if len(found) > 1 and len(set(found)) == 1}
+
+
+def _structure(module: nn.Module | None, numbers: Collection[str], prefix: str = "") -> object:
+    """Return what is equal exactly for modules of equal structure."""
+    if module is None:
+        return None
+    attributes = [
+        (name, _hooks(value) if name == "_forward_hooks" else _identity(value))
+        for name, value in sorted(vars(module).items())
+        if name not in _PARTS and prefix + name not in numbers
+    ]
+    tensors = [
+        (name, tensor if tensor is None else (tensor.shape, tensor.dtype, tensor.device))
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]
+    ]
+    submodules = [
+        (name, _structure(submodule, numbers, f"{prefix}{name}."))
+        for name, submodule in module._modules.items()
+    ]
+    return type(module), tuple(attributes), tuple(tensors), tuple(submodules)
+
+
+def _hooks(hooks: Mapping[int, Any]) -> object:
+    """Return what is equal for hooks made by the same code around equal values."""
+    return tuple(
+        (hook.__code__, tuple(_identity(cell.cell_contents) for cell in hook.__closure__ or ()))
+        if isinstance(hook, FunctionType)
+        else _identity(hook)
+        for hook in hooks.values()
+    )
+
+
+def _identity(value: Any) -> object:
+    """Return what is equal for equal plain values, and for nothing but itself otherwise."""
+    kind = type(value)
+    if isinstance(value, _PLAIN):
+        return kind, value
+    if isinstance(value, float):
+        return kind, repr(value)  # a zero has a sign
+    if kind in (list, tuple):
+        return kind, tuple(map(_identity, value))
+    if kind in (set, frozenset):
+        return kind, frozenset(map(_identity, value))
+    if isinstance(value, dict):
+        return kind, tuple((_identity(key), _identity(item)) for key, item in value.items())
+    if kind is functools.partial:
+        return kind, *map(_identity, (value.func, value.args, value.keywords))
+    return kind, id(value)
+
+
+def _num_limits_hit() -> int:
+    """Return how often torch has found that a function has all the graphs it may have."""
+    from torch._dynamo.utils import counters
+
+    reasons = counters["unimplemented"].items()
+    return sum(count for reason, count in reasons if reason.startswith(_LIMIT_HIT))

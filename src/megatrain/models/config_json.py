@@ -1,0 +1,302 @@
+"""A strict reader for a model folder's `config.json`: foreign input, checked before it is used.
+
+Transformers turns unknown keys into attributes, and some attributes load code or kernels. Only what
+passes here reaches it:
+
+    1. the file is a small JSON object, not deep, without repeated keys;
+    2. no key asks for code, kernels, quantisation or an attention implementation, and none starts
+       with an underscore or hides a method of the configuration class;
+    3. every number is finite and within the range of any model we could hold, and so are the
+       products that transformers would loop over;
+    4. `model_type` names a causal language model that transformers ships itself, without parts
+       that have configurations of their own.
+
+Laws (tests/models/test_config_json.py)
+    Whatever the bytes, the result is a configuration or a ModelConfigError.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import math
+import re
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from megatrain.errors import ModelConfigError, listing
+
+CONFIG_NAME = "config.json"
+MAX_BYTES = 4 << 20
+MAX_DEPTH = 12
+MAX_TEXT = 65536
+MAX_ENTRIES = 1 << 16
+MAX_KEY = 256
+
+QUANTISED = (
+    "quantised weights cannot be trained at full precision. Convert the model to bf16 first: load "
+    "it with transformers (dequantize=True in its quantization config) and save_pretrained it to "
+    "another folder"
+)
+# Keys that make transformers import, fetch or replace code, whatever their value.
+REFUSED = {
+    "auto_map": "runs code from the folder",
+    "custom_pipelines": "runs code from the folder",
+    "trust_remote_code": "runs code from the folder",
+    "_target_": "names code to run",
+    "kernel_config": "loads kernels",
+    "use_kernels": "loads kernels",
+    "fusion_config": "replaces modules",
+    "attn_implementation": "loads kernels",
+    "experts_implementation": "loads kernels",
+    "distributed_config": "changes how the model is built",
+    "per_layer_config": "changes how the model is built",
+    "quantization_config": QUANTISED,
+    "compression_config": QUANTISED,
+}
+UNDERSCORE = "keys with a leading underscore reach internals"
+# Written by transformers itself; these carry no meaning for the model ...
+IGNORED = {"_name_or_path", "_commit_hash"}
+# ... and these do, and are plain values.
+UNDERSCORED = {"_sliding_window_pattern", "_remove_final_layer_norm"}
+AUTOSET = "_attn_implementation_autoset"
+"""A flag that many folders carry; as a flag, and only so, it is ignored."""
+DTYPE_NAMES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+"""Transformers looks up any `dtype` in torch, a function or a module too: others are ignored."""
+# They carry an `is_decoder` that is false and that their code never reads.
+ALWAYS_CAUSAL = {"gpt_neox", "gpt_neox_japanese"}
+# The largest value any real model could have; beyond it a folder only wants to exhaust us.
+LARGEST = {
+    "num_hidden_layers": 256, "n_layer": 256, "n_layers": 256, "num_layers": 256,
+    "hidden_size": 1 << 18, "n_embd": 1 << 18, "d_model": 1 << 18, "head_dim": 1 << 14,
+    "intermediate_size": 1 << 20, "n_inner": 1 << 20, "ffn_dim": 1 << 20, "d_ff": 1 << 20,
+    "moe_intermediate_size": 1 << 20, "ffn_hidden_size": 1 << 20,
+    "vocab_size": 1 << 24, "num_attention_heads": 512, "n_head": 512, "n_heads": 512,
+    "num_key_value_heads": 512, "num_experts": 4096, "num_local_experts": 4096,
+    "n_routed_experts": 4096, "max_position_embeddings": 1 << 28, "n_positions": 1 << 28,
+    "num_labels": 1 << 16, "partial_rotary_factor": 1, "rotary_pct": 1,
+}  # fmt: skip
+# Any other number may become a loop or a table; these only scale or bound positions, or count.
+LARGEST_INT = 1 << 20
+LARGEST_LENGTH = 1 << 40
+LENGTHS = re.compile(
+    "position|length|_len|seq|ctx|window|chunk|theta|base|seed|param|flop|total|token|vocab"
+)
+# Folders store each expert of each layer apart: more than this no model has.
+MAX_LAYER_EXPERTS = 1 << 15
+# mpt makes a mask of heads times positions whatever the length of its input.
+MAX_HEAD_POSITIONS = 1 << 25
+MAX_LAYERS = LARGEST["num_hidden_layers"]
+PLAIN_KEY = re.compile(r"[A-Za-z][A-Za-z0-9_\-]{0,127}")
+
+
+def parse_config(data: bytes) -> PreTrainedConfig:
+    """Return the configuration that `data` describes. Raises ModelConfigError."""
+    fields = read_object(data)
+    _check_value(fields, "", 0)
+    model_type = fields.get("model_type")
+    if not isinstance(model_type, str):
+        raise ModelConfigError(f"{CONFIG_NAME}: no model_type; it names the family, e.g. llama")
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or model_type not in CONFIG_MAPPING:
+        raise ModelConfigError(
+            f"{CONFIG_NAME}: model_type {model_type[:80]!r} is not a causal language model of the "
+            "installed transformers. A newer transformers may have it."
+        )
+    config_class = CONFIG_MAPPING[model_type]
+    _check_single(model_type, config_class)
+    _check_repeats(fields)
+    passed = _passed(fields, config_class)
+    try:
+        config = config_class.from_dict(passed)
+    except Exception as error:  # transformers validates with many kinds of exception
+        raise ModelConfigError(
+            f"{CONFIG_NAME}: transformers refuses it as a {model_type}: {_first_line(error)}"
+        ) from error
+    _check_causal(config)
+    _check_products(config)
+    return config
+
+
+def read_object(data: bytes) -> dict[str, Any]:
+    """Return the JSON object in `data`; anything else is a ModelConfigError."""
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise ModelConfigError(f"{CONFIG_NAME} is not valid JSON: {_first_line(error)}") from error
+    if not isinstance(value, dict):
+        raise ModelConfigError(f"{CONFIG_NAME} holds a {type(value).__name__}, not an object")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> Any:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a key is given twice")
+    # How transformers writes the floats that JSON lacks.
+    if len(result) == 1 and result.get("__float__") in ("Infinity", "-Infinity"):
+        return float(result["__float__"])
+    return result
+
+
+def _check_value(value: Any, where: str, depth: int, largest: int = LARGEST_INT) -> None:
+    """Refuse depth, length and numbers that no real configuration has."""
+    if depth > MAX_DEPTH:
+        raise ModelConfigError(f"{CONFIG_NAME}: {where[:80]} is nested deeper than {MAX_DEPTH}")
+    if isinstance(value, dict | list) and len(value) > MAX_ENTRIES:
+        raise ModelConfigError(f"{CONFIG_NAME}: {where} has {len(value)} entries")
+    if isinstance(value, dict):
+        for key, item in value.items():
+            inner = f"{where}.{key[:MAX_KEY]}" if where else key[:MAX_KEY]
+            _check_key(key, inner, depth)
+            _check_size(inner, key, item)
+            _check_value(item, inner, depth + 1, _largest(key))
+    elif isinstance(value, list):
+        for item in value:
+            _check_value(item, where, depth + 1, largest)
+    elif isinstance(value, str):
+        if len(value) > MAX_TEXT:
+            raise ModelConfigError(f"{CONFIG_NAME}: {where} is a text of {len(value)} characters")
+    elif isinstance(value, float):
+        if math.isnan(value):
+            raise ModelConfigError(f"{CONFIG_NAME}: {where} is not a number")
+    elif isinstance(value, int) and abs(value) > largest:
+        raise ModelConfigError(f"{CONFIG_NAME}: {where} is {str(value)[:40]}: out of range")
+
+
+def _check_key(key: str, where: str, depth: int) -> None:
+    """Refuse keys that no dictionary may have; `_check_keys` knows those of the outermost."""
+    if len(key) > MAX_KEY:
+        raise ModelConfigError(f"{CONFIG_NAME}: {where[:80]!r} is not a plain key")
+    if depth and key in REFUSED:
+        raise ModelConfigError(_refusal(where, REFUSED[key]))
+    if depth and key.startswith("_") and key not in IGNORED:
+        raise ModelConfigError(_refusal(where, UNDERSCORE))
+
+
+def _largest(key: str) -> int:
+    return LARGEST.get(key) or (LARGEST_LENGTH if LENGTHS.search(key) else LARGEST_INT)
+
+
+def _check_size(where: str, key: str, value: Any) -> None:
+    largest = LARGEST.get(key)
+    if largest is None or value is None:
+        return
+    for number in value if isinstance(value, list) else [value]:
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise ModelConfigError(f"{CONFIG_NAME}: {where} must be a number, not {number!r:.80}")
+        if not 0 <= number <= largest:
+            raise ModelConfigError(
+                f"{CONFIG_NAME}: {where} is {str(number)[:40]}; from 0 to {largest} is accepted"
+            )
+
+
+def _check_repeats(fields: dict[str, Any]) -> None:
+    """Refuse short lists that unfold into long ones: gpt_neo's [kinds of attention, how often]."""
+    types = fields.get("attention_types")
+    total = sum(
+        len(item[0]) * item[1]
+        for item in (types if isinstance(types, list) else [])
+        if isinstance(item, list) and [type(part) for part in item[:2]] == [list, int]
+    )
+    if total > MAX_LAYERS:
+        raise ModelConfigError(
+            f"{CONFIG_NAME}: attention_types are of {total} layers; up to {MAX_LAYERS} are accepted"
+        )
+
+
+def _check_products(config: PreTrainedConfig) -> None:
+    """Refuse numbers that are possible alone and exhaust us together."""
+    products = [
+        ("num_hidden_layers", key, MAX_LAYER_EXPERTS)
+        for key in vars(config)
+        if key.endswith("experts")
+    ]
+    products.append(("n_heads", "max_seq_len", MAX_HEAD_POSITIONS))
+    for first, second, largest in products:
+        a, b = getattr(config, first, None), getattr(config, second, None)
+        if isinstance(a, int) and isinstance(b, int) and a * b > largest:
+            raise ModelConfigError(
+                f"{CONFIG_NAME}: {first} {a} times {second} {b} is {a * b}; up to {largest} is "
+                "accepted"
+            )
+
+
+def _passed(fields: dict[str, Any], config_class: type[PreTrainedConfig]) -> dict[str, Any]:
+    """Return what transformers may see of `fields`, after a look at every key that reaches it."""
+    _check_keys(fields, config_class)
+    passed = {key: value for key, value in fields.items() if key not in IGNORED | {AUTOSET}}
+    for key in {"dtype", "torch_dtype"} & passed.keys():
+        if passed[key] not in [None, *DTYPE_NAMES]:
+            del passed[key]
+    for name, part_class in config_class.sub_configs.items():
+        if isinstance(passed.get(name), dict):
+            passed[name] = _passed(passed[name], part_class)
+    return passed
+
+
+def _check_keys(fields: dict[str, Any], config_class: type[PreTrainedConfig]) -> None:
+    """Refuse top-level keys that reach code, or that would hide a part of the class itself."""
+    declared = _declared(config_class)
+    for key, value in fields.items():
+        if key in IGNORED or key in UNDERSCORED or key in declared:
+            continue
+        if key == AUTOSET and isinstance(value, bool):
+            continue
+        if key in REFUSED:
+            raise ModelConfigError(_refusal(key, REFUSED[key]))
+        if key.startswith("_"):
+            raise ModelConfigError(_refusal(key, UNDERSCORE))
+        if not PLAIN_KEY.fullmatch(key):
+            raise ModelConfigError(f"{CONFIG_NAME}: {key[:80]!r} is not a plain key")
+        # A property cannot be hidden: transformers sets it (rope_scaling) or refuses it.
+        if hasattr(config_class, key) and not _is_property(config_class, key):
+            raise ModelConfigError(_refusal(key, f"it would hide {config_class.__name__}.{key}"))
+
+
+def _is_property(config_class: type[PreTrainedConfig], key: str) -> bool:
+    return isinstance(inspect.getattr_static(config_class, key), property)
+
+
+def _declared(config_class: type[PreTrainedConfig]) -> set[str]:
+    """Return the keys a configuration class declares: its fields and their other names."""
+    fields = {field.name for field in dataclasses.fields(config_class)}
+    fields |= set(config_class.attribute_map) | {"model_type", "torch_dtype", "dtype"}
+    return {name for name in fields if not name.startswith("_")} - set(REFUSED)
+
+
+def _check_single(model_type: str, config_class: type[PreTrainedConfig]) -> None:
+    """Refuse what joins several models. (A group of settings, as mpt has, is no model.)"""
+    parts = {
+        name
+        for name, part_class in config_class.sub_configs.items()
+        if getattr(part_class, "model_type", None) != ""
+    }
+    if parts:
+        raise ModelConfigError(
+            f"{model_type} joins a decoder with {listing(parts - {'text_config'} or parts)}; only "
+            "text decoders are trained. Many such models have a text-only sibling (for instance "
+            "gemma3_text)."
+        )
+
+
+def _check_causal(config: PreTrainedConfig) -> None:
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelConfigError(f"{config.model_type} is an encoder-decoder model, not a decoder")
+    if getattr(config, "is_decoder", True) is False and config.model_type not in ALWAYS_CAUSAL:
+        raise ModelConfigError(
+            f"{config.model_type} is configured as an encoder (is_decoder false)"
+        )
+
+
+def _refusal(key: str, reason: str) -> str:
+    way_out = "" if reason == QUANTISED else " Remove it to go on."
+    return f"{CONFIG_NAME}: key {key[:120]} is refused: {reason}.{way_out}"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (": ".join(lines[:2]) or type(error).__name__)[:300]

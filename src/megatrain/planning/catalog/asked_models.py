@@ -1,0 +1,135 @@
+"""The model that a person means, as its shape: a known name, a folder, a config.json, or a Hub id.
+
+    name               from the table (known_models.py): milliseconds, no network
+    another Hub id     its config.json, from the cache or the Hub
+    folder or file     its config.json: milliseconds for the usual families, else the skeleton of
+                       the model is built as for training, which takes torch and some seconds
+
+A config.json is foreign input. Here only numbers are taken from it, after a look at their size; the
+strict reader (models/config_json.py) stands before the slow way.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from megatrain import hub
+from megatrain.config import Config
+from megatrain.errors import ConfigError, HubError, ModelConfigError, ModelFolderError
+from megatrain.planning.catalog.families import ALIASES, FAMILIES, shape_from_config
+from megatrain.planning.catalog.freezing import with_frozen
+from megatrain.planning.catalog.known_models import find_model, weights_note
+from megatrain.planning.workload import ModelShape, shape_of
+
+MAX_BYTES = 4 << 20
+LARGEST = 1 << 40
+"""No number in a config is larger: lengths, and the sizes some configs carry."""
+NEEDED = {
+    "num_hidden_layers": 256,
+    "hidden_size": 1 << 18,
+    "num_attention_heads": 512,
+    "vocab_size": 1 << 24,
+}
+"""What every config must have, and the largest that any model could have."""
+
+
+def shape_for(config: Config) -> ModelShape:
+    """Return the shape of a config's model, with what is frozen. Raises what `find_shape` does."""
+    model = config.model
+    if not model.frozen:
+        return find_shape(model.name_or_path)
+    if (Path(model.name_or_path) / "config.json").is_file():  # then names can be matched exactly
+        path = Path(model.name_or_path) / "config.json"
+        return _by_skeleton(_bytes(path), path.parent.resolve().name, model.dtype, model.frozen)
+    return with_frozen(find_shape(model.name_or_path), model.frozen)
+
+
+def find_shape(asked: str) -> ModelShape:
+    """Return the shape of the model. Raises ConfigError, ModelFolderError or ModelConfigError."""
+    path = Path(asked)
+    if path.is_dir():
+        return _read(path / "config.json", path.resolve().name)
+    if path.is_file():
+        return _read(path, path.resolve().parent.name)
+    try:
+        known = find_model(asked)
+    except ConfigError as unknown:
+        return _from_hub(asked, unknown)
+    return replace(shape_from_config(known.config, known.name), weights=known.weights)
+
+
+def _from_hub(asked: str, unknown: ConfigError) -> ModelShape:
+    """Return the shape of a model on the Hub: its config.json is fetched, and nothing else."""
+    if "/" not in asked or not hub.is_id(asked):
+        raise unknown
+    try:
+        folder = hub.find_model(asked, need="config").folder
+    except HubError as error:
+        raise ConfigError(f"{unknown} {error}") from error
+    return _read(folder / "config.json", asked.rpartition("/")[2])
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ModelFolderError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if len(data) > MAX_BYTES:
+        raise ModelConfigError(f"{path}: larger than {MAX_BYTES} bytes: not a config.json")
+    return data
+
+
+def _read(path: Path, name: str) -> ModelShape:
+    data = _bytes(path)
+    fields = _object(data, path)
+    parts = fields.get("text_config")
+    decoder = parts if isinstance(parts, Mapping) else fields
+    family = str(decoder.get("model_type"))
+    if ALIASES.get(family, family) not in FAMILIES:
+        return _by_skeleton(data, name, "bf16", ())
+    _check(decoder, path)
+    return replace(shape_from_config(fields, name), weights=_weights(fields))
+
+
+def _weights(fields: Mapping[str, Any]) -> str:
+    """Return what a config.json says of weights that cannot be trained as they are."""
+    quantised = fields.get("quantization_config")
+    if isinstance(quantised, Mapping):
+        return weights_note(str(quantised.get("quant_method", "a quantised form"))[:20].upper())
+    return weights_note("vision") if "vision_config" in fields else ""
+
+
+def _object(data: bytes, path: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ModelConfigError(f"{path}: not valid JSON: {str(error)[:200]}") from error
+    if not isinstance(fields, dict):
+        raise ModelConfigError(f"{path}: holds a {type(fields).__name__}, not an object")
+    return fields
+
+
+def _check(fields: Mapping[str, Any], path: Path) -> None:
+    """Refuse numbers that no model has: they would be looped over, or multiplied."""
+    for key, largest in NEEDED.items():
+        value = fields.get(key)
+        if type(value) is not int or not 0 < value <= largest:
+            shown = str(value)[:40]
+            raise ModelConfigError(f"{path}: {key} is {shown}; 1 to {largest} is accepted")
+    for key, value in fields.items():
+        if isinstance(value, int) and not -LARGEST <= value <= LARGEST:
+            raise ModelConfigError(f"{path}: {key[:80]} is {str(value)[:40]}: out of range")
+
+
+def _by_skeleton(
+    data: bytes, name: str, dtype: Literal["bf16", "fp32"], frozen: tuple[str, ...]
+) -> ModelShape:
+    from megatrain.models.config_json import parse_config
+    from megatrain.models.decoder import build_decoder
+
+    return shape_of(build_decoder(parse_config(data), dtype, frozen), name)

@@ -1,0 +1,188 @@
+"""What `megatrain doctor` found: facts and measured rates of this machine, for people and plans.
+
+Measured by doctor/examine.py, which needs torch; read and shown here, which does not. The
+examination is kept under the machine's key, and `measured_profile` finds it again.
+
+Laws (tests/planning/machine/test_examination.py)
+    1. What was kept is what is found; a file that is damaged, or of another machine, is none.
+    2. The verdict's largest model is what the ledger of such a model needs: 14 bytes a parameter.
+    3. No line is longer than 80 columns.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatrain.errors import MegaTrainError
+from megatrain.planning.machine.facts import HostFacts, host_facts, profile_path
+from megatrain.planning.machine.profile import MachineProfile
+from megatrain.text import count, duration, figure, size
+
+BYTES_PER_PARAM = 14
+"""bf16 weights, the rest of the fp32 master, two moments, and gradients that wait for the norm."""
+UNCLIPPED_BYTES_PER_PARAM = 12
+_WIDTH = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examination:
+    """One visit to the doctor."""
+
+    facts: HostFacts
+    profile: MachineProfile
+    kernel: str
+    """Which optimizer kernel was measured."""
+    folder: str
+    """Where the disk was measured."""
+    when: str
+    seconds: float
+    load: float = 0.0
+    """Others' processes that wanted a core when it began."""
+
+    def to_json(self) -> str:
+        """Return all of it, and the verdict, as JSON text."""
+        profile = json.loads(self.profile.to_json())
+        return json.dumps(asdict(self) | {"profile": profile, "verdict": self.verdict()}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Examination:
+        """Return what `to_json` wrote. Raises ValueError, KeyError, TypeError or ConfigError."""
+        fields: dict[str, Any] = json.loads(text)
+        facts = dict(fields["facts"])
+        facts["gpus"] = tuple(facts["gpus"])
+        return cls(
+            facts=HostFacts(**facts),
+            profile=MachineProfile.from_facts(fields["profile"]),
+            kernel=str(fields["kernel"]),
+            folder=str(fields["folder"]),
+            when=str(fields["when"]),
+            seconds=float(fields["seconds"]),
+            load=float(fields["load"]),
+        )
+
+    @property
+    def sustained_flops(self) -> float:
+        """The best rate of forward products."""
+        return max(point.flops for point in self.profile.forward_flops)
+
+    @property
+    def largest_params(self) -> float:
+        """Params of the largest model whose home is host memory."""
+        return max(0, self.profile.ram_bytes - self.profile.base_bytes) / BYTES_PER_PARAM
+
+    def verdict(self) -> str:
+        """Return what it means, in a few sentences."""
+        profile, most = self.profile, self.largest_params
+        unclipped = most * BYTES_PER_PARAM / UNCLIPPED_BYTES_PER_PARAM
+        rate = self.sustained_flops / (8 * most) if most else 0.0
+        where = profile.device if not profile.unified else "the processor"
+        told = (
+            f"Trains models of up to about {figure(most)} parameters in host memory "
+            f"({figure(unclipped)} without clipping); "
+            f"one of that size at up to {rate:.3g} tokens/s on {where}."
+        )
+        if profile.unified:
+            return told + " Without an accelerator this is for trials, not for runs."
+        link = self.sustained_flops / profile.copy_in_bytes_per_s
+        late = 14 * self.sustained_flops / profile.dram_bytes_per_s
+        return (
+            f"{told} Copies hide behind compute in steps of {figure(link)} tokens and more, "
+            f"clipped updates from {figure(late)}."
+        )
+
+    def text(self) -> str:
+        """Return the page for people."""
+        facts, profile = self.facts, self.profile
+        limit, lock = facts.group_limit_bytes, facts.memlock_bytes
+        rows: list[tuple[str, str]] = [
+            ("processor", f"{facts.processor}, {facts.cores} cores"),
+            ("NUMA nodes", count(facts.numa_nodes)),
+            ("host memory", f"{size(facts.ram_bytes)}, {size(profile.ram_bytes)} usable now"),
+            ("limit of the group", "none" if limit is None else size(limit)),
+            ("limit of pinning", "none" if lock is None else size(lock)),
+            ("memory traffic", _per_s(profile.dram_bytes_per_s)),
+            ("device", profile.device or "none: compute happens on the processor"),
+        ]
+        if not profile.unified:
+            rows.append(("device memory", size(profile.device_bytes)))
+        rows += [
+            ("copies in / out", _pair(profile.copy_in_bytes_per_s, profile.copy_out_bytes_per_s)),
+            ("  both at once", f"{profile.duplex_share:.0%} of each"),
+            *self._products(),
+            ("  in fp32", f"{profile.fp32_efficiency:.0%} of that"),
+            ("  attention", f"{profile.attention_efficiency:.0%} of that"),
+            ("element-wise work", _per_s(profile.device_bytes_per_s)),
+            ("optimizer", f"{figure(profile.update_params_per_s)} params/s, {self.kernel}"),
+            ("disk read / write", self._disk()),
+            ("  measured in", self.folder),
+            *((name, text) for name, text in facts.versions.items()),
+        ]
+        lines = [_row(name, value) for name, value in rows]
+        told = [*_wrapped(self.verdict()), f"measured {self.when} in {duration(self.seconds)}"]
+        if self.load > facts.cores / 2:
+            told += _wrapped(
+                f"Others were at work: {self.load:.1f} processes on {facts.cores} cores. The rates "
+                "are lower than this machine's; measure again when it is quiet."
+            )
+        return "\n".join([*lines, "", *told])
+
+    def _disk(self) -> str:
+        profile = self.profile
+        return _pair(profile.disk_read_bytes_per_s, profile.disk_write_bytes_per_s)
+
+    def _products(self) -> list[tuple[str, str]]:
+        """Return the rates of products by width: at few tokens and at many."""
+        rows = []
+        for width in sorted({point.width for point in self.profile.forward_flops}):
+            points = sorted(p for p in self.profile.forward_flops if p.width == width)
+            few, many = points[0], points[-1]
+            text = f"{_flops(few.flops)} at {few.tokens} tokens"
+            if many is not few:
+                text += f", {_flops(many.flops)} at {count(many.tokens)}"
+            rows.append((f"products, width {width}", text))
+        return rows
+
+
+def measured_profile() -> MachineProfile | None:
+    """Return the profile that doctor measured on this machine; None if it never did."""
+    found = kept_examination()
+    return None if found is None else found.profile
+
+
+def kept_examination() -> Examination | None:
+    """Return the last examination of this machine, if it is there and whole."""
+    facts = host_facts()
+    try:
+        found = Examination.from_json(profile_path(facts).read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, MegaTrainError):
+        return None
+    return found if found.facts.key == facts.key else None
+
+
+def _flops(rate: float) -> str:
+    return f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.3g} GFLOP/s"
+
+
+def _per_s(rate: float) -> str:
+    return f"{rate / 1e9:.3g} GB/s"
+
+
+def _pair(first: float, second: float) -> str:
+    return f"{first / 1e9:.3g} / {second / 1e9:.3g} GB/s"
+
+
+def _row(name: str, value: str) -> str:
+    line = f"{name:{_WIDTH}}{value}"
+    return line if len(line) <= 80 else f"{line[:77]}..."
+
+
+def _wrapped(text: str, width: int = 80) -> list[str]:
+    lines, line = [], ""
+    for word in text.split():
+        if len(line) + len(word) + 1 > width:
+            lines.append(line)
+            line = ""
+        line = f"{line} {word}".strip()
+    return [*lines, line]

@@ -1,0 +1,119 @@
+"""What is known of this host without measuring anything and without torch.
+
+Facts name a machine: a measured profile is kept under their key (`profile_path`) and belongs to the
+machine as long as none of them changes. Memory limits are facts too, but no part of the key: they
+differ from one shell or container to the next and change no rate.
+
+Laws (tests/planning/machine/test_facts.py)
+    1. The same machine has the same key; another processor, GPU, number of cores or version of
+       torch or of this package has another.
+    2. What a system does not tell is None or empty, never an exception.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import resource
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from megatrain.cache import cache_folder
+from megatrain.memory.host import groups, told
+from megatrain.version import __version__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostFacts:
+    """A host, as its system describes it."""
+
+    processor: str
+    cores: int
+    """Those this process may run on."""
+    ram_bytes: int
+    group_limit_bytes: int | None
+    """What the control group may hold; None: no limit."""
+    memlock_bytes: int | None
+    """What may be pinned; None: no limit."""
+    numa_nodes: int
+    gpus: tuple[str, ...]
+    """Of NVIDIA, as their driver names them; others show when torch is asked."""
+    versions: dict[str, str]
+
+    @property
+    def usable_bytes(self) -> int:
+        """Host memory a process could have at most."""
+        return min(self.ram_bytes, self.group_limit_bytes or self.ram_bytes)
+
+    @property
+    def key(self) -> str:
+        """A short name of the machine."""
+        facts = asdict(self)
+        for name in ("group_limit_bytes", "memlock_bytes"):
+            del facts[name]
+        text = json.dumps(facts, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def host_facts(root: Path = Path("/")) -> HostFacts:
+    """Return the facts of this host, as the files under `root` give them."""
+    return HostFacts(
+        processor=_processor(root),
+        cores=len(os.sched_getaffinity(0)),
+        ram_bytes=_ram(root),
+        group_limit_bytes=min((group.limit_bytes for group in groups(root)), default=None),
+        memlock_bytes=_memlock(),
+        numa_nodes=len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) or 1,
+        gpus=_gpus(root),
+        versions={
+            "megatrain": __version__,
+            "python": platform.python_version(),
+            "torch": _version("torch"),
+            "transformers": _version("transformers"),
+            "system": f"{platform.system()} {platform.release()}",
+        },
+    )
+
+
+def profile_path(facts: HostFacts) -> Path:
+    """Return where the measured profile of this machine is kept."""
+    return cache_folder() / f"machine-{facts.key}.json"
+
+
+def _processor(root: Path) -> str:
+    for line in told(root / "proc/cpuinfo").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("model name", "Model"):
+            return " ".join(value.split())
+    return platform.processor() or platform.machine()
+
+
+def _ram(root: Path) -> int:
+    for line in told(root / "proc/meminfo").splitlines():
+        if line.startswith("MemTotal:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _memlock() -> int | None:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _gpus(root: Path) -> tuple[str, ...]:
+    names = []
+    for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
+        for line in told(path).splitlines():
+            if line.startswith("Model:"):
+                names.append(line.partition(":")[2].strip())
+    return tuple(names)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,1 @@
+"""Charts and markup of the report, without scripts."""

@@ -1,0 +1,281 @@
+"""A run's checkpoints: saved in the background, kept by rule, found again.
+
+One save at a time. Whoever asks for another waits for the one under way; training waits only where
+it reaches a block that is not yet copied (engine/snapshot.py). A save that fails is reported and
+recorded, and the run continues with the checkpoint before it.
+
+When the disk is full, checkpoints that the keep rule would delete after the next save are deleted
+before it, the oldest first and only as many as needed. The newest whole one is never among them.
+
+Laws (tests/run/test_full_disk.py)
+    1. At every instant after the first save at least one whole checkpoint is there.
+    2. A checkpoint that a resume found damaged does not count for `keep`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatrain.disk.checkpoint.parts import checkpoint_parts
+from megatrain.disk.checkpoint.restore import verify
+from megatrain.disk.checkpoint.retention import (
+    best_of,
+    clear_unfinished,
+    disposable,
+    finished,
+    prune,
+)
+from megatrain.disk.checkpoint.save import (
+    delete_checkpoint,
+    existing,
+    require_space,
+    save_checkpoint,
+    spare_bytes,
+)
+from megatrain.disk.hf.model import HostModel
+from megatrain.engine.engine import Engine
+from megatrain.errors import CheckpointDamaged, DiskError, DiskFull, SnapshotLost
+from megatrain.files import free_disk_bytes, point, sync_folder
+from megatrain.memory.ledger import gib
+
+FOLDER = "checkpoints"
+Record = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """How a save ended."""
+
+    step: int
+    path: Path | None
+    """None: it failed."""
+    seconds: float
+    error: str | None
+    deleted: tuple[str, ...]
+    """Older ones: by the keep rule after a save, or before it for room."""
+    full: bool = False
+    """Whether it failed because the disk is full."""
+
+    def __str__(self) -> str:
+        if self.path is None:
+            return f"step {self.step}: NOT saved: {self.error}"
+        said = f"step {self.step}: saved in {self.path.name}, {self.seconds:.1f} s"
+        return said if self.error is None else f"{said}; older ones stay: {self.error}"
+
+    def event(self) -> dict[str, Any]:
+        """Return the record for events.jsonl."""
+        facts: dict[str, Any] = {"event": "saved" if self.path else "save failed"}
+        facts |= {"step": self.step, "seconds": round(self.seconds, 3)}
+        if self.path is not None:
+            facts |= {"checkpoint": self.path.name}
+        if self.path is not None or self.deleted:
+            facts |= {"deleted": list(self.deleted)}
+        return facts if self.error is None else facts | {"error": self.error}
+
+
+class Checkpoints:
+    """Saves an engine's state into a run folder."""
+
+    def __init__(
+        self, run: Path, home: HostModel, engine: Engine, *, keep: int, keep_best: bool
+    ) -> None:
+        """Raises DiskFull if the disk has no room for a checkpoint."""
+        self.folder = run / FOLDER
+        self._run, self._engine = run, engine
+        self._keep, self._keep_best = keep, keep_best
+        self._parts = checkpoint_parts(home)
+        self._known_whole: set[Path] = set()
+        """Saved or read by this process."""
+        self._damaged: set[Path] = set()
+        self._freed: list[str] = []
+        """Deleted for room since the last save."""
+        self._thread: threading.Thread | None = None
+        self._results: list[Saved] = []
+        self._failure: BaseException | None = None
+        self.last_step: int | None = None
+        """The last step that a save was begun for."""
+        self.saved_step: int | None = None
+        """The last step whose save is acknowledged."""
+        self.was_full = False
+        """Whether the last save failed because the disk is full."""
+        self._require_a_start()
+
+    def _require_a_start(self) -> None:
+        """Raise DiskFull if no save could succeed. Deletes nothing: the run may be a dry one."""
+        try:
+            require_space(self.folder, self._parts)
+        except DiskFull:
+            if not self._spare():
+                raise
+
+    def took_up(self, step: int, path: Path, damaged: Sequence[Path]) -> None:
+        """Take note of a resume: from which checkpoint, and which ones it found damaged."""
+        self.last_step = self.saved_step = step
+        self._known_whole.add(path)
+        self._damaged.update(damaged)
+
+    @property
+    def damaged(self) -> frozenset[Path]:
+        """Those that were found damaged."""
+        return frozenset(self._damaged)
+
+    def make_room(self) -> None:
+        """Delete old checkpoints, as far as the keep rule allows, until another one fits.
+
+        Waits for the save under way. Raises DiskFull if there still is no room.
+        """
+        self.wait()
+        while True:
+            try:
+                require_space(self.folder, self._parts)
+                return
+            except DiskFull:
+                if not self.free_one():
+                    raise
+
+    def free_one(self) -> bool:
+        """Delete the oldest checkpoint that the next save would make superfluous, if any."""
+        spare = self._spare()
+        if spare:
+            delete_checkpoint(spare[0])
+            sync_folder(self.folder)
+            self._freed.append(spare[0].name)
+        return bool(spare)
+
+    def _spare(self) -> list[Path]:
+        newest = next(filter(self._is_whole, finished(self.folder)), None)
+        if newest is None:
+            return []
+        keep = max(1, self._keep - 1)  # the next save will be one of them
+        return disposable(
+            self.folder, keep, keep_best=self._keep_best, newest=newest, damaged=self._damaged
+        )
+
+    def _is_whole(self, path: Path) -> bool:
+        """Return whether every byte is right; reads those that this process did not write."""
+        if path not in self._known_whole and path not in self._damaged:
+            try:
+                verify(path)
+                self._known_whole.add(path)
+            except CheckpointDamaged:
+                self._damaged.add(path)
+        return path in self._known_whole
+
+    def shortage(self) -> str | None:
+        """Return what a disk that is too small for `save.keep` means, in words; None if it is not.
+
+        While a checkpoint is written, those to keep and the best are there beside it.
+        """
+        size, wanted = self._parts.num_bytes, self._keep + 1 + self._keep_best
+        free = free_disk_bytes(existing(self.folder)) - spare_bytes(self._parts)
+        fit = free // size + len(finished(self.folder))
+        if fit >= wanted:
+            return None
+        said = f"the disk has room for {fit} checkpoint{'s' if fit != 1 else ''} of {gib(size)}"
+        if fit == 1:
+            return f"{said}: after the first one no other can be saved. Give save.dir a larger disk"
+        return (
+            f"{said}, and save.keep {self._keep} wants {wanted} while one is written: the oldest "
+            "will be deleted before a save, not after it"
+        )
+
+    def begin(self, step: int, training: Mapping[str, Any]) -> None:
+        """Save the state after the engine's last step, in the background."""
+        self.wait()
+        snapshot = self._engine.snapshot()
+        self.last_step = step
+        training = {**training, "num_updates": sorted(snapshot.num_updates.items())}
+        began = time.monotonic()
+
+        def work() -> None:
+            path, error, deleted, full = None, None, [], False
+            try:
+                path = save_checkpoint(self.folder, self._parts, snapshot, training)
+                self.saved_step = step
+                self._known_whole.add(path)
+                deleted = self._tidy(path)
+            except DiskFull as failure:
+                error, full = str(failure), path is None
+                if full:
+                    self._free_after_failure()
+            except (DiskError, SnapshotLost, OSError) as failure:
+                error = str(failure).removesuffix(".")  # OSError: someone removed the folder
+            except BaseException as failure:  # a bug of ours: raised where it is noticed
+                self._failure, error = failure, repr(failure)
+            self._end(step, path, error, deleted, full=full, seconds=time.monotonic() - began)
+
+        self._thread = threading.Thread(target=work, name="save")
+        self._thread.start()
+
+    def give_up(self, step: int, error: Exception) -> None:
+        """Note that a save was not even begun."""
+        reason, full = str(error).removesuffix("."), isinstance(error, DiskFull)
+        self._end(step, None, reason, [], full=full, seconds=0.0)
+
+    def _end(
+        self,
+        step: int,
+        path: Path | None,
+        error: str | None,
+        deleted: list[str],
+        *,
+        full: bool,
+        seconds: float,
+    ) -> None:
+        self.was_full = full
+        freed, self._freed = self._freed, []
+        self._results.append(
+            Saved(
+                step=step,
+                path=path,
+                seconds=seconds,
+                error=error,
+                deleted=(*freed, *deleted),
+                full=full,
+            )
+        )
+
+    def _free_after_failure(self) -> None:
+        """Make room for the next try: the disk is fuller than it said."""
+        with suppress(DiskError, OSError):
+            self.free_one()
+
+    def ended(self) -> list[Saved]:
+        """Return the saves that ended since the last call. Raises only what is a bug."""
+        self._raise_failure()
+        results, self._results = self._results, []
+        return results
+
+    def wait(self) -> None:
+        """Wait for the save under way. Raises only what is a bug."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def _tidy(self, newest: Path) -> list[str]:
+        """Delete what is not kept, and what an earlier failure has left; set the links."""
+        clear_unfinished(self.folder)
+        deleted = prune(
+            self.folder,
+            self._keep,
+            keep_best=self._keep_best,
+            newest=newest,
+            damaged=self._damaged,
+        )
+        point(self._run / "last", f"{FOLDER}/{newest.name}")
+        best = best_of(self.folder, self._damaged)
+        if best is not None:
+            point(self._run / "best", f"{FOLDER}/{best.path.name}")
+        return deleted

@@ -1,0 +1,1 @@
+"""Evaluation: losses, answers and texts of a model."""

@@ -1,0 +1,152 @@
+"""Does the model answer as the rows do? Each answer is written greedily and held against its row.
+
+    asked = questions(documents)                      # prompts, with the answers of the rows
+    told = answer_all(engine, asked, end_tokens(tokenizer), tokenizer.decode)
+    told.num_exact, told.num_asked, told.misses
+
+Every stretch of trained tokens is an answer; what stands before it, earlier answers included, is
+its prompt. Prompts of like length are answered together, so that a row waits for few others.
+
+Laws (tests/run/evaluation/test_answers.py)
+    1. An answer is exact if its text is the row's, thoughts apart, and it ends where the row's
+       ends.
+    2. Grouping changes no answer of a model that tells its tokens clearly apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatrain.data.tokens.documents import Documents, num_rows
+from megatrain.engine.engine import Engine
+from megatrain.errors import DataError
+from megatrain.run.evaluation.sampling import continue_texts
+
+GROUP_TOKENS = 8192
+"""Tokens of texts that are written together."""
+END_OF_THOUGHT = "</think>"
+
+Decode = Callable[[list[int]], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A prompt and the answer that a row gives."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Miss:
+    """An answer that is not the row's."""
+
+    prompt: str
+    expected: str
+    written: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What came of all questions."""
+
+    num_asked: int
+    misses: tuple[Miss, ...]
+
+    @property
+    def num_exact(self) -> int:
+        return self.num_asked - len(self.misses)
+
+    @property
+    def exact_share(self) -> float:
+        return self.num_exact / self.num_asked
+
+    def in_words(self, most: int = 3) -> str:
+        """Return the share of exact answers, and the first few misses."""
+        lines = [f"exact answers {self.num_exact:,} of {self.num_asked:,} ({self.exact_share:.1%})"]
+        for miss in self.misses[:most]:
+            lines.append(f"  {miss.prompt!r}: {miss.written!r}, expected {miss.expected!r}")
+        return "\n".join(lines)
+
+
+def questions(documents: Documents, max_rows: int | None = None) -> list[Question]:
+    """Return each answer of the first `max_rows` rows with its prompt. Raises DataError if none."""
+    found: list[Question] = []
+    rows = num_rows(documents)
+    last = rows if max_rows is None else min(max_rows, rows)
+    for number in range(int(documents.row_starts[last])):
+        ids, trained = documents.tokens(number)
+        tokens = [int(token) for token in ids]
+        edges = np.flatnonzero(np.diff(trained, prepend=False, append=False))
+        for begin, end in zip(edges[::2], edges[1::2], strict=True):
+            if begin > 0:
+                question = Question(prompt=tuple(tokens[:begin]), answer=tuple(tokens[begin:end]))
+                found.append(question)
+    if not found:
+        raise DataError(
+            "no row has a prompt with an answer after it: exact answers need rows of chats, or of "
+            "prompts and completions"
+        )
+    return found
+
+
+def answer_all(
+    engine: Engine, asked: Sequence[Question], end_tokens: frozenset[int], decode: Decode
+) -> Told:
+    """Let the model answer, and hold each answer against its row's."""
+    missed: dict[int, Miss] = {}
+    for group in groups(asked, GROUP_TOKENS):
+        prompts = [asked[number].prompt for number in group]
+        most = max(len(asked[number].answer) for number in group)
+        for number, made in zip(
+            group, continue_texts(engine, prompts, most, end_tokens), strict=True
+        ):
+            miss = judge(asked[number], made, end_tokens, decode)
+            if miss is not None:
+                missed[number] = miss
+    misses = tuple(missed[number] for number in sorted(missed))
+    return Told(num_asked=len(asked), misses=misses)
+
+
+def judge(
+    question: Question, made: Sequence[int], end_tokens: frozenset[int], decode: Decode
+) -> Miss | None:
+    """Return None if `made` is exact. An answer without an end is judged by its own length.
+
+    What the model thinks before it answers is not judged.
+    """
+    expected = _until_end(question.answer, end_tokens)
+    ends = expected[-1] in end_tokens
+    written = _until_end(made if ends else made[: len(expected)], end_tokens)
+    texts = _without_thought(decode(expected)), _without_thought(decode(written))
+    if written == expected or (texts[0] == texts[1] and (written[-1] in end_tokens) == ends):
+        return None
+    return Miss(prompt=decode(list(question.prompt)), expected=texts[0], written=texts[1])
+
+
+def groups(asked: Sequence[Question], most_tokens: int) -> Iterator[list[int]]:
+    """Yield the questions' numbers, those of like length together, the longest first."""
+    lengths = [len(question.prompt) + len(question.answer) for question in asked]
+    group: list[int] = []
+    for number in sorted(range(len(asked)), key=lambda number: (-lengths[number], number)):
+        if group and (len(group) + 1) * lengths[group[0]] > most_tokens:
+            yield group
+            group = []
+        group.append(number)
+    if group:
+        yield group
+
+
+def _without_thought(text: str) -> str:
+    return text.rpartition(END_OF_THOUGHT)[2].strip()
+
+
+def _until_end(tokens: Sequence[int], end_tokens: frozenset[int]) -> list[int]:
+    """Return the tokens up to the first that ends a text, and that one."""
+    for place, token in enumerate(tokens):
+        if token in end_tokens:
+            return list(tokens[: place + 1])
+    return list(tokens)

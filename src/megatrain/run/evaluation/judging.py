@@ -1,0 +1,98 @@
+"""What a model is evaluated on: a file whose rows are read as the model's run has read its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatrain.config import Config, load_config
+from megatrain.config.data_settings import Source
+from megatrain.data.chat.choice import NONE, choose_template
+from megatrain.data.steps.isolation import ISOLATES
+from megatrain.data.tokens.documents import Documents
+from megatrain.data.tokens.limits import bad_rows, dropped_rows
+from megatrain.data.tokens.prepared import Prepared
+from megatrain.disk.hf.folder import read_config_bytes
+from megatrain.models.config_json import parse_config
+from megatrain.run.opening.model_limits import num_positions
+from megatrain.run.run_model import RunModel
+
+EVAL_TOKENS = 8192
+NO_LIMIT = 131072
+"""For models whose config has no number of positions."""
+_ROWS_OF_A_RUN = {
+    "max_length", "overlong", "train_on", "packing", "template_kwargs", "chat_template",
+}  # fmt: skip
+
+
+def judging_config(
+    model: RunModel, source: Source, max_rows: int | None, max_length: int | None
+) -> Config:
+    """Return what to evaluate with.
+
+    Rows may be as long as `max_length`, or as in the run, or else as the model has positions.
+    """
+    parsed = parse_config(read_config_bytes(model.folder))
+    rows: dict[str, object] = {
+        "train": [source],
+        "eval": [source],
+        "packing": parsed.model_type in ISOLATES,
+        "max_length": num_positions(parsed) or NO_LIMIT,
+        "max_bad": 1.0,  # what is left out is counted and printed
+        "max_dropped": 1.0,
+    }
+    value: dict[str, object] = {"model": str(model.folder), "eval": {"max_rows": max_rows}}
+    train: dict[str, object] = {}
+    if (run := _config_of_run(model)) is not None:
+        rows |= run.data.model_dump(include=_ROWS_OF_A_RUN)
+        rows["chat_template"] = _template_of(run)
+        value["memory"] = run.memory
+        train["router_aux_loss"] = run.train.router_aux_loss
+    if max_length is not None:
+        rows["max_length"] = max_length
+    train["batch_tokens"] = rows["max_length"]
+    return Config.model_validate(value | {"data": rows, "train": train})
+
+
+def prompts_as_trained(model: RunModel, tokenizer: Any) -> Mapping[str, Any]:
+    """Let `tokenizer` write prompts as the model's run has read its rows.
+
+    Return the arguments that its chat template was given there.
+    """
+    run = _config_of_run(model)
+    if run is None:
+        return {}
+    choose_template(tokenizer, _template_of(run))
+    return run.data.template_kwargs
+
+
+def _config_of_run(model: RunModel) -> Config | None:
+    if model.run is None or not (model.run / "config.yaml").exists():
+        return None
+    return load_config(model.run / "config.yaml")
+
+
+def _template_of(run: Config) -> str | None:
+    """Return `none` if the run had no template; its own is in the tokenizer that it wrote."""
+    return NONE if run.data.chat_template == NONE else None
+
+
+def for_lengths(config: Config, rows: Documents) -> Config:
+    """Return the config with steps as long as the rows need, not as they might be."""
+    longest = int(rows.lengths.max())
+    data = config.data.model_copy(update={"max_length": longest})
+    train = config.train.model_copy(update={"batch_tokens": max(EVAL_TOKENS, longest)})
+    return config.model_copy(update={"data": data, "train": train})
+
+
+def left_out(rows: Documents, max_length: int) -> list[str]:
+    """Return how many rows are not evaluated on, and why; nothing if all are."""
+    assert isinstance(rows, Prepared)
+    card, said = rows.card, []
+    for what, skipped in (("dropped", dropped_rows(card)), ("bad", bad_rows(card))):
+        if skipped.total:
+            limit = f" (--max-length is {max_length:,})" if what == "dropped" else ""
+            said.append(f"{skipped.total:,} of {card['rows']:,} rows {what}{limit}:\n{skipped}")
+    if card["truncated"]:
+        said.append(f"{card['truncated']:,} of {card['rows']:,} rows cut to {max_length:,} tokens")
+    return said

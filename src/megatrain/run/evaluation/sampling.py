@@ -1,0 +1,167 @@
+"""Text from a model at home: streamed forward, one token at a time for all prompts at once.
+
+For each token all weights cross the link to the device once, whatever the number of prompts, so
+many prompts go together: those of equal length as rows of one micro-batch, others in micro-batches
+of their own, without padding. The first pass reads the prompts and keeps their keys and values;
+each further pass reads one token. Models that keep more than keys and values read the whole text
+each time (models/key_values.py), and so do texts whose keys and values would not fit beside what
+training has planned for. To serve a model, export it.
+
+Laws (tests/run/evaluation/test_sampling.py)
+    1. Greedy text is what transformers' `generate` gives greedily.
+    2. A row that has ended stays as it is; all stop when all have ended.
+    3. What a prompt gets does not depend on the prompts beside it, drawn text apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain.engine.batch import MicroBatch
+from megatrain.engine.engine import Engine
+from megatrain.errors import ConfigError
+from megatrain.models.key_values import new_cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawing:
+    """How a token is chosen among the likely ones."""
+
+    temperature: float = 0.0
+    """0 takes the likeliest token."""
+    top_p: float = 1.0
+    """Only the likeliest tokens that together have this share are drawn from."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ConfigError(f"temperature is {self.temperature:g}; give 0 or more.")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top-p is {self.top_p:g}; give a share above 0, up to 1.")
+        if self.top_p < 1 and self.temperature == 0:
+            raise ConfigError(
+                "top-p has no effect at temperature 0, which takes the likeliest token. Give a "
+                "temperature too, like 1."
+            )
+
+
+GREEDY = Drawing()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Group:
+    """Prompts of one length, which advance together."""
+
+    numbers: list[int]
+    """Which prompts they are."""
+    texts: list[list[int]]
+    cache: Any = None
+    num_read: int = 0
+    """Tokens of each text that the cache holds."""
+    ended: set[int] = field(default_factory=set)
+
+    @property
+    def is_over(self) -> bool:
+        return len(self.ended) == len(self.numbers)
+
+    def batch(self) -> MicroBatch:
+        ids = torch.tensor([text[self.num_read :] for text in self.texts])
+        return MicroBatch(input_ids=ids, labels=ids)
+
+
+def continue_texts(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    end_tokens: frozenset[int],
+    drawing: Drawing = GREEDY,
+) -> list[list[int]]:
+    """Return the new tokens of each prompt, the end token included."""
+    new: list[list[int]] = [[] for _ in prompts]
+    generator = torch.Generator().manual_seed(drawing.seed)
+    for numbers in _rounds(engine, [len(prompt) + max_new_tokens for prompt in prompts]):
+        groups = _groups(engine, numbers, prompts, max_new_tokens)
+        for _ in range(max_new_tokens):
+            groups = [group for group in groups if not group.is_over]
+            if not groups:
+                break
+            _advance(engine, groups, new, end_tokens, drawing, generator)
+    return new
+
+
+def _advance(
+    engine: Engine,
+    groups: list[_Group],
+    new: list[list[int]],
+    end_tokens: frozenset[int],
+    drawing: Drawing,
+    generator: torch.Generator,
+) -> None:
+    """Add one token to each text that has not ended."""
+    caches = [group.cache for group in groups]
+    found = engine.predict([group.batch() for group in groups], caches)
+    rows = [
+        (number, row, group, place)
+        for group, logits in zip(groups, found, strict=True)
+        for place, (number, row) in enumerate(zip(group.numbers, logits, strict=True))
+    ]
+    for number, row, group, place in sorted(rows, key=lambda item: item[0]):
+        if place in group.ended:
+            group.texts[place].append(group.texts[place][-1])  # its row is still computed
+            continue
+        token = _choose(row, drawing, generator)
+        group.texts[place].append(token)
+        new[number].append(token)
+        if token in end_tokens:
+            group.ended.add(place)
+    for group in groups:
+        if group.cache is not None:
+            group.num_read = len(group.texts[0]) - 1
+
+
+def _rounds(engine: Engine, lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Yield prompts that are continued together: as many as can keep their keys and values."""
+    together: list[int] = []
+    total = 0
+    for number, length in enumerate(lengths):
+        if together and total + length > engine.cached_tokens:
+            yield together
+            together, total = [], 0
+        together.append(number)
+        total += length
+    if together:
+        yield together
+
+
+def _groups(
+    engine: Engine, numbers: Sequence[int], prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> list[_Group]:
+    by_length: dict[int, list[int]] = {}
+    for number in numbers:
+        by_length.setdefault(len(prompts[number]), []).append(number)
+    total = sum((length + max_new_tokens) * len(same) for length, same in by_length.items())
+    caches = total <= engine.cached_tokens
+    return [
+        _Group(
+            numbers=same,
+            texts=[list(prompts[number]) for number in same],
+            cache=new_cache(engine.model_config) if caches else None,
+        )
+        for same in by_length.values()
+    ]
+
+
+def _choose(logits: Tensor, drawing: Drawing, generator: torch.Generator) -> int:
+    if drawing.temperature == 0:
+        return int(logits.argmax())
+    shares = torch.softmax(logits.double() / drawing.temperature, dim=0)
+    if drawing.top_p < 1:
+        likeliest, tokens = shares.sort(descending=True, stable=True)
+        before = likeliest.cumsum(0) - likeliest
+        shares = shares.index_fill(0, tokens[before >= drawing.top_p], 0.0)
+    return int(torch.multinomial(shares, 1, generator=generator))

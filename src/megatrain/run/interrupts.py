@@ -1,0 +1,103 @@
+"""Reasons to stop a run early: signals, and memory that runs out.
+
+The first signal asks: the step is finished, the state saved, and the process ends with 130. The
+second one is obeyed at once; what was saved before stays whole. While no step is under way (data
+and model are being read, or the model is exported) the first one is obeyed at once too. A signal
+that the caller lets us ignore, as nohup does, stays ignored.
+
+Laws (tests/run/test_interrupts.py)
+    1. One signal ends a run with a checkpoint of a whole step, two end it at once.
+    2. Outside of the `with` block signals do what they did before.
+    3. Nothing but the reason changes inside of a step, even if the terminal is gone.
+    4. No library turns a signal into an error of its own: the run ends as Interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from megatrain.errors import Interrupted
+from megatrain.memory.host import free_bytes, resident_bytes
+from megatrain.memory.ledger import gib
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LEAST_FREE_BYTES, LEAST_FREE_SHARE = 384 << 20, 0.015
+"""Below both, the second of all we may use, the kernel may soon kill. A run is planned with a share
+of 0.04 free."""
+_WATCH_S = 1.0
+
+
+class _Stop(KeyboardInterrupt):
+    """A signal to be obeyed at once. Code that catches every Exception lets it pass."""
+
+
+class Interrupts:
+    """Listens to signals and watches free memory inside a `with` block of the main thread."""
+
+    def __init__(
+        self, free: Callable[[], int] = free_bytes, least_free_bytes: int | None = None
+    ) -> None:
+        self.reason: str | None = None
+        """Why the run should end after this step; None while it should not."""
+        self.patient = False
+        """Whether there is a step to finish; else a signal ends the `with` block at once."""
+        self._stopped: str | None = None
+        self._signalled = False
+        self._free = free
+        share = int(LEAST_FREE_SHARE * (free() + resident_bytes()))
+        self._least = min(LEAST_FREE_BYTES, share) if least_free_bytes is None else least_free_bytes
+        self._before: dict[int, Any] = {}
+        self._ended = threading.Event()
+        self._watcher: threading.Thread | None = None
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if self._signalled:
+            os._exit(Interrupted.exit_code)
+        self._signalled, self.reason = True, self.reason or name
+        if not self.patient:
+            self._stopped = f"{name}: stopped while no step was under way; none was lost"
+            raise _Stop(self._stopped)
+        # Not print: the signal may have come inside of one.
+        text = f"\n{name}: the step is being finished and saved; once more stops at once\n"
+        with suppress(OSError, ValueError):  # the terminal has hung up, or there is none
+            os.write(sys.stderr.fileno(), text.encode())
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_WATCH_S):
+            free = self._free()
+            if free < self._least and self.reason is None and self.patient:
+                self.reason = (
+                    f"only {gib(free)} of host memory are free, and the kernel would soon kill"
+                )
+                return
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                    self._before[number] = signal.signal(number, self._receive)
+        self._watcher = threading.Thread(target=self._watch, name="memory watch", daemon=True)
+        self._watcher.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self._ended.set()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        assert self._watcher is not None
+        self._watcher.join()
+        if error is not None and self._stopped is not None:
+            raise Interrupted(self._stopped) from error

@@ -1,0 +1,1 @@
+"""Opening a run: from a config to an engine with data."""

@@ -1,0 +1,62 @@
+"""The engine of a run, put together from its settings."""
+
+from __future__ import annotations
+
+import os
+
+from megatrain.config import Config
+from megatrain.devices.device import Device
+from megatrain.disk.hf.model import HostModel
+from megatrain.engine.engine import Engine
+from megatrain.optim.adamw import AdamW
+from megatrain.optim.learning_rate import LearningRate
+from megatrain.run.opening.balancing import router_aux_loss
+from megatrain.run.opening.resolve import Resolved
+
+OPTIMIZERS = {"adamw": AdamW}
+
+
+def make_engine(
+    config: Config, resolved: Resolved, home: HostModel, device: Device, rate: LearningRate
+) -> Engine:
+    """Return the engine that trains `home` as the config says."""
+    optim, train = config.optim, config.train
+    optimizer = OPTIMIZERS[optim.name](
+        home.store,
+        learning_rate=rate.rate,
+        betas=optim.betas,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        no_decay=optim.no_decay,
+        max_grad_norm=train.max_grad_norm,
+        num_threads=max(1, len(os.sched_getaffinity(0)) // 2),
+    )
+    return Engine(
+        home.decoder,
+        home.store,
+        optimizer=optimizer,
+        update=resolved.update,
+        device=device,
+        num_slots=resolved.slots,
+        tape=resolved.tape,
+        chunk_tokens=resolved.chunk_tokens,
+        seed=train.seed,
+        trace=True,
+        on_nonfinite="skip" if train.on_nonfinite == "skip" else "stop",
+        compile=train.compile,
+        gather_embedding=resolved.gather_embedding,
+        router_aux_loss=router_aux_loss(config, home.decoder),
+    )
+
+
+def learning_rate(config: Config, num_steps: int) -> LearningRate:
+    """Return the learning rate of a run of `num_steps`."""
+    optim = config.optim
+    return LearningRate(
+        peak=optim.learning_rate,
+        shape=optim.schedule,
+        num_steps=num_steps,
+        warmup=optim.warmup,
+        decay=optim.decay,
+        final_fraction=optim.final_fraction,
+    )

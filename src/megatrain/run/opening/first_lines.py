@@ -1,0 +1,43 @@
+"""What a run prints before its first step."""
+
+from __future__ import annotations
+
+from megatrain.config import Config
+from megatrain.data.preview import card_lines
+from megatrain.disk.hf.model import HostModel
+from megatrain.run.opening.resolve import Resolved
+from megatrain.run.opening.training_data import TrainingData
+
+MOST_REASONS = 3
+COUNTED_ROWS = 1_000_000
+"""Steps by tokens of so many rows are counted in some 3 s."""
+
+
+def opening_line(config: Config, resolved: Resolved, home: HostModel, num_steps: int) -> str:
+    """Return what is trained, where, and for how long."""
+    num_params = sum(param.num_elements for param in home.decoder.params)
+    tokens, rows = config.train.batch_tokens, config.train.batch_rows
+    size = f"{rows:,} rows" if tokens is None else f"{tokens:,} tokens"
+    return (
+        f"{num_params:,} params of {config.model.name_or_path} on {resolved.device}, "
+        f"{num_steps} steps of {size}; run folder {config.run_dir}"
+    )
+
+
+def data_lines(data: TrainingData, *, needs_count: bool) -> list[str]:
+    """Return what the sources hold, how they are mixed, and how long an epoch is.
+
+    `needs_count`: the run counts the steps of an epoch anyway, which takes minutes for a billion.
+    """
+    rows = data.rows
+    lines = [line for source in rows.prepared for line in card_lines(source.card, MOST_REASONS)]
+    if len(rows.shares) > 1 or rows.shares[0].weight != 1:
+        mixed = ", ".join(
+            f"{share.name} {share.num_rows:,} rows x {share.weight:g}" for share in rows.shares
+        )
+        lines.append(f"{mixed}: {rows.order.size:,} rows an epoch")
+    length = f"{rows.order.size:,} rows"
+    if needs_count or rows.order.size <= COUNTED_ROWS:
+        length += f" in {data.steps_in_epoch:,} steps"
+    held = f"; {data.num_judged:,} rows to evaluate on" if rows.held else ""
+    return [*lines, f"an epoch: {length}{held}"]

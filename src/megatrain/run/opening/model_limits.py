@@ -1,0 +1,92 @@
+"""Rows held against what the model can take: its vocabulary and its positions.
+
+Both are known before the weights are read. A token id beyond the embedding and a position beyond a
+table of positions would end a run at the first batch that has one, maybe hours in; on a GPU with an
+assertion of the device. Rotary positions have no such end: the model only was never trained there.
+
+Laws (tests/run/opening/test_model_limits.py)
+    1. What is accepted can be trained; what would fail in the model is refused with its place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from megatrain.data.tokens.prepared import Prepared
+from megatrain.errors import DataError
+from megatrain.models.decoder import Decoder
+
+_TABLE = re.compile(r"(wpe|pos\w*)$", re.IGNORECASE)
+
+
+def check_rows(sources: Iterable[Prepared], decoder: Decoder) -> list[str]:
+    """Return what should be said of the rows and the model.
+
+    Raises DataError if the model has no embedding for a token, or no place for a position.
+    """
+    notes = []
+    for source in sources:
+        check_vocabulary(source, decoder.config.vocab_size)
+        notes += check_positions(source, decoder)
+    return notes
+
+
+def check_vocabulary(source: Prepared, vocab_size: int) -> None:
+    """Raise DataError if a token id is beyond the model's embedding."""
+    card = source.card
+    if card["largest_id"] >= vocab_size:
+        raise DataError(
+            f"{card['source']}: {card['largest_id_place']} has token id {card['largest_id']:,}, "
+            f"but the model's embedding has {vocab_size:,} rows (vocab_size of config.json). The "
+            "tokenizer has tokens that the model does not know: use the tokenizer of this model."
+        )
+
+
+def check_positions(source: Prepared, decoder: Decoder) -> list[str]:
+    """Return a warning if rows are longer than what the model was made for.
+
+    Raises DataError if the model has a table of positions, which they exceed.
+    """
+    most, card = num_positions(decoder.config), source.card
+    if most is None or card["longest"] <= most:
+        return []
+    count = int((source.lengths > most).sum())
+    text = (
+        f"{card['source']}: {count:,} of {len(source.lengths):,} documents are longer than the "
+        f"{most:,} positions of the model (max_position_embeddings); the longest has "
+        f"{card['longest']:,} tokens ({card['longest_place']})"
+    )
+    if has_position_table(decoder.model):
+        raise DataError(f"{text}. It has no embedding beyond them: set data.max_length to {most}.")
+    return [f"{text}. It was not trained there; data.max_length: {most} leaves them out"]
+
+
+def num_positions(config: Any) -> int | None:
+    """Return how many positions a model is made for, stretched ones included; None: no limit."""
+    most = getattr(config, "max_position_embeddings", None)
+    if not isinstance(most, int) or most < 1:
+        return None
+    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    scalings = [scaling, *scaling.values()] if isinstance(scaling, dict) else []
+    return max([most, *(_stretched(one, most) for one in scalings if isinstance(one, dict))])
+
+
+def _stretched(scaling: dict[str, Any], most: int) -> int:
+    """Return the reach of rotary positions that are scaled, from that of the original model."""
+    factor = scaling.get("factor")
+    original = scaling.get("original_max_position_embeddings") or most
+    if not isinstance(factor, int | float) or not isinstance(original, int | float):
+        return 0
+    return int(original * factor)
+
+
+def has_position_table(model: nn.Module) -> bool:
+    """Return whether positions are looked up in a table, which has an end."""
+    tables = (name for name, part in model.named_modules() if isinstance(part, nn.Embedding))
+    # Sines that GPT-J and its kin compute once and then look up.
+    sines = (name for name, _ in model.named_buffers() if name.endswith("embed_positions"))
+    return any(_TABLE.search(name) for name in (*tables, *sines))

@@ -1,0 +1,141 @@
+"""What a run knows besides tensors: small, exact, and in every checkpoint.
+
+A spike is a loss or norm far above what the last steps lead to expect: in logarithms, because noise
+is in proportion; beyond a falling trend, because early losses fall fast; measured by medians,
+because the last steps hold spikes themselves.
+
+Laws (tests/run/test_state.py)
+    1. A state comes back from JSON in every bit, and judges as it would have.
+    2. Of spikes that stand out of the noise 99 % are found; of usual values less than 1 % are said
+       to be spikes, also where the noise has heavy tails.
+    3. A level that stays is no spike for long.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from megatrain.run.patience import Patience
+
+WINDOW = 64
+_LEAST = 16
+"""So many values are seen before one is judged; the last ones give level and trend."""
+_SPREADS = 4.5
+_LEAST_RISE = math.log(1.3)
+"""What is nearly constant has no spread to measure by."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RunState:
+    """Counts and judgements after a step."""
+
+    step: int = 0
+    total_tokens: int = 0
+    first_loss: float | None = None
+    last_loss: float | None = None
+    eval_loss: float | None = None
+    """Of an evaluation at this very step."""
+    evaluations: Patience = field(default_factory=Patience)
+    left_out: dict[int, str] = field(default_factory=dict)
+    """Steps that are not trained on, with the reason: a rollback found them."""
+    recent: dict[str, deque[float]] = field(default_factory=dict)
+
+    def judge(self, name: str, value: float) -> str | None:
+        """Return what is unusual about a loss or norm, compared with the last ones; count it."""
+        seen = self.recent.setdefault(name, deque(maxlen=WINDOW))
+        spike = None
+        if len(seen) >= _LEAST:
+            level, spread = _expected([_log(x) for x in seen])
+            if _log(value) > level + max(_SPREADS * spread, _LEAST_RISE):
+                spike = f"{name} {value:.4g}, expected {math.exp(level):.4g}"
+        seen.append(value)
+        return spike
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "total_tokens": self.total_tokens,
+            "first_loss": self.first_loss,
+            "last_loss": self.last_loss,
+            "eval_loss": self.eval_loss,
+            "evaluations": asdict(self.evaluations),
+            "left_out": {str(step): reason for step, reason in self.left_out.items()},
+            "recent": {name: list(values) for name, values in self.recent.items()},
+        }
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> RunState:
+        """Raises one of Python's own errors for what no run has said."""
+        judged = fields["evaluations"]
+        return cls(
+            step=as_count(fields["step"]),
+            total_tokens=as_count(fields["total_tokens"]),
+            first_loss=as_loss(fields["first_loss"]),
+            last_loss=as_loss(fields["last_loss"]),
+            eval_loss=as_loss(fields["eval_loss"]),
+            evaluations=Patience(
+                best_loss=as_loss(judged["best_loss"]),
+                best_step=as_count(judged["best_step"]),
+                num_worse=as_count(judged["num_worse"]),
+                num_evaluations=as_count(judged["num_evaluations"]),
+                untrained_loss=as_loss(judged["untrained_loss"]),
+            ),
+            left_out={int(step): str(reason) for step, reason in fields["left_out"].items()},
+            recent={
+                str(name): deque(map(float, values), maxlen=WINDOW)
+                for name, values in fields["recent"].items()
+            },
+        )
+
+
+def _expected(logs: list[float]) -> tuple[float, float]:
+    """Return the level that the next value should have, and the spread of the noise around it."""
+    half = _LEAST // 2
+    before, now = median(logs[-_LEAST:-half]), median(logs[-half:])
+    # From the middle of the last half to the next value: its slope, if it falls.
+    level = now + min(0.0, now - before) * (half + 1) / 2 / half
+    # Of neighbours, which a trend hardly parts: their difference has the noise twice.
+    steps = [abs(b - a) for a, b in pairwise(logs)]
+    return level, 1.4826 * median(steps) / math.sqrt(2)
+
+
+def _log(value: float) -> float:
+    return math.log(max(value, 1e-30))
+
+
+def as_count(value: Any) -> int:
+    """Return a count as it is; raises TypeError for anything else."""
+    if type(value) is not int or value < 0:
+        raise TypeError(f"{str(value)[:40]!r} is no count")
+    return value
+
+
+def as_loss(value: Any) -> float | None:
+    """Return a float, or None, as it is; raises TypeError for anything else."""
+    if value is not None and type(value) is not float:
+        raise TypeError(f"{str(value)[:40]!r} is no loss")
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a run came to."""
+
+    num_steps: int
+    first_loss: float
+    last_loss: float
+    eval_loss: float | None
+    seconds: float
+    """Of this process; a run that was resumed took longer."""
+    total_tokens: int
+
+
+def perplexity(loss: float) -> float:
+    """Return what a mean loss is as a perplexity; finite, however large the loss."""
+    return math.exp(min(loss, 700.0))

@@ -1,0 +1,123 @@
+"""A step as a list of ops: a pure function of its shape.
+
+    forward    FETCH(b)   FORWARD(b,m) for each m, each with STASH(b,m) if the tape is on the host
+    head                  HEAD(m) for each m: loss, its gradient, the head's own gradient
+    backward   FETCH(b)   RESTORE(b,m)   BACKWARD(b,m) for each m, then DRAIN(b) and NORM(b)
+    update     UPDATE(b)  behind NORM(b), or after CLIP, on top of the next step's list in the
+                          order in which its forward needs the blocks
+
+A list has two readings. From top to bottom it is a serial program: the reference plays just that,
+and "the last writer" of anything means the last one above. Per lane it is that lane's queue.
+
+Laws (tests/step/test_schedule.py)
+    1. Waits point upwards, so the first unfinished op of a list, and of lists one after another,
+       waits for nothing that is unfinished: no shape can deadlock.
+    2. Ops of lane `in` stand in the order in which compute frees their places: a FETCH below the
+       last use of its slot, a RESTORE below the last use of its ring slot. So none is stuck behind
+       one whose place is freed later. Freed by the same op, the RESTORE goes first: it is short,
+       and needed first. (Those whose places were freed before stand on top of the list, and the
+       first restores at the turn, where the first inputs to restore have just been stashed.)
+       The exception is the head, fetched behind the last layer although its slot is free all the
+       time: what is needed last must not hold up the layers.
+    3. At the turn the last num_slots layers are still in their slots and are not fetched again.
+    4. Per step each other layer is fetched twice and each gradient drained once, whatever the
+       number of micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+from megatrain.errors import ScheduleError
+from megatrain.step.ops import Op
+from megatrain.step.resources import OpTable
+from megatrain.step.shape import StepShape
+
+
+def build_step(shape: StepShape, *, pending: bool = False) -> list[Op]:
+    """Return one training step; `pending`: with the updates that the last step left to this one."""
+    table = OpTable(shape)
+    updates = _pending_updates(table) if pending else ()
+    return [*updates, *_forward(table, trains=True), *_backward(table)]
+
+
+def build_flush(shape: StepShape) -> list[Op]:
+    """Return the pending updates alone: what must be done before others read the weights."""
+    return list(_pending_updates(OpTable(shape)))
+
+
+def build_forward(shape: StepShape) -> list[Op]:
+    """Return an evaluation: forward and the loss of each micro-batch, no tape, no gradients."""
+    table = OpTable(shape)
+    losses = [table.head(micro, trains=False) for micro in range(shape.num_micro)]
+    return [*_forward(table, trains=False), *losses]
+
+
+def _pending_updates(table: OpTable) -> Iterator[Op]:
+    if table.shape.update != "late":
+        raise ScheduleError(f'no update is ever pending with update="{table.shape.update}"')
+    return map(table.update, table.shape.trained_blocks)
+
+
+def _forward(table: OpTable, *, trains: bool) -> Iterator[Op]:
+    shape = table.shape
+    fetches = _fetches_of_forward(table)
+    for fetched in islice(fetches, 1 + shape.num_slots):
+        yield from fetched
+    for block in range(shape.head):
+        for micro in range(shape.num_micro):
+            yield table.forward(block, micro, trains=trains)
+            if trains and block >= shape.bottom_layer and shape.tape == "host":
+                yield table.stash(block, micro)
+        if block > 0:
+            yield from next(fetches, ())
+
+
+def _fetches_of_forward(table: OpTable) -> Iterator[list[Op]]:
+    """Yield what to fetch at once, each time a slot is free: the head comes with the last layer."""
+    for block in range(table.shape.last_layer):
+        yield _fetch(table, block)
+    yield _fetch(table, table.shape.last_layer) + _fetch(table, table.shape.head)
+
+
+def _fetch(table: OpTable, block: int) -> list[Op]:
+    return [] if table.places[block].slot is None else [table.fetch(block)]
+
+
+def _backward(table: OpTable) -> Iterator[Op]:
+    shape = table.shape
+    restores = _restores(table)
+    yield from islice(restores, shape.num_tape_slots)
+    for micro in range(shape.num_micro):
+        yield table.head(micro, trains=True)
+    yield from _hand_over(table, shape.head)
+    for layer in range(shape.last_layer, shape.bottom_layer - 1, -1):
+        for micro in range(shape.num_micro):
+            yield table.backward(layer, micro)
+            yield from islice(restores, 1)
+        yield from _hand_over(table, layer)
+        if layer - shape.num_slots >= shape.bottom_layer:
+            yield from _fetch(table, layer - shape.num_slots)
+    if shape.trained[0]:
+        for micro in range(shape.num_micro):
+            yield table.backward(0, micro)
+        yield from _hand_over(table, 0)
+    if shape.update == "late":
+        yield table.clip()
+
+
+def _restores(table: OpTable) -> Iterator[Op]:
+    if table.shape.tape == "host":
+        for layer in range(table.shape.last_layer, table.shape.bottom_layer - 1, -1):
+            for micro in range(table.shape.num_micro):
+                yield table.restore(layer, micro)
+
+
+def _hand_over(table: OpTable, block: int) -> Iterator[Op]:
+    """Yield what follows the last part of a block's gradient."""
+    if table.shape.trained[block]:
+        yield table.drain(block)
+        yield table.norm(block)
+        if table.shape.update == "in_backward":
+            yield table.update(block)

@@ -1,0 +1,292 @@
+"""What ops do, played on a memory that holds facts in place of tensors.
+
+Written from what the actions must do, and on purpose without a look at what ops *declare*: it
+takes from an op only its kind, block, micro-batch and places. So it is a second opinion twice
+over. The facts show whether a schedule computes the right thing; the accesses are the truth
+against which declarations are held (checks.py).
+
+`step` counts training steps, `version` the updates a block has seen. Inputs on the tape and
+gradients are *used up*: whoever takes one leaves the place empty, and only an empty place may be
+filled. That one rule says "drained once", "nothing clobbered" and "tape empty at the end".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from megatrain.errors import ScheduleError
+from megatrain.step.ops import Op, OpKind, Resource, SlotId, resource_text
+from megatrain.step.shape import StepShape
+
+Fact = tuple[str | int, ...]
+"""Its sort, then the numbers that `FACT_TEXT` puts into words."""
+
+FACT_TEXT = {
+    "weights": "the weights of block {} at version {}",
+    "master": "the master of block {} at version {}",
+    "output": "the output of block {1} for micro-batch {2} in list {0}",
+    "input": "the input of block {1} for micro-batch {2} in step {0}",
+    "dinput": "the input gradient of block {1} for micro-batch {2} in step {0}",
+    "loss": "the loss of micro-batch {1} in list {0}",
+    "routing": "the routing of list {0} up to block {1} and micro-batch {2}",
+    "gradient": "the gradient of block {1} in step {0} with {2} of its parts",
+    "norm": "the norm of block {1} in step {0}",
+    "clip": "the clip factor of step {0}",
+}
+USED_UP = frozenset({"tape", "tape_slot", "grad_slot", "grad", "host_grad"})
+
+
+def fact_text(fact: Fact | None) -> str:
+    return "nothing" if fact is None else FACT_TEXT[str(fact[0])].format(*fact[1:])
+
+
+class FactMemory:
+    """Places and the facts in them. Notes which places have been read and written."""
+
+    def __init__(self) -> None:
+        self.facts: dict[Resource, Fact] = {}
+        self.reads: list[Resource] = []
+        self.writes: list[Resource] = []
+
+    def require(self, place: Resource, wanted: Fact) -> None:
+        if (found := self.facts.get(place)) != wanted:
+            raise ScheduleError(
+                f"{resource_text(place)} holds {fact_text(found)}, needed is {fact_text(wanted)}"
+            )
+
+    def use(self, place: Resource, wanted: Fact) -> None:
+        self.reads.append(place)
+        self.require(place, wanted)
+
+    def take(self, place: Resource, wanted: Fact) -> None:
+        self.use(place, wanted)
+        del self.facts[place]
+
+    def put(self, place: Resource, fact: Fact) -> None:
+        self.writes.append(place)
+        if place[0] in USED_UP and place in self.facts:
+            raise ScheduleError(
+                f"{resource_text(place)} still holds {fact_text(self.facts[place])}, "
+                f"there is no room for {fact_text(fact)}"
+            )
+        self.facts[place] = fact
+
+
+class Meaning:
+    """A machine of one shape that plays lists of ops: training steps, flushes, evaluations."""
+
+    def __init__(self, shape: StepShape) -> None:
+        self.shape = shape
+        self.memory = FactMemory()
+        for block in range(shape.num_blocks):
+            self.memory.facts["weights", block] = ("weights", block, 0)
+            self.memory.facts["master", block] = ("master", block, 0)
+        self._step = 0
+        self._list = 0
+        self._training = False
+        self._actions: Mapping[OpKind, Callable[[Op, int, int], None]] = {
+            OpKind.FETCH: self._fetch,
+            OpKind.RESTORE: self._restore,
+            OpKind.FORWARD: self._forward,
+            OpKind.HEAD: self._head,
+            OpKind.BACKWARD: self._backward,
+            OpKind.STASH: self._stash,
+            OpKind.DRAIN: self._drain,
+            OpKind.NORM: self._norm,
+            OpKind.CLIP: self._clip,
+            OpKind.UPDATE: self._update,
+        }
+        self._num_places: Mapping[str | int, int] = {
+            "slot": shape.num_slots,
+            "grad_slot": shape.num_grad_slots,
+            "tape_slot": shape.num_tape_slots,
+            "host_grad": shape.num_host_grads,
+        }
+
+    def begin(self, ops: Sequence[Op]) -> None:
+        """Open a list. It is a training step if it has gradients."""
+        self._training = any(op.kind is OpKind.DRAIN for op in ops)
+
+    def play(self, op: Op) -> tuple[list[Resource], list[Resource]]:
+        """Return what the op really reads and really writes.
+
+        Raises ScheduleError if it finds the wrong thing anywhere, or would destroy a right one.
+        """
+        memory = self.memory
+        memory.reads, memory.writes = [], []
+        no_number = -1  # the action of a kind without block or micro-batch does not look at it
+        block = no_number if op.block is None else op.block
+        self._actions[op.kind](op, block, no_number if op.micro is None else op.micro)
+        for place in memory.writes:
+            self._require_planned(place)
+        return memory.reads, memory.writes
+
+    def end(self, ops: Sequence[Op]) -> None:
+        """Close the list: its outcome must be there, and nothing else be left to use up."""
+        outcome = self._outcome(has_loss=any(op.kind is OpKind.HEAD for op in ops))
+        for place, fact in outcome.items():
+            self.memory.require(place, fact)
+        for place, fact in self.memory.facts.items():
+            if place[0] in USED_UP and place not in outcome:
+                raise ScheduleError(f"{resource_text(place)} still holds {fact_text(fact)}")
+        if self.shape.update == "none":
+            for block in self.shape.trained_blocks:
+                self.memory.facts.pop(("grad", block), None)
+        self._step += self._training
+        self._list += 1
+
+    def _outcome(self, *, has_loss: bool) -> dict[Resource, Fact]:
+        outcome: dict[Resource, Fact] = {}
+        if has_loss:
+            for micro in range(self.shape.num_micro):
+                outcome["loss", micro] = ("loss", self._list, micro)
+        if self._training:
+            for block in self.shape.trained_blocks:
+                if self.shape.update == "in_backward":
+                    outcome["weights", block] = ("weights", block, self._step + 1)
+                else:
+                    outcome["grad", block] = self._whole_gradient(block, self._step)
+            if self.shape.update == "late":
+                outcome["clip",] = ("clip", self._step)
+        return outcome
+
+    def _require_planned(self, place: Resource) -> None:
+        most = self._num_places.get(place[0])
+        if most is not None and isinstance(place[1], int) and place[1] >= most:
+            raise ScheduleError(f"{resource_text(place)} does not exist, the plan has {most}")
+
+    # Actions, in the order of a step.
+
+    def _fetch(self, op: Op, block: int, micro: int) -> None:
+        weights = self._weights(block)
+        self.memory.use(("weights", block), weights)
+        self.memory.put(_at("slot", op.slot), weights)
+
+    def _forward(self, op: Op, block: int, micro: int) -> None:
+        self._use_weights(block, op.slot)
+        if block > 0:
+            self.memory.use(("hidden", micro), ("output", self._list, block - 1, micro))
+            if self._training and block >= self.shape.lowest:
+                self.memory.put(self._kept_at(op, block, micro), self._input(block, micro))
+            if self.shape.balances:
+                self._count_routing(block, micro)
+        self.memory.put(("hidden", micro), ("output", self._list, block, micro))
+
+    def _count_routing(self, block: int, micro: int) -> None:
+        """Add to what the ops before have counted: of the same layer, then of the one below."""
+        if micro > 0:
+            self.memory.use(("routing",), ("routing", self._list, block, micro - 1))
+        elif block > 1:
+            self.memory.use(("routing",), self._routing(block - 1))
+        self.memory.put(("routing",), ("routing", self._list, block, micro))
+
+    def _stash(self, op: Op, block: int, micro: int) -> None:
+        self.memory.take(_at("tape_slot", op.tape_slot), self._input(block, micro))
+        self.memory.put(("tape", block, micro), self._input(block, micro))
+
+    def _restore(self, op: Op, block: int, micro: int) -> None:
+        self.memory.take(("tape", block, micro), self._input(block, micro))
+        self.memory.put(_at("tape_slot", op.tape_slot), self._input(block, micro))
+
+    def _head(self, op: Op, block: int, micro: int) -> None:
+        shape = self.shape
+        self._use_weights(block, op.slot)
+        if shape.tied:
+            self._use_weights(0, "embedding")
+        self.memory.use(("hidden", micro), ("output", self._list, block - 1, micro))
+        if shape.balances and micro == 0:
+            self.memory.use(("routing",), self._routing(block - 1))
+        self.memory.put(("loss", micro), ("loss", self._list, micro))
+        if self._training:
+            if shape.lowest < block:
+                self.memory.put(("dhidden", micro), ("dinput", self._step, block, micro))
+            if shape.trained[block]:
+                self._accumulate(block, op.grad_slot, part=micro, adds=op.adds)
+            if shape.tied and shape.trained[0]:
+                self._accumulate(0, "edge", part=micro, adds=op.adds)
+
+    def _backward(self, op: Op, block: int, micro: int) -> None:
+        shape = self.shape
+        self._use_weights(block, op.slot)
+        self.memory.use(("dhidden", micro), ("dinput", self._step, block + 1, micro))
+        if block > 0:
+            self.memory.take(self._kept_at(op, block, micro), self._input(block, micro))
+            if shape.balances:
+                self.memory.use(("routing",), self._routing(shape.last_layer))
+        if block > shape.lowest:
+            self.memory.put(("dhidden", micro), ("dinput", self._step, block, micro))
+        if shape.trained[block]:
+            behind_head = shape.num_micro if shape.tied and block == 0 else 0
+            self._accumulate(block, op.grad_slot, part=behind_head + micro, adds=op.adds)
+
+    def _accumulate(self, block: int, slot: SlotId | None, *, part: int, adds: bool) -> None:
+        place = _at("grad_slot", slot)
+        if adds:
+            self.memory.take(place, ("gradient", self._step, block, part))
+        self.memory.put(place, ("gradient", self._step, block, part + 1 if adds else 1))
+
+    def _drain(self, op: Op, block: int, micro: int) -> None:
+        gradient = self._whole_gradient(block, self._step)
+        self.memory.take(_at("grad_slot", op.grad_slot), gradient)
+        self.memory.put(self._drained_at(op, block), gradient)
+
+    def _norm(self, op: Op, block: int, micro: int) -> None:
+        gradient = self._whole_gradient(block, self._step)
+        if block == 0 and self.shape.gathers:  # spread over the table, in its own place
+            self.memory.take(self._drained_at(op, block), gradient)
+            self.memory.put(self._drained_at(op, block), gradient)
+        else:
+            self.memory.use(self._drained_at(op, block), gradient)
+        self.memory.put(("norm", block), ("norm", self._step, block))
+
+    def _clip(self, op: Op, block: int, micro: int) -> None:
+        for trained in self.shape.trained_blocks:
+            self.memory.use(("norm", trained), ("norm", self._step, trained))
+        self.memory.put(("clip",), ("clip", self._step))
+
+    def _update(self, op: Op, block: int, micro: int) -> None:
+        late = self.shape.update == "late"
+        step = self._step - 1 if late else self._step
+        if late:
+            self.memory.use(("clip",), ("clip", step))
+        else:
+            self.memory.use(("norm", block), ("norm", step, block))
+        self.memory.take(self._drained_at(op, block), self._whole_gradient(block, step))
+        self.memory.use(("master", block), ("master", block, step))
+        self.memory.put(("master", block), ("master", block, step + 1))
+        self.memory.put(("weights", block), ("weights", block, step + 1))
+
+    # Facts and places that the shape decides.
+
+    def _weights(self, block: int) -> Fact:
+        updated = self.shape.trained[block] and self.shape.update != "none"
+        return ("weights", block, self._step if updated else 0)
+
+    def _use_weights(self, block: int, slot: SlotId | None) -> None:
+        place = _at("slot", slot) if self.shape.copying else ("weights", block)
+        self.memory.use(place, self._weights(block))
+
+    def _input(self, block: int, micro: int) -> Fact:
+        return ("input", self._step, block, micro)
+
+    def _routing(self, block: int) -> Fact:
+        """All micro-batches counted in the layers up to `block`."""
+        return ("routing", self._list, block, self.shape.num_micro - 1)
+
+    def _whole_gradient(self, block: int, step: int) -> Fact:
+        twice = self.shape.tied and block == 0
+        return ("gradient", step, block, self.shape.num_micro * (2 if twice else 1))
+
+    def _kept_at(self, op: Op, block: int, micro: int) -> Resource:
+        on_host = self.shape.tape == "host"
+        return _at("tape_slot", op.tape_slot) if on_host else ("tape", block, micro)
+
+    def _drained_at(self, op: Op, block: int) -> Resource:
+        in_ring = self.shape.update == "in_backward"
+        return _at("host_grad", op.host_grad) if in_ring else ("grad", block)
+
+
+def _at(family: str, slot: SlotId | None) -> Resource:
+    if slot is None:
+        raise ScheduleError(f"the op names no {family}")
+    return (family, slot)

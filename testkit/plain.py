@@ -1,0 +1,141 @@
+"""The other side of every equality: the resident model under ordinary autograd.
+
+Nothing here knows of blocks, slots or schedules. Where the engine sums in fp32 by design (over
+micro-batches, and the two gradients of a tied table), so does this side, in the same order; in a
+tied model the table is therefore read through two leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from megatrain.devices.device import draw_seed
+from megatrain.engine.batch import MicroBatch
+from megatrain.models.packed_masks import with_packed_masks
+
+
+def make_batch(
+    shapes: Sequence[tuple[int, int]], *, seed: int = 1, padded: bool = False, packed: bool = False
+) -> list[MicroBatch]:
+    """Return micro-batches of (rows, length); the first tokens of each row are not trained."""
+    generator = torch.Generator().manual_seed(seed)
+    batch = []
+    for rows, length in shapes:
+        ids = torch.randint(3, 300, (rows, length), generator=generator)
+        labels = ids.clone()
+        labels[:, :3] = -100
+        mask = positions = None
+        if padded:
+            mask = torch.ones_like(ids)
+            mask[0, length - 4 :] = 0
+            labels[0, length - 4 :] = -100
+        if packed:
+            half = length // 2
+            positions = torch.cat([torch.arange(half), torch.arange(length - half)])
+            positions = positions.repeat(rows, 1)
+            labels[:, half] = -100
+        batch.append(
+            MicroBatch(input_ids=ids, labels=labels, attention_mask=mask, position_ids=positions)
+        )
+    return batch
+
+
+def load_plain(
+    folder: Path,
+    dtype: torch.dtype,
+    attention: str | None = None,
+    device: torch.device | str = "cpu",
+) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation=attention
+    )
+    return model.to(device).train()
+
+
+def plain_gradients(
+    model: PreTrainedModel, batch: Sequence[MicroBatch], step: int = 1
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Return each micro-batch's loss and every gradient, summed in fp32, in the param's dtype.
+
+    Computed where the model is; what is returned is on the host.
+    """
+    num_trained = sum(int((m.labels[:, 1:] != -100).sum()) for m in batch)
+    losses: list[float] = []
+    parts: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
+    with _untied(model) as (head_name, table_name):
+        for number, micro in enumerate(batch):
+            model.zero_grad(set_to_none=True)
+            model._drawn_for = (step, number)
+            placed = micro.mapped(lambda tensor: tensor.to(model.device))
+            loss = _micro_loss(model, placed, num_trained)
+            torch.autograd.backward(loss)
+            losses.append(float(loss.detach()))
+            for name, param in model.named_parameters():
+                if param.grad is not None:
+                    parts.setdefault(name, []).append(param.grad.float())
+        model.zero_grad(set_to_none=True)
+    if head_name:
+        parts[table_name] = parts.pop(head_name) + parts[table_name]
+    return losses, {
+        name: _sum(parts[name], param).to(param.dtype).cpu()
+        for name, param in model.named_parameters()
+    }
+
+
+def seed_like_engine(
+    model: PreTrainedModel, layers_path: str, embedding: str | None = None, seed: int = 0
+) -> None:
+    """Make embedding and layers of the plain model draw what the engine's blocks draw."""
+    modules = list(model.get_submodule(layers_path))
+    if embedding is not None:
+        modules.insert(0, model.get_submodule(embedding))
+    for block, module in enumerate(modules, start=0 if embedding is not None else 1):
+
+        def seed_module(_module: nn.Module, *_: object, block: int = block) -> None:
+            step, number = model._drawn_for
+            torch.default_generator.manual_seed(draw_seed(seed, step, number, block))
+
+        module.register_forward_pre_hook(seed_module)
+
+
+def _micro_loss(model: PreTrainedModel, micro: MicroBatch, num_trained: int) -> Tensor:
+    # Two families need help to keep packed documents apart; test_isolation.py shows that they do.
+    inputs = with_packed_masks(model.config, model.dtype, micro.inputs)
+    logits = model(**inputs, use_cache=False).logits
+    targets = F.pad(micro.labels[:, 1:], (0, 1), value=-100).reshape(-1)
+    rows = logits.reshape(-1, logits.shape[-1]).float()
+    logprobs = -F.cross_entropy(rows, targets, ignore_index=-100, reduction="none")
+    weights = torch.where(targets != -100, -1.0 / num_trained, 0.0)
+    return (logprobs * weights).sum()
+
+
+def _sum(parts: list[Tensor], param: Tensor) -> Tensor:
+    if not parts:
+        return torch.zeros_like(param)
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+@contextmanager
+def _untied(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
+    """Read a tied table through two leaves; yield the names of the head's and of the table."""
+    head, table = model.get_output_embeddings(), model.get_input_embeddings().weight
+    if head.weight is not table:
+        yield "", ""
+        return
+    table_name = next(name for name, param in model.named_parameters() if param is table)
+    head.weight = nn.Parameter(table.detach().clone())
+    head_name = next(name for name, param in model.named_parameters() if param is head.weight)
+    try:
+        yield head_name, table_name
+    finally:
+        head.weight = table

@@ -1,0 +1,224 @@
+"""A rehearsal: a step on tensors without bytes, to know the device memory it will take.
+
+The schedule of the step, the actions of the engine and the model's own code are played one op at a
+time on torch's meta device, and every byte they would have allocated is counted for as long as
+something holds it. No cost model to keep true: what is counted is what runs. All allocations of a
+step happen on one lane, so their order, and the peak, do not depend on timing.
+
+Laws (tests/testkit/test_rehearsal.py)
+    1. The peak is that of the real step on the simulated accelerator, within 2 %.
+    2. Costs no memory for weights, and no time that grows with them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatrain.engine.actions import StepActions
+from megatrain.engine.batch import MicroBatch
+from megatrain.engine.machine import Machine
+from megatrain.lanes.lane import Lane
+from megatrain.lanes.reference import Reference
+from megatrain.losses.head import CHUNK_TOKENS
+from megatrain.memory.layout import Kind, Layout
+from megatrain.memory.ledger import Ledger, Line
+from megatrain.memory.store import Store
+from megatrain.models.decoder import Decoder
+from megatrain.step.schedule import build_step
+from megatrain.step.shape import StepShape
+
+_GROUPED = torch.ops.aten._grouped_mm.default
+
+
+def device_ledger(
+    decoder: Decoder,
+    layout: Layout,
+    shape: StepShape,
+    micro_shapes: Sequence[tuple[int, int]],
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> Ledger:
+    """Return the device memory of a step on micro-batches of (rows, length), by purpose.
+
+    Its total is the peak. Updates are the host's and need none of it.
+    """
+    device = _MetaDevice()
+    vocabulary = decoder.model.get_input_embeddings().weight.shape[0]
+    with device.meter:
+        store = _MetaStore(layout, device)
+        machine = Machine(decoder, store, device, shape, None, chunk_tokens=chunk_tokens, seed=0)
+        batch = [_micro_batch(rows, length, vocabulary) for rows, length in micro_shapes]
+        machine.reserve(batch)
+        fixed = sum(device.purposes.values())
+        with device.meter.counting(), _FusedAttention():
+            Reference().play(build_step(shape), StepActions(machine, batch, 1).table())
+    lines = device.purposes | {"working memory": device.meter.peak_bytes - fixed}
+    return Ledger(
+        Line(place="device", purpose=purpose, num_bytes=num_bytes)
+        for purpose, num_bytes in lines.items()
+    )
+
+
+def _micro_batch(rows: int, length: int, vocabulary: int) -> MicroBatch:
+    """Two documents in each row, so that masks are as large as they get, and many tokens."""
+    ids = torch.arange(rows * length).view(rows, length) % vocabulary
+    positions = torch.arange(length).repeat(rows, 1)
+    positions[:, length // 2 :] -= length // 2
+    return MicroBatch(input_ids=ids, labels=ids, position_ids=positions)
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Lets attention be one kernel, as it is on a device; on meta it would be taken apart.
+
+    The kernel is the CPU's. Like those of other devices it keeps its output and a sum per row.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention or kwargs.get("dropout_p"):
+            return func(*args, **kwargs)
+        query, key, value = args[:3]
+        if kwargs.get("enable_gqa"):
+            groups = query.shape[-3] // key.shape[-3]
+            key, value = (kv.repeat_interleave(groups, dim=-3) for kv in (key, value))
+        width = value.shape[-1]  # the kernel wants one width; narrower values cost as much
+        attended = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query,
+            key,
+            F.pad(value, (0, query.shape[-1] - width)) if width < query.shape[-1] else value,
+            is_causal=kwargs.get("is_causal", False),
+            attn_mask=kwargs.get("attn_mask"),
+            scale=kwargs.get("scale"),
+        )[0]
+        return attended[..., :width]
+
+
+class _MetaMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the storages on the meta device that are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live_bytes = self.peak_bytes = 0
+        self._known: set[int] = set()
+        self._counts = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = self._run(func, args, kwargs or {})
+        for value in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(value, Tensor) and value.device.type == "meta":
+                self._count(value.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._known:
+            return
+        self._known.add(key)
+        if self._counts:
+            self.live_bytes += storage.nbytes()
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            weakref.finalize(storage, self._forget, key, storage.nbytes())
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count what is made meanwhile; other memory stands for the host's."""
+        before, self._counts = self._counts, True
+        yield
+        self._counts = before
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is not _GROUPED or args[0].dtype is torch.bfloat16:
+            return func(*args, **kwargs)
+        # Meta knows products of experts in bf16 alone; their form is the same in fp32.
+        first, second = (matrix.to(torch.bfloat16) for matrix in args[:2])
+        return torch.empty_like(func(first, second, *args[2:], **kwargs), dtype=args[0].dtype)
+
+    def _forget(self, key: int, num_bytes: int) -> None:
+        self._known.discard(key)
+        self.live_bytes -= num_bytes
+
+
+class _MetaStore(Store):
+    """A store without bytes."""
+
+    def __init__(self, layout: Layout, device: _MetaDevice) -> None:
+        self.layout, self.kinds = layout, (Kind.HI, Kind.GRAD)
+        self._arenas = {
+            kind: device.map_host(layout.kind_bytes[kind], kind.value) for kind in self.kinds
+        }
+
+
+class _MetaDevice:
+    """A device whose memory is counted and has no bytes."""
+
+    copying = True
+    own_memory = True
+    answers = False
+    free_bytes = 0
+
+    def __init__(self) -> None:
+        self.meter = _MetaMeter()
+        self.purposes: dict[str, int] = {}
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.meter.peak_bytes
+
+    def lanes(self) -> list[Lane]:
+        return []
+
+    def allocate(self, num_bytes: int, purpose: str) -> Tensor:
+        self.purposes[purpose] = self.purposes.get(purpose, 0) + num_bytes
+        with self.meter.counting():
+            return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+
+    def map_host(self, num_bytes: int, purpose: str) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+
+    def unmap_host(self, arena: Tensor) -> None:
+        pass
+
+    def pin(self, name: str, arena: Tensor) -> None:
+        pass
+
+    def pinned(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def place(self, tensor: Tensor) -> Tensor:
+        with self.meter.counting():
+            return tensor.to("meta")
+
+    def keep(self, tensor: Tensor, purpose: str) -> Tensor:
+        return tensor
+
+    def fill(self, target: Tensor, source: Tensor) -> None:
+        pass
+
+    def give(self, tensor: Tensor) -> Tensor:
+        return tensor.to("meta")
+
+    def bring(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def seed(self, seed: int) -> None:
+        pass
+
+    def random_state(self) -> list[Tensor]:
+        return []
+
+    def set_random_state(self, state: list[Tensor]) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

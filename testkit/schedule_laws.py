@@ -1,0 +1,101 @@
+"""Laws of schedules, checked without a tensor.
+
+`check_schedules` plays lists of ops one after the other, as an engine would over several steps,
+and raises ScheduleError at the first op that breaks a law:
+
+    facts          every op finds the right block, at the right version, the right inputs and
+                   gradients; nothing still needed is overwritten; every gradient is drained once,
+                   with all its parts in their order; the tape is empty at the end (meaning.py)
+    interleaving   two ops that touch the same thing, one of them writing, are ordered by lane
+                   order and derived waits. What they touch is what the meaning touches, not what
+                   they declare, so a forgotten declaration is a race that this law reports
+
+Together: any interleaving that lanes can produce gives the facts of the serial program.
+
+Order is tracked by vector clocks: op B comes after op A if B's clock, at A's lane, is beyond A's
+number. All of a lane's earlier ops and all that a wait brought along are in the clock.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from megatrain.errors import ScheduleError
+from megatrain.step.hazards import Hazards, Ticket
+from megatrain.step.ops import Op, Resource, resource_text
+from megatrain.step.shape import StepShape
+from testkit.oracle import Meaning
+
+
+def check_schedules(shape: StepShape, schedules: Iterable[Sequence[Op]]) -> None:
+    """Raise ScheduleError, naming list and op, unless the chained schedules keep all laws."""
+    meaning, hazards, clocks = Meaning(shape), Hazards(), Clocks()
+    for number, ops in enumerate(schedules):
+        at: Op | str = "the end"
+        try:
+            meaning.begin(ops)
+            for at in ops:
+                ticket, waits = hazards.feed(at)
+                reads, writes = meaning.play(at)
+                clocks.advance(ticket, waits)
+                clocks.touch(ticket, reads, writes)
+            at = "the end"
+            meaning.end(ops)
+        except ScheduleError as error:
+            raise ScheduleError(f"list {number}, at {at}: {error}") from None
+
+
+def one_lane_per_kind(ops: Iterable[Op]) -> list[Op]:
+    """Return the ops as if each kind had a lane of its own.
+
+    A schedule that passes so leans on no two kinds sharing a lane: its declarations alone order
+    it, and a kind can move to another lane (disk, comm) without a new look at its declarations.
+    """
+    return [replace(op, lane=op.kind.value) for op in ops]
+
+
+class Clocks:
+    """Happens-before, as lanes and waits make it.
+
+    A clock counts, for each *other* lane, how many of its ops are known to be before. Its own
+    lane needs no entry: all that is lower in number is before.
+    """
+
+    def __init__(self) -> None:
+        self._now: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        self._then: dict[Ticket, dict[str, int]] = {}
+        self._writer: dict[Resource, Ticket] = {}
+        self._readers: defaultdict[Resource, dict[str, Ticket]] = defaultdict(dict)
+
+    def advance(self, ticket: Ticket, waits: Iterable[Ticket]) -> None:
+        """Let the op be the next of its lane, after all it waits for."""
+        clock = self._now[ticket.lane]
+        for awaited in waits:
+            known = self._then[awaited] | {awaited.lane: awaited.number + 1}
+            clock = clock | {lane: max(count, clock.get(lane, 0)) for lane, count in known.items()}
+        self._now[ticket.lane] = self._then[ticket] = clock
+
+    def touch(self, ticket: Ticket, reads: Iterable[Resource], writes: Iterable[Resource]) -> None:
+        """Raise ScheduleError if the op races with one that touched the same before it."""
+        for resource in reads:
+            self._require_after_writer(ticket, resource)
+            self._readers[resource][ticket.lane] = ticket
+        for resource in writes:
+            self._require_after_writer(ticket, resource)
+            for reader in self._readers.pop(resource, {}).values():
+                self._require_after(ticket, reader, resource, "read")
+            self._writer[resource] = ticket
+
+    def _require_after_writer(self, ticket: Ticket, resource: Resource) -> None:
+        if (writer := self._writer.get(resource)) is not None:
+            self._require_after(ticket, writer, resource, "written")
+
+    def _require_after(self, ticket: Ticket, other: Ticket, resource: Resource, done: str) -> None:
+        known = self._now[ticket.lane].get(other.lane, 0)
+        if other.lane != ticket.lane and known <= other.number:
+            raise ScheduleError(
+                f"may overtake {other.op} on lane {other.lane}, by which "
+                f"{resource_text(resource)} is {done}"
+            )

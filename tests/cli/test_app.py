@@ -1,0 +1,144 @@
+"""The command line answers at once, and a failure is one message and an exit code."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+import megatrain
+from megatrain import __main__ as main_module
+from megatrain.cli import app as cli
+from megatrain.errors import DoesNotFit
+from testkit.effort import children_s, require_effort
+
+
+def _run(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megatrain", *args]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+VERBS = sorted(
+    info.name or info.callback.__name__  # type: ignore[union-attr]
+    for info in cli.app.registered_commands
+)
+
+
+@pytest.mark.parametrize(
+    "words", [("--help",), ("--version",), *((verb, "--help") for verb in VERBS)], ids=" ".join
+)
+def test_answers_at_once(words: tuple[str, ...]) -> None:
+    """Measured 0.15 s, nearly all of it the interpreter and typer."""
+
+    def ask() -> None:
+        assert _run(*words).returncode == 0
+
+    require_effort(ask, at_most=8, clock=children_s)
+
+
+def test_version() -> None:
+    assert _run("--version").stdout.strip() == f"megatrain {megatrain.__version__}"
+
+
+def test_heavy_libraries_are_not_imported_for_help() -> None:
+    code = f"""
+import sys
+from pathlib import Path
+from megatrain.cli.app import app
+for verb in {VERBS}:
+    try:
+        app([verb, "--help"])
+    except SystemExit:
+        pass
+print({{"torch", "transformers", "numpy", "rich"}} & set(sys.modules))
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert len(VERBS) == result.stdout.count("Usage: ") >= 8
+    assert result.stdout.splitlines()[-1] == "set()"
+
+
+def test_the_list_of_verbs_is_not_cut() -> None:
+    listed = _run("--help").stdout.partition("Commands:")[2]
+    assert "..." not in listed
+    assert len(listed.split("\n  ")) == len(VERBS) + 1, "one line each"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_each_verb_has_an_example_that_it_would_take(verb: str) -> None:
+    command = get_command(cli.app).commands[verb]  # type: ignore[attr-defined]
+    given = re.fullmatch(r"Example: megatrain (\S+) (.*)", command.epilog)
+    assert given
+    assert given[1] == verb
+    command.make_context(verb, shlex.split(given[2]))  # parses, and does nothing
+
+
+@pytest.mark.parametrize(("text", "code"), [("2x", 2), ("0", 2), ("2k", 4)])
+def test_lengths_are_read_as_in_a_config(text: str, code: int, tmp_path: Path) -> None:
+    done = _run("data", str(tmp_path / "rows.jsonl"), "-m", "no/such/model", "--max-length", text)
+    assert done.returncode == code, done.stderr
+    assert ("--max-length is " in done.stderr) == (code == 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "fault"),
+    [
+        ("model: m\ndata: {trian: a.jsonl}\n", (), "unknown key data.trian"),
+        ("model: m\ndata: a.jsonl\n", ("optim.lr=1e-5",), "optim.lr"),
+        ("model: beside\ndata: a.jsonl\n", (), "relative paths begin at the working directory"),
+    ],
+)
+def test_a_fault_of_the_config_is_told_before_torch_is_imported(
+    text: str, words: tuple[str, ...], fault: str, tmp_path: Path
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(text)
+    (tmp_path / "beside").mkdir()
+    code = f"""
+import sys
+from pathlib import Path
+from megatrain.cli.app import app
+from megatrain.errors import ConfigError
+try:
+    app(["train", {str(config)!r}, *{words!r}])
+except ConfigError as error:
+    print(error)
+print({{"torch", "transformers", "numpy"}} & set(sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert fault in done.stdout
+    assert done.stdout.splitlines()[-1] == "set()"
+
+
+def test_an_error_of_ours_is_a_message_and_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(**_: object) -> None:
+        raise DoesNotFit("host memory: too little")
+
+    monkeypatch.setattr(main_module, "app", fail)
+    with pytest.raises(SystemExit) as exit_info:
+        main_module.main()
+    assert exit_info.value.code == 3
+    assert capsys.readouterr().err == "DoesNotFit [MT301]: host memory: too little\n"
+
+
+def test_public_names() -> None:
+    assert set(megatrain._HOMES) | {"__version__"} == set(megatrain.__all__)
+    for name in megatrain.__all__:
+        assert getattr(megatrain, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = megatrain.nothing
+
+
+@pytest.mark.parametrize("verb", [("data", "rows.jsonl", "-m", "m"), ("eval", "m", "rows.jsonl")])
+def test_a_length_that_is_none_is_refused(verb: tuple[str, ...]) -> None:
+    done = _run(*verb, "--max-length", "2q")
+    assert done.returncode == 2
+    assert "give a number of tokens" in done.stderr

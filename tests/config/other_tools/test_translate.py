@@ -1,0 +1,377 @@
+"""Configs of other tools: every key accounted for, every value where it belongs, and loadable."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.config import Config
+from megatrain.config.load import resolve_config
+from megatrain.config.other_tools import dataset_info
+from megatrain.config.other_tools.asked import Asked, Dropped, Pairs, Tool
+from megatrain.config.other_tools.defaults import ALWAYS, DEFAULTS, NULL_MEANS, ROWS
+from megatrain.config.other_tools.translate import (
+    TABLES,
+    Migration,
+    migrate,
+    migrate_document,
+    tool_named,
+)
+from megatrain.config.other_tools.values import BY_TOOL, CONVERTERS
+from megatrain.config.settings import FIELDS, SECTIONS
+from megatrain.config.yaml_reader import Document, parse_document, read_document
+from megatrain.errors import ConfigError
+
+EXAMPLES = Path(__file__).parent / "examples"
+TOOLS: dict[str, Tool] = {
+    "llama_factory.yaml": "LLaMA-Factory",
+    "llama_factory_lora.json": "LLaMA-Factory",
+    "axolotl.yaml": "Axolotl",
+    "trl.yaml": "TRL",
+}
+
+
+def unaccounted(values: dict[str, Any], result: Migration) -> list[str]:
+    """Return what breaks the law: each key of the file one line, each value of ours told."""
+    lines = Counter(line.key for line in result.lines if line.outcome != "default")
+    faults = [key for key in values if lines[key] != 1]
+    told = {line.ours: line.value for line in result.lines if line.ours}
+    for section, settings in result.config.items():
+        for key, value in settings.items():
+            if (f"{section}.{key}", value) not in [*told.items()]:
+                faults.append(f"{section}.{key}")
+    return faults
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_every_key_is_accounted_for(name: str) -> None:
+    document = read_document(EXAMPLES / name)
+    result = migrate(EXAMPLES / name)
+    assert result.tool == TOOLS[name]
+    assert unaccounted(document.value, result) == []
+    for line in result.lines:
+        assert bool(line.ours) == (line.outcome in ("mapped", "changed", "default")), line
+        assert line.ours or line.note, line
+    assert name.endswith("json") or len(document.value) >= 45
+
+
+def test_a_key_passed_over_in_silence_would_be_noticed() -> None:
+    values = read_document(EXAMPLES / "trl.yaml").value
+    result = migrate(EXAMPLES / "trl.yaml")
+    result.lines = [line for line in result.lines if line.key != "hub_model_id"]
+    result.config["train"]["seed"] = 1
+    assert unaccounted(values, result) == ["hub_model_id", "train.seed"]
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_what_comes_out_loads(name: str) -> None:
+    result = migrate(EXAMPLES / name)
+    loaded = resolve_config(parse_document(result.to_yaml().encode(), "run.yaml"))
+    assert loaded == Config(**result.config)
+
+
+def test_llama_factory() -> None:
+    config = Config(**migrate(EXAMPLES / "llama_factory.yaml").config)
+    assert config.model.attn == "flash_attention_2"
+    assert [(s.path, s.format, s.weight) for s in config.data.train] == [
+        (str(EXAMPLES / "data" / "identity.json"), "alpaca", 1.0),
+        (str(EXAMPLES / "data" / "alpaca_en_demo.json"), "alpaca", 1.0),
+    ]
+    assert (config.data.eval, config.data.max_length) == (0.1, 4096)
+    assert (config.data.overlong, config.data.train_on) == ("truncate", "assistant")
+    assert (config.train.batch_tokens, config.data.packing) == (1 * 8 * 4096, True)
+    assert (config.optim.schedule, config.optim.final_fraction) == ("cosine", 0.1)
+    assert (config.optim.betas, config.optim.warmup) == ((0.9, 0.98), 0.1)
+    assert config.log.to == ("wandb",)
+
+
+def test_axolotl() -> None:
+    config = Config(**migrate(EXAMPLES / "axolotl.yaml").config)
+    assert [(s.path, s.format) for s in config.data.train] == [
+        ("fozziethebeat/alpaca_messages_2k_test", "messages"),
+        ("tatsu-lab/alpaca", "alpaca"),
+        ("books/a.jsonl", "text"),
+        ("books/b.jsonl", "text"),
+    ]
+    assert config.train.batch_tokens == 1 * 2 * 8192
+    assert (config.train.epochs, config.train.compile) == (2, True)
+    assert (config.optim.warmup, config.optim.eps) == (100, 1e-5)
+    assert config.log.to == ("tensorboard", "wandb")
+
+
+def test_trl() -> None:
+    config = Config(**migrate(EXAMPLES / "trl.yaml").config)
+    assert config.train.max_grad_norm is None
+    assert config.save.every is None
+    assert config.optim.schedule == "wsd"
+    assert config.optim.betas == (0.9, 0.999)
+    assert config.train.epochs == 1
+    assert config.memory.tape == "host"
+
+
+def _migrated(tool: Tool, **values: Any) -> Migration:
+    return migrate_document(Document(name="x.yaml", value=values), tool)
+
+
+@pytest.mark.parametrize(
+    ("tool", "values", "line"),
+    [
+        ("TRL", {"output_dir": "out"}, "mapped output_dir save.dir = out"),
+        ("TRL", {"fp16": True}, "changed fp16 model.dtype = bf16 "
+         "(bf16 has the size of fp16 and the range of fp32)"),
+        ("TRL", {"use_peft": True, "learning_rate": 2e-4},
+         "mapped learning_rate optim.learning_rate = 0.0002 (chosen for LoRA: "
+         "training every weight usually wants a tenth or less)"),
+        ("LLaMA-Factory", {"lora_new_thing": 1},
+         "dropped lora_new_thing every weight is trained, there are no adapters"),
+        ("LLaMA-Factory", {"stage": "dpo"}, "dropped stage next-token "
+         "training only, no preference or reinforcement method"),
+        ("LLaMA-Factory", {"stage": "pt"}, "changed stage data.train_on = "
+         "all (pt trains on all tokens, sft on the assistant's)"),
+        ("Axolotl", {"optimizer": "lion"},
+         "dropped optimizer adamw is the only optimizer"),
+        ("Axolotl", {"lr_scheduler": "polynomial"}, "dropped lr_scheduler no such "
+         "schedule; give constant, linear, cosine or wsd"),
+        ("TRL", {"lr_scheduler_type": "polynomial"}, "default lr_scheduler_type optim.schedule = "
+         "linear (lr_scheduler_type cannot be kept: this is TRL's default)"),
+        ("TRL", {"assistant_only_loss": None}, "dropped assistant_only_loss null: TRL's default "
+         "stands"),
+        ("TRL", {"max_length": None}, "dropped max_length null never cuts a row there: give "
+         "data.max_length the length of your longest row"),
+        ("TRL", {"lr_scheduler_type": "constant", "warmup_ratio": 0.1},
+         "changed warmup_ratio optim.warmup = 0 (their constant schedule has no warm-up)"),
+        ("Axolotl", {}, "default warmup_ratio optim.warmup = 0.03 (Axolotl does this when "
+         "warmup_ratio is absent; there 3 % of the run, but at most 100 steps)"),
+        ("LLaMA-Factory", {"mask_history": True}, "changed mask_history data.train_on = last "
+         "(last is the last turn alone)"),
+        ("LLaMA-Factory", {"enable_thinking": False}, "changed enable_thinking "
+         "data.template_kwargs = {enable_thinking: false}"),
+        ("LLaMA-Factory", {"packing": True}, "mapped packing data.packing = true (there rows "
+         "attend to each other, here never)"),
+        ("LLaMA-Factory", {"new_special_tokens": "<a>, <b>", "add_tokens": ["<c>"]},
+         'changed new_special_tokens model.add_tokens = ["<a>", "<b>", "<c>"]'),
+        ("Axolotl", {"curriculum_sampling": True}, "changed curriculum_sampling data.shuffle = "
+         "false"),
+        ("TRL", {"load_best_model_at_end": True},
+         "mapped load_best_model_at_end save.best = true"),
+        ("Axolotl", {"datasets": [{"path": "a.jsonl", "type": "alpaca"}]},
+         'changed datasets data.train = [{path: "a.jsonl", format: alpaca}] (Axolotl writes alpaca '
+         "rows as the Alpaca prompt; here they take the chat template)"),
+        ("Axolotl", {"datasets": [{"path": "a/b", "name": "c", "split": "d", "revision": "e",
+                                   "type": "input_output", "shards": 3}]},
+         'changed datasets data.train = [{path: "a/b", name: c, split: d, revision: e}] (type '
+         "input_output is not known here: the format is detected; not used: shards)"),
+        ("Axolotl", {"save_steps": 0.1}, "dropped save_steps counted here in "
+         "whole steps"),
+        ("Axolotl", {"datasets": [{"type": "alpaca"}]},
+         "dropped datasets an entry has no path"),
+        ("Axolotl", {"per_device_train_batch_size": 1},
+         "unknown per_device_train_batch_size not a key of Axolotl"),
+        ("TRL", {"eval_strategy": "epoch", "eval_steps": 3},
+         "dropped eval_steps eval_strategy is epoch, and counts"),
+        ("TRL", {"gradient_accumulation_steps": "many"},
+         "dropped gradient_accumulation_steps not a whole number"),
+        ("TRL", {"lr_scheduler_kwargs": {"min_lr": 1e-6}, "learning_rate": 1e-5},
+         "changed lr_scheduler_kwargs optim.final_fraction = 0.1 (of the peak)"),
+        ("TRL", {"no_such_thing": 1},
+         "unknown no_such_thing not known here; look for it in docs/config.md"),
+        ("TRL", {}, "default learning_rate optim.learning_rate = 2.0e-05 (TRL does "
+         "this when learning_rate is absent)"),
+        ("TRL", {}, "default router_aux_loss_coef train.router_aux_loss = model (TRL does this "
+         "when router_aux_loss_coef is absent)"),
+        ("TRL", {"router_aux_loss_coef": 0.01}, "mapped router_aux_loss_coef "
+         "train.router_aux_loss = 0.01 (the mean over a step, not over each micro-batch)"),
+        ("LLaMA-Factory", {"new_special_tokens": "<call>, </call>"},
+         'changed new_special_tokens model.add_tokens = ["<call>", "</call>"]'),
+        ("Axolotl", {"tokens": ["<call>"]},
+         'mapped tokens model.add_tokens = ["<call>"] (as special tokens)'),
+        ("TRL", {"lr_scheduler_type": "warmup_stable_decay"},
+         "changed lr_scheduler_type optim.schedule = wsd (its decay is a straight line over "
+         "optim.decay; there it is half a cosine unless decay_type says otherwise)"),
+        ("LLaMA-Factory", {"moe_aux_loss_coef": 0.01},
+         "mapped moe_aux_loss_coef train.router_aux_loss = 0.01"),
+    ],
+)  # fmt: skip
+def test_lines_by_text(tool: Tool, values: dict[str, Any], line: str) -> None:
+    told = _migrated(tool, **values).report().splitlines()
+    assert line in [" ".join(words.split()) for words in told]
+
+
+@pytest.mark.parametrize(
+    ("values", "pairs", "train_on"),
+    [
+        ({}, "strings", "completion"),
+        ({}, "turns", "completion"),
+        ({}, "none", "all"),
+        ({}, None, "all"),
+        ({"completion_only_loss": None, "assistant_only_loss": None}, "turns", "completion"),
+        ({"completion_only_loss": False}, "strings", "all"),
+        ({"completion_only_loss": True}, None, "completion"),
+        ({"assistant_only_loss": True}, "none", "assistant"),
+        ({"assistant_only_loss": False}, "turns", "completion"),
+    ],
+)
+def test_trl_trains_on_completions_where_rows_have_them(
+    values: dict[str, Any], pairs: Pairs | None, train_on: str
+) -> None:
+    value = {"dataset_name": "rows.jsonl", **values}
+    document = Document(name="x.yaml", value=value)
+    result = migrate_document(document, "TRL", pairs_of=lambda _: pairs)
+    assert result.get("data.train_on") == train_on
+    unsure = [line for line in result.lines if "then give data.train_on: completion" in line.note]
+    assert bool(unsure) == (pairs is None and not values)
+    assert result.get("data.chat_template") == ("none" if pairs == "strings" else None)
+
+
+def test_strings_of_trl_pass_through_no_template() -> None:
+    value = {"dataset_name": "rows.jsonl", "chat_template_path": "own.jinja"}
+    document = Document(name="x.yaml", value=value)
+    result = migrate_document(document, "TRL", pairs_of=lambda _: "strings")
+    assert result.get("data.chat_template") == "none"
+    assert unaccounted(value, result) == []
+
+
+def test_a_key_that_is_null_leaves_the_default_of_the_tool() -> None:
+    for tool in TABLES:
+        absent = _migrated(tool)
+        nulls = _migrated(
+            tool, **{key: None for key in DEFAULTS[tool] if (tool, key) not in NULL_MEANS}
+        )
+        assert nulls.config == absent.config
+
+
+@pytest.mark.parametrize(
+    ("values", "train", "judged"),
+    [
+        ({"dataset_name": "openai/gsm8k", "dataset_config": "main"},
+         [{"path": "openai/gsm8k", "name": "main"}], None),
+        ({"dataset_name": "a/b", "dataset_train_split": "sft", "eval_strategy": "steps"},
+         [{"path": "a/b", "split": "sft"}], [{"path": "a/b", "split": "test"}]),
+        ({"dataset_name": "a/b", "dataset_test_split": "held", "eval_strategy": "epoch"},
+         [{"path": "a/b"}], [{"path": "a/b", "split": "held"}]),
+        ({"datasets": [{"path": "a/b", "name": "c"}, {"path": "d/e"}]},
+         [{"path": "a/b", "name": "c"}, {"path": "d/e"}], None),
+    ],
+)  # fmt: skip
+def test_configuration_and_split_of_a_dataset_are_kept(
+    values: dict[str, Any], train: list[Any], judged: list[Any] | None
+) -> None:
+    result = _migrated("TRL", **values)
+    assert (result.get("data.train"), result.get("data.eval")) == (train, judged)
+
+
+def _info(names: str) -> list[dict[str, Any]]:
+    asked = Asked({"dataset": names}, tool="LLaMA-Factory", folder=EXAMPLES)
+    return dataset_info.sources(names.split(","), asked)
+
+
+def test_names_of_llama_factory_are_the_files_and_formats_they_stand_for() -> None:
+    at = EXAMPLES / "data"
+    assert _info("identity,chats,sums,books") == [
+        {"path": str(at / "identity.json"), "format": "alpaca"},
+        {"path": str(at / "chats.jsonl"), "format": "messages"},
+        {"path": "openai/gsm8k", "name": "main", "split": "test", "format": "prompt_completion"},
+        {"path": str(at / "books.txt"), "format": "text"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("pairs", "pairs of .*: preferences"),
+        ("odd", "column ask for prompt is not read; rename it instruction"),
+        ("tagged", "user_tag customer is not a name that is read here"),
+        ("cut", "num_samples cannot be kept"),
+        ("code", "script_url cannot be kept"),
+        ("none", "none is not in"),
+    ],
+)
+def test_datasets_that_cannot_be_read_as_there_are_refused_by_name(name: str, reason: str) -> None:
+    with pytest.raises(Dropped, match=reason):
+        _info(name)
+
+
+def test_a_name_without_dataset_info_is_not_asked_of_the_hub() -> None:
+    result = _migrated("LLaMA-Factory", dataset="identity", dataset_dir="nowhere")
+    (line,) = [line for line in result.lines if line.key == "dataset"]
+    assert line.outcome == "dropped"
+    assert "identity: names of nowhere/dataset_info.json, which is not here" in line.note
+    assert result.get("data.train") is None
+
+
+def test_a_tool_is_found_by_the_names_people_type() -> None:
+    for name in ("llamafactory", "LLaMA-Factory", "llama_factory"):
+        assert tool_named(name) == "LLaMA-Factory"
+    assert (tool_named("Axolotl"), tool_named("trl")) == ("Axolotl", "TRL")
+    with pytest.raises(ConfigError, match="give LLaMA-Factory, Axolotl, TRL"):
+        tool_named("torchtune")
+
+
+def test_steps_win_over_epochs() -> None:
+    result = _migrated("TRL", num_train_epochs=3, max_steps=100)
+    assert "epochs" not in result.config["train"]
+    assert [line.outcome for line in result.lines if line.key == "num_train_epochs"] == ["dropped"]
+    assert result.get("train.steps") == 100
+
+
+@pytest.mark.parametrize("text", ["learning_rate: 1.0e-5\n", "{}", "zzz: 1"])
+def test_a_file_that_could_be_of_any_tool(text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        migrate_document(parse_document(text.encode(), "x.yaml"))
+    assert str(error.value) == (
+        "x.yaml: cannot tell which tool it is for: LLaMA-Factory, Axolotl, TRL have as many of its "
+        "keys. Name it, like `--tool trl`."
+    )
+
+
+def test_a_file_without_keys() -> None:
+    with pytest.raises(ConfigError, match=r"^x.yaml: no keys and values. Is it a config\?$"):
+        migrate_document(parse_document(b"- a", "x.yaml"))
+
+
+def test_the_tables_are_about_keys_that_exist() -> None:
+    ours = {f"{section}.{key}" for section in SECTIONS for key in FIELDS[section]}
+    known = {key for table in TABLES.values() for key in table}
+    assert set(CONVERTERS) <= known
+    assert {*BY_TOOL, *NULL_MEANS} <= {(tool, key) for tool in TABLES for key in TABLES[tool]}
+    assert set(TABLES) == set(DEFAULTS) == set(ALWAYS) == set(ROWS)
+    for tool, table in TABLES.items():
+        assert {rule.to for rule in table.values() if rule.to} <= ours
+        assert set(ALWAYS[tool]) <= ours
+        assert {*DEFAULTS[tool], ROWS[tool][0]} <= set(table)
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6)
+    | st.sampled_from(["no", "auto", "steps", "cosine", "0.1", "a,b", "wandb"]),
+    lambda inner: st.lists(inner, max_size=2)
+    | st.dictionaries(st.sampled_from(["path", "type", "data_files", "min_lr"]), inner, max_size=3),
+    max_leaves=4,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("tool", TABLES)
+@given(data=st.data())
+def test_whatever_the_values_every_key_is_accounted_for(tool: Tool, data: st.DataObject) -> None:
+    keys = st.sampled_from(sorted(TABLES[tool]))
+    values = data.draw(st.dictionaries(keys, _VALUES, max_size=6))
+    result = migrate_document(Document(name="x.yaml", value=values), tool)
+    told = [line.key for line in result.lines if line.outcome != "default"]
+    assert sorted(told) == sorted(values)
+    assert len(result.report().splitlines()) >= len(result.lines)
+    with suppress(ConfigError):  # a foreign value that is none of ours is told when it is loaded
+        resolve_config(parse_document(result.to_yaml().encode("utf-8", "replace"), "x.yaml"))
+
+
+@pytest.mark.parametrize("key", ["dataset", "dataset_dir"])
+def test_a_name_that_is_too_long_for_a_path_is_only_a_name(key: str, tmp_path: Path) -> None:
+    given = {"model_name_or_path": "m", "stage": "sft", "finetuning_type": "full", "dataset": "a"}
+    lines = [f"{name}: {value}\n" for name, value in (given | {key: "x" * 5000}).items()]
+    (tmp_path / "run.yaml").write_text("".join(lines))
+    assert key in migrate(tmp_path / "run.yaml").report()

@@ -1,0 +1,119 @@
+"""Notes: what a file holds and the model does not see is counted, and said in a sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megatrain.data.tokens.prepare as prepare_module
+from megatrain.data.chat.notes import remarks
+from megatrain.data.tokens.prepare import prepare
+from megatrain.errors import DataError
+from testkit.tokenizers_of_kinds import KINDS, made, tokenizer_of
+from testkit.written import write
+
+USER = {"role": "user", "content": "hello"}
+ANSWER = {"role": "assistant", "content": "two"}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {}}}
+
+
+@pytest.fixture(autouse=True)
+def _probe_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare_module, "probe_template", lambda *_: None)
+
+
+def _card(folder: Path, rows: list[Any], tokenizer: Any, **settings: Any) -> dict[str, Any]:
+    path = write(folder / "a.jsonl", rows)
+    wanted = {"cache_dir": folder / "cache", "max_length": 512, **settings}
+    return prepare(path, tokenizer, **wanted).card
+
+
+def test_columns_and_keys_that_nobody_reads_are_named(tmp_path: Path) -> None:
+    rows = [
+        {"messages": [USER, {**ANSWER, "mood": "glad", "thinking": "hm"}], "id": n, "split": None}
+        for n in range(3)
+    ]
+    rows[0]["tools"] = [{"name": "add"}]
+    card = _card(tmp_path, rows, tokenizer_of("chatml"))
+    assert card["unused_columns"] == {"id": 3}
+    assert card["passed_through"] == {"mood": 3}
+    assert card["unread"] == {"mood": 3, "reasoning_content": 3, "tools": 1}
+    said = "\n".join(remarks(card))
+    assert "columns that are not used: id (3 rows)" in said
+    assert "not read by the chat template, so not trained on: mood (3 rows), reasoning" in said
+    assert "3 trained answers have a thought that the chat template leaves out" in said
+
+
+def test_unknown_keys_that_the_template_reads_are_named(tmp_path: Path) -> None:
+    template = KINDS["chatml"].template.replace("m.content", "(m.mood or '') + m.content")
+    tokenizer = made(template, KINDS["chatml"].marks, eos="<|im_end|>")
+    rows = [{"messages": [USER, {**ANSWER, "mood": "glad"}], "images": [], "tools": []}]
+    card = _card(tmp_path, rows, tokenizer)
+    assert remarks(card) == [
+        "unknown keys of messages, which the chat template reads: mood (1 rows)"
+    ]
+
+
+def test_plain_rows_have_nothing_to_be_said_about(tmp_path: Path) -> None:
+    assert remarks(_card(tmp_path, [{"messages": [USER, ANSWER]}], tokenizer_of("chatml"))) == []
+
+
+def test_conversations_that_become_several_documents_are_counted(tmp_path: Path) -> None:
+    row = {"messages": [USER, ANSWER] * 5}
+    card = _card(tmp_path, [row, row], tokenizer_of("qwen3"))
+    assert card["documents"] == 10
+    assert card["notes"]["rewritten_rows"] == 2
+    factor = card["tokens"] / (card["tokens"] - card["notes"]["repeated_tokens"])
+    (said,) = (line for line in remarks(card) if "conversations became" in line)
+    assert said.startswith(f"2 conversations became 10 documents and {factor:.1f} times the tokens")
+    assert "data.train_on: last" in said
+    card = _card(tmp_path, [row, row], tokenizer_of("qwen3"), train_on="last")
+    assert card["documents"] == 2
+    assert not any("became" in line for line in remarks(card))
+
+
+def test_empty_thoughts_are_counted_with_advice(tmp_path: Path) -> None:
+    card = _card(tmp_path, [{"messages": [USER, ANSWER]}], tokenizer_of("qwen3"))
+    assert card["notes"] == {"empty_thoughts": 1}
+    assert "enable_thinking: false" in remarks(card)[0]
+
+
+def test_turns_without_end_are_said(tmp_path: Path) -> None:
+    endless = made(KINDS["phi"].template.replace("<|end|>", ""), KINDS["phi"].marks, eos="<|end|>")
+    card = _card(tmp_path, [{"messages": [USER, ANSWER]}] * 3, endless)
+    assert remarks(card) == [
+        "3 trained turns do not end with a control token: the model may not learn to stop"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (KINDS["chatml"].template, "2 prompts and completions go through the chat template; data."),
+        (None, "2 prompts and completions are joined as they are, without a chat template"),
+    ],
+)
+def test_how_pairs_are_joined_is_said(tmp_path: Path, template: str | None, said: str) -> None:
+    tokenizer = made(template, KINDS["chatml"].marks, eos="<|im_end|>")
+    card = _card(tmp_path, [{"prompt": "hello", "completion": "two"}] * 2, tokenizer)
+    assert remarks(card)[0].startswith(said)
+
+
+def test_tool_calls_that_the_template_cannot_write_are_bad_rows(tmp_path: Path) -> None:
+    rows = [{"messages": [USER, {**ANSWER, "tool_calls": [CALL]}]}]
+    with pytest.raises(DataError, match="1 x chat template cannot write tool calls"):
+        _card(tmp_path, rows, tokenizer_of("chatml"))
+
+
+def test_an_argument_that_the_template_does_not_read_is_refused(tmp_path: Path) -> None:
+    template = KINDS["chatml"].template + "{% if enable_thinking %}{% endif %}"
+    tokenizer = made(template, KINDS["chatml"].marks, eos="<|im_end|>")
+    rows = [{"messages": [USER, ANSWER]}]
+    _card(tmp_path, rows, tokenizer, template_kwargs={"enable_thinking": False})
+    with pytest.raises(DataError, match="the chat template does not read enable_thinkin"):
+        _card(tmp_path, rows, tokenizer, template_kwargs={"enable_thinkin": False})
+    plain = made(None, KINDS["chatml"].marks, eos="<|im_end|>")
+    with pytest.raises(DataError, match="there is no chat template to read it"):
+        _card(tmp_path, rows, plain, template_kwargs={"enable_thinking": False})

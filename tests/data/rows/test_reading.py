@@ -1,0 +1,202 @@
+"""Files: the same rows whatever the kind of file; a broken line costs that line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megatrain.data.rows import reading
+from megatrain.data.rows.reading import data_files, parsed, read_rows
+from megatrain.data.rows.skipped import BadRow
+from megatrain.data.rows.source import open_source
+from megatrain.errors import DataError
+from testkit.effort import require_effort
+from testkit.written import SUFFIXES, write
+
+ROWS = [{"text": text} for text in ("one", "42", "NA", "null", "a, b", "caf\u00e9", 'say "x"')]
+
+
+def _values(path: Path) -> list[Any]:
+    return [value for _, value in read_rows(path)]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, suffix: str) -> None:
+    assert _values(write(tmp_path / f"a.{suffix}", ROWS)) == ROWS
+
+
+def test_other_rows_would_be_noticed(tmp_path: Path) -> None:
+    assert _values(write(tmp_path / "a.jsonl", ROWS[1:])) != ROWS
+
+
+def test_lines_are_numbered_as_editors_number_them(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\n{oops\n{"text": "b"}')
+    numbers = dict(read_rows(path))
+    assert list(numbers) == [1, 3, 4]
+    assert numbers[1] == {"text": "a"}
+    assert isinstance(numbers[3], BadRow)
+    assert numbers[3].reason == "broken JSON"
+
+
+def test_a_csv_row_may_have_many_lines(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('text,b\n"one\ntwo",x\nshort\nlast,y\n')
+    (first, second, third) = read_rows(path)
+    assert first == (2, {"text": "one\ntwo", "b": "x"})
+    assert second[0] == 4
+    assert isinstance(second[1], BadRow)
+    assert second[1].detail == "1 fields, the header has 2"
+    assert third == (5, {"text": "last", "b": "y"})
+
+
+def test_a_quote_that_never_closes_is_no_single_row(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('text\nfine\n"open\nx\ny\n')
+    with pytest.raises(DataError, match=r"a\.csv:3: a quote opens here and never closes"):
+        _values(path)
+
+
+def test_a_json_file_may_hold_lines(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    assert _values(path) == ROWS
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_arrays_are_read_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr(reading, "_CHUNK_CHARS", chunk)
+    path = write(tmp_path / "a.json", [*ROWS, 12345678, None])
+    assert _values(path) == [*ROWS, 12345678, None]
+
+
+@pytest.mark.parametrize("text", ['[{"text": "a"}, {"text": ', '[{"text": "a"} oops]', "[1, 2"])
+def test_a_broken_array_says_where(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match=r"a\.json: row [23]: broken JSON"):
+        _values(path)
+
+
+def test_a_line_without_end_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "LONGEST_LINE_BYTES", 100)
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"x" * 1000 + b"\nfine\n")
+    (first, second) = read_rows(path)
+    assert isinstance(first[1], BadRow)
+    assert first[1].reason == "line too long"
+    assert second == (2, {"text": "fine"})
+
+
+def test_broken_parquet_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", ROWS)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DataError, match=r"a\.parquet: broken Parquet after row 0"):
+        _values(path)
+
+
+def test_unknown_files_are_refused_with_what_is_known(tmp_path: Path) -> None:
+    (tmp_path / "a.docx").write_text("x")
+    with pytest.raises(DataError, match=r"unknown kind of file \.docx; known are \.csv, \.json, "):
+        _values(tmp_path / "a.docx")
+
+
+def test_a_folder_is_its_files_by_name(tmp_path: Path) -> None:
+    write(tmp_path / "b.jsonl", ROWS[2:])
+    write(tmp_path / "a.csv", ROWS[:2])
+    (tmp_path / "notes.md").write_text("not data")
+    assert [path.name for path in data_files(tmp_path)] == ["a.csv", "b.jsonl"]
+    source = open_source(tmp_path)
+    places = [place for place, _ in source.values()]
+    assert places[:3] == ["a.csv:2", "a.csv:3", "b.jsonl:1"]
+    assert [parsed(value) for _, value in source.values()] == ROWS
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "txt"])
+def test_a_packed_file_gives_the_rows_of_the_plain_one(tmp_path: Path, suffix: str) -> None:
+    plain = write(tmp_path / f"a.{suffix}", ROWS)
+    packed = tmp_path / f"b.{suffix}.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert _values(packed) == _values(plain) == ROWS
+    assert data_files(packed) == [packed]
+
+
+SHORTENED = gzip.compress(b'{"text": "a"}\n' * 9, mtime=0)[:-12]
+
+
+@pytest.mark.parametrize("data", [b"no gzip", SHORTENED, b"\x1f"])
+def test_a_broken_packed_file_says_so(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz: cannot be read: "):
+        _values(path)
+
+
+def test_hidden_files_are_not_data(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", ROWS)
+    write(tmp_path / ".a.jsonl", ROWS)
+    (tmp_path / ".cache").mkdir()
+    write(tmp_path / ".cache" / "b.jsonl", ROWS)
+    assert [path.name for path in data_files(tmp_path)] == ["a.jsonl"]
+
+
+def test_a_subfolder_with_data_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", ROWS)
+    (tmp_path / "notes").mkdir()
+    assert len(data_files(tmp_path)) == 1
+    (tmp_path / "more" / "deep").mkdir(parents=True)
+    write(tmp_path / "more" / "deep" / "b.jsonl", ROWS)
+    with pytest.raises(DataError, match=r"data files in subfolders too: more\. .* data\.train"):
+        data_files(tmp_path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.jsonl")
+    with pytest.raises(DataError, match=r"a\.jsonl: not a regular file"):
+        _values(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "/no/such/folder", "./data", "a/b/c"])
+def test_what_must_be_a_file_is_not_asked_of_the_hub(name: str) -> None:
+    with pytest.raises(DataError, match="no such file or folder"):
+        open_source(name)
+
+
+def test_large_arrays_take_no_longer_per_row(tmp_path: Path) -> None:
+    """2 MB of small rows: copying the rest for every row would take minutes."""
+    path = write(tmp_path / "a.json", [{"text": "word"}] * 60_000)
+    assert len(_values(path)) == 60_000
+    require_effort(lambda: _values(path), at_most=50)
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no"):
+        data_files(tmp_path)
+
+
+def test_an_unreadable_file_is_a_data_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"none\.jsonl: no such file"):
+        _values(tmp_path / "none.jsonl")
+
+
+def test_keys_that_arrow_fills_in_are_left_out(tmp_path: Path) -> None:
+    """Objects of a parquet column have the keys of all of them; a turn's own keys stay."""
+    calls = [[{"arguments": {"city": "Oslo"}}], [{"arguments": {"a": 2, "b": None}}]]
+    rows = [{"messages": [{"role": "assistant", "content": None, "calls": c}]} for c in calls]
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    found = [value for _, value in read_rows(path)]
+    arguments = [{"city": "Oslo"}, {"a": 2}]
+    assert found == [
+        {"messages": [{"role": "assistant", "content": None, "calls": [{"arguments": given}]}]}
+        for given in arguments
+    ]

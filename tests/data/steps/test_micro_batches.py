@@ -1,0 +1,127 @@
+"""Micro-batches: every token once, labels where trained, documents isolated, sizes kept."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from megatrain.data.steps.micro_batches import micro_batches
+from megatrain.data.steps.packing import pack
+from megatrain.engine.batch import MicroBatch, check_batch
+from testkit.made_documents import SPAN, MadeDocuments, real_tokens
+
+_LENGTHS = st.lists(st.integers(2, 32), min_size=1, max_size=40)
+
+
+def _made(
+    lengths: list[int], packing: bool, most: int = 64
+) -> tuple[MadeDocuments, list[MicroBatch]]:
+    documents = MadeDocuments(lengths)
+    rows = pack(lengths, 32) if packing else [[number] for number in range(len(lengths))]
+    arrays = [np.array(row, dtype=np.int64) for row in rows]
+    made = micro_batches(arrays, documents, micro_batch_tokens=most, packing=packing, pad_id=7)
+    return documents, made
+
+
+@given(lengths=_LENGTHS, packing=st.booleans())
+def test_every_token_is_there_once(lengths: list[int], packing: bool) -> None:
+    documents, made = _made(lengths, packing)
+    expected = [int(t) for number in range(len(lengths)) for t in documents.tokens(number)[0]]
+    assert sorted(real_tokens(made)) == sorted(expected)
+    assert sum(micro.num_tokens for micro in made) == sum(lengths)
+    check_batch(made, SPAN * 50)
+
+
+@given(lengths=_LENGTHS, packing=st.booleans())
+def test_labels_are_the_trained_tokens_but_the_first(lengths: list[int], packing: bool) -> None:
+    documents, made = _made(lengths, packing)
+    labels = [int(one) for micro in made for one in micro.labels[micro.labels != -100]]
+    expected = []
+    for number in range(len(lengths)):
+        ids, trained = documents.tokens(number)
+        expected += [int(one) for one in ids[1:][trained[1:]]]
+    assert sorted(labels) == sorted(expected)
+    for micro in made:
+        kept = micro.labels != -100
+        assert torch.equal(micro.labels[kept], micro.input_ids[kept])
+
+
+@given(lengths=_LENGTHS, packing=st.booleans(), most=st.integers(32, 200))
+def test_no_micro_batch_is_too_large(lengths: list[int], packing: bool, most: int) -> None:
+    _, made = _made(lengths, packing, most)
+    assert max(micro.input_ids.numel() for micro in made) <= most
+
+
+@given(lengths=_LENGTHS)
+def test_positions_start_anew_at_each_document(lengths: list[int]) -> None:
+    _, made = _made(lengths, packing=True)
+    for micro in made:
+        assert micro.attention_mask is None
+        assert micro.position_ids is not None
+        assert torch.equal(micro.position_ids, micro.input_ids % SPAN)
+        assert (micro.labels[micro.position_ids == 0] == -100).all()
+
+
+def test_a_first_token_that_is_a_target_would_be_noticed() -> None:
+    _, (micro, *_) = _made([8, 8, 8, 8], packing=True)
+    assert micro.position_ids is not None
+    wrong = micro.input_ids.clone()
+    assert not (wrong[micro.position_ids == 0] == -100).all()
+
+
+def _model(attention: str) -> Any:
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, attn_implementation=attention,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packed_documents_do_not_see_each_other(attention: str) -> None:
+    """The same logits as each document alone; without position ids they are others."""
+    model = _model(attention)
+    lengths = [9, 7, 16, 11]
+    _, made = _made(lengths, packing=True)
+    for micro in made:
+        assert micro.position_ids is not None
+        ids = micro.input_ids % 127
+        packed = model(ids, position_ids=micro.position_ids, use_cache=False).logits
+        mixed = model(ids, use_cache=False).logits
+        for row, positions in enumerate(micro.position_ids):
+            begins = [*torch.nonzero(positions == 0).flatten().tolist(), len(positions)]
+            for begin, end in pairwise(begins):
+                alone = model(ids[row : row + 1, begin:end], use_cache=False).logits[0]
+                assert torch.allclose(packed[row, begin:end], alone, atol=1e-5)
+                if begin > 0:
+                    assert not torch.allclose(mixed[row, begin:end], alone, atol=1e-3)
+
+
+def test_padding_is_masked_and_not_counted() -> None:
+    _, (micro,) = _made([4, 2], packing=False)
+    assert micro.input_ids.tolist() == [[0, 1, 2, 3], [SPAN, SPAN + 1, 7, 7]]
+    assert micro.labels.tolist() == [[-100, -100, 2, 3], [-100, SPAN + 1, -100, -100]]
+    assert micro.attention_mask is not None
+    assert micro.attention_mask.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
+    assert micro.num_tokens == 6
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_rows_of_one_length_need_no_mask(packing: bool) -> None:
+    _, (micro,) = _made([32, 32], packing=packing)
+    assert micro.input_ids.shape == (2, 32)
+    assert micro.attention_mask is None
+
+
+def test_rows_of_like_length_go_together() -> None:
+    _, made = _made([2, 30, 3, 31, 2, 32], packing=False, most=96)
+    assert [micro.input_ids.shape for micro in made] == [(3, 32), (3, 3)]

@@ -1,0 +1,109 @@
+"""The examination of this machine: whole, kept, and gone from the disk it was made on."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megatrain.cli.app import app
+from megatrain.doctor import examine as module
+from megatrain.doctor import trial_steps
+from megatrain.doctor.examine import examine, keep
+from megatrain.doctor.rates import Bench, CopyRates
+from megatrain.errors import DiskError, DoesNotFit
+from megatrain.planning.machine.examination import kept_examination
+
+
+@pytest.fixture(autouse=True)
+def _small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(module, "PARAMS", 1 << 16)
+    monkeypatch.setattr(module, "COPY_BYTES", 1 << 20)
+    monkeypatch.setattr(module, "DISK_BYTES", 32 << 20)
+    monkeypatch.setattr(module, "NEEDED_BYTES", 1 << 20)
+    monkeypatch.setattr(module, "shapes_for", lambda own_memory: iter([(32, 64), (16, 32)]))
+    monkeypatch.setattr(module, "elementwise_rate", lambda bench: 1e9)
+    monkeypatch.setattr(module, "_dram_rate", lambda kernel, num_threads: 1e10)
+    monkeypatch.setattr(Bench, "seconds", _quick)
+    monkeypatch.setattr(trial_steps, "SHAPES", ((64, 16), (64, 32)))
+    monkeypatch.setattr(trial_steps, "VOCABULARY", 128)
+
+
+def _quick(bench: Bench, work: object) -> float:
+    return max(bench._timed(work), 1e-9)  # type: ignore[arg-type]
+
+
+def test_it_is_whole_and_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "disk"
+    said: list[str] = []
+    found = examine(folder, said.append)
+    assert kept_examination() is None
+    keep(found)
+    assert kept_examination() == found
+    assert found.profile.source == "measured"
+    assert found.profile.unified
+    assert [point[:2] for point in found.profile.forward_flops] == [(64, 16), (64, 32)]
+    assert found.profile.disk_read_bytes_per_s > 0
+    assert said == [
+        "copies", "products", "attention and element-wise work", "optimizer and memory traffic",
+        "trial steps", f"disk, in {folder}",
+    ]  # fmt: skip
+    assert list(folder.iterdir()) == []
+
+
+def test_doctor_prints_what_it_measured_where_nothing_can_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = examine(tmp_path / "disk", lambda what: None)
+    monkeypatch.setattr(module, "examine", lambda folder, say: found)
+    monkeypatch.setenv("MEGATRAIN_CACHE", "/proc")
+    done = CliRunner().invoke(app, ["doctor", str(tmp_path)])
+    assert found.verdict()[:40] in done.stdout
+    assert isinstance(done.exception, DiskError)
+    assert "Set MEGATRAIN_CACHE" in str(done.exception)
+
+
+def test_a_machine_that_is_slow_is_measured_roughly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ENOUGH_S", 0.0)
+    said: list[str] = []
+    found = examine(tmp_path / "disk", said.append)
+    assert "trial steps" not in said
+    assert len(found.profile.forward_flops) == 1
+
+
+@pytest.mark.parametrize("pins", [True, False])
+def test_whether_memory_can_be_pinned_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pins: bool
+) -> None:
+    def rates(device: object, **_: object) -> CopyRates:
+        if not pins:
+            warnings.warn("host memory: could not be pinned", stacklevel=1)
+        return CopyRates(into=1e9, out=1e9, duplex_share=1.0)
+
+    monkeypatch.setattr(module, "copy_rates", rates)
+    profile = examine(tmp_path, lambda what: None).profile
+    assert (profile.pinned_bytes == 0) is pins
+
+
+def test_too_little_memory_is_said_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "NEEDED_BYTES", 1 << 60)
+    with pytest.raises(DoesNotFit, match=r"the measurements need 1073741824\.0 GiB, .* are free"):
+        examine(tmp_path, lambda what: None)
+    assert kept_examination() is None
+
+
+def test_a_disk_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "_read_seconds", fail)
+    with pytest.raises(KeyboardInterrupt):
+        examine(tmp_path / "disk", lambda what: None)
+    assert list((tmp_path / "disk").iterdir()) == []

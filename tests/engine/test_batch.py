@@ -1,0 +1,111 @@
+"""Batches: what is counted is real, what cannot be trained on is refused with the reason."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain.engine.batch import MicroBatch, check_batch, trained_token_weights
+from megatrain.errors import BatchError
+
+IDS = torch.tensor([[5, 6, 7, 8], [9, 4, 0, 0]])
+LABELS = torch.tensor([[-100, 6, 7, 8], [9, 4, -100, -100]])
+MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+
+
+def micro(**changes: Tensor) -> MicroBatch:
+    return MicroBatch(**{"input_ids": IDS, "labels": LABELS, "attention_mask": MASK} | changes)
+
+
+def test_padding_is_not_counted() -> None:
+    assert micro().num_tokens == 6
+    assert MicroBatch(input_ids=IDS, labels=LABELS).num_tokens == 8
+
+
+def test_trained_tokens_are_those_that_are_predicted() -> None:
+    """The first label of a row is nobody's target."""
+    assert micro().num_trained == 3 + 1
+
+
+def test_a_model_gets_what_there_is_and_nothing_else() -> None:
+    assert list(micro().inputs) == ["input_ids", "attention_mask"]
+    packed = MicroBatch(input_ids=IDS, labels=LABELS, position_ids=torch.arange(4).repeat(2, 1))
+    assert list(packed.inputs) == ["input_ids", "position_ids"]
+
+
+def test_the_lengths_of_documents_count_over_all_rows() -> None:
+    places = torch.tensor([[0, 1, 0, 1], [0, 1, 2, 3]])
+    packed = MicroBatch(input_ids=IDS, labels=LABELS, position_ids=places).document_lengths()
+    ends = packed["cu_seq_lens_q"]
+    assert isinstance(ends, Tensor)
+    assert ends.dtype is torch.int32
+    assert ends.tolist() == [0, 2, 4, 8]
+    assert packed["cu_seq_lens_k"] is ends
+    assert packed["max_length_q"] == packed["max_length_k"] == 4
+
+
+def test_rows_that_are_not_packed_have_no_lengths() -> None:
+    assert micro().document_lengths() == {}
+    assert MicroBatch(input_ids=IDS, labels=LABELS).document_lengths() == {}
+
+
+def test_weights_of_a_step_sum_to_minus_one_over_its_trained_tokens() -> None:
+    weights = trained_token_weights(torch.tensor([-100, 3, 0, -100]), 4)
+    assert weights.dtype is torch.float32
+    assert weights.tolist() == [0.0, -0.25, -0.25, 0.0]
+
+
+def test_a_good_batch_passes() -> None:
+    check_batch([micro(), micro()], 10)
+
+
+@pytest.mark.parametrize(
+    ("batch", "text"),
+    [
+        ([], "a step needs at least one micro-batch"),
+        (
+            [micro(), micro(labels=LABELS[:, :3])],
+            r"micro-batch 1: labels is \(2, 3\), input_ids \(2, 4\); both must be \(rows, length\)",
+        ),
+        (
+            [micro(attention_mask=MASK[0])],
+            r"micro-batch 0: attention_mask is \(4,\), input_ids \(2, 4\)",
+        ),
+        (
+            [MicroBatch(input_ids=IDS[0], labels=LABELS[0])],
+            r"micro-batch 0: input_ids is \(4,\), input_ids \(4,\); both must be \(rows, length\)",
+        ),
+        ([MicroBatch(input_ids=IDS[:0], labels=LABELS[:0])], r"micro-batch 0 is \(0, 4\): no tok"),
+        (
+            [micro(input_ids=IDS + 5)],
+            "micro-batch 0: token 10 in input_ids is outside the vocabulary of 10",
+        ),
+        (
+            [micro(), micro(input_ids=IDS - 1)],
+            "micro-batch 1: token -1 in input_ids is outside the vocabulary of 10",
+        ),
+        (
+            [micro(labels=torch.where(LABELS == 7, 77, LABELS))],
+            "micro-batch 0: token 77 in labels is outside the vocabulary of 10",
+        ),
+        (
+            [micro(labels=torch.where(LABELS == 7, -1, LABELS))],
+            "micro-batch 0: token -1 in labels is outside the vocabulary of 10",
+        ),
+        (
+            [micro(labels=torch.full_like(IDS, -100))] * 2,
+            r"no token of the step is trained: every label is -100 \(were answers truncated away",
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, list) else value[:40],
+)
+def test_what_cannot_be_trained_on_is_refused_with_the_reason(
+    batch: list[MicroBatch], text: str
+) -> None:
+    with pytest.raises(BatchError, match=f"^{text}"):
+        check_batch(batch, 10)
+
+
+def test_a_micro_batch_without_targets_is_fine_beside_one_with() -> None:
+    check_batch([micro(labels=torch.full_like(IDS, -100)), micro()], 10)

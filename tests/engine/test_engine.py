@@ -1,0 +1,179 @@
+"""Laws of engine.py: lanes give the bits of the reference, and weights are there when promised.
+
+What a step computes is in test_engine_results.py, its updates in test_engine_updates.py, its memory
+in test_engine_memory.py, its failures in test_engine_failures.py. The same cases by the ten
+thousand: python -m proofs.interleavings.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+
+from megatrain.engine.engine import Update
+from megatrain.lanes.lane import Lane
+from megatrain.step.hazards import Hazards
+from megatrain.step.ops import LANES, Op, OpKind
+from proofs.interleavings import case_of, faults_of
+from testkit.states import LATE, same, state_after, state_of, steps_of, threads_end
+from testkit.worlds import SORTS, Case, Outcome, make_batch, world_of
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    with threads_end():
+        yield
+
+
+# Law 1: lanes give the bits of the reference, whatever their timing.
+
+Group = tuple[str, Update, str, bool]
+UPDATES: tuple[Update, ...] = ("none", "in_backward", "late")
+
+
+def grid() -> dict[Group, list[Case]]:
+    groups: dict[Group, list[Case]] = {}
+    sorts = ("llama of 2 layers", "gemma, tied", "mixtral")
+    for sort, update, tape, copying in product(sorts, UPDATES, ("device", "host"), (True, False)):
+        slots = (2, 3, 4) if copying else (2,)  # views need none
+        groups[sort, update, tape, copying] = [
+            Case(
+                sort=sort,
+                steps=steps_of(num_micro),
+                update=update,
+                tape=tape,  # type: ignore[arg-type]
+                copying=copying,
+                num_slots=num_slots,
+                num_tape_slots=num_slots,
+                timing=hash((num_slots, num_micro)),
+            )
+            for num_slots, num_micro in product(slots, (1, 2, 3, 4))
+        ]
+    return groups
+
+
+GRID = grid()
+RANDOM = range(40)
+
+
+@functools.cache
+def expected(sort: str, update: Update, num_micro: int) -> Outcome:
+    """What the reference gives: the same wherever things are kept (see below)."""
+    case = Case(sort=sort, steps=steps_of(num_micro), update=update, copying=False)
+    return world_of(sort).play(case, reference=True)
+
+
+@pytest.mark.parametrize("group", GRID, ids=str)
+def test_lanes_give_the_bits_of_the_reference(group: Group) -> None:
+    for case in GRID[group]:
+        reference = expected(case.sort, case.update, len(case.steps[0]))
+        assert world_of(case.sort).play(case).differences(reference) == [], case
+
+
+@pytest.mark.parametrize("first", RANDOM[::5])
+def test_random_cases_give_the_bits_of_the_reference(first: int) -> None:
+    """Changing numbers of micro-batches, evaluations between, frozen parts, dropout."""
+    for number in RANDOM[first : first + 5]:
+        assert faults_of(number) == [], case_of(number)
+
+
+def test_there_are_enough_cases() -> None:
+    assert sum(map(len, GRID.values())) + len(RANDOM) >= 300
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_the_reference_gives_the_same_wherever_things_are_kept(update: Update) -> None:
+    for group in GRID:
+        if group[:2] == ("gemma, tied", update):
+            case = GRID[group][-1]
+            found = world_of(case.sort).play(case, reference=True)
+            assert found.differences(expected(case.sort, update, 4)) == []
+
+
+def slow_lanes(*slow: str) -> list[Lane]:
+    return [Lane(name, delay=(lambda op: 1e-2) if name in slow else None) for name in LANES]
+
+
+@pytest.mark.parametrize(
+    ("kind", "slow", "update"),
+    [
+        (OpKind.FETCH, "host", "late"),
+        (OpKind.FORWARD, "in", "late"),
+        (OpKind.STASH, "compute", "late"),
+        (OpKind.HEAD, "in", "late"),
+        (OpKind.RESTORE, "out", "late"),
+        (OpKind.BACKWARD, "in", "late"),
+        (OpKind.DRAIN, "compute", "late"),
+        (OpKind.NORM, "out", "late"),
+        (OpKind.NORM, "out", "in_backward"),
+    ],
+)
+def test_ops_of_a_kind_that_do_not_wait_would_be_noticed(
+    kind: OpKind, slow: str, update: Update, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(sort="gemma, tied", steps=steps_of(2), update=update, tape="host", copying=True)
+    reference = expected(case.sort, update, 2)
+    assert world_of(case.sort).play(case, lanes=slow_lanes(slow)).differences(reference) == []
+
+    feed = Hazards.feed
+
+    def forgetful(self: Hazards, op: Op):  # type: ignore[no-untyped-def]
+        ticket, waits = feed(self, op)
+        return ticket, [] if op.kind is kind else waits
+
+    monkeypatch.setattr(Hazards, "feed", forgetful)
+    try:
+        found = world_of(case.sort).play(case, lanes=slow_lanes(slow))
+    except Exception:  # something was not there yet
+        return
+    assert found.differences(reference) != []
+
+
+# Law 3: late updates are finished before anyone reads weights.
+
+
+@pytest.mark.parametrize("finish", ["settle", "evaluate", "close"])
+def test_settle_evaluate_and_close_finish_late_updates(finish: str) -> None:
+    world = world_of(LATE.sort)
+    engine = world.engine(LATE, lanes=slow_lanes("host"))
+    with engine:
+        for number in range(2):
+            batch = make_batch(LATE.steps[number], seed=number)
+            engine.step(batch)
+        if finish != "close":
+            engine.settle() if finish == "settle" else engine.evaluate(batch)
+            assert same(state_of(world), state_after(LATE, 2))
+    assert same(state_of(world), state_after(LATE, 2))
+    engine.close()
+
+
+def test_a_late_update_is_not_there_before() -> None:
+    world = world_of(LATE.sort)
+    with world.engine(LATE) as engine:
+        engine.step(make_batch(LATE.steps[0], seed=0))
+        assert same(state_of(world), state_after(LATE, 0))
+        assert not same(state_after(LATE, 1), state_after(LATE, 0))
+
+
+def test_settling_twice_or_before_any_step_changes_nothing() -> None:
+    world = world_of(LATE.sort)
+    with world.engine(LATE) as engine:
+        engine.settle()
+        engine.step(make_batch(LATE.steps[0], seed=0))
+        engine.settle()
+        engine.settle()
+        assert same(state_of(world), state_after(LATE, 1))
+
+
+@pytest.mark.parametrize("sort", SORTS)
+@pytest.mark.parametrize("update", ["in_backward", "late"])
+def test_evaluations_between_steps_change_nothing(sort: str, update: Update) -> None:
+    case = Case(sort=sort, steps=steps_of(2), update=update, tape="host")
+    between = Case(sort=sort, steps=steps_of(2), update=update, tape="host", evaluates_after=(0, 1))
+    with_evaluations = world_of(sort).play(between)
+    without = world_of(sort).play(case, reference=True)
+    without.numbers = with_evaluations.numbers
+    assert with_evaluations.differences(without) == []

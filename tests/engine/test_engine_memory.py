@@ -1,0 +1,145 @@
+"""Device memory of the engine: bounded by the plan, whatever the depth of the model.
+
+Copying mode, tape on the host. Twice: as the device's own meter counts, and by a second count
+that watches every tensor that torch makes.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from megatrain.devices.device import CpuDevice
+from megatrain.errors import DeviceFull
+from megatrain.memory.arena import map_arena
+from megatrain.memory.layout import Kind
+from testkit.live_bytes import LiveBytes
+from testkit.worlds import SIZES, Case, Sort, World, dawdling_lanes, make_batch
+
+DEPTHS = (8, 64)
+SHAPES = ((1, 6), (2, 8))
+CASE = Case(sort="", steps=(SHAPES,) * 2, update="late", tape="host", copying=True)
+
+
+@functools.cache
+def world_of(num_layers: int) -> World:
+    config = functools.partial(
+        LlamaConfig, **SIZES, num_hidden_layers=num_layers, tie_word_embeddings=False
+    )
+    return World(Sort(config=config))
+
+
+def peak_bytes(num_layers: int, cap_bytes: int | None = None, **changes: Any) -> int:
+    """Return the meter's peak over two steps and an evaluation."""
+    device = CpuDevice(copying=True, cap_bytes=cap_bytes)
+    with world_of(num_layers).engine(CASE, device=device, **changes) as engine:
+        for number, shapes in enumerate(CASE.steps):
+            engine.step(make_batch(shapes, seed=number))
+        engine.evaluate(make_batch(SHAPES, seed=0))
+    return device.meter.peak_bytes
+
+
+@pytest.mark.parametrize("reference", [True, False])
+def test_the_peak_does_not_grow_with_depth(reference: bool) -> None:
+    shallow, deep = (peak_bytes(depth, reference=reference) for depth in DEPTHS)
+    assert deep == pytest.approx(shallow, rel=0.02)
+
+
+def test_a_tape_on_the_device_would_be_noticed() -> None:
+    shallow, deep = (peak_bytes(depth, reference=True, tape="device") for depth in (8, 24))
+    assert deep > 1.2 * shallow
+
+
+def test_it_runs_under_a_cap_of_its_own_peak_and_not_below() -> None:
+    peak = peak_bytes(8, reference=True)
+    assert peak_bytes(24, cap_bytes=peak, reference=True) == peak
+    with pytest.raises(
+        DeviceFull, match=r"^device memory: .*hidden states needs .* of .* are free$"
+    ):
+        peak_bytes(24, cap_bytes=peak - 1, reference=True)
+    with pytest.raises(DeviceFull, match=r"^device memory: weight slots needs "):
+        peak_bytes(24, cap_bytes=1000, reference=True)
+
+
+def test_a_batch_that_does_not_fit_touches_nothing_and_a_smaller_one_goes_on() -> None:
+    device = CpuDevice(copying=True, cap_bytes=peak_bytes(8, reference=True, tape="device"))
+    with world_of(8).engine(CASE, device=device, reference=True, tape="device") as engine:
+        first = engine.step(make_batch(SHAPES, seed=0))
+        with pytest.raises(DeviceFull, match=r"^device memory: tape needs .* are free$"):
+            engine.step(make_batch(((16, 32),), seed=1))
+        assert not engine.torn
+        second = engine.step(make_batch(SHAPES, seed=1))
+    with world_of(8).engine(CASE, reference=True, tape="device") as engine:
+        assert engine.step(make_batch(SHAPES, seed=0)) == first
+        assert engine.step(make_batch(SHAPES, seed=1)) == second
+
+
+def largest_possible() -> int:
+    """Return what the plan allows: slots, the ring, and two hidden states of each micro-batch."""
+    world = world_of(24)
+    layout, blocks = world.store.layout, range(26)
+    weights = [layout.block_extents[block, Kind.HI].num_bytes for block in blocks]
+    gradients = [4 * sum(s.num_elements for s in layout.trained_segments(b)) for b in blocks]
+    hidden = [2 * rows * length * 32 for rows, length in SHAPES]  # bf16, 32 wide
+    ring = 2 * max(hidden)
+    return (
+        2 * weights[1] + weights[0] + weights[-1]
+        + 2 * gradients[1] + max(gradients[0], gradients[-1])
+        + ring + sum(hidden) + 2 * max(hidden)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("timing", range(4))
+def test_no_timing_of_the_lanes_exceeds_the_plan(timing: int) -> None:
+    limit = largest_possible()
+    peak = peak_bytes(24, cap_bytes=limit, lanes=dawdling_lanes(timing))
+    assert 0.9 * limit < peak <= limit
+
+
+# The second count.
+
+
+class Apart(CpuDevice):
+    """Host memory comes from the system, where the count does not see it, and not from torch."""
+
+    def map_host(self, num_bytes: int, purpose: str) -> Tensor:
+        return map_arena(purpose, num_bytes)
+
+
+def counted_peak(num_layers: int, **changes: Any) -> int:
+    world = world_of(num_layers)
+    batches = [make_batch(shapes, seed=number) for number, shapes in enumerate(CASE.steps)]
+    count = LiveBytes()
+    device = Apart(copying=True)
+    with world.engine(CASE, device=device, reference=True, **changes) as engine, count:
+        for batch in batches:
+            engine.step(batch)
+    return count.peak
+
+
+def test_a_second_count_does_not_grow_with_depth_either() -> None:
+    shallow, deep = map(counted_peak, DEPTHS)
+    assert shallow > 10_000
+    assert deep == pytest.approx(shallow, rel=0.02)
+
+
+def test_the_second_count_would_notice_a_tape_on_the_device() -> None:
+    shallow, deep = (counted_peak(depth, tape="device") for depth in (8, 24))
+    assert deep > 1.2 * shallow
+
+
+def test_the_second_count_sees_what_is_made_and_freed() -> None:
+    with LiveBytes() as count:
+        held = torch.ones(100)
+        torch.ones(50)
+        assert (count.live, count.peak) == (400, 600)
+        view = held.view(10, 10).detach()
+        del held
+        assert count.live == 400
+        del view
+        assert count.live == 0

@@ -1,0 +1,93 @@
+"""Rows in place of the whole embedding: same bits, less device memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatrain.devices.accelerator import Accelerator
+from megatrain.engine import gathered
+from megatrain.engine.engine import Engine
+from megatrain.errors import ConfigError
+from megatrain.memory.layout import Kind
+from megatrain.step.schedule import build_step
+from megatrain.step.shape import StepShape
+from proofs.races import Run, play, reference, simulator_of, world_of
+from testkit.schedule_laws import check_schedules
+from testkit.simulated.accelerator import Simulator
+from testkit.simulated.watched import watched
+from testkit.worlds import Case, make_batch
+
+CASE = Case(sort="", steps=(((1, 4), (2, 5)), ((2, 6),)), update="late", evaluates_after=(0,))
+RUN = Run(family="llama", dtype="bf16", case=CASE, policy="late", seed=0)
+
+
+def faults(run: Run) -> list[str]:
+    simulator = simulator_of(run)
+    found = play(run, simulator, gather_embedding=True)
+    return [*found.differences(reference(run)), *simulator.races, *map(repr, simulator.failures)]
+
+
+@pytest.mark.parametrize("update", ["none", "in_backward", "late"])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("form", ["padded", "packed"])
+def test_bits_are_those_of_the_whole_table(family: str, update: Any, form: Any) -> None:
+    case = replace(CASE, update=update, form=form, tape="host" if form == "padded" else "device")
+    policy: Any = "late" if form == "padded" else "random"
+    dtype = "fp32" if family == "mixtral" else "bf16"
+    assert faults(replace(RUN, family=family, dtype=dtype, case=case, policy=policy)) == []
+
+
+def test_rows_in_the_wrong_place_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gathered, "spread_rows", lambda target, rows, ids: target.zero_())
+    assert faults(RUN) != []
+
+
+def test_a_gather_before_the_update_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows are read when the fetch is played, behind the update of the last step."""
+    reserve = gathered.Gathered.reserve
+
+    def gather_early(self: gathered.Gathered, batch: Any) -> None:
+        reserve(self, batch)
+        self.fetch = lambda: 0  # type: ignore[method-assign]
+        gathered.Gathered.fetch(self)
+
+    monkeypatch.setattr(gathered.Gathered, "reserve", gather_early)
+    assert faults(replace(RUN, case=replace(CASE, evaluates_after=()))) != []
+
+
+def peak(**settings: Any) -> int:
+    simulator, world = Simulator(policy="early"), world_of("llama", "bf16")
+    case = replace(CASE, update="none")
+    with (
+        watched(simulator),
+        world.engine(case, device=Accelerator(simulator), **settings) as engine,
+    ):
+        engine.step(make_batch(((1, 3),), seed=1))
+        return engine.device.peak_bytes
+
+
+def test_device_memory_is_that_of_the_rows() -> None:
+    table = world_of("llama", "bf16").store.param("model.embed_tokens.weight", Kind.HI)
+    saved = peak() - peak(gather_embedding=True)
+    assert saved == pytest.approx(table.nbytes - 3 * table[0].nbytes, abs=600)
+
+
+def test_a_table_that_the_head_reads_is_refused() -> None:
+    world = world_of("gemma2", "bf16")
+    with pytest.raises(ConfigError, match="the head of this model reads the embedding's table too"):
+        world.engine(CASE, device=Accelerator(Simulator()), gather_embedding=True)
+
+
+def test_unified_memory_has_nothing_to_gather_for() -> None:
+    world = world_of("llama", "bf16")
+    with pytest.raises(ConfigError, match="needs a device with memory of its own"):
+        Engine(world.decoder, world.store, gather_embedding=True)
+
+
+@pytest.mark.parametrize("update", ["none", "in_backward", "late"])
+def test_schedules_that_gather_keep_all_laws(update: Any) -> None:
+    shape = StepShape(num_blocks=6, num_micro=2, update=update, gathers=True)
+    check_schedules(shape, [build_step(shape), build_step(shape, pending=update == "late")])

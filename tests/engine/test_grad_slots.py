@@ -1,0 +1,151 @@
+"""Laws of grad_slots.py: sums in fp32, in order; no offset shifts; nothing old is seen again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain.engine.grad_slots import GradSlots
+from megatrain.memory.layout import build_layout
+from megatrain.models.decoder import Block, Param
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def block(index: int, *shapes: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = ()) -> Block:
+    return Block(
+        index=index,
+        kind="layer",
+        params=tuple(
+            Param(
+                name=f"{index}.{number}",
+                shape=shape,
+                dtype=dtypes[number] if dtypes else BF16,
+                trained=shape != (13,),
+            )
+            for number, shape in enumerate(shapes)
+        ),
+    )
+
+
+# Sizes that are no multiples of the alignment; a frozen param; one in fp32 among bf16.
+BLOCKS = [
+    block(0, (5, 7), (13,), (3,), (130,)),
+    block(1, (9, 31), (2, 2), dtypes=(BF16, FP32)),
+]
+LAYOUT = build_layout(BLOCKS)
+NAMES = ["0.0", "0.2", "0.3"]
+
+
+def empty(num_bytes: int) -> Tensor:
+    """Memory as it comes: full of what was there before."""
+    return torch.full((num_bytes // 4,), float("nan")).view(torch.uint8)
+
+
+@pytest.fixture(params=[False, True], ids=["copies", "keeps the first part"])
+def slots(request: pytest.FixtureRequest) -> GradSlots:
+    return GradSlots(LAYOUT, {0: [0, 1]}, empty, keeps_first=request.param)
+
+
+def parts(seed: int, dtype: torch.dtype = BF16) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    params = {param.name: param for param in BLOCKS[0].params}
+    return {n: torch.randn(params[n].shape, generator=generator).to(dtype) for n in NAMES}
+
+
+def written(slots: GradSlots, block: int = 0) -> list[Tensor]:
+    """The sums as they are drained, into memory full of something else."""
+    segments = LAYOUT.trained_segments(block)
+    targets = [torch.full((segment.num_elements,), float("nan")) for segment in segments]
+    slots.move_out(0, block, targets)
+    return targets
+
+
+def read(slots: GradSlots) -> dict[str, Tensor]:
+    """The sums of block 0 by param, where an update will look for them."""
+    (flat,) = written(slots)
+    places = [LAYOUT.places[name] for name in NAMES]
+    return {
+        p.param.name: flat[p.start : p.start + p.param.num_elements].view(p.param.shape)
+        for p in places
+    }
+
+
+def sum_up(slots: GradSlots, given: list[dict[str, Tensor]]) -> None:
+    slots.begin(0)
+    for part in given:
+        slots.add(0, 0, {name: grad.clone() for name, grad in part.items()})
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_sums_are_in_fp32_in_the_order_of_the_parts(
+    slots: GradSlots, dtype: torch.dtype, count: int
+) -> None:
+    given = [parts(seed, dtype) for seed in range(count)]
+    sum_up(slots, given)
+    found = read(slots)
+    for name in NAMES:
+        total = given[0][name].float()
+        for part in given[1:]:
+            total = total + part[name].float()
+        assert torch.equal(found[name], total)
+
+
+def test_a_sum_in_bf16_or_in_another_order_would_be_noticed(slots: GradSlots) -> None:
+    given = [parts(seed, FP32) for seed in range(5)]
+    sum_up(slots, given)
+    wide = read(slots)["0.3"]
+    backwards = sum((part["0.3"] for part in reversed(given)), torch.zeros(130))
+    narrow = sum((part["0.3"].bfloat16() for part in given), torch.zeros(130, dtype=BF16))
+    assert not torch.equal(wide, backwards)
+    assert not torch.equal(wide, narrow.float())
+
+
+@pytest.mark.parametrize("lacking", NAMES)
+def test_a_param_without_a_gradient_counts_as_zero_and_shifts_nothing(
+    slots: GradSlots, lacking: str
+) -> None:
+    sum_up(slots, [parts(1)])  # something to be forgotten
+    given = parts(3)
+    slots.begin(0)
+    slots.add(0, 0, {name: None if name == lacking else grad for name, grad in given.items()})
+    slots.add(0, 0, {})
+    found = read(slots)
+    for name in NAMES:
+        expected = torch.zeros_like(given[name]) if name == lacking else given[name]
+        assert torch.equal(found[name], expected.float())
+
+
+def test_what_another_block_left_is_never_seen_again(slots: GradSlots) -> None:
+    slots.begin(0)
+    slots.add(0, 1, {"1.0": torch.full((9, 31), 9.0), "1.1": torch.full((2, 2), 9.0)})
+    written(slots, 1)
+    sum_up(slots, [parts(2), parts(3)])
+    total = sum(flat.abs().sum() for flat in written(slots))
+    sums = [parts(2)[name].float() + parts(3)[name].float() for name in NAMES]
+    assert total == pytest.approx(float(sum(part.abs().sum() for part in sums)))
+
+
+def test_padding_is_zero_also_in_fresh_memory(slots: GradSlots) -> None:
+    sum_up(slots, [parts(4), parts(5)])
+    (flat,) = written(slots)
+    padding = torch.ones(len(flat), dtype=torch.bool)
+    for name in NAMES:
+        place = LAYOUT.places[name]
+        padding[place.start : place.start + place.param.num_elements] = False
+    assert padding.sum() == 3 * 128 + 128 - 35 - 3 - 130
+    assert not flat[padding].any()
+    assert flat.isfinite().all()
+
+
+def test_a_slot_is_as_large_as_its_largest_user() -> None:
+    sizes: list[int] = []
+
+    def allocate(num_bytes: int) -> Tensor:
+        sizes.append(num_bytes)
+        return empty(num_bytes)
+
+    GradSlots(LAYOUT, {0: [0, 1], "edge": [0]}, allocate, keeps_first=False)
+    assert sizes == [4 * max(512, 384 + 128), 4 * 512]

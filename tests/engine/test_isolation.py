@@ -1,0 +1,190 @@
+"""Packed documents do not see each other: a packed row is its documents alone.
+
+For every family the plain model says whether it keeps documents apart, with windows, chunks and
+selections smaller than a document; the list that packing relies on must say the same. Through the
+engine, losses, gradients and the logits at the end of each document are compared, by every
+attention that trains here.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from megatrain import load_model
+from megatrain.data.steps.isolation import ISOLATES, check_packing
+from megatrain.engine.batch import MicroBatch
+from megatrain.engine.engine import Engine
+from megatrain.errors import ConfigError
+from megatrain.memory.layout import Kind
+from megatrain.models import packed_masks
+from megatrain.models.packed_masks import TAKES_MASKS
+from testkit.families import FAMILIES, save_tiny, tiny_config
+
+LENGTHS = (9, 14, 20)
+"""The last is longer than the window of 16."""
+NEAR = 1e-6
+# What would not show in rows this short, or in a model this small.
+STRAINED: dict[str, dict[str, Any]] = {
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "llama4_text": {"attention_chunk_size": 8},
+    "doge": {"keep_window_size": 4},
+    "deepseek_v32": {"index_topk": 4},
+    "axk2": {"index_topk": 4},
+}
+
+
+def _documents() -> list[MicroBatch]:
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for length in LENGTHS:
+        ids = torch.randint(3, 300, (1, length), generator=generator)
+        labels = ids.clone()
+        labels[:, :3] = -100
+        found.append(MicroBatch(input_ids=ids, labels=labels))
+    return found
+
+
+def _packed(documents: list[MicroBatch], *, positions: bool = True) -> MicroBatch:
+    """Return the documents as one row; without positions they are one text."""
+    places = torch.cat([torch.arange(one.input_ids.shape[1]) for one in documents])[None]
+    return MicroBatch(
+        input_ids=torch.cat([one.input_ids for one in documents], dim=1),
+        labels=torch.cat([one.labels for one in documents], dim=1),
+        position_ids=places if positions else None,
+    )
+
+
+def _far(expected: Tensor, found: Tensor) -> float:
+    """Return the largest difference, relative to the largest value."""
+    return float((expected - found).abs().max() / expected.abs().max().clamp_min(1e-30))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_list_of_families_is_right(family: str) -> None:
+    config = copy.deepcopy(tiny_config(family))
+    for key, value in STRAINED.get(family, {}).items():
+        setattr(config, key, value)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    documents = _documents()
+    packed = model(**_packed(documents).inputs, use_cache=False).logits[0]
+    alone = torch.cat([model(**one.inputs, use_cache=False).logits[0] for one in documents])
+    first = LENGTHS[0]
+    if family != "doge":  # which keys it keeps depends on the length of the row
+        assert _far(alone[:first], packed[:first]) < 2 * NEAR  # nothing stands before it
+    if family in ISOLATES - TAKES_MASKS:
+        assert _far(alone, packed) < 2 * NEAR
+    else:
+        assert _far(alone, packed) > 100 * NEAR
+
+
+# Flex attention has no backward on a CPU, and compiles for a minute.
+CASES = [
+    ("llama", "sdpa"),
+    ("llama", "eager"),
+    ("mistral", "sdpa"),
+    ("mistral", "eager"),
+    ("gemma2", "eager"),
+    ("gemma3_text", "sdpa"),
+    ("cohere2", "sdpa"),
+    ("gpt2", "sdpa"),
+    ("gpt2", "eager"),
+    ("mixtral", "sdpa"),
+    ("deepseek_v3", "sdpa"),
+    ("deepseek_v32", "eager"),
+    # Through the engine only: it gives these the masks that their own forward makes wrong.
+    ("gpt_oss", "eager"),
+    ("afmoe", "sdpa"),
+    ("afmoe", "eager"),
+]
+
+
+class World:
+    """A tiny model in fp32 behind an engine that does not update."""
+
+    def __init__(self, folder: Path, family: str, attention: str) -> None:
+        save_tiny(folder, family, torch.float32)
+        self.model = load_model(folder, dtype="fp32", attn=attention)
+        self.engine = Engine(self.model.decoder, self.model.store)
+
+    def gradients(self, batch: list[MicroBatch]) -> tuple[float, dict[str, Tensor]]:
+        loss = self.engine.step(batch).loss
+        params = self.model.decoder.params
+        return loss, {p.name: self.model.store.param(p.name, Kind.GRAD).clone() for p in params}
+
+    def ends(self, documents: list[MicroBatch], packed: MicroBatch) -> float:
+        """Return how far the logits at the documents' ends are from those of each alone."""
+        stops = torch.tensor(LENGTHS).cumsum(0).tolist()
+        cut = [packed.mapped(lambda tensor, stop=stop: tensor[:, :stop]) for stop in stops]
+        alone, within = self.engine.predict(documents), self.engine.predict(cut)
+        return max(_far(one, two) for one, two in zip(alone, within, strict=True))
+
+
+def _differences(world: World, packed: MicroBatch) -> tuple[float, float, float]:
+    """Return how far loss, gradients and logits are from those of the documents alone."""
+    documents = _documents()
+    with world.engine:
+        loss, alone = world.gradients(documents)
+        other, together = world.gradients([packed])
+        largest = max(float(one.abs().max()) for one in alone.values())
+        gradient = max(float((alone[n] - together[n]).abs().max()) for n in alone) / largest
+        return abs(loss - other) / loss, gradient, world.ends(documents, packed)
+
+
+@pytest.mark.parametrize(("family", "attention"), CASES)
+def test_a_packed_row_is_its_documents_alone(family: str, attention: str, tmp_path: Path) -> None:
+    world = World(tmp_path, family, attention)
+    found = _differences(world, _packed(_documents()))
+    assert max(found) < 2 * NEAR, found
+
+
+@pytest.mark.parametrize("wrong", ["one text", "one too far", "a document begins late"])
+def test_documents_that_see_each_other_would_be_noticed(wrong: str, tmp_path: Path) -> None:
+    packed = _packed(_documents())
+    if wrong == "one text":
+        packed = _packed(_documents(), positions=False)
+    else:
+        assert packed.position_ids is not None
+        places = packed.position_ids.clone()
+        if wrong == "one too far":  # the second document goes on where the first ends
+            places[0, LENGTHS[0] : sum(LENGTHS[:2])] += LENGTHS[0]
+        else:
+            places[0, LENGTHS[0]] = LENGTHS[0]
+        packed = MicroBatch(input_ids=packed.input_ids, labels=packed.labels, position_ids=places)
+    found = _differences(World(tmp_path, "llama", "sdpa"), packed)
+    assert min(found) > 100 * NEAR, found
+
+
+def test_masks_that_are_not_given_would_be_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_masks, "TAKES_MASKS", frozenset())
+    found = _differences(World(tmp_path, "gpt_oss", "eager"), _packed(_documents()))
+    assert min(found) > 100 * NEAR, found
+
+
+@pytest.mark.parametrize("family", sorted(TAKES_MASKS))
+def test_rows_of_one_document_keep_the_models_own_masks(family: str) -> None:
+    config = tiny_config(family)
+    given: list[dict[str, Any]] = [
+        {"input_ids": 0},
+        {"position_ids": 0, "attention_mask": 1},
+        {"position_ids": 0, "past_key_values": 1},
+    ]
+    for inputs in given:
+        assert packed_masks.with_packed_masks(config, torch.float32, inputs) is inputs
+
+
+@pytest.mark.parametrize("family", ["mamba", "qwen3_next", "opt", "lfm2", "unheard_of"])
+def test_families_that_are_not_known_to_isolate_are_refused(family: str) -> None:
+    with pytest.raises(ConfigError, match=rf"data\.packing: {family} is not known to keep"):
+        check_packing(family)
+    check_packing("llama")

@@ -1,0 +1,193 @@
+"""The laws of progress.py: when waits end, what a stuck lane's error says."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from megatrain.errors import LaneStuck
+from megatrain.lanes.progress import Progress, Stopped
+from megatrain.step.hazards import Ticket
+from megatrain.step.ops import Op, OpKind
+from testkit.patience import HANG_S, eventually
+from testkit.streams import LateEvent
+
+
+def ticket(number: int, *, lane: str = "in", event: LateEvent | None = None) -> Ticket:
+    return Ticket(Op(kind=OpKind.FETCH, block=number), lane, number, event)
+
+
+def in_thread(action: object, *args: object) -> threading.Thread:
+    thread = threading.Thread(target=action, args=args)  # type: ignore[arg-type]
+    thread.start()
+    return thread
+
+
+def test_an_op_without_event_is_complete_when_issued() -> None:
+    progress = Progress(["in"], deadline_s=HANG_S)
+    first, second = ticket(0), ticket(1)
+    assert not progress.is_complete(first)
+    progress.issue(first)
+    assert progress.is_complete(first)
+    assert not progress.is_issued(second)
+
+
+def test_an_op_with_event_is_complete_when_its_device_has_passed_it() -> None:
+    progress = Progress(["in"], deadline_s=HANG_S)
+    first, second = ticket(0, event=LateEvent()), ticket(1, event=LateEvent())
+    for each in (first, second):
+        progress.issue(each)
+    assert progress.is_issued(second)
+    assert not progress.is_complete(first)
+    first.event.passed.set()
+    assert progress.is_complete(first)
+    assert not progress.is_complete(second)
+
+
+def test_a_wait_ends_when_its_op_is_there_and_not_before() -> None:
+    progress = Progress(["in"], deadline_s=HANG_S)
+    waiter = in_thread(progress.await_issued, ticket(1))
+    progress.issue(ticket(0))
+    waiter.join(0.05)
+    assert waiter.is_alive()
+    progress.issue(ticket(1))
+    waiter.join(HANG_S)
+    assert not waiter.is_alive()
+
+
+def test_a_wait_for_completion_ends_with_the_device() -> None:
+    progress = Progress(["in"], deadline_s=HANG_S)
+    late = ticket(0, event=LateEvent())
+    waiter = in_thread(progress.await_complete, late)
+    progress.issue(late)
+    waiter.join(0.05)
+    assert waiter.is_alive()
+    late.event.passed.set()
+    waiter.join(HANG_S)
+    assert not waiter.is_alive()
+
+
+@pytest.mark.parametrize("event", [None, LateEvent()])
+def test_every_wait_ends_when_all_stops(event: LateEvent | None) -> None:
+    progress = Progress(["in"], deadline_s=HANG_S)
+    awaited = ticket(0, event=event)
+    if event is not None:
+        progress.issue(awaited)
+    ended: list[type[Exception]] = []
+
+    def wait() -> None:
+        try:
+            progress.await_complete(awaited)
+        except Stopped as stopped:
+            ended.append(type(stopped))
+
+    waiter = in_thread(wait)
+    time.sleep(0.02)
+    progress.fail(ValueError("first"))
+    progress.fail(ValueError("second"))
+    waiter.join(HANG_S)
+    assert ended == [Stopped]
+    assert str(progress.failure) == "first"
+
+
+@pytest.mark.parametrize("event", [None, LateEvent()])
+def test_a_wait_without_progress_ends_by_deadline(event: LateEvent | None) -> None:
+    progress = Progress(["in", "compute"], deadline_s=0.1)
+    awaited = ticket(0, event=event)
+    if event is not None:
+        progress.issue(awaited)
+    start = time.monotonic()
+    with pytest.raises(Stopped):
+        progress.await_complete(awaited)
+    assert time.monotonic() - start >= 0.1
+    assert isinstance(progress.failure, LaneStuck)
+
+
+class Clock:
+    """The clock of lane_progress.py, set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.sleep = time.sleep
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("megatrain.lanes.progress.time", clock)
+    return clock
+
+
+class CountedEvent(LateEvent):
+    """Knows how often somebody looked whether it has passed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_looks = 0
+
+    def query(self) -> bool:
+        self.num_looks += 1
+        return super().query()
+
+
+@pytest.mark.parametrize("moved", ["a lane", "a device", "nothing"])
+def test_the_deadline_counts_from_the_last_progress_of_any_lane(moved: str, clock: Clock) -> None:
+    progress = Progress(["in", "compute"], deadline_s=0.8)
+    event, ended = CountedEvent(), list[str]()
+    awaited = ticket(0, event=event)
+    others = [ticket(n, lane="compute", event=LateEvent()) for n in range(5)]
+    for each in [awaited, *others] if moved == "a device" else [awaited]:
+        progress.issue(each)
+
+    def wait() -> None:
+        try:
+            progress.await_complete(awaited)
+        except Stopped:
+            ended.append("stopped")
+
+    waiter = in_thread(wait)
+    for each in others:
+        clock.now += 0.7
+        if moved == "a lane":
+            progress.issue(ticket(each.number, lane="compute"))
+        elif moved == "a device":
+            each.event.passed.set()
+        seen = event.num_looks
+        assert eventually(lambda seen=seen: event.num_looks > seen + 1 or ended)  # type: ignore[misc]
+    assert ended == (["stopped"] if moved == "nothing" else [])
+    event.passed.set()
+    waiter.join(HANG_S)
+    assert isinstance(progress.failure, LaneStuck) == (moved == "nothing")
+
+
+def test_stuck_lanes_are_told_with_all_stacks(clock: Clock) -> None:
+    progress = Progress(["in", "compute", "out"], deadline_s=0.1)
+    now = clock.now
+    inside, before = progress.activities["in"], progress.activities["compute"]
+    inside.op, inside.since = Op(kind=OpKind.FETCH, block=3), now - 2
+    before.op, before.since = Op(kind=OpKind.FORWARD, block=3, micro=1), now - 1
+    before.awaited = ticket(3)
+    text = str(progress.stuck())
+    assert text.startswith("no lane moved for ")
+    assert "(deadline 0.1 s)\n" in text
+    assert "  in       inside FETCH(3) for 2.00 s\n" in text
+    assert "  compute  before FORWARD(3,1), waiting 1.00 " in text
+    assert "s for FETCH(3) on lane in\n" in text
+    assert "  out      idle\n" in text
+    assert "thread MainThread, most recent call last:\n" in text
+    assert "test_stuck_lanes_are_told_with_all_stacks" in text
+
+
+def test_only_who_can_go_on_is_woken() -> None:
+    progress = Progress(["in"], deadline_s=HANG_S)
+    waiters = [in_thread(progress.await_issued, ticket(number)) for number in range(3)]
+    assert eventually(lambda: len(progress._sleepers) == 3)
+    for number, waiter in enumerate(waiters):
+        progress.issue(ticket(number))
+        waiter.join(HANG_S)
+        assert len(progress._sleepers) == 2 - number

@@ -1,0 +1,310 @@
+"""Laws of loss.py: the bits of ordinary autograd, in the memory of one chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from megatrain.engine.batch import trained_token_weights
+from megatrain.losses.head import (
+    IGNORED,
+    HeadGradients,
+    head_gradients,
+    head_logprobs,
+    next_token_targets,
+    token_logprobs,
+    trained_spans,
+)
+from testkit.live_bytes import LiveBytes
+
+TOKENS, WIDTH, VOCABULARY = 24, 16, 50
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def soft_cap(logits: Tensor) -> Tensor:
+    return torch.tanh(logits / 3.0) * 3.0
+
+
+def unchanged(logits: Tensor) -> Tensor:
+    return logits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    rows: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    targets: Tensor
+    token_weights: Tensor
+    scores: Callable[[Tensor], Tensor]
+
+
+def make(
+    dtype: torch.dtype = FP32,
+    *,
+    bias: bool = False,
+    scores: Callable[[Tensor], Tensor] = unchanged,
+    tokens: int = TOKENS,
+) -> World:
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.randint(VOCABULARY, (tokens,), generator=generator)
+    targets[::5] = IGNORED
+    targets[8:12] = IGNORED  # a whole chunk of 4
+    return World(
+        rows=torch.randn(tokens, WIDTH, generator=generator).to(dtype),
+        weight=torch.randn(VOCABULARY, WIDTH, generator=generator).to(dtype).requires_grad_(),
+        bias=torch.randn(VOCABULARY, generator=generator).to(dtype).requires_grad_()
+        if bias
+        else None,
+        targets=targets,
+        token_weights=trained_token_weights(targets, int((targets != IGNORED).sum())),
+        scores=scores,
+    )
+
+
+Found = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
+
+def by_autograd(world: World) -> Found:
+    """Loss and gradients of rows, weight and bias, through all logits at once."""
+    rows = world.rows.clone().requires_grad_()
+    wanted = [rows, world.weight] + ([] if world.bias is None else [world.bias])
+    logits = world.scores(F.linear(rows, world.weight, world.bias)).float()
+    losses = F.cross_entropy(logits, world.targets, ignore_index=IGNORED, reduction="none")
+    loss = (-losses * world.token_weights).sum()
+    grads = torch.autograd.grad(loss, wanted)
+    return loss.detach(), grads[0], grads[1], grads[2] if world.bias is not None else None
+
+
+def in_chunks(world: World, chunk_tokens: int) -> Found:
+    """The same by head_gradients, the parts of weight and bias added up in fp32."""
+    sums: list[Tensor | None] = [None, None]
+
+    def add(*parts: Tensor | None) -> None:
+        for index, part in enumerate(parts):
+            if part is not None:
+                before = sums[index]
+                sums[index] = part.float() if before is None else before + part.float()
+
+    result = head_gradients(
+        world.rows,
+        world.weight,
+        world.bias,
+        world.targets,
+        world.token_weights,
+        world.scores,
+        add,
+        trained_spans(world.targets, chunk_tokens),
+    )
+    assert isinstance(result, HeadGradients)
+    weight, bias = sums
+    assert weight is not None
+    return result.loss, result.rows, weight, bias
+
+
+CASES = [
+    (dtype, bias, scores)
+    for dtype in (FP32, BF16)
+    for bias in (False, True)
+    for scores in (unchanged, soft_cap)
+]
+
+
+@pytest.mark.parametrize(("dtype", "bias", "scores"), CASES)
+def test_one_chunk_gives_the_bits_of_ordinary_autograd(
+    dtype: torch.dtype, bias: bool, scores: Callable[[Tensor], Tensor]
+) -> None:
+    world = make(dtype, bias=bias, scores=scores)
+    for chunk_tokens in (TOKENS, TOKENS + 1, 10**6):
+        for found, expected in zip(in_chunks(world, chunk_tokens), by_autograd(world), strict=True):
+            assert (found is None) == (expected is None)
+            if found is not None and expected is not None:
+                assert torch.equal(found, expected.to(found.dtype))
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 4, 7, 23])
+@pytest.mark.parametrize(("dtype", "bias", "scores"), CASES)
+def test_any_chunking_gives_them_within_rounding(
+    dtype: torch.dtype, bias: bool, scores: Callable[[Tensor], Tensor], chunk_tokens: int
+) -> None:
+    world = make(dtype, bias=bias, scores=scores)
+    close = 1e-6 if dtype is FP32 else 2.0**-7
+    for found, expected in zip(in_chunks(world, chunk_tokens), by_autograd(world), strict=True):
+        if found is not None and expected is not None:
+            largest = float(expected.abs().max())
+            torch.testing.assert_close(
+                found.float(), expected.float(), rtol=close, atol=close * largest
+            )
+
+
+def test_a_chunk_left_out_would_be_noticed() -> None:
+    world = make()
+    short = World(
+        rows=world.rows,
+        weight=world.weight,
+        bias=None,
+        targets=torch.cat([world.targets[:20], torch.full((4,), IGNORED)]),
+        token_weights=world.token_weights,
+        scores=unchanged,
+    )
+    for found, expected in zip(in_chunks(short, 4), by_autograd(world), strict=True):
+        if found is not None and expected is not None:
+            assert not torch.allclose(found, expected, rtol=1e-4)
+
+
+def test_a_chunk_without_a_target_costs_nothing() -> None:
+    seen: list[int] = []
+
+    def counting(logits: Tensor) -> Tensor:
+        seen.append(len(logits))
+        return logits
+
+    world = make(scores=counting)
+    _, rows, _, _ = in_chunks(world, 4)
+    assert seen == [4] * 5  # of 6: rows 8 to 11 have no target
+    assert not rows[8:12].any()
+    assert rows[12:15].any()
+    seen.clear()
+    spans = trained_spans(world.targets, 4)
+    head_logprobs(world.rows, world.weight, None, world.targets, counting, spans)
+    assert seen == [4] * 5
+
+
+def test_a_micro_batch_without_any_target_gives_zero() -> None:
+    world = make()
+    nothing = torch.full_like(world.targets, IGNORED)
+    result = head_gradients(
+        world.rows,
+        world.weight,
+        None,
+        nothing,
+        torch.zeros(TOKENS),
+        unchanged,
+        pytest.fail,
+        trained_spans(nothing),
+    )
+    assert result.loss == 0
+    assert not result.rows.any()
+
+
+def test_a_frozen_projection_gets_no_gradient_but_passes_one_on() -> None:
+    world = make(bias=True)
+    _, expected, _, d_bias = by_autograd(world)
+    given: list[tuple[Tensor | None, Tensor | None]] = []
+    result = head_gradients(
+        world.rows,
+        world.weight.detach(),
+        world.bias,
+        world.targets,
+        world.token_weights,
+        unchanged,
+        lambda d_weight, d_bias: given.append((d_weight, d_bias)),
+        trained_spans(world.targets),
+    )
+    assert torch.equal(result.rows, expected)
+    ((d_weight, found_d_bias),) = given
+    assert d_weight is None
+    assert found_d_bias is not None
+    assert d_bias is not None
+    assert torch.equal(found_d_bias, d_bias)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 5, TOKENS])
+def test_logprobs_are_those_of_the_targets_and_zero_elsewhere(chunk_tokens: int) -> None:
+    world = make(bias=True, scores=soft_cap)
+    found = head_logprobs(
+        world.rows,
+        world.weight,
+        world.bias,
+        world.targets,
+        soft_cap,
+        trained_spans(world.targets, chunk_tokens),
+    )
+    assert (found.dtype, found.requires_grad) == (FP32, False)
+    logits = soft_cap(F.linear(world.rows, world.weight, world.bias)).detach()
+    all_logprobs = logits.log_softmax(-1)
+    for token, target in enumerate(world.targets.tolist()):
+        expected = 0.0 if target == IGNORED else float(all_logprobs[token, target])
+        assert float(found[token]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_logprobs_are_taken_in_fp32() -> None:
+    logits = torch.randn(6, VOCABULARY).bfloat16()
+    targets = torch.arange(6)
+    assert torch.equal(token_logprobs(logits, targets), token_logprobs(logits.float(), targets))
+    assert token_logprobs(logits, targets).dtype is FP32
+
+
+def test_targets_are_the_next_labels_and_never_cross_rows() -> None:
+    labels = torch.tensor([[1, 2, 3], [IGNORED, 5, IGNORED]])
+    assert next_token_targets(labels).tolist() == [2, 3, IGNORED, 5, IGNORED, IGNORED]
+
+
+# Memory.
+
+
+def peak_beyond_the_rows(tokens: int, chunk_tokens: int) -> int:
+    """Peak of what is made, less the gradient of the rows, which is the result."""
+    world = make(tokens=tokens)
+    with LiveBytes() as count:
+        in_chunks(world, chunk_tokens)
+    return count.peak - world.rows.nbytes
+
+
+def test_peak_memory_is_that_of_one_chunk_whatever_the_batch() -> None:
+    chunk = 256
+    small, large = (peak_beyond_the_rows(chunk * number, chunk) for number in (2, 16))
+    assert large == pytest.approx(small, rel=0.02)
+    logits_bytes = 4 * chunk * VOCABULARY
+    assert large < 6 * logits_bytes  # logits, log-probabilities, their gradients
+
+
+def test_all_logits_at_once_would_be_noticed() -> None:
+    small, large = (peak_beyond_the_rows(256 * number, 10**6) for number in (2, 16))
+    assert large > 6 * small
+
+
+# One loss for a step, however it is cut.
+
+
+@pytest.mark.parametrize("cuts", [(12,), (1, 2), (4, 9, 13), tuple(range(1, TOKENS))])
+def test_micro_batches_of_any_length_add_up_to_one_batch(cuts: tuple[int, ...]) -> None:
+    world = make()
+    whole = by_autograd(world)
+    bounds = [0, *cuts, TOKENS]
+    parts = [
+        in_chunks(
+            World(
+                rows=world.rows[start:stop],
+                weight=world.weight,
+                bias=None,
+                targets=world.targets[start:stop],
+                token_weights=world.token_weights[start:stop],
+                scores=unchanged,
+            ),
+            chunk_tokens=10**6,
+        )
+        for start, stop in pairwise(bounds)
+        if (world.targets[start:stop] != IGNORED).any()
+    ]
+    assert float(sum(part[0] for part in parts)) == pytest.approx(float(whole[0]), rel=1e-6)
+    total = torch.stack([part[2] for part in parts]).sum(0)
+    torch.testing.assert_close(total, whole[2], rtol=0, atol=1e-6)
+
+
+def test_a_mean_of_means_would_be_noticed() -> None:
+    world = make()
+    whole = float(by_autograd(world)[0])
+    spans = trained_spans(world.targets)
+    logprobs = head_logprobs(world.rows, world.weight, None, world.targets, unchanged, spans)
+    halves = [
+        -float(logprobs[span].sum()) / int((world.targets[span] != IGNORED).sum())
+        for span in (slice(0, 12), slice(12, TOKENS))
+    ]
+    assert abs(sum(halves) / 2 - whole) > 1e-3

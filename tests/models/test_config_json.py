@@ -1,0 +1,88 @@
+"""A config.json is foreign input: it becomes a configuration or a ModelConfigError, never more."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from megatrain.errors import ModelConfigError
+from megatrain.models.config_json import parse_config
+from testkit.families import FAMILIES, tiny_config
+
+
+def _config(**changes: Any) -> bytes:
+    return json.dumps({"model_type": "llama", "hidden_size": 64} | changes).encode()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_transformers_writes_is_read_back_the_same(family: str) -> None:
+    written = tiny_config(family).to_json_string()
+    again = json.loads(parse_config(written.encode()).to_json_string())
+    assert again | {"dtype": None} == json.loads(written) | {"dtype": None}
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["auto_map", "trust_remote_code", "_attn_implementation", "_attn_implementation_autoset",
+     "_target_", "_anything", "quantization_config", "kernel_config", "to_dict", "from_dict",
+     "base_model_tp_plan", "a key", "__class__"],
+)  # fmt: skip
+def test_keys_that_reach_code_are_refused(key: str) -> None:
+    with pytest.raises(ModelConfigError, match=r"refused|not a plain key"):
+        parse_config(_config(**{key: {"AutoModel": "evil.Model"}}))
+
+
+def test_refused_keys_are_refused_at_any_depth() -> None:
+    with pytest.raises(ModelConfigError, match="auto_map is refused: runs code"):
+        parse_config(_config(rope_parameters={"inner": {"auto_map": {}}}))
+
+
+def test_harmless_unknown_keys_are_kept() -> None:
+    assert parse_config(_config(trained_by="someone")).trained_by == "someone"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000; from 0 to 256 is accepted"),
+        ({"vocab_size": -1}, "vocab_size is -1"),
+        ({"hidden_size": "64"}, "hidden_size must be a number"),
+        ({"hidden_size": True}, "hidden_size must be a number"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is not a number"),
+        ({"something": 10**30}, "something is 1000"),
+        ({"something": "x" * 70_000}, "something is a text of 70000"),
+        ({"model_type": "nonsense"}, "'nonsense' is not a causal language model"),
+        ({"model_type": "bert"}, "configured as an encoder"),
+        ({"model_type": "bart", "is_decoder": True}, "encoder-decoder"),
+        ({"model_type": "gemma3"}, "joins a decoder with vision_config"),
+        ({"model_type": ["llama"]}, "no model_type"),
+        ({"hidden_act": 5}, "transformers refuses it as a llama"),
+    ],
+)
+def test_absurd_values_are_refused(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ModelConfigError, match=reason):
+        parse_config(_config(**changes))
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "not valid JSON"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b"[]", "holds a list"),
+        (b'{"a": 1, "a": 2}', "given twice"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b'{"a":' * 20 + b"1" + b"}" * 20, "nested deeper"),
+    ],
+)
+def test_malformed_files_are_refused(data: bytes, reason: str) -> None:
+    with pytest.raises(ModelConfigError, match=reason):
+        parse_config(data)
+
+
+def test_infinity_as_transformers_spells_it() -> None:
+    data = tiny_config("bamba").to_json_string()
+    assert "Infinity" in data
+    assert parse_config(data.encode()).time_step_limit[1] == float("inf")

@@ -1,0 +1,97 @@
+"""The table of known models: as large as their makers say, found by the names people use."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatrain.errors import ConfigError
+from megatrain.planning.catalog.families import shape_from_config
+from megatrain.planning.catalog.known_models import KnownModel, find_model, known_models
+
+MODELS = known_models()
+
+
+def _params(model: KnownModel) -> int:
+    return shape_from_config(model.config, model.name).params
+
+
+def test_the_table_is_long_and_each_name_stands_once() -> None:
+    names = [model.name.lower() for model in MODELS]
+    assert len(names) >= 60
+    assert len(set(names)) == len(names)
+    assert all(name.count("/") == 1 for name in names)
+
+
+def test_most_dimensions_were_compared_with_a_config() -> None:
+    assert sum(model.checked for model in MODELS) >= 60
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_params_are_those_published(model: KnownModel) -> None:
+    assert _params(model) == pytest.approx(model.published_params, rel=0.01)
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "intermediate_size", "hidden_size"])
+def test_a_wrong_dimension_would_be_noticed(key: str) -> None:
+    model = find_model("Qwen/Qwen3-8B")
+    config = model.config | {key: round(model.config[key] * 1.03)}
+    wrong = shape_from_config(config, "wrong").params
+    assert wrong != pytest.approx(model.published_params, rel=0.01)
+
+
+def test_active_params_are_those_in_the_names() -> None:
+    for name, active in (
+        ("Qwen/Qwen3-30B-A3B", 3.3e9),
+        ("Qwen/Qwen3-235B-A22B", 22e9),
+        ("deepseek-ai/DeepSeek-V3", 37e9),
+        ("moonshotai/Kimi-K2-Instruct", 32e9),
+        ("openai/gpt-oss-120b", 5.7e9),
+    ):
+        shape = shape_from_config(find_model(name).config, name)
+        assert shape.active_params == pytest.approx(active, rel=0.03), name
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("qwen/qwen3-8b", "Qwen/Qwen3-8B"),
+        ("qwen3-8b", "Qwen/Qwen3-8B"),
+        ("Qwen/Qwen3-8B-Base", "Qwen/Qwen3-8B"),
+        ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B"),
+        ("Qwen3-30B-A3B-Thinking-2507", "Qwen/Qwen3-30B-A3B"),
+        ("meta-llama/Meta-Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B"),
+        ("google/gemma-3-27b-it", "google/gemma-3-27b-pt"),
+        ("deepseek-ai/DeepSeek-V3-0324", "deepseek-ai/DeepSeek-V3"),
+        ("unsloth/Llama-3.3-70B-Instruct", "meta-llama/Llama-3.3-70B-Instruct"),
+    ],
+)
+def test_names_are_found_as_people_write_them(asked: str, found: str) -> None:
+    assert find_model(asked).name == found
+
+
+def test_every_model_is_found_by_its_own_name() -> None:
+    assert [find_model(model.name).name for model in MODELS] == [model.name for model in MODELS]
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer"),
+    [
+        (
+            "Qwen/Qwen3-9B",
+            "Qwen/Qwen3-9B: not a folder, not a file and not a known model. Did you mean ",
+        ),
+        ("lama-3.1-8b", "Did you mean .*meta-llama/Llama-3.1-8B"),
+        ("xyz", f"shows the {len(MODELS)} that are known; or give the path of a config.json"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_what_comes_near(asked: str, answer: str) -> None:
+    with pytest.raises(ConfigError, match=answer):
+        find_model(asked)
+
+
+def test_a_hostile_name_is_quoted_short() -> None:
+    with pytest.raises(ConfigError) as info:
+        find_model("x\x1b[31m" * 10_000)
+    assert len(str(info.value)) < 2000
+    assert "\x1b" not in str(info.value)

@@ -1,0 +1,143 @@
+"""The ledger from sizes alone is the layout's, and the rehearsal's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from benchmarks.plan import GIVING_BACK, MEMORY_TARGETS, Configuration, measure_memory
+from megatrain.engine import outbox, tape
+from megatrain.losses import head as loss
+from megatrain.memory.layout import build_layout
+from megatrain.memory.ledger import Ledger
+from megatrain.memory.store import WITH_CLIP, WITHOUT_CLIP, store_ledger
+from megatrain.planning import bytes as ledger
+from megatrain.planning.bytes import device_lines, predicted_ledger, store_lines
+from megatrain.planning.settings import Settings
+from megatrain.planning.workload import Workload, shape_of
+from testkit.machines import DESKTOP, EIGHT, PROCESSOR
+from testkit.rehearsal import device_ledger
+from testkit.rehearsed import SMALL, decoder_of
+
+TAKEN_APART = ("gemma2", "gpt_oss", "deepseek_v3")
+"""Attention by pieces, or through narrow keys: counted with more room."""
+BATCHES = [
+    # dtype, rows, length, micro-batches, chunk, tape, vocabulary
+    ("bf16", 2, 256, 1, 4096, "device", 1000),
+    ("bf16", 1, 256, 3, 128, "host", 1000),
+    ("fp32", 2, 128, 2, 4096, "device", 1000),
+    ("bf16", 1, 64, 1, 4096, "device", 1000),
+    ("bf16", 2, 256, 1, 128, "host", 20000),
+]
+
+
+def test_numbers_of_modules_that_need_torch() -> None:
+    assert ledger.OUTBOX_BYTES == outbox.OUTBOX_BYTES
+    assert ledger.PART_ELEMENTS == loss.PART_ELEMENTS
+    assert ledger.TAPE_ALIGNMENT == tape.ALIGNMENT
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("family", SMALL)
+def test_the_store_to_the_byte(family: str, dtype: str) -> None:
+    decoder = decoder_of(family, dtype)
+    layout, model = build_layout(decoder.blocks), shape_of(decoder)
+    for update, kinds in (("late", WITH_CLIP), ("in_backward", WITHOUT_CLIP)):
+        lines = Ledger(store_lines(model, dtype, update)).lines  # type: ignore[arg-type]
+        assert lines == store_ledger(layout, kinds).lines
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=str)
+@pytest.mark.parametrize("family", SMALL)
+def test_the_device_against_its_rehearsal(
+    family: str, batch: tuple[str, int, int, int, int, str, int]
+) -> None:
+    dtype, rows, length, num_micro, chunk, place, vocabulary = batch
+    decoder = decoder_of(family, dtype, vocab_size=vocabulary)
+    workload = Workload(
+        model=shape_of(decoder),
+        step_tokens=num_micro * rows * length,
+        sequence=length,
+        dtype=dtype,  # type: ignore[arg-type]
+        packed=True,
+    )
+    settings = Settings(micro_tokens=rows * length, tape=place, chunk_tokens=chunk)  # type: ignore[arg-type]
+    shape = replace(settings.step_shape(workload, unified=False), update="none")
+    shapes = [(rows, length)] * num_micro
+    real = device_ledger(decoder, build_layout(decoder.blocks), shape, shapes, chunk)
+    found = Ledger(device_lines(workload, settings, unified=False))
+    exact = {line.purpose: line.num_bytes for line in real.lines}
+    for line in found.lines:
+        if line.purpose != "working memory":
+            assert line.num_bytes == exact[line.purpose], line.purpose
+    allowed = 0.2 if family in TAKEN_APART else 0.05
+    assert found.total("device") == pytest.approx(real.total("device"), rel=allowed)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_scores_that_eager_attention_keeps_are_counted(family: str, dtype: Any) -> None:
+    decoder = decoder_of(family, dtype, attn="eager")
+    workload = Workload(
+        model=shape_of(decoder), step_tokens=512, sequence=512, dtype=dtype, packed=True,
+        attn="eager",
+    )  # fmt: skip
+    settings = Settings(micro_tokens=512)
+    shape = replace(settings.step_shape(workload, unified=False), update="none")
+    real = device_ledger(decoder, build_layout(decoder.blocks), shape, [(1, 512)])
+    found = Ledger(device_lines(workload, settings, unified=False)).total("device")
+    assert 0.98 * real.total("device") < found < 1.12 * real.total("device")
+    fused = Ledger(device_lines(replace(workload, attn="sdpa"), settings, unified=False))
+    assert fused.total("device") < 0.8 * found
+
+
+@pytest.mark.parametrize(
+    ("smaller", "larger"),
+    [
+        (Settings(micro_tokens=2048), Settings(micro_tokens=8192)),
+        (Settings(micro_tokens=8192, slots=2), Settings(micro_tokens=8192, slots=3)),
+        (Settings(micro_tokens=8192, tape="host"), Settings(micro_tokens=8192, tape="device")),
+        (Settings(micro_tokens=8192, chunk_tokens=512), Settings(micro_tokens=8192)),
+        (
+            Settings(micro_tokens=8192, gather_embedding=True),
+            Settings(micro_tokens=8192),
+        ),
+    ],
+    ids=["tokens", "slots", "tape", "chunk", "rows"],
+)
+def test_more_of_anything_needs_more(smaller: Settings, larger: Settings) -> None:
+    workload = Workload(model=EIGHT, step_tokens=32768)
+    less, more = (predicted_ledger(DESKTOP, workload, way) for way in (smaller, larger))
+    assert less.total("device") < more.total("device")
+
+
+def test_what_clipping_costs() -> None:
+    workload = Workload(model=EIGHT, step_tokens=8192)
+    settings = Settings(micro_tokens=8192)
+    late = predicted_ledger(DESKTOP, workload, settings)
+    early = predicted_ledger(DESKTOP, workload, settings.changed(update="in_backward"))
+    rings = [line.num_bytes for line in early.lines if line.purpose == "gradient rings"]
+    saved = late.total("host") - early.total("host") + sum(rings)
+    assert saved == pytest.approx(2 * EIGHT.params, rel=1e-3)
+    assert late.total("pinned") == pytest.approx(4 * EIGHT.params, rel=1e-3)
+
+
+def test_where_the_device_is_the_host_its_memory_is_the_hosts() -> None:
+    workload = Workload(model=EIGHT, step_tokens=8192)
+    found = predicted_ledger(PROCESSOR, workload, Settings(micro_tokens=8192))
+    assert {line.place for line in found.lines} == {"host", "disk"}
+    assert "working memory" in {line.purpose for line in found.lines}
+
+
+def test_the_host_against_a_real_run() -> None:
+    """The short form of `python -m benchmarks.plan --memory`."""
+    figures = measure_memory(
+        [
+            Configuration(hidden=256, inner=768, layers=4, rows=2, length=128),
+            Configuration(hidden=256, inner=768, layers=4, device="copies", tape="host"),
+        ],
+        GIVING_BACK,
+    )
+    assert float(str(figures["worst"])) <= MEMORY_TARGETS["worst"], figures

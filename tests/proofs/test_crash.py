@@ -1,0 +1,147 @@
+"""Short forms of `python -m proofs.crash`, and that each would notice what it is there for.
+
+What forks, traces or mounts does so in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proofs import crash
+from proofs.crash import corruption
+from proofs.crash.crash_states import FAULTS, judge, record
+from proofs.crash.protocols import PROTOCOLS
+from proofs.crash.recorded import Op
+from testkit.patience import HANG_S
+
+ROOT = Path(crash.__file__).parents[2]
+SPOILT = """
+import sys
+from proofs.crash import __main__ as crash, {module} as spoilt
+{spoil}
+sys.argv = ["crash", "{what}", "--count", "{count}", "--json"]
+crash.main()
+"""
+FORGETS_THE_DATA = """
+from megatrain.run.opening.training_data import TrainingData
+TrainingData.seek = lambda *_: None
+spoilt.SAVE_SHARE, spoilt.SAVES = 1.0, (2,)
+"""
+DELETES_THE_MANIFEST_LAST = """
+import os
+from megatrain.disk import retention
+from megatrain.files import remove, remove_folder
+def delete(folder):
+    remove_folder(folder / "state")
+    remove_folder(folder / "model")
+    remove_folder(folder)
+retention.delete_checkpoint = delete
+"""
+
+
+def _play(what: str, count: int) -> dict[str, Any]:
+    result = _result("-m", "proofs.crash", what, "--count", str(count), "--json")
+    if "skipped" in result:
+        pytest.skip(result["skipped"])
+    return result
+
+
+def _play_spoilt(what: str, module: str, count: int, spoil: str) -> dict[str, Any]:
+    return _result("-c", SPOILT.format(what=what, module=module, count=count, spoil=spoil))
+
+
+def _result(*words: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=4 * HANG_S,
+        check=False,
+    )
+    assert done.stdout, done.stderr[-2000:]
+    result: dict[str, Any] = json.loads(done.stdout)
+    assert done.returncode == bool(result["failures"])
+    return result
+
+
+def test_a_run_that_was_killed_ends_as_one_that_was_not() -> None:
+    result = _play("sigkill", 5)
+    assert result["failures"] == []
+    assert result["kills"] >= 5
+    assert result["torn"] == result["lost"] == 0
+
+
+def test_a_resume_that_forgets_its_place_in_the_data_would_be_noticed() -> None:
+    assert _play_spoilt("sigkill", "kills", 2, FORGETS_THE_DATA)["failures"]
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> list[Op]:
+    return record(tmp_path_factory.mktemp("recorded") / "run")
+
+
+def test_no_state_after_a_power_loss_is_torn_or_lost(log: list[Op], tmp_path: Path) -> None:
+    counts = judge(log, 2000, 0, tmp_path / "real", 40)
+    assert {key: counts[key] for key in FAULTS} == dict.fromkeys(FAULTS, 0)
+    assert counts["states"] >= 2000
+    assert counts["compared"] > 20
+
+
+@pytest.mark.parametrize("die_at", [1, 2, 12, 50, 80])
+def test_nor_after_a_kill_and_then_a_power_loss(tmp_path: Path, die_at: int) -> None:
+    counts = judge(record(tmp_path / "run", die_at), 300, die_at, tmp_path / "real", 5)
+    assert {key: counts[key] for key in FAULTS} == dict.fromkeys(FAULTS, 0)
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_a_protocol_that_leaves_something_out_would_be_noticed(name: str, log: list[Op]) -> None:
+    counts = judge(PROTOCOLS[name](log), 400, 0)
+    assert counts["torn"] + counts["lost"] > 0
+
+
+def test_a_kill_at_the_first_calls_of_each_name_leaves_a_whole_checkpoint() -> None:
+    result = _play("strace", 1)
+    assert result["failures"] == []
+    assert {"fsync", "pwrite64"} <= result["save"].keys()
+    assert result["kills"] > 20
+
+
+def test_a_delete_that_leaves_the_manifest_for_last_would_be_noticed() -> None:
+    result = _play_spoilt("strace", "syscalls", 1, DELETES_THE_MANIFEST_LAST)
+    if "skipped" not in result:
+        assert any(failure.startswith("delete: inject=") for failure in result["failures"])
+
+
+def test_no_power_loss_tears_or_loses_a_checkpoint() -> None:
+    """And a writer without fsync loses some: that is one of the benchmark's own checks."""
+    result = _play("power", 6)
+    assert result["failures"] == []
+    assert result["torn"] == result["lost"] == result["lines"] == 0
+
+
+def test_damage_is_found_named_and_passed_over(tmp_path: Path) -> None:
+    result = corruption.run(tmp_path, 120, 0, tell=False)
+    assert result["failures"] == []
+    assert result["damaged"] == result["found"] == result["right fallback"] > 120
+    assert result["in a tensor"] == result["tensor named"] > 10
+
+
+def test_a_reader_that_trusts_what_it_reads_would_be_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Same(str):
+        __slots__ = ()
+
+        def __ne__(self, other: object) -> bool:
+            return False
+
+    monkeypatch.setattr("megatrain.disk.checkpoint.checked_read.digest", lambda memory: Same())
+    failures = corruption.run(tmp_path, 40, 0, tell=False)["failures"]
+    assert any("bit" in failure for failure in failures)

@@ -1,0 +1,49 @@
+"""Only `Html` goes in as it stands; what cannot be seen is spelled out."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.report.drawing.markup import Html, escaped, join, shortened, tag, visible
+from tests.report.reading import read
+
+
+@given(st.text())
+def test_any_text_comes_back_as_text(text: str) -> None:
+    page = read(tag("p", text, title=text))
+    assert page.tags == ["p"]
+    assert page.text == visible(text)
+    assert page.attributes == [("title", visible(text))]
+
+
+def test_text_that_skips_escaping_would_be_noticed() -> None:
+    assert read(tag("p", Html("<script>1</script>"))).tags == ["p", "script"]
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ("\x00a\x1b[2J\r", r"\x00a\x1b[2J\r"),
+        ("\ud800", r"\ud800"),
+        ("\u202eabc\u2066", r"\u202eabc\u2066"),
+        ("\x85\x9b", r"\x85\x9b"),
+        ("a\n\tb", "a\n\tb"),
+        ("\u0645\u06cc\u200c\u062e", "\u0645\u06cc\u200c\u062e"),
+    ],
+)
+def test_what_cannot_be_seen_is_spelled_out(text: str, seen: str) -> None:
+    assert visible(text) == seen
+    escaped(text).encode()
+
+
+def test_attributes_take_python_names() -> None:
+    made = tag("p", class_="a", aria_label="b", viewBox="c", name="d", title=None)
+    assert made == '<p class="a" aria-label="b" viewBox="c" name="d"></p>'
+    assert join(["<", made[:2]]) == "&lt;&lt;p"
+
+
+def test_long_text_says_how_much_is_missing() -> None:
+    assert shortened("abc", 3) == "abc"
+    assert shortened("x" * 1503, 3) == "xxx ... (1,500 more characters)"

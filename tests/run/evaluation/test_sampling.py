@@ -1,0 +1,227 @@
+"""Laws of sampling.py."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
+
+from megatrain.devices.accelerator import Accelerator
+from megatrain.engine.batch import MicroBatch
+from megatrain.engine.engine import Engine
+from megatrain.errors import ConfigError
+from megatrain.memory.layout import Kind, build_layout
+from megatrain.memory.store import Store
+from megatrain.models.decoder import build_decoder
+from megatrain.run.evaluation import sampling
+from megatrain.run.evaluation.sampling import Drawing, continue_texts
+from testkit.families import FAMILIES, tiny_config, tiny_model
+from testkit.simulated.accelerator import Simulator
+from testkit.simulated.watched import watched
+
+CONFIG = LlamaConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    initializer_range=0.3,
+    pad_token_id=0,
+    eos_token_id=None,
+    bos_token_id=1,
+)
+PROMPTS = ([5, 6, 7, 8], [9, 10], [11, 12, 13], [14, 15])
+NO_END: frozenset[int] = frozenset()
+CACHED = ("llama", "mistral", "gemma3_text", "gemma2", "mixtral", "qwen3_moe", "gpt_oss", "bloom",
+          "deepseek_v3", "gpt2")  # fmt: skip
+"""Windows, soft-caps, experts, latent attention, positions learned and by bias."""
+READ_WHOLE = ("mamba", "qwen3_next", "recurrent_gemma", "openai-gpt")
+"""What they keep of a text is not, or not only, keys and values."""
+
+
+@functools.cache
+def model() -> PreTrainedModel:
+    torch.manual_seed(3)
+    return AutoModelForCausalLM.from_config(CONFIG, dtype=torch.float32).eval()
+
+
+def filled(config: PreTrainedConfig, plain: PreTrainedModel, kinds: tuple[Kind, ...]) -> Any:
+    decoder = build_decoder(config, "fp32")
+    store = Store(build_layout(decoder.blocks), kinds)
+    for param in decoder.params:
+        store.param(param.name, Kind.HI).copy_(plain.get_parameter(param.name).detach())
+    for name, buffer in decoder.persistent_buffers().items():
+        buffer.copy_(plain.get_buffer(name))
+    return decoder, store
+
+
+def engine(**settings: Any) -> Engine:
+    return Engine(*filled(CONFIG, model(), (Kind.HI,)), **settings)
+
+
+def generated(
+    prompt: Sequence[int], num_tokens: int, plain: PreTrainedModel | None = None
+) -> list[int]:
+    plain = plain or model()
+    whole = plain.generate(
+        torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False, eos_token_id=None
+    )
+    return [int(token) for token in whole[0, len(prompt) :]]
+
+
+class Counting(Engine):
+    """Notes how many tokens are read in each pass."""
+
+    def predict(self, batch: Sequence[MicroBatch], caches: Any = None) -> list[Tensor]:
+        self.num_read = [*getattr(self, "num_read", []), sum(m.num_tokens for m in batch)]
+        return super().predict(batch, caches)
+
+
+def test_greedy_text_is_that_of_transformers() -> None:
+    with engine() as ours:
+        found = continue_texts(ours, PROMPTS, 8, NO_END)
+    assert found == [generated(prompt, 8) for prompt in PROMPTS]
+
+
+def lively(family: str) -> PreTrainedModel:
+    """A random model whose next token depends on what it has read."""
+    plain = tiny_model(family, torch.float32).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for param in plain.parameters():
+            if param.dim() > 1:
+                param.copy_(0.2 * torch.randn(param.shape, generator=generator))
+    return plain
+
+
+@pytest.mark.parametrize("family", [*CACHED, *READ_WHOLE])
+def test_greedy_text_is_that_of_transformers_in_every_kind_of_family(family: str) -> None:
+    """The first prompt is longer than a sliding window, which is 16 tokens."""
+    plain = lively(family)
+    prompts = ([5, 6, 7, 8] * 5, [9, 10, 11], [12, 13, 14])
+    with Counting(*filled(tiny_config(family), plain, (Kind.HI,))) as ours:
+        found = continue_texts(ours, prompts, 6, NO_END)
+        later = ours.num_read[1:]
+    assert found == [generated(prompt, 6, plain) for prompt in prompts]
+    assert len({tuple(text) for text in found}) == 3
+    assert (later == [3] * 5) == (family in CACHED)
+
+
+NOT_GENERATED = ("bailing_hybrid", "bamba", "granitemoehybrid", "jamba")
+"""Tiny ones without an attention layer: transformers cannot generate with those."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(NOT_GENERATED)))
+def test_greedy_text_is_that_of_transformers_in_every_family(family: str) -> None:
+    plain = lively(family)
+    prompts = ([5, 6, 7, 8] * 5, [9, 10, 11], [12, 13, 14])
+    with Counting(*filled(tiny_config(family), plain, (Kind.HI,))) as ours:
+        found = continue_texts(ours, prompts, 6, NO_END)
+    assert found == [generated(prompt, 6, plain) for prompt in prompts]
+
+
+def test_a_pass_reads_one_token_of_each_prompt() -> None:
+    with Counting(*filled(CONFIG, model(), (Kind.HI,))) as ours:
+        continue_texts(ours, PROMPTS, 4, NO_END)
+    assert ours.num_read == [11, 4, 4, 4]
+
+
+def test_a_cache_that_lost_a_token_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    advance = sampling._advance
+
+    def forgetful(ours: Engine, groups: Any, *rest: Any) -> None:
+        advance(ours, groups, *rest)
+        for group in groups:
+            if group.num_read == 5:
+                group.cache.crop(-1)
+
+    monkeypatch.setattr(sampling, "_advance", forgetful)
+    with engine() as ours:
+        found = continue_texts(ours, PROMPTS, 8, NO_END)
+    assert found != [generated(prompt, 8) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("room", [0, 11, 20, 30])
+def test_texts_whose_keys_do_not_fit_are_written_in_turn_or_read_whole(room: int) -> None:
+    with Counting(*filled(CONFIG, model(), (Kind.HI,))) as ours:
+        ours.__dict__["cached_tokens"] = room
+        found = continue_texts(ours, PROMPTS, 8, NO_END)
+        most = max(ours.num_read)
+    assert found == [generated(prompt, 8) for prompt in PROMPTS]
+    assert most <= (11 if room else 4 + 7)
+
+
+@pytest.mark.parametrize("policy", ["early", "late", "random"])
+def test_a_device_with_memory_of_its_own_writes_the_same(policy: Any) -> None:
+    """Weights are streamed to it from a store that has no place for gradients."""
+    simulator = Simulator(policy=policy)
+    with watched(simulator), engine(device=Accelerator(simulator)) as ours:
+        found = continue_texts(ours, PROMPTS, 5, NO_END)
+    assert found == [generated(prompt, 5) for prompt in PROMPTS]
+    assert simulator.races == simulator.failures == []
+
+
+def test_a_model_that_is_only_read_takes_no_memory_for_gradients() -> None:
+    def peak(kinds: tuple[Kind, ...]) -> int:
+        simulator = Simulator(policy="early")
+        device = Accelerator(simulator)
+        with watched(simulator), Engine(*filled(CONFIG, model(), kinds), device=device):
+            return device.peak_bytes
+
+    assert peak((Kind.HI,)) < 0.6 * peak((Kind.HI, Kind.GRAD))
+
+
+def test_compiled_layers_write_the_same() -> None:
+    with engine(compile=True) as ours:
+        found = continue_texts(ours, PROMPTS, 4, NO_END)
+    assert found == [generated(prompt, 4) for prompt in PROMPTS]
+
+
+def test_a_row_that_has_ended_stays_and_the_others_go_on() -> None:
+    whole = [generated(prompt, 8) for prompt in PROMPTS]
+    ends = frozenset({whole[0][2], whole[1][4]})
+    with engine() as ours:
+        found = continue_texts(ours, PROMPTS, 8, ends)
+    for row, text in zip(found, whole, strict=True):
+        until = next((n + 1 for n, token in enumerate(text) if token in ends), 8)
+        assert row == text[:until]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_drawn_text_is_the_same_for_the_same_seed(seed: int) -> None:
+    with engine() as ours:
+        first, second, other = (
+            continue_texts(ours, PROMPTS, 6, NO_END, Drawing(temperature=1.5, seed=number))
+            for number in (seed, seed, seed + 7)
+        )
+    assert first == second != other
+
+
+def test_top_p_draws_from_the_likeliest_tokens_alone() -> None:
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    generator = torch.Generator().manual_seed(0)
+    for top_p, expected in ((0.4, {0}), (0.7, {0, 1}), (0.9, {0, 1, 2}), (1.0, {0, 1, 2, 3})):
+        drawing = Drawing(temperature=1.0, top_p=top_p)
+        assert {sampling._choose(logits, drawing, generator) for _ in range(300)} == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"temperature": -1.0}, "temperature is -1; give 0 or more"),
+        ({"temperature": float("nan")}, "temperature is nan; give 0 or more"),
+        ({"temperature": 1.0, "top_p": 0.0}, "top-p is 0; give a share above 0"),
+        ({"temperature": 1.0, "top_p": 1.5}, "top-p is 1.5; give a share above 0"),
+        ({"top_p": 0.9}, "top-p has no effect at temperature 0"),
+    ],
+)
+def test_what_cannot_be_drawn_by_is_refused(settings: dict[str, float], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        Drawing(**settings)  # type: ignore[arg-type]

@@ -1,0 +1,181 @@
+"""What is said of the data before the first step, and what is refused before the model is read."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from megatrain.cli.demo import byte_tokenizer
+from megatrain.cli.verbs import look_at_data
+from megatrain.data.preview import card_lines
+from megatrain.data.tokens import prepare as prepare_module
+from megatrain.disk.hf import model as hf
+from megatrain.errors import DataError
+from megatrain.run.trainer import Trainer
+from testkit.runs import Setting, config_of, write_world
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("world")
+    write_world(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
+    monkeypatch.setattr(prepare_module, "probe_template", lambda *arguments: None)
+
+
+def _rows(path: Path, lengths: list[int]) -> str:
+    rows = [{"prompt": f"{number}", "completion": "x" * n} for number, n in enumerate(lengths)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def _lines(world: Path, run: Path, **changes: Any) -> list[str]:
+    with Trainer(config_of(world, run, Setting(), **changes), dry_run=True) as trainer:
+        samples, *lines = trainer.notes
+    assert samples.startswith("samples   ")
+    return lines
+
+
+def test_a_run_says_what_its_data_holds(world: Path, tmp_path: Path) -> None:
+    path = _rows(tmp_path / "a.jsonl", [5] * 90 + [900] * 10)
+    lines = _lines(world, tmp_path / "run", data={"train": path}, train={"steps": 2})
+    assert lines[0] == f"{path}: detected: prompt / completion"
+    assert lines[1].startswith("  100 rows read, 90 kept, 10 dropped, 90 documents")
+    assert "of them trained; lengths 1% " in lines[2]
+    assert lines[3].startswith("  dropped: 10 x longer than max_length: a.jsonl:91 (")
+    assert lines[-1].startswith("an epoch: 81 rows in ")
+    assert lines[-1].endswith(" steps; 9 rows to evaluate on")
+    assert len(lines) <= 10
+
+
+def test_shares_of_a_mixture_are_said(world: Path, tmp_path: Path) -> None:
+    first = _rows(tmp_path / "a.jsonl", [5] * 40)
+    second = _rows(tmp_path / "b.jsonl", [5] * 10)
+    train = [first, {"path": second, "weight": 2.5}]
+    changes = {"data": {"train": train, "eval": None}, "eval": {"samples": 0}}
+    rows = {"batch_tokens": None, "batch_rows": 8}
+    lines = _lines(world, tmp_path / "run", train=rows, **changes)
+    assert f"{first} 40 rows x 1, {second} 10 rows x 2.5: 65 rows an epoch" in lines
+    assert lines[-1] == "an epoch: 65 rows in 9 steps"
+
+
+def _refuse_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*arguments: Any, **settings: Any) -> Any:
+        raise AssertionError("the weights were read")
+
+    monkeypatch.setattr(hf.ModelFolder, "load", load)
+
+
+def test_losing_most_rows_is_refused_before_the_model_is_read(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _refuse_to_load(monkeypatch)
+    path = _rows(tmp_path / "a.jsonl", [5] * 5 + [900] * 95)
+    with pytest.raises(DataError, match=r"95 of 100 rows .*data\.max_dropped allows 20 %"):
+        _lines(world, tmp_path / "run", data={"train": path})
+
+
+def test_a_larger_share_may_be_allowed(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And then the model is read: the test above would notice."""
+    _refuse_to_load(monkeypatch)
+    path = _rows(tmp_path / "a.jsonl", [5] * 5 + [900] * 95)
+    with pytest.raises(AssertionError, match="the weights were read"):
+        _lines(world, tmp_path / "run", data={"train": path, "max_dropped": 0.95})
+
+
+def test_bad_rows_are_refused_by_their_key(world: Path, tmp_path: Path) -> None:
+    path = Path(_rows(tmp_path / "a.jsonl", [5] * 50))
+    path.write_text(path.read_text() + "broken\n")
+    with pytest.raises(DataError, match=r"1 of 51 rows .*data\.max_bad allows 1 %"):
+        _lines(world, tmp_path / "run", data={"train": str(path)})
+    changes = {"train": str(path), "max_bad": 0.02}
+    assert "1 bad" in _lines(world, tmp_path / "run", data=changes)[1]
+
+
+def test_steps_by_rows_are_planned_by_the_largest(world: Path, tmp_path: Path) -> None:
+    path = _rows(tmp_path / "a.jsonl", [5] * 40)
+    rows = {"batch_tokens": None, "batch_rows": 8}
+    config = config_of(world, tmp_path / "run", Setting(), data={"train": path}, train=rows)
+    with Trainer(config, dry_run=True) as trainer:
+        longest = max(trainer.data.rows.train.lengths)
+        assert 64 <= trainer.plan.workload.step_tokens <= 8 * longest
+        assert trainer.plan.workload.step_tokens < config.step_tokens
+
+
+def test_rows_beyond_learned_positions_are_refused_before_the_model_is_read(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _refuse_to_load(monkeypatch)
+    config = GPT2Config(
+        vocab_size=len(byte_tokenizer()), n_embd=32, n_layer=2, n_head=2, n_positions=32,
+        bos_token_id=None, eos_token_id=1,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "gpt2")
+    byte_tokenizer().save_pretrained(tmp_path / "gpt2")
+    path = _rows(tmp_path / "a.jsonl", [5] * 20 + [40])
+    changes = {"model": {"name_or_path": str(tmp_path / "gpt2")}, "data": {"train": path}}
+    with pytest.raises(DataError, match=r"1 of 21 documents are longer than the 32 positions"):
+        _lines(world, tmp_path / "run", **changes)
+
+
+def test_only_the_commonest_reasons_are_printed(tmp_path: Path) -> None:
+    reasons = {f"reason {number}": 9 - number for number in range(5)}
+    card = {
+        "source": "a.jsonl", "format": "f", "rows": 100, "kept": 65, "documents": 65,
+        "tokens": 10, "trained_tokens": 5, "percentiles": {}, "longest": 5, "truncated": 0,
+        "split": 0, "bad": reasons, "bad_places": {reason: ["a.jsonl:1"] for reason in reasons},
+        "dropped": {}, "dropped_places": {}, "notes": {}, "turns_without_end": 0,
+        "unread": {}, "passed_through": {}, "unused_columns": {},
+    }  # fmt: skip
+    assert len(card_lines(card)) == 8
+    lines = card_lines(card, most_reasons=3)
+    assert lines[3].startswith("  bad: 9 x reason 0")
+    assert lines[6] == "  bad: 2 more reasons in data_card.json"
+
+
+@pytest.mark.parametrize(("lengths", "refused"), [([5] * 20, False), ([5] * 5 + [900] * 95, True)])
+def test_looking_at_data_says_what_train_would_do(
+    world: Path, tmp_path: Path, capsys: Any, lengths: list[int], refused: bool
+) -> None:
+    path = _rows(tmp_path / "a.jsonl", lengths)
+    look_at_data(Path(path), world / "model-0.0", 64, 1)
+    said = capsys.readouterr().out
+    assert f"{len(lengths)} rows read" in said
+    assert ("`megatrain train` would refuse these rows: " in said) == refused
+    assert ("data.max_dropped allows 20 %" in said) == refused
+
+
+def test_looking_at_data_of_bad_rows_gives_the_reasons(world: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "a", "completion": ""}\n' * 50)
+    with pytest.raises(
+        DataError, match=r"(?s)none of its 50 rows is left:\n  50 x empty: a\.jsonl:1"
+    ):
+        look_at_data(path, world / "model-0.0", 64, 1)
+
+
+def test_looking_at_data_goes_by_the_template_that_is_asked_for(
+    world: Path, tmp_path: Path, capsys: Any
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "a", "completion": "b"}\n' * 9)
+    model = world / "model-0.0"
+    look_at_data(path, model, 64, 1)
+    assert "9 prompts and completions go through the chat template" in capsys.readouterr().out
+    look_at_data(path, model, 64, 1, chat_template="none", train_on="all")
+    said = capsys.readouterr().out
+    assert "9 prompts and completions are joined as they are" in said
+    assert "67% of them trained" in said  # all but the first of three

@@ -1,0 +1,116 @@
+"""Rows that the model cannot take are refused before its weights are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from megatrain.cli.demo import byte_tokenizer
+from megatrain.data.tokens import prepare as prepare_module
+from megatrain.data.tokens.prepare import prepare
+from megatrain.data.tokens.prepared import Prepared
+from megatrain.errors import DataError
+from megatrain.run.opening.model_limits import check_rows, has_position_table, num_positions
+from testkit.families import FAMILIES, tiny_config, tiny_model
+from testkit.written import write
+
+TABLES = {
+    "biogpt", "codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "openai-gpt", "opt",
+}  # fmt: skip
+
+
+def _decoder(family: str, **changes: Any) -> Any:
+    config = tiny_config(family)
+    for key, value in changes.items():
+        setattr(config, key, value)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return SimpleNamespace(config=config, model=model)
+
+
+@pytest.fixture
+def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepared:
+    """Two short rows and one of some 200 tokens."""
+    monkeypatch.setattr(prepare_module, "probe_template", lambda *arguments: None)
+    texts = [{"prompt": "a", "completion": "b" * n} for n in (3, 200, 5)]
+    path = write(tmp_path / "a.jsonl", texts)
+    return prepare(path, byte_tokenizer(), cache_dir=tmp_path / "cache", max_length=512)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gptj"])
+def test_rows_beyond_a_table_of_positions_are_refused(rows: Prepared, family: str) -> None:
+    decoder = _decoder(family, vocab_size=1000, max_position_embeddings=128)
+    with pytest.raises(
+        DataError,
+        match=r"1 of 3 documents are longer than the 128 positions .* the longest has \d+ tokens "
+        r"\(a\.jsonl:2\)\. It has no embedding beyond them: set data\.max_length to 128",
+    ):
+        check_rows([rows], decoder)
+
+
+def test_rows_beyond_rotary_positions_are_a_warning(rows: Prepared) -> None:
+    (note,) = check_rows([rows], _decoder("llama", vocab_size=1000))
+    assert "1 of 3 documents are longer than the 128 positions of the model" in note
+    assert note.endswith("It was not trained there; data.max_length: 128 leaves them out")
+
+
+def test_rows_within_the_positions_are_not_mentioned(rows: Prepared) -> None:
+    for family in ("gpt2", "llama"):
+        decoder = _decoder(family, vocab_size=1000, max_position_embeddings=512)
+        assert check_rows([rows], decoder) == []
+
+
+def test_a_token_beyond_the_embedding_is_found_with_its_place(rows: Prepared) -> None:
+    largest = max(int(rows.tokens(number)[0].max()) for number in range(3))
+    assert rows.card["largest_id"] == largest
+    assert (
+        check_rows([rows], _decoder("qwen3", vocab_size=largest + 1, max_position_embeddings=512))
+        == []
+    )
+    with pytest.raises(
+        DataError, match=rf"a\.jsonl:1 has token id {largest}, but .* has {largest} rows"
+    ):
+        check_rows([rows], _decoder("qwen3", vocab_size=largest))
+
+
+@pytest.mark.parametrize(
+    ("scaling", "most"),
+    [
+        (None, 4096),
+        ({"rope_type": "default", "rope_theta": 1e4}, 4096),
+        ({"rope_type": "linear", "factor": 4.0}, 16384),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096}, 8192),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 512}, 4096),
+        ({"full": {"factor": 2.0}, "sliding": {"rope_type": "default"}}, 8192),
+    ],
+)
+def test_scaled_rotary_positions_reach_further(scaling: Any, most: int) -> None:
+    config = SimpleNamespace(max_position_embeddings=4096, rope_parameters=scaling)
+    assert num_positions(config) == most
+
+
+def test_a_model_without_positions_has_no_limit() -> None:
+    assert num_positions(PreTrainedConfig()) is None
+
+
+def test_the_families_with_a_table_of_positions() -> None:
+    found = {family for family in FAMILIES if has_position_table(_decoder(family).model)}
+    assert found == TABLES
+
+
+@pytest.mark.parametrize(("family", "fails"), [("gpt2", True), ("gptj", True), ("llama", False)])
+def test_a_table_has_an_end(family: str, fails: bool) -> None:
+    """What is refused would fail in the model's own code, and the rest would not."""
+    model = tiny_model(family, torch.float32).eval()
+    ids = torch.full((1, model.config.max_position_embeddings + 1), 3)
+    try:
+        model(input_ids=ids, use_cache=False)
+    except (IndexError, RuntimeError):
+        assert fails
+    else:
+        assert not fails

@@ -1,0 +1,93 @@
+"""Opening a run: nothing is read or built twice, and typing errors are found first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.disk.hf.model import ModelFolder
+from megatrain.errors import ConfigError, DataError
+from megatrain.models import config_json as model_config
+from megatrain.models import decoder
+from megatrain.run.opening.training_data import load_tokenizer
+from megatrain.run.trainer import Trainer
+from testkit.runs import Setting, config_of, run, write_world
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Count what parses a config.json and what builds a skeleton, wherever they are called."""
+    calls: Counter[str] = Counter()
+
+    def count(owner: Any, name: str) -> None:
+        original: Callable[..., Any] = getattr(owner, name)
+
+        def counting(*args: Any, **settings: Any) -> Any:
+            calls[name] += 1
+            return original(*args, **settings)
+
+        monkeypatch.setattr(owner, name, counting)
+
+    count(model_config, "_check_single")
+    count(decoder, "build_skeleton")
+    return calls
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_config_is_read_and_the_skeleton_built_once(
+    tmp_path: Path, counted: Counter[str], resumes: bool
+) -> None:
+    write_world(tmp_path)
+    config = config_of(tmp_path, tmp_path / "run", Setting(save_every=1))
+    if resumes:
+        run(config, die=2)
+        counted.clear()
+    Trainer(config, resume=resumes).close()
+    assert counted == {"_check_single": 1, "build_skeleton": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"model": {"frozen": ["model.embd*"]}}, r"model\.frozen: model\.embd\* matches no param"),
+        ({"optim": {"no_decay": ["*.q_prj.*"]}}, r"optim\.no_decay: \*\.q_prj\.\* matches no par"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_refused_before_weights_are_read(
+    tmp_path: Path, changes: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_world(tmp_path)
+    monkeypatch.setattr(ModelFolder, "load", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(ConfigError, match=text):
+        Trainer(config_of(tmp_path, tmp_path / "run", Setting(), **changes))
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role + said + m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant' + said }}{% endif %}"
+)
+
+
+def test_a_template_of_the_config_is_trained_with_and_exported(tmp_path: Path) -> None:
+    write_world(tmp_path)
+    template = {"chat_template": TEMPLATE, "template_kwargs": {"said": " says: "}}
+    config = config_of(tmp_path, tmp_path / "run", Setting(save_every=1), data=template)
+    assert run(config, die=2) is None
+    run(config, resume=True)
+    saved = sorted((tmp_path / "run").glob("*/step-*/model"))
+    assert load_tokenizer(saved[-1]).chat_template == TEMPLATE
+    samples = (tmp_path / "run" / "samples.jsonl").read_text()
+    assert "assistant says: " in samples
+
+
+def test_an_argument_that_no_template_reads_is_refused(tmp_path: Path) -> None:
+    write_world(tmp_path)
+    config = config_of(
+        tmp_path, tmp_path / "run", Setting(), data={"template_kwargs": {"enable_thinkin": False}}
+    )
+    with pytest.raises(DataError, match="does not read enable_thinkin"):
+        Trainer(config)

@@ -1,0 +1,236 @@
+"""Laws of planned.py: what `auto` becomes, and what is refused before a weight is read."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.plan_cap import measure_caps
+from megatrain.cli.demo import write_demo
+from megatrain.cli.verbs import train_from
+from megatrain.config import Config, load_config
+from megatrain.devices.device import CpuDevice
+from megatrain.disk.hf.model import ModelFolder, read_folder
+from megatrain.errors import DoesNotFit
+from megatrain.planning.machine.profile import MachineProfile, unmeasured
+from megatrain.planning.plan import Plan
+from megatrain.report.run import read_run
+from megatrain.report.summary import facts as report_facts
+from megatrain.run.opening import opening, planned
+from megatrain.run.opening.planned import facts, plan_resumed, plan_run
+from megatrain.run.opening.resolve import Resolved, resolve
+from megatrain.run.trainer import Trainer
+
+BASE = 2_000_000
+PLENTY = 1 << 28
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(planned, "resident_bytes", lambda: BASE)
+    monkeypatch.setattr(opening, "resident_bytes", lambda: BASE)
+    monkeypatch.setattr(planned, "free_bytes", lambda: PLENTY)
+    monkeypatch.setattr(planned, "LATER_BYTES", 0)
+    monkeypatch.setattr(planned, "give_back_at_once", lambda: None)
+    return write_demo(tmp_path / "demo", num_steps=2)
+
+
+@pytest.fixture(params=["measured", "unmeasured"])
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    found = _profile() if request.param == "measured" else None
+    monkeypatch.setattr(planned, "measured_profile", lambda: found)
+    return str(request.param)
+
+
+def _profile() -> MachineProfile:
+    return unmeasured(ram_bytes=1 << 30, base_bytes=BASE).changed(source="measured")
+
+
+def config_of(path: Path, *changes: str) -> Config:
+    return load_config(path, ["model.dtype=bf16", "train.micro_batch_tokens=auto", *changes])
+
+
+def plan_of(path: Path, *changes: str) -> tuple[Resolved, Plan]:
+    config = config_of(path, *changes)
+    device, model = CpuDevice(), config.model
+    read = read_folder(model.name_or_path, dtype=model.dtype, frozen=model.frozen, attn=model.attn)
+    return plan_run(config, device, resolve(config, device, "cpu"), read.decoder)
+
+
+def least_ram(path: Path, *changes: str) -> int:
+    """Return the smallest `memory.ram` that is enough."""
+    low, high = BASE, PLENTY
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            plan_of(path, f"memory.ram={middle}B", *changes)
+            high = middle
+        except DoesNotFit:
+            low = middle + 1
+    return low
+
+
+def test_what_the_config_decides_is_kept(path: Path, machine: str) -> None:
+    resolved, _ = plan_of(
+        path, "train.micro_batch_tokens=256", "memory.slots=3", "memory.tape=host"
+    )
+    assert (resolved.micro_batch_tokens, resolved.slots, resolved.tape) == (256, 3, "host")
+
+
+def test_what_it_leaves_open_is_planned_with_a_reason_where_rates_are_known(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planned, "measured_profile", _profile)
+    resolved, plan = plan_of(path)
+    assert plan.fits
+    assert plan.knows_time
+    assert plan.settings.micro_tokens == resolved.micro_batch_tokens
+    assert {"micro_tokens", "slots", "tape"} <= plan.reasons.keys()
+
+
+def test_a_run_that_continues_has_its_prediction_and_keeps_its_bits(
+    path: Path, machine: str
+) -> None:
+    config, device = config_of(path), CpuDevice()
+    model = config.model
+    read = read_folder(model.name_or_path, dtype=model.dtype, frozen=model.frozen, attn=model.attn)
+    began = replace(resolve(config, device, "cpu"), micro_batch_tokens=128, chunk_tokens=64)
+    resolved, plan = plan_resumed(config, device, began, read.decoder, BASE)
+    assert (resolved.micro_batch_tokens, resolved.chunk_tokens) == (128, 64)
+    found = facts(plan, device, resolved, [])
+    assert found["settings"]["chunk_tokens"] == 64
+    if machine == "measured":
+        assert found["predicted"]["step_s"] > 0
+        assert found["reasons"]["micro_tokens"] == "as the run began"
+    little = config_of(path, f"memory.ram={BASE}B")
+    plan_resumed(little, device, began, read.decoder, BASE)  # it ran before: it is not refused
+
+
+def test_elsewhere_simple_rules_decide(path: Path) -> None:
+    config = config_of(path)
+    resolved, plan = plan_of(path)
+    assert not plan.knows_time
+    assert plan.facts()["predicted"] is None
+    assert resolved == resolve(config, CpuDevice(), "cpu")
+
+
+def test_where_the_rules_do_not_fit_something_that_does_is_found(path: Path) -> None:
+    usual, _ = plan_of(path)
+    cap = f"memory.ram={least_ram(path)}B"
+    resolved, _ = plan_of(path, cap)
+    assert resolved.micro_batch_tokens < usual.micro_batch_tokens
+    with pytest.raises(DoesNotFit):
+        plan_of(path, cap, f"train.micro_batch_tokens={usual.micro_batch_tokens}")
+
+
+def test_a_refusal_names_changes_that_fit(path: Path, machine: str) -> None:
+    cap = f"memory.ram={least_ram(path) - 1}B"
+    with pytest.raises(DoesNotFit) as refused:
+        plan_of(path, cap)
+    first, *ways = re.findall(r"\n  (\S+=\S+)", str(refused.value))
+    assert first.startswith("memory.ram=")
+    assert ways
+    plan_of(path, first)
+    for way in ways:
+        plan_of(path, cap, way)
+
+
+def test_what_is_not_free_cannot_be_had(
+    path: Path, machine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    least = least_ram(path)
+    monkeypatch.setattr(planned, "free_bytes", lambda: least - BASE - 1)
+    with pytest.raises(DoesNotFit, match=r"host memory .* short"):
+        plan_of(path, f"memory.ram={PLENTY}B")
+    monkeypatch.setattr(planned, "free_bytes", lambda: least - BASE)
+    plan_of(path)
+
+
+def test_where_memory_is_tight_malloc_keeps_nothing(
+    path: Path, machine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[bool] = []
+    monkeypatch.setattr(planned, "give_back_at_once", lambda: told.append(True))
+    plan_of(path)
+    assert not told
+    plan_of(path, f"memory.ram={int(1.2 * least_ram(path))}B")
+    assert told
+
+
+def test_a_run_is_refused_before_its_weights_are_read(
+    path: Path, machine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModelFolder, "load", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(DoesNotFit, match=r"memory\.ram="):
+        Trainer(config_of(path, f"memory.ram={BASE}B"))
+
+
+def test_a_dry_run_shows_the_plan(path: Path, machine: str) -> None:
+    said = train_from(path, [], dry_run=True)
+    assert "weights (hi)" in said
+    assert "ready to train 2 steps" in said
+    if machine == "measured":
+        assert re.search(r"speed     [\d,]+ tokens/s", said)
+        assert "in all    2 steps in " in said
+    else:
+        assert "`megatrain doctor` measures it" in said
+
+
+def test_steps_are_held_against_their_bound_where_the_machine_is_known(
+    path: Path, machine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Trainer(load_config(path, ["eval.samples=0"])) as trainer:
+        trainer.train()
+        run = trainer.folder.path
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    shown, found = capsys.readouterr().err, read_run(run, "run")
+    if machine == "measured":
+        least, name = trainer.plan.bound().of(steps[0]["num_tokens"])
+        assert steps[0]["of_bound"] == pytest.approx(least / steps[0]["seconds"], abs=1e-4)
+        assert f"% of bound ({name})" in shown
+        assert report_facts(found)["Share of the bound"].endswith(f"({name})")
+        assert report_facts(found)["Time of a step"].endswith("predicted")
+    else:
+        assert "of_bound" not in steps[0]
+        assert "% of bound" not in shown
+        assert shown.count("this machine was not measured") == 1
+        assert "Share of the bound" not in report_facts(found)
+
+
+@pytest.mark.long
+def test_the_kernel_kills_no_run_that_was_started() -> None:
+    """The whole form: `python -m benchmarks.plan --cap`."""
+    figures = measure_caps(["83M, updates in backward"], [0.8, 1.1])
+    if "skipped" in figures:
+        pytest.skip(str(figures["skipped"]))
+    assert (figures["finished"], figures["refused"]) == (1, 1)
+
+
+def test_a_run_by_rows_is_planned_and_advised_in_rows(path: Path, machine: str) -> None:
+    config = config_of(path, "train.batch_tokens=null", "train.batch_rows=8")
+    with Trainer(config, dry_run=True) as trainer:
+        workload = trainer.plan.workload
+    assert workload.step_setting == ("train.batch_rows", 8)
+    assert workload.with_step(workload.step_tokens // 2).step_setting == ("train.batch_rows", 4)
+    assert workload.step_tokens < 8 * config.data.max_length, "as long as the longest step"
+
+
+def test_plan_json_has_its_prediction_after_a_resume(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planned, "measured_profile", _profile)
+    with Trainer(load_config(path, ["eval.samples=0"])) as trainer:
+        trainer.train()
+        file = trainer.folder.path / "plan.json"
+    before = json.loads(file.read_text())
+    Trainer(load_config(path, ["eval.samples=0", "train.steps=3"]), resume=True).close()
+    after = json.loads(file.read_text())
+    assert after["predicted"]["step_s"] > 0
+    assert after["settings"] == before["settings"]
+    assert after["ledger"]

@@ -1,0 +1,69 @@
+"""Every setting is read by something: a run is watched as it reads its config."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.cli.demo import write_demo
+from megatrain.config import load_config
+from megatrain.config.data_settings import Source
+from megatrain.config.section import Section
+from megatrain.config.settings import SECTIONS
+from megatrain.run.trainer import Trainer
+
+KEYS = {
+    f"{section.__name__}.{key}"
+    for section in (*SECTIONS.values(), Source)
+    for key in section.model_fields
+}
+
+
+@contextmanager
+def watched() -> Iterator[set[str]]:
+    """Yield the set of keys that code outside the config package reads."""
+    found: set[str] = set()
+
+    def read(section: Section, name: str) -> Any:
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if caller.startswith("megatrain.") and not caller.startswith("megatrain.config"):
+            found.add(f"{object.__getattribute__(section, '__class__').__name__}.{name}")
+        return object.__getattribute__(section, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Section, "__getattribute__", read)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def read_keys(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """What a short run reads of its config."""
+    folder = tmp_path_factory.mktemp("watched")
+    path = write_demo(folder / "demo", num_steps=2)
+    small = ["train.batch_tokens=512", "train.micro_batch_tokens=256", "eval.samples=0"]
+    config = load_config(path, [*small, "train.steps=null", "train.epochs=0.1"])
+    with pytest.MonkeyPatch.context() as patch, watched() as found:
+        patch.setenv("MEGATRAIN_CACHE", str(folder / "cache"))
+        with Trainer(config) as trainer:
+            trainer.train()
+    if "Config.run_dir" in found:  # which is save.dir, or a name that is made
+        found.add("SaveSettings.dir")
+    return found & KEYS
+
+
+def test_every_key_is_read(read_keys: set[str]) -> None:
+    assert KEYS - read_keys == set()
+
+
+def test_a_key_that_nothing_reads_would_be_noticed(tmp_path: Path) -> None:
+    config = load_config(write_demo(tmp_path / "demo", num_steps=2))
+    with watched() as found:
+        exec("config.train.seed", {"__name__": "megatrain.run.trainer", "config": config})
+        exec("config.data.seed", {"__name__": "megatrain.config.load", "config": config})
+    assert "TrainSettings.seed" in found
+    assert "DataSettings.seed" not in found, "what the config package reads of itself counts not"

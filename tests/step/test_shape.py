@@ -1,0 +1,50 @@
+"""The shape of a step says what is wrong with it before any op is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatrain.errors import ScheduleError
+from megatrain.step.shape import StepShape
+
+
+def test_all_blocks_are_trained_unless_told() -> None:
+    shape = StepShape(num_blocks=4)
+    assert shape.trained == (True,) * 4
+    assert (shape.head, shape.last_layer, shape.lowest, shape.bottom_layer) == (3, 2, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("trained", "lowest", "bottom_layer"),
+    [
+        ((False, True, True, True), 1, 1),
+        ((False, False, True, False), 2, 2),
+        ((False, False, False, True), 3, 3),
+    ],
+)
+def test_backward_ends_at_the_lowest_trained_block(
+    trained: tuple[bool, ...], lowest: int, bottom_layer: int
+) -> None:
+    shape = StepShape(num_blocks=4, trained=trained)
+    assert (shape.lowest, shape.bottom_layer) == (lowest, bottom_layer)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ({"num_blocks": 2}, "num_blocks is 2, must be at least 3"),
+        ({"num_micro": 0}, "num_micro is 0, must be at least 1"),
+        ({"num_slots": 1}, "num_slots is 1, must be at least 2"),
+        ({"num_grad_slots": 0}, "num_grad_slots is 0, must be at least 1"),
+        ({"num_tape_slots": 1}, "num_tape_slots is 1, must be at least 2"),
+        ({"num_host_grads": 1}, "num_host_grads is 1, must be at least 2"),
+        ({"trained": (True, True)}, "trained has 2 flags for 4 blocks"),
+        ({"trained": (False,) * 4}, "no block is trained: a step would have nothing to do"),
+    ],
+)
+def test_impossible_shapes_are_refused(numbers: dict[str, Any], text: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        StepShape(**{"num_blocks": 4, **numbers})
+    assert str(caught.value) == text

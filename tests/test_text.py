@@ -1,0 +1,63 @@
+"""Figures as people read them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.report.drawing.axis import Axis, step_axis, value_axis
+from megatrain.text import count, duration, figure, percent, size
+
+SANE = st.floats(-1e200, 1e200).map(lambda value: 0.0 if abs(value) < 1e-200 else value)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"), (2.31412, "2.314"), (2155.0, "2,155"), (9999, "9,999"), (10_000, "10k"),
+        (98_304_000, "98.3M"), (1.2e9, "1.2B"), (1e-5, "1e-5"), (9.8e-6, "9.8e-6"),
+        (-0.25, "-0.25"), (1e40, "1e40"), (999_999, "1M"), (math.nan, "not a number"),
+        (math.inf, "infinite"), (-math.inf, "-infinite"),
+    ],
+)  # fmt: skip
+def test_figures(value: float, text: str) -> None:
+    assert figure(value) == text
+
+
+def test_counts_sizes_times_and_shares() -> None:
+    assert [count(49_152), count(2_000_000), count(1.5)] == ["49,152", "2M", "1.5"]
+    assert [size(512), size(64 * 2**20), size(117.4 * 2**30)] == [
+        "512 bytes", "64.0 MiB", "117.4 GiB"]  # fmt: skip
+    assert [duration(s) for s in (0.0121, 1.9, 59.99, 200, 3840, 183_600)] == [
+        "12.1 ms", "1.9 s", "1 min 00 s", "3 min 20 s", "1 h 04 min", "2 d 03 h"]  # fmt: skip
+    assert [percent(share) for share in (0, 0.001, 0.834, 1)] == [
+        "0 %",
+        "under 1 %",
+        "83 %",
+        "100 %",
+    ]
+
+
+@given(st.lists(SANE, min_size=1), st.booleans())
+def test_an_axis_holds_every_value_and_few_labels(values: list[float], from_zero: bool) -> None:
+    axis = value_axis(values, from_zero=from_zero)
+    assert all(-1e-9 <= axis.place(value) <= 1 + 1e-9 for value in values)
+    assert len(axis.ticks()) <= 10
+    assert all(-1e-6 <= place <= 1 + 1e-6 for place, _ in axis.ticks())
+
+
+def test_one_spike_does_not_press_the_curve_flat() -> None:
+    assert value_axis([1.0, 1.1, 0.9, 4000.0]).log
+    assert not value_axis([1.0, 1.1, 0.9, 4.0]).log
+    assert [label for _, label in Axis(low=0.5, high=40, log=True).ticks()] == [
+        "0.5", "1", "2", "5", "10", "20"]  # fmt: skip
+
+
+def test_labels_are_round() -> None:
+    assert [label for _, label in step_axis([0, 2000]).ticks()] == [
+        "0", "500", "1,000", "1,500", "2,000"]  # fmt: skip
+    assert [label for _, label in step_axis([7, 9]).ticks()] == ["7", "8", "9"]
+    assert step_axis([7]).place(7) == 0
