@@ -4,7 +4,7 @@
     errors.md      every error, from megatrain.errors
     migration.md   keys of other tools, from megatrain.config.other_tools.names
 
-tests/test_docs.py checks that the pages say what the code says.
+tests/test_docs.py checks that the pages are up to date.
 """
 
 from __future__ import annotations
@@ -25,37 +25,39 @@ HERE = Path(__file__).parent
 
 CONFIG_HEAD = """# Config
 
-A run is one YAML file, in sections; this is the shortest:
+A run is one YAML file with sections. This is the shortest:
 
 ```yaml
 model: Qwen/Qwen3-8B
 data: train.jsonl
 ```
 
-Any key can be changed on the command line: `megatrain train run.yaml train.epochs=2`; the value is
-read as YAML. An unknown key is refused, with the nearest one that exists, or what another tool's
-key is called here. All faults of a file are told at once, with file, line and key (exit code 2).
+You can change any key on the command line: `megatrain train run.yaml train.epochs=2`. The value is
+read as YAML. MegaTrain refuses an unknown key and suggests the nearest one, or our name for another
+tool's key. Every error in the file is reported in one pass, with file, line and key; the exit code
+is 2.
 
-- Tokens: `2048`, `2k`, `1M`; k and M count by 1024, as context lengths are written.
+- Tokens: `2048`, `2k`, `1M`; k and M are powers of 1024, as in context lengths.
 - Sizes: `24GB` is 24 x 10^9 bytes, `24GiB` is 24 x 2^30.
 - Numbers: `1e-5` is a number, quoted or not.
 - `auto` is decided by the plan, which is printed and kept in the run folder.
-- YAML is read by the core schema of 1.2: `no` is a word, `010` is ten. Anchors, aliases, merge keys
-  and tags are refused, and so is a key that is given twice. Quote patterns that begin with `*`.
+- YAML follows the core schema of version 1.2: `no` is a word, `010` is ten. Anchors, aliases, merge
+  keys, tags and duplicate keys are errors. Quote patterns that begin with `*`.
 """
 
 ERRORS_HEAD = """# Errors
 
-Every error we raise is one of these. A script may rely on code and exit code.
+Every error that MegaTrain raises is one of these. Scripts can rely on the code and the exit code.
 
 | exit code | meaning |
 |---|---|
-| 0 | fine |
-| 1 | a bug of ours |
-| 2 | the config |
-| 3 | does not fit |
-| 4 | the model folder or the data |
-| 5 | the environment |
+| 0 | success |
+| 1 | a bug in MegaTrain |
+| 2 | an error in the config |
+| 3 | the run does not fit |
+| 4 | an error in the model folder or the data |
+| 5 | an error in the environment |
+| 130 | interrupted |
 
 | error | code | exit code | meaning |
 |---|---|---|---|
@@ -63,35 +65,34 @@ Every error we raise is one of these. A script may rely on code and exit code.
 
 MIGRATION_HEAD = """# From other tools
 
-`megatrain.config.other_tools.translate.migrate("sft.yaml")` reads a config of LLaMA-Factory,
-Axolotl or TRL, YAML or JSON, and tells which it is by its keys. It returns our config and a line
-for every key of the file:
+`megatrain init run.yaml --from sft.yaml` converts a config of LLaMA-Factory, Axolotl or TRL, in
+YAML or JSON. It recognizes the tool by the keys of the file; use `--tool` if they are ambiguous,
+and `--gpus` to give the number of GPUs of the old run. It prints a line for every key of the file:
 
-- *mapped*: our key has the same value
-- *changed*: our key has another value that means the same
-- *default*: the file does not have it, and the tool does something else than we would; written out
-- *dropped*: there is no such thing here, and why
-- *unknown*: not in the tables below; nothing is passed over in silence
+- *mapped*: our key has the same value.
+- *changed*: our key has another value with the same meaning.
+- *default*: the file does not have the key, and the tool's default differs from ours; it is written
+  to the new file.
+- *dropped*: MegaTrain has no equivalent; the line gives the reason.
+- *unknown*: the key is not in the tables below.
 
-`megatrain init run.yaml --from sft.yaml` writes it; `--tool` names the tool where the keys do not
-tell, `--gpus` how many GPUs it ran on.
+From Python: `megatrain.config.other_tools.translate.migrate("sft.yaml")`.
 
-A migrated run trains on the same rows in as many steps: rows x accumulation x GPUs become
-`train.batch_rows`, and what a tool does when a key is absent or null is written out. Where that
-cannot be had:
+A migrated run trains on the same rows in the same number of steps. Rows x accumulation x GPUs
+become `train.batch_rows`, and the tool's defaults for absent or null keys are written to the new
+file. There are exceptions:
 
-- Packed runs (`packing`, `sample_packing`) count a step in tokens. How many steps an epoch has
-  depends on how rows fill sequences, and that differs between tools; nothing is packed here that
-  was not packed there.
-- Rows come in another order: every tool draws its own.
-- Of rows that are longer than the limit LLaMA-Factory cuts prompt and answer in proportion; here
-  the end is cut. A row that has no trained token left is left out and counted; there it stays in
-  its batch, and trains nothing.
-- LLaMA-Factory and Axolotl can write rows with templates of their own (`template`, `chat_template`,
-  alpaca rows in Axolotl). Here the chat template is the tokenizer's, or the one that
-  `data.chat_template` gives.
-- A fraction to evaluate on is held out of each source; they hold it out of all sources together.
-- A key that is unknown or dropped is named, with the reason.
+- Packed runs (`packing`, `sample_packing`) measure a step in tokens. The number of steps in an
+  epoch depends on how rows fill sequences, which differs between tools. MegaTrain packs only if the
+  other tool packed.
+- Rows come in a different order; every tool shuffles differently.
+- LLaMA-Factory cuts the prompt and the answer of an overlong row in proportion; MegaTrain cuts the
+  end. MegaTrain drops and counts a row without a trained token; LLaMA-Factory keeps it in its
+  batch, where it trains nothing.
+- LLaMA-Factory and Axolotl can format rows with their own templates (`template`, `chat_template`,
+  alpaca rows in Axolotl). MegaTrain uses the tokenizer's chat template, or `data.chat_template`.
+- MegaTrain holds an evaluation fraction out of each source; the other tools hold it out of all
+  sources together.
 """
 
 
@@ -101,7 +102,7 @@ def config_page() -> str:
     for name, section in SECTIONS.items():
         short = f" `{name}: X` alone means `{SHORT_FORMS[name]}`." if name in SHORT_FORMS else ""
         parts.append(f"\n## {name}\n\n{_sentence(section)}{short}\n\n{_settings_table(section)}")
-    parts.append(f"\n## A source of rows\n\n{_sentence(Source)} A path alone will do.\n\n")
+    parts.append(f"\n## A source of rows\n\n{_sentence(Source)} A path alone is enough.\n\n")
     parts.append(_settings_table(Source))
     return "".join(parts)
 
@@ -121,10 +122,10 @@ def migration_page() -> str:
     """Return docs/migration.md."""
     parts = [MIGRATION_HEAD]
     for tool, table in TABLES.items():
-        parts.append(f"\n## {tool}\n\n| key | ours | to know |\n|---|---|---|\n")
+        parts.append(f"\n## {tool}\n\n| key | ours | note |\n|---|---|---|\n")
         mapped = {key: rule for key, rule in table.items() if rule.to}
         parts += [f"| `{key}` | `{rule.to}` | {rule.why} |\n" for key, rule in mapped.items()]
-        parts.append("\nWritten out when the file does not have it: ")
+        parts.append("\nDefaults written to the new file when the old one does not have the key: ")
         absent = [f"`{key}: {write_yaml(value)}`" for key, value in DEFAULTS[tool].items()]
         absent += [f"`{ours}: {value}` (ours)" for ours, (value, _) in ALWAYS[tool].items()]
         parts.append(f"{', '.join(absent)}.\n\n| dropped | why |\n|---|---|\n")

@@ -1,12 +1,12 @@
-"""The closed list of errors a user can meet.
+"""Every error that a user can see.
 
-Every failure that is not a bug of ours is one of these. Each has a `code` that documentation and
-scripts may rely on, and the `exit_code` the command line ends with:
+Every failure that is not a bug in MegaTrain is one of these. Each has a `code` that documentation
+and scripts may rely on, and the `exit_code` of the command line:
 
     1 bug   2 user's config   3 does not fit   4 model folder or data   5 environment
     130 interrupted
 
-A message says what, where, the numbers, and the cheapest way out.
+A message states what happened, where, why with figures, and the cheapest way out.
 """
 
 from __future__ import annotations
@@ -25,115 +25,115 @@ class MegaTrainError(Exception):
 
 
 class ScheduleError(MegaTrainError):
-    """A schedule, or the shape asked for, breaks a law. The code is wrong, not the data."""
+    """A schedule or a step's shape breaks a law. The code is wrong, not the data."""
 
     code = "MT101"
 
 
 class LaneStuck(MegaTrainError):
-    """No lane moved for the whole deadline. The process cannot go on: its thread may never end."""
+    """No lane made progress until the deadline. The process must end: a thread may hang."""
 
     code = "MT102"
 
 
 class PlayerStopped(MegaTrainError):
-    """Work was given to a player that has failed or was closed."""
+    """A player received work after it had failed or was closed."""
 
     code = "MT103"
 
 
 class SnapshotLost(MegaTrainError):
-    """Training failed while its state was being saved; that save is given up."""
+    """Training failed while its state was being saved; the save was abandoned."""
 
     code = "MT104"
 
 
 class ConfigError(MegaTrainError):
-    """A setting that cannot be meant: out of range, or at odds with another."""
+    """A setting is invalid: out of range, or in conflict with another."""
 
     code = "MT201"
     exit_code = 2
 
 
 class DoesNotFit(MegaTrainError):
-    """The ledger is larger than the memory that is free, or the system refused the memory."""
+    """The run needs more host memory than is free, or the system refused the memory."""
 
     code = "MT301"
     exit_code = 3
 
 
 class DeviceFull(MegaTrainError):
-    """The device has less memory than the plan needs there."""
+    """The run needs more device memory than the device has."""
 
     code = "MT302"
     exit_code = 3
 
 
 class ModelFolderError(MegaTrainError):
-    """A model folder lacks a file, or one of its names points where it may not."""
+    """A model folder lacks a file, or one of its names points outside the folder."""
 
     code = "MT401"
     exit_code = 4
 
 
 class ModelConfigError(MegaTrainError):
-    """A `config.json` is malformed, asks for something we refuse, or has absurd values."""
+    """A `config.json` is malformed, requests something unsupported, or has absurd values."""
 
     code = "MT402"
     exit_code = 4
 
 
 class NotSplittable(MegaTrainError):
-    """A model cannot be cut into embedding, decoder layers and head; the text says why."""
+    """A model cannot be cut into embedding, decoder layers and head; the message says why."""
 
     code = "MT403"
     exit_code = 4
 
 
 class WeightsFormatError(MegaTrainError):
-    """A safetensors file or its index breaks the format."""
+    """A safetensors file or its index is malformed."""
 
     code = "MT404"
     exit_code = 4
 
 
 class WeightsMismatch(MegaTrainError):
-    """The tensors in a folder are not the tensors of its model."""
+    """The tensors in a folder do not match its model."""
 
     code = "MT405"
     exit_code = 4
 
 
 class BatchError(MegaTrainError):
-    """A batch that cannot be trained on: no targets, wrong shapes, unknown tokens."""
+    """A batch has no targets, wrong shapes or unknown tokens."""
 
     code = "MT406"
     exit_code = 4
 
 
 class NonFiniteStep(MegaTrainError):
-    """A step's gradient is not finite; nothing that is not finite was applied."""
+    """A step's gradient is not finite; no such value was applied to a weight."""
 
     code = "MT407"
     exit_code = 4
 
 
 class DataError(MegaTrainError):
-    """Training data, or the chat template it passes through, that cannot be trained on as it is."""
+    """The training data or its chat template cannot be used."""
 
     code = "MT408"
     exit_code = 4
 
 
 class CheckpointDamaged(MegaTrainError):
-    """A checkpoint that is not whole: a file is missing, cut, changed, or of another save."""
+    """A checkpoint is damaged: a file is missing, cut, changed, or from another save."""
 
     code = "MT409"
     exit_code = 4
 
 
 class CheckpointMismatch(MegaTrainError):
-    """A whole checkpoint that this run cannot go on from: another model, data or version."""
+    """This run cannot resume from a checkpoint: another model, data or version."""
 
     code = "MT410"
     exit_code = 4
@@ -147,41 +147,41 @@ class DiskError(MegaTrainError):
 
 
 class DiskFull(DiskError):
-    """The disk has no room for what must be written, or a quota is used up."""
+    """The disk is full, or a quota is used up."""
 
     code = "MT503"
 
 
 class RunFolderError(MegaTrainError):
-    """A run folder that cannot be used: another run is in it, or it is none."""
+    """The run folder belongs to another run, or is not a run folder."""
 
     code = "MT502"
     exit_code = 5
 
 
 class MissingPackage(MegaTrainError):
-    """A setting asks for an optional package that is not installed; the text names it."""
+    """A setting asks for an optional package that is not installed; the message names it."""
 
     code = "MT505"
     exit_code = 5
 
 
 class NoDevice(MegaTrainError):
-    """The accelerator that was asked for is not on this machine, or torch cannot use it."""
+    """This machine does not have the requested accelerator, or torch cannot use it."""
 
     code = "MT506"
     exit_code = 5
 
 
 class HubError(MegaTrainError):
-    """The Hugging Face Hub cannot be reached, or does not have or give what was asked for."""
+    """The Hugging Face Hub is unreachable, or does not provide the requested files."""
 
     code = "MT507"
     exit_code = 5
 
 
 class Interrupted(MegaTrainError):
-    """A signal, or too little memory, ended a run; what it says tells whether it was saved."""
+    """A signal or low memory ended the run; the message says whether it was saved."""
 
     code = "MT130"
     exit_code = 130

@@ -95,42 +95,42 @@ Eval = Annotated[
 
 
 class DataSettings(Section):
-    """What is trained on."""
+    """Training and evaluation rows."""
 
     train: Annotated[Sources, Kind("path, or list of paths or {path, name, split, ...}")] = Field(
-        description="Where the rows come from."
+        description="Sources of the training rows."
     )
     eval: Eval = Field(
         default=None,
-        description="Rows to evaluate on: a fraction held out of train, or files of their own.",
+        description="Rows to evaluate on: a fraction held out of train, or separate sources.",
     )
-    max_length: Tokens = Field(default=2048, description="Longest row.")
+    max_length: Tokens = Field(default=2048, description="Maximum length of a row.")
     overlong: Literal["drop", "truncate", "split"] = Field(
-        default="drop", description="What happens to longer rows; they are counted and reported."
+        default="drop", description="Treatment of longer rows; they are counted and reported."
     )
     train_on: Literal["assistant", "last", "completion", "all"] = Field(
         default="assistant",
-        description="Which tokens are targets: those of every assistant turn, of the last one, all "
-        "that follows the prompt, or every token.",
+        description="Which tokens are targets: every assistant turn, only the last one, everything "
+        "after the prompt, or every token.",
     )
     template_kwargs: TemplateArguments = Field(
         default=Arguments(),
-        description="Arguments for the chat template; a row's own chat_template_kwargs come first.",
+        description="Arguments for the chat template; chat_template_kwargs of a row override them.",
     )
     chat_template: Template = Field(
         default=None,
-        description="In place of the tokenizer's: a file, the text of a template, or none, which "
-        "joins prompt and completion as they are.",
+        description="Replaces the tokenizer's template: a file, the text of a template, or none, "
+        "which joins prompt and completion unchanged.",
     )
     max_bad: Annotated[Number, Field(ge=0, le=1)] = Field(
         default=0.01,
         description="Share of the rows that may be bad (broken, empty, refused by the chat "
-        "template) and left out; more is an error.",
+        "template) and skipped; more is an error.",
     )
     max_dropped: Annotated[Number, Field(ge=0, le=1)] = Field(
         default=0.2,
-        description="Share of the rows that may be dropped for their length, or because nothing "
-        "in them is trained; more is an error.",
+        description="Share of the rows that may be dropped because of their length or because they "
+        "have nothing to train on; more is an error.",
     )
     packing: bool = Field(
         default=True,
@@ -138,9 +138,9 @@ class DataSettings(Section):
     )
     shuffle: bool = Field(
         default=True,
-        description="Give the rows a new order in each epoch; false keeps the order of the files, "
-        "one source after another.",
+        description="Shuffle the rows in each epoch; false keeps the order of the files, one "
+        "source after another.",
     )
     seed: Seed = Field(
-        default=42, description="Seed of the order of rows and of the held-out fraction."
+        default=42, description="Seed for the order of rows and the held-out fraction."
     )

@@ -53,34 +53,33 @@ SHORT_FORMS = {"model": "name_or_path", "data": "train", "save": "dir"}
 
 
 class ModelSettings(Section):
-    """Which model, and how it is held."""
+    """The model and its precision."""
 
     name_or_path: Name = Field(
-        description="Folder of the model, or its id on the Hugging Face Hub; a folder wins."
+        description="Model folder, or id on the Hugging Face Hub; an existing folder wins."
     )
     revision: Annotated[Name | None, Kind("branch, tag or commit, or null")] = Field(
         default=None,
-        description="Which version of a model on the Hub; null is main, and the commit it was then "
-        "is kept in the run folder for a resumed run.",
+        description="Version of a model on the Hub; null is main; the run folder records the "
+        "commit, and a resumed run uses it.",
     )
     dtype: Literal["bf16", "fp32"] = Field(
-        default="bf16", description="What compute sees; masters are fp32 either way."
+        default="bf16", description="Precision of the weights in compute; masters are always fp32."
     )
     attn: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = Field(
         default="auto",
-        description="Attention implementation; auto is sdpa where transformers has it for the "
-        "family, else eager; the others are used only when named, and flash_attention_2 needs the "
-        "package flash-attn and dtype bf16.",
+        description="Attention implementation; auto is sdpa if transformers has it for the family, "
+        "else eager; flash_attention_2 needs the package flash-attn and dtype bf16.",
     )
     frozen: Patterns = Field(
         default=(),
-        description="Params that are not trained, like model.embed_*; a pattern that matches "
-        "none is an error.",
+        description="Params that are not trained, like model.embed_*; a pattern without a match "
+        "is an error.",
     )
     add_tokens: NewTokens = Field(
         default=(),
-        description="New special tokens: tokenizer, embedding and head grow by them, spare rows "
-        "first, a new row begins as the mean of the others, and exports have them.",
+        description="New special tokens for tokenizer, embedding, head and exports; they use spare "
+        "rows first, and a new row starts as the mean of the others.",
     )
 
 
@@ -90,13 +89,13 @@ _ONE_OF_TWO = (("epochs", "steps", 1), ("batch_tokens", "batch_rows", BATCH_TOKE
 
 
 class TrainSettings(Section):
-    """How long, in what steps."""
+    """Length of the run and size of its steps."""
 
     epochs: Annotated[Annotated[Number, Field(gt=0)] | None, Kind("number or null")] = Field(
         default=None, description="Passes over the data; 1 if neither epochs nor steps is given."
     )
     steps: Annotated[Steps | None, Kind("steps or null")] = Field(
-        default=None, description="Optimizer steps of the whole run, in place of epochs."
+        default=None, description="Optimizer steps of the run, instead of epochs."
     )
     batch_tokens: Annotated[Tokens | None, Kind("tokens, like 2048 or 128k, or null")] = Field(
         default=None,
@@ -105,38 +104,38 @@ class TrainSettings(Section):
     )
     batch_rows: Annotated[Annotated[Whole, Field(ge=1)] | None, Kind("rows or null")] = Field(
         default=None,
-        description="Rows of one optimizer step, exactly, in place of batch_tokens, packed or "
-        "not; the last step of an epoch may have fewer.",
+        description="Exact number of rows of one optimizer step, packed or not, instead of "
+        "batch_tokens; the last step of an epoch may have fewer.",
     )
     micro_batch_tokens: Annotated[
         int | Literal["auto"],
         PlainValidator(or_auto(read_tokens)),
         Kind("tokens, like 8192 or 8k, or auto"),
-    ] = Field(default="auto", description="Tokens the device computes at a time.")
+    ] = Field(default="auto", description="Tokens that the device processes at a time.")
     max_grad_norm: Annotated[Annotated[Number, Field(gt=0)] | None, Kind("number or null")] = Field(
         default=1.0,
-        description="Global norm to clip to; null does not clip, and updates inside backward, "
-        "which saves 2 bytes a parameter.",
+        description="Global gradient norm to clip to; null does not clip and updates weights "
+        "during backward, which saves 2 bytes per parameter.",
     )
     router_aux_loss: Annotated[
         Annotated[Number, Field(ge=0)] | Literal["auto", "model"],
         Kind("number, auto or model"),
     ] = Field(
         default="auto",
-        description="Coefficient of the load-balancing loss of a mixture of experts; model takes "
-        "the model's own, auto takes it if config.json asks for output_router_logits, else 0.",
+        description="Coefficient of the load-balancing loss of a mixture of experts; model uses "
+        "the model's own; auto uses it if config.json sets output_router_logits, else 0.",
     )
-    seed: Seed = Field(default=42, description="Seed of dropout.")
+    seed: Seed = Field(default=42, description="Seed for dropout.")
     on_nonfinite: Literal["stop", "skip", "rollback"] = Field(
         default="stop",
-        description="What to do with a step whose gradient is not finite, twice; rollback goes "
-        "back to the last checkpoint and leaves the step out.",
+        description="Reaction to a step whose gradient is not finite, twice; rollback returns to "
+        "the last checkpoint and leaves the step out.",
     )
     on_spike: Literal["record", "stop", "rollback"] = Field(
         default="record",
-        description="What to do with a step whose loss or gradient norm is far above the last 64.",
+        description="Reaction to a step whose loss or gradient norm is far above the last 64.",
     )
-    compile: bool = Field(default=False, description="Let torch compile the layers.")
+    compile: bool = Field(default=False, description="Compile the layers with torch.compile.")
 
     @model_validator(mode="before")
     @classmethod
@@ -150,81 +149,83 @@ class TrainSettings(Section):
 
 
 class OptimSettings(Section):
-    """How weights change."""
+    """The optimizer and its learning rate."""
 
     name: Literal["adamw"] = Field(default="adamw", description="The optimizer.")
-    learning_rate: Number = Field(
-        default=1e-5, gt=0, le=1, description="Peak of the learning rate."
-    )
+    learning_rate: Number = Field(default=1e-5, gt=0, le=1, description="Peak learning rate.")
     betas: Annotated[tuple[Beta, Beta], Kind("two numbers")] = Field(
-        default=(0.9, 0.95), description="Decay of the first and second moment."
+        default=(0.9, 0.95), description="Decay rates of the first and second moment."
     )
     eps: Number = Field(default=1e-8, gt=0, description="Added to the root of the second moment.")
     weight_decay: Number = Field(
-        default=0.0, ge=0, description="Decoupled decay of matrices; norms and biases have none."
+        default=0.0,
+        ge=0,
+        description="Decoupled weight decay of matrices; norms and biases do not decay.",
     )
     no_decay: Patterns = Field(
         default=(),
-        description="Further params without decay; a pattern that matches none is an error.",
+        description="More params without decay; a pattern without a match is an error.",
     )
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
         default="cosine", description="Shape of the learning rate; wsd holds the peak, then decays."
     )
     warmup: Length = Field(
         default=0.03,
-        description="Length of the rise from 0 to the peak; as in transformers, the first step "
-        "has the rate 0 and a fraction is rounded up.",
+        description="Length of the linear increase from 0 to the peak; as in transformers, the "
+        "first step has rate 0 and a fraction is rounded up.",
     )
     decay: Length = Field(
-        default=0.1, description="Length of the last part of wsd; others ignore it."
+        default=0.1, description="Length of the final decay of wsd; other schedules ignore it."
     )
     final_fraction: Number = Field(
-        default=0.0, ge=0, le=1, description="Last learning rate as a fraction of the peak."
+        default=0.0, ge=0, le=1, description="Final learning rate as a fraction of the peak."
     )
 
 
 class MemorySettings(Section):
-    """Where bytes live."""
+    """The device, memory limits, and placement of data in memory."""
 
     device: Annotated[str, BeforeValidator(read_device), Kind("auto, cpu, cuda, cuda:N or xpu")] = (
         Field(
             default="auto",
-            description="Where compute happens; auto takes the accelerator there is.",
+            description="Device for compute; auto is the accelerator if there is one, else cpu.",
         )
     )
     vram: Size = Field(
-        default="auto", description="Device memory to use at most; auto: all that is free."
+        default="auto", description="Most device memory to use; auto is all free memory."
     )
     ram: Size = Field(
         default="auto",
-        description="Host memory this process may hold; auto: all that is free, within the limits "
-        "of its group.",
+        description="Most host memory to use; auto is all free memory within the limits of the "
+        "control group.",
     )
     slots: Annotated[
         int | Literal["auto"],
         PlainValidator(or_auto(read_whole, least=2)),
         Kind("whole number or auto"),
     ] = Field(
-        default="auto", description="Device buffers for block weights; two are enough to overlap."
+        default="auto",
+        description="Number of device buffers for block weights; two are enough to overlap.",
     )
     tape: Literal["auto", "device", "host"] = Field(
-        default="auto", description="Where block inputs wait from forward to backward."
+        default="auto", description="Where block inputs are kept between forward and backward."
     )
     gather_embedding: Annotated[bool | Literal["auto"], Kind("true, false or auto")] = Field(
         default="auto",
-        description="Send the device the embedding rows of a step, not the whole table.",
+        description="Send only the embedding rows of a step to the device, not the full table.",
     )
     chunk_tokens: Annotated[
         int | Literal["auto"],
         PlainValidator(or_auto(read_tokens)),
         Kind("tokens, like 4096 or 4k, or auto"),
     ] = Field(
-        default="auto", description="Tokens whose logits exist at a time; auto: at most 4096."
+        default="auto",
+        description="Number of tokens whose logits exist at a time; auto is at most 4096.",
     )
 
 
 class EvalSettings(Section):
-    """How the model is judged on the way."""
+    """Evaluation during the run."""
 
     every: Annotated[Steps | None, Kind("steps or null")] = Field(
         default=200, description="Steps between evaluations; null evaluates at the end only."
@@ -233,24 +234,25 @@ class EvalSettings(Section):
         default=4,
         ge=0,
         le=1000,
-        description="Texts to generate before the first step, at each evaluation and after the "
-        "last step; without data.eval not on the way; the plan says what they cost.",
+        description="Number of texts to generate before the first step, at each evaluation and "
+        "after the last step; without data.eval only first and last; the plan shows the cost.",
     )
     max_rows: Annotated[Annotated[Whole, Field(ge=1)] | None, Kind("rows or null")] = Field(
-        default=None, description="Rows to evaluate on at most; null takes all."
+        default=None, description="Most rows to evaluate on; null is all."
     )
     patience: Annotated[Annotated[Whole, Field(ge=1)] | None, Kind("evaluations or null")] = Field(
         default=None,
-        description="Stop after so many evaluations in a row without a lower loss, and keep and "
-        "export the best checkpoint, as with save.best; null: never.",
+        description="Stop after this many evaluations in a row without a lower loss, and export "
+        "the best checkpoint, as with save.best; null never stops early.",
     )
 
 
 class SaveSettings(Section):
-    """What the run leaves behind."""
+    """The run folder and its checkpoints."""
 
     dir: Annotated[Name | None, Kind("path or null")] = Field(
-        default=None, description="Run folder; null is runs/ and the last part of the model's name."
+        default=None,
+        description="Run folder; null is runs/ plus the last part of the model's name.",
     )
     every: Annotated[Steps | None, Kind("steps or null")] = Field(
         default=500, description="Steps between checkpoints; null saves at the end only."
@@ -259,19 +261,19 @@ class SaveSettings(Section):
     best: bool = Field(
         default=False,
         description="Also save when an evaluation is the best so far, keep that checkpoint, and "
-        "export it at the end instead of the last.",
+        "export it at the end instead of the last one.",
     )
 
 
 class LogSettings(Section):
-    """What the run says."""
+    """Logging."""
 
-    every: Steps = Field(default=1, description="Steps between lines of the log.")
+    every: Steps = Field(default=1, description="Steps between log lines.")
     to: Annotated[
         tuple[Literal["tensorboard", "wandb", "trackio"], ...],
         BeforeValidator(listed),
         Kind("list of tensorboard, wandb, trackio"),
-    ] = Field(default=(), description="Where metrics go besides metrics.jsonl.")
+    ] = Field(default=(), description="Where to send metrics in addition to metrics.jsonl.")
 
 
 class Config(Section):
@@ -291,7 +293,7 @@ class Config(Section):
     def _refuse(
         cls, value: Any, handler: ModelWrapValidatorHandler[Config], info: ValidationInfo
     ) -> Config:
-        """Validate; raise one ConfigError that tells every fault and where it stands."""
+        """Validate; raise one ConfigError that lists every fault and its place."""
         document = info.context if isinstance(info.context, Document) else _FROM_PYTHON
         if isinstance(value, Mapping):  # the keys of a section may all be commented out
             empty = {key for key in cls.model_fields if value.get(key, key) is None}
