@@ -1,4 +1,4 @@
-# make setup | check | test | docs | bench | gpu | long | lock
+# make setup | check | test | docs | site | bench | gpu | long | lock
 python := .venv/bin/python
 
 setup:  ## a development environment in .venv
@@ -19,6 +19,9 @@ docs:  ## the pages that are made from code
 	$(python) docs/generate.py
 	$(python) docs/console.py
 
+site:  ## the documentation site, in build/docs
+	NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --strict
+
 bench:  ## every benchmark, as JSON lines
 	$(python) -m benchmarks.load_export --json
 	$(python) -m benchmarks.optimizer --json
@@ -35,12 +38,20 @@ bench:  ## every benchmark, as JSON lines
 gpu:  ## the engine's laws on an accelerator: docs/gpu.md
 	$(python) -m pytest tests/gpu -m gpu --device cuda
 
-long:  ## proofs that take hours
+long: long-schedules long-crashes long-inputs long-tests  ## proofs that take hours
+
+long-schedules:
 	$(python) -m proofs.interleavings --json
 	$(python) -m proofs.races --json
+
+long-crashes:
 	for what in sigkill strace power states corrupt; do $(python) -m proofs.crash $$what --json || exit 1; done
 	$(python) -m proofs.signals --json
+
+long-inputs:
 	for what in jsonl yaml manifest; do $(python) -m proofs.fuzz --target $$what --json || exit 1; done
+
+long-tests:
 	$(python) -m pytest -m long -s
 
 lock:  ## write requirements-dev.lock from .venv
@@ -48,4 +59,4 @@ lock:  ## write requirements-dev.lock from .venv
 	  echo "torch==2.13.0"; \
 	  .venv/bin/pip freeze --all --exclude-editable | grep -Ev '^(torch|pip)=='; } > requirements-dev.lock
 
-.PHONY: setup check test docs bench gpu long lock
+.PHONY: setup check test docs site bench gpu long long-schedules long-crashes long-inputs long-tests lock

@@ -40,7 +40,9 @@ READ_A_CLOCK = {
     Path("tests/lanes/test_progress.py"),  # a least time, and no most
     Path("tests/proofs/test_mutants.py"),  # ends what hangs
 }
-CITATION = r"\b(?:tests|testkit|proofs|benchmarks|docs|examples)/[\w/]*\w\.(?:py|md|yaml|png)\b"
+CITATION = (
+    r"\b(?:src|tests|testkit|proofs|benchmarks|docs|examples)/[\w/]*\w\.(?:py|c|md|yaml|png|tsv)\b"
+)
 SPOKEN = ("src", "docs", "examples", "benchmarks", "proofs", "testkit")
 OS_CHANGES = {"replace", "rename", "remove", "write", "link", "open"}
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import megatrain
 from megatrain.config import load_config
@@ -17,6 +18,7 @@ from megatrain.config.settings import SECTIONS
 from megatrain.run.trainer import Trainer
 
 DOCS = Path(__file__).parents[1] / "docs"
+SOURCE = DOCS.parent / "src" / "megatrain"
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +76,42 @@ def test_the_code_of_the_page_is_code(code: str) -> None:
 def test_the_config_of_the_page_is_accepted() -> None:
     (given,) = re.findall(r"config = (mt\.Config\(.*?\n    \))", PYTHON, re.S)
     assert eval(given, {"mt": megatrain}).train.batch_tokens == 32768  # noqa: S307
+
+
+def _pages(nav: list[Any] | dict[str, Any] | str) -> list[str]:
+    """Return the pages of a part of mkdocs.yml's `nav`, in order."""
+    if isinstance(nav, str):
+        return [nav]
+    parts = nav.values() if isinstance(nav, dict) else nav
+    return [page for part in parts for page in _pages(part)]
+
+
+def test_the_site_lists_every_page_once() -> None:
+    listed = _pages(yaml.safe_load((DOCS.parent / "mkdocs.yml").read_text())["nav"])
+    assert sorted(listed) == sorted(path.name for path in DOCS.glob("*.md")), "mkdocs.yml: nav"
+
+
+def test_the_index_links_every_page() -> None:
+    linked = re.findall(r"\]\((\w+\.md)\)", (DOCS / "index.md").read_text())
+    assert sorted([*linked, "index.md"]) == sorted(path.name for path in DOCS.glob("*.md"))
+
+
+def test_the_reference_has_every_public_name() -> None:
+    names = re.findall(r"^::: megatrain\.(\w+)$", (DOCS / "api.md").read_text(), re.M)
+    assert sorted([*names, "__version__"]) == sorted(megatrain.__all__)
+
+
+def _missing_paths(page: str) -> list[str]:
+    """Return the paths in the table of where.md that do not exist."""
+    homes = (SOURCE, DOCS.parent)
+    cited = re.findall(r"`([\w./]+(?:/[\w./]+|\.py))`", page)
+    return [path for path in cited if not any((home / path).exists() for home in homes)]
+
+
+def test_a_contributor_finds_the_files_of_where_md() -> None:
+    page = (DOCS / "where.md").read_text()
+    assert _missing_paths(page) == []
+    assert _missing_paths("`errors.py`, `no/such.py`, `run/` `also_not.py`") == [
+        "no/such.py",
+        "also_not.py",
+    ]

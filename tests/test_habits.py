@@ -48,6 +48,13 @@ def test_ci_runs_the_script_of_contributors() -> None:
     assert _commands(GITHUB / "workflows" / "ci.yml") == ["bash .ci/run"]
 
 
+def test_nights_run_every_part_of_make_long() -> None:
+    (job,) = _read(GITHUB / "workflows" / "nightly.yml")["jobs"].values()
+    (parts,) = re.findall(r"^long: (.*?)  ##", (ROOT / "Makefile").read_text(), re.M)
+    assert job["strategy"]["matrix"]["part"] == parts.split()
+    assert "make ${{ matrix.part }}" in [step.get("run") for step in job["steps"]]
+
+
 def test_wheels_are_tried_by_the_script_that_tries_the_sdist() -> None:
     assert "python .ci/smoke.py" in _commands(GITHUB / "workflows" / "wheels.yml")
     assert PYPROJECT["tool"]["cibuildwheel"]["test-command"] == "python {project}/.ci/smoke.py"
