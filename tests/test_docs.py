@@ -96,6 +96,14 @@ def test_the_index_links_every_page() -> None:
     assert sorted([*linked, "index.md"]) == sorted(path.name for path in DOCS.glob("*.md"))
 
 
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+def test_links_of_a_page_stay_in_the_site(page: Path) -> None:
+    """The site is built strictly: it has no files outside docs."""
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+        assert ".." not in target, f"{page.name}: {target}"
+        assert (DOCS / target).exists(), f"{page.name}: {target}"
+
+
 def test_the_reference_has_every_public_name() -> None:
     names = re.findall(r"^::: megatrain\.(\w+)$", (DOCS / "api.md").read_text(), re.M)
     assert sorted([*names, "__version__"]) == sorted(megatrain.__all__)

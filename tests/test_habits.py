@@ -48,6 +48,12 @@ def test_ci_runs_the_script_of_contributors() -> None:
     assert _commands(GITHUB / "workflows" / "ci.yml") == ["bash .ci/run"]
 
 
+def test_ci_builds_the_site_strictly() -> None:
+    """With --quiet mkdocs does not count warnings, and --strict has no effect."""
+    (options,) = re.findall(r"-m mkdocs build(.*?)(?:  #.*)?$", CI, re.M)
+    assert options.split() == ["--strict"]
+
+
 def test_nights_run_every_part_of_make_long() -> None:
     (job,) = _read(GITHUB / "workflows" / "nightly.yml")["jobs"].values()
     (parts,) = re.findall(r"^long: (.*?)  ##", (ROOT / "Makefile").read_text(), re.M)
