@@ -37,7 +37,7 @@ def test_a_home_that_takes_no_cache_is_an_error_that_names_the_setting(
         DiskError, match=f"^the cache folder {home}/.cache/megatrain cannot"
     ) as told:
         writable_cache_folder()
-    assert "Set MEGATRAIN_CACHE to a folder that can be written" in str(told.value)
+    assert "Set MEGATRAIN_CACHE to a writable folder" in str(told.value)
 
 
 def test_a_folder_without_permission_is_refused_too(
@@ -45,5 +45,5 @@ def test_a_folder_without_permission_is_refused_too(
 ) -> None:
     monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path))
     monkeypatch.setattr("os.access", lambda path, mode: mode == 4)  # the tests may run as root
-    with pytest.raises(DiskError, match=r"it cannot be written to\. Set MEGATRAIN_CACHE"):
+    with pytest.raises(DiskError, match=r"it is not writable\. Set MEGATRAIN_CACHE"):
         writable_cache_folder()

@@ -109,7 +109,7 @@ def test_a_folder_on_this_disk_wins(
     (tmp_path / NAME).mkdir(parents=True)
     assert find_model(NAME).commit is None
     assert hub.requests == []
-    with pytest.raises(ConfigError, match=r"revision is v1, and acme/tiny is a folder"):
+    with pytest.raises(ConfigError, match=r"revision is v1, but acme/tiny is a local folder"):
         find_model(NAME, "v1")
 
 
@@ -164,7 +164,7 @@ def test_an_interrupted_download_keeps_the_files_that_are_whole(
     hub.put(NAME, _model())
     hub.cuts["model.safetensors"] = [1] * 20
     monkeypatch.setattr(time, "sleep", lambda _: None)
-    with pytest.raises(HubError, match=r"ended early: .*\nFiles that are whole are kept"):
+    with pytest.raises(HubError, match=r"download failed: .*\nComplete files are kept"):
         find_model(NAME)
     hub.cuts.clear()
     hub.requests.clear()
@@ -179,7 +179,7 @@ def test_a_model_in_the_cache_needs_no_network(
     online = find_model(NAME)
     _go_offline(monkeypatch)
     assert find_model(NAME) == online
-    assert "HF_HUB_OFFLINE forbids asking the Hub; commit" in capsys.readouterr().err
+    assert "HF_HUB_OFFLINE is set; using commit" in capsys.readouterr().err
     hub.requests.clear()
     assert find_model(NAME, commit) == online
     assert capsys.readouterr().err == ""
@@ -195,7 +195,7 @@ def test_without_network_and_cache_one_sentence_says_what_to_do(
     with pytest.raises(HubError) as caught:
         find_model(NAME)
     text = str(caught.value)
-    why = "HF_HUB_OFFLINE forbids asking" if is_set else r"the Hub cannot be reached (ConnectError)"
+    why = "HF_HUB_OFFLINE is set" if is_set else r"the Hub cannot be reached (ConnectError)"
     for part in (NAME, why, f"`hf download {NAME}`", "HF_HOME", "HF_ENDPOINT", "model folder"):
         assert part in text
     assert "\n" not in text
@@ -209,7 +209,7 @@ def test_a_cache_with_a_part_of_the_model_says_which(
     find_model(NAME, need="tokenizer")
     _go_offline(monkeypatch)
     assert find_model(NAME, need="tokenizer").folder.is_dir()
-    with pytest.raises(HubError, match="in the cache without weights"):
+    with pytest.raises(HubError, match="the cache lacks weights"):
         find_model(NAME)
 
 
@@ -225,11 +225,11 @@ def test_a_repository_of_other_weights_is_refused(hub: Hub) -> None:
     files = _model()
     del files["model.safetensors"]
     hub.put(NAME, files)
-    with pytest.raises(HubError, match=r"no safetensors weights .*pytorch_model.bin"):
+    with pytest.raises(HubError, match=r"no safetensors weights; .*pytorch_model.bin"):
         find_model(NAME)
     assert "pytorch_model.bin" not in hub.fetched()
     hub.put("acme/gguf", {"tiny.gguf": b""})
-    with pytest.raises(HubError, match=r"no config.json of it: .* It has tiny.gguf"):
+    with pytest.raises(HubError, match=r"no config.json: .* It has tiny.gguf"):
         find_model("acme/gguf")
 
 
@@ -238,7 +238,7 @@ def test_an_index_cannot_name_files_elsewhere(hub: Hub) -> None:
     del files["model.safetensors"]
     index = {"weight_map": {"a": "../../../x.safetensors"}}
     hub.put(NAME, files | {"model.safetensors.index.json": json.dumps(index).encode()})
-    with pytest.raises(HubError, match=r"names files that are no weights: \.\./"):
+    with pytest.raises(HubError, match=r"names files that are not weights: \.\./"):
         find_model(NAME)
 
 
@@ -246,9 +246,9 @@ def test_what_the_hub_refuses_is_said_as_it_is(hub: Hub) -> None:
     hub.put(NAME, _model())
     hub.put("acme/gated", _model())
     hub.gated.add("acme/gated")
-    with pytest.raises(HubError, match=r"acme/gated: gated. Accept its terms .* `hf auth login`"):
+    with pytest.raises(HubError, match=r"acme/gated: gated. Accept the terms .* `hf auth login`"):
         find_model("acme/gated")
-    with pytest.raises(HubError, match="no such folder here, and the Hub has no model of this"):
+    with pytest.raises(HubError, match="no such folder here, and the Hub has no model with this"):
         find_model("acme/none")
     with pytest.raises(HubError, match="the Hub has no revision v9"):
         find_model(NAME, "v9")
@@ -261,11 +261,11 @@ def test_a_model_in_the_cache_is_used_though_it_is_gated_or_gone_by_now(
     online = find_model(NAME)
     hub.gated.add(NAME)
     assert find_model(NAME) == online
-    assert "gated. Accept its terms" in capsys.readouterr().err
+    assert "gated. Accept the terms" in capsys.readouterr().err
     hub.gated.clear()
     hub.commits.clear()
     assert find_model(NAME) == online
-    assert "the Hub has no model of this name" in capsys.readouterr().err
+    assert "the Hub has no model with this name" in capsys.readouterr().err
 
 
 def test_a_download_that_the_disk_cannot_hold_is_not_begun(
@@ -274,9 +274,7 @@ def test_a_download_that_the_disk_cannot_hold_is_not_begun(
     hub.put(NAME, _model())
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=500 << 20))
-    with pytest.raises(
-        HubError, match=r"to be downloaded to .*, where 500.0 MiB are free. Set HF_"
-    ):
+    with pytest.raises(HubError, match=r"the download needs .*, where 500.0 MiB are free. Set HF_"):
         find_model(NAME)
     assert hub.fetched() == ["config.json"]
 
@@ -314,7 +312,7 @@ def test_what_cannot_be_an_id_is_not_asked_for(hub: Hub, name: str) -> None:
 @pytest.mark.parametrize("revision", ["../x", "a/../../b", "/etc", "", "a b", "x" * 300])
 def test_a_revision_leads_nowhere_else(hub: Hub, revision: str) -> None:
     for find in (find_model, dataset_commit):
-        with pytest.raises(ConfigError, match="not a branch, tag or commit"):
+        with pytest.raises(ConfigError, match="not a valid branch, tag or commit"):
             find(NAME, revision)
     assert hub.requests == []
 
@@ -322,7 +320,7 @@ def test_a_revision_leads_nowhere_else(hub: Hub, revision: str) -> None:
 def test_a_dataset_has_a_commit(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     commit = hub.put("acme/rows", {"README.md": b"", "train.jsonl": b"{}"}, "datasets")
     assert dataset_commit("acme/rows", None) == (commit, True)
-    with pytest.raises(HubError, match="the Hub has no dataset of this name"):
+    with pytest.raises(HubError, match="the Hub has no dataset with this name"):
         dataset_commit("acme/none", None)
     _go_offline(monkeypatch)
     assert dataset_commit("acme/rows", None) == (None, False)

@@ -45,7 +45,7 @@ def test_a_full_disk_is_one_message(words: tuple[str, ...]) -> None:
     assert child.returncode == 5
     assert said.startswith("DiskError [")
     assert said.endswith(
-        "cannot write to standard output: No space left on device. What it lacks is lost.\n"
+        "cannot write to standard output: No space left on device. Part of the output is lost.\n"
     )
 
 

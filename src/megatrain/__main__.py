@@ -1,4 +1,4 @@
-"""`megatrain` and `python -m megatrain`: run a verb, and end with the exit code of its error."""
+"""`megatrain` and `python -m megatrain`: run a command and exit with the code of its error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatrain.output import lasting_output, say_last
 
 
 def main() -> None:
-    """Run the command line. An error of ours prints as one message, without a traceback."""
+    """Run the command line. A MegaTrain error prints as one message, without a traceback."""
     try:
         with lasting_output():
             _run()
@@ -20,7 +20,7 @@ def main() -> None:
 
 
 def _run() -> None:
-    """Run the verb; return where it went well, so that lost output can still be an error."""
+    """Run the command; return if it succeeded, so that lost output can still be an error."""
     try:
         app(prog_name="megatrain")
     except SystemExit as ended:

@@ -1,7 +1,7 @@
-"""The cache folder: what can be made again, such as prepared data and measured machines.
+"""The cache folder: data that can be made again, such as prepared rows and machine profiles.
 
 `$MEGATRAIN_CACHE/megatrain`, or `$XDG_CACHE_HOME/megatrain`, or `~/.cache/megatrain`. Nothing in it
-is needed to resume a run, and it may be deleted whenever nothing runs.
+is needed to resume a run, and it may be deleted when no run is active.
 
 Laws (tests/test_cache.py)
     1. A folder that cannot be made or written is one DiskError that names MEGATRAIN_CACHE.
@@ -26,7 +26,7 @@ def cache_folder() -> Path:
 
 
 def writable_cache_folder() -> Path:
-    """Return the cache folder, made if it was missing. Raises DiskError."""
+    """Return the cache folder, created if missing. Raises DiskError."""
     folder = cache_folder()
     try:
         make_folder(folder)
@@ -34,12 +34,12 @@ def writable_cache_folder() -> Path:
         reason = str(error) if isinstance(error, DiskError) else error.strerror or str(error)
         raise _unusable(folder, reason) from error
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise _unusable(folder, "it cannot be written to")
+        raise _unusable(folder, "it is not writable")
     return folder
 
 
 def _unusable(folder: Path, reason: str) -> DiskError:
     return DiskError(
-        f"the cache folder {folder} cannot be used: {reason}. Set {CACHE} to a folder that can be "
-        "written; prepared data and what `megatrain doctor` measures are kept there."
+        f"the cache folder {folder} cannot be used: {reason}. Set {CACHE} to a writable "
+        "folder. Prepared data and the results of `megatrain doctor` are kept there."
     )

@@ -190,7 +190,7 @@ class Interrupted(MegaTrainError):
 def printable(text: str) -> str:
     """Return `text` with control characters spelled out.
 
-    A message may quote names from a foreign folder, and those must not steer a terminal.
+    A message may quote names from a untrusted folder, and those must not steer a terminal.
     """
     return "".join(
         char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode()

@@ -1,11 +1,11 @@
-"""Every call of the package that changes a file goes through here.
+"""All changes to files: durable writes, renames, locks.
 
-Whatever must survive a crash is written under a temporary name, made durable by fsync, given its
+A file that must survive a crash is written under a temporary name, made durable by fsync, given its
 name by a rename, and the name is made durable by an fsync of the folder. An fsync that failed is
 never tried again on the same file: the kernel may have dropped the bytes and would report success.
 
 All calls are made as `os.name(...)`, so that a test can replace this module's `os` and let the k-th
-call fail, or write down in which order a crash would find them.
+call fail, or record their order.
 
 Laws (tests/test_files.py, tests/disk/checkpoint/test_faults.py)
     1. `write_file` leaves the old bytes or the new, after a failure of any call.
@@ -28,11 +28,11 @@ from megatrain.errors import ConfigError, DiskError, DiskFull, RunFolderError
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _HEAD_BYTES = 1 << 14
 PNG_SIGNS = (b"\x89PNG", b"MegaTrain")
-"""In the head of a picture of ours, which names its software."""
+"""In the header of our pictures, which names its software."""
 
 
 def open_direct(path: Path, flags: int) -> tuple[int, bool]:
-    """Return a descriptor, and whether it goes past the page cache (not all systems can)."""
+    """Return a descriptor, and whether it bypasses the page cache (not all systems can)."""
     flags |= os.O_CLOEXEC
     if _O_DIRECT:
         try:
@@ -40,27 +40,27 @@ def open_direct(path: Path, flags: int) -> tuple[int, bool]:
         except OSError as error:
             if error.errno != errno.EINVAL:  # no direct I/O: tmpfs and some network systems
                 raise
-            flags &= ~os.O_EXCL  # the refused call may have made the file
+            flags &= ~os.O_EXCL  # the refused call may have created the file
     return os.open(path, flags, 0o644), False
 
 
 def reserve(fd: int, num_bytes: int) -> None:
-    """Give a new file its disk space, so that running out is known before any byte is written."""
+    """Reserve disk space for a new file, so that a full disk shows before any byte is written."""
     if num_bytes:
         os.posix_fallocate(fd, 0, num_bytes)
 
 
 def write_at(fd: int, memory: memoryview, offset: int) -> None:
-    """Write all of `memory`; a call may take less than it was given."""
+    """Write all of `memory`; one call may write less than all."""
     while memory:
         count = os.pwrite(fd, memory, offset)
         if count == 0:
-            raise OSError(errno.EIO, "the disk takes no more bytes and gives no reason")
+            raise OSError(errno.EIO, "the system wrote 0 bytes and reported no error")
         memory, offset = memory[count:], offset + count
 
 
 def read_at(fd: int, memory: memoryview, offset: int) -> int:
-    """Read into `memory`; return how many bytes came: 0 at the end of the file."""
+    """Read into `memory`; return the number of bytes read, 0 at the end of the file."""
     return os.preadv(fd, [memory], offset)
 
 
@@ -75,21 +75,21 @@ def close(fd: int) -> None:
 
 
 def send_to_nowhere(fd: int) -> None:
-    """Let a descriptor swallow what is written to it from now on, also what is still buffered."""
+    """Discard everything written to a descriptor from now on, buffered data included."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, fd)
     os.close(nowhere)
 
 
 def temporary_name(path: Path) -> Path:
-    """Return a name beside `path` that nothing has, and that no reader takes for a result."""
+    """Return an unused name beside `path` that no reader takes for a result."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
 
 
 def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Put `data` at `path`: after a crash at any instant the old bytes are there, or the new.
+    """Write `data` to `path`. After a crash at any instant it has the old bytes or the new.
 
-    Not `durable`: readers never see half of it, but a power loss may.
+    Not `durable`: readers never see a partial file, but a power loss may leave one.
     """
     temporary = temporary_name(path)
     try:
@@ -103,9 +103,9 @@ def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
                 os.close(fd)
             os.replace(temporary, path)
     except FileNotFoundError as error:
-        raise DiskError(f"cannot write {path}: there is no folder {path.parent}") from error
+        raise DiskError(f"cannot write {path}: the folder {path.parent} does not exist") from error
     except BaseException:
-        with suppress(DiskError):  # the first failure is the one to tell
+        with suppress(DiskError):  # the first failure is the one to report
             remove(temporary)
         raise
     if durable:
@@ -113,7 +113,7 @@ def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
 
 
 def require_replaceable(path: Path, signs: Sequence[bytes]) -> None:
-    """Raise ConfigError if `path` holds anything but a file with our `signs` near its start."""
+    """Raise ConfigError if `path` exists and is not a file with our `signs` near its start."""
     try:
         if not os.path.lexists(path):
             return
@@ -122,9 +122,9 @@ def require_replaceable(path: Path, signs: Sequence[bytes]) -> None:
             with path.open("rb") as file:
                 head = file.read(_HEAD_BYTES)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{path}: cannot read it: {error.strerror}") from error
     if not all(sign in head for sign in signs):
-        raise ConfigError(f"{path}: exists and was not written by megatrain; give another name")
+        raise ConfigError(f"{path} exists and was not written by megatrain. Give another name.")
 
 
 def open_new(path: Path) -> BinaryIO:
@@ -141,9 +141,9 @@ def close_durably(file: BinaryIO) -> None:
 
 
 def append(path: Path, data: bytes, start: int | None = None) -> None:
-    """Add `data` at the end of a file, which is made if it is not there.
+    """Append `data` to a file, creating it if needed.
 
-    `start` is where the end was before an append that failed: it may have left a piece there.
+    `start` is the length before an append that failed, which may have left a partial record.
     """
     with explained("write", path):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -154,7 +154,7 @@ def append(path: Path, data: bytes, start: int | None = None) -> None:
 
 
 def cut(path: Path, num_bytes: int) -> None:
-    """Shorten a file to `num_bytes`, durably; a shorter or missing one stays as it is."""
+    """Shorten a file to `num_bytes`, durably; a shorter or missing file is left unchanged."""
     with suppress(FileNotFoundError), explained("cut", path):
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         try:
@@ -165,7 +165,7 @@ def cut(path: Path, num_bytes: int) -> None:
 
 
 def sync_file(path: Path) -> int:
-    """Make a file's bytes durable; return how many there are, 0 if there is no file."""
+    """Make a file's bytes durable; return their number, 0 if there is no file."""
     try:
         with explained("sync", path):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -179,33 +179,33 @@ def sync_file(path: Path) -> int:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Give `source` the name `target`, replacing what was there, and make the name durable."""
+    """Rename `source` to `target`, replacing a file that exists, and make the name durable."""
     with explained("rename to", target):
         os.replace(source, target)
     sync_folder(target.parent)
 
 
 def remove(path: Path) -> None:
-    """Remove a file if it is there."""
+    """Remove a file if it exists."""
     with suppress(FileNotFoundError), explained("remove", path):
         os.unlink(path)
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its parents, durably; an existing one is fine, and is then durable too."""
+    """Create a folder and its parents, durably; an existing one is made durable too."""
     missing = [p for p in (path, *path.parents) if not p.exists()]
     there = missing[-1].parent if missing else path
     if os.access(there.parent, os.R_OK):
-        sync_folder(there.parent)  # who made it may have been killed before this
+        sync_folder(there.parent)  # its creator may have been killed before this
     for folder in reversed(missing):
         with suppress(FileExistsError):
             make_new_folder(folder)
 
 
 def make_new_folder(path: Path) -> None:
-    """Make a folder, durably. Raises FileExistsError if the name is taken."""
+    """Create a folder, durably. Raises FileExistsError if the name is taken."""
     try:
-        with explained("make folder", path):
+        with explained("create the folder", path):
             os.mkdir(path)
     finally:
         if path.exists():
@@ -213,7 +213,7 @@ def make_new_folder(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder and all in it, if it is there. Links are removed, never followed."""
+    """Remove a folder and its contents, if it exists. Links are removed, never followed."""
     if path.is_symlink() or not path.is_dir():
         remove(path)
         return
@@ -226,7 +226,7 @@ def remove_folder(path: Path) -> None:
 
 
 def point(link: Path, target: str) -> None:
-    """Make `link` a link to `target`, replacing the link that was there."""
+    """Make `link` a link to `target`, replacing an existing link."""
     temporary = temporary_name(link)
     try:
         with explained("link", link):
@@ -240,7 +240,7 @@ def point(link: Path, target: str) -> None:
 
 def sync_folder(path: Path) -> None:
     """Make the names in a folder durable."""
-    with explained("sync folder", path):
+    with explained("sync the folder", path):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -249,16 +249,16 @@ def sync_folder(path: Path) -> None:
 
 
 def free_disk_bytes(path: Path) -> int:
-    """Return how many bytes the disk under `path` has for us."""
-    with explained("ask for the free space of", path):
+    """Return the number of free bytes on the disk of `path`."""
+    with explained("get the free space of", path):
         status = os.statvfs(path)
     return int(status.f_bavail * status.f_frsize)
 
 
 def lock(path: Path) -> int:
-    """Return a descriptor that holds `path` for this process alone, until it is closed.
+    """Return a descriptor that locks `path` for this process until it is closed.
 
-    Raises RunFolderError if another process holds it. The file says which one does.
+    Raises RunFolderError if another process holds it. The file names it.
     """
     with explained("lock", path):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -269,7 +269,7 @@ def lock(path: Path) -> int:
             os.close(fd)
             raise RunFolderError(
                 f"{path.parent}: another process{f' ({holder})' if holder else ''} is writing to "
-                "this run. Wait for it, or give save.dir another folder."
+                "this run. Wait for it, or set save.dir to another folder."
             ) from None
         except BaseException:
             os.close(fd)
@@ -278,7 +278,7 @@ def lock(path: Path) -> int:
             os.ftruncate(fd, 0)
             os.pwrite(fd, str(os.getpid()).encode(), 0)
         except OSError:
-            pass  # a full disk: the lock holds all the same, only its holder is not named
+            pass  # a full disk: the lock still works, only its holder is not named
     return fd
 
 

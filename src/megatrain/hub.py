@@ -3,16 +3,16 @@
     found = find_model("Qwen/Qwen3-8B")      # a folder of that name on this disk always wins
     found.folder, found.commit
 
-A model goes to the Hugging Face cache, and its folder there passes the same strict readers as any
-other. Of its files only safetensors, config.json and those of tokenizer and generation are fetched,
+A model goes to the Hugging Face cache, and its folder there is read by the same strict readers as
+any other. Only its safetensors, config.json, tokenizer and generation files are downloaded,
 never .bin or .py. config.json is fetched first: a model that cannot be trained is refused before
-its weights are downloaded. Files come one after another, so that Ctrl-C ends at once; files that
-are whole are kept, and the next call continues with the others.
+its weights are downloaded. Files come one after another, so that Ctrl-C ends at once; complete
+files are kept, and the next call downloads the others.
 
 Laws (tests/test_hub.py)
-    1. A commit that is whole in the cache needs no network.
-    2. Without a network the answer comes in seconds, as one sentence that says what to do.
-    3. Nothing is fetched that is not read.
+    1. A commit that is complete in the cache needs no network.
+    2. Without a network the call fails within seconds with one sentence and the way out.
+    3. Only files that will be read are downloaded.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from megatrain.progress import Advance, byte_progress
 from megatrain.text import size
 
 Need = Literal["config", "tokenizer", "weights"]
-"""How much of a model is wanted; each includes those before it."""
+"""The part of a model that is needed; each includes those before it."""
 
 MAIN = "main"
 _CONFIG_NAME = "config.json"
 _ANSWER_S = 10.0
 """How long the Hub may take to answer a question."""
 _MARGIN_BYTES = 1 << 30
-"""What a download leaves free on the disk."""
+"""Disk space that a download must leave free."""
 _PART = r"\w(?:[\w.\-]{0,94}\w)?"
 _ID = re.compile(rf"(?:{_PART}/)?{_PART}", re.ASCII)
 _REVISION = re.compile(r"\w[\w.\-/]{0,200}", re.ASCII)
@@ -55,11 +55,11 @@ class Found:
 
     folder: Path
     commit: str | None
-    """None: it is a folder of the user's, not of the Hub's."""
+    """None for a folder of the user, which did not come from the Hub."""
 
 
 class _NoAnswer(Exception):
-    """The Hub gives no usable answer; the text says why."""
+    """The Hub did not answer; the text gives the reason."""
 
 
 def is_id(name: str) -> bool:
@@ -77,21 +77,21 @@ def find_model(name: str, revision: str | None = None, need: Need = "weights") -
     """Return the folder of a model, downloaded if it is an id and not in the cache.
 
     Raises ModelFolderError if there is no such folder and it is not an id, ModelConfigError if the
-    model cannot be trained, HubError if the Hub does not give it, ConfigError for a revision of a
+    model cannot be trained, HubError if the Hub lacks it, ConfigError for a revision of a
     folder.
     """
     if Path(name).is_dir():
         if revision is not None:
             raise ConfigError(
-                f"model.revision is {revision}, and {name} is a folder on this disk, which has no "
-                "revisions. Leave model.revision out."
+                f"model.revision is {revision}, but {name} is a local folder, which has no "
+                "revisions. Remove model.revision."
             )
         return Found(folder=Path(name), commit=None)
     if Path(name).exists():
-        raise ModelFolderError(f"{name} is a file. Give the folder that holds config.json.")
+        raise ModelFolderError(f"{name} is a file. Give the folder that contains config.json.")
     if not is_id(name):
         raise ModelFolderError(
-            f"{name}: no such folder. Give a folder, or an id of the Hugging Face Hub like "
+            f"{name}: no such folder. Give a model folder, or a Hugging Face Hub id like "
             "Qwen/Qwen3-8B."
         )
     return _from_hub(name, _checked(revision), need)
@@ -100,7 +100,7 @@ def find_model(name: str, revision: str | None = None, need: Need = "weights") -
 def dataset_commit(name: str, revision: str | None) -> tuple[str | None, bool]:
     """Return the commit of a dataset, and whether the Hub answers.
 
-    Without an answer it is the commit that the cache has for this revision; None: it has none.
+    Without an answer it is the commit that the cache has for this revision, or None.
     Raises HubError if the Hub answers and has no such dataset.
     """
     revision = _checked(revision)
@@ -115,20 +115,20 @@ def dataset_commit(name: str, revision: str | None) -> tuple[str | None, bool]:
 def _checked(revision: str | None) -> str:
     """Return the revision, main if none is given; it becomes a part of paths in the cache."""
     if revision is not None and (not _REVISION.fullmatch(revision) or ".." in revision):
-        raise ConfigError(f"revision {revision[:80]!r}: not a branch, tag or commit")
+        raise ConfigError(f"revision {revision[:80]!r}: not a valid branch, tag or commit")
     return revision or MAIN
 
 
 def _from_hub(name: str, revision: str, need: Need) -> Found:
     cached = _cached("model", name, revision, _CONFIG_NAME)
-    lacks = _lacks(cached, need) if cached else "all of it"
+    lacks = _lacks(cached, need) if cached else "all files"
     if cached and is_commit(revision) and not lacks:
         return Found(folder=cached, commit=cached.name)
     try:
         info = _asked("model", name, revision)
     except (_NoAnswer, HubError) as reason:
-        if cached is not None and not lacks:  # also of a model that is gated or gone by now
-            _say(f"{name}: {reason}; commit {cached.name[:12]} is taken from the cache")
+        if cached is not None and not lacks:  # also if the model is gated or deleted by now
+            _say(f"{name}: {reason}; using commit {cached.name[:12]} from the cache")
             return Found(folder=cached, commit=cached.name)
         if isinstance(reason, HubError):
             raise
@@ -138,12 +138,12 @@ def _from_hub(name: str, revision: str, need: Need) -> Found:
 
 
 def _no_way(name: str, reason: str, lacks: str) -> str:
-    """Return what to say of a model that is neither here nor to be had."""
-    state = f"in the cache without {lacks}" if lacks else "not in the Hugging Face cache"
+    """Return the error for a model that is not on this machine and cannot be downloaded."""
+    state = f"the cache lacks {lacks}" if lacks else "not in the Hugging Face cache"
     return (
-        f"{name} is neither a folder here nor whole on this machine ({state}), and {reason}. Run "
-        f"`hf download {name}` on a machine with a network and copy its cache (HF_HOME) here, or "
-        "give the path of a model folder. A mirror is set by HF_ENDPOINT."
+        f"{name} is not a folder here and not complete on this machine ({state}), and {reason}. "
+        f"Run `hf download {name}` on a machine with a network and copy its cache (HF_HOME) here, "
+        "or give the path of a model folder. To use a mirror, set HF_ENDPOINT."
     )
 
 
@@ -156,7 +156,7 @@ def _cached(kind: str, name: str, revision: str, file: str) -> Path | None:
 
 
 def _lacks(folder: Path, need: Need) -> str:
-    """Return what a folder of the cache lacks, or nothing."""
+    """Return the name of what a folder in the cache lacks, or an empty string."""
     if need == "config":
         return ""
     if not any(_TOKENIZER.fullmatch(path.name) for path in folder.iterdir()):
@@ -170,18 +170,18 @@ def _lacks(folder: Path, need: Need) -> str:
 
 
 def _shards(index: Path) -> list[str]:
-    """Return the files that an index names; nothing it could name leads out of the folder."""
+    """Return the files that an index names. No name can lead out of the folder."""
     try:
         names = set(json.loads(index.read_bytes())["weight_map"].values())
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise HubError(f"{index}: cannot be read: {str(error)[:200]}") from error
+        raise HubError(f"{index}: cannot read it: {str(error)[:200]}") from error
     if odd := [str(name) for name in names if not SHARD_NAME.fullmatch(str(name))]:
-        raise HubError(f"{index}: names files that are no weights: {listing(odd)}")
+        raise HubError(f"{index}: names files that are not weights: {listing(odd)}")
     return sorted(names)
 
 
 def _asked(kind: Literal["model", "dataset"], name: str, revision: str) -> Any:
-    """Return what the Hub says of a repository. Raises _NoAnswer, or HubError for a clear no."""
+    """Return the Hub's entry for a repository. Raises _NoAnswer, or HubError if it refuses."""
     from huggingface_hub import HfApi, errors
 
     api = HfApi()
@@ -192,29 +192,29 @@ def _asked(kind: Literal["model", "dataset"], name: str, revision: str) -> Any:
             return api.model_info(name, revision=revision, timeout=_ANSWER_S, files_metadata=True)
     except errors.GatedRepoError as error:
         raise HubError(
-            f"{name}: gated. Accept its terms on its page at the Hub, then run `hf auth login`"
+            f"{name}: gated. Accept the terms on its Hub page, then run `hf auth login`"
         ) from error
     except errors.RevisionNotFoundError as error:
-        raise HubError(f"{name}: the Hub has no revision {revision} of it") from error
+        raise HubError(f"{name}: the Hub has no revision {revision}") from error
     except errors.RepositoryNotFoundError as error:
         raise HubError(
-            f"{name}: no such folder here, and the Hub has no {kind} of this name. If it is "
+            f"{name}: no such folder here, and the Hub has no {kind} with this name. If it is "
             "private, run `hf auth login`"
         ) from error
     except errors.OfflineModeIsEnabled as error:
-        raise _NoAnswer("HF_HUB_OFFLINE forbids asking the Hub") from error
+        raise _NoAnswer("HF_HUB_OFFLINE is set") from error
     except errors.HfHubHTTPError as error:
-        raise _NoAnswer(f"the Hub answers {error.response.status_code}") from error
+        raise _NoAnswer(f"the Hub answered {error.response.status_code}") from error
     except Exception as error:  # the failures of a network have no common base
         raise _NoAnswer(f"the Hub cannot be reached ({type(error).__name__})") from error
 
 
 def _fetched(name: str, revision: str, info: Any, need: Need) -> Path:
-    """Return the folder of a commit with all that is needed in it."""
+    """Return the folder of a commit with every file that is needed."""
     _require(name, _sizes(info), _CONFIG_NAME, "it is not a transformers model")
     with _downloading(name):
         config = _download(name, _CONFIG_NAME, revision)
-        if config.parent.name != info.sha:  # the branch moved between two questions
+        if config.parent.name != info.sha:  # the branch moved between two requests
             info = _asked("model", name, config.parent.name)
         sizes = _sizes(info)
         if need == "weights":
@@ -234,11 +234,11 @@ def _sizes(info: Any) -> dict[str, int]:
 def _require(name: str, sizes: dict[str, int], file: str, why: str) -> None:
     if file not in sizes:
         others = f" It has {listing(sizes)}." if sizes else ""
-        raise HubError(f"{name}: the Hub has no {file} of it: {why}.{others}")
+        raise HubError(f"{name}: the Hub has no {file}: {why}.{others}")
 
 
 def _check_config(name: str, path: Path, num_bytes: int) -> None:
-    """Refuse what the strict reader refuses, before weights are downloaded."""
+    """Refuse a config that the strict reader refuses, before downloading weights."""
     from megatrain.models.config_json import MAX_BYTES, parse_config
 
     if num_bytes > MAX_BYTES:
@@ -250,12 +250,12 @@ def _check_config(name: str, path: Path, num_bytes: int) -> None:
 
 
 def _weights(name: str, commit: str, sizes: dict[str, int]) -> list[str]:
-    """Return the files that hold the weights; other copies of them are left where they are."""
+    """Return the files of the weights; other copies on the Hub are ignored."""
     if SINGLE_NAME in sizes:
         return [SINGLE_NAME]
     if INDEX_NAME not in sizes:
         raise HubError(
-            f"{name}: the Hub has no safetensors weights of it, and no others are read. It has "
+            f"{name}: the Hub has no safetensors weights; other formats are not read. It has "
             f"{listing(sizes)}."
         )
     shards = _shards(_download(name, INDEX_NAME, commit))
@@ -274,11 +274,11 @@ def _fetch_all(name: str, revision: str, commit: str, sizes: dict[str, int]) -> 
     free = shutil.disk_usage(_existing(Path(HF_HUB_CACHE))).free
     if total + _MARGIN_BYTES > free:
         raise HubError(
-            f"{name}: {size(total)} are to be downloaded to {HF_HUB_CACHE}, where {size(free)} are "
-            "free. Set HF_HOME to a folder on a larger disk, or make room."
+            f"{name}: the download needs {size(total)} in {HF_HUB_CACHE}, where {size(free)} are "
+            "free. Set HF_HOME to a folder on a larger disk, or free some space."
         )
     of = "" if is_commit(revision) else f" of {revision}"
-    _say(f"{name}: commit {commit[:12]}{of}, {size(total)} to download to {HF_HUB_CACHE}")
+    _say(f"{name}: commit {commit[:12]}{of}, downloading {size(total)} to {HF_HUB_CACHE}")
     with byte_progress(f"downloading {name}", total) as advance:
         for file in sizes:
             _download(name, file, commit, advance)
@@ -295,7 +295,7 @@ def _download(name: str, file: str, revision: str, advance: Advance = lambda _: 
 
 
 def _bar(advance: Advance) -> Any:
-    """Return a class that stands where huggingface_hub would make a bar of its own."""
+    """Return a class that replaces the progress bar of huggingface_hub."""
 
     class Bar:
         def __init__(self, *_: object, initial: int = 0, **__: object) -> None:
@@ -326,7 +326,7 @@ def _bar(advance: Advance) -> Any:
 
 @contextmanager
 def _downloading(name: str) -> Iterator[None]:
-    """Turn whatever ends a download into one sentence."""
+    """Turn any failure of a download into a HubError with one sentence."""
     try:
         with _quiet():
             yield
@@ -336,14 +336,14 @@ def _downloading(name: str) -> Iterator[None]:
         raise HubError(f"{name}: {error}. Run the same command again.") from error
     except Exception as error:  # the failures of a network have no common base
         raise HubError(
-            f"{name}: the download ended early: {type(error).__name__}: {str(error)[:300]}\n"
-            "Files that are whole are kept; run the same command again for the others."
+            f"{name}: the download failed: {type(error).__name__}: {str(error)[:300]}\n"
+            "Complete files are kept. Run the same command again to download the others."
         ) from error
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the library's own lines: what went wrong is said once, by us."""
+    """Silence the library's own messages: we report an error once."""
     from huggingface_hub.utils import logging
 
     before = logging.get_verbosity()

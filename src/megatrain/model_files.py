@@ -12,23 +12,23 @@ CARRIED = re.compile(
     r"generation_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)"
     r"|merges\.txt|chat_template\.(jinja|json)|(tokenizer|spiece|sentencepiece).*\.(json|model)"
 )
-"""What a folder carries beside weights and config: tokenizer, chat template, generation."""
+"""Files of a model besides weights and config: tokenizer, chat template, generation."""
 VOCABULARY = re.compile(
     r"(tokenizer|vocab|spiece|sentencepiece|tekken).*\.(json|model|txt)|.*\.tiktoken"
 )
-"""What a tokenizer is read from."""
+"""The files that a tokenizer is read from."""
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """Return whether a file only says where Git LFS keeps its bytes. Raises OSError."""
+    """Return whether a file is only a Git LFS pointer. Raises OSError."""
     with path.open("rb") as file:
         return file.read(len(_LFS_POINTER)) == _LFS_POINTER
 
 
 def lfs_pointer_text(path: Path) -> str:
-    """Return what to say of such a file."""
+    """Return the message for a Git LFS pointer."""
     return (
-        f"{path}: is a Git LFS pointer, the file itself was not downloaded. Run `git lfs pull` in "
+        f"{path} is a Git LFS pointer; the file itself was not downloaded. Run `git lfs pull` in "
         "that folder, or fetch the model with `hf download`."
     )

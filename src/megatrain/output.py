@@ -1,12 +1,12 @@
-"""Standard output and error that may go away while a verb works.
+"""Standard output and error that may close while a command runs.
 
-Who reads a pipe may leave early (`megatrain train ... | head`), and a file may fill its disk.
-Neither is a reason to stop training. The first failed write sends the rest to nowhere; a reader who
-left has seen enough, and any other loss is an error once the verb is done.
+The reader of a pipe may close it early (`megatrain train ... | head`), and a disk may fill up.
+Neither is a reason to stop training. The first failed write discards the rest; a reader
+that left has seen enough, and any other loss is an error at the end of the command.
 
 Laws (tests/test_output.py)
     1. No write to a lost stream raises.
-    2. A reader who left changes no exit code; a disk that is full is a DiskError at the end.
+    2. A closed pipe does not change the exit code; a full disk is a DiskError at the end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Output:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self.loss: OSError | None = None
-        """Why what was written last went nowhere."""
+        """Why the last write was lost."""
 
     def write(self, text: str) -> int:
         try:
@@ -52,7 +52,7 @@ class Output:
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Let print and all others write to streams that do not fail. Raises DiskError at the end."""
+    """Replace stdout and stderr by streams that do not fail. Raises DiskError at the end."""
     before = sys.stdout, sys.stderr
     streams = [None if stream is None else Output(stream) for stream in before]
     sys.stdout, sys.stderr = streams
@@ -66,10 +66,10 @@ def lasting_output() -> Iterator[None]:
     out = streams[0]
     if out is not None and out.loss is not None and out.loss.errno != errno.EPIPE:
         reason = out.loss.strerror or out.loss
-        raise DiskError(f"cannot write to standard output: {reason}. What it lacks is lost.")
+        raise DiskError(f"cannot write to standard output: {reason}. Part of the output is lost.")
 
 
 def say_last(text: str) -> None:
-    """Print to standard error, if it is still there."""
-    with suppress(OSError):  # the terminal is gone: the exit code still tells
+    """Print to standard error, if it is still open."""
+    with suppress(OSError):  # the terminal is gone: the exit code still shows the failure
         print(text, file=sys.stderr)

@@ -17,7 +17,7 @@ _LINE_EVERY_S = 10.0
 
 @contextmanager
 def byte_progress(title: str, total_bytes: int) -> Iterator[Advance]:
-    """Show how far an action over `total_bytes` is; yield the function that advances it."""
+    """Show the progress of an action over `total_bytes`; yield the function that advances it."""
     if sys.stderr.isatty():
         with _bar(title, total_bytes) as advance:
             yield advance

@@ -9,7 +9,7 @@ _SIZES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 def figure(value: float) -> str:
-    """Return four digits that count: 2.314, 2,155, 98.3M, 9.8e-6."""
+    """Return four significant digits: 2.314, 2,155, 98.3M, 9.8e-6."""
     if not math.isfinite(value):
         return "not a number" if math.isnan(value) else ("infinite" if value > 0 else "-infinite")
     size = abs(value)
@@ -22,14 +22,14 @@ def figure(value: float) -> str:
 
 
 def count(value: float) -> str:
-    """Return a whole number, written out below a million."""
+    """Return an integer, written out below a million."""
     if math.isfinite(value) and value == int(value) and abs(value) < 1e6:
         return f"{int(value):,}"
     return figure(value)
 
 
 def size(num_bytes: float) -> str:
-    """Return bytes in the unit that leaves a short number."""
+    """Return bytes in the unit that gives a short number."""
     if math.isfinite(num_bytes):
         for unit, name in _SIZES:
             if abs(num_bytes) >= unit:
@@ -55,7 +55,7 @@ def duration(seconds: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share of one in percent; below one percent, that it is."""
+    """Return a share of one in percent; below one percent, as "under 1 %"."""
     if not math.isfinite(share):
         return figure(share)
     return "under 1 %" if 0 < share < 0.01 else f"{share * 100:.0f} %"

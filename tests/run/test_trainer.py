@@ -143,7 +143,7 @@ def test_a_model_that_is_not_there_is_said(config: Config) -> None:
         (
             "some/model",
             HubError,
-            r"^some/model is neither a folder here .*`hf download some/model`",
+            r"^some/model is not a folder here .*`hf download some/model`",
         ),
         ("./model", ModelFolderError, r"^\./model: no such folder"),
     ):

@@ -254,7 +254,7 @@ def test_a_flipped_bit_in_the_cache_is_found(tmp_path: Path, place: float) -> No
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ROWS)
-    with pytest.raises(DiskError, match="cannot make folder"):
+    with pytest.raises(DiskError, match="cannot create the folder"):
         _prepare(path, cache_dir=path)
 
 
