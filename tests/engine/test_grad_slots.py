@@ -9,6 +9,7 @@ from torch import Tensor
 from megatrain.engine.grad_slots import GradSlots
 from megatrain.memory.layout import build_layout
 from megatrain.models.decoder import Block, Param
+from megatrain.step.ops import Role
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -16,7 +17,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 def block(index: int, *shapes: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = ()) -> Block:
     return Block(
         index=index,
-        kind="layer",
+        role=Role.LAYER,
         params=tuple(
             Param(
                 name=f"{index}.{number}",

@@ -9,6 +9,7 @@ import torch
 
 from megatrain.memory.layout import ALIGN, PAGE, Kind, Layout, build_layout, has_kind, kind_dtype
 from megatrain.models.decoder import Block, Param, build_decoder
+from megatrain.step.ops import Role
 from testkit.families import FAMILIES, tiny_config
 
 
@@ -52,7 +53,7 @@ def test_overlap_would_be_noticed() -> None:
 
 def _bytes_per_param(dtype: torch.dtype, trained: bool = True) -> dict[Kind, float]:
     param = Param(name="w", shape=(1 << 20,), dtype=dtype, trained=trained)
-    layout = build_layout([Block(index=0, kind="layer", params=(param,))])
+    layout = build_layout([Block(index=0, role=Role.LAYER, params=(param,))])
     return {kind: size / layout.num_params for kind, size in layout.kind_bytes.items()}
 
 

@@ -13,12 +13,13 @@ from megatrain.memory.layout import Kind, Layout, build_layout
 from megatrain.memory.ledger import Ledger, Line
 from megatrain.memory.store import WITH_CLIP, WITHOUT_CLIP, Store, store_ledger
 from megatrain.models.decoder import Block, Param, build_decoder
+from megatrain.step.ops import Role
 from testkit.families import tiny_config
 
 
 def _layout(num_elements: int, dtype: torch.dtype = torch.bfloat16) -> Layout:
     params = tuple(Param(name=f"w{i}", shape=(num_elements,), dtype=dtype) for i in range(3))
-    return build_layout([Block(index=0, kind="layer", params=params)])
+    return build_layout([Block(index=0, role=Role.LAYER, params=params)])
 
 
 def test_views_are_disjoint_and_are_the_bytes() -> None:

@@ -15,6 +15,7 @@ from megatrain.memory.store import Store
 from megatrain.models.decoder import Block, Param, build_decoder
 from megatrain.optim.adamw import AdamW, decays
 from megatrain.optim.torch_kernel import TorchKernel
+from megatrain.step.ops import Role
 from testkit.adamw_by_hand import HandAdamW
 from testkit.families import tiny_config
 
@@ -43,7 +44,7 @@ TRAINED = [p.name for p in PARAMS if p.trained]
 
 @pytest.fixture
 def store() -> Store:
-    store = Store(build_layout([Block(index=0, kind="layer", params=PARAMS)]))
+    store = Store(build_layout([Block(index=0, role=Role.LAYER, params=PARAMS)]))
     generator = torch.Generator().manual_seed(0)
     for each in PARAMS:
         master = torch.randn(each.shape, generator=generator)

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
-from megatrain.step.ops import LANE_OF, LANES, Op, OpKind, Resource, resource_text
+import megatrain
+from megatrain.report.drawing.style import STYLE
+from megatrain.step.ops import (
+    LANES,
+    LIMITS,
+    PARTS,
+    SPECS,
+    Op,
+    OpKind,
+    Resource,
+    resource_text,
+)
 
 
 @pytest.mark.parametrize(
@@ -28,6 +42,40 @@ def test_a_resource_says_what_it_is(resource: Resource, text: str) -> None:
 
 
 def test_an_op_goes_to_the_lane_of_its_kind_unless_told() -> None:
-    assert all(Op(kind=kind).lane == LANE_OF[kind] for kind in OpKind)
+    assert all(Op(kind=kind).lane == SPECS[kind].lane for kind in OpKind)
     assert Op(kind=OpKind.FETCH, lane="disk").lane == "disk"
     assert LANES == ("in", "compute", "out", "host")
+
+
+@pytest.mark.parametrize("kind", OpKind)
+def test_a_kind_of_op_is_described_in_one_place(kind: OpKind) -> None:
+    spec = kind.spec
+    assert (spec.lane in LANES, spec.limit in LIMITS, spec.part in PARTS) == (True, True, True)
+    assert f"--{spec.colour}:" in STYLE
+    assert f".k-{kind}{{--k:var(--{spec.colour})}}" in STYLE
+
+
+def test_only_updates_may_end_after_their_step() -> None:
+    assert [kind for kind in OpKind if not kind.spec.ends_step] == [OpKind.UPDATE]
+
+
+TABLES_OF_KINDS = {"step/ops.py", "step/resources.py", "engine/actions.py", "planning/costs.py"}
+"""With step/schedule.py, which calls resources.py: the files that a new kind of op touches."""
+
+
+def _lists_kinds(source: str) -> bool:
+    return len(set(re.findall(r"\bOpKind\.([A-Z]+)", source))) > len(OpKind) // 2
+
+
+def test_a_new_kind_of_op_touches_five_files() -> None:
+    folder = Path(megatrain.__file__).parent
+    found = {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*.py")
+        if _lists_kinds(path.read_text())
+    }
+    assert found == TABLES_OF_KINDS
+
+
+def test_one_more_table_of_kinds_would_be_noticed() -> None:
+    assert _lists_kinds("".join(f"OpKind.{kind.name}: 1," for kind in OpKind))

@@ -21,7 +21,7 @@ from megatrain.planning.costs import BACKWARD_ATTENTION, BACKWARD_PASSES, Costs
 from megatrain.planning.machine.profile import FlopRate, MachineProfile
 from megatrain.planning.settings import Settings
 from megatrain.planning.workload import Workload
-from megatrain.step.ops import OpKind
+from megatrain.step.ops import OpKind, Role
 
 _LEAST = 0.3
 """Of a block's time, what is left to products whatever the other rates say."""
@@ -56,10 +56,10 @@ class _Fit:
         self.profile, self.workload, self.settings = profile, workload, settings
         self._tokens = workload.micro_sizes(settings.micro_tokens)[0]
         self._layer = workload.model.layers[0]
-        self._seconds: dict[tuple[OpKind, str, bool], list[float]] = {}
+        self._seconds: dict[tuple[OpKind, Role | None, bool], list[float]] = {}
         for span in spans:
             if span.awaited is None:
-                key = (span.op.kind, self._place(span.op.block), span.op.adds)
+                key = (span.op.kind, span.op.role, span.op.adds)
                 self._seconds.setdefault(key, []).append(span.seconds)
 
     def run(self) -> MachineProfile:
@@ -70,13 +70,9 @@ class _Fit:
         self._fit_head()
         return self.profile
 
-    def _place(self, block: int | None) -> str:
-        edges = {0: "embedding", self.workload.model.num_blocks - 1: "head", None: ""}
-        return edges.get(block, "layer")
-
-    def _median(self, kind: OpKind, place: str = "layer", adds: bool = False) -> float | None:
+    def _median(self, kind: OpKind, role: Role = Role.LAYER, adds: bool = False) -> float | None:
         """Return an op's usual seconds, without what every op costs; None if there was none."""
-        times = self._seconds.get((kind, place, adds))
+        times = self._seconds.get((kind, role, adds))
         if not times:
             return None
         return max(1e-9, statistics.median(times) - self.profile.op_overhead_s)
@@ -111,7 +107,7 @@ class _Fit:
         self.profile = replace(self.profile, forward_flops=points)
 
     def _fit_backward(self) -> None:
-        adds = (OpKind.BACKWARD, "layer", False) not in self._seconds
+        adds = (OpKind.BACKWARD, Role.LAYER, False) not in self._seconds
         measured, forward = self._median(OpKind.BACKWARD, adds=adds), self._median(OpKind.FORWARD)
         if not measured or not forward:
             return
@@ -125,7 +121,7 @@ class _Fit:
         self.profile = replace(self.profile, backward_flops=points)
 
     def _fit_head(self) -> None:
-        measured = self._median(OpKind.HEAD, "head")
+        measured = self._median(OpKind.HEAD, Role.HEAD)
         if measured:
             said = self._costs.head_seconds(self._tokens) * self.profile.head_efficiency
             self.profile = replace(self.profile, head_efficiency=said / measured)

@@ -40,13 +40,12 @@ from megatrain.models.stand_ins import (
     stand_in_weights,
     tensors_in,
 )
+from megatrain.step.ops import Role
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 MAX_LAYER_OUTPUTS = 3
 MAX_STAND_IN = 1 << 26
 """Elements. A product with a stand-in makes a real matrix of it."""
-
-BlockKind = Literal["embedding", "layer", "head"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +74,7 @@ class Block:
     """The streamed unit."""
 
     index: int
-    kind: BlockKind
+    role: Role
     params: tuple[Param, ...]
 
 
@@ -173,13 +172,14 @@ def build_decoder(
     check_patterns("model.frozen", frozen, owned)
     if all(matches(name, frozen) for name in owned):
         raise ConfigError("model.frozen matches every parameter: nothing would be trained.")
+    roles = (Role.EMBEDDING, *(Role.LAYER for _ in layers), Role.HEAD)
     blocks = tuple(
         Block(
             index=index,
-            kind="embedding" if index == 0 else "head" if index == len(names) - 1 else "layer",
+            role=role,
             params=tuple(_param(model, name, aliases, frozen) for name in block_names),
         )
-        for index, block_names in enumerate(names)
+        for index, (role, block_names) in enumerate(zip(roles, names, strict=True))
     )
     return Decoder(
         model=model,

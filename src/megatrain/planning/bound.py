@@ -15,10 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatrain.planning.simulate import Simulation
-from megatrain.step.ops import LANES, OpKind
-
-LANE_NAMES = {"compute": "compute", "in": "link in", "out": "link out", "host": "optimizer"}
-"""As people know them."""
+from megatrain.step.ops import LANE_NAMES, LANES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +46,7 @@ class Bound:
 def bound_of(simulation: Simulation) -> Bound:
     """Return the bound of a plan, from its simulated step."""
     fixed, growing = dict.fromkeys(LANES, 0.0), dict.fromkeys(LANES, 0.0)
-    last = max(i for i, one in enumerate(simulation.ops) if one.op.kind is not OpKind.UPDATE)
+    last = max(i for i, one in enumerate(simulation.ops) if one.op.kind.spec.ends_step)
     for played in simulation.ops[: last + 1]:  # what is behind it is on top of the next step
         seconds = fixed if played.op.micro is None else growing
         seconds[played.op.lane] += played.cost.seconds

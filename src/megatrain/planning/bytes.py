@@ -25,7 +25,7 @@ from megatrain.memory.ledger import Ledger, Line
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.settings import Settings
 from megatrain.planning.workload import PAGE, BlockShape, Dtype, ModelShape, Workload
-from megatrain.step.ops import Op, OpKind
+from megatrain.step.ops import Op, OpKind, Role
 
 OUTBOX_BYTES = 64 << 20
 PART_ELEMENTS = 1 << 22
@@ -230,7 +230,7 @@ def moment_bytes(op: Op, workload: Workload, settings: Settings) -> float:
     block = model.blocks[op.block or 0]
     if op.kind is OpKind.HEAD:
         return states + given + _head_bytes(workload, settings, tokens)
-    if op.block == 0:
+    if op.role is Role.EMBEDDING:
         table = model.vocab * model.hidden * width if op.kind is OpKind.BACKWARD else 0
         return states + given + table + 4 * tokens * model.hidden * width
     if op.kind is OpKind.BACKWARD:

@@ -19,7 +19,7 @@ from functools import cached_property
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.settings import Settings
 from megatrain.planning.workload import BlockShape, Workload
-from megatrain.step.ops import Op, OpKind
+from megatrain.step.ops import Op, OpKind, Role
 
 UPDATE_BYTES = 26
 """Host memory traffic of an update per bf16 param: reads all five kinds, writes all but grad."""
@@ -102,7 +102,7 @@ class Costs:
     def _compute_seconds(self, op: Op, block: BlockShape, tokens: int) -> float:
         if op.kind is OpKind.HEAD:
             return self.head_seconds(tokens)
-        if op.block == 0:
+        if op.role is Role.EMBEDDING:
             return self._embedding_seconds(block, tokens, backward=op.kind is OpKind.BACKWARD)
         forward = self.layer_seconds(block, tokens)
         if op.kind is OpKind.FORWARD:
@@ -183,11 +183,15 @@ class Costs:
     # Copies.
 
     def _fetched_bytes(self, op: Op, block: BlockShape) -> int:
-        if op.block == 0 and self.settings.gather_embedding:
+        if self._gathers(op):
             model = self.workload.model
             rows = min(model.vocab, self.workload.step_tokens)
             return rows * model.hidden * self._element_bytes
         return block.weight_bytes(self.workload.dtype)
+
+    def _gathers(self, op: Op) -> bool:
+        """Return whether the op moves rows of the embedding instead of all of it."""
+        return op.role is Role.EMBEDDING and self.settings.gather_embedding
 
     def _taped_bytes(self, tokens: int) -> int:
         return 0 if self.profile.unified else tokens * self._width * self._element_bytes
@@ -214,7 +218,7 @@ class Costs:
         if self.profile.unified:
             seconds = 2 * num_bytes / self.profile.device_bytes_per_s + self.profile.op_overhead_s
             return Cost(seconds=seconds, num_bytes=num_bytes, cores=self.profile.compute_cores)
-        if op.block == 0 and self.settings.gather_embedding:
+        if self._gathers(op):
             num_bytes = self._fetched_bytes(op, block)
         return self._copy("out", num_bytes)
 
@@ -222,7 +226,7 @@ class Costs:
 
     def _norm(self, op: Op, block: BlockShape) -> Cost:
         num_bytes = block.gradient_bytes(self.workload.dtype)
-        moved = 3 * num_bytes if op.block == 0 and self.settings.gather_embedding else num_bytes
+        moved = 3 * num_bytes if self._gathers(op) else num_bytes
         rate = self.profile.update_params_per_s * UPDATE_BYTES
         return self._host(moved / rate, moved, num_bytes)
 

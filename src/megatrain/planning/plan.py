@@ -29,17 +29,11 @@ from megatrain.planning.search import Fixed, Search, effective_profile, reserves
 from megatrain.planning.settings import Settings
 from megatrain.planning.simulate import Simulation, simulate
 from megatrain.planning.workload import Workload
+from megatrain.step.ops import LIMITS
 from megatrain.text import figure
 
 _WORTH_NAMING = 0.15
 """A share of the step: what takes less is not named beside the first."""
-_LIMITS = {
-    "compute": "compute: the device is busy; only a faster one helps",
-    "link in": "link in: weights on their way to the device",
-    "link out": "link out: gradients on their way to the host",
-    "tape": "tape: block inputs on the link",
-    "optimizer": "optimizer: updates at the speed of host memory",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +169,7 @@ class Plan:
         first, *others = sorted(shares, key=lambda name: -shares[name])
         turns = [name for name in others if shares[name] >= _WORTH_NAMING]
         if not turns:
-            return _LIMITS[first]
+            return LIMITS[first]
         parts = ", ".join(f"{name} {shares[name]:.0%}" for name in (first, *turns))
         return f"{parts} of the step, one after the other"
 

@@ -20,7 +20,7 @@ Laws (tests/planning/test_simulate.py)
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -30,23 +30,10 @@ from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.settings import Settings
 from megatrain.planning.workload import Workload
 from megatrain.step.hazards import Hazards
-from megatrain.step.ops import LANES, Op, OpKind
+from megatrain.step.ops import LANES, Op
 from megatrain.step.schedule import build_step
 from megatrain.step.shape import StepShape
 
-LIMITS: Mapping[OpKind, str] = {
-    OpKind.FETCH: "link in",
-    OpKind.RESTORE: "tape",
-    OpKind.STASH: "tape",
-    OpKind.FORWARD: "compute",
-    OpKind.HEAD: "compute",
-    OpKind.BACKWARD: "compute",
-    OpKind.DRAIN: "link out",
-    OpKind.NORM: "optimizer",
-    OpKind.CLIP: "optimizer",
-    OpKind.UPDATE: "optimizer",
-}
-"""What a step is limited by, in words, if these ops are what it waits for."""
 _STARTS = 1e-12
 """Work below this is done: seconds."""
 
@@ -96,7 +83,7 @@ class Simulation:
         index = max(range(len(self.ops)), key=lambda i: (self._ends_step(i), self.ops[i].end_s))
         while index >= 0:
             played = self.ops[index]
-            seconds[LIMITS[played.op.kind]] += played.end_s - played.start_s
+            seconds[played.op.kind.spec.limit] += played.end_s - played.start_s
             index = played.cause
         return dict(seconds)
 
@@ -121,7 +108,7 @@ class Simulation:
         return trace
 
     def _ends_step(self, index: int) -> bool:
-        return self.ops[index].op.kind is not OpKind.UPDATE
+        return self.ops[index].op.kind.spec.ends_step
 
 
 def _span(op: Op, start_s: float, end_s: float, num_bytes: int, awaited: Op | None) -> Span:
@@ -138,7 +125,7 @@ def simulate(profile: MachineProfile, workload: Workload, settings: Settings) ->
 def steady_step(shape: StepShape) -> list[Op]:
     """Return the ops of a step with, on top, the updates that the one before left behind."""
     ops = build_step(shape, pending=shape.update == "late")
-    last_known = max(i for i, op in enumerate(ops) if op.kind is not OpKind.UPDATE)
+    last_known = max(i for i, op in enumerate(ops) if op.kind.spec.ends_step)
     return [*ops[last_known + 1 :], *ops]
 
 
@@ -157,7 +144,7 @@ def play(ops: Sequence[Op], costs: Costs, profile: MachineProfile, *, tokens: in
         )
         for index, op in enumerate(ops)
     ]
-    known = max(one.end_s for one in played if one.op.kind is not OpKind.UPDATE)
+    known = max(one.end_s for one in played if one.op.kind.spec.ends_step)
     return Simulation(ops=played, step_s=known, tokens=tokens)
 
 

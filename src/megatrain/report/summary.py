@@ -11,11 +11,11 @@ from megatrain.report.drawing.thinning import Point, smoothed
 from megatrain.report.run import Run, number
 from megatrain.report.tables import facts_table
 from megatrain.report.time_split import split_shares
+from megatrain.step.ops import PARTS
 from megatrain.text import count, duration, figure, percent
 
-_WORK = {"fetch": "fetching weights", "drain": "draining gradients", "update": "updating weights",
-         "data": "reading data", "other": "what the split does not name"}  # fmt: skip
-_HIDDEN_BY_TOKENS = frozenset({"fetch", "drain", "update"})
+_WORK = {**PARTS, "data": "reading data", "other": "work that the split does not name"}
+_HIDDEN_BY_TOKENS = frozenset(PARTS) - {"compute"}
 """Their time does not grow with the tokens of a step; the compute they hide behind does."""
 
 

@@ -11,9 +11,10 @@ from megatrain.report.drawing.chart import frame, legend, path
 from megatrain.report.drawing.markup import Html, join, tag
 from megatrain.report.drawing.thinning import averaged
 from megatrain.report.run import Run
+from megatrain.step.ops import PARTS
 from megatrain.text import duration, percent
 
-_KNOWN = frozenset({"compute", "fetch", "drain", "update", "data"})
+_KNOWN = frozenset({*PARTS, "data"})
 _MOST_COLUMNS = 100
 _WARM_UP_STEPS = 1
 """The first step allocates and compiles: it is drawn, but left out of the shares."""

@@ -12,15 +12,14 @@ from megatrain.report.drawing.axis import Axis
 from megatrain.report.drawing.chart import legend, x_label
 from megatrain.report.drawing.markup import Html, join, tag
 from megatrain.report.run import Run, Span
+from megatrain.step.ops import LANES, OpKind
 from megatrain.text import duration, percent
 
 _WIDTH, _ROW = 2000, 100
 _WIDE = 1 / 200
 """Share of the step from which a span has a title."""
 _NEAR = 1 / 2000
-_KNOWN = ("forward", "head", "backward", "fetch", "restore", "drain", "stash", "update", "norm",
-          "clip", "wait")  # fmt: skip
-_LANES = ("in", "compute", "out", "host")
+_KNOWN = (*OpKind, "wait")
 
 
 def timeline_section(runs: Sequence[Run]) -> Html:
@@ -61,7 +60,7 @@ def _timeline(run: Run, num_runs: int) -> Html:
 def _lanes(spans: Sequence[Span]) -> list[str]:
     """Return the lanes, those we know in the order data takes through them."""
     found = list(dict.fromkeys(span.lane for span in spans))
-    return [lane for lane in _LANES if lane in found] + [x for x in found if x not in _LANES]
+    return [lane for lane in LANES if lane in found] + [x for x in found if x not in LANES]
 
 
 def _busy_s(spans: Sequence[Span], lane: str) -> float:

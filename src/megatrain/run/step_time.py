@@ -7,17 +7,7 @@ from typing import Any
 from megatrain.engine.batch import StepResult
 from megatrain.lanes.trace import Trace
 from megatrain.planning.bound import Bound
-from megatrain.step.ops import OpKind
-
-PARTS = {
-    OpKind.FETCH: "fetch",
-    OpKind.RESTORE: "fetch",
-    OpKind.STASH: "drain",
-    OpKind.DRAIN: "drain",
-    OpKind.NORM: "update",
-    OpKind.CLIP: "update",
-    OpKind.UPDATE: "update",
-}
+from megatrain.step.ops import PARTS
 
 
 def step_metrics(
@@ -55,10 +45,10 @@ def step_split(trace: Trace, seconds: float, data_seconds: float) -> dict[str, f
 
     `trace` has the spans of this step alone. Whatever compute did not wait for counts as compute.
     """
-    split = dict.fromkeys(("compute", "fetch", "drain", "update", "data"), 0.0)
+    split = dict.fromkeys((*PARTS, "data"), 0.0)
     for summary in trace.step_summaries():
         for kind, waited in summary.compute_waited_s.items():
-            split[PARTS.get(kind, "compute")] += waited
+            split[kind.spec.part] += waited
     split["data"] = data_seconds
     split["compute"] = max(0.0, seconds - sum(split.values()) + split["compute"])
     return {name: round(value, 6) for name, value in split.items()}

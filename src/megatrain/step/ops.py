@@ -29,36 +29,91 @@ from enum import StrEnum
 Resource = tuple[str | int, ...]
 SlotId = int | str
 """A slot's number, or the name of one that is kept for the embedding or the head."""
+LANE_NAMES: Mapping[str, str] = {
+    "in": "link in",
+    "compute": "compute",
+    "out": "link out",
+    "host": "optimizer",
+}
+"""The lanes, in the order that data takes through them, and what users call them."""
+LANES = tuple(LANE_NAMES)
+LIMITS: Mapping[str, str] = {
+    "compute": "compute: the device is busy; only a faster one helps",
+    "link in": "link in: weights on their way to the device",
+    "link out": "link out: gradients on their way to the host",
+    "tape": "tape: block inputs on the link",
+    "optimizer": "optimizer: updates at the speed of host memory",
+}
+"""What can limit a step, and the sentence that explains it."""
+PARTS: Mapping[str, str] = {
+    "compute": "compute",
+    "fetch": "fetching weights",
+    "drain": "draining gradients",
+    "update": "updating weights",
+}
+"""The parts into which the time of a step is split, and what is done in each."""
 
 
 class OpKind(StrEnum):
-    """What an op does. The comments name its lane."""
+    """What an op does."""
 
-    FETCH = "fetch"  # in: weights of a block into its slot
-    RESTORE = "restore"  # in: a block input from the host tape into the ring
-    FORWARD = "forward"  # compute
-    HEAD = "head"  # compute: loss and its gradient
-    BACKWARD = "backward"  # compute: recompute and backward
-    STASH = "stash"  # out: a block input from the ring to the host tape
-    DRAIN = "drain"  # out: gradient of a block to the host
-    NORM = "norm"  # host: squared norm of a drained gradient
-    CLIP = "clip"  # host: norms into one factor
-    UPDATE = "update"  # host: master, moments and weights of a block
+    FETCH = "fetch"  # weights of a block into its slot
+    RESTORE = "restore"  # a block input from the host tape into the ring
+    FORWARD = "forward"
+    HEAD = "head"  # loss and its gradient
+    BACKWARD = "backward"  # recompute and backward
+    STASH = "stash"  # a block input from the ring to the host tape
+    DRAIN = "drain"  # gradient of a block to the host
+    NORM = "norm"  # squared norm of a drained gradient
+    CLIP = "clip"  # norms into one factor
+    UPDATE = "update"  # master, moments and weights of a block
+
+    @property
+    def spec(self) -> OpSpec:
+        return SPECS[self]
 
 
-LANE_OF: Mapping[OpKind, str] = {
-    OpKind.FETCH: "in",
-    OpKind.RESTORE: "in",
-    OpKind.FORWARD: "compute",
-    OpKind.HEAD: "compute",
-    OpKind.BACKWARD: "compute",
-    OpKind.STASH: "out",
-    OpKind.DRAIN: "out",
-    OpKind.NORM: "host",
-    OpKind.CLIP: "host",
-    OpKind.UPDATE: "host",
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpSpec:
+    """Everything about a kind of op but what it does and what it costs.
+
+    The plan, the step's metrics and the report read it here. A new kind needs a line in SPECS, its
+    resources (resources.py), its place in the schedule, its action and its cost.
+    """
+
+    lane: str
+    limit: str
+    """What limits a step that waits for ops of this kind: one of LIMITS."""
+    part: str
+    """What the time counts as that compute waits for it: one of PARTS."""
+    colour: str
+    """Its colour in the timeline, a variable of the report's style."""
+    ends_step: bool = True
+    """Whether a step's losses and norms are known only after it."""
+
+
+SPECS: Mapping[OpKind, OpSpec] = {
+    OpKind.FETCH: OpSpec(lane="in", limit="link in", part="fetch", colour="c2"),
+    OpKind.RESTORE: OpSpec(lane="in", limit="tape", part="fetch", colour="yellow"),
+    OpKind.FORWARD: OpSpec(lane="compute", limit="compute", part="compute", colour="c0"),
+    OpKind.HEAD: OpSpec(lane="compute", limit="compute", part="compute", colour="yellow"),
+    OpKind.BACKWARD: OpSpec(lane="compute", limit="compute", part="compute", colour="c1"),
+    OpKind.STASH: OpSpec(lane="out", limit="tape", part="drain", colour="sky"),
+    OpKind.DRAIN: OpSpec(lane="out", limit="link out", part="drain", colour="gold"),
+    OpKind.NORM: OpSpec(lane="host", limit="optimizer", part="update", colour="sky"),
+    OpKind.CLIP: OpSpec(lane="host", limit="optimizer", part="update", colour="ink"),
+    OpKind.UPDATE: OpSpec(
+        lane="host", limit="optimizer", part="update", colour="c3", ends_step=False
+    ),
 }
-LANES = tuple(dict.fromkeys(LANE_OF.values()))
+
+
+class Role(StrEnum):
+    """What a block is for."""
+
+    EMBEDDING = "embedding"
+    LAYER = "layer"
+    HEAD = "head"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +124,8 @@ class Op:
     lane: str = ""
     """Empty means the usual lane of its kind."""
     block: int | None = None
+    role: Role | None = None
+    """The role of that block."""
     micro: int | None = None
     slot: SlotId | None = None
     """Slot of the block's weights; None where compute reads them in the store."""
@@ -90,7 +147,7 @@ class Op:
 
     def __post_init__(self) -> None:
         if not self.lane:
-            object.__setattr__(self, "lane", LANE_OF[self.kind])
+            object.__setattr__(self, "lane", self.kind.spec.lane)
 
     def __str__(self) -> str:
         where = ",".join(str(i) for i in (self.block, self.micro) if i is not None)

@@ -1,7 +1,8 @@
 """What each op of a shape reads and writes, and which places it uses.
 
 The one spot where an op gets its declarations. Waits follow from them, so a line missing here is
-a race: checks.py holds them against an independent account of what ops do (meaning.py).
+a race: testkit/schedule_laws.py holds them against an independent account of what ops do,
+testkit/oracle.py.
 
 Places (tests/step/test_resources.py)
     1. Layer b lives in slot (b-1) % num_slots, in forward and in backward, so at the turn the last
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatrain.step.ops import Op, OpKind, Resource, SlotId
+from megatrain.step.ops import Op, OpKind, Resource, Role, SlotId
 from megatrain.step.shape import StepShape
 
 CLIP_FACTOR: Resource = ("clip",)
@@ -28,6 +29,7 @@ ROUTING: Resource = ("routing",)
 class BlockPlaces:
     """Where the bytes of one block pass on their way."""
 
+    role: Role
     slot: SlotId | None
     """None: never fetched, compute reads the store."""
     weights: Resource
@@ -42,17 +44,18 @@ class BlockPlaces:
 
 def block_places(shape: StepShape) -> list[BlockPlaces]:
     """Return the places of each block. Layers take turns, edges have names."""
-    slots: list[SlotId] = [(block - 1) % shape.num_slots for block in range(shape.num_blocks)]
-    slots[0], slots[-1] = "embedding", "head"
+    slots: dict[int, SlotId] = {0: "embedding", shape.head: "head"}
+    slots |= {layer: turn % shape.num_slots for turn, layer in enumerate(shape.layers)}
     grad_slots: dict[int, SlotId] = {0: "edge", shape.head: "head" if shape.tied else "edge"}
     host_grads = grad_slots.copy()
-    trained_layers = [block for block in shape.trained_blocks if 0 < block < shape.head]
+    trained_layers = [layer for layer in shape.layers if shape.trained[layer]]
     for turn, layer in enumerate(reversed(trained_layers)):
         grad_slots[layer] = turn % shape.num_grad_slots
         host_grads[layer] = turn % shape.num_host_grads
     in_ring = shape.update == "in_backward"
     return [
         BlockPlaces(
+            role=shape.role(block),
             slot=slots[block] if shape.copying else None,
             weights=("slot", slots[block]) if shape.copying else ("weights", block),
             grad_slot=grad_slots[block] if trained else None,
@@ -76,6 +79,7 @@ class OpTable:
         return Op(
             kind=OpKind.FETCH,
             block=block,
+            role=places.role,
             slot=places.slot,
             reads=(("weights", block),),
             writes=(places.weights,),
@@ -85,19 +89,20 @@ class OpTable:
         places = self.places[block]
         reads, writes = [places.weights], list[Resource]()
         ring = None
-        if block > 0:
+        if places.role is Role.LAYER:
             reads.append(("hidden", micro))
         keeps_input = trains and block >= self.shape.bottom_layer
         if keeps_input:
             ring = self._ring(block, micro, backward=False)
             writes.append(_tape_place(block, micro, ring))
-        if self.shape.balances and block > 0:
+        if self.shape.balances and places.role is Role.LAYER:
             writes.append(ROUTING)
-            if (block, micro) != (1, 0):
+            if (block, micro) != (self.shape.layers[0], 0):
                 reads.append(ROUTING)
         return Op(
             kind=OpKind.FORWARD,
             block=block,
+            role=places.role,
             micro=micro,
             slot=places.slot,
             tape_slot=ring,
@@ -112,6 +117,7 @@ class OpTable:
         return Op(
             kind=OpKind.STASH,
             block=layer,
+            role=Role.LAYER,
             micro=micro,
             tape_slot=ring,
             reads=(_tape_place(layer, micro, ring),),
@@ -123,6 +129,7 @@ class OpTable:
         return Op(
             kind=OpKind.RESTORE,
             block=layer,
+            role=Role.LAYER,
             micro=micro,
             tape_slot=ring,
             reads=(("tape", layer, micro),),
@@ -146,6 +153,7 @@ class OpTable:
         return Op(
             kind=OpKind.HEAD,
             block=head,
+            role=places.role,
             micro=micro,
             slot=places.slot,
             grad_slot=places.grad_slot if trains else None,
@@ -161,7 +169,7 @@ class OpTable:
         reads = [places.weights, ("dhidden", micro)]
         writes: list[Resource] = []
         ring = None
-        if block > 0:
+        if places.role is Role.LAYER:
             ring = self._ring(block, micro, backward=True)
             reads.append(_tape_place(block, micro, ring))
             if self.shape.balances:
@@ -169,11 +177,12 @@ class OpTable:
         passes_gradient = block > self.shape.lowest
         if passes_gradient:
             writes.append(("dhidden", micro))
-        adds = micro > 0 or (block == 0 and self.shape.tied)
+        adds = micro > 0 or (places.role is Role.EMBEDDING and self.shape.tied)
         self._accumulate(block, reads, writes, adds=adds)
         return Op(
             kind=OpKind.BACKWARD,
             block=block,
+            role=places.role,
             micro=micro,
             slot=places.slot,
             grad_slot=places.grad_slot,
@@ -190,6 +199,7 @@ class OpTable:
         return Op(
             kind=OpKind.DRAIN,
             block=block,
+            role=places.role,
             grad_slot=places.grad_slot,
             host_grad=places.host_grad,
             reads=(("grad_slot", places.grad_slot),),
@@ -201,6 +211,7 @@ class OpTable:
         return Op(
             kind=OpKind.NORM,
             block=block,
+            role=places.role,
             host_grad=places.host_grad,
             reads=(places.drained,),
             writes=(("norm", block), *((places.drained,) if self._spreads(block) else ())),
@@ -217,6 +228,7 @@ class OpTable:
         return Op(
             kind=OpKind.UPDATE,
             block=block,
+            role=places.role,
             host_grad=places.host_grad,
             reads=(places.drained, scale, ("master", block)),
             writes=(("master", block), ("weights", block)),
@@ -224,7 +236,7 @@ class OpTable:
 
     def _spreads(self, block: int) -> bool:
         """Return whether NORM makes the block's gradient out of rows before it measures it."""
-        return block == 0 and self.shape.gathers
+        return self.shape.role(block) is Role.EMBEDDING and self.shape.gathers
 
     def _accumulate(
         self, block: int, reads: list[Resource], writes: list[Resource], *, adds: bool

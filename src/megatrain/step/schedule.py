@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from megatrain.errors import ScheduleError
-from megatrain.step.ops import Op
+from megatrain.step.ops import Op, Role
 from megatrain.step.resources import OpTable
 from megatrain.step.shape import StepShape
 
@@ -70,7 +70,7 @@ def _forward(table: OpTable, *, trains: bool) -> Iterator[Op]:
             yield table.forward(block, micro, trains=trains)
             if trains and block >= shape.bottom_layer and shape.tape == "host":
                 yield table.stash(block, micro)
-        if block > 0:
+        if shape.role(block) is Role.LAYER:
             yield from next(fetches, ())
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatrain.errors import ScheduleError
+from megatrain.step.ops import Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,16 @@ class StepShape:
             )
         if not any(self.trained):
             raise ScheduleError("no block is trained: a step would have nothing to do")
+
+    def role(self, block: int) -> Role:
+        """Return what a block is for. Ask this and not its number: roles may get more blocks."""
+        if block == 0:
+            return Role.EMBEDDING
+        return Role.HEAD if block == self.head else Role.LAYER
+
+    @property
+    def layers(self) -> range:
+        return range(1, self.head)
 
     @property
     def head(self) -> int:

@@ -7,6 +7,8 @@ again.
 
 from __future__ import annotations
 
+from megatrain.step.ops import SPECS
+
 STYLE = """
 :root{color-scheme:light dark;
 --ground:#fff;--ink:#1c2127;--soft:#59636e;--edge:#d5dbe1;--card:#f5f7f9;
@@ -73,11 +75,7 @@ border-top:1px solid var(--c);opacity:.6}
 .swatch.again{border-top-style:dashed}
 .swatch.dots{width:.6rem;height:.6rem;border-radius:50%;background:var(--c)}
 .swatch.none{display:none}
-.k-compute,.k-forward{--k:var(--c0)}.k-backward{--k:var(--c1)}.k-head{--k:var(--yellow)}
-.k-fetch{--k:var(--c2)}.k-restore{--k:var(--yellow)}.k-drain{--k:var(--gold)}.k-stash{
---k:var(--sky)}
-.k-update{--k:var(--c3)}.k-norm{--k:var(--sky)}.k-clip{--k:var(--ink)}.k-data{--k:var(--sky)}
-.k-other,.k-wait{--k:var(--grey)}
+.k-compute{--k:var(--c0)}.k-data{--k:var(--sky)}.k-other,.k-wait{--k:var(--grey)}
 svg [class^=k-]{fill:var(--k)}
 svg .narrow{stroke:var(--k);stroke-width:.3}
 .shares{display:block;width:100%;height:1.75rem;border-radius:.3rem}
@@ -117,3 +115,4 @@ summary{cursor:pointer;color:var(--c0);font-size:.9rem}
 @media(max-width:40rem){.frame{height:12rem;margin-left:2.9rem}h2{margin-top:2rem}}
 @media print{nav{display:none}figure,article{break-inside:avoid}}
 """
+STYLE += "".join(f".k-{kind}{{--k:var(--{spec.colour})}}" for kind, spec in SPECS.items())
