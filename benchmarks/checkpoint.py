@@ -232,7 +232,7 @@ def measure_steps(
 
 def _engine(home: HostModel, update: Update, lanes: list[Lane] | None = None) -> Engine:
     clips = 1.0 if update == "late" else None
-    optimizer = AdamW(home.store, learning_rate=1e-5, max_grad_norm=clips, num_threads=1)
+    optimizer = AdamW(learning_rate=1e-5, max_grad_norm=clips, num_threads=1)
     return Engine(home.decoder, home.store, optimizer=optimizer, update=update, lanes=lanes)
 
 

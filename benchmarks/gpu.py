@@ -53,10 +53,12 @@ from megatrain.engine.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.errors import MegaTrainError
 from megatrain.lanes.trace import Trace
-from megatrain.memory.layout import Kind, Segment, build_layout
+from megatrain.memory.layout import Kind, build_layout
 from megatrain.memory.store import WITH_CLIP, WITHOUT_CLIP, Store
 from megatrain.models.decoder import Decoder, build_decoder
 from megatrain.optim.adamw import AdamW
+from megatrain.optim.optimizer import HostOptimizer
+from megatrain.optim.views import UpdateViews, Views
 from megatrain.version import __version__
 
 WARM_UP_STEPS = 2
@@ -209,26 +211,27 @@ def compute_seconds(
     def without_copies() -> None:
         device.fill = lambda target, source: None  # type: ignore[method-assign]
 
-    with Engine(decoder, store, optimizer=_Idle(), device=device, **settings_of(options)) as engine:
+    with Engine(
+        decoder, store, optimizer=_Idle(learning_rate=0.0), device=device, **settings_of(options)
+    ) as engine:
         return step_seconds(engine, build_batch(options), options.steps, without_copies)
 
 
-class _Idle:
+class _Idle(HostOptimizer):
     """An optimizer that does nothing."""
+
+    states = ()
 
     def squared_norm(self, gradient: Tensor) -> float:
         return 0.0
 
-    def clip_factor(self, norm: float) -> float:
-        return 1.0
-
     def update(
-        self, segment: Segment, gradient: Tensor, *, step: int, number: int, scale: float
+        self, views: Views, gradient: Tensor, *, step: int, number: int, scale: float
     ) -> None:
         pass
 
 
-def host_seconds(store: Store, optimizer: AdamW) -> float:
+def host_seconds(decoder: Decoder, store: Store, optimizer: AdamW) -> float:
     """Return the time of one norm and update of every block, with gradients of zero."""
     segments = [
         segment
@@ -237,11 +240,13 @@ def host_seconds(store: Store, optimizer: AdamW) -> float:
     ]
     sizes = [segment.num_elements * segment.dtype.itemsize for segment in segments]
     zeros = torch.zeros(max(sizes), dtype=torch.uint8)
+    update_views = UpdateViews(store, optimizer.states, optimizer.decayed(decoder.params))
     begin = time.perf_counter()
     for segment, size in zip(segments, sizes, strict=True):
         gradient = zeros[:size].view(segment.dtype)
         optimizer.squared_norm(gradient)
-        optimizer.update(segment, gradient, step=1, number=1, scale=1.0)
+        for span, views in update_views.of(segment):
+            optimizer.update(views, gradient[span], step=1, number=1, scale=1.0)
     return time.perf_counter() - begin
 
 
@@ -260,7 +265,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     decoder, store = build_model(options)
     batch = build_batch(options)
     optimizer = AdamW(
-        store,
         learning_rate=1e-6,
         max_grad_norm=1.0 if options.update == "late" else None,
         num_threads=options.threads,
@@ -287,7 +291,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "compute_s": compute_s,
         "in_s": crossed["in"] / rates["in"] / 1e9,
         "out_s": crossed["out"] / rates["out"] / 1e9,
-        "host_s": host_seconds(store, optimizer),
+        "host_s": host_seconds(decoder, store, optimizer),
     }
     bound_by = max(lanes_s, key=lambda name: lanes_s[name])
     num_tokens = sum(micro.num_tokens for micro in batch)

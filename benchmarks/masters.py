@@ -136,7 +136,7 @@ def _held_out(model: PreTrainedModel) -> float:
 
 def _ours(start: Path, num_steps: int) -> tuple[Tensor, Losses]:
     home = mt.load_model(start, dtype="bf16")
-    optimizer = mt.AdamW(home.store, learning_rate=RATE)
+    optimizer = mt.AdamW(learning_rate=RATE)
     losses = []
 
     def held_out() -> float:

@@ -118,7 +118,7 @@ def play(model: Model, num_steps: int, *, update: Update, reference: bool) -> tu
     engine = Engine(
         model.decoder,
         model.store,
-        optimizer=AdamW(model.store, learning_rate=1e-5, max_grad_norm=1.0),
+        optimizer=AdamW(learning_rate=1e-5, max_grad_norm=1.0),
         update=update,
         device=CpuDevice(copying=True),
         tape="host",

@@ -131,7 +131,7 @@ class Configuration:
     def engine(self, **arguments: object) -> Engine:
         late = self.update == "late"
         decoder, store = build_store(self.config, WITH_CLIP if late else WITHOUT_CLIP)
-        optimizer = AdamW(store, learning_rate=1e-5, max_grad_norm=1.0 if late else None)
+        optimizer = AdamW(learning_rate=1e-5, max_grad_norm=1.0 if late else None)
         return Engine(
             decoder,
             store,

@@ -231,7 +231,6 @@ def measure_memory(num_threads: int) -> dict[str, object]:
 
 def _engine(decoder: Decoder, store: Store, update: Update, num_threads: int) -> Engine:
     optimizer = AdamW(
-        store,
         learning_rate=LEARNING_RATE,
         weight_decay=0.01,
         max_grad_norm=1.0 if update == "late" else None,

@@ -45,7 +45,7 @@ def measure_trainer(num_threads: int, num_rounds: int) -> dict[str, object]:
         config = _write_run(folder, num_rounds + WARM_UP)
         home = load_model(folder / "model")
         optimizer = AdamW(
-            home.store, learning_rate=1e-5, max_grad_norm=1.0, num_threads=max(1, num_threads // 2)
+            learning_rate=1e-5, max_grad_norm=1.0, num_threads=max(1, num_threads // 2)
         )
         bare = Engine(home.decoder, home.store, optimizer=optimizer, update="late")
         with bare, Trainer(config) as trainer:

@@ -123,7 +123,7 @@ def play(run: Run, simulator: Simulator, **changes: Any) -> Outcome:
     world = world_of(run.family, run.dtype)
     optimizer = None
     if run.case.update != "none":
-        optimizer = WatchedOptimizer(world.optimizer(), world.store, simulator)
+        optimizer = WatchedOptimizer(world.optimizer(), simulator)
     device = Accelerator(simulator, piece_bytes=4096, ring_buffer_bytes=1000)
     with watched(simulator), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "host memory:")

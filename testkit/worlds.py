@@ -157,7 +157,7 @@ class World:
         }
 
     def optimizer(self, *, max_grad_norm: float | None = MAX_GRAD_NORM) -> AdamW:
-        return AdamW(self.store, learning_rate=1e-2, weight_decay=0.1, max_grad_norm=max_grad_norm)
+        return AdamW(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=max_grad_norm)
 
     def engine(self, case: Case, **changes: Any) -> Engine:
         """Return an engine for `case`, from the first weights."""

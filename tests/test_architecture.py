@@ -19,7 +19,7 @@ TESTS = sorted(path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py")
 LEVELS = {
     "version": 0, "text": 0, "errors": 0, "model_files": 0, "progress": 1, "files": 1, "output": 2,
     "cache": 2, "step": 2, "config": 3, "lanes": 3, "models": 3, "hub": 4, "losses": 4,
-    "memory": 4, "devices": 5, "optim": 6, "engine": 6, "data": 7, "disk": 7, "planning": 7,
+    "memory": 4, "devices": 5, "optim": 5, "engine": 6, "data": 7, "disk": 7, "planning": 7,
     "doctor": 8, "run": 9, "report": 9, "cli": 10, "__main__": 11, "__init__": 12,
 }  # fmt: skip
 BANNED_NAMES = {"utils", "helpers", "common", "misc", "manager", "base", "core"}

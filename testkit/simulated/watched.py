@@ -18,11 +18,10 @@ from megatrain.devices import pinning
 from megatrain.devices.accelerator import Accelerator
 from megatrain.engine import gathered
 from megatrain.engine.edges import Edges
-from megatrain.engine.machine import Optimizer
 from megatrain.lanes.lane import Lane, Work
 from megatrain.lanes.progress import Progress
-from megatrain.memory.layout import Kind, Segment
-from megatrain.memory.store import Store
+from megatrain.optim.optimizer import Optimizer
+from megatrain.optim.views import Views
 from megatrain.step.hazards import Ticket
 from testkit.simulated.accelerator import Simulator
 from testkit.simulated.clocks import Clock
@@ -31,8 +30,10 @@ from testkit.simulated.clocks import Clock
 class WatchedOptimizer:
     """An optimizer whose accesses the simulator sees: the kernel is not torch's."""
 
-    def __init__(self, optimizer: Optimizer, store: Store, simulator: Simulator) -> None:
-        self._optimizer, self._store, self._simulator = optimizer, store, simulator
+    def __init__(self, optimizer: Optimizer, simulator: Simulator) -> None:
+        self._optimizer, self._simulator = optimizer, simulator
+        self.states = optimizer.states
+        self.decayed = optimizer.decayed
 
     def squared_norm(self, gradient: Tensor) -> float:
         self._simulator.touch(gradient, writes=False, what="norm")
@@ -42,15 +43,13 @@ class WatchedOptimizer:
         return self._optimizer.clip_factor(norm)
 
     def update(
-        self, segment: Segment, gradient: Tensor, *, step: int, number: int, scale: float
+        self, views: Views, gradient: Tensor, *, step: int, number: int, scale: float
     ) -> None:
         self._simulator.touch(gradient, writes=False, what="update")
-        for kind in (Kind.HI, Kind.LO, Kind.M, Kind.V):
-            if kind in segment.starts:
-                self._simulator.touch(
-                    self._store.segment(segment, kind), writes=True, what="update"
-                )
-        self._optimizer.update(segment, gradient, step=step, number=number, scale=scale)
+        for tensor in (views.weight, views.lo, *views.states):
+            if tensor is not None:
+                self._simulator.touch(tensor, writes=True, what="update")
+        self._optimizer.update(views, gradient, step=step, number=number, scale=scale)
 
 
 @contextmanager

@@ -58,7 +58,7 @@ def differing(first: State, second: State) -> list[str]:
 def by_engine(
     world: World, update: Update, clip: float | None, num_steps: int = NUM_STEPS, **changes: object
 ) -> tuple[State, list[float | None]]:
-    optimizer = AdamW(world.store, learning_rate=LR, weight_decay=DECAY, max_grad_norm=clip)
+    optimizer = AdamW(learning_rate=LR, weight_decay=DECAY, max_grad_norm=clip)
     case = Case(sort="", steps=(), update=update, tape="host", num_slots=3)
     with world.engine(case, optimizer=optimizer, **changes) as engine:
         norms = [engine.step(batch_of(step)).grad_norm for step in range(num_steps)]
@@ -141,7 +141,7 @@ def test_updates_in_backward_need_no_room_for_gradients() -> None:
     small = Store(build_layout(world.decoder.blocks), WITHOUT_CLIP)
     for param in world.decoder.params:
         small.param(param.name, Kind.HI).copy_(world.store.param(param.name, Kind.HI))
-    optimizer = AdamW(small, learning_rate=LR, weight_decay=DECAY)
+    optimizer = AdamW(learning_rate=LR, weight_decay=DECAY)
     with Engine(world.decoder, small, optimizer=optimizer, update="in_backward") as engine:
         for step in range(3):
             engine.step(batch_of(step))
@@ -220,7 +220,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Poison:
 
 def play(world: World, update: Update, batches: list[int]) -> list[State]:
     """The state after each step."""
-    optimizer = AdamW(world.store, learning_rate=LR, weight_decay=DECAY)
+    optimizer = AdamW(learning_rate=LR, weight_decay=DECAY)
     case = Case(sort="", steps=(), update=update, tape="host")
     states = []
     with world.engine(case, optimizer=optimizer) as engine:

@@ -89,7 +89,7 @@ def test_three_steps_equal_the_resident_model(family: str, dtype: str, tmp_path:
     )
     if family in RANDOM:
         seed_like_engine(plain.model, model.decoder.layers_path)
-    optimizer = AdamW(store, learning_rate=RATE, weight_decay=DECAY)
+    optimizer = AdamW(learning_rate=RATE, weight_decay=DECAY)
     with Engine(model.decoder, store, optimizer=optimizer, update="late") as engine:
         for batch in BATCHES:
             losses, gradients = plain_gradients(plain.model, batch, step=plain.number + 1)

@@ -70,7 +70,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[Poison]:
 
 
 def _engine(home: HostModel, update: str, on_nonfinite: str = "skip", **changes: Any) -> Engine:
-    optimizer = AdamW(home.store, learning_rate=1e-3, max_grad_norm=1.0)
+    optimizer = AdamW(learning_rate=1e-3, max_grad_norm=1.0)
     return Engine(
         home.decoder, home.store, optimizer=optimizer, update=update, reference=True,  # type: ignore[arg-type]
         on_nonfinite=on_nonfinite, **changes,  # type: ignore[arg-type]

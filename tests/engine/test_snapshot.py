@@ -34,9 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _engine(folder: Path, update: Any, **settings: Any) -> tuple[HostModel, Engine]:
     home = load_model(folder)
     rate = 0.01
-    optimizer = AdamW(
-        home.store, learning_rate=rate, max_grad_norm=1.0 if update == "late" else None
-    )
+    optimizer = AdamW(learning_rate=rate, max_grad_norm=1.0 if update == "late" else None)
     return home, Engine(home.decoder, home.store, optimizer=optimizer, update=update, **settings)
 
 

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from megatrain.devices.accelerator import HOST_LANE, Accelerator
 from megatrain.devices.runtime import PinningFailed, Runtime, TorchRuntime
-from megatrain.engine.machine import Optimizer
 from megatrain.lanes.lane import Action, Lane, Stream
 from megatrain.memory.store import Store
+from megatrain.optim.optimizer import Optimizer
 from megatrain.step.ops import LANES, Op
 from testkit.simulated.accelerator import Policy, Simulator
 from testkit.simulated.watched import WatchedOptimizer, watched
@@ -101,7 +101,7 @@ class SimulatedRig:
         return Accelerator(Simulator(), **sizes)
 
     def optimizer(self, world: World) -> Optimizer:
-        return WatchedOptimizer(world.optimizer(), world.store, self.runtime)
+        return WatchedOptimizer(world.optimizer(), self.runtime)
 
     def spin(self, cycles: int) -> None:
         """Streams dawdle by themselves here; let the other lanes run ahead."""

@@ -295,7 +295,7 @@ def test_an_engine_trains_to_the_same_bits(
     results = []
     for is_compiled in (False, True):
         model = load_model(tmp_path)
-        optimizer = AdamW(model.store, learning_rate=1e-2)
+        optimizer = AdamW(learning_rate=1e-2)
         with Engine(
             model.decoder,
             model.store,

@@ -97,7 +97,7 @@ def weights_are_read(deadline_s: float) -> list[str]:
     """After `settle`, which must wait for updates that the host lane is slow to make."""
     one = run("in_backward", "device")
     simulator, world = simulator_of(one), world_of(one.family, one.dtype)
-    optimizer = WatchedOptimizer(world.optimizer(), world.store, simulator)
+    optimizer = WatchedOptimizer(world.optimizer(), simulator)
     update = optimizer.update
 
     def update_late(*args: Any, **counts: Any) -> None:

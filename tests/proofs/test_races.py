@@ -41,7 +41,7 @@ def test_the_runs_cover_what_they_should() -> None:
 def engine_on(simulator: Simulator, world: World, case: Case, **sizes: int) -> Engine:
     optimizer = None
     if case.update != "none":
-        optimizer = WatchedOptimizer(world.optimizer(), world.store, simulator)
+        optimizer = WatchedOptimizer(world.optimizer(), simulator)
     device = Accelerator(simulator, **sizes)
     return world.engine(case, device=device, optimizer=optimizer)
 
@@ -177,7 +177,7 @@ def refused_at(number: int, run: Run) -> bool:
     with watched(simulator), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         device = Accelerator(simulator, piece_bytes=1 << 16, ring_buffer_bytes=1000)
-        optimizer = WatchedOptimizer(world.optimizer(), world.store, simulator)
+        optimizer = WatchedOptimizer(world.optimizer(), simulator)
         found = world.play(run.case, device=device, lanes=None, optimizer=optimizer)
     assert found.differences(expected) == []
     assert simulator.races == []

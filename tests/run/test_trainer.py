@@ -42,7 +42,7 @@ def trained_by_hand(config: Config) -> dict[str, torch.Tensor]:
     rate = LearningRate(
         peak=config.optim.learning_rate, shape="cosine", num_steps=STEPS, warmup=0.05
     )
-    optimizer = AdamW(home.store, learning_rate=rate.rate, max_grad_norm=1.0)
+    optimizer = AdamW(learning_rate=rate.rate, max_grad_norm=1.0)
     with Trainer(config.model_copy(update={"save": _elsewhere(config)})) as other:
         data = open_data(config, other.tokenizer, other.resolved)
     with Engine(

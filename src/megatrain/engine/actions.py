@@ -289,7 +289,9 @@ class StepActions:
 
     def _update(self, op: Op) -> int:
         machine, block = self._machine, _block(op)
-        assert machine.optimizer is not None
+        optimizer, update_views = machine.optimizer, machine.update_views
+        assert optimizer is not None
+        assert update_views is not None
         if op.host_grad is None:
             verdict = machine.verdict
             applies, scale, step = verdict.applies, verdict.scale, verdict.step
@@ -301,7 +303,8 @@ class StepActions:
             number = machine.gate.enter(block)
             machine.half_applied = True
             for segment, gradient in machine.gradients(op):
-                machine.optimizer.update(segment, gradient, step=step, number=number, scale=scale)
+                for span, views in update_views.of(segment):
+                    optimizer.update(views, gradient[span], step=step, number=number, scale=scale)
                 num_bytes += gradient.nbytes
             machine.gate.leave(block)
         if block == machine.last_updated:

@@ -32,7 +32,7 @@ from transformers import PreTrainedConfig
 from megatrain.devices.device import CpuDevice, Device
 from megatrain.engine.actions import StepActions
 from megatrain.engine.batch import Fault, MicroBatch, StepResult, check_batch, locate_fault
-from megatrain.engine.machine import Machine, Optimizer
+from megatrain.engine.machine import Machine
 from megatrain.engine.snapshot import Snapshot
 from megatrain.errors import (
     CheckpointMismatch,
@@ -50,6 +50,7 @@ from megatrain.losses.head import CHUNK_TOKENS, IGNORED, next_token_targets
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
 from megatrain.models.key_values import bytes_per_token
+from megatrain.optim.optimizer import Optimizer
 from megatrain.step.ops import Op, OpKind
 from megatrain.step.schedule import build_flush, build_forward, build_step
 from megatrain.step.shape import StepShape

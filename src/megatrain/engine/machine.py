@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 from transformers.utils.generic import is_flash_attention_requested
@@ -25,28 +24,11 @@ from megatrain.models.balance import Routing
 from megatrain.models.decoder import Decoder
 from megatrain.models.key_values import caches_keys_and_values
 from megatrain.models.template import Template
+from megatrain.optim.optimizer import Optimizer
+from megatrain.optim.views import UpdateViews
 from megatrain.step.ops import Op
 from megatrain.step.resources import OpTable
 from megatrain.step.shape import StepShape
-
-
-class Optimizer(Protocol):
-    """What the host lane needs of an optimizer."""
-
-    def squared_norm(self, gradient: Tensor) -> float:
-        """Return the sum of squares of a flat gradient; finite exactly when all of it is."""
-
-    def clip_factor(self, norm: float) -> float:
-        """Return what all gradients of a step with this norm are multiplied with."""
-
-    def update(
-        self, segment: Segment, gradient: Tensor, *, step: int, number: int, scale: float
-    ) -> None:
-        """Update weights, master and moments of a segment of the store, in place.
-
-        `step` is the step of the run, `number` the update of the segment: it is smaller where steps
-        were skipped or left out. Both count from 1.
-        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +63,10 @@ class Machine:
         self.decoder, self.store, self.device = decoder, store, device
         self.optimizer, self.chunk_tokens, self.seed = optimizer, chunk_tokens, seed
         self.router_aux_loss = router_aux_loss
+        self.update_views: UpdateViews | None = None
+        if optimizer is not None:
+            decayed = optimizer.decayed(decoder.params)
+            self.update_views = UpdateViews(store, optimizer.states, decayed)
         template = Template(decoder, compile=compile, routed=shape.balances)
         self.template = template.placed(device.place) if device.own_memory else template
         self.edges = Edges(template, self.template, answers=device.answers)

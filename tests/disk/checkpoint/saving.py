@@ -32,7 +32,7 @@ def tiny_model(folder: Path, family: str = "llama", **settings: Any) -> HostMode
 
 @contextmanager
 def training(home: HostModel, update: str = "late") -> Iterator[Engine]:
-    optimizer = AdamW(home.store, learning_rate=0.01, max_grad_norm=1.0)
+    optimizer = AdamW(learning_rate=0.01, max_grad_norm=1.0)
     with Engine(home.decoder, home.store, optimizer=optimizer, update=update) as engine:  # type: ignore[arg-type]
         yield engine
 

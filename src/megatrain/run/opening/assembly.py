@@ -22,7 +22,6 @@ def make_engine(
     """Return the engine that trains `home` as the config says."""
     optim, train = config.optim, config.train
     optimizer = OPTIMIZERS[optim.name](
-        home.store,
         learning_rate=rate.rate,
         betas=optim.betas,
         eps=optim.eps,

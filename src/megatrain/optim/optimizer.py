@@ -1,0 +1,107 @@
+"""What the engine needs of an optimizer, and the parts that all optimizers here share.
+
+An optimizer declares its states: the numbers that it keeps for each element beside the fp32 master.
+The store holds them, a checkpoint saves them, a plan counts them. For an update the engine hands
+over views (views.py). An optimizer keeps nothing between updates, takes no tensor out of the store,
+and does not know where the bytes live or which part of a segment it was given.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
+
+from torch import Tensor
+
+from megatrain.memory.layout import Kind
+from megatrain.models.decoder import Param
+from megatrain.models.patterns import check_patterns, matches
+from megatrain.optim.kernel import Kernel
+from megatrain.optim.native import load_kernel
+from megatrain.optim.views import Views
+
+
+class Optimizer(Protocol):
+    """What the host lane needs of an optimizer."""
+
+    @property
+    def states(self) -> tuple[Kind, ...]:
+        """The states that `update` is handed, in this order."""
+
+    def decayed(self, params: Collection[Param]) -> frozenset[str]:
+        """Return the names of the params that weight decay applies to."""
+
+    def squared_norm(self, gradient: Tensor) -> float:
+        """Return the sum of squares of a flat gradient; finite exactly when all of it is."""
+
+    def clip_factor(self, norm: float) -> float:
+        """Return the factor for all gradients of a step with this norm."""
+
+    def update(
+        self, views: Views, gradient: Tensor, *, step: int, number: int, scale: float
+    ) -> None:
+        """Apply `scale` x `gradient` to masters and states, in place.
+
+        `step` is the step of the run and sets the learning rate. `number` counts the updates of
+        these elements: it is smaller where steps were skipped or left out. Both count from 1.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostOptimizer(abc.ABC):
+    """Learning rate, decay and clipping. A subclass declares its states and computes an update.
+
+    Safe to call from one thread at a time.
+    """
+
+    states: ClassVar[tuple[Kind, ...]]
+
+    learning_rate: Callable[[int], float] | float
+    """A number, or a function of the run's step, counted from 0."""
+    weight_decay: float = 0.0
+    no_decay: tuple[str, ...] = ()
+    """Name patterns of params that are not decayed, besides norms and biases."""
+    max_grad_norm: float | None = None
+    num_threads: int = 1
+    kernel: Kernel = field(default_factory=load_kernel)
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step of the run, counted from 1."""
+        rate = self.learning_rate
+        return rate(step - 1) if callable(rate) else rate
+
+    def decayed(self, params: Collection[Param]) -> frozenset[str]:
+        """Return the names of the params that weight decay applies to.
+
+        Raises ConfigError for a pattern of `no_decay` that matches none of `params`.
+        """
+        names = {param.name: param.aliases for param in params}
+        check_patterns("optim.no_decay", self.no_decay, names)
+        return frozenset(param.name for param in params if decays(param, self.no_decay))
+
+    def squared_norm(self, gradient: Tensor) -> float:
+        """Return the sum of squares; finite exactly when every element is."""
+        return self.kernel.squared_norm(gradient, num_threads=self.num_threads)
+
+    def clip_factor(self, norm: float) -> float:
+        """Return the factor that brings a gradient of this norm to `max_grad_norm`, as torch's."""
+        if self.max_grad_norm is None or norm == 0:
+            return 1.0
+        return min(1.0, self.max_grad_norm / (norm + 1e-6))
+
+    @abc.abstractmethod
+    def update(
+        self, views: Views, gradient: Tensor, *, step: int, number: int, scale: float
+    ) -> None:
+        """Apply `scale` x `gradient` with the learning rate of `step`."""
+
+
+def decays(param: Param, no_decay: tuple[str, ...] = ()) -> bool:
+    """Return whether weight decay applies to this param: to matrices, not to norms or biases."""
+    module, _, leaf = param.name.rpartition(".")
+    is_norm = "norm" in module.rpartition(".")[2]  # of heads, say: (heads, head size)
+    if len(param.shape) < 2 or leaf.endswith("bias") or is_norm:
+        return False
+    return not matches(param.name, no_decay)

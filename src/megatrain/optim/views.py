@@ -1,0 +1,85 @@
+"""Views of the store that an optimizer is handed for an update.
+
+Inside a segment, params of equal decay that follow each other form a run, and each run is one
+update: one pass over plain memory. Views are made for each update, so that states may live
+elsewhere, and runs may be cut to the part that a rank owns, without the optimizer knowing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatrain.errors import ConfigError
+from megatrain.memory.layout import Kind, Layout, Segment
+from megatrain.memory.store import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Views:
+    """Flat host tensors: index i of each belongs to the same element of a param."""
+
+    weight: Tensor
+    """bf16 (the upper half of the fp32 master) or fp32."""
+    lo: Tensor | None
+    """The lower half of the master; None where the weight is fp32."""
+    states: tuple[Tensor, ...]
+    """In the order in which the optimizer declares them."""
+    decays: bool
+    """Whether weight decay applies."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    start: int
+    stop: int
+    decays: bool
+
+
+class UpdateViews:
+    """Hands out the views of one store for one optimizer."""
+
+    def __init__(self, store: Store, states: tuple[Kind, ...], decayed: frozenset[str]) -> None:
+        """`decayed` are names of params. Raises ConfigError if the store lacks a state."""
+        if lacking := [kind for kind in states if kind not in store.kinds]:
+            raise ConfigError(
+                f"the store has no arena for {', '.join(lacking)}, which the optimizer keeps. "
+                "Give the store's kinds the optimizer's states."
+            )
+        self._store, self._states, layout = store, states, store.layout
+        self._runs = {
+            id(segment): _runs(layout, segment, decayed)
+            for segment in layout.segments
+            if segment.trained
+        }
+
+    def of(self, segment: Segment) -> Iterator[tuple[slice, Views]]:
+        """Yield the runs of a segment: where each is in the segment's gradient, and its views."""
+        store = self._store
+        weight = store.segment(segment, Kind.HI)
+        lo = store.segment(segment, Kind.LO) if Kind.LO in segment.starts else None
+        states = [store.segment(segment, kind) for kind in self._states]
+        for run in self._runs[id(segment)]:
+            span = slice(run.start, run.stop)
+            yield (
+                span,
+                Views(
+                    weight=weight[span],
+                    lo=None if lo is None else lo[span],
+                    states=tuple(state[span] for state in states),
+                    decays=run.decays,
+                ),
+            )
+
+
+def _runs(layout: Layout, segment: Segment, decayed: frozenset[str]) -> list[_Run]:
+    runs: list[_Run] = []
+    for place in layout.segment_places(segment):
+        decays = place.param.name in decayed
+        if runs and runs[-1].decays == decays:
+            runs[-1] = _Run(runs[-1].start, place.padded_stop, decays)
+        else:
+            runs.append(_Run(place.start, place.padded_stop, decays))
+    return runs
