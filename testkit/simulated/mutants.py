@@ -247,7 +247,7 @@ MUTANTS = [
     ),
     # player: what its caller waits for
     Mutant(
-        where="lanes.player.Playing.wait",
+        where="lanes.player.OnLanes.wait",
         what="the caller of a step does not wait",
         old="self._player.wait_for(",
         new="list(",

@@ -22,7 +22,7 @@ def test_every_param_is_in_exactly_one_block(family: str) -> None:
     names = [param.name for param in decoder.params]
     assert len(names) == len(set(names))
     assert set(names) == {name for name, _ in tiny_model(family, torch.bfloat16).named_parameters()}
-    assert [b.kind for b in decoder.blocks] == ["embedding", *["layer"] * 4, "head"]
+    assert [b.role for b in decoder.blocks] == ["embedding", *["layer"] * 4, "head"]
 
 
 def test_sides_follow_the_calls_not_the_order_of_declaration() -> None:

@@ -44,6 +44,7 @@ from megatrain.errors import (
 )
 from megatrain.lanes.lane import Lane
 from megatrain.lanes.player import Player
+from megatrain.lanes.playing import Plays
 from megatrain.lanes.reference import Reference
 from megatrain.lanes.trace import Trace
 from megatrain.losses.head import CHUNK_TOKENS, IGNORED, next_token_targets
@@ -125,7 +126,7 @@ class Engine:
         self._vocab_size: int = decoder.model.get_input_embeddings().weight.shape[0]
         self.device = device
         self.trace = Trace() if trace else None
-        self._player: Player | Reference = (
+        self._player: Plays = (
             Reference(lanes, trace=self.trace, synchronize=device.synchronize)
             if reference
             else Player(lanes or device.lanes(), deadline_s=deadline_s, trace=self.trace)
@@ -299,8 +300,7 @@ class Engine:
         except PlayerStopped:
             pass
         finally:
-            if isinstance(self._player, Player):
-                self._player.close()
+            self._player.close()
             self.device.close()
 
     def write_trace(self, path: Path) -> None:
@@ -342,10 +342,9 @@ class Engine:
         try:
             run()
         except BaseException as error:
-            if isinstance(self._player, Player) and not isinstance(error, LaneStuck):
+            if not isinstance(error, LaneStuck):
                 with suppress(Exception):  # what a lane raised meanwhile is not the cause
                     self._player.close()
-            if not isinstance(error, LaneStuck):
                 with suppress(Exception):
                     self.device.synchronize()
             self.torn = self.torn or self._machine.half_applied

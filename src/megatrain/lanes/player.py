@@ -34,7 +34,7 @@ from megatrain.step.hazards import Hazards, Ticket
 from megatrain.step.ops import Op, OpKind
 
 
-class Playing:
+class OnLanes:
     """A list of ops on its way through the lanes."""
 
     def __init__(self, player: Player, last: dict[OpKind, Ticket]) -> None:
@@ -64,7 +64,7 @@ class Player:
         for lane in self._lanes.values():
             lane.start(self._progress, trace)
 
-    def play(self, ops: Sequence[Op], actions: Mapping[OpKind, Action]) -> Playing:
+    def play(self, ops: Sequence[Op], actions: Mapping[OpKind, Action]) -> OnLanes:
         """Queue the ops behind all played before; returns at once."""
         if self._progress.stopped:
             self._raise_stopped()
@@ -77,7 +77,7 @@ class Player:
             self._lanes[op.lane].put(Work(ticket, waits, actions[op.kind], self._num_played))
             last[op.kind] = self._last[op.lane] = ticket
         self._num_played += 1
-        return Playing(self, last)
+        return OnLanes(self, last)
 
     def wait_for(self, tickets: Iterable[Ticket]) -> None:
         """Wait until the tickets are complete."""

@@ -11,14 +11,14 @@ Laws (tests/lanes/test_reference.py)
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from megatrain.lanes.lane import Action, Lane
 from megatrain.lanes.trace import Span, Trace
 from megatrain.step.ops import LANES, Op, OpKind
 
 
-class Played:
+class Done:
     """A list of ops that is done."""
 
     def wait(self, *kinds: OpKind) -> None:
@@ -44,7 +44,7 @@ class Reference:
         self._trace = trace
         self._num_played = 0
 
-    def play(self, ops: Iterable[Op], actions: Mapping[OpKind, Action]) -> Played:
+    def play(self, ops: Sequence[Op], actions: Mapping[OpKind, Action]) -> Done:
         """Do all ops; returns when they are done."""
         for op in ops:
             start_ns = time.perf_counter_ns()
@@ -54,7 +54,10 @@ class Reference:
                 end_ns = time.perf_counter_ns()
                 self._trace.add(Span(self._num_played, op.lane, op, start_ns, end_ns, num_bytes))
         self._num_played += 1
-        return Played()
+        return Done()
 
     def settle(self) -> None:
         """Return at once: nothing is under way."""
+
+    def close(self) -> None:
+        """Return at once: no lane was started."""
