@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.engine.batch import MicroBatch, check_batch, trained_token_weights
+from megatrain.engine.batch import MicroBatch, check_batch, check_loss
 from megatrain.errors import BatchError
+from megatrain.losses.loss import Loss, LossInputs, LossValue
+from megatrain.losses.next_token import NEXT_TOKEN
 
 IDS = torch.tensor([[5, 6, 7, 8], [9, 4, 0, 0]])
 LABELS = torch.tensor([[-100, 6, 7, 8], [9, 4, -100, -100]])
@@ -48,12 +50,6 @@ def test_the_lengths_of_documents_count_over_all_rows() -> None:
 def test_rows_that_are_not_packed_have_no_lengths() -> None:
     assert micro().document_lengths() == {}
     assert MicroBatch(input_ids=IDS, labels=LABELS).document_lengths() == {}
-
-
-def test_weights_of_a_step_sum_to_minus_one_over_its_trained_tokens() -> None:
-    weights = trained_token_weights(torch.tensor([-100, 3, 0, -100]), 4)
-    assert weights.dtype is torch.float32
-    assert weights.tolist() == [0.0, -0.25, -0.25, 0.0]
 
 
 def test_a_good_batch_passes() -> None:
@@ -109,3 +105,59 @@ def test_what_cannot_be_trained_on_is_refused_with_the_reason(
 
 def test_a_micro_batch_without_targets_is_fine_beside_one_with() -> None:
     check_batch([micro(labels=torch.full_like(IDS, -100)), micro()], 10)
+
+
+# Tensors for the loss.
+
+
+class Scaled(Loss):
+    """A loss that wants one factor per row."""
+
+    extra_names = ("factors",)
+
+    def count(self, inputs: LossInputs) -> int:
+        factors = inputs.extra["factors"]
+        if factors.min() < 0:
+            raise BatchError(f"factor {float(factors.min()):g} is negative")
+        return int(factors.sum())
+
+    def value(self, inputs: LossInputs, logprobs: Tensor) -> LossValue:
+        raise NotImplementedError
+
+
+def scaled(*factors: float) -> MicroBatch:
+    return MicroBatch(input_ids=IDS, labels=LABELS, extra={"factors": torch.tensor(factors)})
+
+
+def test_extra_tensors_go_where_the_others_go() -> None:
+    moved = scaled(1.0, 2.0).mapped(lambda tensor: tensor + 1)
+    assert moved.extra["factors"].tolist() == [2.0, 3.0]
+    assert "factors" not in moved.inputs
+    assert moved.loss_inputs(lambda tensor: 2 * tensor).extra["factors"].tolist() == [4.0, 6.0]
+
+
+def test_a_loss_sees_targets_row_by_row() -> None:
+    assert micro().loss_inputs().targets.tolist() == [[6, 7, 8, -100], [4, -100, -100, -100]]
+
+
+def test_a_batch_with_what_the_loss_needs_passes() -> None:
+    check_loss([scaled(1.0, 2.0), scaled(0.0, 0.0)], Scaled())
+    check_loss([micro()], NEXT_TOKEN)
+
+
+@pytest.mark.parametrize(
+    ("batch", "loss", "message"),
+    [
+        ([scaled(1.0), micro()], Scaled(), "micro-batch 1: extra has no 'factors', and the loss "
+         "Scaled needs it"),
+        ([scaled(1.0)], NEXT_TOKEN, "micro-batch 0: extra has 'factors', and the loss NextToken "
+         "does not read it"),
+        ([scaled(1.0), scaled(-3.0)], Scaled(), "micro-batch 1: factor -3 is negative"),
+        ([scaled(0.0)], Scaled(), "the step has nothing for the loss Scaled to count"),
+    ],
+)  # fmt: skip
+def test_a_batch_that_the_loss_cannot_use_is_refused(
+    batch: list[MicroBatch], loss: Loss, message: str
+) -> None:
+    with pytest.raises(BatchError, match=f"^{message}$"):
+        check_loss(batch, loss)

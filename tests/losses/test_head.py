@@ -1,4 +1,4 @@
-"""Laws of loss.py: the bits of ordinary autograd, in the memory of one chunk."""
+"""Laws of head.py: the bits of ordinary autograd, in the memory of one chunk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from megatrain.engine.batch import trained_token_weights
 from megatrain.losses.head import (
     IGNORED,
     HeadGradients,
@@ -63,7 +62,7 @@ def make(
         if bias
         else None,
         targets=targets,
-        token_weights=trained_token_weights(targets, int((targets != IGNORED).sum())),
+        token_weights=torch.where(targets != IGNORED, -1.0 / int((targets != IGNORED).sum()), 0.0),
         scores=scores,
     )
 

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from megatrain.config import load_config
 from megatrain.disk.checkpoint.manifest import read_manifest
 from megatrain.disk.hf.model import load_model
-from megatrain.engine.batch import MicroBatch, trained_token_weights
+from megatrain.engine.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.errors import Interrupted
 from megatrain.files import make_folder, write_file
@@ -162,7 +162,7 @@ def _resident(folder: Path, micro: MicroBatch) -> tuple[float, dict[str, Tensor]
     targets = F.pad(micro.labels[:, 1:], (0, 1), value=-100).reshape(-1)
     rows = logits.reshape(-1, logits.shape[-1]).float()
     logprobs = -F.cross_entropy(rows, targets, ignore_index=-100, reduction="none")
-    loss = (logprobs * trained_token_weights(targets, micro.num_trained)).sum()
+    loss = (logprobs * torch.where(targets != -100, -1.0 / micro.num_trained, 0.0)).sum()
     params = dict(model.named_parameters())
     gradients = dict(zip(params, torch.autograd.grad(loss, list(params.values())), strict=True))
     return float(loss.detach()), gradients

@@ -21,19 +21,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from megatrain.devices.device import draw_seed
-from megatrain.engine.batch import MicroBatch, trained_token_weights
+from megatrain.engine.batch import MicroBatch
+from megatrain.engine.graph import gradients_of, leaves_of
+from megatrain.engine.head import Head
 from megatrain.engine.machine import Machine, Verdict
 from megatrain.lanes.lane import Action
-from megatrain.losses.head import (
-    head_gradients,
-    head_logprobs,
-    next_token_targets,
-    trained_spans,
-)
+from megatrain.losses.loss import Loss
+from megatrain.losses.next_token import NEXT_TOKEN
 from megatrain.memory.layout import Kind
 from megatrain.models.balance import probability_sums
 from megatrain.models.key_values import inputs_with
@@ -44,21 +41,19 @@ from megatrain.step.ops import Op, OpKind
 class StepActions:
     """The actions of one step, or of one evaluation."""
 
-    def __init__(self, machine: Machine, batch: Sequence[MicroBatch], step: int) -> None:
+    def __init__(
+        self, machine: Machine, batch: Sequence[MicroBatch], step: int, loss: Loss = NEXT_TOKEN
+    ) -> None:
         self._machine, self._batch, self._step = machine, batch, step
-        self._num_trained = sum(micro.num_trained for micro in batch)
         self._hidden: dict[int, Tensor] = {}
         self._d_hidden: dict[int, Tensor] = {}
         self._calls: dict[int, list[Call]] = {}
         self._host_inputs: dict[int, dict[str, Tensor | int]] = {}
         self._inputs: dict[int, dict[str, Tensor | int]] = {}
         self._rows: dict[int, Tensor] = {}
-        self.losses: dict[int, Tensor] = {}
-        """By micro-batch, once its HEAD is complete."""
-        self.logprobs: dict[int, Tensor] = {}
-        """In an evaluation: of each token's target."""
-        self.predictions: dict[int, Tensor] | None = None
-        """In a prediction: logits behind each row's last token."""
+        self.head = Head(machine, batch, loss)
+        self.predicts = False
+        """True: an evaluation computes logits after the last tokens, not log-probabilities."""
         self.aux_loss: Tensor | None = None
         """Where experts are balanced: the load-balancing loss, once the first HEAD is complete."""
         self._routing = machine.routing()
@@ -127,95 +122,18 @@ class StepActions:
         if self._routing is not None and op.micro == 0:
             with torch.no_grad():
                 self.aux_loss = self._machine.device.bring(self._routing.loss())
+        micro = _micro(op)
         if op.trains:
-            self._train_head(op)
-        else:
-            self._evaluate_head(op)
-
-    def _evaluate_head(self, op: Op) -> None:
-        machine, micro = self._machine, _micro(op)
-        weights = machine.weights(_block(op), op.slot)
-        with torch.no_grad():
-            rows = machine.edges.tail(weights, self._hidden.pop(micro))
-        self._calls.pop(micro)
-        if self.predictions is not None:
-            self.predictions[micro] = self._last_logits(op, rows)
+            self._seed(_block(op), micro)
+            self._pass_gradient(micro, self.head.train(op, self._hidden.pop(micro)))
             return
-        targets, spans = self._targets(micro)
-        logprobs = head_logprobs(
-            rows,
-            self._table(op, weights)[machine.head_weight],
-            weights.get(machine.head_bias),
-            targets,
-            machine.edges.scores,
-            spans,
-        )
-        self.logprobs[micro] = machine.device.bring(logprobs)
-
-    def _last_logits(self, op: Op, rows: Tensor) -> Tensor:
-        """Return the logits behind the last token of each row of a micro-batch, on the host."""
-        machine = self._machine
-        last = machine.device.give(machine.device.pinned(self._batch[_micro(op)].last_tokens()))
-        weights = machine.weights(_block(op), op.slot)
-        with torch.no_grad():
-            logits = F.linear(
-                rows.index_select(0, last),
-                self._table(op, weights)[machine.head_weight],
-                weights.get(machine.head_bias),
-            )
-            return machine.device.bring(machine.edges.scores(logits).float())
-
-    def _train_head(self, op: Op) -> None:
-        machine, block, micro = self._machine, _block(op), _micro(op)
-        weights = machine.weights(block, op.slot)
-        table = self._table(op, weights)
-        tied = table is not weights
-        slots = dict.fromkeys(weights, (op.grad_slot, block))
-        if tied:
-            # Also for a frozen table: what else the embedding trains adds up in the same slot.
-            trained = machine.store.layout.trained_segments(0)
-            slots[machine.head_weight] = ("edge" if trained else None, 0)
-        if not op.adds:
-            for slot in {slot for slot, _ in slots.values() if slot is not None}:
-                machine.grad_slots.begin(slot)
-
-        self._seed(block, micro)
-        leaves = self._leaves(weights)
-        leaf = self._leaves({machine.head_weight: table[machine.head_weight]})
-        given = self._hidden.pop(micro).detach().requires_grad_(op.passes_gradient)
-        with torch.enable_grad():
-            rows = machine.edges.tail(leaves, given)
-
-        def add(d_weight: Tensor | None, d_bias: Tensor | None) -> None:
-            parts = {machine.head_weight: d_weight, machine.head_bias: d_bias}
-            for name, part in parts.items():
-                if part is not None:
-                    slot, owner = slots[name]
-                    assert slot is not None
-                    machine.grad_slots.add(slot, owner, {name: part})
-
-        targets, spans = self._targets(micro)
-        result = head_gradients(
-            rows.detach(),
-            leaf[machine.head_weight],
-            leaves.get(machine.head_bias),
-            targets,
-            trained_token_weights(targets, self._num_trained),
-            machine.edges.scores,
-            add,
-            spans,
-        )
-        self.losses[micro] = machine.device.bring(result.loss)
-        projection = (machine.head_weight, machine.head_bias)
-        tail = {name: tensor for name, tensor in leaves.items() if name not in projection}
-        grads = _gradients([(rows, result.rows)], tail, given)
-        if op.grad_slot is not None:
-            machine.grad_slots.add(op.grad_slot, block, grads.params)
-        self._pass_gradient(micro, grads.given)
+        self._calls.pop(micro)
+        run = self.head.predict if self.predicts else self.head.evaluate
+        run(op, self._hidden.pop(micro))
 
     def _backward(self, op: Op) -> None:
         machine, block, micro = self._machine, _block(op), _micro(op)
-        leaves = self._leaves(machine.weights(block, op.slot))
+        leaves = leaves_of(machine.weights(block, op.slot), machine.trained)
         d_hidden = self._d_hidden.pop(micro)
         self._seed(block, micro)
         with torch.enable_grad():
@@ -228,7 +146,7 @@ class StepActions:
                 call = self._calls[micro][block - 1]
                 hidden, logits = machine.template.routed_layer(leaves, given, call)
                 balance = self._balance(logits, micro)
-        grads = _gradients([(hidden, d_hidden), *balance], leaves, given)
+        grads = gradients_of([(hidden, d_hidden), *balance], leaves, given)
         if op.grad_slot is not None:
             if not op.adds:
                 machine.grad_slots.begin(op.grad_slot)
@@ -311,17 +229,6 @@ class StepActions:
             machine.half_applied = False
         return num_bytes
 
-    def _table(self, op: Op, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights that the output projection is among: the head's, or the table's."""
-        if self._machine.head_weight in weights:
-            return weights
-        return self._machine.weights(0, None if op.slot is None else "embedding")
-
-    def _leaves(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights as leaves of a new graph; the frozen ones want no gradient."""
-        trained = self._machine.trained
-        return {n: w.detach().requires_grad_(n in trained) for n, w in weights.items()}
-
     def _pass_gradient(self, micro: int, gradient: Tensor | None) -> None:
         if gradient is not None:
             keep = self._machine.device.keep
@@ -349,44 +256,6 @@ class StepActions:
                 self._rows[micro] = give(machine.gathered.places(micro))
         rows = self._rows.get(micro)
         return machine.edges.front(weights, self._host_inputs[micro], self._inputs[micro], rows)
-
-    def _targets(self, micro: int) -> tuple[Tensor, list[slice]]:
-        """Return each token's target, on the device, and the chunks that have any."""
-        labels = self._batch[micro].labels
-        spans = trained_spans(next_token_targets(labels), self._machine.chunk_tokens)
-        return next_token_targets(self._machine.device.give(labels)), spans
-
-
-class _Gradients:
-    """Gradients by param name, and that of what the block was given."""
-
-    def __init__(self, params: Mapping[str, Tensor | None], given: Tensor | None) -> None:
-        self.params, self.given = params, given
-
-
-def _gradients(
-    outputs: Sequence[tuple[Tensor, Tensor]], leaves: Mapping[str, Tensor], given: Tensor | None
-) -> _Gradients:
-    """Return the gradients of the leaves that want one and of `given`, and free the graph.
-
-    Each of `outputs` comes with its own gradient.
-    """
-    names = [name for name, leaf in leaves.items() if leaf.requires_grad]
-    wanted = [leaves[name] for name in names]
-    passes = given is not None and given.requires_grad
-    if passes and given is not None:
-        wanted.append(given)
-    outputs = [(output, d_output) for output, d_output in outputs if output.requires_grad]
-    if not wanted or not outputs:
-        return _Gradients({}, None)
-    found = torch.autograd.grad(
-        [output for output, _ in outputs],
-        wanted,
-        [d_output.view_as(output) for output, d_output in outputs],
-        allow_unused=True,
-    )
-    params = dict(zip(names, found, strict=False))
-    return _Gradients(params, found[-1] if passes else None)
 
 
 def _block(op: Op) -> int:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from megatrain.errors import BatchError
-from megatrain.losses.head import IGNORED
+from megatrain.losses.head import IGNORED, next_token_targets
+from megatrain.losses.loss import Loss, LossInputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """One slice of a step's batch, of any size. All tensors are (rows, length)."""
+    """One slice of a step's batch, of any size. Tensors are (rows, length), except in `extra`."""
 
     input_ids: Tensor
     labels: Tensor
@@ -23,7 +24,9 @@ class MicroBatch:
     attention_mask: Tensor | None = None
     """1 for tokens, 0 for padding. None: no padding."""
     position_ids: Tensor | None = None
-    """Starting anew at each document of a packed row; then there is no attention mask."""
+    """Restart at each document of a packed row; then there is no attention mask."""
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
+    """Tensors of any shape that only the loss reads, by name (losses/loss.py)."""
 
     @property
     def inputs(self) -> dict[str, Tensor]:
@@ -35,8 +38,17 @@ class MicroBatch:
         }
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
+    def loss_inputs(self, give: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> LossInputs:
+        """Return what the loss sees, after `give`."""
+        labels = give(self.labels)
+        return LossInputs(
+            targets=next_token_targets(labels).view(labels.shape),
+            extra={name: give(tensor) for name, tensor in self.extra.items()},
+        )
+
     def row(self, index: int) -> MicroBatch:
-        """Return one row as a micro-batch of its own."""
+        """Return one row as a micro-batch; it must not have `extra`."""
+        assert not self.extra
         return self.mapped(lambda tensor: tensor[index : index + 1])
 
     def last_tokens(self) -> Tensor:
@@ -69,7 +81,10 @@ class MicroBatch:
     def mapped(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
         """Return the micro-batch with `change` made to each tensor."""
         tensors = {**self.inputs, "labels": self.labels}
-        return MicroBatch(**{name: change(tensor) for name, tensor in tensors.items()})
+        return MicroBatch(
+            **{name: change(tensor) for name, tensor in tensors.items()},
+            extra={name: change(tensor) for name, tensor in self.extra.items()},
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -111,7 +126,7 @@ class StepResult:
     """What one step did."""
 
     loss: float
-    """Mean over the trained tokens of the whole step."""
+    """Mean over the units of the step: its trained tokens, unless the loss counts others."""
     micro_losses: tuple[float, ...]
     """Each micro-batch's part of it, in order."""
     num_tokens: int
@@ -120,6 +135,8 @@ class StepResult:
     """Before clipping; None where updates ran before it was known."""
     aux_loss: float | None = None
     """Load-balancing loss over the whole step, not yet multiplied; None if it is not trained on."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """What else the loss reports, by name: means over the units of the step."""
     fault: Fault | None = None
     applied: bool = True
     """False: the step was skipped because of `fault`."""
@@ -155,18 +172,35 @@ def check_batch(batch: Sequence[MicroBatch], vocab_size: int, *, predicts: bool 
         )
 
 
-def trained_token_weights(targets: Tensor, num_trained: int) -> Tensor:
-    """Return each token's weight in the mean loss of a step with `num_trained` tokens. (tokens,)"""
-    return torch.where(targets != IGNORED, -1.0 / num_trained, 0.0).to(torch.float32)
+def check_loss(batch: Sequence[MicroBatch], loss: Loss) -> None:
+    """Raise BatchError where `loss` cannot be computed, or a step has nothing for it."""
+    name, num_units = type(loss).__name__, 0
+    for number, micro in enumerate(batch):
+        for extra in sorted(micro.extra.keys() ^ set(loss.extra_names)):
+            fault = "has no" if extra in loss.extra_names else "has"
+            wants = "needs it" if extra in loss.extra_names else "does not read it"
+            raise BatchError(
+                f"micro-batch {number}: extra {fault} {extra!r}, and the loss {name} {wants}"
+            )
+        try:
+            num_units += loss.count(micro.loss_inputs())
+        except BatchError as error:
+            raise BatchError(f"micro-batch {number}: {error}") from error
+    if num_units == 0:
+        raise BatchError(f"the step has nothing for the loss {name} to count")
 
 
 def locate_fault(
     fault: Fault, batch: Sequence[MicroBatch], is_finite: Callable[[MicroBatch], bool]
 ) -> Fault:
-    """Return `fault` with the first micro-batch, and its rows, whose gradient alone is at fault."""
+    """Return `fault` with the first micro-batch, and its rows, whose gradient alone is at fault.
+
+    Rows are not tried alone where `extra` may tie them together.
+    """
     for number, micro in enumerate(batch):
         if micro.num_trained and not is_finite(micro):
-            rows = [micro.row(index) for index in range(len(micro.input_ids))]
+            num_rows = 0 if micro.extra else len(micro.input_ids)
+            rows = [micro.row(index) for index in range(num_rows)]
             faulty = [i for i, row in enumerate(rows) if row.num_trained and not is_finite(row)]
             return replace(fault, micro=number, rows=tuple(faulty))
     return fault

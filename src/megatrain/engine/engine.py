@@ -31,7 +31,14 @@ from transformers import PreTrainedConfig
 
 from megatrain.devices.device import CpuDevice, Device
 from megatrain.engine.actions import StepActions
-from megatrain.engine.batch import Fault, MicroBatch, StepResult, check_batch, locate_fault
+from megatrain.engine.batch import (
+    Fault,
+    MicroBatch,
+    StepResult,
+    check_batch,
+    check_loss,
+    locate_fault,
+)
 from megatrain.engine.machine import Machine
 from megatrain.engine.snapshot import Snapshot
 from megatrain.errors import (
@@ -47,7 +54,9 @@ from megatrain.lanes.player import Player
 from megatrain.lanes.playing import Plays
 from megatrain.lanes.reference import Reference
 from megatrain.lanes.trace import Trace
-from megatrain.losses.head import CHUNK_TOKENS, IGNORED, next_token_targets
+from megatrain.losses.head import CHUNK_TOKENS
+from megatrain.losses.loss import Loss
+from megatrain.losses.next_token import NEXT_TOKEN
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
 from megatrain.models.key_values import bytes_per_token
@@ -86,6 +95,7 @@ class Engine:
         compile: bool = False,
         gather_embedding: bool = False,
         router_aux_loss: float = 0.0,
+        loss: Loss = NEXT_TOKEN,
     ) -> None:
         """`update="none"` leaves gradients in the store, in kind `grad`. `lanes` are for tests.
 
@@ -132,7 +142,7 @@ class Engine:
             else Player(lanes or device.lanes(), deadline_s=deadline_s, trace=self.trace)
         )
         self._schedule = functools.cache(_build)
-        self._late = update == "late"
+        self._late, self._loss = update == "late", loss
         self._on_nonfinite = on_nonfinite
         self._pending: StepActions | None = None
         self._num_steps = 0
@@ -140,6 +150,8 @@ class Engine:
         self._expected = dict.fromkeys(trained, 0)
         self.aux_loss: float | None = None
         """Of the last evaluation; None if experts are not balanced."""
+        self.figures: dict[str, float] = {}
+        """Of the last evaluation: what else the loss reports, means over its units."""
         self.torn = False
         """True once a failure left some blocks updated and others not: reload the weights."""
 
@@ -155,13 +167,13 @@ class Engine:
         batch = self._received(batch)
         self._machine.reserve(batch)
         self._num_steps += 1
-        actions = StepActions(self._machine, batch, self._num_steps)
+        actions = StepActions(self._machine, batch, self._num_steps, self._loss)
         kind = "pending step" if self._pending is not None else "step"
         self._play(kind, actions, len(batch), until=_UNTIL_KNOWN)
         self._pending, fault = None, None
         blocks = actions.faulty_blocks
         if blocks and self._late:
-            actions = StepActions(self._machine, batch, self._num_steps)
+            actions = StepActions(self._machine, batch, self._num_steps, self._loss)
             self._play("step", actions, len(batch), until=_UNTIL_KNOWN)
             fault = Fault(blocks=blocks, repeated=bool(actions.faulty_blocks))
         elif blocks:
@@ -175,7 +187,7 @@ class Engine:
         sat_out = () if fault is None or applied else self._expected if self._late else blocks
         for block in self._expected.keys() - set(sat_out):
             self._expected[block] += 1
-        losses = tuple(float(actions.losses[micro]) for micro in range(len(batch)))
+        losses = tuple(float(actions.head.losses[micro]) for micro in range(len(batch)))
         return StepResult(
             loss=sum(losses),
             micro_losses=losses,
@@ -183,6 +195,7 @@ class Engine:
             num_trained=sum(micro.num_trained for micro in batch),
             grad_norm=self._machine.verdict.norm if self._late else None,
             aux_loss=None if actions.aux_loss is None else float(actions.aux_loss),
+            figures=actions.head.mean_figures(),
             fault=fault,
             applied=applied,
         )
@@ -190,6 +203,8 @@ class Engine:
     def _received(self, batch: Sequence[MicroBatch], *, predicts: bool = False) -> list[MicroBatch]:
         """Return the batch, checked, where the device can take it from."""
         check_batch(batch, self._vocab_size, predicts=predicts)
+        if not predicts:
+            check_loss(batch, self._loss)
         return [micro.mapped(self.device.pinned) for micro in batch]
 
     def _gradient_is_finite(self, micro: MicroBatch) -> bool:
@@ -197,25 +212,23 @@ class Engine:
         step = self._schedule("step", self._shape(num_micro=1))
         ops = [op for op in step if op.kind not in (OpKind.CLIP, OpKind.UPDATE)]
         self._machine.reserve([micro])  # it takes the place of the first, and may be larger
-        actions = StepActions(self._machine, [micro], self._num_steps)
+        actions = StepActions(self._machine, [micro], self._num_steps, self._loss)
         self._play_ops(ops, actions, (OpKind.NORM,))
         return not actions.faulty_blocks
 
     def evaluate(self, batch: Sequence[MicroBatch]) -> tuple[float, int]:
-        """Return the summed negative log-probability of the batch's targets, and their number.
+        """Return the loss summed over the batch's units, not divided, and their number.
 
-        `aux_loss` is then the batch's load-balancing loss.
+        That is the negative log-probability of the trained tokens, unless another loss is set.
+        `aux_loss` is then the batch's load-balancing loss, `figures` what else the loss reports.
         """
         batch = self._received(batch)
-        actions = StepActions(self._machine, batch, 0)
+        actions = StepActions(self._machine, batch, 0, self._loss)
         self._forward(actions, batch)
-        total, count = 0.0, 0
-        for micro, logprobs in sorted(actions.logprobs.items()):
-            targets = next_token_targets(batch[micro].labels)
-            total -= float(logprobs.double().sum())
-            count += int((targets != IGNORED).sum())
+        total = actions.head.evaluated()
         self.aux_loss = None if actions.aux_loss is None else float(actions.aux_loss)
-        return total, count
+        self.figures = actions.head.mean_figures()
+        return total, actions.head.num_units
 
     def predict(
         self, batch: Sequence[MicroBatch], caches: Sequence[Any] | None = None
@@ -228,9 +241,9 @@ class Engine:
         """
         batch = self._received(batch, predicts=True)
         actions = StepActions(self._machine, batch, 0)
-        actions.predictions, actions.caches = {}, caches
+        actions.predicts, actions.caches = True, caches
         self._forward(actions, batch)
-        return [actions.predictions[micro] for micro in range(len(batch))]
+        return [actions.head.predictions[micro] for micro in range(len(batch))]
 
     @property
     def model_config(self) -> PreTrainedConfig:

@@ -6,9 +6,8 @@ write the gradient of the logits over them, go back through the projection, and 
 Between the two projections rows do not meet, so that part goes PART_ELEMENTS at a time: what it
 needs in fp32 stays in the cache. Memory does not grow with the batch.
 
-A loss is a sum over tokens of weight x log-probability. For fine-tuning the weight is
--1 / (trained tokens of the whole step), so micro-batches of unequal length add up to what one batch
-would have given.
+What goes back is one weight per token: the gradient of the loss with respect to the token's
+log-probability (loss.py).
 
 Laws (tests/losses/test_head.py)
     1. One chunk gives the bits of ordinary autograd through the full logits.
@@ -65,8 +64,11 @@ def head_logprobs(
     result = torch.zeros(len(rows), dtype=torch.float32, device=rows.device)
     with torch.no_grad():
         for span in spans:
-            logits = scores(F.linear(rows[span], weight, bias))
-            result[span] = token_logprobs(logits, targets[span])
+            logits = F.linear(rows[span], weight, bias)
+            for part in _parts(logits):
+                logprobs = token_logprobs(scores(logits[part]), targets[span][part])
+                result[span][part] = logprobs
+            del logits
     return result
 
 
@@ -111,15 +113,19 @@ def _turn_into_gradient(
 ) -> Tensor:
     """Return each token's part of the loss; `logits` become their own gradient. (tokens,)"""
     losses = torch.empty_like(token_weights)
-    num_rows = max(1, PART_ELEMENTS // logits.shape[1])
-    for first in range(0, len(logits), num_rows):
-        span = slice(first, first + num_rows)
+    for span in _parts(logits):
         leaf = logits[span].detach().requires_grad_()
         with torch.enable_grad():
             logprobs = token_logprobs(scores(leaf), targets[span])
         logits[span] = torch.autograd.grad(logprobs, leaf, token_weights[span])[0]
         losses[span] = logprobs.detach() * token_weights[span]
     return losses
+
+
+def _parts(logits: Tensor) -> list[slice]:
+    """Return the rows of a chunk that are scored at a time."""
+    num_rows = max(1, PART_ELEMENTS // logits.shape[1])
+    return [slice(first, first + num_rows) for first in range(0, len(logits), num_rows)]
 
 
 def trained_spans(targets: Tensor, chunk_tokens: int = CHUNK_TOKENS) -> list[slice]:

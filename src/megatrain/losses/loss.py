@@ -1,0 +1,98 @@
+"""What the engine trains on: a function of the log-probabilities of a micro-batch's targets.
+
+A loss is a sum over units (trained tokens, pairs of answers), divided by their number in the step.
+The head goes back through the logits with one weight per token: the gradient of the loss with
+respect to the token's log-probability. Some losses know these weights beforehand, as next_token.py
+does. The others set `needs_logprobs`: the head then computes all log-probabilities of the
+micro-batch first, chunk by chunk, and projects a second time for the gradients.
+
+A unit never crosses micro-batches: `count` raises BatchError for one that does. Nothing here may
+ask the device for a number; only `count` reads values, and it runs on the host.
+
+Laws (tests/losses/test_loss.py)
+    1. A loss written as `value` gets the gradient of it, by autograd.
+    2. The first pass holds one chunk of logits at a time; the peak is that of the second.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInputs:
+    """What a loss sees of a micro-batch, next to the log-probabilities."""
+
+    targets: Tensor
+    """The token that each position predicts, -100 where it predicts none. (rows, length)"""
+    extra: Mapping[str, Tensor]
+    """The tensors named by `Loss.extra_names`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossValue:
+    """A loss of a micro-batch: sums over its units."""
+
+    total: Tensor
+    """Scalar."""
+    figures: Mapping[str, Tensor] = field(default_factory=dict)
+    """Further scalars to report, by name: how many pairs are ranked right, for instance."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenWeights:
+    """The gradient of the step's loss with respect to each log-probability of a micro-batch."""
+
+    weights: Tensor
+    """In fp32; any where there is no target. (rows, length)"""
+    loss: Tensor | None = None
+    """Scalar: the micro-batch's part of it. None: the sum of weight x log-probability, which the
+    head computes anyway."""
+    figures: Mapping[str, Tensor] = field(default_factory=dict)
+    """As in LossValue."""
+
+
+class Loss(abc.ABC):
+    """A loss. To add one, write `count` and `value`."""
+
+    needs_logprobs: ClassVar[bool] = True
+    """Whether the weights depend on the log-probabilities: then the head projects twice."""
+    extra_names: ClassVar[tuple[str, ...]] = ()
+    """The names of the tensors that each micro-batch must bring along, and no others."""
+
+    @abc.abstractmethod
+    def count(self, inputs: LossInputs) -> int:
+        """Return the number of units in a micro-batch. Its tensors are on the host.
+
+        Raises BatchError if `extra` is not what the loss needs.
+        """
+
+    @abc.abstractmethod
+    def value(self, inputs: LossInputs, logprobs: Tensor) -> LossValue:
+        """Return the loss, differentiable with respect to `logprobs`. (rows, length)
+
+        Log-probabilities are zero where there is no target.
+        """
+
+    def weights(self, inputs: LossInputs, logprobs: Tensor | None, num_units: int) -> TokenWeights:
+        """Return the weight of each token in a step of `num_units`.
+
+        `logprobs` is None unless `needs_logprobs`.
+        """
+        assert logprobs is not None
+        leaf = logprobs.detach().requires_grad_()
+        with torch.enable_grad():
+            value = self.value(inputs, leaf)
+            loss = value.total / num_units
+        (weights,) = torch.autograd.grad(loss, leaf)
+        return TokenWeights(
+            weights=weights,
+            loss=loss.detach(),
+            figures={name: figure.detach() for name, figure in value.figures.items()},
+        )

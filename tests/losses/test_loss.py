@@ -1,0 +1,99 @@
+"""Losses: one weight per token, known beforehand or taken from the log-probabilities."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain.losses import head
+from megatrain.losses.head import IGNORED, head_logprobs, trained_spans
+from megatrain.losses.loss import Loss, LossInputs, LossValue
+from megatrain.losses.next_token import NEXT_TOKEN
+from testkit.live_bytes import LiveBytes
+from tests.losses.test_head import BF16, FP32, VOCABULARY, World, make, peak_beyond_the_rows
+from tests.losses.test_head import soft_cap as capped
+
+INPUTS = LossInputs(targets=torch.tensor([[IGNORED, 3], [0, IGNORED]]), extra={})
+LOGPROBS = torch.tensor([[0.0, -1.5], [-0.25, 0.0]])
+
+
+class Squared(Loss):
+    """Rows that are as likely as possible, counted twice where they are not."""
+
+    def count(self, inputs: LossInputs) -> int:
+        return len(inputs.targets)
+
+    def value(self, inputs: LossInputs, logprobs: Tensor) -> LossValue:
+        sums = logprobs.sum(1)
+        return LossValue(total=(sums * sums).sum(), figures={"unlikely": (sums < -1).sum()})
+
+
+def test_the_weight_of_a_trained_token_is_its_share_of_the_step() -> None:
+    found = NEXT_TOKEN.weights(INPUTS, None, 4)
+    assert found.weights.dtype is torch.float32
+    assert found.weights.tolist() == [[0.0, -0.25], [-0.25, 0.0]]
+    assert (found.loss, found.figures) == (None, {})
+
+
+def test_next_token_counts_trained_tokens_and_sums_their_log_probabilities() -> None:
+    assert NEXT_TOKEN.count(INPUTS) == 2
+    assert float(NEXT_TOKEN.value(INPUTS, LOGPROBS).total) == 1.75
+
+
+def test_next_token_weights_are_the_gradient_of_its_value() -> None:
+    """Loss.weights derives them by autograd, NextToken writes them down."""
+    derived = Loss.weights(NEXT_TOKEN, INPUTS, LOGPROBS, 8)
+    known = NEXT_TOKEN.weights(INPUTS, None, 8)
+    trained = INPUTS.targets != IGNORED
+    assert torch.equal(derived.weights[trained], known.weights[trained])
+    assert derived.loss == (known.weights * LOGPROBS).sum()
+
+
+def test_a_loss_written_as_a_value_gets_its_gradient() -> None:
+    found = Squared().weights(INPUTS, LOGPROBS, 2)
+    assert found.loss is not None
+    assert float(found.loss) == (1.5**2 + 0.25**2) / 2
+    assert found.weights.tolist() == [[-1.5, -1.5], [-0.25, -0.25]]
+    assert not found.weights.requires_grad
+    assert not found.loss.requires_grad
+    assert int(found.figures["unlikely"]) == 1
+    assert not LOGPROBS.requires_grad
+
+
+# The first pass.
+
+
+def first_pass(world: World, chunk_tokens: int = 10**6) -> Tensor:
+    spans = trained_spans(world.targets, chunk_tokens)
+    return head_logprobs(world.rows, world.weight, world.bias, world.targets, world.scores, spans)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("part_elements", [1, 3 * VOCABULARY, 7 * VOCABULARY + 1])
+def test_parts_of_a_chunk_change_no_bit(
+    dtype: torch.dtype, part_elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make(dtype, bias=True, scores=capped)
+    expected = first_pass(world)
+    monkeypatch.setattr(head, "PART_ELEMENTS", part_elements)
+    assert torch.equal(first_pass(world), expected)
+
+
+def first_peak(tokens: int, chunk_tokens: int) -> int:
+    """Return the peak of the first pass, without its result."""
+    world = make(tokens=tokens)
+    with LiveBytes() as count:
+        found = first_pass(world, chunk_tokens)
+    return count.peak - found.nbytes
+
+
+def test_the_first_pass_holds_one_chunk_and_less_than_the_second() -> None:
+    chunk = 256
+    small, large = (first_peak(chunk * number, chunk) for number in (2, 16))
+    assert small == large
+    assert large <= peak_beyond_the_rows(16 * chunk, chunk)
+
+
+def test_a_first_pass_over_all_logits_would_be_noticed() -> None:
+    assert first_peak(16 * 256, 10**6) > 6 * first_peak(2 * 256, 256)
