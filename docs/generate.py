@@ -3,12 +3,17 @@
     config.md      every setting, from megatrain.config
     errors.md      every error, from megatrain.errors
     migration.md   keys of other tools, from megatrain.config.other_tools.names
+    tree.md        every module, from the first lines of their docstrings
+    timeline.svg   a step, from the simulator: timeline.py
+    README.md      its table of models and machines, from megatrain.planning.estimate
 
 tests/test_docs.py checks that the pages are up to date.
 """
 
 from __future__ import annotations
 
+import ast
+import runpy
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,8 +25,34 @@ from megatrain.config.other_tools.translate import TABLES
 from megatrain.config.section import Section
 from megatrain.config.settings import SECTIONS, SHORT_FORMS
 from megatrain.config.value_types import Kind
+from megatrain.memory.ledger import gib
+from megatrain.planning.estimate import Estimate, estimate
+from megatrain.planning.search import reserves, shortfalls
+from megatrain.text import duration
 
 HERE = Path(__file__).parent
+SOURCE = HERE.parent / "src" / "megatrain"
+README = HERE.parent / "README.md"
+
+FITS = (
+    ("Qwen/Qwen3-4B", "3060", "64GB"),
+    ("Qwen/Qwen3-8B", "4090", "128GB"),
+    ("Qwen/Qwen3-8B", "4090", "192GB"),
+    ("Qwen/Qwen3-14B", "3090", "320GB"),
+    ("Qwen/Qwen3-32B", "5090", "640GB"),
+    ("meta-llama/Llama-3.1-70B", "4090", "1.5TB"),
+    ("meta-llama/Llama-3.1-70B", "H100 SXM", "1.5TB"),
+)
+"""Models and machines of the README's table, as `megatrain estimate` takes them."""
+FITS_HEAD = """
+| model | machine | fits | host memory | device memory | tokens/s | 10M tokens |
+|---|---|---|---|---|---|---|
+"""
+TREE_HEAD = """# Files
+
+Every module of `src/megatrain`, by folder, with the first line of its docstring. `docs/generate.py`
+writes this page. [Where each kind of change goes](where.md) is the map for contributors.
+"""
 
 CONFIG_HEAD = """# Config
 
@@ -137,7 +168,71 @@ def migration_page() -> str:
     return "".join(parts)
 
 
-PAGES = {"config.md": config_page, "errors.md": errors_page, "migration.md": migration_page}
+def tree_page() -> str:
+    """Return docs/tree.md."""
+    parts = [TREE_HEAD]
+    for folder in sorted({path.parent for path in SOURCE.rglob("*.py")}):
+        name = folder.relative_to(SOURCE.parent).as_posix()
+        parts.append(f"\n## {name}/\n\n{_first_line(folder / '__init__.py')}\n\n")
+        files = sorted(path for path in folder.glob("[!_]*") if path.suffix in (".py", ".c"))
+        rows = [f"| `{path.name}` | {_first_line(path)} |\n" for path in files]
+        parts += ["| file | contents |\n|---|---|\n", *rows] if rows else []
+    return "".join(parts)
+
+
+def timeline() -> str:
+    """Return docs/timeline.svg."""
+    return str(runpy.run_path(str(HERE / "timeline.py"))["picture"]())
+
+
+def fits_table() -> str:
+    """Return the README's table of models and machines."""
+    return FITS_HEAD + "".join(_fits_row(*case) for case in FITS)
+
+
+def with_table(text: str, table: str) -> str:
+    """Return the README with its table replaced."""
+    before, _, rest = text.partition("<!-- fits -->\n")
+    return f"{before}<!-- fits -->\n{table}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
+
+
+PAGES = {
+    "config.md": config_page,
+    "errors.md": errors_page,
+    "migration.md": migration_page,
+    "tree.md": tree_page,
+    "timeline.svg": timeline,
+}
+
+
+def _fits_row(model: str, gpu: str, ram: str) -> str:
+    found = estimate(model, gpu=gpu, ram=ram, tokens="10M")
+    plan = found.plan
+    kept = reserves(plan.profile, plan.ledger)
+    host, device = (gib(plan.ledger.total(at) + kept[at]) for at in ("host", "device"))
+    speed, time = "-", "-"
+    if found.fits:
+        speed, time = f"{found.tokens_per_s:,.0f}", duration(found.seconds or 0.0)
+    name = model.rpartition("/")[2]
+    cells = (name, f"{found.machine}, {ram}", _fits(found), host, device, speed, time)
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _fits(found: Estimate) -> str:
+    """Return yes, or what is short and the cheapest setting that helps."""
+    if found.fits:
+        return "yes"
+    lacks = shortfalls(found.plan.profile, found.plan.ledger)
+    short = ", ".join(f"{gib(number)} of {place} memory" for place, number in lacks.items())
+    settings = " ".join(found.plan.fixes[0].overrides)
+    return f"no, {short} short; yes with `{settings}`"
+
+
+def _first_line(path: Path) -> str:
+    """Return the first line of a module's docstring, or of the comment that heads a C file."""
+    text = path.read_text()
+    line = text if path.suffix == ".c" else ast.get_docstring(ast.parse(text)) or ""
+    return line.splitlines()[0].removeprefix("/* ").replace("|", "\\|")
 
 
 def _settings_table(section: type[Section]) -> str:
@@ -167,6 +262,7 @@ def main() -> None:
     """Write all pages."""
     for name, page in PAGES.items():
         (HERE / name).write_text(page())
+    README.write_text(with_table(README.read_text(), fits_table()))
 
 
 if __name__ == "__main__":

@@ -26,9 +26,23 @@ def generate() -> dict[str, Any]:
     return runpy.run_path(str(DOCS / "generate.py"))
 
 
-@pytest.mark.parametrize("name", ["config.md", "errors.md", "migration.md"])
+@pytest.mark.parametrize(
+    "name", ["config.md", "errors.md", "migration.md", "tree.md", "timeline.svg"]
+)
 def test_pages_are_up_to_date(name: str, generate: dict[str, Any]) -> None:
     assert (DOCS / name).read_text() == generate["PAGES"][name](), "run: python docs/generate.py"
+
+
+def test_the_table_of_the_readme_is_up_to_date(generate: dict[str, Any]) -> None:
+    text = (DOCS.parent / "README.md").read_text()
+    table = generate["fits_table"]()
+    assert generate["with_table"](text, table) == text, "run: python docs/generate.py"
+    assert generate["with_table"](text, table.replace("yes", "no")) != text
+
+
+def test_every_generated_page_is_tested(generate: dict[str, Any]) -> None:
+    marks = test_pages_are_up_to_date.pytestmark  # type: ignore[attr-defined]
+    assert set(generate["PAGES"]) == set(marks[0].args[1])
 
 
 def test_every_key_has_a_type_and_a_default(generate: dict[str, Any]) -> None:

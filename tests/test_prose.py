@@ -15,12 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     str(path.relative_to(ROOT))
-    for path in (
-        ROOT / "CHANGELOG.md",
-        ROOT / "CONTRIBUTING.md",
-        *ROOT.glob("docs/*.md"),
-        *ROOT.glob("examples/**/*.md"),
-    )
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md"))
 )
 STYLE = (ROOT / "docs" / "style.md").read_text()
 

@@ -1,4 +1,4 @@
-"""The README's example works as written, and its figures are those of the tests."""
+"""README and Python page: the example works as written, figures are those of the tests."""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def _blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.S)
-
-
 def test_the_python_example_runs(tmp_path: Path) -> None:
     save_tiny(tmp_path / "hf", "llama", torch.bfloat16)
-    (code,) = _blocks("python")
+    page = (ROOT / "docs" / "python.md").read_text()
+    (code,) = re.findall(r"```python\n([^`]*path/to/hf-folder.*?)```", page, re.S)
     code = code.replace("path/to/hf-folder", str(tmp_path / "hf"))
     code = code.replace("path/to/export", str(tmp_path / "export"))
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

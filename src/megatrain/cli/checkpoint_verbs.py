@@ -1,4 +1,4 @@
-"""The verbs for checkpoints: one now, and whether those there are whole."""
+"""Commands for checkpoints: save one now, verify the existing ones."""
 
 from __future__ import annotations
 

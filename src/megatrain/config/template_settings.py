@@ -1,4 +1,4 @@
-"""What the config says about the chat template: arguments, and a template of its own."""
+"""Settings of the chat template: its arguments, and a template to use instead."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What goes in: files to rows, rows to tokens, tokens to micro-batches, in an order of our own."""
+"""Data: files to rows, rows to tokens, tokens to micro-batches, in a seeded order."""

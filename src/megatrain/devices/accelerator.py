@@ -1,4 +1,4 @@
-"""A device with memory and streams of its own.
+"""A device with its own memory and streams.
 
 Three lanes have a stream each; what an op queues goes onto its lane's stream, and nothing in here
 waits for the device (the staged copies of pinning.py excepted, where there is no other way).

@@ -1,4 +1,4 @@
-"""What a step is given, and what it gives back."""
+"""The input and the result of a step."""
 
 from __future__ import annotations
 

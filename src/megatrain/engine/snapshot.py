@@ -1,4 +1,4 @@
-"""The store as it is after a step, kept still block by block while training goes on.
+"""A frozen copy of the store after a step, block by block, while training continues.
 
     snapshot = engine.snapshot()
     for block in snapshot.order:        # the order in which training will want to change them

@@ -1,4 +1,4 @@
-"""A strict reader for a model folder's `config.json`: foreign input, checked before it is used.
+"""A strict reader for a model folder's `config.json`: untrusted input, checked before use.
 
 Transformers turns unknown keys into attributes, and some attributes load code or kernels. Only what
 passes here reaches it:

@@ -1,4 +1,4 @@
-"""The host kernel: what the arithmetic on the store computes, whoever computes it.
+"""The host kernel: the arithmetic on the store, for all implementations.
 
     native.py         kernel.c by ctypes, at the speed of memory
     torch_kernel.py   the same bits by torch, where kernel.c was not built

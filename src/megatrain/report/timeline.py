@@ -1,4 +1,4 @@
-"""One step by lane: what each did when, and when it stood still.
+"""One step by lane: what each lane did and when, and when it waited.
 
 Spans wide enough to point at have a title of their own. Narrower ones are drawn as one path for
 each kind, and those that touch as one piece, so a step of many thousand ops stays a small picture.
@@ -15,7 +15,7 @@ from megatrain.report.run import Run, Span
 from megatrain.step.ops import LANES, OpKind
 from megatrain.text import duration, percent
 
-_WIDTH, _ROW = 2000, 100
+WIDTH, ROW = 2000, 100
 _WIDE = 1 / 200
 """Share of the step from which a span has a title."""
 _NEAR = 1 / 2000
@@ -31,18 +31,18 @@ def _timeline(run: Run, num_runs: int) -> Html:
     total_s = max(span.end_s for span in run.spans) or 1.0
     lanes = _lanes(run.spans)
     busy = {lane: _busy_s(run.spans, lane) / total_s for lane in lanes}
-    rows = (_row(run.spans, lane, row, total_s) for row, lane in enumerate(lanes))
+    rows = (lane_row(run.spans, lane, row, total_s) for row, lane in enumerate(lanes))
     told = f"One step of {duration(total_s)} by lane: " + ", ".join(
         f"{lane} busy {percent(share)}" for lane, share in busy.items()
     )
     svg = tag(
-        "svg", tag("title", told), *rows, viewBox=f"0 0 {_WIDTH} {_ROW * len(lanes)}",
+        "svg", tag("title", told), *rows, viewBox=f"0 0 {WIDTH} {ROW * len(lanes)}",
         preserveAspectRatio="none", role="img", aria_label=told,
     )  # fmt: skip
     names = (
         tag("span", lane, tag("small", f"{percent(share)} busy")) for lane, share in busy.items()
     )
-    times = (x_label(place, label) for place, label in _times(total_s))
+    times = (x_label(place, label) for place, label in time_marks(total_s))
     return tag(
         "figure",
         *((tag("h3", run.name),) if num_runs > 1 else ()),
@@ -67,7 +67,7 @@ def _busy_s(spans: Sequence[Span], lane: str) -> float:
     return sum(s.end_s - s.start_s for s in spans if s.lane == lane and s.kind != "wait")
 
 
-def _row(spans: Sequence[Span], lane: str, row: int, total_s: float) -> Html:
+def lane_row(spans: Sequence[Span], lane: str, row: int, total_s: float) -> Html:
     drawn = []
     narrow: dict[str, list[tuple[float, float]]] = {}
     for span in spans:
@@ -93,19 +93,19 @@ def _add(places: list[tuple[float, float]], start: float, end: float) -> None:
 
 def _piece(kind: str, row: int, places: list[tuple[float, float]], title: str = "") -> Html:
     """Return boxes in a row; a wait is a thin one, told from work by its shape."""
-    top, height = row * _ROW + (60 if kind == "wait" else 12), 16 if kind == "wait" else 76
+    top, height = row * ROW + (60 if kind == "wait" else 12), 16 if kind == "wait" else 76
     gap = 1.5 if title else 0.0  # between two of a kind
     boxes = "".join(
-        f"M{start * _WIDTH:.1f} {top}h{max((end - start) * _WIDTH - gap, 0.1):.1f}v{height}"
-        f"H{start * _WIDTH:.1f}z"
+        f"M{start * WIDTH:.1f} {top}h{max((end - start) * WIDTH - gap, 0.1):.1f}v{height}"
+        f"H{start * WIDTH:.1f}z"
         for start, end in places
     )
     if title:
-        return tag("path", tag("title", title), class_=_look(kind), d=boxes)
-    return tag("path", class_=f"{_look(kind)} narrow", d=boxes)
+        return tag("path", tag("title", title), class_=look(kind), d=boxes)
+    return tag("path", class_=f"{look(kind)} narrow", d=boxes)
 
 
-def _times(total_s: float) -> list[tuple[float, str]]:
+def time_marks(total_s: float) -> list[tuple[float, str]]:
     unit, name = (1.0, "s") if total_s >= 1 else (1e-3, "ms")
     ticks = Axis(low=0.0, high=total_s / unit).ticks()
     return [(place, f"{label} {name}") for place, label in ticks]
@@ -113,10 +113,10 @@ def _times(total_s: float) -> list[tuple[float, str]]:
 
 def _legend(spans: Sequence[Span]) -> Html:
     found = {span.kind for span in spans}
-    known = [(_look(kind), kind) for kind in _KNOWN if kind in found]
+    known = [(look(kind), kind) for kind in _KNOWN if kind in found]
     others = [("k-other", "other")] if found - set(_KNOWN) else []
     return legend(known + others)
 
 
-def _look(kind: str) -> str:
+def look(kind: str) -> str:
     return f"k-{kind}" if kind in _KNOWN else "k-other"

@@ -1,4 +1,4 @@
-"""Where a step's time went: compute, and what compute stood still for."""
+"""Where a step's time went: compute, and what compute waited for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Datasets as other tools name them, as sources of ours."""
+"""Datasets as other tools name them, translated to our sources."""
 
 from __future__ import annotations
 

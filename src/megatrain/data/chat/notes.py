@@ -1,4 +1,4 @@
-"""What should be said about prepared rows besides how many there are: counted here, then in words.
+"""Facts to report about prepared rows besides their number: counted here, then put in words.
 
 Nothing that a file holds is left out or changed without a line about it. Each count is on the card;
 `remarks` turns those that are not zero into sentences.

@@ -1,4 +1,4 @@
-"""A chunk of raw rows to documents: what each worker of `prepare` does, with nothing of its own.
+"""A chunk of raw rows to documents: the work of one `prepare` worker, without shared state.
 
 Nothing here needs torch: a worker is ready in a second and holds the tokenizer, little more.
 

@@ -1,4 +1,4 @@
-"""Does the model answer as the rows do? Each answer is written greedily and held against its row.
+"""Exact answers: the model writes each answer greedily, and it is compared with its row.
 
     asked = questions(documents)                      # prompts, with the answers of the rows
     told = answer_all(engine, asked, end_tokens(tokenizer), tokenizer.decode)

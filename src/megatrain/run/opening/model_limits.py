@@ -1,4 +1,4 @@
-"""Rows held against what the model can take: its vocabulary and its positions.
+"""Rows compared with the model's limits: its vocabulary and its positions.
 
 Both are known before the weights are read. A token id beyond the embedding and a position beyond a
 table of positions would end a run at the first batch that has one, maybe hours in; on a GPU with an

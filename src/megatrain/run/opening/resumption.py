@@ -1,4 +1,4 @@
-"""Going on after a stop: the newest checkpoint that verifies, if it belongs to this run.
+"""Resuming: the newest checkpoint that verifies, if it belongs to this run.
 
 What may change between stop and resume, and what may not, is one table below. Whatever changed is
 said. A damaged checkpoint is passed over, and that is said too; one of another model, data or
