@@ -73,7 +73,7 @@ def sites() -> Counter[tuple[str, str]]:
 @contextmanager
 def mutated(mutant: Mutant) -> Iterator[None]:
     """Put the mutant in the original's place."""
-    module_name, class_name, function_name = mutant.where.split(".")
+    module_name, class_name, function_name = mutant.where.rsplit(".", 2)
     module = module_of(module_name)
     holder = getattr(module, class_name)
     source = textwrap.dedent(inspect.getsource(getattr(holder, function_name)))
