@@ -33,10 +33,10 @@ def test_write_file_leaves_the_old_bytes_or_the_new(error: int, tmp_path: Path) 
 def test_a_direct_overwrite_would_be_noticed(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"old")
-    with faulty(fail_at=1):
-        fd = files.os.open(path, os.O_WRONLY | os.O_TRUNC)
+    with faulty(fail_at=1) as system:
+        fd = system.open(path, os.O_WRONLY | os.O_TRUNC)
         with pytest.raises(OSError, match="No space"):
-            files.os.pwrite(fd, b"new", 0)
+            system.pwrite(fd, b"new", 0)
         os.close(fd)
     assert path.read_bytes() not in (b"old", b"new")
 

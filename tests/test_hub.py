@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from huggingface_hub import constants
@@ -133,7 +134,7 @@ def test_a_branch_that_moves_between_two_questions_gives_one_commit(
     first = hub.put(NAME, _model())
     asked = hub_module._asked
 
-    def moving(kind: str, name: str, revision: str) -> object:
+    def moving(kind: Literal["model", "dataset"], name: str, revision: str) -> object:
         answer = asked(kind, name, revision)
         if revision == "main":
             hub.put(NAME, _model(**{"model.safetensors": _weights("other")}))

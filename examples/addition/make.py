@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel, PreTrainedTokenizerFast
 
 SPECIAL = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>")
 CHARACTERS = "0123456789+"
@@ -45,7 +45,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast) -> torch.nn.Module:
+def make_model(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     """Return a random GPT-2: it has a vector for each position, so columns are easily found."""
     config = GPT2Config(
         vocab_size=len(tokenizer),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from megatrain.config import Config
 from megatrain.config.data_settings import Source
@@ -26,7 +26,8 @@ def make(**sections: Any) -> Config:
 
 def test_every_key_says_what_it_is_in_one_sentence() -> None:
     assert set(SECTIONS) == set(Config.model_fields)
-    for section in (*SECTIONS.values(), Source):
+    sections: list[type[BaseModel]] = [*SECTIONS.values(), Source]
+    for section in sections:
         for key, field in section.model_fields.items():
             assert field.description, key
             assert field.description.endswith("."), key

@@ -87,9 +87,13 @@ def test_host_memory_is_registered_for_cuda_alone(device: str) -> None:
 @pytest.mark.parametrize("code", [0, 2])
 def test_what_the_driver_answers_is_told(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, ...]] = []
+
+    def register(*args: int) -> int:
+        calls.append(args)
+        return code
+
     driver = SimpleNamespace(
-        cudaHostRegister=lambda *args: (calls.append(args), code)[1],
-        cudaHostUnregister=lambda *args: calls.append(args),
+        cudaHostRegister=register, cudaHostUnregister=lambda *args: calls.append(args)
     )
     runtime = runtime_of("cuda:0")
     monkeypatch.setattr(TorchRuntime, "_cudart", staticmethod(lambda: driver))

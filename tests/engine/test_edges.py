@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -152,9 +152,11 @@ def test_answers_are_those_of_the_inputs_at_hand() -> None:
 class Lying(Template):
     """A host that sees padding where there is none, and none where there is."""
 
-    def front(self, weights: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, list[Call]]:
+    def front(
+        self, weights: Any, inputs: Mapping[str, Any], rows: Tensor | None = None
+    ) -> tuple[Tensor, list[Call]]:
         mask = torch.full_like(inputs["input_ids"], int("attention_mask" in inputs))
-        return super().front(weights, {**inputs, "attention_mask": mask})
+        return super().front(weights, {**inputs, "attention_mask": mask}, rows)
 
 
 @pytest.mark.parametrize("kind", BATCHES)
@@ -242,7 +244,7 @@ def test_the_engine_evaluates_host_and_device_in_one_mode() -> None:
             seen.append((models[0].training, models[1].training))
             return front(*args)
 
-        edges.front = noting  # type: ignore[method-assign]
+        edges.front = noting  # type: ignore[method-assign, assignment]
         batch = make_batch([(1, 6)])
         with engine, simulator.stream():
             engine.evaluate(batch)
@@ -287,12 +289,17 @@ def test_without_memory_of_its_own_there_is_one_run_and_nothing_to_answer(
     world = world_of("llama")
     template = Template(world.decoder)
     weights = {p.name: world.store.param(p.name, Kind.HI) for p in world.decoder.params}
-    edges, runs = Edges(template, template), []
+    edges, runs = Edges(template, template), list[str]()
+
+    def noting(part: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any) -> Any:
+            runs.append(part)
+            return run(*args)
+
+        return noted
+
     for part in ("front", "tail", "scores"):
-        run = getattr(template, part)
-        monkeypatch.setattr(
-            template, part, lambda *args, run=run, part=part: (runs.append(part), run(*args))[1]
-        )
+        monkeypatch.setattr(template, part, noting(part, getattr(template, part)))
     micro = micro_of("padded", 1)
     for _ in range(2):
         hidden, _ = edges.front(weights, micro.inputs, micro.inputs)

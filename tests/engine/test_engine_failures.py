@@ -15,6 +15,7 @@ from contextlib import suppress
 
 import pytest
 
+from megatrain.devices.device import CpuDevice
 from megatrain.engine.actions import StepActions
 from megatrain.engine.engine import Engine, Update
 from megatrain.errors import LaneStuck, PlayerStopped
@@ -292,6 +293,7 @@ def test_a_step_that_failed_leaves_nothing_but_what_stays_between_steps(
 ) -> None:
     """Slots, and the tape's room; no hidden states, and no gradients of them."""
     engine = world_of(SORT).engine(case_of("late"), reference=True, tape=tape)
+    assert isinstance(engine.device, CpuDevice)
     with engine:
         train(engine, num_steps=1)
         at_rest = engine.device.meter.live_bytes
@@ -305,6 +307,7 @@ def test_a_step_that_failed_leaves_nothing_but_what_stays_between_steps(
 def test_an_engine_that_failed_leaves_nothing_on_the_device(break_at: Callable[..., None]) -> None:
     engine = world_of(SORT).engine(case_of("late"))
     device = engine.device
+    assert isinstance(device, CpuDevice)
     break_at((OpKind.BACKWARD, 1))
     with engine, suppress(BoomError):
         train(engine)

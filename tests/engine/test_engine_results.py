@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from megatrain.devices.device import CpuDevice
 from megatrain.engine.batch import MicroBatch
 from megatrain.errors import BatchError
 from megatrain.memory.layout import Kind
@@ -84,11 +85,14 @@ def test_an_evaluation_with_dropout_would_be_noticed(monkeypatch: pytest.MonkeyP
         )
 
 
-def test_training_goes_on_with_dropout_behind_an_evaluation_that_failed() -> None:
+def test_training_goes_on_with_dropout_behind_an_evaluation_that_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = world_of("gpt2, tied, with dropout")
     case = Case(sort="gpt2, tied, with dropout", steps=(), update="none")
     with world.engine(case) as engine:
-        engine.device.meter.add = lambda *_: 1 / 0
+        assert isinstance(engine.device, CpuDevice)
+        monkeypatch.setattr(engine.device.meter, "add", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.evaluate(make_batch(((1, 4),), seed=0))
     assert world.decoder.model.training
@@ -103,7 +107,7 @@ def test_micro_batches_add_up_to_one_batch(cut: tuple[int, ...]) -> None:
     world = world_of("llama in fp32")
     (whole,) = make_batch(((4, 6),), seed=3)
     whole.labels[0, :5] = -100
-    rows = torch.tensor(range(4)).split(cut)
+    rows = torch.split(torch.tensor(range(4)), list(cut))
     parts = [MicroBatch(input_ids=whole.input_ids[r], labels=whole.labels[r]) for r in rows]
     found = []
     for batch in ([whole], parts):

@@ -185,7 +185,7 @@ def by_pytorch(world: World, clip: float) -> tuple[State, list[float]]:
             logits = model(input_ids=micro.input_ids, use_cache=False).logits[:, :-1]
             targets = micro.labels[:, 1:].flatten()
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets, reduction="sum")
-            (loss / num_trained).backward()
+            torch.autograd.backward(loss / num_trained)
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip)))
         optimizer.step()
     return {name: p.detach() for name, p in model.named_parameters()}, norms

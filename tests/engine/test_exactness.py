@@ -9,6 +9,7 @@ the engine does by design, and updates separate fp32 masters with numpy.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -79,7 +80,9 @@ def differing(expected: dict[str, Tensor], found: dict[str, Tensor]) -> list[str
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_three_steps_equal_the_resident_model(family: str, dtype: str, tmp_path: Path) -> None:
+def test_three_steps_equal_the_resident_model(
+    family: str, dtype: Literal["bf16", "fp32"], tmp_path: Path
+) -> None:
     attention = ATTENTION.get(family)
     save_tiny(tmp_path, family, DTYPES[dtype])
     model = load_model(tmp_path, dtype=dtype, attn=attention)
@@ -133,7 +136,7 @@ def test_a_difference_would_be_noticed(broken: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tape", ["device", "host"])
-def test_recompute_repeats_dropout(tape: str, tmp_path: Path) -> None:
+def test_recompute_repeats_dropout(tape: Literal["device", "host"], tmp_path: Path) -> None:
     rates = {"resid_pdrop": 0.2, "attn_pdrop": 0.2, "embd_pdrop": 0.2}
     save_tiny(tmp_path, "gpt2", torch.float32, **rates)
     model = load_model(tmp_path, dtype="fp32")

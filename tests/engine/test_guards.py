@@ -65,7 +65,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[Poison]:
     def arm(block: int, skip: int, value: float, times: int, element: int = 0) -> None:
         plan.update(block=block, skip=skip, value=value, times=times, element=element)
 
-    yield arm  # type: ignore[misc]
+    yield arm
     plan.clear()
 
 

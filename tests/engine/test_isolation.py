@@ -61,6 +61,11 @@ def _packed(documents: list[MicroBatch], *, positions: bool = True) -> MicroBatc
     )
 
 
+def _until(packed: MicroBatch, stop: int) -> MicroBatch:
+    """Return the first `stop` tokens of each row."""
+    return packed.mapped(lambda tensor: tensor[:, :stop])
+
+
 def _far(expected: Tensor, found: Tensor) -> float:
     """Return the largest difference, relative to the largest value."""
     return float((expected - found).abs().max() / expected.abs().max().clamp_min(1e-30))
@@ -123,7 +128,7 @@ class World:
     def ends(self, documents: list[MicroBatch], packed: MicroBatch) -> float:
         """Return how far the logits at the documents' ends are from those of each alone."""
         stops = torch.tensor(LENGTHS).cumsum(0).tolist()
-        cut = [packed.mapped(lambda tensor, stop=stop: tensor[:, :stop]) for stop in stops]
+        cut = [_until(packed, stop) for stop in stops]
         alone, within = self.engine.predict(documents), self.engine.predict(cut)
         return max(_far(one, two) for one, two in zip(alone, within, strict=True))
 

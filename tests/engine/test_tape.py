@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 
 import pytest
@@ -117,7 +117,7 @@ def test_a_device_that_mixes_up_bytes_would_be_noticed() -> None:
         assert not all(taken)
 
 
-FORMS = {
+FORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "as they come": lambda hidden: hidden,
     "transposed": lambda hidden: hidden.transpose(1, 2).contiguous().transpose(1, 2),
     "a slice": lambda hidden: torch.cat([hidden, hidden], 2)[:, :, ::2],

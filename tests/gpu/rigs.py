@@ -12,7 +12,7 @@ import gc
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -37,11 +37,19 @@ class Rig(Protocol):
 
     torch_device: torch.device
     """Where the plain model computes the bits that ours must have."""
-    runtime: Runtime
+
+    @property
+    def runtime(self) -> Runtime: ...
 
     def running(
-        self, store: Store, *, seed: int = 0, cap_bytes: int | None = None, **sizes: int
-    ) -> Any:
+        self,
+        store: Store,
+        *,
+        seed: int = 0,
+        cap_bytes: int | None = None,
+        refuses_at: int | None = None,
+        **sizes: int,
+    ) -> AbstractContextManager[Accelerator]:
         """Give an accelerator for engines on `store`; its memory counts from zero."""
 
     def bare(self, **sizes: int) -> Accelerator:
@@ -179,7 +187,7 @@ class RealRig:
 
     def spin(self, cycles: int) -> None:
         if self.torch_device.type == "cuda":
-            torch.cuda._sleep(cycles)
+            torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
             return
         torch.ones(1 << 20, device=self.torch_device).sort()
 
@@ -236,6 +244,11 @@ class _Refusing:
         self._runtime.register(address, num_bytes)
 
 
+def _dawdling(source: random.Random) -> Callable[[Op], float]:
+    """Return a delay of the host's lane: none, or 0.2 ms."""
+    return lambda op: source.choice((0.0, 2e-4))
+
+
 def delayed_lanes(
     rig: Rig, seed: int, change: Callable[[str, Stream], Stream] = lambda _, stream: stream
 ) -> list[Lane]:
@@ -255,7 +268,7 @@ def delayed_lanes(
         how_often = source.choice((0.0, 0.3, 0.3, 1.0))
         dawdles = random.Random(source.random())
         if name == HOST_LANE:
-            lanes.append(Lane(name, delay=lambda op, d=dawdles: d.choice((0.0, 2e-4))))
+            lanes.append(Lane(name, delay=_dawdling(dawdles)))
             continue
         stream = change(name, rig.runtime.stream())
         lanes.append(Lane(name, stream=stream, delay=delay(how_often, dawdles)))

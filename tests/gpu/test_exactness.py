@@ -8,6 +8,7 @@ attention, whose kernels are matrix products alone, and bf16 with what the model
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -37,7 +38,9 @@ def differing(expected: dict[str, Tensor], found: dict[str, Tensor]) -> list[str
 
 
 @pytest.mark.parametrize(("family", "dtype"), CASES)
-def test_streamed_equals_resident(rig: Rig, family: str, dtype: str, tmp_path: Path) -> None:
+def test_streamed_equals_resident(
+    rig: Rig, family: str, dtype: Literal["bf16", "fp32"], tmp_path: Path
+) -> None:
     save_tiny(tmp_path, family, DTYPES[dtype])
     model = load_model(tmp_path, dtype=dtype, attn=ATTENTION[dtype])
     plain = load_plain(tmp_path, DTYPES[dtype], ATTENTION[dtype], rig.torch_device)

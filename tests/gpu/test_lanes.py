@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megatrain.lanes.lane import Stream
+from megatrain.step.ops import Op
 from testkit.states import steps_of
 from testkit.worlds import Case, Outcome, world_of
 from tests.gpu.rigs import SPIN_CYCLES, RealRig, Rig, SimulatedRig, delayed_lanes, play
@@ -111,10 +112,14 @@ def test_a_lost_wait_would_be_noticed(rig: Rig) -> None:
     def deafened(name: str, stream: Stream) -> Stream:
         return Deaf(stream) if name == "compute" else stream
 
+    def late(op: Op) -> float:
+        rig.spin(100 * SPIN_CYCLES)
+        return 0.0
+
     def broken() -> Outcome:
         with rig.running(world.store, seed=1) as accelerator:
             lanes = delayed_lanes(rig, 0, deafened)
-            lanes[0]._delay = lambda op: (rig.spin(100 * SPIN_CYCLES), 0.0)[1]
+            lanes[0]._delay = late
             return play(rig, world, chosen, accelerator, lanes=lanes)
 
     if isinstance(rig, RealRig):

@@ -108,7 +108,7 @@ def test_short_writes_are_completed(tmp_path: Path) -> None:
         WriteQueue() as carrier,
         DirectWriter(tmp_path / "file", len(data), carrier) as writer,
     ):
-        patch.setattr(files.os, "pwrite", some)
+        patch.setattr("megatrain.files.os.pwrite", some)
         writer.write(data)
         writer.finish()
     assert (tmp_path / "file").read_bytes() == data.numpy().tobytes()

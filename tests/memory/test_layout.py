@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Literal
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def _overlaps(layout: Layout) -> list[str]:
 
 @pytest.mark.parametrize("family", FAMILIES[::10])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_params_never_overlap_and_are_aligned(family: str, dtype: str) -> None:
+def test_params_never_overlap_and_are_aligned(family: str, dtype: Literal["bf16", "fp32"]) -> None:
     layout = build_layout(build_decoder(tiny_config(family), dtype, frozen=("*.0.*",)).blocks)
     assert _overlaps(layout) == []
     for place in layout.places.values():

@@ -61,7 +61,7 @@ def test_a_mixture_without_experts_has_nothing_to_balance() -> None:
 def test_another_loss_than_ours_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def other(
         gate_logits: Any, num_experts: int, top_k: int = 2, attention_mask: Any = None
-    ) -> Tensor:
+    ) -> Any:
         return own_loss(gate_logits, num_experts, top_k, attention_mask) * 1.001
 
     assert build_decoder(tiny_config("mixtral"), "bf16").balancing is not None

@@ -222,7 +222,8 @@ def test_structures_do_not_learn_each_others_sizes() -> None:
             self.inner = nn.Linear(8, width)
 
         def forward(self, hidden: Tensor) -> Tensor:
-            return hidden + self.inner(hidden).sum(-1, keepdim=True)
+            inner: Tensor = self.inner(hidden)
+            return hidden + inner.sum(-1, keepdim=True)
 
     shapes: list[list[tuple[Any, ...]]] = []
 
@@ -329,6 +330,11 @@ def test_inductor_is_close(family: str) -> None:
 
 class Odd(nn.Module):
     """A layer whose result depends on a buffer and, if asked for, on its number."""
+
+    table: Tensor
+    scale: float
+    window: list[int]
+    act: Callable[..., Tensor]
 
     def __init__(self, index: int, uses_number: bool) -> None:
         super().__init__()

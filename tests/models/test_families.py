@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -19,7 +20,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def _state(folder: Path, dtype: str) -> dict[str, torch.Tensor]:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]).state_dict()
+    state: dict[str, torch.Tensor] = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=DTYPES[dtype]
+    ).state_dict()
+    return state
 
 
 def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -30,7 +34,9 @@ def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_round_trip_keeps_every_bit(family: str, dtype: str, tmp_path: Path) -> None:
+def test_round_trip_keeps_every_bit(
+    family: str, dtype: Literal["bf16", "fp32"], tmp_path: Path
+) -> None:
     source = save_tiny(tmp_path / "source", family, DTYPES[dtype])
     model = load_model(source, dtype=dtype)
     model.export(tmp_path / "export", shard_bytes=150_000)

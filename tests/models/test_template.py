@@ -82,7 +82,7 @@ def in_parts(
 
 def plain_logits(world: World, inputs: dict[str, Any]) -> Tensor:
     with torch.no_grad():
-        logits = world.plain(**inputs, use_cache=False).logits
+        logits: Tensor = world.plain(**inputs, use_cache=False).logits
     return logits.reshape(-1, logits.shape[-1])
 
 
@@ -129,7 +129,7 @@ def test_gradients_go_through_scores_as_through_the_model(family: str) -> None:
     head = world.plain.get_output_embeddings()
     hook = head.register_forward_hook(lambda module, given, logits: heard.append(logits))
     try:
-        logits = world.plain(**inputs, use_cache=False).logits
+        logits: Tensor = world.plain(**inputs, use_cache=False).logits
     finally:
         hook.remove()
     d_logits = torch.randn(logits.shape, generator=torch.Generator().manual_seed(3))

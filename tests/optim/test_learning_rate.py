@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from types import SimpleNamespace
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -106,7 +106,7 @@ def test_a_fraction_never_gives_every_step_a_rate_of_zero(warmup: float) -> None
     assert [two.rate(0), two.rate(1)] == [0.0, 1.0]
 
 
-THEIRS = {
+THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "constant": ("constant_with_warmup", {}),
     "linear": ("linear", {}),
     "cosine": ("cosine", {}),

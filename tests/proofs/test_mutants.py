@@ -18,6 +18,7 @@ from megatrain.memory.layout import Kind
 from megatrain.step.ops import Op
 from proofs.races import Run, play, reference, simulator_of, world_of
 from testkit.patience import HANG_S
+from testkit.simulated.accelerator import Policy
 from testkit.simulated.mutants import MUTANTS, NOT_WAITS, Mutant, mutated, sites
 from testkit.simulated.watched import WatchedOptimizer, watched
 from testkit.worlds import Case, make_batch
@@ -31,7 +32,7 @@ Scene = Callable[[float], list[str]]
 """Plays something within a deadline; returns the faults it found."""
 
 
-def run(update: str, tape: str, *, policy: str = "late", staged: bool = False) -> Run:
+def run(update: str, tape: str, *, policy: Policy = "late", staged: bool = False) -> Run:
     case = Case(
         sort="",
         steps=STEPS,
@@ -46,7 +47,7 @@ def run(update: str, tape: str, *, policy: str = "late", staged: bool = False) -
         case=case,
         policy=policy,
         seed=1,
-        staged=staged,  # type: ignore[arg-type]
+        staged=staged,
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from megatrain.run.console import Live
 
-STEP = {
+STEP: dict[str, object] = {
     "step": 120, "loss": 2.3141, "grad_norm": 0.87, "learning_rate": 9.8e-6, "seconds": 4.02,
     "tokens_per_s": 8131.0, "applied": True,
 }  # fmt: skip

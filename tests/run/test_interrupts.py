@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,7 +51,7 @@ def _cache(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRAIN_CACHE", str(world / "cache"))
 
 
-def _start(world: Path, path: Path, **settings: object) -> subprocess.Popen[str]:
+def _start(world: Path, path: Path, **settings: Any) -> subprocess.Popen[str]:
     """Start `megatrain train` and return when it is held in its third step."""
     config = path.with_suffix(".yaml")
     config.write_text(dump_config(config_of(world, path, Setting(save_every=None))))
@@ -141,7 +142,7 @@ def _exits(monkeypatch: pytest.MonkeyPatch) -> None:
     def leave(code: int) -> None:
         raise SystemExit(code)
 
-    monkeypatch.setattr(interrupts_module.os, "_exit", leave)
+    monkeypatch.setattr("megatrain.run.interrupts.os._exit", leave)
 
 
 @pytest.mark.parametrize("number", SIGNALS)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from megatrain.cli.demo import write_demo
 from megatrain.config import load_config
@@ -17,11 +18,8 @@ from megatrain.config.section import Section
 from megatrain.config.settings import SECTIONS
 from megatrain.run.trainer import Trainer
 
-KEYS = {
-    f"{section.__name__}.{key}"
-    for section in (*SECTIONS.values(), Source)
-    for key in section.model_fields
-}
+MODELS: list[type[BaseModel]] = [*SECTIONS.values(), Source]
+KEYS = {f"{section.__name__}.{key}" for section in MODELS for key in section.model_fields}
 
 
 @contextmanager

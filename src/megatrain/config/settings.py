@@ -13,7 +13,7 @@ at once; what is accepted has no fault that can be known without the machine, mo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -287,6 +287,21 @@ class Config(Section):
     eval: EvalSettings = Field(default_factory=EvalSettings)
     save: Annotated[SaveSettings, short(SHORT_FORMS["save"])] = Field(default_factory=SaveSettings)
     log: LogSettings = Field(default_factory=LogSettings)
+
+    if TYPE_CHECKING:  # a section may be a mapping, and some of them one word
+
+        def __init__(
+            self,
+            *,
+            model: ModelSettings | Mapping[str, Any] | str,
+            data: DataSettings | Mapping[str, Any] | str,
+            train: TrainSettings | Mapping[str, Any] = ...,
+            optim: OptimSettings | Mapping[str, Any] = ...,
+            memory: MemorySettings | Mapping[str, Any] = ...,
+            eval: EvalSettings | Mapping[str, Any] = ...,
+            save: SaveSettings | Mapping[str, Any] | str = ...,
+            log: LogSettings | Mapping[str, Any] = ...,
+        ) -> None: ...
 
     @model_validator(mode="wrap")
     @classmethod

@@ -59,11 +59,12 @@ def ours(config: Config, rows: int, length: int = LENGTH) -> int:
 
 
 def migrated(tool: Tool, values: dict[str, Any], gpus: int = 1) -> Config:
-    sources = {"LLaMA-Factory": {"dataset": "rows", "dataset_dir": "ONLINE"},
+    all_sources: dict[Tool, dict[str, Any]] = {
+               "LLaMA-Factory": {"dataset": "rows", "dataset_dir": "ONLINE"},
                "Axolotl": {"datasets": [{"path": "rows.jsonl"}]},
-               "TRL": {"dataset_name": "someone/rows"}}[tool]  # fmt: skip
+               "TRL": {"dataset_name": "someone/rows"}}  # fmt: skip
     model = {"Axolotl": {"base_model": "m"}}.get(tool, {"model_name_or_path": "m"})
-    document = Document(name="x.yaml", value=model | sources | values)
+    document = Document(name="x.yaml", value=model | all_sources[tool] | values)
     return Config(**migrate_document(document, tool, num_gpus=gpus).config)
 
 

@@ -148,7 +148,7 @@ def test_a_position_that_is_none_is_refused(wrong: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"max_length": 129}, {"batch_tokens": 127}])
-def test_sizes_must_fit_into_each_other(wrong: dict[str, int]) -> None:
+def test_sizes_must_fit_into_each_other(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="a row must fit into a micro-batch"):
         _steps(**wrong)
 
@@ -198,8 +198,8 @@ def test_by_rows_and_unpacked_an_epoch_is_the_permutation_itself() -> None:
 def test_without_shuffling_steps_keep_the_order_of_the_file(
     packing: bool, batch: dict[str, int]
 ) -> None:
-    settings = {"batch_tokens": None, **batch, "packing": packing, "order": InOrder(300)}
-    steps = _steps(ROWS, shuffle=False, **settings)
+    settings: dict[str, Any] = {"batch_tokens": None, **batch, "packing": packing}
+    steps = _steps(ROWS, InOrder(300), shuffle=False, **settings)
     for epoch in range(2):
         run = _run(steps, Position(epoch=epoch), epoch + 1)
         assert [d for _, rows in run for row in rows for d in row] == list(range(700))

@@ -19,7 +19,7 @@ from megatrain.data.steps.order import Mixed
 from megatrain.data.steps.steps import Steps
 from megatrain.data.tokens import prepare as prepare_module
 from megatrain.data.tokens.documents import Joined
-from megatrain.data.tokens.encoding import NO_TARGET, TOO_LONG
+from megatrain.data.tokens.encoding import NO_TARGET, TOO_LONG, Settings
 from megatrain.data.tokens.prepare import prepare
 from megatrain.data.tokens.prepared import Prepared
 from megatrain.engine.batch import check_batch
@@ -281,7 +281,7 @@ def test_a_worker_that_is_killed_is_a_data_error(monkeypatch: pytest.MonkeyPatch
 
     source: Any = type("S", (), {"format": None, "values": lambda self, advance: iter(())})()
     monkeypatch.setattr(prepare_module, "_chunks", lambda values: iter([[("a:1", Killer())]]))
-    settings = {"max_length": 64, "train_on": "assistant", "template_kwargs": {},
+    settings: Settings = {"max_length": 64, "train_on": "assistant", "template_kwargs": {},
                 "overlong": "drop", "no_target": "drop"}  # fmt: skip
     with pytest.raises(DataError, match="ended without a word"):
         list(prepare_module._encoded(source, tokenizer_of("chatml"), settings, 2, lambda n: None))
@@ -300,7 +300,8 @@ def test_only_a_few_chunks_are_under_way(monkeypatch: pytest.MonkeyPatch) -> Non
 
     with ThreadPoolExecutor(2) as pool:
         threads: Any = pool
-        for num_written, chunk in enumerate(prepare_module._in_order(threads, chunks(), most=4)):
+        encoded: Iterator[Any] = prepare_module._in_order(threads, chunks(), most=4)
+        for num_written, chunk in enumerate(encoded):
             assert chunk == num_written
             assert num_read - num_written <= 4
     assert num_read == 100

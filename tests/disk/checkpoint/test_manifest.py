@@ -24,7 +24,7 @@ from megatrain.errors import CheckpointDamaged, CheckpointMismatch, DiskError
 from megatrain.memory.direct import CHUNK_BYTES
 
 HASH = "0123456789abcdef" * 2
-TRAINING = {
+TRAINING: dict[str, Any] = {
     "loss": 0.30000000000000004, "small": 1e-05, "none": None, "nan_free": [1, 2.5, True],
     "text": "\u00e9\ud800 \x00\n\"", "deep": {"a": [{"b": {}}]}, "big": 1 << 80,
 }  # fmt: skip

@@ -43,7 +43,8 @@ def test_of_two_saves_of_a_step_the_later_comes_first(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_has_none(tmp_path: Path) -> None:
-    assert finished(tmp_path / "none") == clear_unfinished(tmp_path / "none") == []
+    assert finished(tmp_path / "none") == []
+    assert clear_unfinished(tmp_path / "none") == []
     assert prune(tmp_path / "none", 1, keep_best=True) == []
     assert best_of(tmp_path / "none") is None
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from megatrain import load_model
 from megatrain.disk.hf import load as load_module
 from megatrain.errors import DiskError, WeightsMismatch
+from megatrain.memory.direct import DirectReader
 from megatrain.memory.host import resident_bytes
 from megatrain.memory.layout import Kind
 from testkit.families import save_tiny, tiny_model
@@ -38,7 +40,7 @@ def _edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_masters_are_the_stored_values_exactly(
-    stored: torch.dtype, dtype: str, tmp_path: Path
+    stored: torch.dtype, dtype: Literal["bf16", "fp32"], tmp_path: Path
 ) -> None:
     save_tiny(tmp_path, "llama", stored)
     values = tiny_model("llama", stored).state_dict()
@@ -111,7 +113,7 @@ def test_faults_are_found_before_a_byte_is_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _edit(folder, lambda t: t.pop("model.norm.weight"))
-    monkeypatch.setattr(load_module.DirectReader, "read", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr(DirectReader, "read", lambda *_: pytest.fail("read"))
     with pytest.raises(WeightsMismatch):
         load_model(folder)
 

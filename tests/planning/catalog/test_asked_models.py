@@ -73,6 +73,7 @@ def test_a_folder_without_config_is_said(tmp_path: Path) -> None:
 
 
 LLAMA = find_model("Llama-3.2-1B").config
+_NO_SIZES: tuple[Any, ...] = (10**30, "x", None, [], {})
 HOSTILE = [
     "",
     "[" * 100_000,
@@ -82,7 +83,7 @@ HOSTILE = [
     '{"model_type": 3}',
     '{"model_type": "llama"}',
     *(json.dumps(LLAMA | {"num_hidden_layers": value}) for value in (0, -1, 10**9, "x", None, 1.5)),
-    *(json.dumps(LLAMA | {"hidden_size": value}) for value in (10**30, "x", None, [], {})),
+    *(json.dumps(LLAMA | {"hidden_size": value}) for value in _NO_SIZES),
     *(json.dumps(LLAMA | {"num_attention_heads": value}) for value in (0, None, "x")),
     json.dumps({"model_type": "no_such_family", "hidden_size": 64}),
 ]

@@ -104,7 +104,8 @@ def test_sampling_computes_on_the_device_that_training_would_use(
     with watched(simulator):
         assert sample_from(folder, ["1 + 1"], 3) == expected
     assert simulator.num_tasks > 0
-    assert simulator.races == simulator.failures == []
+    assert simulator.races == []
+    assert simulator.failures == []
 
 
 def test_evaluation_computes_on_the_device_that_training_would_use(
@@ -122,7 +123,8 @@ def test_evaluation_computes_on_the_device_that_training_would_use(
         assert verbs.evaluate_model(model, rows, 5, answers=True) == expected
     assert "exact answers" in expected
     assert simulator.num_tasks > 0
-    assert simulator.races == simulator.failures == []
+    assert simulator.races == []
+    assert simulator.failures == []
 
 
 def test_a_device_that_is_not_there_is_named(folder: Path) -> None:

@@ -165,7 +165,8 @@ def test_a_device_with_memory_of_its_own_writes_the_same(policy: Any) -> None:
     with watched(simulator), engine(device=Accelerator(simulator)) as ours:
         found = continue_texts(ours, PROMPTS, 5, NO_END)
     assert found == [generated(prompt, 5) for prompt in PROMPTS]
-    assert simulator.races == simulator.failures == []
+    assert simulator.races == []
+    assert simulator.failures == []
 
 
 def test_a_model_that_is_only_read_takes_no_memory_for_gradients() -> None:
