@@ -42,7 +42,7 @@ def test_the_table_of_the_readme_is_up_to_date(generate: dict[str, Any]) -> None
 
 
 def test_every_generated_page_is_tested(generate: dict[str, Any]) -> None:
-    marks = test_pages_are_up_to_date.pytestmark  # type: ignore[attr-defined]
+    marks = test_pages_are_up_to_date.pytestmark
     assert set(generate["PAGES"]) == set(marks[0].args[1])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,8 +18,9 @@ LABELS = torch.tensor([[-100, 6, 7, 8], [9, 4, -100, -100]])
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
 
 
-def micro(**changes: Tensor) -> MicroBatch:
-    return MicroBatch(**{"input_ids": IDS, "labels": LABELS, "attention_mask": MASK} | changes)
+def micro(**changes: Any) -> MicroBatch:
+    given: dict[str, Any] = {"input_ids": IDS, "labels": LABELS, "attention_mask": MASK}
+    return MicroBatch(**given | changes)
 
 
 def test_padding_is_not_counted() -> None:

@@ -20,6 +20,7 @@ from megatrain.engine.actions import StepActions
 from megatrain.engine.engine import Engine, Update
 from megatrain.errors import LaneStuck, PlayerStopped
 from megatrain.lanes.lane import Action, Lane
+from megatrain.lanes.player import Player
 from megatrain.step.ops import LANES, Op, OpKind
 from megatrain.step.schedule import build_flush, build_step
 from megatrain.step.shape import StepShape
@@ -81,6 +82,11 @@ def break_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 def case_of(update: Update) -> Case:
     return Case(sort=SORT, steps=(SHAPES,) * 3, update=update, tape="host", copying=True)
+
+
+def player_of(engine: Engine) -> Player:
+    assert isinstance(engine._player, Player)
+    return engine._player
 
 
 @functools.cache
@@ -166,7 +172,7 @@ def test_an_update_that_fails_behind_the_caller_is_told_by_the_next_step_as_torn
     break_at((OpKind.UPDATE, 0))
     with engine:
         engine.step(make_batch(SHAPES, seed=0))
-        assert eventually(lambda: engine._player._progress.stopped)  # type: ignore[union-attr]
+        assert eventually(lambda: player_of(engine)._progress.stopped)
         with pytest.raises(BoomError):
             engine.step(make_batch(SHAPES, seed=1))
         assert engine.torn
@@ -203,7 +209,7 @@ def test_the_callers_own_error_is_not_masked_by_a_lanes(break_at: Callable[..., 
 
     def own() -> None:
         engine.step(make_batch(SHAPES, seed=0))
-        assert eventually(lambda: engine._player._progress.stopped)  # type: ignore[union-attr]
+        assert eventually(lambda: player_of(engine)._progress.stopped)
         raise ValueError("mine")
 
     with pytest.raises(ValueError, match="mine") as caught, engine:
@@ -232,7 +238,7 @@ def test_an_interrupted_step_ends_the_lanes_before_the_caller_looks(
     """Ctrl-C while the caller waits: no lane may go on and write weights behind `torn`."""
     wholes, world = whole_states(update), world_of(SORT)
     engine = world.engine(case_of(update), lanes=[Lane(n, delay=lambda op: 2e-3) for n in LANES])
-    wait = engine._player.wait_for  # type: ignore[union-attr]
+    wait = player_of(engine).wait_for
 
     def interrupted(tickets: object) -> None:
         if engine._num_steps == 1:
@@ -258,7 +264,7 @@ def test_a_stuck_lane_is_told_by_deadline_with_all_stacks(
     release = threading.Event()
 
     def never_ends() -> None:
-        shorten_deadline(engine._player, 0.4)  # type: ignore[arg-type]
+        shorten_deadline(player_of(engine), 0.4)
         release.wait(HANG_S)
 
     engine = world_of(SORT).engine(case_of("late"), deadline_s=HANG_S)

@@ -20,8 +20,9 @@ from megatrain import load_model
 from megatrain.engine.engine import Engine
 from megatrain.memory.layout import Kind
 from megatrain.memory.master import split_into
-from megatrain.optim.adamw import AdamW, decays
+from megatrain.optim.adamw import AdamW
 from megatrain.optim.kernel import AdamWScalars
+from megatrain.optim.optimizer import decays
 from testkit.families import FAMILIES, save_tiny
 from testkit.plain import load_plain, make_batch, plain_gradients, seed_like_engine
 from tests.optim.test_kernel import State, numpy_update

@@ -85,7 +85,7 @@ def first_peak(tokens: int, chunk_tokens: int) -> int:
     world = make(tokens=tokens)
     with LiveBytes() as count:
         found = first_pass(world, chunk_tokens)
-    return count.peak - found.nbytes
+    return int(count.peak - found.nbytes)
 
 
 def test_the_first_pass_holds_one_chunk_and_less_than_the_second() -> None:
