@@ -51,7 +51,7 @@ from megatrain.disk.checkpoint.restore import restore
 from megatrain.disk.checkpoint.save import delete_checkpoint, save_checkpoint
 from megatrain.disk.hf.model import HostModel
 from megatrain.engine.batch import MicroBatch
-from megatrain.engine.engine import Engine, Update
+from megatrain.engine.engine import Engine
 from megatrain.engine.snapshot import Gate
 from megatrain.lanes.lane import Lane
 from megatrain.memory.direct import aligned_buffer, as_memory
@@ -61,6 +61,8 @@ from megatrain.memory.store import WITH_CLIP, WITHOUT_CLIP, Store
 from megatrain.models.decoder import build_decoder
 from megatrain.optim.adamw import AdamW
 from megatrain.step.ops import Op, OpKind
+from megatrain.step.shape import Update
+from testkit.engines import make_engine
 
 RAW_BYTES = 16 << 20
 FEW_TOKENS = 8
@@ -233,7 +235,7 @@ def measure_steps(
 def _engine(home: HostModel, update: Update, lanes: list[Lane] | None = None) -> Engine:
     clips = 1.0 if update == "late" else None
     optimizer = AdamW(learning_rate=1e-5, max_grad_norm=clips, num_threads=1)
-    return Engine(home.decoder, home.store, optimizer=optimizer, update=update, lanes=lanes)
+    return make_engine(home.decoder, home.store, optimizer=optimizer, update=update, lanes=lanes)
 
 
 def _waiting(home: HostModel, wait_s: float) -> list[Lane]:

@@ -59,6 +59,7 @@ from megatrain.models.decoder import Decoder, build_decoder
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.optimizer import HostOptimizer
 from megatrain.optim.views import UpdateViews, Views
+from megatrain.step.settings import StepSettings
 from megatrain.version import __version__
 
 WARM_UP_STEPS = 2
@@ -212,7 +213,11 @@ def compute_seconds(
         device.fill = lambda target, source: None  # type: ignore[method-assign]
 
     with Engine(
-        decoder, store, optimizer=_Idle(learning_rate=0.0), device=device, **settings_of(options)
+        decoder,
+        store,
+        optimizer=_Idle(learning_rate=0.0),
+        device=device,
+        settings=settings_of(options),
     ) as engine:
         return step_seconds(engine, build_batch(options), options.steps, without_copies)
 
@@ -250,13 +255,13 @@ def host_seconds(decoder: Decoder, store: Store, optimizer: AdamW) -> float:
     return time.perf_counter() - begin
 
 
-def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "update": options.update,
-        "num_slots": options.slots,
-        "tape": options.tape,
-        "num_tape_slots": options.tape_slots,
-    }
+def settings_of(options: argparse.Namespace) -> StepSettings:
+    return StepSettings(
+        update=options.update,
+        slots=options.slots,
+        tape=options.tape,
+        tape_slots=options.tape_slots,
+    )
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -277,7 +282,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             optimizer=optimizer,
             device=device,
             trace=True,
-            **settings_of(options),
+            settings=settings_of(options),
         ) as engine:
             step_s = step_seconds(engine, batch, options.steps, lambda: None)
         assert engine.trace is not None

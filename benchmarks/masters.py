@@ -144,7 +144,8 @@ def _ours(start: Path, num_steps: int) -> tuple[Tensor, Losses]:
         total, count = engine.evaluate([mt.MicroBatch(input_ids=ids, labels=ids)])
         return total / count
 
-    with mt.Engine(home.decoder, home.store, optimizer=optimizer, update="in_backward") as engine:
+    settings = mt.StepSettings(update="in_backward")
+    with mt.Engine(home.decoder, home.store, optimizer=optimizer, settings=settings) as engine:
         for step in range(num_steps):
             if step % 10 == 0:
                 losses.append(held_out())

@@ -42,7 +42,6 @@ from transformers import LlamaConfig
 
 from megatrain.devices.device import CpuDevice
 from megatrain.engine.batch import MicroBatch
-from megatrain.engine.engine import Engine, Update
 from megatrain.lanes.lane import Lane
 from megatrain.lanes.trace import Trace
 from megatrain.memory.layout import Kind, build_layout
@@ -50,6 +49,8 @@ from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder, build_decoder
 from megatrain.optim.adamw import AdamW
 from megatrain.step.ops import Op, OpKind
+from megatrain.step.shape import Update
+from testkit.engines import make_engine
 
 FETCH_S = 0.02
 """Per layer: long beside what threads and small tensors cost, so that the schedule is measured."""
@@ -115,7 +116,7 @@ def build_model(num_layers: int) -> Model:
 
 def play(model: Model, num_steps: int, *, update: Update, reference: bool) -> tuple[float, Trace]:
     """Return the seconds per step and the trace of `num_steps` chained steps."""
-    engine = Engine(
+    engine = make_engine(
         model.decoder,
         model.store,
         optimizer=AdamW(learning_rate=1e-5, max_grad_norm=1.0),

@@ -59,8 +59,9 @@ from megatrain.optim.adamw import AdamW
 from megatrain.planning.bytes import SAVE_BYTES, predicted_ledger
 from megatrain.planning.catalog.families import shape_from_config
 from megatrain.planning.machine.profile import MachineProfile, unmeasured
-from megatrain.planning.settings import Settings
 from megatrain.planning.workload import ModelShape, Workload
+from megatrain.step.settings import StepSettings
+from testkit.engines import make_engine
 
 GIVING_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 MEMORY_TARGETS = {"worst": 0.03}
@@ -111,9 +112,9 @@ class Configuration:
         return Workload(model=self.model, step_tokens=tokens, sequence=self.length)
 
     @property
-    def settings(self) -> Settings:
-        return Settings(
-            micro_tokens=self.rows * self.length,
+    def settings(self) -> StepSettings:
+        return StepSettings(
+            micro_batch_tokens=self.rows * self.length,
             slots=self.slots,
             tape=self.tape,
             update=self.update,
@@ -128,20 +129,17 @@ class Configuration:
         ]
         return [MicroBatch(input_ids=ids, labels=ids) for ids in tokens]
 
-    def engine(self, **arguments: object) -> Engine:
+    def engine(self, **arguments: Any) -> Engine:
         late = self.update == "late"
         decoder, store = build_store(self.config, WITH_CLIP if late else WITHOUT_CLIP)
         optimizer = AdamW(learning_rate=1e-5, max_grad_norm=1.0 if late else None)
-        return Engine(
+        return make_engine(
             decoder,
             store,
             optimizer=optimizer,
-            update=self.update,
             device=CpuDevice(copying=self.device == "copies"),
-            num_slots=self.slots,
-            tape=self.tape,
-            chunk_tokens=self.chunk_tokens,
-            **arguments,  # type: ignore[arg-type]
+            **self.settings.facts(),
+            **arguments,
         )
 
 

@@ -291,7 +291,7 @@ def _chosen(case: Case, grid: list[Configuration]) -> Configuration:
     workload = replace(case.configuration.workload, step_tokens=4 * case.configuration.length)
     plan = make_plan(profile, workload, Fixed(chunk_tokens=4096, gather_embedding=False))
     settings = plan.settings
-    rows = settings.micro_tokens // case.configuration.length
+    rows = settings.micro_batch_tokens // case.configuration.length
     slots = case.configuration.layers if settings.slots == case.configuration.layers else 2
     wanted = replace(
         case.configuration, rows=rows, num_micro=4 // rows, slots=slots, tape=settings.tape

@@ -19,9 +19,9 @@ from megatrain.planning.catalog.asked_machines import find_machine
 from megatrain.planning.catalog.families import shape_from_config
 from megatrain.planning.catalog.known_models import find_model
 from megatrain.planning.machine.profile import MachineProfile
-from megatrain.planning.settings import Settings
 from megatrain.planning.simulate import Simulation, simulate
 from megatrain.planning.workload import ModelShape, Workload
+from megatrain.step.settings import StepSettings
 
 HOST_BYTES = 4 << 40
 """Enough for each of the models: memory is not what is compared here."""
@@ -94,10 +94,10 @@ def best(point: Point, profile: MachineProfile) -> Simulation:
     return max(played, key=lambda one: one.tokens_per_s)
 
 
-def _ways(step_tokens: int) -> Iterator[Settings]:
-    for micro_tokens in {min(step_tokens, 8192), min(step_tokens, 16384)}:
-        yield Settings(micro_tokens=micro_tokens, tape="host", update="late")
-        yield Settings(micro_tokens=micro_tokens, tape="host", update="in_backward")
+def _ways(step_tokens: int) -> Iterator[StepSettings]:
+    for micro_batch_tokens in {min(step_tokens, 8192), min(step_tokens, 16384)}:
+        yield StepSettings(micro_batch_tokens=micro_batch_tokens, tape="host", update="late")
+        yield StepSettings(micro_batch_tokens=micro_batch_tokens, tape="host", update="in_backward")
 
 
 def main() -> None:

@@ -27,9 +27,9 @@ from megatrain.planning.catalog.families import shape_from_config
 from megatrain.planning.catalog.known_models import find_model
 from megatrain.planning.catalog.reference_machines import GIB, MACHINES, ReferenceMachine
 from megatrain.planning.search import Fixed, Search
-from megatrain.planning.settings import Settings
 from megatrain.planning.simulate import simulate
 from megatrain.planning.workload import ModelShape, Workload
+from megatrain.step.settings import StepSettings
 
 HOME = 14
 """Bytes per param in host memory."""
@@ -130,8 +130,10 @@ def _speed(shape: ModelShape, gpu: str) -> float | None:
     """Return the planned tokens/s; None where device memory is too small for a block."""
     profile = find_machine(gpu)[0].profile(ram_bytes=64 << 40)
     workload = Workload(model=shape, step_tokens=128 << 10, packed=True)
-    for micro_tokens in (16384, 4096, 2048):
-        search = Search(profile, workload, Fixed(micro_tokens=micro_tokens, slots=2, tape="host"))
+    for micro_batch_tokens in (16384, 4096, 2048):
+        search = Search(
+            profile, workload, Fixed(micro_batch_tokens=micro_batch_tokens, slots=2, tape="host")
+        )
         found = search.best()
         if found is not None:
             return workload.step_tokens / found.step_s
@@ -238,7 +240,7 @@ def wear() -> Iterator[str]:
         shape = model_shape(name)
         machine, _ = find_machine(gpu)
         workload = Workload(model=shape, step_tokens=128 << 10, packed=True)
-        settings = Settings(micro_tokens=8192, tape="host")
+        settings = StepSettings(micro_batch_tokens=8192, tape="host")
         compute = simulate(machine.profile(ram_bytes=1 << 42), workload, settings).step_s
         moved = 10 * shape.params
         disk = moved / (machine.disk_read * 1e9) + moved / (machine.disk_write * 1e9)

@@ -53,12 +53,14 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain.engine.batch import MicroBatch
-from megatrain.engine.engine import Engine, Update
+from megatrain.engine.engine import Engine
 from megatrain.memory.host import resident_bytes
 from megatrain.memory.layout import Kind, build_layout
 from megatrain.memory.store import WITH_CLIP, WITHOUT_CLIP, Store
 from megatrain.models.decoder import Decoder, build_decoder
 from megatrain.optim.adamw import AdamW
+from megatrain.step.shape import Update
+from testkit.engines import make_engine
 
 VOCABULARY = 32000
 LEARNING_RATE = 1e-5
@@ -236,7 +238,7 @@ def _engine(decoder: Decoder, store: Store, update: Update, num_threads: int) ->
         max_grad_norm=1.0 if update == "late" else None,
         num_threads=num_threads,
     )
-    return Engine(decoder, store, optimizer=optimizer, update=update)
+    return make_engine(decoder, store, optimizer=optimizer, update=update)
 
 
 def _alone(work: str, num_threads: int) -> dict[str, float]:

@@ -47,7 +47,7 @@ def measure_trainer(num_threads: int, num_rounds: int) -> dict[str, object]:
         optimizer = AdamW(
             learning_rate=1e-5, max_grad_norm=1.0, num_threads=max(1, num_threads // 2)
         )
-        bare = Engine(home.decoder, home.store, optimizer=optimizer, update="late")
+        bare = Engine(home.decoder, home.store, optimizer=optimizer)
         with bare, Trainer(config) as trainer:
             turns = Turns(trainer.engine, bare)
             trainer.engine = turns  # type: ignore[assignment]

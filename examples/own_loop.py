@@ -40,7 +40,7 @@ def main() -> None:
 
         home = mt.load_model(Path(scratch, "source"), dtype="bf16")
         optimizer = mt.AdamW(learning_rate=3e-3, weight_decay=0.1, max_grad_norm=1.0)
-        with mt.Engine(home.decoder, home.store, optimizer=optimizer, update="late") as engine:
+        with mt.Engine(home.decoder, home.store, optimizer=optimizer) as engine:
             for step in range(40):
                 result = engine.step(make_batch(step))
                 if step % 10 == 0 or step == 39:

@@ -73,7 +73,7 @@ class Run:
     seed: int
     staged: bool = False
     """No host memory can be registered."""
-    gathers: bool = False
+    gather_embedding: bool = False
     """Of the embedding only rows visit the device."""
 
 
@@ -100,9 +100,9 @@ def run_of(number: int) -> Run:
         sort="",
         steps=(once, source.choice([once, shapes()])),
         update=source.choice(["none", "in_backward", "in_backward", "late", "late"]),
-        num_slots=source.choice([2, 2, 3, NUM_LAYERS]),
+        slots=source.choice([2, 2, 3, NUM_LAYERS]),
         tape=source.choice(["device", "host"]),
-        num_tape_slots=source.randint(2, 4),
+        tape_slots=source.randint(2, 4),
         evaluates_after=tuple(n for n in range(2) if source.random() < 0.1),
         form=source.choice(["plain", "padded", "packed"]),
     )
@@ -114,7 +114,7 @@ def run_of(number: int) -> Run:
         policy=source.choice(["late", "random", "random", "early"]),
         seed=number,
         staged=source.random() < 0.15,
-        gathers=family not in TIED and source.random() < 0.3,
+        gather_embedding=family not in TIED and source.random() < 0.3,
     )
 
 
@@ -128,7 +128,7 @@ def play(run: Run, simulator: Simulator, **changes: Any) -> Outcome:
     with watched(simulator), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "host memory:")
         settings: dict[str, Any] = {"device": device, "lanes": None, "optimizer": optimizer}
-        settings["gather_embedding"] = run.gathers
+        settings["gather_embedding"] = run.gather_embedding
         return world.play(run.case, **settings | changes)
 
 

@@ -97,10 +97,10 @@ class Meaning:
             OpKind.UPDATE: self._update,
         }
         self._num_places: Mapping[str | int, int] = {
-            "slot": shape.num_slots,
-            "grad_slot": shape.num_grad_slots,
-            "tape_slot": shape.num_tape_slots,
-            "host_grad": shape.num_host_grads,
+            "slot": shape.slots,
+            "grad_slot": shape.grad_slots,
+            "tape_slot": shape.tape_slots,
+            "host_grad": shape.host_grads,
         }
 
     def begin(self, ops: Sequence[Op]) -> None:
@@ -232,7 +232,7 @@ class Meaning:
 
     def _norm(self, op: Op, block: int, micro: int) -> None:
         gradient = self._whole_gradient(block, self._step)
-        if block == 0 and self.shape.gathers:  # spread over the table, in its own place
+        if block == 0 and self.shape.gather_embedding:  # spread over the table, in its own place
             self.memory.take(self._drained_at(op, block), gradient)
             self.memory.put(self._drained_at(op, block), gradient)
         else:

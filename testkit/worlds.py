@@ -22,13 +22,15 @@ from transformers import (
 
 from megatrain.devices.device import CpuDevice
 from megatrain.engine.batch import MicroBatch
-from megatrain.engine.engine import Engine, Update
+from megatrain.engine.engine import Engine
 from megatrain.lanes.lane import Lane
 from megatrain.memory.layout import Kind, build_layout
 from megatrain.memory.store import Store
 from megatrain.models.decoder import DTYPES, build_decoder
 from megatrain.optim.adamw import AdamW
 from megatrain.step.ops import LANES, Op
+from megatrain.step.shape import Update
+from testkit.engines import make_engine
 
 VOCABULARY = 64
 SIZES: dict[str, Any] = {
@@ -100,9 +102,9 @@ class Case:
     sort: str
     steps: tuple[Shapes, ...]
     update: Update
-    num_slots: int = 2
+    slots: int = 2
     tape: Literal["device", "host"] = "device"
-    num_tape_slots: int = 2
+    tape_slots: int = 2
     copying: bool = True
     evaluates_after: tuple[int, ...] = ()
     """Numbers of the steps, from 0, that an evaluation follows."""
@@ -162,19 +164,19 @@ class World:
     def engine(self, case: Case, **changes: Any) -> Engine:
         """Return an engine for `case`, from the first weights."""
         self.rewind()
-        settings: dict[str, Any] = {
+        keywords: dict[str, Any] = {
             "optimizer": None if case.update == "none" else self.optimizer(),
-            "update": case.update,
+            "update": "late" if case.update == "none" else case.update,
             "device": CpuDevice(copying=case.copying),
-            "num_slots": case.num_slots,
+            "slots": case.slots,
             "tape": case.tape,
-            "num_tape_slots": case.num_tape_slots,
+            "tape_slots": case.tape_slots,
             "seed": 7,
             "deadline_s": 60.0,
             "on_nonfinite": "skip",
             "router_aux_loss": 0.0 if self.decoder.balancing is None else 0.1,
         }
-        return Engine(self.decoder, self.store, **settings | changes)
+        return make_engine(self.decoder, self.store, **keywords | changes)
 
     def play(self, case: Case, **changes: Any) -> Outcome:
         """Return the outcome of `case`: on lanes, unless `changes` has reference=True."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from megatrain.optim.learning_rate import LearningRate
     from megatrain.planning.estimate import estimate
     from megatrain.run.trainer import Trainer
+    from megatrain.step.settings import StepSettings
 
 _HOMES = {
     "Accelerator": "megatrain.devices.accelerator",
@@ -36,6 +37,7 @@ _HOMES = {
     "MegaTrainError": "megatrain.errors",
     "MicroBatch": "megatrain.engine.batch",
     "StepResult": "megatrain.engine.batch",
+    "StepSettings": "megatrain.step.settings",
     "Trainer": "megatrain.run.trainer",
     "accelerator": "megatrain.devices.accelerator",
     "estimate": "megatrain.planning.estimate",
@@ -54,6 +56,7 @@ __all__ = [
     "MegaTrainError",
     "MicroBatch",
     "StepResult",
+    "StepSettings",
     "Trainer",
     "__version__",
     "accelerator",

@@ -8,20 +8,20 @@ from megatrain.doctor.fit import fitted, merged
 from megatrain.lanes.trace import Span
 from megatrain.planning.costs import Costs
 from megatrain.planning.machine.profile import FlopRate, MachineProfile
-from megatrain.planning.settings import Settings
-from megatrain.planning.simulate import simulate, steady_step
+from megatrain.planning.simulate import simulate, steady_step, step_shape
 from megatrain.planning.workload import Workload
 from megatrain.step.ops import OpKind
+from megatrain.step.settings import StepSettings
 from testkit.machines import DESKTOP, PROCESSOR, SMALL
 
 WORK = Workload(model=SMALL, step_tokens=2048)
-SETTINGS = Settings(micro_tokens=2048, tape="host")
+SETTINGS = StepSettings(micro_batch_tokens=2048, tape="host")
 
 
 def one_at_a_time(profile: MachineProfile) -> list[Span]:
     """A step in which every op has the machine to itself."""
     costs, now, spans = Costs(profile, WORK, SETTINGS), 0, []
-    for op in steady_step(SETTINGS.step_shape(WORK, unified=profile.unified)):
+    for op in steady_step(step_shape(SETTINGS, WORK, unified=profile.unified)):
         end = now + round(costs.of(op).seconds * 1e9)
         spans.append(Span(0, op.lane, op, now, end))
         now = end

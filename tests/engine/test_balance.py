@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 from megatrain import load_model
 from megatrain.disk.hf.model import HostModel
 from megatrain.engine.batch import MicroBatch, StepResult
-from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
 from megatrain.losses.head import IGNORED
 from megatrain.memory.layout import Kind
 from megatrain.models.balance import Routing
+from testkit.engines import make_engine
 from testkit.families import BALANCED, tiny_model
 
 COEFFICIENT = 0.1
@@ -73,7 +73,7 @@ def _run(
     home: HostModel, batch: Sequence[MicroBatch], **settings: Any
 ) -> tuple[StepResult, Gradients]:
     settings = {"router_aux_loss": COEFFICIENT, **settings}
-    with Engine(home.decoder, home.store, **settings) as engine:
+    with make_engine(home.decoder, home.store, **settings) as engine:
         result = engine.step(batch)
         engine.settle()
         params = home.decoder.params
@@ -165,7 +165,7 @@ def test_packed_rows(mixtral: Path) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"reference": True}, {"tape": "host"}, {"reference": True, "tape": "host", "num_slots": 3}],
+    [{"reference": True}, {"tape": "host"}, {"reference": True, "tape": "host", "slots": 3}],
 )
 def test_every_way_to_play_a_step_gives_the_same_bits(
     settings: dict[str, Any], mixtral: Path
@@ -182,7 +182,7 @@ def test_frozen_layers_are_counted_and_pass_the_gradient_on(tmp_path: Path) -> N
     model.save_pretrained(tmp_path)
     home = load_model(tmp_path, dtype="fp32", frozen=("model.layers.2.*", "model.embed_tokens.*"))
     _, aux_loss, expected = _expected(model, _batch())
-    with Engine(home.decoder, home.store, router_aux_loss=COEFFICIENT) as engine:
+    with make_engine(home.decoder, home.store, router_aux_loss=COEFFICIENT) as engine:
         assert engine.step([_batch()]).aux_loss == aux_loss
         trained = [param.name for param in home.decoder.params if param.trained]
         assert all(
@@ -196,7 +196,7 @@ def test_an_evaluation_has_it_too(mixtral: Path) -> None:
     batch = _batch(padded=True)
     with torch.no_grad():
         expected = model(**batch.inputs, use_cache=False).aux_loss.item()
-    with Engine(home.decoder, home.store, router_aux_loss=COEFFICIENT) as engine:
+    with make_engine(home.decoder, home.store, router_aux_loss=COEFFICIENT) as engine:
         assert engine.aux_loss is None
         engine.evaluate([batch])
         assert engine.aux_loss == expected
@@ -217,4 +217,4 @@ def test_models_without_such_a_loss_are_refused(family: str, tmp_path: Path) -> 
     tiny_model(family, torch.bfloat16).save_pretrained(tmp_path)
     home = load_model(tmp_path)
     with pytest.raises(ConfigError, match=rf"router_aux_loss is 0\.01: the code of {family} has"):
-        Engine(home.decoder, home.store, router_aux_loss=0.01)
+        make_engine(home.decoder, home.store, router_aux_loss=0.01)

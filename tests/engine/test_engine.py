@@ -13,10 +13,10 @@ from itertools import product
 
 import pytest
 
-from megatrain.engine.engine import Update
 from megatrain.lanes.lane import Lane
 from megatrain.step.hazards import Hazards
 from megatrain.step.ops import LANES, Op, OpKind
+from megatrain.step.shape import Update
 from proofs.interleavings import case_of, faults_of
 from testkit.states import LATE, same, state_after, state_of, steps_of, threads_end
 from testkit.worlds import SORTS, Case, Outcome, make_batch, world_of
@@ -38,7 +38,7 @@ def grid() -> dict[Group, list[Case]]:
     groups: dict[Group, list[Case]] = {}
     sorts = ("llama of 2 layers", "gemma, tied", "mixtral")
     for sort, update, tape, copying in product(sorts, UPDATES, ("device", "host"), (True, False)):
-        slots = (2, 3, 4) if copying else (2,)  # views need none
+        counts = (2, 3, 4) if copying else (2,)  # views need none
         groups[sort, update, tape, copying] = [
             Case(
                 sort=sort,
@@ -46,11 +46,11 @@ def grid() -> dict[Group, list[Case]]:
                 update=update,
                 tape=tape,  # type: ignore[arg-type]
                 copying=copying,
-                num_slots=num_slots,
-                num_tape_slots=num_slots,
-                timing=hash((num_slots, num_micro)),
+                slots=slots,
+                tape_slots=slots,
+                timing=hash((slots, num_micro)),
             )
-            for num_slots, num_micro in product(slots, (1, 2, 3, 4))
+            for slots, num_micro in product(counts, (1, 2, 3, 4))
         ]
     return groups
 

@@ -17,13 +17,13 @@ import pytest
 
 from megatrain.devices.device import CpuDevice
 from megatrain.engine.actions import StepActions
-from megatrain.engine.engine import Engine, Update
+from megatrain.engine.engine import Engine
 from megatrain.errors import LaneStuck, PlayerStopped
 from megatrain.lanes.lane import Action, Lane
 from megatrain.lanes.player import Player
 from megatrain.step.ops import LANES, Op, OpKind
 from megatrain.step.schedule import build_flush, build_step
-from megatrain.step.shape import StepShape
+from megatrain.step.shape import StepShape, Update
 from testkit.patience import HANG_S, eventually
 from testkit.states import State, same, state_of, threads_end
 from testkit.toys import shorten_deadline

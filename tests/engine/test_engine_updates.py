@@ -17,13 +17,14 @@ from transformers import AutoModelForCausalLM
 
 from megatrain.engine.actions import StepActions
 from megatrain.engine.batch import MicroBatch
-from megatrain.engine.engine import Engine, Update
 from megatrain.memory.layout import Kind, build_layout
 from megatrain.memory.master import split_into
 from megatrain.memory.store import WITHOUT_CLIP, Store
 from megatrain.optim.adamw import AdamW
 from megatrain.step.ops import Op, OpKind
+from megatrain.step.shape import Update
 from testkit.adamw_by_hand import HandAdamW, global_norm, is_matrix
+from testkit.engines import make_engine
 from testkit.worlds import SORTS, Case, Shapes, World, make_batch, world_of
 
 LR, DECAY = 3e-3, 0.1
@@ -59,7 +60,7 @@ def by_engine(
     world: World, update: Update, clip: float | None, num_steps: int = NUM_STEPS, **changes: object
 ) -> tuple[State, list[float | None]]:
     optimizer = AdamW(learning_rate=LR, weight_decay=DECAY, max_grad_norm=clip)
-    case = Case(sort="", steps=(), update=update, tape="host", num_slots=3)
+    case = Case(sort="", steps=(), update=update, tape="host", slots=3)
     with world.engine(case, optimizer=optimizer, **changes) as engine:
         norms = [engine.step(batch_of(step)).grad_norm for step in range(num_steps)]
     return state_of(world), norms
@@ -142,7 +143,7 @@ def test_updates_in_backward_need_no_room_for_gradients() -> None:
     for param in world.decoder.params:
         small.param(param.name, Kind.HI).copy_(world.store.param(param.name, Kind.HI))
     optimizer = AdamW(learning_rate=LR, weight_decay=DECAY)
-    with Engine(world.decoder, small, optimizer=optimizer, update="in_backward") as engine:
+    with make_engine(world.decoder, small, optimizer=optimizer, update="in_backward") as engine:
         for step in range(3):
             engine.step(batch_of(step))
     for name in trained(world):

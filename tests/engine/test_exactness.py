@@ -23,6 +23,7 @@ from megatrain.memory.master import split_into
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.kernel import AdamWScalars
 from megatrain.optim.optimizer import decays
+from testkit.engines import make_engine
 from testkit.families import FAMILIES, save_tiny
 from testkit.plain import load_plain, make_batch, plain_gradients, seed_like_engine
 from tests.optim.test_kernel import State, numpy_update
@@ -94,7 +95,7 @@ def test_three_steps_equal_the_resident_model(
     if family in RANDOM:
         seed_like_engine(plain.model, model.decoder.layers_path)
     optimizer = AdamW(learning_rate=RATE, weight_decay=DECAY)
-    with Engine(model.decoder, store, optimizer=optimizer, update="late") as engine:
+    with Engine(model.decoder, store, optimizer=optimizer) as engine:
         for batch in BATCHES:
             losses, gradients = plain_gradients(plain.model, batch, step=plain.number + 1)
             result = engine.step(batch)
@@ -146,7 +147,7 @@ def test_recompute_repeats_dropout(tape: Literal["device", "host"], tmp_path: Pa
     without = plain_gradients(plain.eval(), batch)
     seed_like_engine(plain.train(), model.decoder.layers_path, embedding="transformer.wte")
     losses, gradients = plain_gradients(plain, batch)
-    with Engine(model.decoder, model.store, tape=tape) as engine:
+    with make_engine(model.decoder, model.store, tape=tape) as engine:
         result = engine.step(batch)
         found = {p.name: model.store.param(p.name, Kind.GRAD) for p in model.decoder.params}
         assert list(result.micro_losses) == losses

@@ -9,12 +9,12 @@ import pytest
 
 from megatrain.devices.accelerator import Accelerator
 from megatrain.engine import gathered
-from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
 from megatrain.memory.layout import Kind
 from megatrain.step.schedule import build_step
 from megatrain.step.shape import StepShape
 from proofs.races import Run, play, reference, simulator_of, world_of
+from testkit.engines import make_engine
 from testkit.schedule_laws import check_schedules
 from testkit.simulated.accelerator import Simulator
 from testkit.simulated.watched import watched
@@ -84,10 +84,10 @@ def test_a_table_that_the_head_reads_is_refused() -> None:
 def test_unified_memory_has_nothing_to_gather_for() -> None:
     world = world_of("llama", "bf16")
     with pytest.raises(ConfigError, match="needs a device with memory of its own"):
-        Engine(world.decoder, world.store, gather_embedding=True)
+        make_engine(world.decoder, world.store, gather_embedding=True)
 
 
 @pytest.mark.parametrize("update", ["none", "in_backward", "late"])
 def test_schedules_that_gather_keep_all_laws(update: Any) -> None:
-    shape = StepShape(num_blocks=6, num_micro=2, update=update, gathers=True)
+    shape = StepShape(num_blocks=6, num_micro=2, update=update, gather_embedding=True)
     check_schedules(shape, [build_step(shape), build_step(shape, pending=update == "late")])

@@ -15,6 +15,7 @@ from megatrain.devices.device import CpuDevice
 from megatrain.engine.grad_slots import GradSlots
 from megatrain.errors import NonFiniteStep
 from megatrain.memory.layout import Kind
+from testkit.engines import make_engine
 from testkit.families import save_tiny
 from testkit.plain import make_batch
 
@@ -71,9 +72,9 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[Poison]:
 
 def _engine(home: HostModel, update: str, on_nonfinite: str = "skip", **changes: Any) -> Engine:
     optimizer = AdamW(learning_rate=1e-3, max_grad_norm=1.0)
-    return Engine(
-        home.decoder, home.store, optimizer=optimizer, update=update, reference=True,  # type: ignore[arg-type]
-        on_nonfinite=on_nonfinite, **changes,  # type: ignore[arg-type]
+    return make_engine(
+        home.decoder, home.store, optimizer=optimizer, update=update, reference=True,
+        on_nonfinite=on_nonfinite, **changes,
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from megatrain import AdamW, Engine, HostModel, load_model
 from megatrain.engine.snapshot import Gate, Snapshot
 from megatrain.errors import CheckpointMismatch, SnapshotLost
 from megatrain.memory.layout import Kind
+from testkit.engines import make_engine
 from testkit.families import save_tiny
 from testkit.patience import HANG_S
 from testkit.plain import make_batch
@@ -35,7 +36,9 @@ def _engine(folder: Path, update: Any, **settings: Any) -> tuple[HostModel, Engi
     home = load_model(folder)
     rate = 0.01
     optimizer = AdamW(learning_rate=rate, max_grad_norm=1.0 if update == "late" else None)
-    return home, Engine(home.decoder, home.store, optimizer=optimizer, update=update, **settings)
+    return home, make_engine(
+        home.decoder, home.store, optimizer=optimizer, update=update, **settings
+    )
 
 
 def _block(home: HostModel, block: int) -> State:

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatrain import load_model
 from megatrain.engine.engine import Engine
 from megatrain.memory.layout import Kind
+from testkit.engines import make_engine
 from testkit.families import save_tiny
 from testkit.plain import load_plain, make_batch, plain_gradients
 from tests.gpu.rigs import Rig
@@ -47,7 +48,7 @@ def test_streamed_equals_resident(
     expected = [plain_gradients(plain, batch) for batch in BATCHES]
     with (
         rig.running(model.store, seed=1) as accelerator,
-        Engine(model.decoder, model.store, device=accelerator, tape="host") as engine,
+        make_engine(model.decoder, model.store, device=accelerator, tape="host") as engine,
     ):
         for batch, (losses, gradients) in zip(BATCHES, expected, strict=True):
             result = engine.step(batch)

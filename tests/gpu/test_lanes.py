@@ -21,13 +21,13 @@ LLAMA, FP32, DROPOUT = "llama of 2 layers", "llama in fp32", "gpt2, tied, with d
 STEPS = steps_of(3)[:2]
 
 
-def case(sort: str, update: Any, tape: Any, num_slots: int) -> Case:
+def case(sort: str, update: Any, tape: Any, slots: int) -> Case:
     return Case(
         sort=sort,
         steps=STEPS,
         update=update,
         tape=tape,
-        num_slots=num_slots,
+        slots=slots,
         evaluates_after=(1,),
     )
 
@@ -37,18 +37,18 @@ FAST = [
     case(DROPOUT, "in_backward", "device", 3),
 ]
 ALL = [
-    case(sort, update, tape, num_slots)
+    case(sort, update, tape, slots)
     for sort in ("llama of 5 layers", FP32, "gemma, tied", "mixtral", DROPOUT)
     for update in ("none", "late", "in_backward")
     for tape in ("device", "host")
-    for num_slots in (2, 3, 4)
+    for slots in (2, 3, 4)
 ]
 CASES = [*FAST, *(pytest.param(c, marks=pytest.mark.thorough) for c in ALL if c not in FAST)]
 
 
 def named(value: object) -> str | None:
     if isinstance(value, Case):
-        return f"{value.sort}-{value.update}-tape on {value.tape}-{value.num_slots} slots"
+        return f"{value.sort}-{value.update}-tape on {value.tape}-{value.slots} slots"
     return None
 
 

@@ -118,7 +118,6 @@ def test_out_of_memory_in_a_step_leaves_the_store_as_it_was(rig: Rig, share: flo
             world.store,
             device=accelerator,
             optimizer=rig.optimizer(world),
-            update="late",
         ) as engine,
     ):
         assert engine.step(batches[2]).applied

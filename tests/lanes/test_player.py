@@ -35,10 +35,10 @@ shapes = st.builds(
     StepShape,
     num_blocks=st.integers(3, 7),
     num_micro=st.integers(1, 3),
-    num_slots=st.integers(2, 4),
-    num_grad_slots=st.integers(1, 2),
+    slots=st.integers(2, 4),
+    grad_slots=st.integers(1, 2),
     tape=st.sampled_from(["device", "host"]),
-    num_tape_slots=st.integers(2, 3),
+    tape_slots=st.integers(2, 3),
     copying=st.booleans(),
     update=st.sampled_from(["none", "in_backward", "late"]),
     tied=st.booleans(),
@@ -116,7 +116,7 @@ def test_any_timing_of_the_streams_gives_the_reference(shape: StepShape, seed: i
 
 
 def test_steps_of_different_shapes_may_follow_each_other() -> None:
-    other = StepShape(num_blocks=5, num_micro=3, num_slots=3, update="late")
+    other = StepShape(num_blocks=5, num_micro=3, slots=3, update="late")
     schedules = [
         build_step(SMALL),
         build_step(other, pending=True),
@@ -369,7 +369,7 @@ def test_close_ends_within_the_deadline_and_tells_who_did_not() -> None:
 
 def test_an_op_costs_little() -> None:
     """Measured about 10 us: four lanes, a tape on the host, actions that do nothing."""
-    shape = StepShape(num_blocks=34, num_micro=16, tape="host", num_tape_slots=4, update="late")
+    shape = StepShape(num_blocks=34, num_micro=16, tape="host", tape_slots=4, update="late")
     ops = build_step(shape)
     with Player(host_lanes(), deadline_s=HANG_S) as player:
         nothing = dict.fromkeys(OpKind, lambda op: None)

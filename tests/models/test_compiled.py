@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from megatrain import load_model
 from megatrain.devices.device import CpuDevice
 from megatrain.engine import machine
-from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
 from megatrain.memory.layout import Kind
 from megatrain.models import compiled as regions
@@ -24,6 +23,7 @@ from megatrain.models.compiled import Backend, Regions
 from megatrain.models.decoder import DTYPES, build_decoder
 from megatrain.models.template import Template
 from megatrain.optim.adamw import AdamW
+from testkit.engines import make_engine
 from testkit.families import save_tiny, tiny_config, tiny_model
 from testkit.plain import make_batch
 
@@ -297,11 +297,10 @@ def test_an_engine_trains_to_the_same_bits(
     for is_compiled in (False, True):
         model = load_model(tmp_path)
         optimizer = AdamW(learning_rate=1e-2)
-        with Engine(
+        with make_engine(
             model.decoder,
             model.store,
             optimizer=optimizer,
-            update="late",
             device=CpuDevice(copying=copying),
             compile=is_compiled,
         ) as engine:

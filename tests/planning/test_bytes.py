@@ -15,8 +15,9 @@ from megatrain.memory.ledger import Ledger
 from megatrain.memory.store import WITH_CLIP, WITHOUT_CLIP, store_ledger
 from megatrain.planning import bytes as ledger
 from megatrain.planning.bytes import device_lines, predicted_ledger, store_lines
-from megatrain.planning.settings import Settings
+from megatrain.planning.simulate import step_shape
 from megatrain.planning.workload import Workload, shape_of
+from megatrain.step.settings import StepSettings
 from testkit.machines import DESKTOP, EIGHT, PROCESSOR
 from testkit.rehearsal import device_ledger
 from testkit.rehearsed import SMALL, decoder_of
@@ -63,8 +64,8 @@ def test_the_device_against_its_rehearsal(
         dtype=dtype,  # type: ignore[arg-type]
         packed=True,
     )
-    settings = Settings(micro_tokens=rows * length, tape=place, chunk_tokens=chunk)  # type: ignore[arg-type]
-    shape = replace(settings.step_shape(workload, unified=False), update="none")
+    settings = StepSettings(micro_batch_tokens=rows * length, tape=place, chunk_tokens=chunk)  # type: ignore[arg-type]
+    shape = replace(step_shape(settings, workload, unified=False), update="none")
     shapes = [(rows, length)] * num_micro
     real = device_ledger(decoder, build_layout(decoder.blocks), shape, shapes, chunk)
     found = Ledger(device_lines(workload, settings, unified=False))
@@ -84,8 +85,8 @@ def test_scores_that_eager_attention_keeps_are_counted(family: str, dtype: Any) 
         model=shape_of(decoder), step_tokens=512, sequence=512, dtype=dtype, packed=True,
         attn="eager",
     )  # fmt: skip
-    settings = Settings(micro_tokens=512)
-    shape = replace(settings.step_shape(workload, unified=False), update="none")
+    settings = StepSettings(micro_batch_tokens=512)
+    shape = replace(step_shape(settings, workload, unified=False), update="none")
     real = device_ledger(decoder, build_layout(decoder.blocks), shape, [(1, 512)])
     found = Ledger(device_lines(workload, settings, unified=False)).total("device")
     assert 0.98 * real.total("device") < found < 1.12 * real.total("device")
@@ -96,18 +97,27 @@ def test_scores_that_eager_attention_keeps_are_counted(family: str, dtype: Any) 
 @pytest.mark.parametrize(
     ("smaller", "larger"),
     [
-        (Settings(micro_tokens=2048), Settings(micro_tokens=8192)),
-        (Settings(micro_tokens=8192, slots=2), Settings(micro_tokens=8192, slots=3)),
-        (Settings(micro_tokens=8192, tape="host"), Settings(micro_tokens=8192, tape="device")),
-        (Settings(micro_tokens=8192, chunk_tokens=512), Settings(micro_tokens=8192)),
+        (StepSettings(micro_batch_tokens=2048), StepSettings(micro_batch_tokens=8192)),
         (
-            Settings(micro_tokens=8192, gather_embedding=True),
-            Settings(micro_tokens=8192),
+            StepSettings(micro_batch_tokens=8192, slots=2),
+            StepSettings(micro_batch_tokens=8192, slots=3),
+        ),
+        (
+            StepSettings(micro_batch_tokens=8192, tape="host"),
+            StepSettings(micro_batch_tokens=8192, tape="device"),
+        ),
+        (
+            StepSettings(micro_batch_tokens=8192, chunk_tokens=512),
+            StepSettings(micro_batch_tokens=8192),
+        ),
+        (
+            StepSettings(micro_batch_tokens=8192, gather_embedding=True),
+            StepSettings(micro_batch_tokens=8192),
         ),
     ],
     ids=["tokens", "slots", "tape", "chunk", "rows"],
 )
-def test_more_of_anything_needs_more(smaller: Settings, larger: Settings) -> None:
+def test_more_of_anything_needs_more(smaller: StepSettings, larger: StepSettings) -> None:
     workload = Workload(model=EIGHT, step_tokens=32768)
     less, more = (predicted_ledger(DESKTOP, workload, way) for way in (smaller, larger))
     assert less.total("device") < more.total("device")
@@ -115,7 +125,7 @@ def test_more_of_anything_needs_more(smaller: Settings, larger: Settings) -> Non
 
 def test_what_clipping_costs() -> None:
     workload = Workload(model=EIGHT, step_tokens=8192)
-    settings = Settings(micro_tokens=8192)
+    settings = StepSettings(micro_batch_tokens=8192)
     late = predicted_ledger(DESKTOP, workload, settings)
     early = predicted_ledger(DESKTOP, workload, settings.changed(update="in_backward"))
     rings = [line.num_bytes for line in early.lines if line.purpose == "gradient rings"]
@@ -126,7 +136,7 @@ def test_what_clipping_costs() -> None:
 
 def test_where_the_device_is_the_host_its_memory_is_the_hosts() -> None:
     workload = Workload(model=EIGHT, step_tokens=8192)
-    found = predicted_ledger(PROCESSOR, workload, Settings(micro_tokens=8192))
+    found = predicted_ledger(PROCESSOR, workload, StepSettings(micro_batch_tokens=8192))
     assert {line.place for line in found.lines} == {"host", "disk"}
     assert "working memory" in {line.purpose for line in found.lines}
 

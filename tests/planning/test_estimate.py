@@ -69,7 +69,7 @@ def test_what_fits_says_how_fast_and_what_limits() -> None:
     for word in (
         "machine   RTX 4090", "figures   published, not measured", "Qwen/Qwen3-8B, 8.19B params",
         "131,072 tokens in rows of 2,048", "weights (hi)", "limit     compute",
-        "in all    1B tokens in ", "at 0.5 an hour", "micro_tokens",
+        "in all    1B tokens in ", "at 0.5 an hour", "micro_batch_tokens",
     ):  # fmt: skip
         assert word in text, word
 
@@ -115,7 +115,7 @@ def test_json_has_every_figure() -> None:
     assert facts["short"] == {}
     assert facts["tokens"] == 10**9
     assert facts["predicted"]["bottleneck"] == "compute"
-    assert set(facts["settings"]) >= {"micro_tokens", "slots", "tape", "update"}
+    assert set(facts["settings"]) >= {"micro_batch_tokens", "slots", "tape", "update"}
 
 
 def test_settings_can_be_tried_as_train_takes_them(tmp_path: Path) -> None:

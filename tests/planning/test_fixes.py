@@ -67,7 +67,7 @@ def test_packing_is_given_up_where_its_masks_are_what_does_not_fit() -> None:
     assert any(fix.overrides == ("data.packing=false",) for fix in found.plan.fixes)
     plan = estimate("Qwen2.5-7B", [*settings, "data.packing=false"], gpu="GH200").plan
     assert plan.fits
-    assert plan.settings.micro_tokens == 131072
+    assert plan.settings.micro_batch_tokens == 131072
     assert estimate("Qwen2.5-7B", [*settings, "model.attn=flash_attention_2"], gpu="GH200").fits
 
 
@@ -81,7 +81,7 @@ def test_steps_that_are_counted_in_rows_are_shortened_in_rows() -> None:
 
 def test_what_the_user_decided_is_not_undone() -> None:
     workload = Workload(model=EIGHT, step_tokens=32768)
-    fixed = Fixed(micro_tokens=16384, slots=4, tape="host")
+    fixed = Fixed(micro_batch_tokens=16384, slots=4, tape="host")
     for fix in find_fixes(DESKTOP.changed(ram_bytes=60 * GIB), workload, fixed):
         assert make_plan(fix.profile, fix.workload, fixed).fits, fix.text
         assert fix.workload.step_tokens >= 16384

@@ -100,7 +100,7 @@ def test_another_setting_would_be_noticed(tmp_path: Path, machine: MachineProfil
 def test_only_what_was_set_is_called_so(tmp_path: Path, machine: MachineProfile) -> None:
     path = config_for(tmp_path, "llama")
     plan = as_train_plans(path, [], machine)
-    assert set(plan.reasons) >= {"update", "chunk_tokens", "gather_embedding", "micro_tokens"}
+    assert set(plan.reasons) >= {"update", "chunk_tokens", "gather_embedding", "micro_batch_tokens"}
     assert "as you set it" not in plan.reasons.values()
     chosen = as_train_plans(path, ["memory.chunk_tokens=1024"], machine)
     assert [name for name, why in chosen.reasons.items() if why == "as you set it"] == [

@@ -144,9 +144,11 @@ def test_it_goes_to_json() -> None:
 
 
 def test_a_user_who_set_everything_is_told_so() -> None:
-    fixed = Fixed(micro_tokens=4096, slots=2, tape="host", chunk_tokens=512)
+    fixed = Fixed(micro_batch_tokens=4096, slots=2, tape="host", chunk_tokens=512)
     plan = make_plan(DESKTOP, Workload(model=EIGHT, step_tokens=8192), fixed)
-    assert {plan.reasons[name] for name in ("micro_tokens", "slots", "tape")} == {"as you set it"}
+    assert {plan.reasons[name] for name in ("micro_batch_tokens", "slots", "tape")} == {
+        "as you set it"
+    }
 
 
 def test_planning_the_largest_with_bounded_effort() -> None:

@@ -10,9 +10,9 @@ import pytest
 from megatrain.planning.bytes import predicted_ledger
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.search import CHUNKS, Fixed, Search, effective_profile, shortfalls
-from megatrain.planning.settings import Settings
 from megatrain.planning.simulate import simulate
 from megatrain.planning.workload import ModelShape, Workload
+from megatrain.step.settings import StepSettings
 from testkit.machines import DESKTOP, EIGHT, EXPERTS, GIB, PROCESSOR, SERVER, SEVENTY, SMALL
 
 PLACES = [
@@ -25,15 +25,19 @@ PLACES = [
 ]
 
 
-def everything(workload: Workload, profile: MachineProfile) -> list[Settings]:
+def everything(workload: Workload, profile: MachineProfile) -> list[StepSettings]:
     """All settings of a grid."""
     micros = [2048 * 2**power for power in range(5) if 2048 * 2**power <= workload.step_tokens]
     places: list[Literal["device", "host"]] = ["device"] if profile.unified else ["device", "host"]
     slots = (2,) if profile.unified else (2, 3, 4, 8)
     gathers = (False,) if profile.unified or workload.model.tied else (False, True)
     return [
-        Settings(
-            micro_tokens=micro, slots=count, tape=tape, chunk_tokens=chunk, gather_embedding=gather
+        StepSettings(
+            micro_batch_tokens=micro,
+            slots=count,
+            tape=tape,
+            chunk_tokens=chunk,
+            gather_embedding=gather,
         )
         for micro, count, tape, chunk, gather in itertools.product(
             micros, slots, places, (CHUNKS[0], CHUNKS[3]), gathers
@@ -73,8 +77,8 @@ def test_it_is_near_the_best_of_all(profile: MachineProfile, link: float) -> Non
 def test_few_layers_tell_the_time_of_many() -> None:
     workload = Workload(model=SEVENTY, step_tokens=32768)
     for settings in (
-        Settings(micro_tokens=8192, tape="host"),
-        Settings(micro_tokens=2048, tape="host", slots=4),
+        StepSettings(micro_batch_tokens=8192, tape="host"),
+        StepSettings(micro_batch_tokens=2048, tape="host", slots=4),
     ):
         whole = simulate(SERVER, workload, settings).step_s
         assert Search(SERVER, workload).seconds(settings) == pytest.approx(whole, rel=0.01)
@@ -97,11 +101,13 @@ def test_slots_are_added_where_fetches_are_waited_for() -> None:
 
 
 def test_what_the_user_decided_stays() -> None:
-    fixed = Fixed(micro_tokens=4096, slots=5, tape="host", chunk_tokens=512, gather_embedding=True)
+    fixed = Fixed(
+        micro_batch_tokens=4096, slots=5, tape="host", chunk_tokens=512, gather_embedding=True
+    )
     best = Search(DESKTOP, Workload(model=EIGHT, step_tokens=32768), fixed).best()
     assert best is not None
-    assert best.settings == Settings(
-        micro_tokens=4096, slots=5, tape="host", chunk_tokens=512, gather_embedding=True
+    assert best.settings == StepSettings(
+        micro_batch_tokens=4096, slots=5, tape="host", chunk_tokens=512, gather_embedding=True
     )
 
 
@@ -118,19 +124,22 @@ def test_rows_longer_than_usual_are_computed_one_at_a_time(sequence: int) -> Non
     workload = Workload(model=SMALL, step_tokens=4 * sequence, sequence=sequence)
     best = Search(SERVER, workload).best()
     assert best is not None
-    assert best.settings.micro_tokens == sequence
+    assert best.settings.micro_batch_tokens == sequence
 
 
 def test_a_step_of_one_long_row_is_one_micro_batch() -> None:
     workload = Workload(model=SMALL, step_tokens=262144, sequence=262144)
     best = Search(SERVER, workload).best()
     assert best is not None
-    assert best.settings.micro_tokens == 262144
+    assert best.settings.micro_batch_tokens == 262144
 
 
 def test_what_cannot_be_pinned_is_copied_slower() -> None:
     limited = DESKTOP.changed(pinned_bytes=GIB)
-    workload, settings = Workload(model=EIGHT, step_tokens=8192), Settings(micro_tokens=8192)
+    workload, settings = (
+        Workload(model=EIGHT, step_tokens=8192),
+        StepSettings(micro_batch_tokens=8192),
+    )
     ledger = predicted_ledger(limited, workload, settings)
     slower = effective_profile(limited, ledger)
     assert slower.copy_in_bytes_per_s == pytest.approx(0.4 * limited.copy_in_bytes_per_s)

@@ -11,22 +11,23 @@ import pytest
 
 from megatrain.planning.costs import Cost, Costs
 from megatrain.planning.machine.profile import FlopRate, MachineProfile
-from megatrain.planning.settings import Settings
 from megatrain.planning.simulate import (
     Simulation,
     play,
     shared_speeds,
     simulate,
     steady_step,
+    step_shape,
 )
 from megatrain.planning.workload import Workload
 from megatrain.step.ops import OpKind
+from megatrain.step.settings import StepSettings
 from testkit.effort import require_effort
 from testkit.machines import DESKTOP, EIGHT, LARGEST, PROCESSOR, SERVER, SMALL
 
 WORK = Workload(model=SMALL, step_tokens=16384, sequence=2048)
 WAYS = [
-    Settings(micro_tokens=micro, slots=slots, tape=tape, update=update)  # type: ignore[arg-type]
+    StepSettings(micro_batch_tokens=micro, slots=slots, tape=tape, update=update)  # type: ignore[arg-type]
     for micro, slots, tape, update in itertools.product(
         (4096, 16384), (2, 4), ("device", "host"), ("late", "in_backward")
     )
@@ -39,14 +40,14 @@ SLOW: dict[str, dict[str, Any]] = {
 }
 
 
-def simulated(settings: Settings, profile: MachineProfile = DESKTOP) -> Simulation:
+def simulated(settings: StepSettings, profile: MachineProfile = DESKTOP) -> Simulation:
     return simulate(profile, WORK, settings)
 
 
 @pytest.mark.parametrize("profile", [DESKTOP, PROCESSOR], ids=lambda profile: profile.name)
 @pytest.mark.parametrize("settings", WAYS, ids=str)
 def test_no_op_begins_before_what_it_waits_for_has_ended(
-    settings: Settings, profile: MachineProfile
+    settings: StepSettings, profile: MachineProfile
 ) -> None:
     played = simulated(settings, profile).ops
     ends: dict[str, float] = {}
@@ -60,7 +61,7 @@ def test_no_op_begins_before_what_it_waits_for_has_ended(
 
 
 @pytest.mark.parametrize("settings", WAYS, ids=str)
-def test_a_step_is_between_its_busiest_lane_and_all_ops_in_turn(settings: Settings) -> None:
+def test_a_step_is_between_its_busiest_lane_and_all_ops_in_turn(settings: StepSettings) -> None:
     result = simulated(settings)
     assert max(result.busy_s["compute"], result.busy_s["in"]) <= result.step_s * 1.0001
     assert result.step_s <= sum(one.end_s - one.start_s for one in result.ops)
@@ -69,14 +70,14 @@ def test_a_step_is_between_its_busiest_lane_and_all_ops_in_turn(settings: Settin
 
 @pytest.mark.parametrize("settings", WAYS, ids=str)
 @pytest.mark.parametrize("limit", SLOW)
-def test_what_is_slow_is_named(limit: str, settings: Settings) -> None:
+def test_what_is_slow_is_named(limit: str, settings: StepSettings) -> None:
     assert simulated(settings, DESKTOP.changed(**SLOW[limit])).bottleneck == limit
 
 
 def test_a_tape_on_a_slow_link_is_named() -> None:
     slow = DESKTOP.changed(copy_in_bytes_per_s=1e9, copy_out_bytes_per_s=1e9)
     many = Workload(model=SMALL, step_tokens=1 << 18, sequence=2048)
-    on_host = Settings(micro_tokens=16384, tape="host")
+    on_host = StepSettings(micro_batch_tokens=16384, tape="host")
     assert simulate(slow, many, on_host).bottleneck == "tape"
     assert simulate(slow, many, on_host.changed(tape="device")).bottleneck == "compute"
 
@@ -93,7 +94,7 @@ def test_a_faster_link_is_never_slower(name: str) -> None:
 def test_the_arithmetic_of_a_step_that_compute_limits() -> None:
     """8 FLOPs per weight and token, and what attention and element-wise work add."""
     work = Workload(model=EIGHT, step_tokens=65536, sequence=2048)
-    result = simulate(DESKTOP, work, Settings(micro_tokens=16384, tape="host"))
+    result = simulate(DESKTOP, work, StepSettings(micro_batch_tokens=16384, tape="host"))
     least = 4 * work.model.flops_per_token(2048) * work.step_tokens / 150e12
     assert result.bottleneck == "compute"
     assert least < result.step_s < 1.5 * least
@@ -107,7 +108,7 @@ def test_copies_hide_from_as_many_tokens_as_the_arithmetic_says() -> None:
 
     def exposed(tokens: int) -> float:
         work = Workload(model=EIGHT, step_tokens=tokens, sequence=tokens, max_grad_norm=None)
-        settings = Settings(micro_tokens=tokens, update="in_backward")
+        settings = StepSettings(micro_batch_tokens=tokens, update="in_backward")
         quick = ideal.changed(update_params_per_s=1e15, dram_bytes_per_s=1e18)
         return 1 - simulate(quick, work, settings).busy_shares["compute"]
 
@@ -128,7 +129,9 @@ def test_those_who_share_are_slowed_by_as_much() -> None:
 
 def test_a_step_in_the_middle_of_a_run_begins_with_what_the_last_one_left() -> None:
     late, early = (
-        steady_step(Settings(micro_tokens=16384, update=update).step_shape(WORK, unified=False))
+        steady_step(
+            step_shape(StepSettings(micro_batch_tokens=16384, update=update), WORK, unified=False)
+        )
         for update in ("late", "in_backward")
     )
     assert [op.kind for op in late[: SMALL.num_blocks]] == [OpKind.UPDATE] * SMALL.num_blocks
@@ -137,8 +140,8 @@ def test_a_step_in_the_middle_of_a_run_begins_with_what_the_last_one_left() -> N
 
 
 def test_a_lost_wait_would_be_noticed() -> None:
-    settings = Settings(micro_tokens=16384)
-    ops = steady_step(settings.step_shape(WORK, unified=False))
+    settings = StepSettings(micro_batch_tokens=16384)
+    ops = steady_step(step_shape(settings, WORK, unified=False))
     costs = Costs(SLOW_LINK, WORK, settings)
     honest = play(ops, costs, SLOW_LINK, tokens=1)
     blind = play([op for op in ops if op.kind is not OpKind.FETCH], costs, SLOW_LINK, tokens=1)
@@ -161,6 +164,6 @@ def test_the_trace_is_like_a_real_one(tmp_path: Path) -> None:
 
 def test_the_largest_model_with_little_effort() -> None:
     work = Workload(model=LARGEST, step_tokens=64 * 8192, sequence=4096)
-    settings = Settings(micro_tokens=8192, tape="host")
+    settings = StepSettings(micro_batch_tokens=8192, tape="host")
     assert len(simulate(SERVER, work, settings).ops) > 30000
     require_effort(lambda: simulate(SERVER, work, settings), at_most=60)

@@ -31,7 +31,7 @@ def test_a_run_has_the_bits_of_the_cpu_and_no_race(number: int) -> None:
 def test_the_runs_cover_what_they_should() -> None:
     runs = [run_of(number) for number in range(NUM_RUNS)]
     assert len({(run.family, run.dtype, run.case.update) for run in runs}) == len(CONFIGS) * 2 * 3
-    assert {(run.case.tape, run.case.num_slots) for run in runs} == {
+    assert {(run.case.tape, run.case.slots) for run in runs} == {
         (tape, slots) for tape in ("device", "host") for slots in (2, 3, NUM_LAYERS)
     }
     assert {(run.policy, run.staged) for run in runs} >= {("late", True), ("random", True)}

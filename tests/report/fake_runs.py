@@ -43,7 +43,7 @@ PLAN = {
         {"place": "device", "purpose": "chunk of logits", "num_bytes": int(1.2 * GIB)},
     ],
     "measured": {"host_peak_bytes": int(117.4 * GIB), "device_peak_bytes": int(12.4 * GIB)},
-    "settings": {"num_slots": 2, "tape": "host", "update": "late", "micro_batch_tokens": 8192},
+    "settings": {"slots": 2, "tape": "host", "update": "late", "micro_batch_tokens": 8192},
 }
 MACHINE = {
     "device": "NVIDIA GeForce RTX 4090",

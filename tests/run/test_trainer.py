@@ -21,6 +21,7 @@ from megatrain.optim.learning_rate import LearningRate
 from megatrain.run.folder import RunFolder
 from megatrain.run.opening.training_data import open_data
 from megatrain.run.trainer import Trainer
+from megatrain.step.settings import StepSettings
 
 STEPS = 4
 OVERRIDES = ["train.batch_tokens=512", "train.micro_batch_tokens=256", "eval.samples=2"]
@@ -45,9 +46,8 @@ def trained_by_hand(config: Config) -> dict[str, torch.Tensor]:
     optimizer = AdamW(learning_rate=rate.rate, max_grad_norm=1.0)
     with Trainer(config.model_copy(update={"save": _elsewhere(config)})) as other:
         data = open_data(config, other.tokenizer, other.resolved)
-    with Engine(
-        home.decoder, home.store, optimizer=optimizer, update="late", seed=config.train.seed
-    ) as engine:
+    settings = StepSettings(seed=config.train.seed)
+    with Engine(home.decoder, home.store, optimizer=optimizer, settings=settings) as engine:
         for _ in range(STEPS):
             engine.step(data.next_batch())
     data.close()

@@ -16,12 +16,12 @@ def only(ops: Iterable[Op], kind: OpKind, block: int | None = None) -> list[Op]:
     return [op for op in ops if op.kind is kind and block in (None, op.block)]
 
 
-@pytest.mark.parametrize("num_slots", [2, 3, 4])
-def test_a_layer_has_one_slot_all_its_life(num_slots: int) -> None:
-    ops = build_step(StepShape(num_blocks=11, num_slots=num_slots))
-    slots = {(op.block, op.slot) for op in ops if op.slot is not None}
-    layers = {(layer, (layer - 1) % num_slots) for layer in range(1, 10)}
-    assert slots == layers | {(0, "embedding"), (10, "head")}
+@pytest.mark.parametrize("slots", [2, 3, 4])
+def test_a_layer_has_one_slot_all_its_life(slots: int) -> None:
+    ops = build_step(StepShape(num_blocks=11, slots=slots))
+    used = {(op.block, op.slot) for op in ops if op.slot is not None}
+    layers = {(layer, (layer - 1) % slots) for layer in range(1, 10)}
+    assert used == layers | {(0, "embedding"), (10, "head")}
 
 
 def test_untied_edges_share_a_gradient_slot() -> None:
@@ -51,7 +51,7 @@ def test_a_tied_table_keeps_its_gradient_from_head_to_embedding() -> None:
 
 
 def test_the_tape_ring_goes_round_through_forward_and_backward() -> None:
-    ops = build_step(StepShape(num_blocks=4, num_micro=2, tape="host", num_tape_slots=3))
+    ops = build_step(StepShape(num_blocks=4, num_micro=2, tape="host", tape_slots=3))
     assert [op.tape_slot for op in only(ops, OpKind.STASH)] == [0, 1, 2, 0]
     assert [op.tape_slot for op in only(ops, OpKind.RESTORE)] == [1, 2, 0, 1]
     assert [op.tape_slot for op in only(ops, OpKind.BACKWARD)] == [1, 2, 0, 1, None, None]

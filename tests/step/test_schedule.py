@@ -44,7 +44,7 @@ def test_a_step_is_layer_major() -> None:
 @pytest.mark.parametrize("num_micro", [1, 2, 5])
 def test_traffic_does_not_grow_with_micro_batches(num_micro: int) -> None:
     """Each layer crosses twice, those in slots at the turn once, each gradient once."""
-    ops = build_step(StepShape(num_blocks=10, num_slots=3, num_micro=num_micro))
+    ops = build_step(StepShape(num_blocks=10, slots=3, num_micro=num_micro))
     fetches = Counter(op.block for op in only(ops, OpKind.FETCH))
     assert fetches == {0: 1, 1: 2, 2: 2, 3: 2, 4: 2, 5: 2, 6: 1, 7: 1, 8: 1, 9: 1}
     assert Counter(op.block for op in only(ops, OpKind.DRAIN)) == dict.fromkeys(range(10), 1)
@@ -167,16 +167,16 @@ def places_freed(ops: Sequence[Op]) -> list[int]:
     return freed
 
 
-@pytest.mark.parametrize("num_slots", [2, 3, 4])
-@pytest.mark.parametrize("num_tape_slots", [2, 3])
+@pytest.mark.parametrize("slots", [2, 3, 4])
+@pytest.mark.parametrize("tape_slots", [2, 3])
 @pytest.mark.parametrize("num_micro", [2, 4])
 def test_places_are_filled_in_the_order_they_are_freed(
-    num_slots: int, num_tape_slots: int, num_micro: int
+    slots: int, tape_slots: int, num_micro: int
 ) -> None:
     shape = StepShape(
         num_blocks=9,
-        num_slots=num_slots,
-        num_tape_slots=num_tape_slots,
+        slots=slots,
+        tape_slots=tape_slots,
         num_micro=num_micro,
         tape="host",
     )
@@ -223,12 +223,10 @@ def test_late_updates_hide_behind_the_next_forward() -> None:
     assert seen_s <= 4 * (2 * 2.0 + 2 * 1.0)
 
 
-@pytest.mark.parametrize(("num_tape_slots", "stalls"), [(2, True), (3, True), (4, False)])
-def test_the_ring_hides_a_fetch_that_stands_before_restores(
-    num_tape_slots: int, stalls: bool
-) -> None:
+@pytest.mark.parametrize(("tape_slots", "stalls"), [(2, True), (3, True), (4, False)])
+def test_the_ring_hides_a_fetch_that_stands_before_restores(tape_slots: int, stalls: bool) -> None:
     """R micro-batches of backward must last as long as one fetch and two restores: here 10."""
-    shape = StepShape(num_blocks=12, num_micro=8, tape="host", num_tape_slots=num_tape_slots)
+    shape = StepShape(num_blocks=12, num_micro=8, tape="host", tape_slots=tape_slots)
     cost = {
         OpKind.FETCH: 9.0,
         OpKind.FORWARD: 2.0,
@@ -245,7 +243,7 @@ def test_the_ring_hides_a_fetch_that_stands_before_restores(
 
 def test_a_step_of_126_blocks_and_64_micro_batches_is_built_with_little_effort() -> None:
     shape = StepShape(
-        num_blocks=126, num_micro=64, tape="host", num_tape_slots=4, update="late", tied=True
+        num_blocks=126, num_micro=64, tape="host", tape_slots=4, update="late", tied=True
     )
 
     def build() -> None:

@@ -23,32 +23,32 @@ from testkit.worlds import Case, make_batch
 
 CHUNK_TOKENS = 16
 CONFIGURATIONS = [
-    (family, dtype, tape, num_slots, shapes)
+    (family, dtype, tape, slots, shapes)
     for number, (family, dtype, tape) in enumerate(
         itertools.product(CONFIGS, ("bf16", "fp32"), ("device", "host"))
     )
-    for num_slots, shapes in [
+    for slots, shapes in [
         (2 + number % 3, [((2, 16), (1, 24)), ((1, 32),), ((1, 8), (3, 8), (1, 16))][number % 3])
     ]
 ] + [(family, "bf16", "host", 4, ((2, 24), (1, 8))) for family in CONFIGS]
 
 
-def rehearsed(family: str, dtype: str, tape: str, num_slots: int, shapes: object) -> Ledger:
+def rehearsed(family: str, dtype: str, tape: str, slots: int, shapes: object) -> Ledger:
     world = world_of(family, dtype)
     shape = StepShape(
         num_blocks=len(world.decoder.blocks),
         num_micro=len(shapes),  # type: ignore[arg-type]
-        num_slots=num_slots,
+        slots=slots,
         tape=tape,  # type: ignore[arg-type]
         tied=world.decoder.tied,
     )
     return device_ledger(world.decoder, world.store.layout, shape, shapes, CHUNK_TOKENS)  # type: ignore[arg-type]
 
 
-def played(family: str, dtype: str, tape: str, num_slots: int, shapes: object) -> int:
+def played(family: str, dtype: str, tape: str, slots: int, shapes: object) -> int:
     """The most bytes that the real step had on the simulated accelerator."""
     simulator = Simulator(policy="early")
-    case = Case(sort="", steps=(), update="none", tape=tape, num_slots=num_slots)  # type: ignore[arg-type]
+    case = Case(sort="", steps=(), update="none", tape=tape, slots=slots)  # type: ignore[arg-type]
     world = world_of(family, dtype)
     with (
         watched(simulator),
@@ -69,16 +69,18 @@ def test_the_rehearsed_peak_is_the_real_one(configuration: tuple[object, ...]) -
 
 
 def test_another_plan_would_be_noticed() -> None:
-    family, dtype, tape, num_slots, shapes = CONFIGURATIONS[0]
-    planned = rehearsed(family, dtype, tape, num_slots + 1, shapes).total("device")
-    assert played(family, dtype, tape, num_slots, shapes) != pytest.approx(planned, rel=0.02)
+    family, dtype, tape, slots, shapes = CONFIGURATIONS[0]
+    planned = rehearsed(family, dtype, tape, slots + 1, shapes).total("device")
+    assert played(family, dtype, tape, slots, shapes) != pytest.approx(planned, rel=0.02)
 
 
 def test_rows_of_the_embedding_are_rehearsed_in_place_of_the_table() -> None:
     world = world_of("llama", "bf16")
     shape = StepShape(num_blocks=len(world.decoder.blocks))
     whole, rows = (
-        device_ledger(world.decoder, world.store.layout, replace(shape, gathers=gathers), [(1, 8)])
+        device_ledger(
+            world.decoder, world.store.layout, replace(shape, gather_embedding=gathers), [(1, 8)]
+        )
         for gathers in (False, True)
     )
     table = world.store.param("model.embed_tokens.weight", Kind.HI)

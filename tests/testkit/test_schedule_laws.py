@@ -38,12 +38,12 @@ def frozen_patterns(num_blocks: int) -> set[tuple[bool, ...]]:
 def small_shapes(num_layers: int) -> Iterator[StepShape]:
     rings: list[dict[str, Any]] = [
         {"tape": "device"},
-        {"tape": "host", "num_tape_slots": 2},
-        {"tape": "host", "num_tape_slots": 3},
+        {"tape": "host", "tape_slots": 2},
+        {"tape": "host", "tape_slots": 3},
     ]
     copying: list[dict[str, Any]] = [
         {"copying": False},
-        *({"copying": True, "num_slots": num_slots} for num_slots in (2, 3, 4)),
+        *({"copying": True, "slots": slots} for slots in (2, 3, 4)),
     ]
     for trained, num_micro, ring, copies, update, tied in itertools.product(
         sorted(frozen_patterns(num_layers + 2)),
@@ -57,8 +57,8 @@ def small_shapes(num_layers: int) -> Iterator[StepShape]:
             num_blocks=num_layers + 2,
             num_micro=num_micro,
             update=update,
-            num_grad_slots=1 + (num_micro + num_layers) % 2,
-            num_host_grads=2 + num_micro % 2,
+            grad_slots=1 + (num_micro + num_layers) % 2,
+            host_grads=2 + num_micro % 2,
             tied=tied,
             balances=(num_micro + num_layers) % 3 == 0,
             trained=trained,
@@ -315,8 +315,8 @@ def test_an_op_without_its_place_is_found() -> None:
 # Dropped declarations fail: mutation of every (kind, reads or writes, family).
 
 MUTANT_SHAPES = [
-    StepShape(num_blocks=6, num_micro=2, tape="host", num_tape_slots=4, update="late", tied=True),
-    StepShape(num_blocks=6, num_micro=2, update="in_backward", num_grad_slots=1),
+    StepShape(num_blocks=6, num_micro=2, tape="host", tape_slots=4, update="late", tied=True),
+    StepShape(num_blocks=6, num_micro=2, update="in_backward", grad_slots=1),
     StepShape(num_blocks=5, num_micro=2, update="late", tied=True, copying=False),
     StepShape(num_blocks=4, copying=False, trained=(True, True, True, False)),
     StepShape(num_blocks=5, num_micro=2, update="in_backward", balances=True),

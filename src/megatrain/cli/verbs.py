@@ -71,6 +71,7 @@ from megatrain.run.opening.training_data import (
 )
 from megatrain.run.run_model import RunModel, chosen_model, tokenizer_folder
 from megatrain.run.trainer import Trainer
+from megatrain.step.settings import StepSettings
 
 Precision = Literal["bf16", "fp32"]
 STARTER = """\
@@ -157,8 +158,8 @@ def evaluate_model(
     home = _loaded(folder)
     said += check_rows(rows.sources, home.decoder)
     opened = open_data(config, tokenizer, resolve(config, device, place), rows)
-    coefficient = router_aux_loss(config, home.decoder)
-    with Engine(home.decoder, home.store, device=device, router_aux_loss=coefficient) as engine:
+    settings = StepSettings(router_aux_loss=router_aux_loss(config, home.decoder))
+    with Engine(home.decoder, home.store, settings=settings, device=device) as engine:
         found = mean_loss(engine, opened.eval_batches())
         opened.close()
         assert found is not None, "prepared data has a trained token"

@@ -19,16 +19,16 @@ from dataclasses import replace
 from megatrain.lanes.trace import Span
 from megatrain.planning.costs import BACKWARD_ATTENTION, BACKWARD_PASSES, Costs
 from megatrain.planning.machine.profile import FlopRate, MachineProfile
-from megatrain.planning.settings import Settings
 from megatrain.planning.workload import Workload
 from megatrain.step.ops import OpKind, Role
+from megatrain.step.settings import StepSettings
 
 _LEAST = 0.3
 """Of a block's time, what is left to products whatever the other rates say."""
 
 
 def fitted(
-    profile: MachineProfile, workload: Workload, settings: Settings, spans: Iterable[Span]
+    profile: MachineProfile, workload: Workload, settings: StepSettings, spans: Iterable[Span]
 ) -> MachineProfile:
     """Return the profile with the rates that `spans`, of steps of the workload, show.
 
@@ -50,11 +50,11 @@ class _Fit:
         self,
         profile: MachineProfile,
         workload: Workload,
-        settings: Settings,
+        settings: StepSettings,
         spans: Sequence[Span],
     ) -> None:
         self.profile, self.workload, self.settings = profile, workload, settings
-        self._tokens = workload.micro_sizes(settings.micro_tokens)[0]
+        self._tokens = workload.micro_sizes(settings.micro_batch_tokens)[0]
         self._layer = workload.model.layers[0]
         self._seconds: dict[tuple[OpKind, Role | None, bool], list[float]] = {}
         for span in spans:

@@ -20,8 +20,8 @@ from megatrain.memory.layout import Kind, build_layout
 from megatrain.memory.store import Store
 from megatrain.models.decoder import build_decoder
 from megatrain.planning.machine.profile import MachineProfile
-from megatrain.planning.settings import Settings
 from megatrain.planning.workload import Workload, shape_of
+from megatrain.step.settings import StepSettings
 
 SHAPES = ((1024, 512), (1024, 128), (512, 512), (512, 128), (256, 512), (256, 128))
 """Width and tokens. Of the first, which is nearest to a real model, all figures are kept; of the
@@ -48,7 +48,7 @@ def _fitted(profile: MachineProfile, width: int, tokens: int) -> MachineProfile:
     )
     decoder = build_decoder(config, "bf16")
     workload = Workload(model=shape_of(decoder), step_tokens=tokens, sequence=tokens)
-    settings = Settings(micro_tokens=tokens)
+    settings = StepSettings(micro_batch_tokens=tokens)
     store = Store(build_layout(decoder.blocks), (Kind.HI, Kind.GRAD))
     for param in decoder.params:
         weight = store.param(param.name, Kind.HI)

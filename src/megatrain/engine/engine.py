@@ -1,11 +1,11 @@
 """The engine: a step on a batch, streamed block by block.
 
-    engine = Engine(decoder, store, optimizer=AdamW(...), update="late")
+    engine = Engine(decoder, store, optimizer=AdamW(...), settings=StepSettings(slots=3))
     with engine:
         result = engine.step(batch)      # loss and metrics; updates may still be under way
         engine.settle()                  # now they are done: weights may be read
 
-A step is a schedule (schedule.py) played on lanes, or one op at a time (`reference=True`, the
+A step is a schedule (schedule.py) played on lanes, or one op at a time (`player=Reference()`, the
 oracle for bisecting a bug). The engine owns no weights: they live in the store, and between
 `settle` and the next `step` they are the caller's to read.
 
@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -49,12 +49,9 @@ from megatrain.errors import (
     NonFiniteStep,
     PlayerStopped,
 )
-from megatrain.lanes.lane import Lane
 from megatrain.lanes.player import Player
 from megatrain.lanes.playing import Plays
-from megatrain.lanes.reference import Reference
 from megatrain.lanes.trace import Trace
-from megatrain.losses.head import CHUNK_TOKENS
 from megatrain.losses.loss import Loss
 from megatrain.losses.next_token import NEXT_TOKEN
 from megatrain.memory.store import Store
@@ -63,10 +60,10 @@ from megatrain.models.key_values import bytes_per_token
 from megatrain.optim.optimizer import Optimizer
 from megatrain.step.ops import Op, OpKind
 from megatrain.step.schedule import build_flush, build_forward, build_step
+from megatrain.step.settings import StepSettings
 from megatrain.step.shape import StepShape
 
 LEAST_CACHE_BYTES = 64 << 20
-Update = Literal["none", "in_backward", "late"]
 _UNTIL_KNOWN = (OpKind.HEAD, OpKind.BACKWARD, OpKind.DRAIN, OpKind.NORM, OpKind.CLIP)
 """A step's caller waits for these: losses and norms. Updates go on."""
 
@@ -80,45 +77,24 @@ class Engine:
         store: Store,
         *,
         optimizer: Optimizer | None = None,
-        update: Update = "none",
-        device: Device | None = None,
-        num_slots: int = 2,
-        tape: Literal["device", "host"] = "device",
-        num_tape_slots: int = 2,
-        chunk_tokens: int = CHUNK_TOKENS,
-        seed: int = 0,
-        lanes: Sequence[Lane] | None = None,
-        reference: bool = False,
-        deadline_s: float = 600.0,
-        trace: bool = False,
-        on_nonfinite: Literal["stop", "skip"] = "stop",
-        compile: bool = False,
-        gather_embedding: bool = False,
-        router_aux_loss: float = 0.0,
         loss: Loss = NEXT_TOKEN,
+        settings: StepSettings = StepSettings(),  # noqa: B008  (immutable)
+        device: Device | None = None,
+        player: Plays | None = None,
+        trace: bool = False,
     ) -> None:
-        """`update="none"` leaves gradients in the store, in kind `grad`. `lanes` are for tests.
+        """Without an optimizer gradients stay in the store, in kind `grad`.
 
-        `gather_embedding` sends the rows of a step's tokens to the device, not the whole table.
-
-        `compile` lets torch compile layers, those of equal structure once (models/compiled.py).
-
-        `router_aux_loss` x the load-balancing loss of all experts is minimised too
-        (models/balance.py).
+        A `player` is for tests: it has lanes and a trace of its own, and the engine closes it.
         """
-        assert (optimizer is None) == (update == "none"), "an optimizer goes with updates"
         device = device or CpuDevice()
-        _check_possible(decoder, device, gather_embedding, router_aux_loss)
+        _check_possible(decoder, device, settings)
         self._shape = functools.partial(
-            StepShape,
+            settings.shape,
             num_blocks=len(decoder.blocks),
-            num_slots=num_slots,
-            tape=tape,
-            num_tape_slots=num_tape_slots,
             copying=device.copying,
-            update=update,
-            gathers=gather_embedding,
-            balances=router_aux_loss != 0,
+            updates=optimizer is not None,
+            balances=settings.router_aux_loss != 0,
             tied=decoder.tied,
             trained=tuple(any(p.trained for p in block.params) for block in decoder.blocks),
         )
@@ -128,22 +104,18 @@ class Engine:
             device,
             self._shape(),
             optimizer,
-            chunk_tokens=chunk_tokens,
-            seed=seed,
-            compile=compile,
-            router_aux_loss=router_aux_loss,
+            chunk_tokens=settings.chunk_tokens,
+            seed=settings.seed,
+            compile=settings.compile,
+            router_aux_loss=settings.router_aux_loss,
         )
         self._vocab_size: int = decoder.model.get_input_embeddings().weight.shape[0]
         self.device = device
-        self.trace = Trace() if trace else None
-        self._player: Plays = (
-            Reference(lanes, trace=self.trace, synchronize=device.synchronize)
-            if reference
-            else Player(lanes or device.lanes(), deadline_s=deadline_s, trace=self.trace)
-        )
+        self._player: Plays = player or Player(device.lanes(), trace=Trace() if trace else None)
+        self.trace = self._player.trace
         self._schedule = functools.cache(_build)
-        self._late, self._loss = update == "late", loss
-        self._on_nonfinite = on_nonfinite
+        self._late = optimizer is not None and settings.update == "late"
+        self._loss, self._skips_nonfinite = loss, settings.on_nonfinite == "skip"
         self._pending: StepActions | None = None
         self._num_steps = 0
         trained = self._shape().trained_blocks if optimizer is not None else []
@@ -180,7 +152,7 @@ class Engine:
             fault = Fault(blocks=blocks, repeated=True)
         if fault is not None and fault.repeated:
             fault = locate_fault(fault, batch, self._gradient_is_finite)
-            if self._on_nonfinite == "stop":
+            if not self._skips_nonfinite:
                 raise NonFiniteStep(f"step {self._num_steps}: the gradient is {fault}")
         applied = fault is None or not fault.repeated
         self._pending = actions if self._late and applied else None
@@ -381,11 +353,10 @@ def _build(kind: str, shape: StepShape) -> list[Op]:
     return build_step(shape, pending=kind == "pending step")
 
 
-def _check_possible(
-    decoder: Decoder, device: Device, gather_embedding: bool, router_aux_loss: float
-) -> None:
+def _check_possible(decoder: Decoder, device: Device, settings: StepSettings) -> None:
     """Raise ConfigError for what the device or the model cannot do."""
-    if gather_embedding and not device.own_memory:
+    router_aux_loss = settings.router_aux_loss
+    if settings.gather_embedding and not device.own_memory:
         raise ConfigError("gather_embedding needs a device with memory of its own")
     if router_aux_loss and decoder.balancing is None:
         raise ConfigError(

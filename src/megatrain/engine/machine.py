@@ -72,20 +72,20 @@ class Machine:
         self.edges = Edges(template, self.template, answers=device.answers)
         self._on_host = template
         self._takes_lengths = is_flash_attention_requested(decoder.config)
-        self.tape = Tape(device, on_host=shape.tape == "host", num_ring_slots=shape.num_tape_slots)
+        self.tape = Tape(device, on_host=shape.tape == "host", num_ring_slots=shape.tape_slots)
         self._taped_layers = range(shape.bottom_layer, shape.head)
         layout, places = store.layout, OpTable(shape).places
         self.slots = (
             Slots(
                 layout,
-                shape.num_slots,
+                shape.slots,
                 lambda size: device.allocate(size, "weight slots"),
-                embedding=not shape.gathers,
+                embedding=not shape.gather_embedding,
             )
             if shape.copying
             else None
         )
-        self.gathered = Gathered(decoder, store, device) if shape.gathers else None
+        self.gathered = Gathered(decoder, store, device) if shape.gather_embedding else None
         users: dict[SlotId, list[int]] = {}
         ring_users: dict[SlotId, list[int]] = {}
         # A model that is only read has no place for gradients, on neither side.

@@ -54,6 +54,7 @@ class Player:
         self, lanes: Iterable[Lane], *, deadline_s: float = 600.0, trace: Trace | None = None
     ) -> None:
         """Start the lanes. `deadline_s` must exceed the longest single op."""
+        self.trace = trace
         self._lanes = {lane.name: lane for lane in lanes}
         self._progress = Progress(self._lanes, deadline_s)
         self._deadline_s = deadline_s

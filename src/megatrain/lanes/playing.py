@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from megatrain.lanes.lane import Action
+from megatrain.lanes.trace import Trace
 from megatrain.step.ops import Op, OpKind
 
 
@@ -18,6 +19,10 @@ class Playing(Protocol):
 
 class Plays(Protocol):
     """Plays lists of ops, one behind the other."""
+
+    @property
+    def trace(self) -> Trace | None:
+        """What was played and when, if it is recorded."""
 
     def play(self, ops: Sequence[Op], actions: Mapping[OpKind, Action]) -> Playing:
         """Do the ops behind all that were played before."""

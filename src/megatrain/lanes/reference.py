@@ -41,7 +41,7 @@ class Reference:
         """
         self._synchronize = synchronize
         self._lanes = {lane.name: lane for lane in lanes or map(Lane, LANES)}
-        self._trace = trace
+        self.trace = trace
         self._num_played = 0
 
     def play(self, ops: Sequence[Op], actions: Mapping[OpKind, Action]) -> Done:
@@ -50,9 +50,9 @@ class Reference:
             start_ns = time.perf_counter_ns()
             num_bytes = self._lanes[op.lane].act(op, actions[op.kind])
             self._synchronize()
-            if self._trace is not None:
+            if self.trace is not None:
                 end_ns = time.perf_counter_ns()
-                self._trace.add(Span(self._num_played, op.lane, op, start_ns, end_ns, num_bytes))
+                self.trace.add(Span(self._num_played, op.lane, op, start_ns, end_ns, num_bytes))
         self._num_played += 1
         return Done()
 

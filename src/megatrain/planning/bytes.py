@@ -23,9 +23,9 @@ from collections.abc import Iterator
 
 from megatrain.memory.ledger import Ledger, Line
 from megatrain.planning.machine.profile import MachineProfile
-from megatrain.planning.settings import Settings
 from megatrain.planning.workload import PAGE, BlockShape, Dtype, ModelShape, Workload
 from megatrain.step.ops import Op, OpKind, Role
+from megatrain.step.settings import StepSettings
 
 OUTBOX_BYTES = 64 << 20
 PART_ELEMENTS = 1 << 22
@@ -37,7 +37,7 @@ SAVE_BYTES = 64 << 20
 """What writing a checkpoint or an export holds beside the store."""
 
 
-def predicted_ledger(profile: MachineProfile, workload: Workload, settings: Settings) -> Ledger:
+def predicted_ledger(profile: MachineProfile, workload: Workload, settings: StepSettings) -> Ledger:
     """Return all bytes of a run."""
     host = [
         Line(place="host", purpose="Python and libraries", num_bytes=profile.base_bytes),
@@ -100,7 +100,9 @@ def _pages(num_bytes: int) -> int:
     return -(-num_bytes // PAGE) * PAGE
 
 
-def _ring_lines(profile: MachineProfile, workload: Workload, settings: Settings) -> Iterator[Line]:
+def _ring_lines(
+    profile: MachineProfile, workload: Workload, settings: StepSettings
+) -> Iterator[Line]:
     """Yield the tape on the host, and gradients on their way where updates run in backward."""
     model, dtype = workload.model, workload.dtype
     if settings.tape == "host" and not profile.unified:
@@ -113,7 +115,7 @@ def _ring_lines(profile: MachineProfile, workload: Workload, settings: Settings)
         yield Line(place="host", purpose="gradient rings", num_bytes=rings)
 
 
-def _pinned_lines(workload: Workload, settings: Settings) -> Iterator[Line]:
+def _pinned_lines(workload: Workload, settings: StepSettings) -> Iterator[Line]:
     lines = {line.purpose: line.num_bytes for line in store_lines(
         workload.model, workload.dtype, settings.update
     )}  # fmt: skip
@@ -135,7 +137,7 @@ def _disk_lines(workload: Workload) -> Iterator[Line]:
 
 
 def device_lines(
-    workload: Workload, settings: Settings, *, unified: bool, on_host: bool = False
+    workload: Workload, settings: StepSettings, *, unified: bool, on_host: bool = False
 ) -> Iterator[Line]:
     """Yield the device's memory by purpose; their sum is the peak.
 
@@ -150,7 +152,7 @@ def device_lines(
         yield Line(place="device", purpose=purpose, num_bytes=round(num_bytes))
 
 
-def _slot_bytes(workload: Workload, settings: Settings) -> dict[str, float]:
+def _slot_bytes(workload: Workload, settings: StepSettings) -> dict[str, float]:
     model, dtype = workload.model, workload.dtype
     largest = max(layer.weight_bytes(dtype) for layer in model.structures)
     slots = settings.slots * largest + model.head.weight_bytes(dtype)
@@ -163,7 +165,7 @@ def _slot_bytes(workload: Workload, settings: Settings) -> dict[str, float]:
     gradients = max(block.gradient_bytes(dtype) for block in kinds)
     taped = [-(-size // TAPE_ALIGNMENT) * TAPE_ALIGNMENT for size in _taped(workload, settings)]
     on_host = settings.tape == "host"
-    tape = settings.num_tape_slots * max(taped) if on_host else model.num_layers * sum(taped)
+    tape = settings.tape_slots * max(taped) if on_host else model.num_layers * sum(taped)
     return {
         "weight slots": slots,
         "gradient slots": _grad_slot_bytes(model),
@@ -180,7 +182,7 @@ def _grad_slot_bytes(model: ModelShape) -> int:
     return 4 * (layers + (sum(edges) if model.tied else max(edges)))
 
 
-def _unified_bytes(workload: Workload, settings: Settings) -> dict[str, float]:
+def _unified_bytes(workload: Workload, settings: StepSettings) -> dict[str, float]:
     """Return what compute on the host's own memory holds beside its working memory.
 
     A sum of one part is that part, so gradient slots are written only where there are several: of
@@ -188,9 +190,9 @@ def _unified_bytes(workload: Workload, settings: Settings) -> dict[str, float]:
     layers' gradients exist while the one before is drained.
     """
     model, dtype = workload.model, workload.dtype
-    num_micro = workload.num_micro(settings.micro_tokens)
+    num_micro = workload.num_micro(settings.micro_batch_tokens)
     edge = 4 * model.vocab * model.hidden
-    chunked = min(settings.micro_tokens, workload.step_tokens) > settings.chunk_tokens
+    chunked = min(settings.micro_batch_tokens, workload.step_tokens) > settings.chunk_tokens
     several = num_micro > 1
     sums = _grad_slot_bytes(model) if several else edge if chunked or model.tied else 0
     waiting = max(layer.gradient_bytes(dtype) for layer in model.structures)
@@ -200,15 +202,15 @@ def _unified_bytes(workload: Workload, settings: Settings) -> dict[str, float]:
     return {"gradient slots": sums, "waiting gradients": waiting, "tape": tape}
 
 
-def _taped(workload: Workload, settings: Settings) -> list[int]:
+def _taped(workload: Workload, settings: StepSettings) -> list[int]:
     """Return the bytes of one block input of each micro-batch."""
     per_token = workload.model.hidden * _width(workload.dtype)
-    return [tokens * per_token for tokens in workload.micro_sizes(settings.micro_tokens)]
+    return [tokens * per_token for tokens in workload.micro_sizes(settings.micro_batch_tokens)]
 
 
-def working_bytes(workload: Workload, settings: Settings, *, widens: bool = False) -> float:
+def working_bytes(workload: Workload, settings: StepSettings, *, widens: bool = False) -> float:
     """Return the most that compute holds at once, beside what is reserved before a step."""
-    sizes = workload.micro_sizes(settings.micro_tokens)
+    sizes = workload.micro_sizes(settings.micro_batch_tokens)
     tokens = max(sizes)
     model, width = workload.model, _width(workload.dtype)
     moments = [_head_bytes(workload, settings, tokens)]
@@ -220,10 +222,10 @@ def working_bytes(workload: Workload, settings: Settings, *, widens: bool = Fals
     return max(moments) + others + _all_given_bytes(workload, sizes)
 
 
-def moment_bytes(op: Op, workload: Workload, settings: Settings) -> float:
+def moment_bytes(op: Op, workload: Workload, settings: StepSettings) -> float:
     """Return the working memory of one compute op, the hidden states of all others included."""
     model, width = workload.model, _width(workload.dtype)
-    sizes = workload.micro_sizes(settings.micro_tokens)
+    sizes = workload.micro_sizes(settings.micro_batch_tokens)
     tokens = sizes[op.micro or 0]
     states = (sum(sizes) - tokens) * model.hidden * width
     given = _all_given_bytes(workload, sizes)
@@ -239,7 +241,7 @@ def moment_bytes(op: Op, workload: Workload, settings: Settings) -> float:
     return states + given + tokens * width * (3 * block.inner + 2 * model.hidden)
 
 
-def _widening_moments(workload: Workload, settings: Settings, tokens: int) -> Iterator[float]:
+def _widening_moments(workload: Workload, settings: StepSettings, tokens: int) -> Iterator[float]:
     """Yield the moments at which a gradient is added to a sum, and exists in fp32 once more."""
     model, width = workload.model, _width(workload.dtype)
     several, chunked = workload.step_tokens > tokens, tokens > settings.chunk_tokens
@@ -333,7 +335,7 @@ def _attention_params(block: BlockShape) -> int:
     return sum(t.num_elements for t in block.tensors if "attn" in t.name and len(t.shape) > 1)
 
 
-def _head_bytes(workload: Workload, settings: Settings, tokens: int) -> float:
+def _head_bytes(workload: Workload, settings: StepSettings, tokens: int) -> float:
     """Return the head at its largest: logits of one chunk, gradients of the projection."""
     model, width = workload.model, _width(workload.dtype)
     chunk = min(tokens, settings.chunk_tokens)

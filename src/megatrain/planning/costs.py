@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatrain.planning.machine.profile import MachineProfile
-from megatrain.planning.settings import Settings
 from megatrain.planning.workload import BlockShape, Workload
 from megatrain.step.ops import Op, OpKind, Role
+from megatrain.step.settings import StepSettings
 
 UPDATE_BYTES = 26
 """Host memory traffic of an update per bf16 param: reads all five kinds, writes all but grad."""
@@ -49,9 +49,9 @@ class Cost:
 class Costs:
     """The costs of a workload's ops on a machine."""
 
-    def __init__(self, profile: MachineProfile, workload: Workload, settings: Settings) -> None:
+    def __init__(self, profile: MachineProfile, workload: Workload, settings: StepSettings) -> None:
         self.profile, self.workload, self.settings = profile, workload, settings
-        self._micro_sizes = workload.micro_sizes(settings.micro_tokens)
+        self._micro_sizes = workload.micro_sizes(settings.micro_batch_tokens)
         self._blocks = workload.model.blocks
         self._cached: dict[tuple[object, ...], Cost] = {}
 

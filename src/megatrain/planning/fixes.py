@@ -234,7 +234,7 @@ def _shorter_steps(start: Fix) -> Fix | None:
 
 def _halves(start: Fix) -> list[int]:
     """Return halves of the step's tokens, and halves of those, down to one micro-batch."""
-    least = max(start.workload.sequence, start.fixed.micro_tokens or 0)
+    least = max(start.workload.sequence, start.fixed.micro_batch_tokens or 0)
     tokens, rows = start.workload.step_tokens, start.workload.batch_rows
     powers = range(1, 24 if rows is None else rows.bit_length())
     return [tokens >> power for power in powers if tokens >> power >= least]

@@ -29,7 +29,7 @@ def fixed_by(config: Config) -> Fixed:
     """Return what the config decides; `auto` is left to the plan."""
     micro, memory = config.train.micro_batch_tokens, config.memory
     return Fixed(
-        micro_tokens=None if micro == "auto" else micro,
+        micro_batch_tokens=None if micro == "auto" else micro,
         slots=None if memory.slots == "auto" else memory.slots,
         tape=None if memory.tape == "auto" else memory.tape,
         chunk_tokens=None if memory.chunk_tokens == "auto" else memory.chunk_tokens,

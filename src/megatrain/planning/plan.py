@@ -26,10 +26,10 @@ from megatrain.planning.fixes import Fix, find_fixes
 from megatrain.planning.machine.profile import NOT_MEASURED, MachineProfile
 from megatrain.planning.reasons import reasons_for
 from megatrain.planning.search import Fixed, Search, effective_profile, reserves, shortfalls
-from megatrain.planning.settings import Settings
 from megatrain.planning.simulate import Simulation, simulate
 from megatrain.planning.workload import Workload
 from megatrain.step.ops import LIMITS
+from megatrain.step.settings import StepSettings
 from megatrain.text import figure
 
 _WORTH_NAMING = 0.15
@@ -42,7 +42,7 @@ class Plan:
 
     profile: MachineProfile
     workload: Workload
-    settings: Settings
+    settings: StepSettings
     ledger: Ledger
     simulation: Simulation
     """Of a plan that does not fit: of a few layers."""
@@ -175,7 +175,7 @@ class Plan:
 
     def _choices(self) -> list[str]:
         facts = self.settings.facts()
-        return [f"{name:18}{facts[name]!s:12}{why}" for name, why in self.reasons.items()]
+        return [f"{name:20}{facts[name]!s:12}{why}" for name, why in self.reasons.items()]
 
 
 def make_plan(profile: MachineProfile, workload: Workload, fixed: Fixed | None = None) -> Plan:
@@ -201,7 +201,7 @@ def make_plan(profile: MachineProfile, workload: Workload, fixed: Fixed | None =
     )
 
 
-def _lever(search: Search, settings: Settings) -> str:
+def _lever(search: Search, settings: StepSettings) -> str:
     """Return the change that would raise tokens per second most, and by how much."""
     workload, profile = search.workload, search.profile
     here = Search(profile, workload).seconds(settings) / workload.step_tokens

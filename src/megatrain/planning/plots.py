@@ -26,9 +26,9 @@ from megatrain.planning.catalog.known_models import find_model
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.plan import Plan
 from megatrain.planning.search import reserves, shortfalls
-from megatrain.planning.settings import Settings
 from megatrain.planning.simulate import simulate
 from megatrain.planning.workload import ModelShape, Workload
+from megatrain.step.settings import StepSettings
 
 STEP_TOKENS = tuple(1 << power for power in range(10, 21))
 LANE_NAMES = {
@@ -62,12 +62,12 @@ class SpeedPoint:
 
 
 def speed_curve(
-    profile: MachineProfile, workload: Workload, settings: Settings
+    profile: MachineProfile, workload: Workload, settings: StepSettings
 ) -> list[SpeedPoint]:
     """Return the simulated speed at each of STEP_TOKENS."""
     points = []
     for step_tokens in STEP_TOKENS:
-        fewer = settings.changed(micro_tokens=min(settings.micro_tokens, step_tokens))
+        fewer = settings.changed(micro_batch_tokens=min(settings.micro_batch_tokens, step_tokens))
         played = simulate(profile, replace(workload, step_tokens=step_tokens), fewer)
         allowed = {lane: step_tokens / busy for lane, busy in played.busy_s.items() if busy > 0}
         points.append(

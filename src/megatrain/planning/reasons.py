@@ -5,13 +5,13 @@ from __future__ import annotations
 from megatrain.memory.ledger import gib
 from megatrain.planning.bytes import predicted_ledger
 from megatrain.planning.search import Search, shortfalls
-from megatrain.planning.settings import Settings
+from megatrain.step.settings import StepSettings
 
 
-def reasons_for(search: Search, settings: Settings) -> dict[str, str]:
+def reasons_for(search: Search, settings: StepSettings) -> dict[str, str]:
     """Return a reason for each setting, by its name."""
     reasons = {
-        "micro_tokens": _micro(search, settings),
+        "micro_batch_tokens": _micro(search, settings),
         "slots": _slots(search, settings),
         "tape": _tape(search, settings),
         "update": _update(search),
@@ -27,7 +27,7 @@ def reasons_for(search: Search, settings: Settings) -> dict[str, str]:
     return reasons
 
 
-def _against(search: Search, settings: Settings, other: Settings) -> str:
+def _against(search: Search, settings: StepSettings, other: StepSettings) -> str:
     """Return how another way compares: what it lacks, or how much slower it is."""
     missing = shortfalls(search.profile, predicted_ledger(search.profile, search.workload, other))
     if missing:
@@ -39,14 +39,16 @@ def _against(search: Search, settings: Settings, other: Settings) -> str:
     return f"is {slower:.1%} slower" if slower > 0.0005 else "is no faster"
 
 
-def _micro(search: Search, settings: Settings) -> str:
-    micro = settings.micro_tokens
+def _micro(search: Search, settings: StepSettings) -> str:
+    micro = settings.micro_batch_tokens
     if micro >= search.workload.step_tokens:
         return "the whole step at once"
-    return f"{2 * micro} {_against(search, settings, settings.changed(micro_tokens=2 * micro))}"
+    return (
+        f"{2 * micro} {_against(search, settings, settings.changed(micro_batch_tokens=2 * micro))}"
+    )
 
 
-def _slots(search: Search, settings: Settings) -> str:
+def _slots(search: Search, settings: StepSettings) -> str:
     if search.profile.unified:
         return "not used: compute reads the store"
     if settings.slots == 2:
@@ -54,7 +56,7 @@ def _slots(search: Search, settings: Settings) -> str:
     return f"the last {settings.slots} layers are fetched once, not twice"
 
 
-def _tape(search: Search, settings: Settings) -> str:
+def _tape(search: Search, settings: StepSettings) -> str:
     if search.profile.unified:
         return "host and device are one memory"
     other = "host" if settings.tape == "device" else "device"
@@ -67,8 +69,8 @@ def _update(search: Search) -> str:
     return "no clipping: updates as gradients arrive"
 
 
-def _chunk(search: Search, settings: Settings) -> str:
-    if settings.chunk_tokens >= settings.micro_tokens:
+def _chunk(search: Search, settings: StepSettings) -> str:
+    if settings.chunk_tokens >= settings.micro_batch_tokens:
         return "all logits of a micro-batch at once"
     larger = settings.changed(chunk_tokens=2 * settings.chunk_tokens)
     if settings.chunk_tokens >= 4096:
@@ -76,7 +78,7 @@ def _chunk(search: Search, settings: Settings) -> str:
     return f"{larger.chunk_tokens} {_against(search, settings, larger)}"
 
 
-def _gather(search: Search, settings: Settings) -> str:
+def _gather(search: Search, settings: StepSettings) -> str:
     if search.workload.model.tied:
         return "the head reads the table too"
     if search.profile.unified:

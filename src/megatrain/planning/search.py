@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from megatrain.memory.ledger import Ledger
 from megatrain.planning.bytes import predicted_ledger
 from megatrain.planning.machine.profile import MachineProfile
-from megatrain.planning.settings import Settings
 from megatrain.planning.simulate import simulate
 from megatrain.planning.workload import ModelShape, Workload
+from megatrain.step.settings import StepSettings
 
 HOST_HEADROOM = 1.04
 """A run needs this much more than its ledger before it is started: the ledger is true to 3 %."""
@@ -40,7 +40,7 @@ _WORTH = 0.995
 class Fixed:
     """What is decided before the search; None leaves it to the search."""
 
-    micro_tokens: int | None = None
+    micro_batch_tokens: int | None = None
     slots: int | None = None
     tape: str | None = None
     chunk_tokens: int | None = None
@@ -51,9 +51,9 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
-    """Settings that fit, and the time of a step with them."""
+    """StepSettings that fit, and the time of a step with them."""
 
-    settings: Settings
+    settings: StepSettings
     step_s: float
 
 
@@ -93,7 +93,7 @@ class Search:
         self, profile: MachineProfile, workload: Workload, fixed: Fixed | None = None
     ) -> None:
         self.profile, self.workload, self.fixed = profile, workload, fixed or Fixed()
-        self.tried: dict[Settings, float] = {}
+        self.tried: dict[StepSettings, float] = {}
         self.few = _with_layers(workload, _FEW)
         self._more = _with_layers(workload, _MORE)
 
@@ -110,21 +110,21 @@ class Search:
                     best = other
         return best
 
-    def fits(self, settings: Settings) -> bool:
+    def fits(self, settings: StepSettings) -> bool:
         """Return whether the ledger of these settings fits."""
         ledger = predicted_ledger(self.profile, self.workload, settings)
         return not shortfalls(self.profile, ledger)
 
-    def smallest(self) -> Settings:
+    def smallest(self) -> StepSettings:
         """Return the settings that lack least; they show by how much it does not fit."""
         return min(self.small(), key=self._lack)
 
-    def small(self) -> list[Settings]:
+    def small(self) -> list[StepSettings]:
         """Return the settings that need least, with the tape in each place it may have."""
         fixed = self.fixed
         return [
             self._settings(
-                fixed.micro_tokens or self._micro_sizes()[0],
+                fixed.micro_batch_tokens or self._micro_sizes()[0],
                 tape=tape,
                 chunk=fixed.chunk_tokens or CHUNKS[-1],
                 gather=self._may_gather,
@@ -132,19 +132,19 @@ class Search:
             for tape in self._tapes()
         ]
 
-    def _lack(self, settings: Settings) -> float:
+    def _lack(self, settings: StepSettings) -> float:
         """Return what is missing, each place in shares of what it has."""
         ledger = predicted_ledger(self.profile, self.workload, settings)
         has = {"host": self.profile.ram_bytes, "device": self.profile.device_bytes}
         lacks = shortfalls(self.profile, ledger)
         return sum(num_bytes / has[place] for place, num_bytes in lacks.items())
 
-    def _try(self, settings: Settings) -> Tried:
+    def _try(self, settings: StepSettings) -> Tried:
         if settings not in self.tried:
             self.tried[settings] = self.seconds(settings)
         return Tried(settings=settings, step_s=self.tried[settings])
 
-    def seconds(self, settings: Settings) -> float:
+    def seconds(self, settings: StepSettings) -> float:
         """Return the time of a step, from those of two steps of few layers."""
         layers = self.workload.model.num_layers
         profile = effective_profile(
@@ -156,9 +156,11 @@ class Search:
         more = simulate(profile, self._more, settings).step_s
         return more + (layers - _MORE) * (more - few) / (_MORE - _FEW)
 
-    def _starts(self) -> Iterator[Settings]:
+    def _starts(self) -> Iterator[StepSettings]:
         fixed = self.fixed
-        for micro in [fixed.micro_tokens] if fixed.micro_tokens else self._micro_sizes():
+        for micro in (
+            [fixed.micro_batch_tokens] if fixed.micro_batch_tokens else self._micro_sizes()
+        ):
             for tape in self._tapes():
                 found = self._roomiest(micro, tape)
                 if found is not None:
@@ -169,7 +171,7 @@ class Search:
             return [self.fixed.tape]
         return ["device"] if self.profile.unified else ["device", "host"]
 
-    def _roomiest(self, micro: int, tape: str) -> Settings | None:
+    def _roomiest(self, micro: int, tape: str) -> StepSettings | None:
         """Return the settings with the largest chunk that fits, or None."""
         gathers = [False, True] if self._may_gather else [False]
         if self.fixed.gather_embedding is not None:
@@ -182,7 +184,7 @@ class Search:
                     return settings
         return None
 
-    def _around(self, settings: Settings) -> Iterator[Settings]:
+    def _around(self, settings: StepSettings) -> Iterator[StepSettings]:
         fixed, layers = self.fixed, self.workload.model.num_layers
         if fixed.slots is None and self._waits_for_fetches(settings):
             counts = [3, 4, 8, 16, 32, 64, 128, layers]
@@ -191,7 +193,7 @@ class Search:
         if fixed.gather_embedding is None and self._may_gather:
             yield settings.changed(gather_embedding=not settings.gather_embedding)
 
-    def _waits_for_fetches(self, settings: Settings) -> bool:
+    def _waits_for_fetches(self, settings: StepSettings) -> bool:
         """Return whether a link without limits would help: only then can more slots."""
         if self.profile.unified:
             return False
@@ -219,9 +221,9 @@ class Search:
             sizes.append(workload.step_tokens)
         return sizes
 
-    def _settings(self, micro: int, *, tape: str, chunk: int, gather: bool) -> Settings:
-        return Settings(
-            micro_tokens=micro,
+    def _settings(self, micro: int, *, tape: str, chunk: int, gather: bool) -> StepSettings:
+        return StepSettings(
+            micro_batch_tokens=micro,
             slots=self.fixed.slots or 2,
             tape="host" if tape == "host" else "device",
             update="in_backward" if self.workload.max_grad_norm is None else "late",
@@ -234,7 +236,7 @@ def _frugal(tried: list[Tried]) -> Tried:
     """Return the fastest; of those hardly slower, the one with the smallest micro-batches."""
     fastest = min(one.step_s for one in tried)
     near = [one for one in tried if one.step_s * _WORTH <= fastest]
-    return min(near, key=lambda one: (one.settings.micro_tokens, one.step_s))
+    return min(near, key=lambda one: (one.settings.micro_batch_tokens, one.step_s))
 
 
 def _with_layers(workload: Workload, count: int) -> Workload:

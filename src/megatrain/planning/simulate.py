@@ -27,11 +27,11 @@ from functools import cached_property
 from megatrain.lanes.trace import Span, Trace
 from megatrain.planning.costs import Cost, Costs
 from megatrain.planning.machine.profile import MachineProfile
-from megatrain.planning.settings import Settings
 from megatrain.planning.workload import Workload
 from megatrain.step.hazards import Hazards
 from megatrain.step.ops import LANES, Op
 from megatrain.step.schedule import build_step
+from megatrain.step.settings import StepSettings
 from megatrain.step.shape import StepShape
 
 _STARTS = 1e-12
@@ -115,11 +115,23 @@ def _span(op: Op, start_s: float, end_s: float, num_bytes: int, awaited: Op | No
     return Span(0, op.lane, op, round(start_s * 1e9), round(end_s * 1e9), num_bytes, awaited)
 
 
-def simulate(profile: MachineProfile, workload: Workload, settings: Settings) -> Simulation:
+def simulate(profile: MachineProfile, workload: Workload, settings: StepSettings) -> Simulation:
     """Return a step of `workload` on a machine, in the middle of a run."""
-    shape = settings.step_shape(workload, unified=profile.unified)
+    shape = step_shape(settings, workload, unified=profile.unified)
     costs = Costs(profile, workload, settings)
     return play(steady_step(shape), costs, profile, tokens=workload.step_tokens)
+
+
+def step_shape(settings: StepSettings, workload: Workload, *, unified: bool) -> StepShape:
+    """Return the shape of a step of `workload`."""
+    model = workload.model
+    return settings.shape(
+        num_blocks=model.num_blocks,
+        num_micro=workload.num_micro(settings.micro_batch_tokens),
+        copying=not unified,
+        tied=model.tied,
+        trained=tuple(block.is_trained for block in model.blocks),
+    )
 
 
 def steady_step(shape: StepShape) -> list[Op]:

@@ -234,14 +234,14 @@ class Workload:
         """Whether attention is given a mask, and computes what the mask hides."""
         return self.packed and self.attn != "flash_attention_2"
 
-    def num_micro(self, micro_tokens: int) -> int:
+    def num_micro(self, micro_batch_tokens: int) -> int:
         """Return the micro-batches of a step; the last may be smaller."""
-        return -(-self.step_tokens // micro_tokens)
+        return -(-self.step_tokens // micro_batch_tokens)
 
-    def micro_sizes(self, micro_tokens: int) -> list[int]:
+    def micro_sizes(self, micro_batch_tokens: int) -> list[int]:
         """Return the tokens of each micro-batch of a step."""
-        full, rest = divmod(self.step_tokens, micro_tokens)
-        return [micro_tokens] * full + ([rest] if rest else [])
+        full, rest = divmod(self.step_tokens, micro_batch_tokens)
+        return [micro_batch_tokens] * full + ([rest] if rest else [])
 
 
 def shape_of(decoder: Decoder, name: str = "") -> ModelShape:

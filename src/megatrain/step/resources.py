@@ -5,8 +5,8 @@ a race: testkit/schedule_laws.py holds them against an independent account of wh
 testkit/oracle.py.
 
 Places (tests/step/test_resources.py)
-    1. Layer b lives in slot (b-1) % num_slots, in forward and in backward, so at the turn the last
-       num_slots layers are where backward wants them.
+    1. Layer b lives in slot (b-1) % slots, in forward and in backward, so at the turn the last
+       slots layers are where backward wants them.
     2. Embedding and head never take a layer's place. Each has a slot of its own. They share the
        gradient slot "edge"; if they are tied, the table's gradient stays in "edge" from the first
        HEAD to DRAIN(0), the head's parts first, and the head's other params use "head".
@@ -45,13 +45,13 @@ class BlockPlaces:
 def block_places(shape: StepShape) -> list[BlockPlaces]:
     """Return the places of each block. Layers take turns, edges have names."""
     slots: dict[int, SlotId] = {0: "embedding", shape.head: "head"}
-    slots |= {layer: turn % shape.num_slots for turn, layer in enumerate(shape.layers)}
+    slots |= {layer: turn % shape.slots for turn, layer in enumerate(shape.layers)}
     grad_slots: dict[int, SlotId] = {0: "edge", shape.head: "head" if shape.tied else "edge"}
     host_grads = grad_slots.copy()
     trained_layers = [layer for layer in shape.layers if shape.trained[layer]]
     for turn, layer in enumerate(reversed(trained_layers)):
-        grad_slots[layer] = turn % shape.num_grad_slots
-        host_grads[layer] = turn % shape.num_host_grads
+        grad_slots[layer] = turn % shape.grad_slots
+        host_grads[layer] = turn % shape.host_grads
     in_ring = shape.update == "in_backward"
     return [
         BlockPlaces(
@@ -236,7 +236,7 @@ class OpTable:
 
     def _spreads(self, block: int) -> bool:
         """Return whether NORM makes the block's gradient out of rows before it measures it."""
-        return self.shape.role(block) is Role.EMBEDDING and self.shape.gathers
+        return self.shape.role(block) is Role.EMBEDDING and self.shape.gather_embedding
 
     def _accumulate(
         self, block: int, reads: list[Resource], writes: list[Resource], *, adds: bool
@@ -258,7 +258,7 @@ class OpTable:
             turn = self._num_taped + (shape.last_layer - layer) * shape.num_micro + micro
         else:
             turn = (layer - shape.bottom_layer) * shape.num_micro + micro
-        return turn % shape.num_tape_slots
+        return turn % shape.tape_slots
 
 
 def _tape_place(layer: int, micro: int, ring: int | None) -> Resource:

@@ -19,7 +19,7 @@ Laws (tests/step/test_schedule.py)
        first restores at the turn, where the first inputs to restore have just been stashed.)
        The exception is the head, fetched behind the last layer although its slot is free all the
        time: what is needed last must not hold up the layers.
-    3. At the turn the last num_slots layers are still in their slots and are not fetched again.
+    3. At the turn the last slots layers are still in their slots and are not fetched again.
     4. Per step each other layer is fetched twice and each gradient drained once, whatever the
        number of micro-batches.
 """
@@ -63,7 +63,7 @@ def _pending_updates(table: OpTable) -> Iterator[Op]:
 def _forward(table: OpTable, *, trains: bool) -> Iterator[Op]:
     shape = table.shape
     fetches = _fetches_of_forward(table)
-    for fetched in islice(fetches, 1 + shape.num_slots):
+    for fetched in islice(fetches, 1 + shape.slots):
         yield from fetched
     for block in range(shape.head):
         for micro in range(shape.num_micro):
@@ -88,7 +88,7 @@ def _fetch(table: OpTable, block: int) -> list[Op]:
 def _backward(table: OpTable) -> Iterator[Op]:
     shape = table.shape
     restores = _restores(table)
-    yield from islice(restores, shape.num_tape_slots)
+    yield from islice(restores, shape.tape_slots)
     for micro in range(shape.num_micro):
         yield table.head(micro, trains=True)
     yield from _hand_over(table, shape.head)
@@ -97,8 +97,8 @@ def _backward(table: OpTable) -> Iterator[Op]:
             yield table.backward(layer, micro)
             yield from islice(restores, 1)
         yield from _hand_over(table, layer)
-        if layer - shape.num_slots >= shape.bottom_layer:
-            yield from _fetch(table, layer - shape.num_slots)
+        if layer - shape.slots >= shape.bottom_layer:
+            yield from _fetch(table, layer - shape.slots)
     if shape.trained[0]:
         for micro in range(shape.num_micro):
             yield table.backward(0, micro)

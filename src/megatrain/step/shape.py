@@ -12,6 +12,9 @@ from typing import Literal
 from megatrain.errors import ScheduleError
 from megatrain.step.ops import Role
 
+Update = Literal["none", "in_backward", "late"]
+"""When the optimizer updates a block: never, as its gradient arrives, or once norms are known."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
@@ -20,22 +23,22 @@ class StepShape:
     num_blocks: int
     num_micro: int = 1
     """Micro-batches of the step. Each block serves all of them before the next block."""
-    num_slots: int = 2
+    slots: int = 2
     """Slots that the layers rotate through. Embedding and head have slots of their own."""
-    num_grad_slots: int = 2
+    grad_slots: int = 2
     """Gradient slots that the layers rotate through. One lets nothing overlap with a drain."""
     tape: Literal["device", "host"] = "device"
-    num_tape_slots: int = 2
-    """Device ring between compute and a host tape. No stall if `num_tape_slots` micro-batches of
+    tape_slots: int = 2
+    """Device ring between compute and a host tape. No stall if `tape_slots` micro-batches of
     backward last as long as one fetch and two restores."""
     copying: bool = True
     """False: unified memory. There are no fetches, compute reads weights in the store."""
-    update: Literal["none", "in_backward", "late"] = "none"
-    num_host_grads: int = 2
+    update: Update = "none"
+    host_grads: int = 2
     """Host gradient buffers that the layers rotate through, with update="in_backward"."""
     tied: bool = False
     """The head reads the embedding's weights too, and adds to their gradient before it does."""
-    gathers: bool = False
+    gather_embedding: bool = False
     """Of the embedding only the rows of the step's tokens visit the device."""
     balances: bool = False
     """The layers' routers are counted in forward; backward needs the counts of all of them."""
@@ -91,8 +94,8 @@ class StepShape:
 _LEAST = {
     "num_blocks": 3,
     "num_micro": 1,
-    "num_slots": 2,
-    "num_grad_slots": 1,
-    "num_tape_slots": 2,
-    "num_host_grads": 2,
+    "slots": 2,
+    "grad_slots": 1,
+    "tape_slots": 2,
+    "host_grads": 2,
 }

@@ -15,6 +15,7 @@ from megatrain.disk.checkpoint.parts import Parts, checkpoint_parts
 from megatrain.disk.checkpoint.restore import restore
 from megatrain.disk.checkpoint.save import save_checkpoint
 from megatrain.memory.layout import Kind
+from testkit.engines import make_engine
 from testkit.families import save_tiny
 from testkit.plain import make_batch
 
@@ -33,7 +34,7 @@ def tiny_model(folder: Path, family: str = "llama", **settings: Any) -> HostMode
 @contextmanager
 def training(home: HostModel, update: str = "late") -> Iterator[Engine]:
     optimizer = AdamW(learning_rate=0.01, max_grad_norm=1.0)
-    with Engine(home.decoder, home.store, optimizer=optimizer, update=update) as engine:  # type: ignore[arg-type]
+    with make_engine(home.decoder, home.store, optimizer=optimizer, update=update) as engine:
         yield engine
 
 

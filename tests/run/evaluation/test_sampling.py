@@ -20,6 +20,7 @@ from megatrain.memory.store import Store
 from megatrain.models.decoder import build_decoder
 from megatrain.run.evaluation import sampling
 from megatrain.run.evaluation.sampling import Drawing, continue_texts
+from testkit.engines import make_engine
 from testkit.families import FAMILIES, tiny_config, tiny_model
 from testkit.simulated.accelerator import Simulator
 from testkit.simulated.watched import watched
@@ -62,7 +63,7 @@ def filled(config: PreTrainedConfig, plain: PreTrainedModel, kinds: tuple[Kind, 
 
 
 def engine(**settings: Any) -> Engine:
-    return Engine(*filled(CONFIG, model(), (Kind.HI,)), **settings)
+    return make_engine(*filled(CONFIG, model(), (Kind.HI,)), **settings)
 
 
 def generated(

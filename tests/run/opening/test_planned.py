@@ -89,8 +89,8 @@ def test_what_it_leaves_open_is_planned_with_a_reason_where_rates_are_known(
     resolved, plan = plan_of(path)
     assert plan.fits
     assert plan.knows_time
-    assert plan.settings.micro_tokens == resolved.micro_batch_tokens
-    assert {"micro_tokens", "slots", "tape"} <= plan.reasons.keys()
+    assert plan.settings.micro_batch_tokens == resolved.micro_batch_tokens
+    assert {"micro_batch_tokens", "slots", "tape"} <= plan.reasons.keys()
 
 
 def test_a_run_that_continues_has_its_prediction_and_keeps_its_bits(
@@ -106,7 +106,7 @@ def test_a_run_that_continues_has_its_prediction_and_keeps_its_bits(
     assert found["settings"]["chunk_tokens"] == 64
     if machine == "measured":
         assert found["predicted"]["step_s"] > 0
-        assert found["reasons"]["micro_tokens"] == "as the run began"
+        assert found["reasons"]["micro_batch_tokens"] == "as the run began"
     little = config_of(path, f"memory.ram={BASE}B")
     plan_resumed(little, device, began, read.decoder, BASE)  # it ran before: it is not refused
 

@@ -12,6 +12,7 @@ from megatrain.optim.adamw import AdamW
 from megatrain.optim.learning_rate import LearningRate
 from megatrain.run.opening.balancing import router_aux_loss
 from megatrain.run.opening.resolve import Resolved
+from megatrain.step.settings import StepSettings
 
 OPTIMIZERS = {"adamw": AdamW}
 
@@ -34,17 +35,20 @@ def make_engine(
         home.decoder,
         home.store,
         optimizer=optimizer,
-        update=resolved.update,
+        settings=StepSettings(
+            micro_batch_tokens=resolved.micro_batch_tokens,
+            slots=resolved.slots,
+            tape=resolved.tape,
+            update=resolved.update,
+            chunk_tokens=resolved.chunk_tokens,
+            gather_embedding=resolved.gather_embedding,
+            router_aux_loss=router_aux_loss(config, home.decoder),
+            on_nonfinite=train.on_nonfinite,
+            compile=train.compile,
+            seed=train.seed,
+        ),
         device=device,
-        num_slots=resolved.slots,
-        tape=resolved.tape,
-        chunk_tokens=resolved.chunk_tokens,
-        seed=train.seed,
         trace=True,
-        on_nonfinite="skip" if train.on_nonfinite == "skip" else "stop",
-        compile=train.compile,
-        gather_embedding=resolved.gather_embedding,
-        router_aux_loss=router_aux_loss(config, home.decoder),
     )
 
 

@@ -61,9 +61,9 @@ def plan_resumed(
     """
     fixed = replace(
         fixed_by(config),
-        micro_tokens=resolved.micro_batch_tokens,
+        micro_batch_tokens=resolved.micro_batch_tokens,
         chunk_tokens=resolved.chunk_tokens,
-        kept=frozenset({"micro_tokens", "chunk_tokens"}),
+        kept=frozenset({"micro_batch_tokens", "chunk_tokens"}),
     )
     plan = _planned(config, device, resolved, decoder, fixed, base_bytes + LATER_BYTES)
     return _adopted(plan, device, resolved), plan
@@ -94,7 +94,7 @@ def _adopted(plan: Plan, device: Device, resolved: Resolved) -> Resolved:
     chosen = plan.settings
     return replace(
         resolved,
-        micro_batch_tokens=chosen.micro_tokens,
+        micro_batch_tokens=chosen.micro_batch_tokens,
         slots=chosen.slots,
         tape=chosen.tape,
         chunk_tokens=chosen.chunk_tokens,
@@ -158,7 +158,7 @@ def _by_rules(fixed: Fixed, resolved: Resolved) -> Fixed:
     """Return what the config decides, and for the rest what the simple rules say."""
     return replace(
         fixed,
-        micro_tokens=resolved.micro_batch_tokens,
+        micro_batch_tokens=resolved.micro_batch_tokens,
         slots=resolved.slots,
         tape=resolved.tape,
         chunk_tokens=resolved.chunk_tokens,

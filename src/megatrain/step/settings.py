@@ -1,0 +1,65 @@
+"""How a step runs: one set of settings for config, plan, schedule, engine and report.
+
+A field has the name of its key in `train` or `memory`; `update` follows from train.max_grad_norm.
+The config gives some of them, the plan chooses the others, the engine takes them all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from megatrain.step.shape import StepShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSettings:
+    """Everything about a step that does not depend on the model, the data or the device."""
+
+    micro_batch_tokens: int = 8192
+    """Tokens that the device processes at a time."""
+    slots: int = 2
+    """Slots that layers rotate through; those beyond two keep the last layers for backward."""
+    tape: Literal["device", "host"] = "device"
+    tape_slots: int = 2
+    """Device ring between compute and a host tape."""
+    update: Literal["in_backward", "late"] = "late"
+    """When the optimizer updates a block: as its gradient arrives, or once all norms are known."""
+    chunk_tokens: int = 4096
+    """Tokens whose logits exist at a time."""
+    gather_embedding: bool = False
+    """Send the rows of a step's tokens to the device, not the full table."""
+    router_aux_loss: float = 0.0
+    """Coefficient of the load-balancing loss of all experts (models/balance.py)."""
+    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    """The engine skips the step, or raises NonFiniteStep."""
+    compile: bool = False
+    """Let torch compile the layers, those of equal structure once (models/compiled.py)."""
+    seed: int = 0
+    """Seed for dropout."""
+
+    def changed(self, **changes: Any) -> StepSettings:
+        """Return a copy with these fields changed."""
+        return replace(self, **changes)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the settings by name."""
+        return asdict(self)
+
+    def shape(
+        self, *, num_blocks: int, copying: bool, updates: bool = True, **model: Any
+    ) -> StepShape:
+        """Return the shape of a step; without `updates` its gradients stay in the store.
+
+        `model` has the other fields of StepShape: what the model and the batch decide.
+        """
+        return StepShape(
+            num_blocks=num_blocks,
+            slots=self.slots,
+            tape=self.tape,
+            tape_slots=self.tape_slots,
+            copying=copying,
+            update=self.update if updates else "none",
+            gather_embedding=self.gather_embedding and copying,
+            **model,
+        )
