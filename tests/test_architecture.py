@@ -230,8 +230,12 @@ def test_a_dangling_citation_would_be_noticed() -> None:
 
 def test_type_checkers_of_users_see_our_types() -> None:
     packaged = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert packaged["package-data"] == {"megatrain": ["py.typed"]}
-    assert (SOURCE / "py.typed").exists()
+    patterns = packaged["package-data"]["megatrain"]
+    assert "py.typed" in patterns
+    assert all(list(SOURCE.glob(pattern)) for pattern in patterns)
+    shipped = {path for pattern in patterns for path in SOURCE.glob(pattern)}
+    sources = {*MODULES, *SOURCE.rglob("*.c"), *SOURCE.rglob("*.so")}
+    assert {p for p in SOURCE.rglob("*.*") if "__pycache__" not in p.parts} == sources | shipped
 
 
 def _folders_of(readme: str) -> set[str]:
