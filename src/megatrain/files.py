@@ -46,8 +46,14 @@ def open_direct(path: Path, flags: int) -> tuple[int, bool]:
 
 def reserve(fd: int, num_bytes: int) -> None:
     """Reserve disk space for a new file, so that a full disk shows before any byte is written."""
-    if num_bytes:
+    if num_bytes and hasattr(os, "posix_fallocate"):  # macOS has none: a full disk shows later
         os.posix_fallocate(fd, 0, num_bytes)
+
+
+def drop_cache(fd: int, start: int = 0, num_bytes: int = 0) -> None:
+    """Let the system forget its copy of a range that was read or written; 0 is to the end."""
+    if hasattr(os, "posix_fadvise"):  # not on macOS
+        os.posix_fadvise(fd, start, num_bytes, os.POSIX_FADV_DONTNEED)
 
 
 def write_at(fd: int, memory: memoryview, offset: int) -> None:

@@ -155,3 +155,17 @@ def test_no_space_is_known_before_writing(tmp_path: Path) -> None:
     with WriteQueue() as carrier, pytest.raises(DiskError, match="cannot reserve space for"):
         DirectWriter(tmp_path / "file", 1 << 55, carrier)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_without_calls_that_macos_lacks_bytes_arrive_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("posix_fallocate", "posix_fadvise"):
+        monkeypatch.delattr(os, name)
+    monkeypatch.setattr(files, "_O_DIRECT", 0)
+    data = torch.arange(3 * PAGE + 5).to(torch.uint8)
+    with WriteQueue() as carrier, DirectWriter(tmp_path / "file", len(data), carrier) as writer:
+        writer.write(data)
+        writer.finish()
+    with DirectReader(tmp_path / "file") as reader:
+        assert torch.equal(reader.read(0, len(data), aligned_buffer(6 * PAGE)), data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatrain.memory.host import free_bytes, groups
+from megatrain.memory.host import (
+    free_bytes,
+    groups,
+    num_cores,
+    peak_resident_bytes,
+    resident_bytes,
+)
 
 V1 = ("sys/fs/cgroup/memory", "limit_in_bytes", "usage_in_bytes", "3:cpu,memory:{}\n1:cpu:/\n")
 V2 = ("sys/fs/cgroup", "max", "current", "0::{}\n")
@@ -86,3 +93,13 @@ def test_malloc_gives_back_what_is_freed_if_it_is_told(told: bool) -> None:
     )
     kept = int(done.stdout) - (4 << 20)
     assert (kept < 16 << 20) == told
+
+
+def test_cores_are_those_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert num_cores() == len(os.sched_getaffinity(0))
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
+    assert num_cores() == os.cpu_count()
+
+
+def test_the_peak_is_in_bytes() -> None:
+    assert 0.9 * resident_bytes() < peak_resident_bytes() < psutil.virtual_memory().total

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from megatrain.data.steps.order import Mixed
 from megatrain.data.tokens.documents import Documents, Joined, hold_out, num_rows
 from megatrain.data.tokens.prepare import prepare
 from megatrain.data.tokens.prepared import Prepared, digest_of
+from megatrain.memory.host import num_cores
 
 _SUMS = ("rows", "kept", "documents", "tokens", "trained_tokens")
 _MOST_POSITIONS = 2**26
@@ -147,6 +147,6 @@ def _prepared(config: Config, tokenizer: Any, source: Source) -> Prepared:
         overlong=config.data.overlong,
         max_bad=config.data.max_bad,
         max_dropped=config.data.max_dropped,
-        num_workers=len(os.sched_getaffinity(0)),
+        num_workers=num_cores(),
         wanted=source.format,
     )

@@ -103,7 +103,7 @@ class DirectReader:
                 )
             have += count
         if not self._direct:
-            os.posix_fadvise(self._fd, first, last - first, os.POSIX_FADV_DONTNEED)
+            files.drop_cache(self._fd, first, last - first)
         return buffer[start - first : stop - first]
 
     def close(self) -> None:
@@ -230,7 +230,7 @@ class DirectWriter:
             with explained("write", self.path):
                 files.finish(self._fd, self._num_bytes)
                 if not self._direct:
-                    os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                    files.drop_cache(self._fd)
         except BaseException:
             for future in pending:
                 with suppress(DiskError):

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -44,6 +46,19 @@ def free_bytes(root: Path = Path("/")) -> int:
 def resident_bytes() -> int:
     """Return the resident memory of this process now."""
     return int(psutil.Process(os.getpid()).memory_info().rss)
+
+
+def peak_resident_bytes() -> int:
+    """Return the most resident memory that this process has had so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak << 10  # bytes there, KiB elsewhere
+
+
+def num_cores() -> int:
+    """Return the cores this process may use: all of them on systems that cannot restrict it."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def give_back_at_once() -> None:

@@ -36,6 +36,7 @@ from typing import Any, Self
 from megatrain import files
 from megatrain.config import Config, dump_config, load_config
 from megatrain.errors import DiskError, MegaTrainError, RunFolderError, listing
+from megatrain.memory.host import num_cores
 from megatrain.run.checkpoints import FOLDER
 
 RESUMED_FILES = ("metrics.jsonl", "samples.jsonl")
@@ -273,7 +274,7 @@ def machine_facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
         "processor": platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": num_cores(),
         "threads": torch.get_num_threads(),
         "ram_bytes": psutil.virtual_memory().total,
     }

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import multiprocessing
 import resource
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing import connection
@@ -103,7 +104,8 @@ def _render_once(pipe: connection.Connection) -> None:
     _begin(pipe)
     tokenizer, row, kwargs = pipe.recv()
     pipe.send_bytes(_READY)
-    resource.setrlimit(resource.RLIMIT_AS, (_LIMIT_BYTES, _LIMIT_BYTES))
+    if sys.platform != "darwin":  # macOS refuses such a limit; the limit of time holds there too
+        resource.setrlimit(resource.RLIMIT_AS, (_LIMIT_BYTES, _LIMIT_BYTES))
     try:
         ChatTemplate(tokenizer, kwargs).render(row)
     except BadRow as bad:

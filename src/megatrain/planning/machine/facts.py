@@ -22,7 +22,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from megatrain.cache import cache_folder
-from megatrain.memory.host import groups, told
+from megatrain.memory.host import groups, num_cores, told
 from megatrain.version import __version__
 
 
@@ -62,7 +62,7 @@ def host_facts(root: Path = Path("/")) -> HostFacts:
     """Return the facts of this host, as the files under `root` give them."""
     return HostFacts(
         processor=_processor(root),
-        cores=len(os.sched_getaffinity(0)),
+        cores=num_cores(),
         ram_bytes=_ram(root),
         group_limit_bytes=min((group.limit_bytes for group in groups(root)), default=None),
         memlock_bytes=_memlock(),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 from megatrain.config import Config
 from megatrain.devices.device import Device
 from megatrain.disk.hf.model import HostModel
 from megatrain.engine.engine import Engine
+from megatrain.memory.host import num_cores
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.learning_rate import LearningRate
 from megatrain.run.opening.balancing import router_aux_loss
@@ -29,7 +28,7 @@ def make_engine(
         weight_decay=optim.weight_decay,
         no_decay=optim.no_decay,
         max_grad_norm=train.max_grad_norm,
-        num_threads=max(1, len(os.sched_getaffinity(0)) // 2),
+        num_threads=max(1, num_cores() // 2),
     )
     return Engine(
         home.decoder,

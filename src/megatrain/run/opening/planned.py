@@ -13,14 +13,13 @@ Laws (tests/run/opening/test_planned.py)
 
 from __future__ import annotations
 
-import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config
 from megatrain.devices.device import Device
-from megatrain.memory.host import free_bytes, give_back_at_once, resident_bytes
+from megatrain.memory.host import free_bytes, give_back_at_once, peak_resident_bytes, resident_bytes
 from megatrain.models.decoder import Decoder
 from megatrain.planning.from_config import fixed_by, within, workload_of
 from megatrain.planning.machine.examination import measured_profile
@@ -135,7 +134,7 @@ def facts(
 ) -> dict[str, Any]:
     """Return plan.json: the plan, the settings in use, and what was measured until now."""
     measured = {
-        "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+        "host_peak_bytes": peak_resident_bytes(),
         "device_peak_bytes": device.peak_bytes,
     }
     found = plan.facts() | {"measured": measured, "settings": resolved.facts()}
