@@ -7,7 +7,7 @@ tied model the table is therefore read through two leaves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -60,13 +60,17 @@ def load_plain(
 
 
 def plain_gradients(
-    model: PreTrainedModel, batch: Sequence[MicroBatch], step: int = 1
+    model: PreTrainedModel,
+    batch: Sequence[MicroBatch],
+    step: int = 1,
+    loss_of: Callable[[Tensor, MicroBatch], Tensor] | None = None,
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Return each micro-batch's loss and every gradient, summed in fp32, in the param's dtype.
 
-    Computed where the model is; what is returned is on the host.
+    The loss is `loss_of` the log-probabilities (rows, length), or that of the next token. It is
+    computed where the model is; the results are on the host.
     """
-    num_trained = sum(int((m.labels[:, 1:] != -100).sum()) for m in batch)
+    loss_of = loss_of or _next_token_loss(batch)
     losses: list[float] = []
     parts: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
     with _untied(model) as (head_name, table_name):
@@ -74,7 +78,7 @@ def plain_gradients(
             model.zero_grad(set_to_none=True)
             model._drawn_for = (step, number)
             placed = micro.mapped(lambda tensor: tensor.to(model.device))
-            loss = _micro_loss(model, placed, num_trained)
+            loss = loss_of(plain_logprobs(model, placed), placed)
             torch.autograd.backward(loss)
             losses.append(float(loss.detach()))
             for name, param in model.named_parameters():
@@ -105,15 +109,25 @@ def seed_like_engine(
         module.register_forward_pre_hook(seed_module)
 
 
-def _micro_loss(model: PreTrainedModel, micro: MicroBatch, num_trained: int) -> Tensor:
+def plain_logprobs(model: PreTrainedModel, micro: MicroBatch) -> Tensor:
+    """Return the log-probability of each position's target, zero where there is none."""
     # Two families need help to keep packed documents apart; test_isolation.py shows that they do.
     inputs = with_packed_masks(model.config, model.dtype, micro.inputs)
     logits = model(**inputs, use_cache=False).logits
-    targets = F.pad(micro.labels[:, 1:], (0, 1), value=-100).reshape(-1)
+    targets = F.pad(micro.labels[:, 1:], (0, 1), value=-100)
     rows = logits.reshape(-1, logits.shape[-1]).float()
-    logprobs = -F.cross_entropy(rows, targets, ignore_index=-100, reduction="none")
-    weights = torch.where(targets != -100, -1.0 / num_trained, 0.0)
-    return (logprobs * weights).sum()
+    found = -F.cross_entropy(rows, targets.reshape(-1), ignore_index=-100, reduction="none")
+    return found.view(targets.shape)
+
+
+def _next_token_loss(batch: Sequence[MicroBatch]) -> Callable[[Tensor, MicroBatch], Tensor]:
+    num_trained = sum(int((m.labels[:, 1:] != -100).sum()) for m in batch)
+
+    def loss(logprobs: Tensor, micro: MicroBatch) -> Tensor:
+        targets = F.pad(micro.labels[:, 1:], (0, 1), value=-100)
+        return (logprobs * torch.where(targets != -100, -1.0 / num_trained, 0.0)).sum()
+
+    return loss
 
 
 def _sum(parts: list[Tensor], param: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ micro-batch first, chunk by chunk, and projects a second time for the gradients.
 A unit never crosses micro-batches: `count` raises BatchError for one that does. Nothing here may
 ask the device for a number; only `count` reads values, and it runs on the host.
 
-Laws (tests/losses/test_loss.py)
-    1. A loss written as `value` gets the gradient of it, by autograd.
+Laws (tests/losses/test_loss.py, tests/engine/test_pair_loss.py)
+    1. A loss written as `value` has the gradients of ordinary autograd through the resident model.
     2. The first pass holds one chunk of logits at a time; the peak is that of the second.
 """
 
