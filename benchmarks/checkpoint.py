@@ -56,10 +56,12 @@ from megatrain.engine.snapshot import Gate
 from megatrain.lanes.lane import Lane
 from megatrain.memory.direct import aligned_buffer, as_memory
 from megatrain.memory.host import resident_bytes
-from megatrain.memory.layout import Kind, build_layout
-from megatrain.memory.store import WITH_CLIP, WITHOUT_CLIP, Store
+from megatrain.memory.kinds import Kind
+from megatrain.memory.layout import build_layout
+from megatrain.memory.store import Store
 from megatrain.models.decoder import build_decoder
 from megatrain.optim.adamw import AdamW
+from megatrain.optim.states import WITH_CLIP, WITHOUT_CLIP
 from megatrain.step.ops import Op, OpKind
 from megatrain.step.shape import Update
 from testkit.engines import make_engine
@@ -112,7 +114,7 @@ def _model(num_params: int, kinds: tuple[Kind, ...]) -> HostModel:
     """Return a model of small random weights and moments that never were on a disk."""
     config = _config(num_params)
     decoder = build_decoder(config, "bf16")
-    store = Store(build_layout(decoder.blocks), kinds)
+    store = Store(build_layout(decoder.blocks, kinds))
     generator = torch.Generator().manual_seed(0)
     for param in decoder.params:
         weight = store.param(param.name, Kind.HI)

@@ -53,11 +53,13 @@ from megatrain.engine.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.errors import MegaTrainError
 from megatrain.lanes.trace import Trace
-from megatrain.memory.layout import Kind, build_layout
-from megatrain.memory.store import WITH_CLIP, WITHOUT_CLIP, Store
+from megatrain.memory.kinds import Kind
+from megatrain.memory.layout import build_layout
+from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder, build_decoder
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.optimizer import HostOptimizer
+from megatrain.optim.states import WITH_CLIP, WITHOUT_CLIP
 from megatrain.optim.views import UpdateViews, Views
 from megatrain.step.settings import StepSettings
 from megatrain.version import __version__
@@ -112,9 +114,8 @@ def build_model(options: argparse.Namespace) -> tuple[Decoder, Store]:
         tie_word_embeddings=False,
     )
     decoder = build_decoder(config, "bf16")
-    store = Store(
-        build_layout(decoder.blocks), WITH_CLIP if options.update == "late" else WITHOUT_CLIP
-    )
+    kinds = WITH_CLIP if options.update == "late" else WITHOUT_CLIP
+    store = Store(build_layout(decoder.blocks, kinds))
     generator = torch.Generator().manual_seed(0)
     last = len(decoder.blocks) - 1
     for block in (0, 1, last):

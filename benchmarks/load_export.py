@@ -36,9 +36,11 @@ from megatrain.disk.hf.export import export_weights
 from megatrain.disk.hf.model import HostModel, load_model
 from megatrain.memory.direct import aligned_buffer, as_memory
 from megatrain.memory.host import resident_bytes
-from megatrain.memory.layout import Kind, build_layout
+from megatrain.memory.kinds import Kind
+from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store, store_ledger
 from megatrain.models.decoder import build_decoder
+from megatrain.optim.states import WITH_CLIP
 
 RAW_BYTES = 16 << 20
 
@@ -70,7 +72,7 @@ def measure(scratch: Path, num_params: int, rounds: int) -> dict[str, float]:
     files = sorted(source.glob("*.safetensors"))
     num_bytes = sum(path.stat().st_size for path in files)
 
-    layout = build_layout(build_decoder(_config(num_params), "bf16").blocks)
+    layout = build_layout(build_decoder(_config(num_params), "bf16").blocks, WITH_CLIP)
     load_model(_write_model(scratch / "warm-up", 10_000_000))
     gc.collect()
     baseline = resident_bytes()
@@ -137,7 +139,7 @@ def _write_model(folder: Path, num_params: int) -> Path:
     """Write a model of small random weights, with our own export."""
     config = _config(num_params)
     decoder = build_decoder(config, "bf16")
-    store = Store(build_layout(decoder.blocks), (Kind.HI,))
+    store = Store(build_layout(decoder.blocks, (Kind.HI,)))
     generator = torch.Generator().manual_seed(0)
     for block in range(store.layout.num_blocks):
         weights = store.block_bytes(block, Kind.HI).view(torch.int16)

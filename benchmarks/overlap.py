@@ -44,10 +44,12 @@ from megatrain.devices.device import CpuDevice
 from megatrain.engine.batch import MicroBatch
 from megatrain.lanes.lane import Lane
 from megatrain.lanes.trace import Trace
-from megatrain.memory.layout import Kind, build_layout
+from megatrain.memory.kinds import Kind
+from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder, build_decoder
 from megatrain.optim.adamw import AdamW
+from megatrain.optim.states import WITH_CLIP
 from megatrain.step.ops import Op, OpKind
 from megatrain.step.shape import Update
 from testkit.engines import make_engine
@@ -106,7 +108,7 @@ def build_model(num_layers: int) -> Model:
         tie_word_embeddings=False,
     )
     decoder = build_decoder(config, "bf16")
-    store = Store(build_layout(decoder.blocks))
+    store = Store(build_layout(decoder.blocks, WITH_CLIP))
     generator = torch.Generator().manual_seed(0)
     for param in decoder.params:
         store.param(param.name, Kind.HI).normal_(0.0, 0.02, generator=generator)

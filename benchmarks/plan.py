@@ -54,8 +54,8 @@ from megatrain.devices.device import CpuDevice
 from megatrain.engine.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.memory.host import resident_bytes
-from megatrain.memory.store import WITH_CLIP, WITHOUT_CLIP
 from megatrain.optim.adamw import AdamW
+from megatrain.optim.states import WITH_CLIP, WITHOUT_CLIP
 from megatrain.planning.bytes import SAVE_BYTES, predicted_ledger
 from megatrain.planning.catalog.families import shape_from_config
 from megatrain.planning.machine.profile import MachineProfile, unmeasured

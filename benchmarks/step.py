@@ -55,10 +55,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from megatrain.engine.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.memory.host import resident_bytes
-from megatrain.memory.layout import Kind, build_layout
-from megatrain.memory.store import WITH_CLIP, WITHOUT_CLIP, Store
+from megatrain.memory.kinds import Kind
+from megatrain.memory.layout import build_layout
+from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder, build_decoder
 from megatrain.optim.adamw import AdamW
+from megatrain.optim.states import WITH_CLIP, WITHOUT_CLIP
 from megatrain.step.shape import Update
 from testkit.engines import make_engine
 
@@ -97,7 +99,7 @@ def tokens(rows: int, length: int) -> Tensor:
 def build_store(config: LlamaConfig, kinds: tuple[Kind, ...]) -> tuple[Decoder, Store]:
     """Return a model of small random weights."""
     decoder = build_decoder(config, "bf16")
-    store = Store(build_layout(decoder.blocks), kinds)
+    store = Store(build_layout(decoder.blocks, kinds))
     generator = torch.Generator().manual_seed(0)
     for param in decoder.params:
         weight = store.param(param.name, Kind.HI)

@@ -27,7 +27,7 @@ def main() -> None:
         layout = model.store.layout
         print(f"{layout.num_params:,} parameters in {layout.num_blocks} blocks")
         for kind in model.store.kinds:
-            print(f"  {kind.value:5} {layout.kind_bytes[kind] / 2**20:8.1f} MiB")
+            print(f"  {kind.name:5} {layout.kind_bytes[kind] / 2**20:8.1f} MiB")
 
         model.store.param("model.norm.weight", mt.Kind.HI).mul_(2)
         model.export(target)

@@ -63,6 +63,7 @@ from megatrain.memory.layout import build_layout
 from megatrain.model_files import INDEX_NAME
 from megatrain.models.config_json import LARGEST, REFUSED, parse_config
 from megatrain.models.decoder import build_decoder
+from megatrain.optim.states import WITH_CLIP
 from megatrain.run.opening.resumption import changed_settings, known_of
 from megatrain.run.state import RunState
 from proofs.mutation import NUMBERS, Mutator
@@ -242,7 +243,7 @@ def _config_target(scratch: Path) -> Target:
         if accepted % BUILD_EVERY:
             return "accepted"
         decoder = build_decoder(config, "bf16")
-        build_layout(decoder.blocks)
+        build_layout(decoder.blocks, WITH_CLIP)
         NameMap(decoder)
         return "built"
 

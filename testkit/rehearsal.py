@@ -29,7 +29,7 @@ from megatrain.engine.machine import Machine
 from megatrain.lanes.lane import Lane
 from megatrain.lanes.reference import Reference
 from megatrain.losses.head import CHUNK_TOKENS
-from megatrain.memory.layout import Kind, Layout
+from megatrain.memory.layout import Layout
 from megatrain.memory.ledger import Ledger, Line
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
@@ -150,9 +150,9 @@ class _MetaStore(Store):
     """A store without bytes."""
 
     def __init__(self, layout: Layout, device: _MetaDevice) -> None:
-        self.layout, self.kinds = layout, (Kind.HI, Kind.GRAD)
+        self.layout = layout
         self._arenas = {
-            kind: device.map_host(layout.kind_bytes[kind], kind.value) for kind in self.kinds
+            kind: device.map_host(layout.kind_bytes[kind], kind.name) for kind in self.kinds
         }
 
 

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from megatrain.cli.demo import byte_tokenizer
 from megatrain.config import Config
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
+from megatrain.optim.states import M, V
 from megatrain.run.evaluation.mean_loss import MeanLoss
 from megatrain.run.interrupts import Interrupts
 from megatrain.run.trainer import Trainer
@@ -159,7 +160,7 @@ def state_of(trainer: Trainer) -> State:
     return {
         (name, kind): store.param(name, kind).clone()
         for name, place in store.layout.places.items()
-        for kind in (Kind.HI, Kind.LO, Kind.M, Kind.V)
+        for kind in (Kind.HI, Kind.LO, M, V)
         if place.has(kind)
     }
 

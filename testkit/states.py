@@ -10,7 +10,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
+from megatrain.optim.states import M, V
 from testkit.worlds import Case, Shapes, World, make_batch, world_of
 
 MICRO_BATCHES: Shapes = ((1, 4), (2, 3), (1, 6), (1, 3))
@@ -28,7 +29,7 @@ LATE = Case(sort="llama of 2 layers", steps=steps_of(2), update="late")
 
 def state_of(world: World) -> State:
     """Copies of all weights, remainders and moments."""
-    return world.bytes_of(Kind.HI, Kind.LO, Kind.M, Kind.V)
+    return world.bytes_of(Kind.HI, Kind.LO, M, V)
 
 
 def same(first: State, second: State) -> bool:

@@ -24,10 +24,12 @@ from megatrain.devices.device import CpuDevice
 from megatrain.engine.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.lanes.lane import Lane
-from megatrain.memory.layout import Kind, build_layout
+from megatrain.memory.kinds import Kind
+from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
 from megatrain.models.decoder import DTYPES, build_decoder
 from megatrain.optim.adamw import AdamW
+from megatrain.optim.states import WITH_CLIP, M, V
 from megatrain.step.ops import LANES, Op
 from megatrain.step.shape import Update
 from testkit.engines import make_engine
@@ -134,7 +136,7 @@ class World:
     def __init__(self, sort: Sort) -> None:
         config = sort.config()
         self.decoder = build_decoder(config, sort.dtype, sort.frozen)
-        self.store = Store(build_layout(self.decoder.blocks))
+        self.store = Store(build_layout(self.decoder.blocks, WITH_CLIP))
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             torch.manual_seed(0)
@@ -192,7 +194,7 @@ class World:
                     outcome.states |= {f"{n}, step {number}": b for n, b in gradients.items()}
                 if number in case.evaluates_after:
                     outcome.numbers += [*engine.evaluate(batch), engine.aux_loss]
-        outcome.states |= self.bytes_of(Kind.HI, Kind.LO, Kind.M, Kind.V)
+        outcome.states |= self.bytes_of(Kind.HI, Kind.LO, M, V)
         return outcome
 
 

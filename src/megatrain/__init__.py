@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megatrain.engine.batch import MicroBatch, StepResult
     from megatrain.engine.engine import Engine
     from megatrain.errors import MegaTrainError
-    from megatrain.memory.layout import Kind
+    from megatrain.memory.kinds import Kind
     from megatrain.optim.adamw import AdamW
     from megatrain.optim.learning_rate import LearningRate
     from megatrain.planning.estimate import estimate
@@ -32,7 +32,7 @@ _HOMES = {
     "CpuDevice": "megatrain.devices.device",
     "Engine": "megatrain.engine.engine",
     "HostModel": "megatrain.disk.hf.model",
-    "Kind": "megatrain.memory.layout",
+    "Kind": "megatrain.memory.kinds",
     "LearningRate": "megatrain.optim.learning_rate",
     "MegaTrainError": "megatrain.errors",
     "MicroBatch": "megatrain.engine.batch",

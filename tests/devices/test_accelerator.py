@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatrain.devices.accelerator import Accelerator
 from megatrain.errors import DeviceFull
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
 from megatrain.step.ops import LANES
 from testkit.simulated.accelerator import Policy, Simulator
 from testkit.simulated.watched import watched

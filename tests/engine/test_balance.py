@@ -16,7 +16,7 @@ from megatrain.disk.hf.model import HostModel
 from megatrain.engine.batch import MicroBatch, StepResult
 from megatrain.errors import ConfigError
 from megatrain.losses.head import IGNORED
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
 from megatrain.models.balance import Routing
 from testkit.engines import make_engine
 from testkit.families import BALANCED, tiny_model

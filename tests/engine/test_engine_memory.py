@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 from megatrain.devices.device import CpuDevice
 from megatrain.errors import DeviceFull
 from megatrain.memory.arena import map_arena
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
 from testkit.live_bytes import LiveBytes
 from testkit.worlds import SIZES, Case, Sort, World, dawdling_lanes, make_batch
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from megatrain.devices.device import CpuDevice
 from megatrain.engine.batch import MicroBatch
 from megatrain.errors import BatchError
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
 from megatrain.step.ops import OpKind
 from testkit.states import (
     LATE,

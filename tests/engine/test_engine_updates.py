@@ -17,10 +17,12 @@ from transformers import AutoModelForCausalLM
 
 from megatrain.engine.actions import StepActions
 from megatrain.engine.batch import MicroBatch
-from megatrain.memory.layout import Kind, build_layout
+from megatrain.memory.kinds import Kind
+from megatrain.memory.layout import build_layout
 from megatrain.memory.master import split_into
-from megatrain.memory.store import WITHOUT_CLIP, Store
+from megatrain.memory.store import Store
 from megatrain.optim.adamw import AdamW
+from megatrain.optim.states import WITHOUT_CLIP, M, V
 from megatrain.step.ops import Op, OpKind
 from megatrain.step.shape import Update
 from testkit.adamw_by_hand import HandAdamW, global_norm, is_matrix
@@ -46,8 +48,8 @@ def state_of(world: World) -> State:
     names = trained(world)
     return (
         {f"{name} master": world.store.master(name) for name in names}
-        | {f"{name} m": world.store.param(name, Kind.M).clone() for name in names}
-        | {f"{name} v": world.store.param(name, Kind.V).clone() for name in names}
+        | {f"{name} m": world.store.param(name, M).clone() for name in names}
+        | {f"{name} v": world.store.param(name, V).clone() for name in names}
     )
 
 
@@ -139,7 +141,7 @@ def test_updates_in_backward_need_no_room_for_gradients() -> None:
     world = world_of("gemma, tied")
     expected, _ = by_engine(world, "in_backward", None, num_steps=3)
     world.rewind()
-    small = Store(build_layout(world.decoder.blocks), WITHOUT_CLIP)
+    small = Store(build_layout(world.decoder.blocks, WITHOUT_CLIP))
     for param in world.decoder.params:
         small.param(param.name, Kind.HI).copy_(world.store.param(param.name, Kind.HI))
     optimizer = AdamW(learning_rate=LR, weight_decay=DECAY)

@@ -18,11 +18,12 @@ from transformers import PreTrainedModel
 
 from megatrain import load_model
 from megatrain.engine.engine import Engine
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
 from megatrain.memory.master import split_into
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.kernel import AdamWScalars
 from megatrain.optim.optimizer import decays
+from megatrain.optim.states import M, V
 from testkit.engines import make_engine
 from testkit.families import FAMILIES, save_tiny
 from testkit.plain import load_plain, make_batch, plain_gradients, seed_like_engine
@@ -110,8 +111,8 @@ def test_three_steps_equal_the_resident_model(
     masters = {p.name: store.master(p.name).reshape(-1) for p in params}
     assert differing({n: s.weight for n, s in states.items()}, masters) == []
     for kind, moments in (
-        (Kind.M, {n: s.m for n, s in states.items()}),
-        (Kind.V, {n: s.v for n, s in states.items()}),
+        (M, {n: s.m for n, s in states.items()}),
+        (V, {n: s.v for n, s in states.items()}),
     ):
         found = {p.name: store.param(p.name, kind).reshape(-1) for p in params}
         assert differing(moments, found) == []

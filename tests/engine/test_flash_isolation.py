@@ -28,7 +28,7 @@ from megatrain.engine.engine import Engine
 from megatrain.engine.machine import Machine
 from megatrain.errors import ConfigError
 from megatrain.losses.head import IGNORED
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
 from testkit.families import save_tiny, tiny_config
 from tests.engine.flash_stand_ins import FlashKernels, use_flash_stand_ins
 

@@ -10,7 +10,7 @@ import pytest
 from megatrain.devices.accelerator import Accelerator
 from megatrain.engine import gathered
 from megatrain.errors import ConfigError
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
 from megatrain.step.schedule import build_step
 from megatrain.step.shape import StepShape
 from proofs.races import Run, play, reference, simulator_of, world_of

@@ -9,6 +9,7 @@ from torch import Tensor
 from megatrain.engine.grad_slots import GradSlots
 from megatrain.memory.layout import build_layout
 from megatrain.models.decoder import Block, Param
+from megatrain.optim.states import WITH_CLIP
 from megatrain.step.ops import Role
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -35,7 +36,7 @@ BLOCKS = [
     block(0, (5, 7), (13,), (3,), (130,)),
     block(1, (9, 31), (2, 2), dtypes=(BF16, FP32)),
 ]
-LAYOUT = build_layout(BLOCKS)
+LAYOUT = build_layout(BLOCKS, WITH_CLIP)
 NAMES = ["0.0", "0.2", "0.3"]
 
 

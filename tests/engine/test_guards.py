@@ -14,7 +14,8 @@ from megatrain import AdamW, Engine, HostModel, load_model
 from megatrain.devices.device import CpuDevice
 from megatrain.engine.grad_slots import GradSlots
 from megatrain.errors import NonFiniteStep
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
+from megatrain.optim.states import M, V
 from testkit.engines import make_engine
 from testkit.families import save_tiny
 from testkit.plain import make_batch
@@ -31,7 +32,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> HostModel:
 
 
 def _state(home: HostModel) -> dict[tuple[str, Kind], torch.Tensor]:
-    kinds = (Kind.HI, Kind.LO, Kind.M, Kind.V)
+    kinds = (Kind.HI, Kind.LO, M, V)
     return {(n, k): home.store.param(n, k).clone() for n in home.store.layout.places for k in kinds}
 
 

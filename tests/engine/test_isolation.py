@@ -22,7 +22,7 @@ from megatrain.data.steps.isolation import ISOLATES, check_packing
 from megatrain.engine.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
 from megatrain.models import packed_masks
 from megatrain.models.packed_masks import TAKES_MASKS
 from testkit.families import FAMILIES, save_tiny, tiny_config

@@ -9,7 +9,7 @@ import torch
 
 from megatrain.devices.device import CpuDevice
 from megatrain.engine.machine import Machine
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
 from megatrain.step.resources import OpTable
 from megatrain.step.shape import StepShape
 from testkit.families import tiny_config

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from megatrain.engine.slots import Slots
-from megatrain.memory.layout import Kind, build_layout
+from megatrain.memory.kinds import Kind
+from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder, build_decoder
+from megatrain.optim.states import WITH_CLIP
 from testkit.families import tiny_config
 
 FAMILIES = ["llama", "ernie4_5_moe", "gemma"]
@@ -28,7 +30,7 @@ def decoder_of(family: str) -> Decoder:
 class World:
     def __init__(self, family: str) -> None:
         self.decoder = decoder_of(family)
-        self.layout = build_layout(self.decoder.blocks)
+        self.layout = build_layout(self.decoder.blocks, WITH_CLIP)
         self.store = Store(self.layout)
         generator = torch.Generator().manual_seed(0)
         for param in self.decoder.params:

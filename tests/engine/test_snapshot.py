@@ -14,13 +14,14 @@ import torch
 from megatrain import AdamW, Engine, HostModel, load_model
 from megatrain.engine.snapshot import Gate, Snapshot
 from megatrain.errors import CheckpointMismatch, SnapshotLost
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
+from megatrain.optim.states import M, V
 from testkit.engines import make_engine
 from testkit.families import save_tiny
 from testkit.patience import HANG_S
 from testkit.plain import make_batch
 
-KINDS = (Kind.HI, Kind.LO, Kind.M, Kind.V)
+KINDS = (Kind.HI, Kind.LO, M, V)
 BATCHES = [make_batch([(1, 6), (1, 5)], seed=seed) for seed in range(5)]
 SAVED = 2
 """The snapshot is taken after so many steps."""

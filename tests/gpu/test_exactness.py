@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatrain import load_model
 from megatrain.engine.engine import Engine
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
 from testkit.engines import make_engine
 from testkit.families import save_tiny
 from testkit.plain import load_plain, make_batch, plain_gradients

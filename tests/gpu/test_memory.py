@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 from megatrain.devices.accelerator import Accelerator
 from megatrain.engine.engine import Engine
 from megatrain.errors import DeviceFull
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
 from testkit.states import same, state_of
 from testkit.worlds import SIZES, Case, Sort, World, make_batch
 from tests.gpu.rigs import RealRig, Rig, SimulatedRig, play

@@ -8,8 +8,10 @@ from typing import Literal
 import pytest
 import torch
 
-from megatrain.memory.layout import ALIGN, PAGE, Kind, Layout, build_layout, has_kind, kind_dtype
+from megatrain.memory.kinds import Kind
+from megatrain.memory.layout import ALIGN, PAGE, Layout, build_layout, has_kind, kind_dtype
 from megatrain.models.decoder import Block, Param, build_decoder
+from megatrain.optim.states import WITH_CLIP
 from megatrain.step.ops import Role
 from testkit.families import FAMILIES, tiny_config
 
@@ -17,7 +19,7 @@ from testkit.families import FAMILIES, tiny_config
 def _overlaps(layout: Layout) -> list[str]:
     """Return the params that share a byte with the one before them, in any kind."""
     found = []
-    for kind in Kind:
+    for kind in layout.kinds:
         places = [place for place in layout.places.values() if place.has(kind)]
         places.sort(key=lambda place: place.extent(kind).start)
         for left, right in pairwise(places):
@@ -29,11 +31,12 @@ def _overlaps(layout: Layout) -> list[str]:
 @pytest.mark.parametrize("family", FAMILIES[::10])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_params_never_overlap_and_are_aligned(family: str, dtype: Literal["bf16", "fp32"]) -> None:
-    layout = build_layout(build_decoder(tiny_config(family), dtype, frozen=("*.0.*",)).blocks)
+    decoder = build_decoder(tiny_config(family), dtype, frozen=("*.0.*",))
+    layout = build_layout(decoder.blocks, WITH_CLIP)
     assert _overlaps(layout) == []
     for place in layout.places.values():
         assert place.start % ALIGN == 0
-        for kind in Kind:
+        for kind in WITH_CLIP:
             assert place.has(kind) == has_kind(kind, place.param.dtype, place.param.trained)
             if place.has(kind):
                 block = layout.block_extents[place.segment.block, kind]
@@ -46,7 +49,7 @@ def test_params_never_overlap_and_are_aligned(family: str, dtype: Literal["bf16"
 
 
 def test_overlap_would_be_noticed() -> None:
-    layout = build_layout(build_decoder(tiny_config("llama"), "bf16").blocks)
+    layout = build_layout(build_decoder(tiny_config("llama"), "bf16").blocks, WITH_CLIP)
     names = list(layout.places)
     layout.places[names[4]] = layout.places[names[5]]
     assert _overlaps(layout)
@@ -54,15 +57,15 @@ def test_overlap_would_be_noticed() -> None:
 
 def _bytes_per_param(dtype: torch.dtype, trained: bool = True) -> dict[Kind, float]:
     param = Param(name="w", shape=(1 << 20,), dtype=dtype, trained=trained)
-    layout = build_layout([Block(index=0, role=Role.LAYER, params=(param,))])
+    layout = build_layout([Block(index=0, role=Role.LAYER, params=(param,))], WITH_CLIP)
     return {kind: size / layout.num_params for kind, size in layout.kind_bytes.items()}
 
 
 def test_bytes_per_param() -> None:
     bf16 = _bytes_per_param(torch.bfloat16)
-    assert [bf16[kind] for kind in Kind] == [2, 2, 4, 4, 2]
-    assert [_bytes_per_param(torch.float32)[kind] for kind in Kind] == [4, 0, 4, 4, 4]
-    assert [_bytes_per_param(torch.bfloat16, trained=False)[kind] for kind in Kind] == [
+    assert [bf16[kind] for kind in WITH_CLIP] == [2, 2, 4, 4, 2]
+    assert [_bytes_per_param(torch.float32)[kind] for kind in WITH_CLIP] == [4, 0, 4, 4, 4]
+    assert [_bytes_per_param(torch.bfloat16, trained=False)[kind] for kind in WITH_CLIP] == [
         2,
         0,
         0,
@@ -72,7 +75,7 @@ def test_bytes_per_param() -> None:
 
 
 def test_a_segment_is_addressed_alike_in_every_kind() -> None:
-    layout = build_layout(build_decoder(tiny_config("ernie4_5_moe"), "bf16").blocks)
+    layout = build_layout(build_decoder(tiny_config("ernie4_5_moe"), "bf16").blocks, WITH_CLIP)
     for place in layout.places.values():
         for kind in place.segment.starts:
             size = kind_dtype(kind, place.param.dtype).itemsize
@@ -84,7 +87,7 @@ def test_arenas_of_hundreds_of_gib_are_described_without_memory() -> None:
         "llama", hidden_size=16384, intermediate_size=53248, num_hidden_layers=126,
         vocab_size=128256, num_attention_heads=128, num_key_value_heads=8, head_dim=128,
     )  # fmt: skip
-    layout = build_layout(build_decoder(config, "bf16").blocks)
+    layout = build_layout(build_decoder(config, "bf16").blocks, WITH_CLIP)
     assert 400e9 < layout.num_params < 410e9
     total = sum(layout.kind_bytes.values())
     assert total / layout.num_params == pytest.approx(14, rel=1e-4)

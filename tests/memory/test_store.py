@@ -9,21 +9,27 @@ from megatrain.errors import DoesNotFit
 from megatrain.memory import store as store_module
 from megatrain.memory.arena import map_arena
 from megatrain.memory.host import resident_bytes
-from megatrain.memory.layout import Kind, Layout, build_layout
+from megatrain.memory.kinds import Kind
+from megatrain.memory.layout import Layout, build_layout
 from megatrain.memory.ledger import Ledger, Line
-from megatrain.memory.store import WITH_CLIP, WITHOUT_CLIP, Store, store_ledger
+from megatrain.memory.store import Store, store_ledger
 from megatrain.models.decoder import Block, Param, build_decoder
+from megatrain.optim.states import WITH_CLIP, WITHOUT_CLIP, M
 from megatrain.step.ops import Role
 from testkit.families import tiny_config
 
 
-def _layout(num_elements: int, dtype: torch.dtype = torch.bfloat16) -> Layout:
+def _layout(
+    num_elements: int,
+    dtype: torch.dtype = torch.bfloat16,
+    kinds: tuple[Kind, ...] = WITH_CLIP,
+) -> Layout:
     params = tuple(Param(name=f"w{i}", shape=(num_elements,), dtype=dtype) for i in range(3))
-    return build_layout([Block(index=0, role=Role.LAYER, params=params)])
+    return build_layout([Block(index=0, role=Role.LAYER, params=params)], kinds)
 
 
 def test_views_are_disjoint_and_are_the_bytes() -> None:
-    layout = build_layout(build_decoder(tiny_config("ernie4_5_moe"), "bf16").blocks)
+    layout = build_layout(build_decoder(tiny_config("ernie4_5_moe"), "bf16").blocks, WITH_CLIP)
     store = Store(layout)
     for number, (name, place) in enumerate(layout.places.items()):
         for kind in place.segment.starts:
@@ -36,7 +42,7 @@ def test_views_are_disjoint_and_are_the_bytes() -> None:
 
 
 def test_block_bytes_hold_the_params_of_the_block() -> None:
-    layout = build_layout(build_decoder(tiny_config("llama"), "bf16").blocks)
+    layout = build_layout(build_decoder(tiny_config("llama"), "bf16").blocks, WITH_CLIP)
     store = Store(layout)
     store.param("model.layers.2.mlp.up_proj.weight", Kind.HI).fill_(1)
     touched = [b for b in range(layout.num_blocks) if store.block_bytes(b, Kind.HI).any()]
@@ -48,16 +54,15 @@ def test_nothing_is_resident_before_it_is_written() -> None:
     before = resident_bytes()
     store = Store(layout)
     assert resident_bytes() - before < 4 << 20
-    store.param("w0", Kind.M).fill_(1)
+    store.param("w0", M).fill_(1)
     grown = resident_bytes() - before
     assert 32 << 20 <= grown < 40 << 20
 
 
 def test_arenas_have_the_bytes_of_the_ledger() -> None:
     layout = _layout(1 << 16)
-    ledger = store_ledger(layout, WITH_CLIP)
-    assert ledger.total("host") == 3 * 14 << 16
-    assert store_ledger(layout, WITHOUT_CLIP).total("host") == 3 * 12 << 16
+    assert store_ledger(layout).total("host") == 3 * 14 << 16
+    assert store_ledger(_layout(1 << 16, kinds=WITHOUT_CLIP)).total("host") == 3 * 12 << 16
     store = Store(layout)
     for kind in WITH_CLIP:
         assert store.block_bytes(0, kind).numel() == layout.kind_bytes[kind]

@@ -17,12 +17,13 @@ from megatrain import load_model
 from megatrain.devices.device import CpuDevice
 from megatrain.engine import machine
 from megatrain.errors import ConfigError
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
 from megatrain.models import compiled as regions
 from megatrain.models.compiled import Backend, Regions
 from megatrain.models.decoder import DTYPES, build_decoder
 from megatrain.models.template import Template
 from megatrain.optim.adamw import AdamW
+from megatrain.optim.states import M, V
 from testkit.engines import make_engine
 from testkit.families import save_tiny, tiny_config, tiny_model
 from testkit.plain import make_batch
@@ -306,7 +307,7 @@ def test_an_engine_trains_to_the_same_bits(
         ) as engine:
             losses = [engine.step(make_batch(shapes, seed=seed)).micro_losses for seed in (1, 2)]
             evaluated = engine.evaluate(make_batch(shapes[:1]))
-        arenas = [model.store.arena(kind).clone() for kind in (Kind.HI, Kind.LO, Kind.M, Kind.V)]
+        arenas = [model.store.arena(kind).clone() for kind in (Kind.HI, Kind.LO, M, V)]
         results.append((losses, evaluated, arenas))
         assert (counter.num_graphs > 0) == is_compiled
     (losses, evaluated, arenas), compiled = results

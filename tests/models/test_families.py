@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from megatrain import load_model
 from megatrain.disk.hf.names import NameMap
 from megatrain.errors import NotSplittable
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
 from megatrain.models.decoder import build_decoder
 from testkit.families import FAMILIES, REFUSED, save_tiny, tiny_config
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import ConfigError
-from megatrain.memory.layout import Kind, build_layout
+from megatrain.memory.kinds import Kind
+from megatrain.memory.layout import build_layout
 from megatrain.memory.master import split_into
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Block, Param, build_decoder
@@ -17,6 +18,7 @@ from megatrain.optim.adamw import AdamW
 from megatrain.optim.kernel import Kernel
 from megatrain.optim.native import load_kernel
 from megatrain.optim.optimizer import decays
+from megatrain.optim.states import WITH_CLIP, M, V
 from megatrain.optim.torch_kernel import TorchKernel
 from megatrain.optim.views import UpdateViews
 from megatrain.step.ops import Role
@@ -48,7 +50,7 @@ TRAINED = [p.name for p in PARAMS if p.trained]
 
 @pytest.fixture
 def store() -> Store:
-    store = Store(build_layout([Block(index=0, role=Role.LAYER, params=PARAMS)]))
+    store = Store(build_layout([Block(index=0, role=Role.LAYER, params=PARAMS)], WITH_CLIP))
     generator = torch.Generator().manual_seed(0)
     for each in PARAMS:
         master = torch.randn(each.shape, generator=generator)
@@ -91,8 +93,8 @@ def differing(store: Store, hand: HandAdamW) -> list[str]:
         name
         for name in TRAINED
         if not torch.equal(store.master(name), hand.masters[name])
-        or not torch.equal(store.param(name, Kind.M), hand.m[name])
-        or not torch.equal(store.param(name, Kind.V), hand.v[name])
+        or not torch.equal(store.param(name, M), hand.m[name])
+        or not torch.equal(store.param(name, V), hand.v[name])
     ]
 
 

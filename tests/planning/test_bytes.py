@@ -12,7 +12,8 @@ from megatrain.engine import outbox, tape
 from megatrain.losses import head as loss
 from megatrain.memory.layout import build_layout
 from megatrain.memory.ledger import Ledger
-from megatrain.memory.store import WITH_CLIP, WITHOUT_CLIP, store_ledger
+from megatrain.memory.store import store_ledger
+from megatrain.optim.states import WITH_CLIP, WITHOUT_CLIP
 from megatrain.planning import bytes as ledger
 from megatrain.planning.bytes import device_lines, predicted_ledger, store_lines
 from megatrain.planning.simulate import step_shape
@@ -44,10 +45,10 @@ def test_numbers_of_modules_that_need_torch() -> None:
 @pytest.mark.parametrize("family", SMALL)
 def test_the_store_to_the_byte(family: str, dtype: str) -> None:
     decoder = decoder_of(family, dtype)
-    layout, model = build_layout(decoder.blocks), shape_of(decoder)
+    workload = Workload(model=shape_of(decoder), step_tokens=1, dtype=dtype)  # type: ignore[arg-type]
     for update, kinds in (("late", WITH_CLIP), ("in_backward", WITHOUT_CLIP)):
-        lines = Ledger(store_lines(model, dtype, update)).lines  # type: ignore[arg-type]
-        assert lines == store_ledger(layout, kinds).lines
+        lines = Ledger(store_lines(workload, update)).lines
+        assert lines == store_ledger(build_layout(decoder.blocks, kinds)).lines
 
 
 @pytest.mark.parametrize("batch", BATCHES, ids=str)
@@ -67,7 +68,7 @@ def test_the_device_against_its_rehearsal(
     settings = StepSettings(micro_batch_tokens=rows * length, tape=place, chunk_tokens=chunk)  # type: ignore[arg-type]
     shape = replace(step_shape(settings, workload, unified=False), update="none")
     shapes = [(rows, length)] * num_micro
-    real = device_ledger(decoder, build_layout(decoder.blocks), shape, shapes, chunk)
+    real = device_ledger(decoder, build_layout(decoder.blocks, WITH_CLIP), shape, shapes, chunk)
     found = Ledger(device_lines(workload, settings, unified=False))
     exact = {line.purpose: line.num_bytes for line in real.lines}
     for line in found.lines:
@@ -87,7 +88,7 @@ def test_scores_that_eager_attention_keeps_are_counted(family: str, dtype: Any) 
     )  # fmt: skip
     settings = StepSettings(micro_batch_tokens=512)
     shape = replace(step_shape(settings, workload, unified=False), update="none")
-    real = device_ledger(decoder, build_layout(decoder.blocks), shape, [(1, 512)])
+    real = device_ledger(decoder, build_layout(decoder.blocks, WITH_CLIP), shape, [(1, 512)])
     found = Ledger(device_lines(workload, settings, unified=False)).total("device")
     assert 0.98 * real.total("device") < found < 1.12 * real.total("device")
     fused = Ledger(device_lines(replace(workload, attn="sdpa"), settings, unified=False))

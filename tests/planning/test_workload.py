@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatrain.memory import layout
-from megatrain.memory.layout import Kind, build_layout
+from megatrain.memory.kinds import Kind
+from megatrain.memory.layout import build_layout
+from megatrain.optim.states import WITH_CLIP
 from megatrain.planning.workload import ALIGN, PAGE, AttentionShape, Workload, shape_of
 from testkit.machines import EIGHT, EXPERTS
 from testkit.rehearsed import SMALL, decoder_of
@@ -19,7 +21,7 @@ def test_the_layout_rounds_alike() -> None:
 @pytest.mark.parametrize("family", SMALL)
 def test_bytes_of_blocks_are_those_of_the_layout(family: str, dtype: str) -> None:
     decoder = decoder_of(family, dtype)
-    real, model = build_layout(decoder.blocks), shape_of(decoder)
+    real, model = build_layout(decoder.blocks, WITH_CLIP), shape_of(decoder)
     for index, block in enumerate(model.blocks):
         assert block.weight_bytes(dtype) == real.block_extents[index, Kind.HI].num_bytes  # type: ignore[arg-type]
         assert block.gradient_bytes(dtype) == real.block_extents[index, Kind.GRAD].num_bytes  # type: ignore[arg-type]

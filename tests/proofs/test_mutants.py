@@ -14,7 +14,7 @@ import pytest
 from megatrain.devices.accelerator import Accelerator
 from megatrain.engine.actions import StepActions
 from megatrain.lanes.lane import Action, Lane, Work
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
 from megatrain.step.ops import Op
 from proofs.races import Run, play, reference, simulator_of, world_of
 from testkit.patience import HANG_S

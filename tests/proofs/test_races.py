@@ -13,7 +13,8 @@ import torch
 from megatrain.devices.accelerator import Accelerator
 from megatrain.engine.engine import Engine
 from megatrain.errors import DeviceFull
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
+from megatrain.optim.states import M, V
 from proofs.races import CONFIGS, NUM_LAYERS, Run, faults_of, run_of, simulator_of, world_of
 from testkit.simulated.accelerator import Simulator
 from testkit.simulated.watched import WatchedOptimizer, watched
@@ -91,7 +92,7 @@ def _looked_at(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def state_of(world: World) -> dict[str, torch.Tensor]:
-    return world.bytes_of(Kind.HI, Kind.LO, Kind.M, Kind.V)
+    return world.bytes_of(Kind.HI, Kind.LO, M, V)
 
 
 def num_allocations(update: Any) -> int:

@@ -17,7 +17,7 @@ from megatrain.disk.hf.model import load_model
 from megatrain.engine.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError, RunFolderError
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
 from megatrain.run.run_model import chosen_model
 from megatrain.run.trainer import Trainer
 

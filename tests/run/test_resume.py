@@ -22,6 +22,7 @@ from megatrain.errors import (
 )
 from megatrain.files import append
 from megatrain.optim.kernel import AdamWScalars
+from megatrain.optim.states import M
 from megatrain.run.checkpoints import FOLDER
 from megatrain.run.opening.assembly import learning_rate
 from megatrain.run.trainer import Trainer
@@ -138,9 +139,7 @@ def test_a_resume_that_forgets_something_would_be_noticed(
         def forgetful(self: Trainer, resumed: object) -> None:
             take_up(self, resumed)  # type: ignore[arg-type]
             for name in self.home.store.layout.places:
-                self.home.store.param(
-                    name, next(k for k in self.home.store.kinds if k == "m")
-                ).zero_()
+                self.home.store.param(name, M).zero_()
 
         monkeypatch.setattr(Trainer, "_take_up", forgetful)
     elif lost == "data":

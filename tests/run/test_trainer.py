@@ -15,7 +15,7 @@ from megatrain.config import Config, load_config
 from megatrain.disk.hf.model import load_model
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError, HubError, ModelFolderError, RunFolderError
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.learning_rate import LearningRate
 from megatrain.run.folder import RunFolder

@@ -11,9 +11,11 @@ from transformers import LlamaConfig
 from megatrain.devices.accelerator import Accelerator
 from megatrain.engine.outbox import OUTBOX_BYTES
 from megatrain.memory.host import resident_bytes
-from megatrain.memory.layout import Kind, build_layout
+from megatrain.memory.kinds import Kind
+from megatrain.memory.layout import build_layout
 from megatrain.memory.ledger import Ledger
 from megatrain.models.decoder import build_decoder
+from megatrain.optim.states import WITH_CLIP
 from megatrain.step.shape import StepShape
 from proofs.races import CONFIGS, world_of
 from testkit.rehearsal import device_ledger
@@ -103,7 +105,7 @@ def test_a_large_model_is_rehearsed_without_its_weights() -> None:
     decoder = build_decoder(config, "bf16")
     shape = StepShape(num_blocks=5, tape="host")
     before = resident_bytes()
-    ledger = device_ledger(decoder, build_layout(decoder.blocks), shape, [(1, 64)])
+    ledger = device_ledger(decoder, build_layout(decoder.blocks, WITH_CLIP), shape, [(1, 64)])
     assert resident_bytes() - before < 200 << 20
     by_purpose = {line.purpose: line.num_bytes for line in ledger.lines}
     layer = 2 * (4096 * (4096 * 2 + 1024 * 2 + 3 * 14336) + 2 * 4096)

@@ -29,7 +29,7 @@ from megatrain.engine.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.errors import Interrupted
 from megatrain.files import make_folder, write_file
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
 from megatrain.run.interrupts import Interrupts
 from megatrain.run.trainer import Trainer
 

@@ -44,7 +44,7 @@ from megatrain.errors import (
     RunFolderError,
 )
 from megatrain.files import write_file
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
 from megatrain.models.config_json import parse_config
 from megatrain.report.page import write_report
 from megatrain.run.checkpoints import FOLDER

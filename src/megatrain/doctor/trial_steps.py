@@ -16,7 +16,8 @@ from megatrain.doctor.fit import fitted, merged
 from megatrain.engine.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.lanes.trace import Span
-from megatrain.memory.layout import Kind, build_layout
+from megatrain.memory.kinds import Kind
+from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
 from megatrain.models.decoder import build_decoder
 from megatrain.planning.machine.profile import MachineProfile
@@ -49,7 +50,7 @@ def _fitted(profile: MachineProfile, width: int, tokens: int) -> MachineProfile:
     decoder = build_decoder(config, "bf16")
     workload = Workload(model=shape_of(decoder), step_tokens=tokens, sequence=tokens)
     settings = StepSettings(micro_batch_tokens=tokens)
-    store = Store(build_layout(decoder.blocks), (Kind.HI, Kind.GRAD))
+    store = Store(build_layout(decoder.blocks, (Kind.HI, Kind.GRAD)))
     for param in decoder.params:
         weight = store.param(param.name, Kind.HI)
         weight.normal_(0.0, 0.02) if weight.dim() > 1 else weight.fill_(1.0)

@@ -31,7 +31,7 @@ from megatrain.engine.machine import Machine, Verdict
 from megatrain.lanes.lane import Action
 from megatrain.losses.loss import Loss
 from megatrain.losses.next_token import NEXT_TOKEN
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
 from megatrain.models.balance import probability_sums
 from megatrain.models.key_values import inputs_with
 from megatrain.models.stand_ins import Call

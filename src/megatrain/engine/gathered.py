@@ -25,7 +25,7 @@ from megatrain.devices.device import Device
 from megatrain.engine.batch import MicroBatch
 from megatrain.engine.outbox import Outbox
 from megatrain.errors import ConfigError
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
 

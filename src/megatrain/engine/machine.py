@@ -18,7 +18,8 @@ from megatrain.engine.outbox import OUTBOX_BYTES, Outbox
 from megatrain.engine.slots import SlotId, Slots
 from megatrain.engine.snapshot import Gate
 from megatrain.engine.tape import Tape
-from megatrain.memory.layout import Kind, Segment
+from megatrain.memory.kinds import Kind
+from megatrain.memory.layout import Segment
 from megatrain.memory.store import Store
 from megatrain.models.balance import Routing
 from megatrain.models.decoder import Decoder

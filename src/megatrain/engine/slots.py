@@ -18,7 +18,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from megatrain.memory.layout import Kind, Layout
+from megatrain.memory.kinds import Kind
+from megatrain.memory.layout import Layout
 
 SlotId = int | str
 Allocate = Callable[[int], Tensor]

@@ -8,8 +8,8 @@ can be registered with a device, written with direct I/O, moved to a disk, or di
 
 Inside a block params of equal dtype form a *segment*, and a param has the same element offset in
 every kind of its segment. One pass over a segment therefore updates all of its params, with plain
-pointers: hi[i], lo[i], m[i], v[i], grad[i] belong together for every i. Padding holds zeros, and an
-update of zeros by zero gradients leaves zeros.
+pointers: hi[i], lo[i], grad[i] and the optimizer's states at i belong together for every i. Padding
+holds zeros, and an update of zeros by zero gradients leaves zeros.
 
 Laws (tests/memory/test_layout.py)
     1. Params never overlap, in any kind; each starts on ALIGN elements, each block on PAGE bytes.
@@ -21,11 +21,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 from torch import Tensor
 
+from megatrain.memory.kinds import Kind
 from megatrain.models.decoder import Block, Param
 
 PAGE = 4096
@@ -33,31 +33,19 @@ ALIGN = 128
 """Elements. 256 bytes in bf16: what a device wants of a matrix, and whole cache lines."""
 
 
-class Kind(StrEnum):
-    """What a byte of the store is for."""
-
-    HI = "hi"
-    """Weights as compute sees them: bf16, or fp32 where a param is fp32."""
-    LO = "lo"
-    """The other 16 bits of the fp32 master of a bf16 weight."""
-    M = "m"
-    V = "v"
-    GRAD = "grad"
-    """Gradients that wait for the global norm, in the dtype of the weights."""
-
-
 def kind_dtype(kind: Kind, param_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of `kind` for a param of `param_dtype`."""
-    if kind in (Kind.HI, Kind.GRAD):
-        return param_dtype
-    return torch.int16 if kind is Kind.LO else torch.float32
+    """Return the dtype of `kind` for a param of `param_dtype`, which has it."""
+    name = kind.dtype(is_fp32=param_dtype is torch.float32)
+    assert name is not None, (kind.name, param_dtype)
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def has_kind(kind: Kind, dtype: torch.dtype, trained: bool) -> bool:
     """Return whether a param of this dtype has bytes of `kind` at all."""
-    if kind is Kind.HI:
-        return True
-    return trained and not (kind is Kind.LO and dtype is torch.float32)
+    has_numbers = kind.dtype(is_fp32=dtype is torch.float32) is not None
+    return has_numbers and (trained or kind.is_for_frozen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +76,7 @@ class Segment:
     def extent(self, kind: Kind) -> Extent:
         """Return its bytes in the arena of `kind`."""
         start = self.starts[kind]
-        size = self.num_elements * kind_dtype(kind, self.dtype).itemsize
+        size = _num_bytes(kind, self.dtype, self.num_elements)
         return Extent(kind=kind, start=start, stop=start + size)
 
 
@@ -103,9 +91,10 @@ class Place:
 
     def extent(self, kind: Kind) -> Extent:
         """Return the param's bytes in the arena of `kind`, without padding."""
-        size = kind_dtype(kind, self.param.dtype).itemsize
-        start = self.segment.starts[kind] + self.start * size
-        return Extent(kind=kind, start=start, stop=start + self.param.num_elements * size)
+        dtype = self.param.dtype
+        start = self.segment.starts[kind] + _num_bytes(kind, dtype, self.start)
+        size = _num_bytes(kind, dtype, self.param.num_elements)
+        return Extent(kind=kind, start=start, stop=start + size)
 
     @property
     def padded_stop(self) -> int:
@@ -122,6 +111,7 @@ class Layout:
     """The places of all params. Immutable, and the same for the same blocks on any machine."""
 
     num_blocks: int
+    kinds: tuple[Kind, ...]
     segments: tuple[Segment, ...]
     places: dict[str, Place]
     """By the param's name."""
@@ -159,10 +149,14 @@ class Layout:
         return sum(place.param.num_elements for place in self.places.values())
 
 
-def build_layout(blocks: Iterable[Block]) -> Layout:
-    """Return the layout of `blocks`: params in their given order, bf16 before fp32, frozen last."""
+def build_layout(blocks: Iterable[Block], kinds: tuple[Kind, ...]) -> Layout:
+    """Return the layout of `blocks` in `kinds`.
+
+    Params keep their order, but bf16 comes before fp32, and frozen params come last.
+    """
     blocks = tuple(blocks)
-    ends = dict.fromkeys(Kind, 0)
+    assert all(ALIGN % kind.elements_per_number == 0 for kind in kinds), kinds
+    ends = dict.fromkeys(kinds, 0)
     segments: list[Segment] = []
     places: dict[str, Place] = {}
     extents: dict[tuple[int, Kind], Extent] = {}
@@ -175,23 +169,24 @@ def build_layout(blocks: Iterable[Block]) -> Layout:
             for param in params:
                 starts.append(num_elements)
                 num_elements += _round_up(param.num_elements, ALIGN)
-            kinds = [kind for kind in Kind if has_kind(kind, dtype, trained)]
+            present = [kind for kind in kinds if has_kind(kind, dtype, trained)]
             segment = Segment(
                 block=block.index,
                 dtype=dtype,
                 trained=trained,
                 num_elements=num_elements,
-                starts={kind: ends[kind] for kind in kinds},
+                starts={kind: ends[kind] for kind in present},
             )
             segments.append(segment)
             for param, start in zip(params, starts, strict=True):
                 places[param.name] = Place(param=param, segment=segment, start=start)
-            for kind in kinds:
+            for kind in present:
                 ends[kind] = segment.extent(kind).stop
-        for kind in Kind:
+        for kind in kinds:
             extents[block.index, kind] = Extent(kind=kind, start=begins[kind], stop=ends[kind])
     return Layout(
         num_blocks=len(blocks),
+        kinds=kinds,
         segments=tuple(segments),
         places=places,
         block_extents=extents,
@@ -205,6 +200,11 @@ def _segment_keys(block: Block) -> list[tuple[torch.dtype, bool]]:
     ]
     present = {(param.dtype, param.trained) for param in block.params}
     return [key for key in order if key in present]
+
+
+def _num_bytes(kind: Kind, param_dtype: torch.dtype, num_elements: int) -> int:
+    num_numbers = -(-num_elements // kind.elements_per_number)
+    return int(num_numbers * kind_dtype(kind, param_dtype).itemsize)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -17,41 +17,33 @@ from torch import Tensor
 
 from megatrain.memory.arena import map_arena
 from megatrain.memory.host import free_bytes
-from megatrain.memory.layout import Kind, Layout, Segment, kind_dtype
+from megatrain.memory.kinds import Kind
+from megatrain.memory.layout import Layout, Segment, kind_dtype
 from megatrain.memory.ledger import Ledger, Line
 from megatrain.memory.master import join
 
-WITHOUT_CLIP = (Kind.HI, Kind.LO, Kind.M, Kind.V)
-"""12 bytes per bf16 param: updates run as gradients arrive."""
-WITH_CLIP = (*WITHOUT_CLIP, Kind.GRAD)
-"""14 bytes: gradients wait for the global norm."""
 
-_PURPOSES = {
-    Kind.HI: "weights (hi)",
-    Kind.LO: "master remainder (lo)",
-    Kind.M: "first moment (m)",
-    Kind.V: "second moment (v)",
-    Kind.GRAD: "gradients (grad)",
-}
-
-
-def store_ledger(layout: Layout, kinds: tuple[Kind, ...] = WITH_CLIP) -> Ledger:
-    """Return what a store of `layout` with `kinds` will occupy once all of it was written."""
+def store_ledger(layout: Layout) -> Ledger:
+    """Return the bytes that a store of `layout` occupies once all of it was written."""
     return Ledger(
-        Line(place="host", purpose=_PURPOSES[kind], num_bytes=layout.kind_bytes[kind])
-        for kind in kinds
+        Line(place="host", purpose=kind.purpose, num_bytes=layout.kind_bytes[kind])
+        for kind in layout.kinds
     )
 
 
 class Store:
     """The arenas of a layout."""
 
-    def __init__(self, layout: Layout, kinds: tuple[Kind, ...] = WITH_CLIP) -> None:
+    def __init__(self, layout: Layout) -> None:
         """Map the arenas. Raises DoesNotFit if their bytes are not free; touches none of them."""
-        store_ledger(layout, kinds).require("host", free_bytes())
+        store_ledger(layout).require("host", free_bytes())
         self.layout = layout
-        self.kinds = kinds
-        self._arenas = {kind: map_arena(kind.value, layout.kind_bytes[kind]) for kind in kinds}
+        self._arenas = {kind: map_arena(kind.name, layout.kind_bytes[kind]) for kind in self.kinds}
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """What it has an arena for."""
+        return self.layout.kinds
 
     def arena(self, kind: Kind) -> Tensor:
         """Return all bytes of a kind, as uint8."""
@@ -63,11 +55,15 @@ class Store:
         return self._arenas[kind][extent.start : extent.stop]
 
     def param(self, name: str, kind: Kind) -> Tensor:
-        """Return the param's view in `kind`, in its own shape and the kind's dtype."""
+        """Return the param's view in `kind`, in the kind's dtype and the param's shape.
+
+        It is flat where several elements share a number.
+        """
         place = self.layout.places[name]
         extent = place.extent(kind)
         flat = self._arenas[kind][extent.start : extent.stop]
-        return flat.view(kind_dtype(kind, place.param.dtype)).view(place.param.shape)
+        numbers = flat.view(kind_dtype(kind, place.param.dtype))
+        return numbers.view(place.param.shape) if kind.elements_per_number == 1 else numbers
 
     def segment(self, segment: Segment, kind: Kind) -> Tensor:
         """Return a segment's flat view in `kind`, padding included: what one update pass walks."""

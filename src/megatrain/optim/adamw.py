@@ -12,9 +12,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
 from megatrain.optim.kernel import AdamWScalars
 from megatrain.optim.optimizer import HostOptimizer
+from megatrain.optim.states import ADAMW
 from megatrain.optim.views import Views
 
 
@@ -22,7 +23,7 @@ from megatrain.optim.views import Views
 class AdamW(HostOptimizer):
     """AdamW with decoupled weight decay; norms and biases are not decayed."""
 
-    states: ClassVar[tuple[Kind, ...]] = (Kind.M, Kind.V)
+    states: ClassVar[tuple[Kind, ...]] = ADAMW
 
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8

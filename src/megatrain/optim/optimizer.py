@@ -15,7 +15,7 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
 from megatrain.models.decoder import Param
 from megatrain.models.patterns import check_patterns, matches
 from megatrain.optim.kernel import Kernel

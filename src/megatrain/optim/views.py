@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatrain.errors import ConfigError
-from megatrain.memory.layout import Kind, Layout, Segment
+from megatrain.memory.kinds import Kind
+from megatrain.memory.layout import Layout, Segment
 from megatrain.memory.store import Store
 
 
@@ -26,7 +27,7 @@ class Views:
     lo: Tensor | None
     """The lower half of the master; None where the weight is fp32."""
     states: tuple[Tensor, ...]
-    """In the order in which the optimizer declares them."""
+    """In the order in which the optimizer declares them; shorter where elements share a number."""
     decays: bool
     """Whether weight decay applies."""
 
@@ -44,9 +45,10 @@ class UpdateViews:
     def __init__(self, store: Store, states: tuple[Kind, ...], decayed: frozenset[str]) -> None:
         """`decayed` are names of params. Raises ConfigError if the store lacks a state."""
         if lacking := [kind for kind in states if kind not in store.kinds]:
+            names = ", ".join(map(str, lacking))
             raise ConfigError(
-                f"the store has no arena for {', '.join(lacking)}, which the optimizer keeps. "
-                "Give the store's kinds the optimizer's states."
+                f"the optimizer keeps {names}, which the store does not have. Give the store's "
+                "kinds the optimizer's states."
             )
         self._store, self._states, layout = store, states, store.layout
         self._runs = {
@@ -60,7 +62,7 @@ class UpdateViews:
         store = self._store
         weight = store.segment(segment, Kind.HI)
         lo = store.segment(segment, Kind.LO) if Kind.LO in segment.starts else None
-        states = [store.segment(segment, kind) for kind in self._states]
+        states = [(kind, store.segment(segment, kind)) for kind in self._states]
         for run in self._runs[id(segment)]:
             span = slice(run.start, run.stop)
             yield (
@@ -68,10 +70,15 @@ class UpdateViews:
                 Views(
                     weight=weight[span],
                     lo=None if lo is None else lo[span],
-                    states=tuple(state[span] for state in states),
+                    states=tuple(_part(*state, span) for state in states),
                     decays=run.decays,
                 ),
             )
+
+
+def _part(kind: Kind, numbers: Tensor, span: slice) -> Tensor:
+    shared = kind.elements_per_number
+    return numbers[span.start // shared : span.stop // shared]
 
 
 def _runs(layout: Layout, segment: Segment, decayed: frozenset[str]) -> list[_Run]:

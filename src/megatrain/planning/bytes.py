@@ -20,7 +20,9 @@ Laws (tests/planning/test_bytes.py)
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+from megatrain.memory.kinds import Kind, store_kinds
 from megatrain.memory.ledger import Ledger, Line
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.workload import PAGE, BlockShape, Dtype, ModelShape, Workload
@@ -41,7 +43,7 @@ def predicted_ledger(profile: MachineProfile, workload: Workload, settings: Step
     """Return all bytes of a run."""
     host = [
         Line(place="host", purpose="Python and libraries", num_bytes=profile.base_bytes),
-        *store_lines(workload.model, workload.dtype, settings.update),
+        *store_lines(workload, settings.update),
         *_ring_lines(profile, workload, settings),
         Line(place="host", purpose="save buffers", num_bytes=SAVE_BYTES),
     ]
@@ -59,26 +61,24 @@ def _moved(line: Line) -> Line:
 # The host.
 
 
-def store_lines(model: ModelShape, dtype: Dtype, update: str) -> Iterator[Line]:
+def store_lines(workload: Workload, update: str) -> Iterator[Line]:
     """Yield the arenas of the store."""
-    counted = [(count, _elements(block, dtype)) for block, count in _counted(model)]
-    for purpose, (low, full, frozen) in _ARENAS.items():
-        if purpose == "gradients (grad)" and update == "in_backward":
-            continue
-        total = 0
-        for count, (num_low, num_full, frozen_bytes) in counted:
-            total += count * _pages(low * num_low + full * num_full + frozen * frozen_bytes)
-        yield Line(place="host", purpose=purpose, num_bytes=total)
+    blocks = list(_counted(workload.model))
+    for kind in store_kinds(workload.states, waits=update == "late"):
+        total = sum(
+            count * _pages(_arena_bytes(kind, block, workload.dtype)) for block, count in blocks
+        )
+        yield Line(place="host", purpose=kind.purpose, num_bytes=total)
 
 
-_ARENAS = {
-    "weights (hi)": (2, 4, 1),
-    "master remainder (lo)": (2, 0, 0),
-    "first moment (m)": (4, 4, 0),
-    "second moment (v)": (4, 4, 0),
-    "gradients (grad)": (2, 4, 0),
-}
-"""Bytes per trained element in bf16, per one in fp32, and whether frozen bytes count."""
+def _arena_bytes(kind: Kind, block: BlockShape, dtype: Dtype) -> int:
+    trained = None if kind.is_for_frozen else True
+    return round(
+        sum(
+            kind.bytes_per_element(is_fp32=fp32) * block.elements(dtype, fp32=fp32, trained=trained)
+            for fp32 in (False, True)
+        )
+    )
 
 
 def _counted(model: ModelShape) -> Iterator[tuple[BlockShape, int]]:
@@ -86,14 +86,6 @@ def _counted(model: ModelShape) -> Iterator[tuple[BlockShape, int]]:
     for kind, structure in enumerate(model.structures):
         yield structure, model.layer_kinds.count(kind)
     yield model.head, 1
-
-
-def _elements(block: BlockShape, dtype: Dtype) -> tuple[int, int, int]:
-    """Return the trained elements in bf16 and in fp32, and the bytes of frozen ones."""
-    low = block.elements(dtype, fp32=False, trained=True)
-    full = block.elements(dtype, fp32=True, trained=True)
-    frozen = 2 * block.elements(dtype, fp32=False, trained=False)
-    return low, full, frozen + 4 * block.elements(dtype, fp32=True, trained=False)
 
 
 def _pages(num_bytes: int) -> int:
@@ -116,17 +108,15 @@ def _ring_lines(
 
 
 def _pinned_lines(workload: Workload, settings: StepSettings) -> Iterator[Line]:
-    lines = {line.purpose: line.num_bytes for line in store_lines(
-        workload.model, workload.dtype, settings.update
-    )}  # fmt: skip
-    for purpose in ("weights (hi)", "gradients (grad)"):
-        if purpose in lines:
-            yield Line(place="pinned", purpose=purpose, num_bytes=lines[purpose])
+    pinned = (Kind.HI.purpose, Kind.GRAD.purpose)
+    for line in store_lines(workload, settings.update):
+        if line.purpose in pinned:
+            yield replace(line, place="pinned")
 
 
 def _disk_lines(workload: Workload) -> Iterator[Line]:
     """Yield what a run writes: checkpoints that are kept, one that is being written, an export."""
-    lines = list(store_lines(workload.model, workload.dtype, "in_backward"))
+    lines = list(store_lines(workload, "in_backward"))
     whole = sum(line.num_bytes for line in lines)
     checkpoints = (KEPT_CHECKPOINTS + 1) * whole
     yield Line(place="disk", purpose="checkpoints", num_bytes=checkpoints)

@@ -16,14 +16,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatrain.memory.kinds import update_traffic
+from megatrain.optim.states import ADAMW
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.workload import BlockShape, Workload
 from megatrain.step.ops import Op, OpKind, Role
 from megatrain.step.settings import StepSettings
 
-UPDATE_BYTES = 26
-"""Host memory traffic of an update per bf16 param: reads all five kinds, writes all but grad."""
-UPDATE_BYTES_FP32 = 28
 BACKWARD_PASSES = 2.5
 """Element-wise work of backward over that of forward."""
 BACKWARD_ATTENTION = 2.5
@@ -227,16 +226,21 @@ class Costs:
     def _norm(self, op: Op, block: BlockShape) -> Cost:
         num_bytes = block.gradient_bytes(self.workload.dtype)
         moved = 3 * num_bytes if self._gathers(op) else num_bytes
-        rate = self.profile.update_params_per_s * UPDATE_BYTES
-        return self._host(moved / rate, moved, num_bytes)
+        return self._host(moved / self._update_rate, moved, num_bytes)
 
     def _update(self, block: BlockShape) -> Cost:
         params = block.trained_elements()
-        per_param = UPDATE_BYTES if self.workload.dtype == "bf16" else UPDATE_BYTES_FP32
-        seconds = params * per_param / UPDATE_BYTES / self.profile.update_params_per_s
-        return self._host(seconds, params * per_param, block.gradient_bytes(self.workload.dtype))
+        is_fp32 = self.workload.dtype == "fp32"
+        moved = params * update_traffic(self.workload.states, is_fp32=is_fp32)
+        seconds = moved / self._update_rate
+        return self._host(seconds, moved, block.gradient_bytes(self.workload.dtype))
 
-    def _host(self, seconds: float, moved: int, num_bytes: int) -> Cost:
+    @property
+    def _update_rate(self) -> float:
+        """Bytes per second of an update: the profile has that of AdamW on bf16 params."""
+        return self.profile.update_params_per_s * update_traffic(ADAMW)
+
+    def _host(self, seconds: float, moved: float, num_bytes: int) -> Cost:
         seconds += self.profile.op_overhead_s
         return Cost(
             seconds=seconds,

@@ -6,6 +6,7 @@ Law (tests/planning/test_from_config.py): on one machine, one config has one pla
 from __future__ import annotations
 
 from megatrain.config import Config
+from megatrain.optim.states import STATES
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.search import Fixed
 from megatrain.planning.workload import ModelShape, Workload
@@ -22,6 +23,7 @@ def workload_of(config: Config, model: ModelShape) -> Workload:
         attn=config.model.attn,
         packed=config.data.packing,
         max_grad_norm=config.train.max_grad_norm,
+        states=STATES[config.optim.name],
     )
 
 

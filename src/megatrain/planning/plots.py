@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatrain.errors import ConfigError
+from megatrain.memory.kinds import bytes_per_param, store_kinds
 from megatrain.memory.ledger import gib
 from megatrain.planning.catalog.families import shape_from_config
 from megatrain.planning.catalog.known_models import find_model
@@ -141,21 +142,26 @@ def _draw_memory(axes: Any, plan: Plan) -> None:
     model, shapes = plan.workload.model, marked_beside(plan.workload.model)
     params = sorted(shape.params for shape in (*shapes, model))
     span = [params[0] / 2, params[-1] * 2]
-    for per_param, style, name in ((14, "-", "clipped by the global norm"), (12, ":", "unclipped")):
+    states = plan.workload.states
+    clipped, unclipped = (
+        bytes_per_param(store_kinds(states, waits=waits)) for waits in (True, False)
+    )
+    names = ((clipped, "-", "clipped by the global norm"), (unclipped, ":", "unclipped"))
+    for per_param, style, name in names:
         axes.plot(
             [each * per_param / _GIB for each in span],
             span,
             style,
             color="#888888",
-            label=f"{per_param} bytes a parameter: {name}",
+            label=f"{per_param:g} bytes a parameter: {name}",
         )
     for shape in shapes:
-        _mark(axes, shape, shape.params * 14)
+        _mark(axes, shape, round(shape.params * clipped))
     needed = needed_bytes(plan)
     _mark(axes, model.renamed(f"{model.name}: {gib(needed)}"), needed, plan.fits)
     _draw_host_memory(axes, plan.profile.ram_bytes)
     axes.set(xscale="log", yscale="log", xlabel="host memory, GiB", ylabel="parameters")
-    memory = [span[0] * 14 / _GIB, 2 * span[1] * 14 / _GIB]
+    memory = [span[0] * clipped / _GIB, 2 * span[1] * clipped / _GIB]
     axes.set(xlim=memory, ylim=span, title="Largest model against host memory")
     ticks = [each for each in _PARAM_TICKS if span[0] <= each <= span[1]]
     axes.minorticks_off()

@@ -17,6 +17,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from megatrain.memory.kinds import Kind
+from megatrain.optim.states import ADAMW
+
 if TYPE_CHECKING:
     from megatrain.models.decoder import Decoder
 
@@ -216,6 +219,8 @@ class Workload:
     """Rows hold several documents, which must not see each other."""
     max_grad_norm: float | None = 1.0
     """None: no clipping, so that updates may run in backward."""
+    states: tuple[Kind, ...] = ADAMW
+    """What the optimizer keeps beside the fp32 master."""
 
     def with_step(self, tokens: int) -> Workload:
         """Return the workload with steps of so many tokens, and rows in proportion."""

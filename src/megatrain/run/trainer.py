@@ -28,7 +28,7 @@ from megatrain.config import Config
 from megatrain.disk.hf.export import Origin
 from megatrain.disk.hf.source_mark import source_mark
 from megatrain.errors import DiskError, Interrupted, NonFiniteStep
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
 from megatrain.run.best_model import load_best
 from megatrain.run.checkpoints import Checkpoints
 from megatrain.run.console import Live

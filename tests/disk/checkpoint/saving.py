@@ -14,12 +14,13 @@ from megatrain.disk.checkpoint.manifest import read_manifest
 from megatrain.disk.checkpoint.parts import Parts, checkpoint_parts
 from megatrain.disk.checkpoint.restore import restore
 from megatrain.disk.checkpoint.save import save_checkpoint
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
+from megatrain.optim.states import M, V
 from testkit.engines import make_engine
 from testkit.families import save_tiny
 from testkit.plain import make_batch
 
-KINDS = (Kind.HI, Kind.LO, Kind.M, Kind.V)
+KINDS = (Kind.HI, Kind.LO, M, V)
 BATCHES = [make_batch([(1, 6), (1, 5)], seed=seed) for seed in range(6)]
 State = dict[tuple[str, Kind], torch.Tensor]
 

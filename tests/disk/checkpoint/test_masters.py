@@ -12,7 +12,7 @@ from megatrain.disk.checkpoint.masters import load_masters
 from megatrain.disk.checkpoint.parts import checkpoint_parts
 from megatrain.disk.hf import weights_file
 from megatrain.errors import CheckpointDamaged
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
 from tests.disk.checkpoint.saving import save, tiny_model, train, training
 
 FAMILIES = {"llama": (), "mixtral": (), "ernie4_5_moe": ("model.embed_tokens.*",)}

@@ -10,7 +10,7 @@ import pytest
 
 from megatrain import HostModel
 from megatrain.disk.checkpoint.parts import checkpoint_parts, model_mark
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
 from megatrain.model_files import INDEX_NAME
 from tests.disk.checkpoint.saving import KINDS, tiny_model
 

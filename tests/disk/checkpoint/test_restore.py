@@ -15,7 +15,8 @@ from megatrain.disk.checkpoint.manifest import MANIFEST_NAME, Manifest, read_man
 from megatrain.disk.checkpoint.parts import Parts, checkpoint_parts
 from megatrain.disk.checkpoint.restore import restore, verify
 from megatrain.errors import CheckpointDamaged, CheckpointMismatch, DiskError
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
+from megatrain.optim.states import M, V
 from testkit.faulty_os import READS, faulty
 from tests.disk.checkpoint.saving import (
     KINDS,
@@ -180,7 +181,7 @@ def test_the_store_never_holds_bytes_that_failed_their_hash(
     with pytest.raises(CheckpointDamaged):
         restore(folder, read_manifest(folder), checkpoint_parts(home))
     for place in home.store.layout.block_places(1):
-        for kind in (Kind.M, Kind.V, Kind.LO):
+        for kind in (M, V, Kind.LO):
             if place.has(kind):
                 held = home.store.param(place.param.name, kind).view(-1).view(torch.uint8)
                 assert bool((held == 0xAB).all())

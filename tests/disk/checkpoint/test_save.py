@@ -16,7 +16,7 @@ from megatrain.disk.checkpoint.parts import checkpoint_parts
 from megatrain.disk.checkpoint.restore import verify
 from megatrain.disk.checkpoint.save import delete_checkpoint, require_space
 from megatrain.errors import CheckpointDamaged, DiskError, MegaTrainError
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
 from testkit.faulty_os import faulty
 from tests.disk.checkpoint.saving import restored, same, save, state_of, tiny_model, train, training
 

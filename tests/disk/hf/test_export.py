@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from megatrain import files, load_model
 from megatrain.disk.hf.model import HostModel
 from megatrain.errors import DiskError
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
 from testkit.families import save_tiny
 from testkit.faulty_os import faulty
 

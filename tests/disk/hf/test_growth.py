@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from megatrain.disk.hf.growth import Growth, tables
 from megatrain.disk.hf.model import HostModel, load_model, read_folder
 from megatrain.errors import ConfigError, WeightsMismatch
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
 from testkit.families import save_tiny
 
 ROWS = 320

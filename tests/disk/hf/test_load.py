@@ -20,7 +20,7 @@ from megatrain.disk.hf import load as load_module
 from megatrain.errors import DiskError, WeightsMismatch
 from megatrain.memory.direct import DirectReader
 from megatrain.memory.host import resident_bytes
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
 from testkit.families import save_tiny, tiny_model
 
 

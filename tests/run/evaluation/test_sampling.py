@@ -15,7 +15,8 @@ from megatrain.devices.accelerator import Accelerator
 from megatrain.engine.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
-from megatrain.memory.layout import Kind, build_layout
+from megatrain.memory.kinds import Kind
+from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
 from megatrain.models.decoder import build_decoder
 from megatrain.run.evaluation import sampling
@@ -54,7 +55,7 @@ def model() -> PreTrainedModel:
 
 def filled(config: PreTrainedConfig, plain: PreTrainedModel, kinds: tuple[Kind, ...]) -> Any:
     decoder = build_decoder(config, "fp32")
-    store = Store(build_layout(decoder.blocks), kinds)
+    store = Store(build_layout(decoder.blocks, kinds))
     for param in decoder.params:
         store.param(param.name, Kind.HI).copy_(plain.get_parameter(param.name).detach())
     for name, buffer in decoder.persistent_buffers().items():

@@ -14,7 +14,7 @@ import pytest
 from megatrain.disk.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from megatrain.disk.checkpoint.retention import finished
 from megatrain.errors import CheckpointDamaged, CheckpointMismatch
-from megatrain.memory.store import WITH_CLIP
+from megatrain.optim.states import WITH_CLIP
 from megatrain.run.checkpoints import FOLDER
 from megatrain.run.opening.resumption import FIXED, changed_settings, known_of, resume
 from megatrain.run.trainer import Trainer

@@ -21,7 +21,7 @@ from megatrain.disk.hf.model import HostModel, read_folder
 from megatrain.disk.hf.safetensors_format import TensorEntry, read_entries
 from megatrain.errors import CheckpointMismatch
 from megatrain.memory.direct import copy_bytes
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
 from megatrain.memory.store import Store
 
 _PREFIX = f"{Kind.LO}."

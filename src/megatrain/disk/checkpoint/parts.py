@@ -1,7 +1,7 @@
 """What a checkpoint consists of, block by block: which tensors, in which files.
 
     model/   an ordinary Hugging Face folder, one file per block: `from_pretrained` loads it
-    state/   lo, m and v of each block that is trained, by param name
+    state/   lo and the optimizer's states of each block that is trained, by param name
 
 A block is the unit of saving: its files are written while its bytes are held still. It is also what
 a rank, or a disk tier, would own.
@@ -16,12 +16,10 @@ from dataclasses import dataclass
 from megatrain.disk.hf.export import config_bytes, index_bytes, shard_names
 from megatrain.disk.hf.model import HostModel
 from megatrain.disk.hf.weights_file import NamedTensor, WeightsFile, folder_tensors
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
 from megatrain.memory.store import Store
 from megatrain.model_files import INDEX_NAME
 from megatrain.models.config_json import CONFIG_NAME
-
-_STATE_KINDS = (Kind.M, Kind.V, Kind.LO)  # by falling size: elements stay aligned in the file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,13 +76,19 @@ def model_mark(store: Store) -> str:
 
 
 def _state_tensors(store: Store, block: int) -> list[NamedTensor]:
-    return [
-        NamedTensor(
-            name=f"{kind}.{place.param.name}",
-            shape=tuple(place.param.shape),
-            values=store.param(place.param.name, kind).view(-1),
-        )
-        for kind in _STATE_KINDS
-        for place in store.layout.block_places(block)
-        if place.has(kind)
-    ]
+    tensors = []
+    for kind in _state_kinds(store):
+        for place in store.layout.block_places(block):
+            if place.has(kind):
+                values = store.param(place.param.name, kind)
+                name, shape = f"{kind}.{place.param.name}", tuple(values.shape)
+                tensors.append(NamedTensor(name=name, shape=shape, values=values.view(-1)))
+    return tensors
+
+
+def _state_kinds(store: Store) -> list[Kind]:
+    """Return the kinds of a state file, wider numbers first, so that all are aligned in it."""
+    states = [kind for kind in store.kinds if kind not in (Kind.HI, Kind.LO, Kind.GRAD)]
+    return sorted(
+        [*states, Kind.LO], key=lambda kind: -kind.bytes_per_element() * kind.elements_per_number
+    )

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import ConfigError
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
 from megatrain.memory.master import join, split_into
 from megatrain.memory.store import Store
 from megatrain.models.config_json import read_object
@@ -81,7 +81,7 @@ class Growth:
         """Give the new tokens their rows; the folder has filled the first `num_rows`."""
         for name in tables(decoder):
             hi = store.param(name, Kind.HI)
-            has_lo = Kind.LO in store.kinds and store.layout.places[name].has(Kind.LO)
+            has_lo = store.layout.places[name].has(Kind.LO)
             lo = store.param(name, Kind.LO) if has_lo else None
             mean = _mean(hi, lo, min(self.num_tokens, num_rows))
             for row in {*self.new_ids, *range(num_rows, len(hi))}:

@@ -31,7 +31,7 @@ from megatrain.disk.hf.names import FolderTensor, NameMap
 from megatrain.disk.hf.safetensors_format import DTYPES
 from megatrain.errors import WeightsMismatch, listing
 from megatrain.memory.direct import PAGE, DirectReader, aligned_buffer, copy_bytes
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
 from megatrain.memory.master import split_into
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder

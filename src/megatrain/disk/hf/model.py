@@ -12,10 +12,12 @@ from megatrain.disk.hf.folder import read_carried, read_config_bytes
 from megatrain.disk.hf.growth import Growth
 from megatrain.disk.hf.load import load_weights
 from megatrain.hub import find_model
-from megatrain.memory.layout import Kind, build_layout
-from megatrain.memory.store import WITH_CLIP, Store
+from megatrain.memory.kinds import Kind
+from megatrain.memory.layout import build_layout
+from megatrain.memory.store import Store
 from megatrain.models.config_json import parse_config
 from megatrain.models.decoder import Decoder, build_decoder
+from megatrain.optim.states import WITH_CLIP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +72,7 @@ class ModelFolder:
         """Return the model with weights that are all zeros. Raises DoesNotFit."""
         return HostModel(
             decoder=self.decoder,
-            store=Store(build_layout(self.decoder.blocks), kinds),
+            store=Store(build_layout(self.decoder.blocks, kinds)),
             source=self.source,
             config_json=self.config_json,
             carried=self.carried,

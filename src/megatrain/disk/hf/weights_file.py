@@ -13,7 +13,7 @@ from torch import Tensor
 from megatrain.disk.hf.names import FolderTensor, NameMap
 from megatrain.disk.hf.safetensors_format import format_header
 from megatrain.memory.direct import DirectWriter, WriteQueue
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
 from megatrain.memory.master import join
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
@@ -139,8 +139,9 @@ def master_tensors(decoder: Decoder, store: Store) -> list[NamedTensor]:
         if place is None:  # a buffer has no master
             result.append(plain)
             continue
-        has_lo = Kind.LO in store.kinds and place.has(Kind.LO)
-        lo = _part(store.param(tensor.param, Kind.LO), tensor) if has_lo else None
+        lo = None
+        if place.has(Kind.LO):
+            lo = _part(store.param(tensor.param, Kind.LO), tensor)
         result.append(MasterTensor(name=plain.name, shape=plain.shape, values=plain.values, lo=lo))
     return result
 

@@ -22,14 +22,13 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatrain.memory.kinds import update_traffic
+from megatrain.optim.states import ADAMW
 from megatrain.planning.machine.profile import FlopRate, MachineProfile
 
 GIB = 1 << 30
 _USABLE = 0.94
 """Of device memory: the context, the libraries' workspaces and fragments take the rest."""
-_UPDATE_BYTES = 26
-"""What the optimizer's kernel moves per param at the speed of DRAM: it reads the gradient (2), and
-reads and writes weights (2), the rest of the master (2) and two moments (4 each)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +63,7 @@ class ReferenceMachine:
             source=self.source,
             ram_bytes=ram_bytes or self.ram_gib * GIB,
             dram_bytes_per_s=dram,
-            update_params_per_s=dram / _UPDATE_BYTES,
+            update_params_per_s=dram / update_traffic(ADAMW),
             cores=self.cores,
             disk_read_bytes_per_s=self.disk_read * 1e9,
             disk_write_bytes_per_s=self.disk_write * 1e9,

@@ -16,13 +16,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatrain.errors import MegaTrainError
+from megatrain.memory.kinds import Kind, bytes_per_param, update_traffic
+from megatrain.optim.states import ADAMW, WITH_CLIP, WITHOUT_CLIP
 from megatrain.planning.machine.facts import HostFacts, host_facts, profile_path
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.text import count, duration, figure, size
 
-BYTES_PER_PARAM = 14
-"""bf16 weights, the rest of the fp32 master, two moments, and gradients that wait for the norm."""
-UNCLIPPED_BYTES_PER_PARAM = 12
+BYTES_PER_PARAM = bytes_per_param(WITH_CLIP)
+UNCLIPPED_BYTES_PER_PARAM = bytes_per_param(WITHOUT_CLIP)
 _WIDTH = 24
 
 
@@ -86,7 +87,9 @@ class Examination:
         if profile.unified:
             return told + " Without an accelerator this is for trials, not for runs."
         link = self.sustained_flops / profile.copy_in_bytes_per_s
-        late = 14 * self.sustained_flops / profile.dram_bytes_per_s
+        # Late updates share DRAM with forward, which reads a weight for 2 FLOPs per token.
+        traffic = update_traffic(ADAMW) + Kind.HI.bytes_per_element()
+        late = traffic / 2 * self.sustained_flops / profile.dram_bytes_per_s
         return (
             f"{told} Copies hide behind compute in steps of {figure(link)} tokens and more, "
             f"clipped updates from {figure(late)}."

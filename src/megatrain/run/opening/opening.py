@@ -17,8 +17,9 @@ from megatrain.errors import RunFolderError
 from megatrain.files import remove_folder
 from megatrain.hub import find_model
 from megatrain.memory.host import resident_bytes
-from megatrain.memory.store import WITH_CLIP, WITHOUT_CLIP
+from megatrain.memory.kinds import store_kinds
 from megatrain.models.patterns import check_patterns
+from megatrain.optim.states import STATES
 from megatrain.planning.plan import Plan
 from megatrain.run.checkpoints import FOLDER
 from megatrain.run.folder import RunFolder
@@ -93,7 +94,7 @@ def open_run(config: Config, folder: RunFolder, *, resumes: bool) -> Opened:
     base_bytes = resident_bytes()
     if not folder.is_dry:
         _clear_unfinished(folder.path)
-    kinds = WITH_CLIP if resolved.update == "late" else WITHOUT_CLIP
+    kinds = store_kinds(STATES[config.optim.name], waits=resolved.update == "late")
     resumed = resume(folder.path / FOLDER, config, kinds) if resumes else None
     model = config.model
     source = (

@@ -22,7 +22,7 @@ from megatrain.disk.hf.source_mark import source_mark
 from megatrain.errors import CheckpointDamaged, CheckpointMismatch, DiskError
 from megatrain.losses.head import CHUNK_TOKENS
 from megatrain.memory.direct import digests
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
 from megatrain.models.config_json import CONFIG_NAME
 from megatrain.run.state import RunState, as_count, as_loss
 

@@ -1,0 +1,91 @@
+"""The kinds of numbers that a store keeps for each element of a param, as plain data.
+
+    hi, lo   the fp32 master: the weight as compute sees it, and the rest of the master's bits
+    grad     gradients that wait for the global norm
+    others   the states that an optimizer declares (optim/states.py)
+
+Without torch: a plan counts the bytes of a store from the same declarations that allocate it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1}
+"""By torch's names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """One arena of the store. Where its bytes live is the store's concern."""
+
+    HI: ClassVar[Kind]
+    """Weights as compute sees them: bf16, or fp32 where a param is fp32."""
+    LO: ClassVar[Kind]
+    """The other 16 bits of the fp32 master of a bf16 weight."""
+    GRAD: ClassVar[Kind]
+    """Gradients that wait for the global norm, in the dtype of the weights."""
+
+    name: str
+    """Prefix of its tensors in a checkpoint: `name.param`."""
+    purpose: str
+    """Its line in a ledger."""
+    bf16: str | None
+    """Dtype of its numbers for a bf16 param; None if it has none."""
+    fp32: str | None
+    """The same for an fp32 param."""
+    is_for_frozen: bool = False
+    """Whether params that are not trained have it too."""
+    elements_per_number: int = 1
+    """More than 1 for a scale that a block of elements shares. Divides layout.ALIGN."""
+
+    def __str__(self) -> str:
+        return self.name
+
+    def dtype(self, *, is_fp32: bool) -> str | None:
+        """Return the dtype of its numbers for an fp32 or a bf16 param."""
+        return self.fp32 if is_fp32 else self.bf16
+
+    def bytes_per_element(self, *, is_fp32: bool = False) -> float:
+        """Return its bytes for each element of a trained param."""
+        dtype = self.dtype(is_fp32=is_fp32)
+        return 0 if dtype is None else NUMBER_BYTES[dtype] / self.elements_per_number
+
+
+Kind.HI = Kind(
+    name="hi", purpose="weights (hi)", bf16="bfloat16", fp32="float32", is_for_frozen=True
+)
+Kind.LO = Kind(name="lo", purpose="master remainder (lo)", bf16="int16", fp32=None)
+Kind.GRAD = Kind(name="grad", purpose="gradients (grad)", bf16="bfloat16", fp32="float32")
+
+
+def state(name: str, purpose: str, dtype: str = "float32", elements_per_number: int = 1) -> Kind:
+    """Return a state that an optimizer keeps for each trained element."""
+    return Kind(
+        name=name,
+        purpose=purpose,
+        bf16=dtype,
+        fp32=dtype,
+        elements_per_number=elements_per_number,
+    )
+
+
+def store_kinds(states: Iterable[Kind], *, waits: bool) -> tuple[Kind, ...]:
+    """Return the kinds of a store that trains; `waits`: gradients wait for the global norm."""
+    return (Kind.HI, Kind.LO, *states, *([Kind.GRAD] if waits else []))
+
+
+def bytes_per_param(kinds: Iterable[Kind], *, is_fp32: bool = False) -> float:
+    """Return the bytes of all `kinds` for a trained element."""
+    return sum(kind.bytes_per_element(is_fp32=is_fp32) for kind in kinds)
+
+
+def update_traffic(states: Iterable[Kind], *, is_fp32: bool = False) -> float:
+    """Return the host memory traffic of an update, in bytes per element.
+
+    Masters and states are read and written once, gradients are read.
+    """
+    written = bytes_per_param(store_kinds(states, waits=False), is_fp32=is_fp32)
+    return 2 * written + Kind.GRAD.bytes_per_element(is_fp32=is_fp32)
