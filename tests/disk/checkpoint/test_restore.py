@@ -29,6 +29,7 @@ from tests.disk.checkpoint.saving import (
     training,
 )
 
+CHUNKED = ("memory.direct", "disk.checkpoint.checked_read", "disk.checkpoint.manifest")
 STATE = "state/block-00001.safetensors"
 
 
@@ -88,8 +89,8 @@ def test_files_smaller_and_larger_than_a_chunk_come_back(
     """Tensors that begin, end, or lie whole within a chunk, and span several."""
     home, _ = saved
     for chunk_bytes in (4096, 12288):
-        for module in ("direct", "checked_read", "manifest"):
-            monkeypatch.setattr(f"megatrain.disk.{module}.CHUNK_BYTES", chunk_bytes)
+        for module in CHUNKED:
+            monkeypatch.setattr(f"megatrain.{module}.CHUNK_BYTES", chunk_bytes)
         with training(home) as engine:
             train(engine, 0, 1)
             path = save(engine, checkpoint_parts(home), tmp_path / str(chunk_bytes))
@@ -112,8 +113,8 @@ def test_the_tensor_is_named(
     saved: tuple[HostModel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home, _ = saved
-    for module in ("direct", "checked_read", "manifest"):
-        monkeypatch.setattr(f"megatrain.disk.{module}.CHUNK_BYTES", 4096)
+    for module in CHUNKED:
+        monkeypatch.setattr(f"megatrain.{module}.CHUNK_BYTES", 4096)
     with training(home) as engine:
         train(engine, 0, 1)
         parts = checkpoint_parts(home)
