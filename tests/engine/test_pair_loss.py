@@ -27,7 +27,7 @@ from megatrain.errors import BatchError
 from megatrain.losses import head
 from megatrain.losses.loss import Loss, LossInputs, LossValue, TokenWeights
 from megatrain.losses.next_token import NEXT_TOKEN
-from megatrain.memory.layout import Kind
+from megatrain.memory.kinds import Kind
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.optimizer import decays
 from testkit.engines import make_engine
