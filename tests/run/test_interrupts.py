@@ -93,7 +93,7 @@ def test_one_signal_ends_the_run_saved(
     child.send_signal(number)
     said = _end(child, path)
     assert child.returncode == 130
-    assert f"{number.name}: the step is being finished and saved" in said
+    assert f"{number.name}: finishing this step and saving" in said
     assert f"Interrupted [MT130]: {number.name}: stopped after step" in said
     (folder,) = finished(path / FOLDER)
     step = int(folder.name.split("-")[1])

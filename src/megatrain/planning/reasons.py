@@ -28,21 +28,21 @@ def reasons_for(search: Search, settings: StepSettings) -> dict[str, str]:
 
 
 def _against(search: Search, settings: StepSettings, other: StepSettings) -> str:
-    """Return how another way compares: what it lacks, or how much slower it is."""
+    """Return how another setting compares: how much memory it lacks, or how much slower it is."""
     missing = shortfalls(search.profile, predicted_ledger(search.profile, search.workload, other))
     if missing:
         place, num_bytes = next(iter(missing.items()))
-        return f"lacks {gib(num_bytes)} on the {place}"
+        return f"needs {gib(num_bytes)} more {place} memory"
     if settings not in search.tried or other not in search.tried:
-        return "is no faster"
+        return "is not faster"
     slower = search.tried[other] / search.tried[settings] - 1
-    return f"is {slower:.1%} slower" if slower > 0.0005 else "is no faster"
+    return f"is {slower:.1%} slower" if slower > 0.0005 else "is not faster"
 
 
 def _micro(search: Search, settings: StepSettings) -> str:
     micro = settings.micro_batch_tokens
     if micro >= search.workload.step_tokens:
-        return "the whole step at once"
+        return "the full step at once"
     return (
         f"{2 * micro} {_against(search, settings, settings.changed(micro_batch_tokens=2 * micro))}"
     )
@@ -60,7 +60,7 @@ def _tape(search: Search, settings: StepSettings) -> str:
     if search.profile.unified:
         return "host and device are one memory"
     other = "host" if settings.tape == "device" else "device"
-    return f"on the {other} it {_against(search, settings, settings.changed(tape=other))}"
+    return f"a {other} tape {_against(search, settings, settings.changed(tape=other))}"
 
 
 def _update(search: Search) -> str:
@@ -84,5 +84,5 @@ def _gather(search: Search, settings: StepSettings) -> str:
     if search.profile.unified:
         return "not used: compute reads the store"
     other = settings.changed(gather_embedding=not settings.gather_embedding)
-    way = "the whole table" if settings.gather_embedding else "rows alone"
+    way = "the full table" if settings.gather_embedding else "gathering rows"
     return f"{way} {_against(search, settings, other)}"

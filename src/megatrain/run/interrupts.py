@@ -66,9 +66,9 @@ class Interrupts:
             self._stopped = f"{name}: stopped while no step was under way; none was lost"
             raise _Stop(self._stopped)
         # Not print: the signal may have come inside of one.
-        text = f"\n{name}: the step is being finished and saved; once more stops at once\n"
+        text = f"\n{name}: finishing this step and saving. Press Ctrl-C again to stop immediately."
         with suppress(OSError, ValueError):  # the terminal has hung up, or there is none
-            os.write(sys.stderr.fileno(), text.encode())
+            os.write(sys.stderr.fileno(), f"{text}\n".encode())
 
     def _watch(self) -> None:
         while not self._ended.wait(_WATCH_S):
