@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.plan import GIVING_BACK, MEMORY_TARGETS, Configuration, measure_memory
+from benchmarks.plan.configurations import Configuration
+from benchmarks.plan.memory import GIVING_BACK, MEMORY_TARGETS, measure_memory
 from megatrain.engine import outbox, tape
 from megatrain.losses import head as loss
 from megatrain.memory.layout import build_layout

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.plan_cap import measure_caps
+from benchmarks.plan.cap import measure_caps
 from megatrain.cli.demo import write_demo
 from megatrain.cli.verbs import train_from
 from megatrain.config import Config, load_config

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.plan import Configuration, plain_profile
+from benchmarks.plan.configurations import Configuration, plain_profile
 from megatrain.doctor.examine import examine
 from megatrain.doctor.fit import fitted, merged
 from megatrain.lanes.lane import Lane
