@@ -1,4 +1,4 @@
-"""A whole run from Python: rows in memory, a config, training with a resume, the trained model.
+"""A complete run from Python: rows in a file, a config, training with a resume, an export.
 
 Makes its own tiny random model and rows, so that it runs anywhere, without a network or a GPU.
 """

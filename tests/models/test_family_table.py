@@ -1,4 +1,4 @@
-"""docs/families.md says what is tested; `python -m tests.models.test_family_table` makes it."""
+"""docs/families.md lists what is tested; `python -m tests.models.test_family_table` makes it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 
 HEAD = """# Families
 
-Each of these is tested: a tiny random model in bf16 and in fp32 goes from `save_pretrained` through
-the store and back to `from_pretrained`, and every tensor keeps every bit; dtypes and buffers equal
-those of `from_pretrained`. The list is written by `python -m tests.models.test_family_table`.
+MegaTrain trains each of these families. The tests take a tiny random model in bf16 and in fp32 from
+`save_pretrained` through the store and back to `from_pretrained`: every tensor keeps every bit, and
+dtypes and buffers equal those of `from_pretrained`. `python -m tests.models.test_family_table`
+writes this page.
 
 - *tied*: output projection and embedding are one param by default.
-- *kept in fp32*: params that the model keeps in fp32 when loaded in bf16; so do we.
-- *stored apart*: how many tensors of a folder make up one param (experts), read into place.
-- *balances*: the model's own code has a load-balancing loss of its experts, which
-  `train.router_aux_loss` adds; loss and gradients are then those of the plain model with
-  `output_router_logits`. *other form*: it has one that is computed in another way, which is
-  refused. No family here has a router z-loss.
-- *packs*: documents can share a row without seeing each other, so `data.packing` may be true; *not
+- *kept in fp32*: number of params that the model, and therefore MegaTrain, keeps in fp32 when
+  loaded in bf16.
+- *stored apart*: number of tensors in a folder that make up one param (experts).
+- *balances*: the model's code has a load-balancing loss for its experts, and
+  `train.router_aux_loss` adds it; loss and gradients equal those of the plain model with
+  `output_router_logits`. *other form*: the loss is computed in another way, which MegaTrain
+  refuses. No family here has a router z-loss.
+- *packs*: documents can share a row without seeing each other, so `data.packing` may be true. *not
   with flash*: except with `model.attn: flash_attention_2`.
 
 | family | class | tied | kept in fp32 | stored apart | balances | packs |
@@ -37,7 +39,8 @@ those of `from_pretrained`. The list is written by `python -m tests.models.test_
 TAIL = """
 ## Refused
 
-These exist in transformers and are not a chain of layers. They are refused with the reason.
+These families exist in transformers but are not a chain of layers. MegaTrain refuses them and
+gives the reason.
 
 | family | reason |
 |---|---|
