@@ -69,10 +69,10 @@ EXTRA: dict[str, dict[str, Any]] = {
 }
 
 REFUSED = {
-    "glm_moe_dsa": "receives something from an earlier layer",
-    "hrm_text": "are not each run once",
-    "hy_v4": "receives something from an earlier layer",
-    "rwkv": "receives something from an earlier layer",
+    "glm_moe_dsa": "receives more from an earlier layer",
+    "hrm_text": "do not each run once",
+    "hy_v4": "receives more from an earlier layer",
+    "rwkv": "receives more from an earlier layer",
 }
 
 

@@ -19,7 +19,7 @@ from megatrain.step.ops import Op, OpKind, Resource, SlotId, resource_text
 from megatrain.step.shape import StepShape
 
 Fact = tuple[str | int, ...]
-"""Its sort, then the numbers that `FACT_TEXT` puts into words."""
+"""Its sort, then the numbers that `FACT_TEXT` places into words."""
 
 FACT_TEXT = {
     "weights": "the weights of block {} at version {}",

@@ -259,7 +259,7 @@ MUTANTS = [
         old="all([self._progress.is_complete(ticket) for ticket in self._last.values()])",
         new="True",
         call="is_complete",
-        equivalent="only puts a deadline off, by one list at most",
+        equivalent="only places a deadline off, by one list at most",
     ),
     Mutant(
         where="lanes.player.Player.wait_for",

@@ -119,7 +119,7 @@ def watched(simulator: Simulator) -> Iterator[None]:
             original_spread(target, rows, ids)
 
     def ask_host(edges: Edges, run: Any) -> Any:
-        # Locked, because it puts the random state back: queued work must not draw in between.
+        # Locked, because it places the random state back: queued work must not draw in between.
         with simulator.lock, simulator.bypassed:
             return original_ask_host(edges, run)
 

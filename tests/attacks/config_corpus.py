@@ -130,11 +130,11 @@ SIZES = config_cases(
         "unknown number": ({"anything": 1 << 30}, "anything is 1073741824: out of range"),
         "unknown number in a list": ({"anything": [[1 << 30]]}, "out of range"),
         "position of 2^50": ({"max_position_embeddings": 1 << 50}, "from 0 to"),
-        "a mask for 2^40 tokens": (_of("mpt", max_seq_len=1 << 40), "up to 33554432 is accepted"),
+        "a mask for 2^40 tokens": (_of("mpt", max_seq_len=1 << 40), "the limit is 33554432"),
         "a state of 2^24": (_of("jamba", mamba_d_state=1 << 24), "out of range"),
         "rotary part beyond the whole": (
             {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 4e6}},
-            r"partial_rotary_factor is 4000000\.0; from 0 to 1 is accepted",
+            r"partial_rotary_factor is 4000000\.0; it must be from 0 to 1",
         ),
         "no heads": ({"num_attention_heads": 0, "head_dim": 8}, "modulo by zero"),
     },
@@ -155,7 +155,7 @@ SIZES = config_cases(
         ),
         "projection beside the layers": (
             _of("opt", hidden_size=1 << 17, word_embed_proj_dim=1 << 16, num_attention_heads=16),
-            "lies outside the layers and has 8589934592 elements",
+            "is outside the layers and has 8589934592 elements",
         ),
         "modules without number": (
             _of("gemma3n_text", altup_num_inputs=1 << 20), "more than 16384 params",
@@ -165,7 +165,7 @@ SIZES = config_cases(
         "no vocabulary": {"vocab_size": 0},
         "no experts": (
             _of("deepseek_v3", n_routed_experts=0, num_hidden_layers=4, hidden_size=64),
-            "how its folders store it",
+            "cannot convert its tensor names",
         ),
     },
 ) + config_cases(

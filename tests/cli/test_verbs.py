@@ -35,7 +35,7 @@ def said(done: subprocess.CompletedProcess[str]) -> str:
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("demo")
     text = said(megatrain(folder, "demo", "d"))
-    assert "streamed = resident: 31 tensors equal to the bit" in text
+    assert "streamed = resident: 31 tensors bit-identical" in text
     assert "3 + 4 = 7\n9 + 8 = 17\n" in text
     return folder
 
@@ -92,8 +92,8 @@ def test_runs_are_compared(demo: Path) -> None:
         (("report", "d/model"), 5, "has no metrics.jsonl"),
         (("sample", "d/no/where", "hello"), 4, "d/no/where"),
         (("sample", "d/run", "hi", "--temperature", "-1"), 2, "temperature is -1; give 0 or"),
-        (("demo", "d"), 5, "exists already"),
-        (("export", "d/run", "d"), 2, "exists already and is not empty"),
+        (("demo", "d"), 5, "exists. Give another name"),
+        (("export", "d/run", "d"), 2, "exists and is not empty"),
         (("export", "d/no/where", "out2"), 4, "d/no/where"),
         (("eval", "d/run", "d/rows.jsonl", "--max-rows", "0"), 2, "max-rows"),
     ],
@@ -124,7 +124,7 @@ def test_a_file_of_any_tool_is_read_as_the_tool_that_is_named(tmp_path: Path) ->
     (tmp_path / "sft.yaml").write_text("model_name_or_path: m\nper_device_train_batch_size: 2\n")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     refused = megatrain(tmp_path, "init", "new.yaml", "--from", "sft.yaml")
-    assert (refused.returncode, "Name it, like `--tool trl`" in refused.stderr) == (2, True)
+    assert (refused.returncode, "Name the tool, like `--tool trl`" in refused.stderr) == (2, True)
     words = ("--from", "sft.yaml", "--tool", "trl", "--gpus", "3")
     found = said(megatrain(tmp_path, "init", "new.yaml", *words))
     assert "which does not load yet:\nnew.yaml:6: data.train is missing" in found

@@ -145,8 +145,9 @@ def test_overrides_replace_what_the_file_says() -> None:
          'override train.steps.x=2: train.steps is {"x": 2}; give a whole number.'),
         ("data.train.0.path=x",
          "override data.train.0.path=x: data.train is train.jsonl, which has no 0. "
-         "Give data.train whole."),
-        ("train.epochs=[1", "override train.epochs=[1:1: not YAML: expected ',' or ']', but got "
+         "Give all of data.train."),
+        ("train.epochs=[1", "override train.epochs=[1:1: invalid YAML: expected ',' or ']', but "
+                            "got "
                             "'<stream end>'"),
         ("train.epochs=0", "override train.epochs=0: train.epochs is 0; give a number above 0."),
     ],
@@ -161,21 +162,22 @@ def test_overrides_that_cannot_be_meant(override: str, message: str) -> None:
         ("data: {train: x, cutof_len: 3}",
          "unknown key data.cutof_len. Did you mean data.max_length (cutoff_len elsewhere)?"),
         ("train: {num_train_epochs: 3}",
-         "unknown key train.num_train_epochs. Here it is train.epochs."),
+         "unknown key train.num_train_epochs. The key here is train.epochs."),
         ("train: {per_device_train_batch_size: 3}",
-         "unknown key train.per_device_train_batch_size. Here it is train.batch_rows (rows x "
+         "unknown key train.per_device_train_batch_size. The key here is train.batch_rows (rows x "
          "accumulation x GPUs; train.batch_tokens where rows are packed)."),
-        ("sequence_len: 3", "unknown key sequence_len. Here it is data.max_length."),
-        ("lr: 3", "unknown key lr. Here it is optim.learning_rate."),
-        ("bf16: true", "unknown key bf16. Here it is model.dtype (bf16 or fp32)."),
+        ("sequence_len: 3", "unknown key sequence_len. The key here is data.max_length."),
+        ("lr: 3", "unknown key lr. The key here is optim.learning_rate."),
+        ("bf16: true", "unknown key bf16. The key here is model.dtype (bf16 or fp32)."),
         ("optim: {warmup_ratio: 0.1}",
-         "unknown key optim.warmup_ratio. Here it is optim.warmup (a number below 1 is a fraction "
+         "unknown key optim.warmup_ratio. The key here is optim.warmup (a number below 1 is a "
+         "fraction "
          "of the run)."),
         ("deepspeed: z3.json",
-         "unknown key deepspeed. There is none: weights are streamed from host memory, "
+         "unknown key deepspeed. No such setting: weights are streamed from host memory, "
          "without DeepSpeed, FSDP or accelerate."),
         ("model: {name_or_path: a, lora_whatever: 8}",
-         "unknown key model.lora_whatever. There is none: every weight is trained, there are no "
+         "unknown key model.lora_whatever. No such setting: every weight is trained, there are no "
          "adapters."),
         ("packin: true", "unknown key packin. Did you mean data.packing (packing elsewhere)?"),
         ("train: {max_lenght: 3}", "unknown key train.max_lenght. Did you mean data.max_length "
@@ -186,12 +188,12 @@ def test_overrides_that_cannot_be_meant(override: str, message: str) -> None:
         ("zzz: 1",
          "unknown key zzz. Known here: model, data, train, optim, memory, eval, save, log."),
         ("lora_r:",
-         "unknown key lora_r. There is none: every weight is trained, there are no adapters."),
+         "unknown key lora_r. No such setting: every weight is trained, there are no adapters."),
         ("log: {zzz: 1}", "unknown key log.zzz. Known here: every, to."),
         ("model: {name_or_path: a, dtype: bfloat16}",
          "model.dtype is bfloat16; give bf16 or fp32. Did you mean bf16?"),
         ("data: [{path: a, weigth: 2}]",
-         'data is [{"path": "a", "weigth": 2}]; give a mapping with keys of: train, eval, '
+         'data is [{"path": "a", "weigth": 2}]; give a mapping with keys from: train, eval, '
          "max_length, overlong, train_on, template_kwargs, chat_template, max_bad, "
          "max_dropped, packing, shuffle, seed."),
         ("data: {train: [{path: a, weigth: 2}]}",
@@ -215,7 +217,8 @@ def test_overrides_that_cannot_be_meant(override: str, message: str) -> None:
         ("optim: {learning_rate: 1e5}", "optim.learning_rate is 100000.0; give 1 or less."),
         ("memory: {device: gpu}", "memory.device is gpu; give auto, cpu, cuda, cuda:1 or xpu."),
         ("memory: {vram: 24}",
-         "memory.vram is 24; less than 1 MiB: give a size with its unit, like 24GB, or auto."),
+         "memory.vram is 24; that is less than 1 MiB. Give a size with its unit, like 24GB, or "
+         "auto."),
         ("save: {keep: true}", "save.keep is true; give a whole number."),
         ("log: {to: [wandbb]}",
          "log.to.0 is wandbb; give tensorboard, wandb or trackio. Did you mean wandb?"),
@@ -231,32 +234,32 @@ def test_faults_by_text(line: str, message: str) -> None:
 def test_all_faults_are_told_at_once_in_the_order_of_the_file() -> None:
     text = "data:\n  train: a\n  seed: -1\nmodel:\n  dtype: fp16\noptim:\n  lr: 1\n"
     assert refused(text) == (
-        "4 faults\n"
+        "4 errors\n"
         "  run.yaml:3: data.seed is -1; give 0 or more.\n"
         "  run.yaml:4: model.name_or_path is missing. "
         "Give one, like `name_or_path: Qwen/Qwen3-8B`.\n"
         "  run.yaml:5: model.dtype is fp16; give bf16 or fp32. Did you mean bf16?\n"
-        "  run.yaml:7: unknown key optim.lr. Here it is optim.learning_rate."
+        "  run.yaml:7: unknown key optim.lr. The key here is optim.learning_rate."
     )
 
 
 def test_long_lists_of_faults_are_cut() -> None:
     text = refused(SMALL + "".join(f"key{number}: 1\n" for number in range(500)))
-    assert text.startswith("500 faults\n")
+    assert text.startswith("500 errors\n")
     assert text.endswith("\n  and 480 more")
     assert len(text) < 5000
 
 
 def test_no_file_takes_much_to_refuse() -> None:
     lines = "".join(f"learnin_{number}: {{a: 1}}\n" for number in range(3000))
-    assert "3000 faults" in refused(SMALL + lines)
+    assert "3000 errors" in refused(SMALL + lines)
     require_effort(lambda: refused(SMALL + lines), at_most=50)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "2 faults\n  run.yaml: model is missing. Give one, like `model: Qwen/Qwen3-8B`.\n"
+        ("", "2 errors\n  run.yaml: model is missing. Give one, like `model: Qwen/Qwen3-8B`.\n"
              "  run.yaml: data is missing. Give one, like `data: {train: train.jsonl}`."),
         ("3", "run.yaml: the file is 3; give keys and values, like `model: NAME`."),
         ("model: a\ndata:",

@@ -67,8 +67,8 @@ def test_what_people_write(read: Callable[[object], Any], written: object, meant
     [
         (read_number, True, "give a number"),
         (read_number, "1e-5x", "give a number"),
-        (read_number, 1e300, "give a number that can be meant"),
-        (read_number, float("nan"), "give a number that can be meant"),
+        (read_number, 1e300, "give a finite number of usual size"),
+        (read_number, float("nan"), "give a finite number of usual size"),
         (read_whole, 1.5, "give a whole number"),
         (read_tokens, "2 rows", "give a number of tokens, like 2048 or 128k"),
         (read_tokens, 0, "give a number of tokens, at least 1"),
@@ -77,10 +77,10 @@ def test_what_people_write(read: Callable[[object], Any], written: object, meant
         (read_count, "1X", "give a number of tokens, like 1e9, 300M or 1B"),
         (read_count, 0, "give a number of tokens, at least 1"),
         (read_bytes, "24G", "give the unit: 24GB (powers of 1000) or 24GiB"),
-        (read_bytes, 24, "less than 1 MiB: give a size with its unit, like 24GB"),
+        (read_bytes, 24, "that is less than 1 MiB. Give a size with its unit, like 24GB"),
         (read_bytes, "big", "give a size, like 24GB or 128GiB"),
-        (read_length, 1.5, "an integer means steps, a fraction of the run lies between 0 and 1: "
-                           "like 100 or 0.03"),
+        (read_length, 1.5, "give a number of steps, like 100, or a fraction of the run between 0 "
+                           "and 1, like 0.03"),
         (read_length, "soon", "give steps, like 100, or a fraction of the run, like 0.03"),
         (or_auto(read_whole, least=2), 1, "give at least 2, or auto"),
         (or_auto(read_bytes), "x", "give a size, like 24GB or 128GiB, or auto"),

@@ -80,26 +80,26 @@ def test_defaults_and_choices_are_those_of_the_engine() -> None:
     ("sections", "message"),
     [
         ({"train": {"steps": 5, "epochs": 2}},
-         "train.steps is 5 and train.epochs is 2: give one of them, and the other as null."),
+         "train.steps is 5 and train.epochs is 2. Give one of them and set the other to null."),
         ({"train": {"batch_rows": 8, "batch_tokens": 4096}},
-         "train.batch_rows is 8 and train.batch_tokens is 4096: give one of them, and the other "
-         "as null."),
+         "train.batch_rows is 8 and train.batch_tokens is 4096. Give one of them and set the "
+         "other to null."),
         ({"data": {"train": "a", "max_length": "8k"}, "train": {"batch_tokens": 4096}},
          "data.max_length is 8192 and train.batch_tokens is 4096: a row would not fit a step. "
          "Raise train.batch_tokens or lower data.max_length."),
         ({"data": {"train": "a", "max_length": "8k"}, "train": {"micro_batch_tokens": 4096}},
          "data.max_length is 8192 and train.micro_batch_tokens is 4096: a row would not fit a "
-         "micro-batch. Raise train.micro_batch_tokens, or make it auto."),
+         "micro-batch. Raise train.micro_batch_tokens, or set it to auto."),
         ({"train": {"micro_batch_tokens": 8192, "batch_tokens": 4096}},
          "train.micro_batch_tokens is 8192 and train.batch_tokens is 4096: a micro-batch is a part "
-         "of a step. Lower train.micro_batch_tokens, or make it auto."),
+         "of a step. Lower train.micro_batch_tokens, or set it to auto."),
         ({"train": {"steps": 5}, "optim": {"warmup": 6}},
          "optim.warmup is 6: longer than a run of 5 steps. Shorten it."),
         ({"optim": {"schedule": "wsd", "warmup": 0.6, "decay": 0.5}},
          "optim.warmup is 0.6 and optim.decay is 0.5: longer than the run. Shorten it."),
         ({"memory": {"device": "cpu", "gather_embedding": True}},
-         "memory.gather_embedding is true and memory.device is cpu: it needs a device with memory "
-         "of its own. Leave it at auto."),
+         "memory.gather_embedding is true and memory.device is cpu: it needs a device with its "
+         "own memory. Set it to auto."),
         ({"model": {"name_or_path": "m", "attn": "flash_attention_2", "dtype": "fp32"}},
          "model.attn is flash_attention_2 and model.dtype is fp32: its kernels compute in bf16 "
          "only. Set model.dtype to bf16, or model.attn to sdpa."),

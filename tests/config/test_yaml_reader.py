@@ -65,26 +65,26 @@ REFUSED = [
     ("a:\n  b: 1\n  b: 2", "run.yaml:3: a.b is given twice, first in line 2."),
     ('{"a": 1, "a": 2}', "run.yaml:1: a is given twice, first in line 1."),
     (_LAUGHS,
-     "run.yaml:1: anchors and aliases are not read. Quote text that begins with * or &."),
+     "run.yaml:1: anchors and aliases are not supported. Quote text that begins with * or &."),
     ("a: *b",
-     "run.yaml:1: anchors and aliases are not read. Quote text that begins with * or &."),
+     "run.yaml:1: anchors and aliases are not supported. Quote text that begins with * or &."),
     ("a: [*.norm]",
-     "run.yaml:1: not YAML: expected alphabetic or numeric character, but found '.'. "
+     "run.yaml:1: invalid YAML: expected alphabetic or numeric character, but found '.'. "
      "Quote text that begins with * or &"),
-    ("x: 1\n<<: {a: 1}", "run.yaml:2: merge keys (<<) are not read. Write the keys out."),
+    ("x: 1\n<<: {a: 1}", "run.yaml:2: merge keys (<<) are not supported. Write the keys out."),
     ("a: !!python/object/apply:os.system [ls]",
-     "run.yaml:1: the tag tag:yaml.org,2002:python/object/apply:os.system is not read. "
+     "run.yaml:1: the tag tag:yaml.org,2002:python/object/apply:os.system is not supported. "
      "Write a plain value."),
-    ("? [a]\n: 1", "run.yaml:1: a key is a list or a mapping. Give it a name."),
-    ("a: 1\n---\nb: 2", "run.yaml:2: a second document begins. Give one."),
+    ("? [a]\n: 1", "run.yaml:1: a key is a list or a mapping. Use text as the key."),
+    ("a: 1\n---\nb: 2", "run.yaml:2: a second document begins. Give only one."),
     ("[" * 100_00, "run.yaml:1: nested deeper than 16."),
     ("- " * 100, "run.yaml:1: nested deeper than 16."),
-    ("[" + "1," * 10_001 + "]", "run.yaml:1: more than 10000 values. No config has so many."),
-    ("a: [1", "run.yaml:1: not YAML: expected ',' or ']', but got '<stream end>'"),
+    ("[" + "1," * 10_001 + "]", "run.yaml:1: more than 10000 values, too many for a config."),
+    ("a: [1", "run.yaml:1: invalid YAML: expected ',' or ']', but got '<stream end>'"),
     ("a: 1\n\tb: 2",
-     "run.yaml:2: not YAML: found character '\\t' that cannot start any "
+     "run.yaml:2: invalid YAML: found character '\\t' that cannot start any "
      "token"),
-    ("a: b: c", "run.yaml:1: not YAML: mapping values are not allowed here"),
+    ("a: b: c", "run.yaml:1: invalid YAML: mapping values are not allowed here"),
     (r'a: "\ud800"', "run.yaml:1: half of a surrogate pair is not a character."),
     ("x" * (MAX_BYTES + 1), "run.yaml: larger than 64 KiB. Is it a config?"),
 ]  # fmt: skip
@@ -115,7 +115,7 @@ def test_bytes_that_are_no_text() -> None:
     "text", [r'a: "\UFFFFFFFF"', r'a: "\U00110000"', "a: \0", "%YAML 9.9\n--- a"]
 )
 def test_what_the_parser_stumbles_over(text: str) -> None:
-    with pytest.raises(ConfigError, match="not YAML"):
+    with pytest.raises(ConfigError, match="invalid YAML"):
         parse(text)
 
 
@@ -148,7 +148,11 @@ def test_any_bytes_give_data_or_our_error(data: bytes) -> None:
 
 def test_files_that_are_none(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    for name, text in (("", "not a file"), ("pipe", "not a file"), ("absent", "no such file")):
+    for name, text in (
+        ("", "is not a file"),
+        ("pipe", "is not a file"),
+        ("absent", "no such file"),
+    ):
         with pytest.raises(ConfigError, match=rf"{name}: {text}. Give the path of a YAML file.$"):
             read_document(tmp_path / name)
 
@@ -161,5 +165,5 @@ def test_a_file_the_system_does_not_give(monkeypatch: pytest.MonkeyPatch, tmp_pa
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(yaml_reader, "open", fail, raising=False)
-    with pytest.raises(DiskError, match=r"run.yaml: cannot be read: Permission denied$"):
+    with pytest.raises(DiskError, match=r"run.yaml: cannot read it: Permission denied$"):
         read_document(tmp_path / "run.yaml")

@@ -262,7 +262,7 @@ def test_what_could_not_be_pinned_is_told_in_one_line() -> None:
         tell("weights", torch.empty(3 << 20), PinningFailed("code 2"), 192 << 20)
     (warning,) = told
     assert str(warning.message) == (
-        "host memory: 12.0 MiB of weights could not be pinned (code 2); its copies go through "
+        "host memory: 12.0 MiB of weights cannot be pinned (code 2); its copies use "
         "192.0 MiB of pinned buffers, with one more pass over host memory each. "
         "Raise `ulimit -l` (memlock) to avoid it."
     )
@@ -282,7 +282,7 @@ def test_it_is_told_once_whatever_is_refused(monkeypatch: pytest.MonkeyPatch) ->
             device.pin(name, arena_of(PIECE))
         device.map_host(PIECE, "tape")
     (warning,) = told
-    assert str(warning.message).startswith("host memory: 0.0 MiB of weights could not be pinned (")
+    assert str(warning.message).startswith("host memory: 0.0 MiB of weights cannot be pinned (")
 
 
 def test_the_sizes_are_those_that_pay() -> None:

@@ -62,7 +62,7 @@ def test_the_device_that_is_found_has_an_index(
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("cuda:4", r"^cuda:4: this machine has 4, the last is cuda:3$"),
+        ("cuda:4", r"^cuda:4: this machine has 4 devices, the last is cuda:3$"),
         ("xpu", r"^xpu: the accelerator of this machine is cuda$"),
     ],
 )
@@ -80,7 +80,7 @@ def test_another_device_than_there_is_is_refused_by_name(
 @pytest.mark.parametrize("device", ["xpu:0", "mps:0", "cpu"])
 def test_host_memory_is_registered_for_cuda_alone(device: str) -> None:
     kind = device.split(":")[0]
-    with pytest.raises(PinningFailed, match=f"^torch registers no host memory for {kind}$"):
+    with pytest.raises(PinningFailed, match=f"^torch cannot register host memory for {kind}$"):
         runtime_of(device).register(0, 4096)
 
 
@@ -100,7 +100,7 @@ def test_what_the_driver_answers_is_told(code: int, monkeypatch: pytest.MonkeyPa
     devices: list[torch.device] = []
     monkeypatch.setattr(torch.accelerator, "set_device_index", devices.append)
     if code:
-        with pytest.raises(PinningFailed, match=r"^cudaHostRegister gave 2$"):
+        with pytest.raises(PinningFailed, match=r"^cudaHostRegister returned 2$"):
             runtime.register(4096, 100)
     else:
         runtime.register(4096, 100)

@@ -273,7 +273,7 @@ def test_a_stuck_lane_is_told_by_deadline_with_all_stacks(
         with pytest.raises(LaneStuck) as caught:
             train(engine)
         text = str(caught.value)
-        assert "no lane moved for" in text
+        assert "no progress for" in text
         assert f"inside {site[0].name}" in text
         assert "in never_ends" in text
         for name in LANES:

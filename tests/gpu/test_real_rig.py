@@ -147,7 +147,7 @@ def test_the_driver_is_asked_and_believed(calls: dict[str, mock.Mock]) -> None:
     runtime.register(4096, 100)
     calls["cudaHostRegister"].assert_called_with(4096, 100, 0)
     calls["cudaHostRegister"].return_value = 2
-    with pytest.raises(PinningFailed, match="cudaHostRegister gave 2"):
+    with pytest.raises(PinningFailed, match="cudaHostRegister returned 2"):
         runtime.register(4096, 100)
     assert runtime.free_bytes() == 3 * GIB
     runtime.limit(GIB + 100)

@@ -230,7 +230,7 @@ def test_a_failure_anywhere_surfaces_with_its_traceback(
         assert frames[-1].name == "explode"
         (note,) = caught.value.__notes__
         assert note.endswith(f", at {caught.value}")
-        with pytest.raises(PlayerStopped, match="has stopped, make a new one") as refused:
+        with pytest.raises(PlayerStopped, match="has stopped; create a new one") as refused:
             player.play(build_step(shape), actions)
         assert refused.value.__cause__ is caught.value
 
@@ -264,11 +264,11 @@ def test_a_list_that_cannot_be_played_is_refused_as_a_whole() -> None:
     done: list[Op] = []
     with Player([Lane("in")], deadline_s=HANG_S) as player:
         with pytest.raises(
-            ScheduleError, match=r"^DRAIN\(1\) is for lane disk, there are \['in'\]$"
+            ScheduleError, match=r"^DRAIN\(1\) is for lane disk; the lanes are \['in'\]$"
         ):
             player.play([fetch, spill], dict.fromkeys(OpKind, done.append))
         with pytest.raises(
-            ScheduleError, match=r"^FETCH\(1\) has no action, there are \['drain'\]$"
+            ScheduleError, match=r"^FETCH\(1\) has no action; the actions are \['drain'\]$"
         ):
             player.play([fetch], {OpKind.DRAIN: done.append})
         player.settle()
@@ -322,7 +322,7 @@ def test_a_stuck_lane_is_told_with_its_op_and_all_stacks(kind: OpKind) -> None:
             player.settle()
         text = str(caught.value)
         assert f"inside {stuck_at[0]} for " in text
-        assert re.match(r"no lane moved for \d+\.\d+ s \(deadline 0\.15 s\)\n", text)
+        assert re.match(r"no progress for \d+\.\d+ s \(deadline 0\.15 s\)\n", text)
         assert f"thread lane {stuck_at[0].lane}, most recent call last" in text
         assert "in never_ends" in text
     finally:
@@ -341,7 +341,7 @@ def test_a_stuck_device_is_told_too() -> None:
         op = Op(kind=OpKind.FORWARD, block=1, micro=0)
         hang = deferred(lambda op: int(release.wait(HANG_S)))
         playing = player.play([op], {OpKind.FORWARD: hang})
-        with pytest.raises(LaneStuck, match="no lane moved"):
+        with pytest.raises(LaneStuck, match="no progress for"):
             playing.wait()
 
 

@@ -173,7 +173,7 @@ def test_stuck_lanes_are_told_with_all_stacks(clock: Clock) -> None:
     before.op, before.since = Op(kind=OpKind.FORWARD, block=3, micro=1), now - 1
     before.awaited = ticket(3)
     text = str(progress.stuck())
-    assert text.startswith("no lane moved for ")
+    assert text.startswith("no progress for ")
     assert "(deadline 0.1 s)\n" in text
     assert "  in       inside FETCH(3) for 2.00 s\n" in text
     assert "  compute  before FORWARD(3,1), waiting 1.00 " in text

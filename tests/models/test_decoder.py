@@ -71,7 +71,7 @@ def test_a_frozen_pattern_that_matches_nothing_is_refused() -> None:
 
 
 def test_freezing_everything_is_refused() -> None:
-    with pytest.raises(ConfigError, match="matches every parameter: nothing would be trained"):
+    with pytest.raises(ConfigError, match="matches every parameter, so nothing would be trained"):
         build_decoder(tiny_config("llama"), "bf16", frozen=("model.*", "lm_head.*"))
 
 

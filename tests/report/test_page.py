@@ -105,7 +105,7 @@ def test_a_hundred_thousand_steps_stay_under_a_megabyte(run: Path) -> None:
 
 def test_spikes_stay_and_what_is_not_finite_is_marked(run: Path) -> None:
     html = render([read_run(run, "run")])
-    assert "greatest 38" not in html  # of the smoothed curve, which is what is told
+    assert "maximum 38" not in html  # of the smoothed curve, which is what is told
     assert html.count('title="not finite at step 200"') == 2
     assert "not finite: step 200" in html
     assert not re.search(r'd="[^"]*(nan|inf)', html)

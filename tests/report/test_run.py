@@ -35,7 +35,7 @@ def test_a_torn_last_line_is_no_fault_but_one_in_the_middle_is_counted(tmp_path:
     assert run.notes == []
     run = metrics(tmp_path, steps(1) + '{"step": 2, "lo\n' + steps(3))
     assert run.curve("loss") == [(1, 1.0), (3, 1.0)]
-    assert run.notes == ["metrics.jsonl: 1 lines could not be read"]
+    assert run.notes == ["metrics.jsonl: could not read 1 lines"]
 
 
 def test_after_a_resume_the_later_life_counts(tmp_path: Path) -> None:
@@ -116,11 +116,13 @@ def test_no_json_raises(
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match="nowhere is not a folder; a report is made of run folders"
-    ):
+    with pytest.raises(ConfigError, match=r"nowhere is not a folder\. Give a run folder\."):
         read_run(tmp_path / "nowhere", "run")
-    with pytest.raises(ConfigError, match=r"holds no run: it has none of config\.yaml, machine"):
+    with pytest.raises(
+        ConfigError,
+        match=r"is not a run folder: it has none of config\.yaml, "
+        r"machine",
+    ):
         read_run(tmp_path, "run")
 
 

@@ -32,12 +32,12 @@ def test_the_sentence(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path, num_steps=300), "run")
     assert sentence(run) == (
         "300 steps over 39.3M tokens in 1 h 24 min of steps: the loss went from 2.758 to 1.417; "
-        "compute limits the step with 83 % of its time, next comes updating weights with 11 %."
+        "compute limits the step with 83 % of its time, followed by updating weights with 11 %."
     )
     losses = [step.values["loss"] for step in run.steps if math.isfinite(step.values["loss"])]
     assert (figure(losses[0]), figure(losses[-1])) == ("2.758", "1.417")
     assert facts(run)["Loss of the last step"] == "1.417", "as the command line says it"
-    assert facts(run)["Steps not applied"] == "1, the last at step 200"
+    assert facts(run)["Skipped steps"] == "1, the last at step 200"
     assert "Share of the bound" not in facts(run), "its machine was not measured"
     assert facts(run)["Best eval loss"] == "1.363 at step 300"
     assert sentence(Run(name="run")) == "No step has been logged yet."

@@ -153,7 +153,7 @@ def test_a_bug_in_the_saver_is_raised(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_no_room_is_said_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatrain.disk.checkpoint.save.free_disk_bytes", lambda _: 1000)
     home = tiny_model(tmp_path / "model")
-    with training(home) as engine, pytest.raises(DiskError, match="a checkpoint takes"):
+    with training(home) as engine, pytest.raises(DiskError, match="a checkpoint needs"):
         Checkpoints(tmp_path, home, engine, keep=1, keep_best=False)
 
 
@@ -213,8 +213,8 @@ def test_save_now_brings_a_checkpoint_of_a_running_training(world: Path, tmp_pat
     assert len(folders) == 2
     assert said == [
         f"saved in {folders[1]}\n"
-        "save.keep is 2: it is deleted once 2 newer checkpoints are there. `megatrain export` it, "
-        "or copy it, to keep it longer.\n"
+        "save.keep is 2: it is deleted once 2 newer checkpoints exist. To keep it longer, copy it "
+        "or run `megatrain export`.\n"
     ]
     assert not (tmp_path / "run" / ".save").exists()
 
@@ -233,7 +233,7 @@ def test_save_now_that_is_not_answered(ended: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(ended, tmp_path / "run", symlinks=True))
     fd = lock(copy / ".lock")
     try:
-        with pytest.raises(RunFolderError, match=r"none came in 0\.1 s.*see events\.jsonl"):
+        with pytest.raises(RunFolderError, match=r"none appeared in 0\.1 s.*see events\.jsonl"):
             save_now(copy, 0.1)
     finally:
         os.close(fd)
@@ -243,9 +243,9 @@ def test_verify_says_what_is_whole(ended: Path, tmp_path: Path) -> None:
     done = _megatrain("verify", str(ended))
     assert done.returncode == 0, done.stderr
     newest, older = (path.name for path in finished(ended / FOLDER))
-    assert done.stdout.startswith(f"{newest}: whole, step 9, ")
-    assert f"\n{older}: whole, step 8, " in done.stdout
-    assert verify_checkpoints(ended / FOLDER / older).startswith(f"{older}: whole")
+    assert done.stdout.startswith(f"{newest}: complete, step 9, ")
+    assert f"\n{older}: complete, step 8, " in done.stdout
+    assert verify_checkpoints(ended / FOLDER / older).startswith(f"{older}: complete")
 
 
 def test_verify_names_what_is_damaged(ended: Path, tmp_path: Path) -> None:
@@ -255,19 +255,19 @@ def test_verify_names_what_is_damaged(ended: Path, tmp_path: Path) -> None:
     done = _megatrain("verify", str(copy))
     assert done.returncode == 4
     assert done.stderr.startswith("CheckpointDamaged [MT409]")
-    assert f"{newest.name}: DAMAGED: {newest}/state/block-00001.safetensors: is missing" in (
+    assert f"{newest.name}: DAMAGED: {newest}/state/block-00001.safetensors is missing" in (
         done.stderr
     )
-    assert f"{older.name}: whole" in done.stderr
+    assert f"{older.name}: complete" in done.stderr
     assert done.stderr.endswith("1 of 2 damaged\n")
 
 
 def test_verify_of_nothing(ended: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointDamaged, match="the save never ended"):
+    with pytest.raises(CheckpointDamaged, match="incomplete save"):
         verify_checkpoints(tmp_path)
     (tmp_path / FOLDER).mkdir()
-    with pytest.raises(CheckpointDamaged, match="no checkpoint was ever finished here"):
+    with pytest.raises(CheckpointDamaged, match="no complete checkpoint here"):
         verify_checkpoints(tmp_path)
-    with pytest.raises(RunFolderError, match=r"nope: there is no such folder$"):
+    with pytest.raises(RunFolderError, match=r"nope: no such folder$"):
         verify_checkpoints(tmp_path / "nope")
     assert lines_of(ended)

@@ -69,7 +69,7 @@ def _micro(row: list[int]) -> MicroBatch:
 
 def test_an_export_has_the_logits_of_the_run(run: Path, tmp_path: Path, dtype: str) -> None:
     said = export_model(run, tmp_path / "out")
-    assert said.endswith(f"of step 2 in {tmp_path / 'out'}, {dtype}: from_pretrained loads it")
+    assert said.endswith(f"of step 2 in {tmp_path / 'out'}, {dtype}; from_pretrained loads it")
     ours = streamed(run, dtype)
     for row, (mine, theirs) in enumerate(zip(ours, exported(tmp_path / "out", dtype), strict=True)):
         assert torch.equal(mine, theirs), row
@@ -104,7 +104,7 @@ def test_fp32_is_every_bit_of_the_masters(
     run, masters = trained(tmp_path, *changes)
     said = export_model(run, tmp_path / "out", dtype="fp32")
     assert "of step 3 in" in said
-    assert said.endswith("fp32: from_pretrained loads it")
+    assert said.endswith("fp32; from_pretrained loads it")
     found = weights_of(tmp_path / "out")
     assert found.keys() == masters.keys()
     assert [name for name in masters if not torch.equal(found[name], masters[name])] == []
@@ -119,7 +119,7 @@ def test_a_folder_of_bf16_has_no_masters_and_is_widened(tmp_path: Path) -> None:
     made = AutoModelForCausalLM.from_pretrained(tmp_path / "demo" / "model")
     made.bfloat16().save_pretrained(tmp_path / "model")
     said = export_model(tmp_path / "model", tmp_path / "out", dtype="fp32")
-    assert "widened from bf16, which is all the folder has, in" in said
+    assert "converted from bf16, as the folder has no masters, in" in said
     for name, weight in weights_of(tmp_path / "out").items():
         assert torch.equal(weight, made.get_parameter(name).float())
 
@@ -130,17 +130,17 @@ def test_masters_that_are_gone_are_said_to_be(
     monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
     run, _ = trained(tmp_path)
     shutil.rmtree(run / "checkpoints")
-    with pytest.raises(RunFolderError, match="masters of step 3 are in no checkpoint"):
+    with pytest.raises(RunFolderError, match="no checkpoint of the run has the masters of step 3"):
         export_model(run, tmp_path / "out", dtype="fp32")
     assert export_model(run, tmp_path / "out", dtype="bf16").endswith(
-        "bf16: from_pretrained loads it"
+        "bf16; from_pretrained loads it"
     )
 
 
 def test_a_folder_with_something_in_it_is_not_written_to(tmp_path: Path) -> None:
     write_demo(tmp_path / "demo", num_steps=2)
     for target in (tmp_path / "demo", tmp_path / "demo" / "rows.jsonl"):
-        with pytest.raises(ConfigError, match="exists already and is not empty"):
+        with pytest.raises(ConfigError, match="exists and is not empty"):
             export_model(tmp_path / "demo" / "model", target)
     assert "params in" in export_model(tmp_path / "demo" / "model", tmp_path / "new" / "out")
 

@@ -200,7 +200,7 @@ def test_a_save_that_failed_is_tried_again_when_there_is_room(
     settings = config(world, path, keep=1, every=2)
     with small_disk(path, room_for(0.5, size)) as disk:
         with pytest.raises(
-            DiskFull, match=r"has 1\.\d MiB free; a checkpoint takes 0\.\d MiB, and"
+            DiskFull, match=r"has 1\.\d MiB free; a checkpoint needs 0\.\d MiB, and"
         ):
             Trainer(settings)
         disk.num_bytes = room_for(3, size)

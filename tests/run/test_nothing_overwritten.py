@@ -87,7 +87,7 @@ def test_a_dry_resume_changes_nothing(world: Path, tmp_path: Path) -> None:
     assert everything(tmp_path) == before
     assert "changed: train.steps: 9 -> 12" in said
     assert "resumed from step-00000003-" in said
-    assert said.endswith("ready to train 12 steps; no step was taken, nothing written")
+    assert said.endswith("ready to train 12 steps; dry run, nothing written")
     run(config, resume=True)
     assert everything(tmp_path) != before, "what a run changes would be noticed"
 

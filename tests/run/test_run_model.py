@@ -136,7 +136,7 @@ def test_a_damaged_model_is_passed_over_and_reported(
     export_model(ended, tmp_path / "out")
     said = capsys.readouterr().err
     assert "passed over: " in said
-    assert "are not what was written" in said
+    assert "do not match their hash" in said
     assert same(tmp_path / "out", expected)
 
 
@@ -150,7 +150,7 @@ def test_if_all_models_are_damaged_none_is_used(ended: Path, world: Path, tmp_pa
         lambda: evaluate_model(ended, world / "rows.jsonl", 2),
         lambda: export_model(checkpoint(ended, 6), tmp_path / "out"),
     ):
-        with pytest.raises(CheckpointDamaged, match="are not what was written"):
+        with pytest.raises(CheckpointDamaged, match="do not match their hash"):
             use()
     assert not (tmp_path / "out").exists()
 

@@ -1,4 +1,4 @@
-"""The verbs: parse, call one function, print. Heavy imports happen inside a verb, never here."""
+"""The commands: parse, call one function, print. Heavy imports happen inside a command."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megatrain.version import __version__
 
 
 class _Group(TyperGroup):
-    """The root, with a `--help` that is off until asked for.
+    """The root, with a `--help` that is off by default.
 
-    Typer leaves it None, and to turn None into a bool imports pydantic: half of the time.
+    Typer leaves it None, and converting None to a bool imports pydantic: half of the start time.
     """
 
     def get_help_option(self, ctx: Any) -> Any:
@@ -32,7 +32,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # plain help: importing rich would take half of the time
+    rich_markup_mode=None,  # plain help: importing rich would take half of the start time
 )
 
 
@@ -59,7 +59,7 @@ ModelFolder = Annotated[
 Configuration = Annotated[str | None, typer.Option(help="Configuration of a Hub dataset.")]
 Split = Annotated[str | None, typer.Option(help="Split of a Hub dataset; default: train.")]
 Best = Annotated[
-    bool, typer.Option("--best", help="Of a run, the model with the lowest evaluation loss.")
+    bool, typer.Option("--best", help="From a run, use the model with the lowest evaluation loss.")
 ]
 
 
@@ -77,7 +77,7 @@ def _tokens(option: str, text: str) -> int:
 
 
 def _require_model(model: Path) -> None:
-    """Tell of a name that leads nowhere, or to the Hub in vain, before torch is imported."""
+    """Raise an error for a name that does not exist here or on the Hub, before importing torch."""
     if not model.exists():
         from megatrain.hub import find_model
 
@@ -85,24 +85,24 @@ def _require_model(model: Path) -> None:
 
 
 @app.command(
-    short_help="Train a model as a YAML file says.",
+    short_help="Train a model from a YAML config.",
     epilog="Example: megatrain train run.yaml train.epochs=2 --resume",
 )
 def train(
     config: ConfigFile,
     overrides: Overrides = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Read data and model, take no step.")
+        bool, typer.Option("--dry-run", help="Read data and model, but take no step.")
     ] = False,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Go on from the newest whole checkpoint, if there is one."),
+        typer.Option("--resume", help="Continue from the newest complete checkpoint, if any."),
     ] = False,
 ) -> None:
-    """Train a model as a YAML file says. Ctrl-C once: finish the step, save, end; twice: now."""
+    """Train a model from a YAML config. Ctrl-C finishes the step and saves; twice ends now."""
     from megatrain.run.opening.places import pinned, read_config
 
-    # Faults of the config, and names that lead nowhere, are told before torch is imported.
+    # Errors in the config, and names that do not exist, are reported before torch is imported.
     asked = read_config(config, overrides or [])
     pinned(asked, Path(asked.run_dir), resumes=resume)
     from megatrain.cli.verbs import train_from
@@ -111,27 +111,27 @@ def train(
 
 
 @app.command(
-    short_help="Ask a running training for a checkpoint after its step.",
+    short_help="Ask a running training process for a checkpoint.",
     epilog="Example: megatrain save runs/mine",
 )
 def save(
-    run: Annotated[Path, typer.Argument(help="Run folder in which training is going on.")],
-    wait: Annotated[float, typer.Option(help="Seconds to wait for it.")] = 3600.0,
+    run: Annotated[Path, typer.Argument(help="Folder of a run that is training.")],
+    wait: Annotated[float, typer.Option(help="Seconds to wait for the checkpoint.")] = 3600.0,
 ) -> None:
-    """Ask a running training for a checkpoint after its current step."""
+    """Ask a running training process for a checkpoint after its current step."""
     from megatrain.cli.checkpoint_verbs import save_now
 
     typer.echo(save_now(run, wait))
 
 
 @app.command(
-    short_help="Check every byte of checkpoints against their hashes.",
+    short_help="Compare every byte of checkpoints with their hashes.",
     epilog="Example: megatrain verify runs/mine",
 )
 def verify(
-    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint, or run folder: all of them.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint, or run folder for all.")],
 ) -> None:
-    """Check every byte of a checkpoint against the hashes it was saved with."""
+    """Compare every byte of a checkpoint with the hashes saved in it."""
     from megatrain.cli.checkpoint_verbs import verify_checkpoints
 
     typer.echo(verify_checkpoints(checkpoint))
@@ -139,25 +139,25 @@ def verify(
 
 @app.command(
     name="eval",
-    short_help="Print loss and perplexity of a model on rows.",
+    short_help="Print the loss and perplexity of a model on rows.",
     epilog="Example: megatrain eval runs/mine rows.jsonl --max-rows 500",
 )
 def evaluate(
     model: ModelFolder,
     data: Annotated[Path, typer.Argument(help="Rows to evaluate on: a file, or a Hub id.")],
-    max_rows: Annotated[int | None, typer.Option(help="Rows at most.", min=1)] = None,
+    max_rows: Annotated[int | None, typer.Option(help="Most rows to use.", min=1)] = None,
     answers: Annotated[
-        bool, typer.Option("--answers", help="Let the model answer, and count exact answers.")
+        bool, typer.Option("--answers", help="Also generate answers and count exact matches.")
     ] = False,
     best: Best = False,
     max_length: Annotated[
         str | None,
-        typer.Option(help="Longest row, like 2k; default: the run's, or the model's positions."),
+        typer.Option(help="Longest row, like 2k; default: that of the run or the model."),
     ] = None,
     name: Configuration = None,
     split: Split = None,
 ) -> None:
-    """Print the loss and perplexity of a model on a file, or on a dataset of the Hub."""
+    """Print the loss and perplexity of a model on a file or a Hub dataset."""
     length = None if max_length is None else _tokens("--max-length", max_length)
     _require_model(model)
     from megatrain.cli.verbs import evaluate_model
@@ -172,11 +172,11 @@ def evaluate(
 )
 def export(
     model: ModelFolder,
-    target: Annotated[Path, typer.Argument(help="Folder to make.")],
+    target: Annotated[Path, typer.Argument(help="Folder to create.")],
     best: Best = False,
     dtype: Annotated[
         Precision | None,
-        typer.Option(help="fp32 writes the masters; default: the precision trained in."),
+        typer.Option(help="fp32 writes the masters; default: the training precision."),
     ] = None,
 ) -> None:
     """Write a run's model as a Hugging Face folder."""
@@ -187,23 +187,23 @@ def export(
 
 
 @app.command(
-    short_help="Let a model answer prompts.",
+    short_help="Generate a model's answers to prompts.",
     epilog='Example: megatrain sample runs/mine "Who are you?" --temperature 0.7',
 )
 def sample(
     model: ModelFolder,
-    prompts: Annotated[list[str], typer.Argument(help="What the user says.")],
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to write at most.", min=1)] = 64,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
+    prompts: Annotated[list[str], typer.Argument(help="Prompts, each a user message.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.", min=1)] = 64,
+    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
     best: Best = False,
     top_p: Annotated[
-        float, typer.Option("--top-p", help="Draw from the likeliest tokens with this share.")
+        float, typer.Option("--top-p", help="Sample from tokens with this total probability.")
     ] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of the draws.", min=0)] = 0,
-    system: Annotated[str | None, typer.Option(help="What the system says first.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed for sampling.", min=0)] = 0,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or xpu.")] = "auto",
 ) -> None:
-    """Let a model answer prompts."""
+    """Generate a model's answers to prompts."""
     _require_model(model)
     from megatrain.cli.verbs import sample_from
     from megatrain.run.evaluation.sampling import Drawing
@@ -229,7 +229,7 @@ def report(
 
 
 @app.command(
-    short_help="Show what rows hold, and which tokens are trained.",
+    short_help="Show the rows of a dataset and which tokens are trained.",
     epilog="Example: megatrain data rows.jsonl -m Qwen/Qwen3-0.6B --samples 2",
 )
 def data(
@@ -237,12 +237,12 @@ def data(
     model: Annotated[Path, typer.Option("-m", "--model", help="Model folder or Hub id.")],
     max_length: Annotated[str, typer.Option(help="Longest row, in tokens, like 2k.")] = "2048",
     samples: Annotated[int, typer.Option(help="Rows to show.")] = 3,
-    train_on: Annotated[TrainOn, typer.Option(help="As data.train_on.")] = "assistant",
-    chat_template: Annotated[str | None, typer.Option(help="As data.chat_template.")] = None,
+    train_on: Annotated[TrainOn, typer.Option(help="Same as data.train_on.")] = "assistant",
+    chat_template: Annotated[str | None, typer.Option(help="Same as data.chat_template.")] = None,
     name: Configuration = None,
     split: Split = None,
 ) -> None:
-    """Show what a data file holds: format, lengths, bad rows, and which tokens are trained."""
+    """Show a dataset's format, lengths and bad rows, and which tokens are trained."""
     length = _tokens("--max-length", max_length)
     _require_model(model)
     from megatrain.cli.verbs import look_at_data
@@ -260,48 +260,48 @@ def data(
 
 
 @app.command(
-    short_help="Write a config to start from, or bring one from another tool.",
+    short_help="Write a starter config, or convert one from another tool.",
     epilog="Example: megatrain init run.yaml --from axolotl.yml",
 )
 def init(
     target: Annotated[Path, typer.Argument(help="YAML file to write.")] = Path("run.yaml"),
     source: Annotated[
-        Path | None, typer.Option("--from", help="File of LLaMA-Factory, Axolotl or TRL.")
+        Path | None, typer.Option("--from", help="Config of LLaMA-Factory, Axolotl or TRL.")
     ] = None,
     tool: Annotated[
-        str | None, typer.Option(help="Whose file it is: llamafactory, axolotl or trl.")
+        str | None, typer.Option(help="Tool of that config: llamafactory, axolotl or trl.")
     ] = None,
-    gpus: Annotated[int, typer.Option(help="GPUs it ran on: their batches count.", min=1)] = 1,
+    gpus: Annotated[int, typer.Option(help="GPUs it ran on; their batches add up.", min=1)] = 1,
 ) -> None:
-    """Write a config to start from, or bring one from another tool."""
+    """Write a starter config, or convert one from another tool."""
     from megatrain.cli.verbs import init_config
 
     typer.echo(init_config(target, source, tool=tool, num_gpus=gpus))
 
 
 @app.command(
-    short_help="Show that it works here: a tiny model learns sums.",
+    short_help="Test this machine: a tiny model learns sums.",
     epilog="Example: megatrain demo megatrain-demo",
 )
 def demo(
-    folder: Annotated[Path, typer.Argument(help="Folder to make.")] = Path("megatrain-demo"),
+    folder: Annotated[Path, typer.Argument(help="Folder to create.")] = Path("megatrain-demo"),
     steps: Annotated[int, typer.Option(help="Steps to train.")] = 120,
 ) -> None:
-    """Show that it works here: a tiny model learns sums. No network, no GPU."""
+    """Test this machine: a tiny model learns sums. No network, no GPU."""
     from megatrain.cli.verbs import run_demo
 
     run_demo(folder, steps)
 
 
 @app.command(
-    short_help="Measure what this machine can do; plans use it.",
+    short_help="Measure this machine; plans use the results.",
     epilog="Example: megatrain doctor /path/to/disk",
 )
 def doctor(
     folder: Annotated[Path, typer.Argument(help="Folder whose disk is measured.")] = Path("."),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure what this machine can do; plans use it from then on."""
+    """Measure this machine; later plans use the results."""
     from megatrain.doctor.examine import examine, keep
 
     found = examine(folder, lambda what: typer.echo(f"measuring {what} ...", err=True))
@@ -310,7 +310,7 @@ def doctor(
 
 
 @app.command(
-    short_help="Tell whether a model fits, how fast it trains, what it costs.",
+    short_help="Predict whether a model fits, its speed and its cost.",
     epilog="Example: megatrain estimate Qwen/Qwen3-8B --gpu 4090 --ram 128GB",
 )
 def estimate(
@@ -323,12 +323,12 @@ def estimate(
     tokens: Annotated[str | None, typer.Option(help="Tokens to train on, like 1e9.")] = None,
     seq: Annotated[str | None, typer.Option(help="Short for data.max_length.")] = None,
     batch_tokens: Annotated[str | None, typer.Option(help="Short for train.batch_tokens.")] = None,
-    price_per_hour: Annotated[float | None, typer.Option(help="Of the machine.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="PNG file to draw.")] = None,
+    price_per_hour: Annotated[float | None, typer.Option(help="Price of the machine.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="PNG file to write.")] = None,
     list_known: Annotated[bool, typer.Option("--list", help="List known models and GPUs.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Tell whether a model would fit, how fast it would train, what limits it, what it costs."""
+    """Predict whether a model fits, how fast it trains, the bottleneck and the cost."""
     from megatrain.planning.estimate import estimate as estimated
     from megatrain.planning.estimate import known
 
@@ -336,7 +336,7 @@ def estimate(
         typer.echo(known())
         return
     if not model:
-        raise ConfigError("which model? Give a name, a folder or a run.yaml; --list shows names")
+        raise ConfigError("no model given. Give a name, a folder or a run.yaml; --list shows names")
     found = estimated(
         model,
         overrides or [],

@@ -15,7 +15,7 @@ from megatrain.run.folder import ask_for_save, is_run
 
 
 def save_now(run: Path, wait_s: float) -> str:
-    """Ask the process that trains in a run folder for a checkpoint; wait until it is there."""
+    """Ask the process that trains in a run folder for a checkpoint; wait until it is written."""
     parent = run / FOLDER
     before = set(finished(parent))
     ask_for_save(run)
@@ -25,42 +25,42 @@ def save_now(run: Path, wait_s: float) -> str:
             return f"saved in {new[0]}\n{_how_long(run)}"
         time.sleep(0.2)
     raise RunFolderError(
-        f"{run}: asked for a checkpoint, but none came in {wait_s:g} s. It comes after the current "
-        "step; see events.jsonl there."
+        f"{run}: requested a checkpoint, but none appeared in {wait_s:g} s. It is written after "
+        "the current step; see events.jsonl there."
     )
 
 
 def _how_long(run: Path) -> str:
-    used = run / "config.used.yaml"  # there if someone has edited config.yaml
+    used = run / "config.used.yaml"  # exists if someone has edited config.yaml
     keep = load_config(used if used.exists() else run / "config.yaml").save.keep
-    newer = "one newer checkpoint is" if keep == 1 else f"{keep} newer checkpoints are"
+    newer = "one newer checkpoint exists" if keep == 1 else f"{keep} newer checkpoints exist"
     return (
-        f"save.keep is {keep}: it is deleted once {newer} there. `megatrain export` it, or copy "
-        "it, to keep it longer."
+        f"save.keep is {keep}: it is deleted once {newer}. To keep it longer, copy it or run "
+        "`megatrain export`."
     )
 
 
 def verify_checkpoints(path: Path) -> str:
-    """Check every byte of a checkpoint, or of all of a run; return what there is to say."""
+    """Check every byte of a checkpoint, or of all of a run; return a summary."""
     if not path.is_dir():
-        raise RunFolderError(f"{path}: there is no such folder")
+        raise RunFolderError(f"{path}: no such folder")
     if (path / FOLDER).is_dir():
         folders = finished(path / FOLDER)
     else:
         folders = [] if is_run(path) else [path]
     if not folders:
-        raise CheckpointDamaged(f"{path}: no checkpoint was ever finished here")
-    said, damaged = [], 0
+        raise CheckpointDamaged(f"{path}: no complete checkpoint here")
+    lines, damaged = [], 0
     for folder in folders:
         try:
             manifest = verify(folder)
-            said.append(
-                f"{folder.name}: whole, step {manifest.step}, {len(manifest.files)} files, "
+            lines.append(
+                f"{folder.name}: complete, step {manifest.step}, {len(manifest.files)} files, "
                 f"{gib(manifest.num_bytes)}"
             )
         except CheckpointDamaged as error:
             damaged += 1
-            said.append(f"{folder.name}: DAMAGED: {error}")
+            lines.append(f"{folder.name}: DAMAGED: {error}")
     if damaged:
-        raise CheckpointDamaged("\n".join([*said, f"{damaged} of {len(folders)} damaged"]))
-    return "\n".join(said)
+        raise CheckpointDamaged("\n".join([*lines, f"{damaged} of {len(folders)} damaged"]))
+    return "\n".join(lines)

@@ -1,8 +1,8 @@
-"""Does it work here? A tiny model learns sums, through everything that a large one goes through.
+"""The demo: a tiny model learns sums and passes every stage that a large model passes.
 
-No network, no files but those it writes: a random Llama, a tokenizer of bytes with a chat template,
-and rows of one-digit sums. The streamed engine is first held against the resident model; at the end
-a second run, stopped by a signal and resumed, is held against the first.
+It needs no network and only reads files that it wrote: a random Llama, a byte tokenizer with a chat
+template, and rows of one-digit sums. First the streamed engine is compared with the resident model;
+at the end a second run, stopped by a signal and resumed, is compared with the first.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def write_demo(folder: Path, *, num_steps: int = 120) -> Path:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token for each byte, and a chat template."""
+    """Return a tokenizer with one token per byte, and a chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: number for number, token in enumerate((*SPECIAL, *alphabet))}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -107,7 +107,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def streamed_equals_resident(folder: Path) -> int:
-    """Hold one step of the engine against the resident model; return how many tensors were equal.
+    """Compare one step of the engine with the resident model; return the number of equal tensors.
 
     Raises AssertionError, naming the tensor, at the first bit that differs.
     """
@@ -125,7 +125,7 @@ def streamed_equals_resident(folder: Path) -> int:
 
 
 def resumed_equals_uninterrupted(config: Path, run: Path, num_steps: int) -> int:
-    """Train again, stopped by a signal and resumed; return how many files are equal.
+    """Train again, stopped by a signal and resumed; return the number of equal files.
 
     Raises AssertionError, naming the files, unless both runs end in the same bits.
     """

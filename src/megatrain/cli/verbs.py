@@ -1,4 +1,4 @@
-"""What each verb of the command line does."""
+"""The commands behind the command line: one function each."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ from megatrain.step.settings import StepSettings
 
 Precision = Literal["bf16", "fp32"]
 STARTER = """\
-model: Qwen/Qwen3-0.6B  # an id of the Hugging Face Hub, or a folder
+model: Qwen/Qwen3-0.6B  # a Hugging Face Hub id, or a folder
 data: {train: train.jsonl, eval: 0.02, max_length: 2048}
 train: {epochs: 1, batch_tokens: 128k}
 optim: {learning_rate: 1e-5, schedule: cosine, warmup: 0.03}
@@ -96,8 +96,8 @@ def train_from(
         Trainer(config, resume=resume, dry_run=dry_run, interrupts=interrupts) as trainer,
     ):
         if dry_run:
-            said = f"ready to train {trainer.num_steps} steps; no step was taken, nothing written"
-            return "\n".join([in_words(trainer.plan, trainer.num_steps), *trainer.notes, said])
+            ready = f"ready to train {trainer.num_steps} steps; dry run, nothing written"
+            return "\n".join([in_words(trainer.plan, trainer.num_steps), *trainer.notes, ready])
         outcome = trainer.train()
         model = trainer.folder.path / MODEL
         which = _exported(trainer, model)
@@ -109,14 +109,14 @@ def train_from(
 
 
 def _exported(trainer: Trainer, target: Path) -> str:
-    """Export the result of a run; return which model it is."""
+    """Export the result of a run; return its name."""
     try:
         return trainer.export(target)
     except DiskFull as error:
         run = trainer.folder.path
         raise DiskFull(
             f"{error}. The run is complete and saved after step {trainer.checkpoints.saved_step}; "
-            f"`megatrain export {run} FOLDER` writes its model where there is room"
+            f"`megatrain export {run} FOLDER` writes its model to a disk with enough space"
         ) from error
 
 
@@ -124,7 +124,7 @@ def report_on(runs: Sequence[Path], target: Path | None) -> str:
     """Write the report; return where it is."""
     for run in runs:
         if not (run / "metrics.jsonl").exists():
-            raise RunFolderError(f"{run}: has no metrics.jsonl: give the folder of a run")
+            raise RunFolderError(f"{run} has no metrics.jsonl. Give a run folder.")
     written = write_report(list(runs), target or runs[0] / "report.html")
     return "\n".join(f"report in {path}" for path in written)
 
@@ -140,11 +140,11 @@ def evaluate_model(
     name: str | None = None,
     split: str | None = None,
 ) -> str:
-    """Return the loss and perplexity of a model on a file, in words, and which rows were left out.
+    """Return the loss and perplexity of a model on a file, as text, and which rows were left out.
 
     `name` and `split` choose a part of a Hub dataset.
 
-    With `answers` the model also writes each answer of the rows, and the exact ones are counted.
+    With `answers` the model also generates each answer, and exact matches are counted.
     """
     found_model = _found(model, best=best)
     folder = found_model.folder
@@ -152,34 +152,34 @@ def evaluate_model(
     config = judging_config(found_model, source, max_rows, max_length)
     tokenizer = load_tokenizer(folder)
     rows = gather(config, tokenizer)
-    said = left_out(rows.held[0], config.data.max_length)
+    lines = left_out(rows.held[0], config.data.max_length)
     config = for_lengths(config, rows.held[0])
     device, place = open_device(config)
     home = _loaded(folder)
-    said += check_rows(rows.sources, home.decoder)
+    lines += check_rows(rows.sources, home.decoder)
     opened = open_data(config, tokenizer, resolve(config, device, place), rows)
     settings = StepSettings(router_aux_loss=router_aux_loss(config, home.decoder))
     with Engine(home.decoder, home.store, settings=settings, device=device) as engine:
         found = mean_loss(engine, opened.eval_batches())
         opened.close()
         assert found is not None, "prepared data has a trained token"
-        said.append(f"{found.in_words()} over {found.num_trained:,} trained tokens")
+        lines.append(f"{found.in_words()} over {found.num_trained:,} trained tokens")
         if answers:
             asked = questions(rows.held[0], max_rows)
-            told = answer_all(engine, asked, end_tokens(tokenizer, home), _plain_text(tokenizer))
-            said.append(told.in_words())
-    return "\n".join(said)
+            matches = answer_all(engine, asked, end_tokens(tokenizer, home), _plain_text(tokenizer))
+            lines.append(matches.in_words())
+    return "\n".join(lines)
 
 
 def export_model(
     model: Path, target: Path, *, best: bool = False, dtype: Precision | None = None
 ) -> str:
-    """Write the model of a run as a Hugging Face folder; return what there is to say about it.
+    """Write the model of a run as a Hugging Face folder; return a summary.
 
     `dtype` fp32 writes the masters, None the precision that the run was trained in.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target}: exists already and is not empty; give another name")
+        raise ConfigError(f"{target} exists and is not empty. Give another name.")
     found = _found(model, best=best)
     held = _precision(found.folder)
     masters = dtype == "fp32" and held == "bf16" and found.step is not None
@@ -189,21 +189,21 @@ def export_model(
     num_params = sum(param.num_elements for param in home.decoder.params)
     of_step = "" if found.step is None else f" of step {found.step}"
     if dtype == "fp32" and held == "bf16" and not masters:
-        of_step = " widened from bf16, which is all the folder has,"
+        of_step = " converted from bf16, as the folder has no masters,"
     written = dtype or held
-    return f"{num_params:,} params{of_step} in {target}, {written}: from_pretrained loads it"
+    return f"{num_params:,} params{of_step} in {target}, {written}; from_pretrained loads it"
 
 
 def _checkpoint_of(found: RunModel) -> Path:
-    """Return the checkpoint of a run's model: only there are its masters."""
+    """Return the checkpoint of a run's model, the only place that has its masters."""
     if (found.folder.parent / MANIFEST_NAME).is_file():
         return found.folder.parent
     for checkpoint in finished(found.run / FOLDER) if found.run is not None else ():
         if step_of(checkpoint) == found.step:
             return checkpoint
     raise RunFolderError(
-        f"{found.folder}: the masters of step {found.step} are in no checkpoint of the run any "
-        "more. Without --dtype fp32 its bf16 weights are exported."
+        f"{found.folder}: no checkpoint of the run has the masters of step {found.step} any "
+        "more. Without --dtype fp32, `megatrain export` writes its bf16 weights."
     )
 
 
@@ -217,7 +217,7 @@ def sample_from(
     device: str = "auto",
     best: bool = False,
 ) -> list[str]:
-    """Return a model's answers to what a user says, computed on `device`."""
+    """Return a model's answers to user messages, computed on `device`."""
     place, _ = device_called(device)
     found = _found(model, best=best)
     tokenizer = load_tokenizer(found.folder)
@@ -241,7 +241,7 @@ def look_at_data(
     train_on: TrainOn = "assistant",
     chat_template: str | None = None,
 ) -> None:
-    """Print what a file holds, and which of its tokens would be trained."""
+    """Print the format and lengths of a file, and which of its tokens would be trained."""
     tokenizer = load_tokenizer(tokenizer_folder(model))
     choose_template(tokenizer, chat_template)
     prepared: Prepared = prepare(
@@ -265,25 +265,25 @@ def look_at_data(
 def init_config(
     target: Path, source: Path | None, *, tool: str | None = None, num_gpus: int = 1
 ) -> str:
-    """Write a config; return what there is to say about it."""
+    """Write a config; return a summary."""
     if target.exists():
-        raise ConfigError(f"{target}: exists already; give another name")
+        raise ConfigError(f"{target} exists. Give another name.")
     if source is None:
         write_file(target, STARTER.encode())
         return f"wrote {target}: set model and data, then `megatrain train {target}`"
     named = None if tool is None else tool_named(tool)
     migration = migrate(source, named, num_gpus=num_gpus, pairs_of=_pairs_of)
     write_file(target, migration.to_yaml().encode())
-    said = f"{migration.report()}\nwrote {target}"
+    summary = f"{migration.report()}\nwrote {target}"
     try:
         load_config(target)
     except ConfigError as error:
-        said += f", which does not load yet:\n{error}"
-    return said
+        summary += f", which does not load yet:\n{error}"
+    return summary
 
 
 def _pairs_of(source: str) -> Pairs | None:
-    """Return what prompt and completion of the rows of a file here are; None: not to be told."""
+    """Return the types of prompt and completion in a local file, None if unknown."""
     if not Path(source).exists():
         return None
     try:
@@ -298,15 +298,15 @@ def _pairs_of(source: str) -> Pairs | None:
 
 
 def run_demo(folder: Path, num_steps: int) -> None:
-    """Make a tiny model and data, prove the engine on it, train it, write a report."""
+    """Create a tiny model and data, verify the engine on it, train it, write a report."""
     if folder.exists():
-        raise RunFolderError(f"{folder}: exists already; give another name")
+        raise RunFolderError(f"{folder} exists. Give another name.")
     config = write_demo(folder, num_steps=num_steps)
     count = streamed_equals_resident(folder / "model")
-    print(f"streamed = resident: {count} tensors equal to the bit", flush=True)
+    print(f"streamed = resident: {count} tensors bit-identical", flush=True)
     print(train_from(config, []), flush=True)
     count = resumed_equals_uninterrupted(config, folder / "run", num_steps)
-    print(f"resumed = uninterrupted: {count} files equal to the bit", flush=True)
+    print(f"resumed = uninterrupted: {count} files bit-identical", flush=True)
     for prompt, answer in zip(
         ("3 + 4", "9 + 8"), sample_from(folder / "run", ["3 + 4", "9 + 8"], 8), strict=True
     ):
@@ -314,7 +314,7 @@ def run_demo(folder: Path, num_steps: int) -> None:
 
 
 def _found(model: Path, *, best: bool) -> RunModel:
-    """Return the model that is meant, and say which it is."""
+    """Return the requested model, and print its name."""
     found = chosen_model(model, best=best)
     print(found, file=sys.stderr, flush=True)
     return found
@@ -325,7 +325,7 @@ def _plain_text(tokenizer: Any) -> Callable[[list[int]], str]:
 
 
 def _loaded(folder: Path, dtype: Precision | None = None) -> HostModel:
-    """Load a model to be read, in the precision of its folder or another; it gets no moments."""
+    """Load a model for inference, in the precision of its folder or another, without moments."""
     return load_model(folder, dtype=dtype or _precision(folder), kinds=(Kind.HI,))
 
 
@@ -339,7 +339,7 @@ def _prompt_tokens(
 ) -> list[int]:
     if not getattr(tokenizer, "chat_template", None):
         if system is not None:
-            raise ConfigError("--system: the tokenizer has no chat template to put it in")
+            raise ConfigError("--system: the tokenizer has no chat template to hold it")
         return list(tokenizer.encode(prompt))
     turns = [] if system is None else [{"role": "system", "content": system}]
     turns.append({"role": "user", "content": prompt})

@@ -1,4 +1,4 @@
-"""Every user setting, validated: read from YAML, refused with all faults at once, written back."""
+"""Every user setting, validated: read from YAML, all errors reported in one pass, written back."""
 
 from megatrain.config.load import dump_config, load_config
 from megatrain.config.settings import Config

@@ -1,4 +1,4 @@
-"""Settings that are each fine and cannot be meant together."""
+"""Settings that are each valid and conflict with each other."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def _length_of_run(config: Config) -> Iterator[Fault]:
     if train.epochs is not None and train.steps is not None:
         yield _fault(
             "train.steps",
-            f"train.steps is {train.steps} and train.epochs is {train.epochs:g}: give one of them, "
-            "and the other as null.",
+            f"train.steps is {train.steps} and train.epochs is {train.epochs:g}. Give one of them "
+            "and set the other to null.",
         )
 
 
@@ -43,8 +43,8 @@ def _batch(config: Config) -> Iterator[Fault]:
     if batch is not None and rows is not None:
         yield _fault(
             "train.batch_rows",
-            f"train.batch_rows is {rows} and train.batch_tokens is {batch}: give one of them, and "
-            "the other as null.",
+            f"train.batch_rows is {rows} and train.batch_tokens is {batch}. Give one of them and "
+            "set the other to null.",
         )
     if batch is not None and length > batch:
         yield _fault(
@@ -56,18 +56,18 @@ def _batch(config: Config) -> Iterator[Fault]:
         yield _fault(
             "train.micro_batch_tokens",
             f"data.max_length is {length} and train.micro_batch_tokens is {micro}: a row would not "
-            "fit a micro-batch. Raise train.micro_batch_tokens, or make it auto.",
+            "fit a micro-batch. Raise train.micro_batch_tokens, or set it to auto.",
         )
     if batch is not None and isinstance(micro, int) and micro > batch:
         yield _fault(
             "train.micro_batch_tokens",
             f"train.micro_batch_tokens is {micro} and train.batch_tokens is {batch}: a micro-batch "
-            "is a part of a step. Lower train.micro_batch_tokens, or make it auto.",
+            "is a part of a step. Lower train.micro_batch_tokens, or set it to auto.",
         )
 
 
 def _learning_rate(config: Config) -> Iterator[Fault]:
-    """What LearningRate would refuse, as far as the number of steps is known."""
+    """Yield the faults that LearningRate would refuse, as far as the number of steps is known."""
     warmup = config.optim.warmup
     decay = config.optim.decay if config.optim.schedule == "wsd" else 0
     steps = config.train.steps
@@ -87,7 +87,7 @@ def _memory(config: Config) -> Iterator[Fault]:
         yield _fault(
             "memory.gather_embedding",
             "memory.gather_embedding is true and memory.device is cpu: it needs a device with "
-            "memory of its own. Leave it at auto.",
+            "its own memory. Set it to auto.",
         )
 
 
@@ -97,13 +97,13 @@ def _patience(config: Config) -> Iterator[Fault]:
         return
     for key, value, repair in (
         ("data.eval", config.data.eval, "give a fraction or a file to evaluate on"),
-        ("eval.every", config.eval.every, "say how often to evaluate"),
+        ("eval.every", config.eval.every, "set the steps between evaluations"),
     ):
         if value is None:
             yield _fault(
                 "eval.patience",
-                f"eval.patience is {patience} and {key} is null: nothing tells when to stop. "
-                f"Leave out eval.patience, or {repair}.",
+                f"eval.patience is {patience} and {key} is null: no evaluation would stop the run. "
+                f"Remove eval.patience, or {repair}.",
             )
 
 

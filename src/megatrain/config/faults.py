@@ -1,4 +1,4 @@
-"""Faults of a config as sentences: where, which key, what it is, what to give instead."""
+"""Faults of a config as sentences: place, key, value, and what to give instead."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatrain.config.yaml_reader import Document, Path
 from megatrain.errors import ConfigError
 
 _MOST = 20
-"""Faults that are told; a file with more is not a config."""
+"""Most faults to report; a file with more is not a config."""
 _LONGEST_KEY = 64
 Fields = Mapping[str, Sequence[str]]
 
@@ -29,29 +29,29 @@ class Fault:
 
 
 def refusal(document: Document, faults: Sequence[Fault], num_faults: int = 0) -> ConfigError:
-    """Return the error that tells `faults`, and how many there are if they are not all."""
-    told = [f"{document.place(fault.path)}: {fault.text}" for fault in faults]
+    """Return the error that lists `faults`, and their total number if more were found."""
+    lines = [f"{document.place(fault.path)}: {fault.text}" for fault in faults]
     if num_faults > len(faults):
-        told.append(f"and {num_faults - len(faults)} more")
-    if len(told) == 1:
-        return ConfigError(told[0])
-    return ConfigError(f"{max(num_faults, len(faults))} faults\n  " + "\n  ".join(told))
+        lines.append(f"and {num_faults - len(faults)} more")
+    if len(lines) == 1:
+        return ConfigError(lines[0])
+    return ConfigError(f"{max(num_faults, len(faults))} errors\n  " + "\n  ".join(lines))
 
 
 def faults_of(error: ValidationError, document: Document, fields: Fields) -> list[Fault]:
-    """Return what pydantic found, in our words: the first in the file, _MOST of them.
+    """Return the faults that pydantic found, in our words: the first _MOST of the file.
 
     `fields` are the keys of each mapping.
     """
     found = [(_place(details), details) for details in error.errors(include_url=False)]
-    found.sort(key=lambda pair: document.line(pair[0]))  # hints take time: only for what is told
+    found.sort(key=lambda pair: document.line(pair[0]))  # hints take time: only for reported faults
     return [Fault(path=path, text=_text(path, details, fields)) for path, details in found[:_MOST]]
 
 
 def _place(details: ErrorDetails) -> Path:
     path = details["loc"]
     if path[:2] == ("data", "eval"):
-        path = path[:2] + path[3:]  # without the kind of eval that was tried
+        path = path[:2] + path[3:]  # without the union member that was tried
     return path[:-1] if _lacks_item(details) else path
 
 
@@ -66,7 +66,7 @@ def dotted(path: Path) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a value as YAML writes it, cut where it is long."""
+    """Return a value as YAML writes it, cut if it is long."""
     if isinstance(value, str):
         text = value or "empty"
     else:
@@ -93,7 +93,7 @@ def _text(path: Path, details: ErrorDetails, fields: Fields) -> str:
         return f"{key} is {shown(value)}; give {allowed}.{_near_value(value, allowed)}"
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         keys = ", ".join(fields.get(_mapping(path), ()))
-        return f"{key or 'the file'} is {shown(value)}; give a mapping with keys of: {keys}."
+        return f"{key or 'the file'} is {shown(value)}; give a mapping with keys from: {keys}."
     wanted = {
         "greater_than": "a number above {gt:g}",
         "greater_than_equal": "{ge:g} or more",
@@ -124,19 +124,19 @@ def _mapping(path: Path) -> str:
 
 
 def _unknown(path: Path, fields: Fields) -> str:
-    """Return what to say of an unknown key: what it is called here, or what comes near."""
+    """Return the message for an unknown key: its name here, or a similar key."""
     key, home = str(path[-1]), _mapping(path[:-1])
-    told = f"unknown key {dotted(path)}."
+    unknown = f"unknown key {dotted(path)}."
     if len(key) > _LONGEST_KEY:
-        return told
+        return unknown
     siblings = list(fields.get(home, ()))
     near = [name for name in siblings if name.startswith(f"{key}_")]
     near = near or difflib.get_close_matches(key, siblings, n=1, cutoff=0.75)
     if near:
-        return f"{told} Did you mean {dotted((*path[:-1], near[0]))}?"
+        return f"{unknown} Did you mean {dotted((*path[:-1], near[0]))}?"
     elsewhere = hint(key)
     if elsewhere:
-        return f"{told} {elsewhere}"
+        return f"{unknown} {elsewhere}"
     places = {
         field: f"{section}.{field}"
         for section, names in reversed(list(fields.items()))
@@ -145,8 +145,8 @@ def _unknown(path: Path, fields: Fields) -> str:
     }
     near = difflib.get_close_matches(key, [*places, *fields[""]], n=1, cutoff=0.75)
     if near:
-        return f"{told} Did you mean {places.get(near[0], near[0])}?"
-    return f"{told} Known here: {', '.join(siblings)}."
+        return f"{unknown} Did you mean {places.get(near[0], near[0])}?"
+    return f"{unknown} Known here: {', '.join(siblings)}."
 
 
 def _near_value(value: object, allowed: str) -> str:

@@ -2,11 +2,11 @@
 
     config = load_config("run.yaml", ["train.epochs=2", "data.train=[a.jsonl, b.jsonl]"])
 
-An override is `key=value`, its value read as YAML; it replaces what the file says under that key.
+An override is `key=value`, its value read as YAML; it replaces the file's value.
 
 Laws (tests/config/test_load.py)
-    1. Round trip: what dump_config writes loads as an equal Config, and dumps as the same text.
-    2. Every fault is told at once, with file, line (or override) and key, as a ConfigError.
+    1. Round trip: the output of dump_config loads as an equal Config, and dumps as the same text.
+    2. One ConfigError reports every fault, with file, line (or override) and key.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
 
 
 def resolve_config(document: Document, overrides: Sequence[str] = ()) -> Config:
-    """Return the settings of a document that was read already, changed by `overrides`."""
+    """Return the settings of a document, changed by `overrides`."""
     if not isinstance(document.value, dict | None):
         text = f"the file is {shown(document.value)}; give keys and values, like `model: NAME`."
         raise refusal(document, [Fault(path=(), text=text)])
@@ -63,12 +63,12 @@ def _parse_override(override: str) -> tuple[Path, Any]:
     if not equals or not all(parts) or len(parts) > 8:
         raise ConfigError(f"override {override:.100}: give key=value, like train.epochs=2.")
     path = tuple(int(part) if part.isdecimal() and len(part) < 6 else part for part in parts)
-    data = text.encode("utf-8", "surrogatepass")  # a shell hands on bytes that are not text
+    data = text.encode("utf-8", "surrogatepass")  # a shell passes on bytes that are not text
     return path, parse_document(data, f"override {override:.100}").value
 
 
 def _put(value: Any, path: Path, new: Any, origin: str) -> None:
-    """Set `new` at `path`, making the mappings on the way."""
+    """Set `new` at `path`, creating mappings as needed."""
     for depth, part in enumerate(path):
         last = depth == len(path) - 1
         if isinstance(value, dict):
@@ -85,7 +85,7 @@ def _put(value: Any, path: Path, new: Any, origin: str) -> None:
         else:
             around = dotted(path[:depth])
             raise ConfigError(
-                f"{origin}: {around} is {shown(value)}, which has no {part}. Give {around} whole."
+                f"{origin}: {around} is {shown(value)}, which has no {part}. Give all of {around}."
             )
 
 
@@ -103,7 +103,7 @@ def dump_config(config: Config) -> str:
 
 
 def write_yaml(value: object) -> str:
-    """Return a value as YAML on one line; JSON is YAML, so text needs no rules of our own."""
+    """Return a value as YAML on one line; JSON is YAML, so text needs no special rules."""
     if isinstance(value, Source | dict):
         pairs = value.items() if isinstance(value, dict) else value
         parts = (f"{write_yaml(name)}: {write_yaml(part)}" for name, part in pairs)
@@ -114,7 +114,7 @@ def write_yaml(value: object) -> str:
         return value
     text = json.dumps(value)
     if isinstance(value, float) and "." not in text:
-        return text.replace("e", ".0e")  # YAML 1.1 takes 1e-05 for text
+        return text.replace("e", ".0e")  # YAML 1.1 reads 1e-05 as text
     return text
 
 

@@ -4,8 +4,8 @@
     counts   k, M, B and T count by 1000, as data sets are: 1B tokens
     bytes    GB is 10^9, GiB is 2^30; a bare number is refused unless it can be meant as bytes
 
-A reader takes what YAML, JSON or Python gave and returns a number, or raises ValueError whose text
-ends the sentence "KEY is VALUE; ...". None of them takes a bool for a number.
+A reader takes a value from YAML, JSON or Python and returns a number, or raises ValueError with a
+text that ends the sentence "KEY is VALUE; ...". None of them accepts a bool as a number.
 
 Laws (tests/config/test_quantities.py): `read_bytes(write_bytes(n)) == n`; no reader raises anything
 but ValueError.
@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable
 
 LARGEST = 1 << 60
-"""No count, and no number of bytes, that can be meant is larger."""
+"""Larger counts and numbers of bytes are refused as mistakes."""
 SMALLEST_BYTES = 1 << 20
 _NUMBER = re.compile(r"[+-]?(\d[\d_]{0,40}(\.\d{0,40})?|\.\d{1,40})(e[+-]?\d{1,4})?", re.I)
 _SCALED = re.compile(r"([\d._]{1,40}(?:e[+-]?\d{1,3})?) ?([a-z]{1,3})", re.I)
@@ -39,12 +39,12 @@ def read_number(value: object) -> float | int:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError("give a number")
     if abs(value) > LARGEST or not math.isfinite(value):
-        raise ValueError("give a number that can be meant")
+        raise ValueError("give a finite number of usual size")
     return value
 
 
 def read_whole(value: object) -> int:
-    """Return a whole number; 1e3 and 20.0 count."""
+    """Return an integer; 1e3 and 20.0 are accepted."""
     try:
         number = read_number(value)
     except ValueError:
@@ -90,7 +90,7 @@ def read_bytes(value: object) -> int:
     except ValueError:
         raise ValueError("give a size, like 24GB or 128GiB") from None
     if num_bytes < SMALLEST_BYTES:
-        raise ValueError("less than 1 MiB: give a size with its unit, like 24GB")
+        raise ValueError("that is less than 1 MiB. Give a size with its unit, like 24GB")
     return num_bytes
 
 
@@ -103,7 +103,7 @@ def write_bytes(num_bytes: int) -> str:
 
 
 def _scaled(value: object, units: dict[str, int]) -> float | int | None:
-    """Return text like "24GB" as a number; None if it has no unit of these."""
+    """Return text like "24GB" as a number; None if it has none of these units."""
     match = _SCALED.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None or match[2].lower() not in units:
         return None
@@ -114,7 +114,7 @@ def _scaled(value: object, units: dict[str, int]) -> float | int | None:
 
 
 def or_auto(read: Callable[[object], int], least: int = 1) -> Callable[[object], int | str]:
-    """Return a reader that takes the word `auto`, too, and no number below `least`."""
+    """Return a reader that also accepts `auto`, and refuses numbers below `least`."""
 
     def read_or_auto(value: object) -> int | str:
         if value == "auto":
@@ -138,6 +138,6 @@ def read_length(value: object) -> int | float:
         raise ValueError("give steps, like 100, or a fraction of the run, like 0.03") from None
     if number < 0 or (isinstance(number, float) and number >= 1):
         raise ValueError(
-            "an integer means steps, a fraction of the run lies between 0 and 1: like 100 or 0.03"
+            "give a number of steps, like 100, or a fraction of the run between 0 and 1, like 0.03"
         )
     return number

@@ -1,4 +1,4 @@
-"""What all sections of a config have in common."""
+"""The base class of the sections of a config."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ class Section(BaseModel):
 
 
 def short(key: str) -> BeforeValidator:
-    """Let a section be one word, which is the value of `key`."""
+    """Accept one word for a section, as the value of `key`."""
     return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)

@@ -6,8 +6,8 @@
 Values are plain and immutable. `auto` stays `auto` here; the plan decides it. The descriptions are
 the reference: docs/config.md is written from them.
 
-Laws (tests/config/test_settings.py): whatever is refused is a ConfigError that names every fault
-at once; what is accepted has no fault that can be known without the machine, model and data.
+Laws (tests/config/test_settings.py): a refused config is one ConfigError that names every fault;
+an accepted one has no fault that can be known without the machine, model and data.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from megatrain.config.value_types import (
 from megatrain.config.yaml_reader import Document
 
 SHORT_FORMS = {"model": "name_or_path", "data": "train", "save": "dir"}
-"""Sections that may be one word, and the key that is then meant."""
+"""Sections that may be one word, and the key that the word sets."""
 
 
 class ModelSettings(Section):
@@ -140,7 +140,7 @@ class TrainSettings(Section):
     @model_validator(mode="before")
     @classmethod
     def _defaults(cls, value: Any) -> Any:
-        """Fill in one of two keys that stand for the same thing, if neither is given."""
+        """Fill in one of two alternative keys, if neither is given."""
         if isinstance(value, Mapping):
             for key, other, default in _ONE_OF_TWO:
                 if value.get(key) is None is value.get(other):
@@ -325,7 +325,7 @@ class Config(Section):
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of a step at most, as far as is known without the data."""
+        """Most tokens of a step, as far as is known without the data."""
         return self.train.batch_tokens or (self.train.batch_rows or 1) * self.data.max_length
 
     @property
@@ -353,4 +353,4 @@ FIELDS = {
     "data.train": tuple(Source.model_fields),
     "data.eval": tuple(Source.model_fields),
 }
-"""The keys that may stand in each mapping."""
+"""The keys of each mapping."""

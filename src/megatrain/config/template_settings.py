@@ -10,7 +10,7 @@ _RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_messa
 
 
 class Arguments(dict[str, Any]):
-    """A mapping that stays as it is, and so has a hash."""
+    """An immutable, hashable mapping."""
 
     __slots__ = ()
 
@@ -18,7 +18,7 @@ class Arguments(dict[str, Any]):
         return hash(json.dumps(self, sort_keys=True, default=str))
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
-        raise TypeError("a config does not change")
+        raise TypeError("a config is immutable")
 
     __setitem__ = __delitem__ = __ior__ = _refuse
     clear = pop = popitem = setdefault = update = _refuse
@@ -38,7 +38,7 @@ def read_arguments(value: object) -> Arguments:
 
 
 def read_template(value: object) -> str | None:
-    """Return a file, a template or `none`; which of them is found out when it is used."""
+    """Return a file, a template or `none`; the user of the value decides which it is."""
     if value is not None and (not isinstance(value, str) or not value.strip()):
         raise ValueError("give a file, the text of a template, or none")
     return value

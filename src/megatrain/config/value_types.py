@@ -1,4 +1,4 @@
-"""The types that settings are made of: how a value is read, and what docs/config.md calls it."""
+"""The types of settings: how a value is read, and its name in docs/config.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatrain.config.template_settings import Arguments, read_arguments, read_t
 
 
 class Kind(str):
-    """Written in docs/config.md as the type of a key."""
+    """The name of a type in docs/config.md."""
 
     __slots__ = ()
 
@@ -31,7 +31,7 @@ def _path(value: object) -> object:
 
 
 def listed(value: object) -> object:
-    """Return one thing as a list of it."""
+    """Return a single value as a list."""
     return [value] if isinstance(value, str | Mapping) else value
 
 

@@ -1,12 +1,12 @@
-"""YAML and JSON read with suspicion: plain data with the line of every key, or a ConfigError.
+"""A strict reader for YAML and JSON: plain data with the line of every key, or a ConfigError.
 
 Scalars are those of YAML 1.2's core schema, so 1e-5 is a number, 010 is ten and `no` is a word.
-Refused: tags, anchors and aliases (a page of them can stand for billions of nodes), duplicate keys,
-keys that are not scalars, more than one document, and whatever is beyond the limits below. We build
+Refused: tags, anchors and aliases (a page of them can expand to billions of nodes), duplicate keys,
+keys that are not scalars, more than one document, and input beyond the limits below. We build
 from the parser's events, so a limit ends the reading at once and nothing recurses.
 
-Laws (tests/config/test_yaml_reader.py): any bytes give data or a ConfigError; what a key's line
-says is where it stands.
+Laws (tests/config/test_yaml_reader.py): any bytes give data or a ConfigError; the line of a key
+is its position in the file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_DEPTH = 16
 MAX_NODES = 10_000
 
 Path = tuple[str | int, ...]
-"""Where a value stands: keys and positions from the top."""
+"""The path of a value: keys and positions from the top."""
 
 _WORDS = {
     "": None, "~": None, "null": None, "Null": None, "NULL": None,
@@ -39,18 +39,18 @@ _FLOAT = re.compile(r"[-+]?(\.\d{1,40}|\d{1,40}(\.\d{0,40})?)([eE][-+]?\d{1,4})?
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """What a file says, and where."""
+    """The contents of a file, with the line of each key."""
 
     name: str
-    """How messages call it."""
+    """Its name in messages."""
     value: Any
     lines: dict[Path, int] = field(default_factory=dict)
     """The line of each key or list item, counted from 1."""
     origins: dict[Path, str] = field(default_factory=dict)
-    """What was given elsewhere, and how messages call that place."""
+    """Values given elsewhere, and the name of that place in messages."""
 
     def place(self, path: Path) -> str:
-        """Return `name:line` of a path, or of the nearest thing around it that has a line."""
+        """Return `name:line` of a path, or of the nearest parent that has a line."""
         made_on_the_way = {given[: len(path)]: origin for given, origin in self.origins.items()}
         for end in range(len(path), 0, -1):
             if path[:end] in self.origins:
@@ -62,31 +62,31 @@ class Document:
         return self.name
 
     def line(self, path: Path) -> int:
-        """Return the line of a path; what has none comes first."""
+        """Return the line of a path; 0 if it has none."""
         return next((self.lines[path[:n]] for n in range(len(path), 0, -1)
                      if path[:n] in self.lines), 0)  # fmt: skip
 
 
 def read_document(path: str | os.PathLike[str]) -> Document:
-    """Return what a YAML or JSON file says.
+    """Return the contents of a YAML or JSON file.
 
-    Raises ConfigError for a file that cannot be meant, DiskError if the system fails to read it.
+    Raises ConfigError for an invalid file, DiskError if the system fails to read it.
     """
     name = os.fspath(path)
     try:
         if not stat.S_ISREG(os.stat(name).st_mode):
-            raise ConfigError(f"{name}: not a file. Give the path of a YAML file.")
+            raise ConfigError(f"{name}: is not a file. Give the path of a YAML file.")
         with open(name, "rb") as file:
             data = file.read(MAX_BYTES + 1)
     except (FileNotFoundError, NotADirectoryError, ValueError):
         raise ConfigError(f"{name}: no such file. Give the path of a YAML file.") from None
     except OSError as error:
-        raise DiskError(f"{name}: cannot be read: {error.strerror}") from error
+        raise DiskError(f"{name}: cannot read it: {error.strerror}") from error
     return parse_document(data, name)
 
 
 def parse_document(data: bytes, name: str) -> Document:
-    """Return what bytes say; `name` is how messages call them."""
+    """Return the contents of bytes; messages call them `name`."""
     if len(data) > MAX_BYTES:
         raise ConfigError(f"{name}: larger than {MAX_BYTES >> 10} KiB. Is it a config?")
     try:
@@ -104,10 +104,10 @@ def parse_document(data: bytes, name: str) -> Document:
         place = f"{name}:{mark.line + 1}" if mark else name
         quote = _QUOTE if re.search("alias|anchor", str(error.context)) else ""
         reason = f"{error.problem or error.context}{quote}"
-        raise ConfigError(f"{place}: not YAML: {reason}") from None
+        raise ConfigError(f"{place}: invalid YAML: {reason}") from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         reason = str(error).splitlines()[0]  # an escape beyond Unicode is a bare ValueError
-        raise ConfigError(f"{name}: not YAML: {reason:.200}") from None
+        raise ConfigError(f"{name}: invalid YAML: {reason:.200}") from None
     return Document(name=name, value=builder.value, lines=builder.lines)
 
 
@@ -119,21 +119,21 @@ class _Builder:
         self.lines: dict[Path, int] = {}
         self._name = name
         self._open: list[dict[str, Any] | list[Any]] = []
-        self._path: list[str | int | None] = []  # per open value: its key or place being filled
+        self._path: list[str | int | None] = []  # per open value: its key or position being filled
         self._num_nodes = 0
         self._num_documents = 0
 
     def take(self, event: Any) -> None:
         line = event.start_mark.line + 1
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            raise self._refusal(line, f"anchors and aliases are not read{_QUOTE}")
+            raise self._refusal(line, f"anchors and aliases are not supported{_QUOTE}")
         tag = getattr(event, "tag", None)
         if tag not in (None, "!", "tag:yaml.org,2002:str"):
-            raise self._refusal(line, f"the tag {tag:.60} is not read. Write a plain value")
+            raise self._refusal(line, f"the tag {tag:.60} is not supported. Write a plain value")
         if isinstance(event, yaml.DocumentStartEvent):
             self._num_documents += 1
             if self._num_documents > 1:
-                raise self._refusal(line, "a second document begins. Give one")
+                raise self._refusal(line, "a second document begins. Give only one")
         elif isinstance(event, yaml.ScalarEvent):
             self._take_scalar(event.value, event.style is None and tag is None, line)
         elif isinstance(event, yaml.MappingStartEvent | yaml.SequenceStartEvent):
@@ -159,7 +159,7 @@ class _Builder:
     def _begin_key(self, key: str, line: int) -> None:
         holder = self._open[-1]
         if key == "<<":
-            raise self._refusal(line, "merge keys (<<) are not read. Write the keys out")
+            raise self._refusal(line, "merge keys (<<) are not supported. Write the keys out")
         self._path[-1] = key
         if key in holder:
             dotted = ".".join(map(str, self._path))
@@ -169,7 +169,7 @@ class _Builder:
 
     def _begin(self, value: dict[str, Any] | list[Any], line: int) -> None:
         if self._awaits_key():
-            raise self._refusal(line, "a key is a list or a mapping. Give it a name")
+            raise self._refusal(line, "a key is a list or a mapping. Use text as the key")
         self._put(value, line)
         if len(self._open) == MAX_DEPTH:
             raise self._refusal(line, f"nested deeper than {MAX_DEPTH}")
@@ -179,7 +179,7 @@ class _Builder:
     def _put(self, value: Any, line: int) -> None:
         self._num_nodes += 1
         if self._num_nodes > MAX_NODES:
-            raise self._refusal(line, f"more than {MAX_NODES} values. No config has so many")
+            raise self._refusal(line, f"more than {MAX_NODES} values, too many for a config")
         if not self._open:
             self.value = value
             return
@@ -201,7 +201,7 @@ class _Builder:
 
 
 def scalar(text: str) -> Any:
-    """Return what a plain scalar means: nothing, a bool, a number, or its text."""
+    """Return the value of a plain scalar: None, a bool, a number, or its text."""
     if text in _WORDS:
         return _WORDS[text]
     if _INT.fullmatch(text):

@@ -1,4 +1,4 @@
-"""Data shown to people: the card in words, and rows with their trained tokens marked."""
+"""Data for display: the card as text, and rows with their trained tokens marked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BEGIN, END = "{+", "+}"
 
 
 def card_lines(card: Mapping[str, Any], most_reasons: int | None = None) -> list[str]:
-    """Return what one source holds, what was left out and why, the commonest reasons first."""
+    """Return the contents of one source, and the rows left out by reason, most common first."""
     lines = [f"{card['source']}: {card['format']}", f"  {_rows(card)}", f"  {_tokens(card)}"]
     for what, skipped in (("bad", bad_rows(card)), ("dropped", dropped_rows(card))):
         reasons = [line.strip() for line in str(skipped).splitlines()]
@@ -58,7 +58,7 @@ def _tokens(card: Mapping[str, Any]) -> str:
 def show_rows(
     documents: Documents, tokenizer: Any, count: int, console: Console | None = None
 ) -> None:
-    """Print some documents: trained tokens underlined in green, or in marks where it is no colour.
+    """Print some documents: trained tokens underlined in green, or in marks if there is no color.
 
     Tokens are decoded in stretches, because a character may consist of several.
     """

@@ -28,7 +28,7 @@ _POSITIONS = 2**22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What a source gives to an epoch."""
+    """The rows of one source in an epoch."""
 
     name: str
     num_rows: int
@@ -66,9 +66,9 @@ class TrainingRows:
         return card | {card["source"]: card for card in cards}
 
     def largest_step(self, batch_rows: int, num_epochs: int) -> int:
-        """Return the tokens of the largest step of `batch_rows` rows in so many epochs.
+        """Return the tokens of the largest step of `batch_rows` rows in that many epochs.
 
-        Of very many rows no step is looked at: then it is as many of the longest row.
+        For very many rows it is estimated as that many of the longest row.
         """
         starts = self.train.row_starts
         tokens = np.add.reduceat(self.train.lengths, starts[:-1])
@@ -85,7 +85,7 @@ class TrainingRows:
 
 
 def gather(config: Config, tokenizer: Any) -> TrainingRows:
-    """Prepare what the config names. Raises DataError, with the file and line."""
+    """Prepare the data of a config. Raises DataError, with the file and line."""
     data = config.data
     choose_template(tokenizer, data.chat_template)
     sources = tuple(_prepared(config, tokenizer, source) for source in data.train)
@@ -120,7 +120,7 @@ def by_tokens(config: Config, rows: TrainingRows) -> Config:
 
 
 def with_longest_step(config: Config, rows: TrainingRows) -> Config:
-    """Return the config as the planner wants it: a step by rows has the tokens of the longest."""
+    """Return the config for the planner: a step by rows has the tokens of the longest."""
     train, batch_rows = config.train, config.train.batch_rows
     if batch_rows is None:
         return config

@@ -6,7 +6,7 @@ waits for the device (the staged copies of pinning.py excepted, where there is n
 No tensor that the allocator may reuse ever crosses from one stream to another. What crosses lanes
 (slots, gradient slots, the outbox, the tape's ring) is allocated once, before the lanes run, and
 its use is ordered by the schedule; all that compute makes on the way it uses up on its own stream.
-So there is nothing to tell the allocator (`record_stream`), and memory is free when it is dropped.
+So `record_stream` is not needed, and memory is free when it is dropped.
 
 Laws (testkit/simulated)
     1. The bits of the CPU, whatever the streams' timing; no two streams touch a byte unordered.

@@ -1,8 +1,8 @@
-"""Where compute happens: what the engine asks of it, and the CPU's answer.
+"""The device interface of the engine, and its implementation for the CPU.
 
     CpuDevice(copying=False)   unified memory: nothing is fetched, compute reads the store
     CpuDevice(copying=True)    slots and real copies on a CPU: what an accelerator does, tested here
-    Accelerator                a device with memory and streams of its own (accelerator.py)
+    Accelerator                a device with its own memory and streams (accelerator.py)
 
 A device hands out memory and counts it. `keep` counts the memory of a tensor that compute made for
 as long as anything uses it, be it a view. A cap turns the count into a law: what would exceed it is
@@ -28,7 +28,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Device(Protocol):
-    """Memory, copies and lanes. What is called inside an op is queued on the lane's stream."""
+    """Memory, copies and lanes. Calls inside an op are queued on the lane's stream."""
 
     @property
     def copying(self) -> bool:
@@ -87,7 +87,7 @@ class Device(Protocol):
         """Set what layers draw their random numbers from."""
 
     def random_state(self) -> list[Tensor]:
-        """Return what `set_random_state` takes, so that the caller's own draws go on."""
+        """Return the state for `set_random_state`, so that the caller's own draws continue."""
 
     def set_random_state(self, state: list[Tensor]) -> None: ...
 

@@ -6,7 +6,7 @@ so copies are cut there.
 
 Where the system refuses (memlock limits, containers, devices without registration), copies go
 through a ring of small pinned buffers: the lane's thread moves bytes between arena and ring while
-the device moves others. That is right but slower, and told once.
+the device moves others. That is correct but slower, and reported once.
 
 Laws (tests/devices/test_pinning.py)
     1. Exactly the arena's bytes are registered, each once, or none of them.
@@ -45,7 +45,7 @@ class Registry:
         self._stops: dict[int, int] = {}
 
     def register(self, arena: Tensor) -> None:
-        """Register the whole arena. Raises PinningFailed, and then none of it is registered."""
+        """Register the entire arena. Raises PinningFailed, and then none of it is registered."""
         first, end = arena.data_ptr(), arena.data_ptr() + arena.nbytes
         starts = range(first, end, self._piece_bytes)
         done: list[int] = []
@@ -66,9 +66,9 @@ class Registry:
             self._stops[start] = min(start + self._piece_bytes, end)
 
     def unregister(self, arena: Tensor) -> None:
-        """Unregister what was registered of the arena.
+        """Unregister the registered parts of the arena.
 
-        Before it is unmapped: what is mapped at the same addresses later could not be registered.
+        Call it before unmapping: a later mapping at the same addresses could not be registered.
         """
         first = bisect.bisect_left(self._starts, arena.data_ptr())
         last = bisect.bisect_left(self._starts, arena.data_ptr() + arena.nbytes)
@@ -157,10 +157,10 @@ class Ring:
 
 
 def tell(name: str, arena: Tensor, error: PinningFailed, ring_bytes: int) -> None:
-    """Say once what could not be pinned, what it costs, and what would help."""
+    """Warn once about memory that could not be pinned, with the cost and the way out."""
     warnings.warn(
-        f"host memory: {gib(arena.nbytes)} of {name} could not be pinned ({error}); its copies go "
-        f"through {gib(ring_bytes)} of pinned buffers, with one more pass over host memory each. "
+        f"host memory: {gib(arena.nbytes)} of {name} cannot be pinned ({error}); its copies use "
+        f"{gib(ring_bytes)} of pinned buffers, with one more pass over host memory each. "
         "Raise `ulimit -l` (memlock) to avoid it.",
         stacklevel=2,
     )

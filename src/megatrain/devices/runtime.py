@@ -84,13 +84,13 @@ class TorchRuntime:
         try:
             device = torch.device(name) if name else found
         except RuntimeError:
-            raise NoDevice(f"{name}: is not a device; give cpu, cuda, cuda:1 or xpu") from None
+            raise NoDevice(f"{name} is not a device. Give cpu, cuda, cuda:1 or xpu") from None
         if device.type != found.type:
             raise NoDevice(f"{name}: the accelerator of this machine is {found.type}")
         count = torch.accelerator.device_count()
         if device.index is not None and device.index >= count:
             last = f"{found.type}:{count - 1}"
-            raise NoDevice(f"{name}: this machine has {count}, the last is {last}")
+            raise NoDevice(f"{name}: this machine has {count} devices, the last is {last}")
         index = torch.accelerator.current_device_index() if device.index is None else device.index
         return cls(torch.device(device.type, index))
 
@@ -102,7 +102,7 @@ class TorchRuntime:
 
     def empty(self, num_bytes: int) -> Tensor:
         # With deterministic algorithms torch fills fresh memory: gigabytes, and on the stream of
-        # whoever allocates, which no lane waits for.
+        # the allocating thread, which no lane waits for.
         settings: Any = torch.utils.deterministic
         fills, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
         try:
@@ -118,11 +118,11 @@ class TorchRuntime:
 
     def register(self, address: int, num_bytes: int) -> None:
         if self.device.type != "cuda":
-            raise PinningFailed(f"torch registers no host memory for {self.device.type}")
+            raise PinningFailed(f"torch cannot register host memory for {self.device.type}")
         torch.accelerator.set_device_index(self.device)  # this may be a new thread
         code = self._cudart().cudaHostRegister(address, num_bytes, 0)
         if int(code) != 0:
-            raise PinningFailed(f"cudaHostRegister gave {code}")
+            raise PinningFailed(f"cudaHostRegister returned {code}")
 
     def unregister(self, address: int) -> None:
         self._cudart().cudaHostUnregister(address)

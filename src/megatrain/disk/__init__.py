@@ -1,1 +1,1 @@
-"""What outlives us: model folders in, model folders out."""
+"""Model folders and checkpoints on disk: read, verified, written."""

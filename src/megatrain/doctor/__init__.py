@@ -1,1 +1,1 @@
-"""Doctor: measures what this machine can do."""
+"""Doctor: measures the speed and memory of this machine."""

@@ -1,4 +1,4 @@
-"""Measures this machine for `megatrain doctor`: well under a minute, under 2 GiB.
+"""The measurements of `megatrain doctor`: well under a minute, under 2 GiB.
 
     facts  ->  copies, products, attention, element-wise (doctor/rates.py)
            ->  our optimizer's kernel, memory traffic, our disk calls  ->  Examination, kept
@@ -84,7 +84,7 @@ class Subject:
 
 
 def examine(folder: Path, say: Say) -> Examination:
-    """Measure this machine and return what was found. `say` is told what goes on."""
+    """Measure this machine and return the results. `say` gets the name of each measurement."""
     begin, load = time.monotonic(), os.getloadavg()[0]
     facts = host_facts()
     usable = min(free_bytes(), facts.usable_bytes)
@@ -105,7 +105,7 @@ def examine(folder: Path, say: Say) -> Examination:
 
 
 def keep(found: Examination) -> None:
-    """Keep what was found, for plans. Raises DiskError if the cache takes nothing."""
+    """Save the results for plans. Raises DiskError if the cache is not writable."""
     path = writable_cache_folder() / profile_path(found.facts).name
     write_file(path, found.to_json().encode())
 
@@ -120,7 +120,7 @@ def _measured(
     say("copies")
     copying = subject.device if own_memory else CpuDevice(copying=True)
     with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")  # the device says so where it cannot pin
+        warnings.simplefilter("always")  # the device warns if it cannot pin
         copies = copy_rates(copying, num_bytes=COPY_BYTES, stream=subject.stream)
     say("products")
     forward, backward = product_rates(bench, widths, tokens, until=until)
@@ -162,7 +162,7 @@ def _measured(
 
 
 def _subject() -> Subject:
-    """Return torch's accelerator, or the processor where there is none."""
+    """Return torch's accelerator, or the CPU if there is none."""
     try:
         runtime = TorchRuntime.find()
     except NoDevice:

@@ -1,4 +1,4 @@
-"""A profile from a trace: the rates that make the costs of ops what they were measured to be.
+"""A machine profile fitted to a trace: rates that reproduce the measured times of ops.
 
 Products, attention and element-wise work measured apart add up to a block only roughly: a cache
 that holds, a library that starts threads. Here the rates are chosen so that the ops of a trace
@@ -7,7 +7,7 @@ was made for.
 
 Laws (tests/doctor/test_fit.py)
     1. A trace that was simulated with some rates gives those rates back.
-    2. Figures that a trace says nothing about stay what they were.
+    2. Figures without data in the trace keep their values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatrain.step.ops import OpKind, Role
 from megatrain.step.settings import StepSettings
 
 _LEAST = 0.3
-"""Of a block's time, what is left to products whatever the other rates say."""
+"""The smallest part of a block's time that is attributed to matrix products."""
 
 
 def fitted(

@@ -1,4 +1,4 @@
-"""Rates that a plan needs, measured here: products, attention, element-wise work, copies.
+"""Rates for plans, measured: matrix products, attention, element-wise work, copies.
 
     products      those of one block, tokens x width: two square matrices (queries, output) and the
                   three of a gated feed-forward three times as wide; forward and backward apart
@@ -207,6 +207,6 @@ def _together(works: tuple[Callable[[], None], ...], stream: StreamMaker) -> Non
 
 
 def shapes_for(own_memory: bool) -> Iterator[tuple[int, ...]]:
-    """Yield widths, then token counts, that a device of this kind is used with."""
+    """Yield widths, then token counts, that are typical for a device of this kind."""
     yield (1024, 4096, 8192) if own_memory else (256, 1024, 2048)
     yield (256, 1024, 4096, 16384) if own_memory else (128, 512, 2048)

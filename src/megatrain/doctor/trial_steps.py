@@ -1,4 +1,4 @@
-"""A few steps of a small model: what blocks really cost on this processor.
+"""Trial steps of a small model: the real cost of blocks on this CPU.
 
 Products, attention and element-wise work measured apart add up to a block only roughly. Here the
 gradients of a small Llama are computed by the engine at a few widths and numbers of tokens,

@@ -12,7 +12,7 @@ without naming it.
 Laws (tests/lanes/test_lane.py)
     1. Ops are done one at a time, in the order they were put.
     2. An exception in an action stops all lanes; no op is begun after that.
-    3. The thread is no daemon and is joined by its owner. If it is forgotten, it does what it was
+    3. The thread is not a daemon and is joined by its owner. If forgotten, it does the work it was
        given and ends once the main thread is gone.
 """
 
@@ -31,7 +31,7 @@ from megatrain.step.hazards import Ticket
 from megatrain.step.ops import Op
 
 Action = Callable[[Op], int | None]
-"""Does what an op says. Returns the bytes it moved, if it moved any."""
+"""Runs an op. Returns the bytes it moved, if any."""
 
 IDLE_S = 1.0
 """How often an idle lane looks whether the main thread is still there."""

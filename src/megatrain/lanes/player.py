@@ -13,7 +13,7 @@ Laws (tests/lanes/test_player.py)
     1. Any timing of the lanes gives what the reference gives.
     2. An exception in a lane is raised in the caller, with its own traceback, by the call that
        waits or by the next one. No lane is inside an action any more when the caller sees it (a
-       stuck lane excepted), and the player takes no more work. What was already queued on a
+       stuck lane excepted), and the player takes no more work. Work already queued on a
        stream runs on: synchronise the device before touching anything it uses.
     3. No call waits beyond the deadline without progress. After `close` no thread is left.
 """
@@ -95,7 +95,7 @@ class Player:
     def close(self) -> None:
         """Stop the lanes after their current ops and join their threads, within the deadline.
 
-        Raises what made a lane fail, or LaneStuck if a thread does not end, unless told before.
+        Raises a lane's error, or LaneStuck if a thread does not end, unless raised before.
         """
         self._progress.stop()
         all_ended = self._join()
@@ -124,12 +124,12 @@ class Player:
             self.close()
 
     def _require_playable(self, ops: Sequence[Op], actions: Mapping[OpKind, Action]) -> None:
-        """Refuse the whole list before any of it is under way."""
+        """Refuse the list before any of its ops starts."""
         for op in ops:
             if op.lane not in self._lanes:
-                raise ScheduleError(f"{op} is for lane {op.lane}, there are {[*self._lanes]}")
+                raise ScheduleError(f"{op} is for lane {op.lane}; the lanes are {[*self._lanes]}")
             if op.kind not in actions:
-                raise ScheduleError(f"{op} has no action, there are {[*map(str, actions)]}")
+                raise ScheduleError(f"{op} has no action; the actions are {[*map(str, actions)]}")
 
     def _join(self) -> bool:
         until = time.monotonic() + self._deadline_s
@@ -139,7 +139,7 @@ class Player:
     def _raise_stopped(self) -> NoReturn:
         failure = self._progress.failure
         if failure is None or self._told:
-            raise PlayerStopped("the player has stopped, make a new one") from failure
+            raise PlayerStopped("the player has stopped; create a new one") from failure
         self._told = True
         if not isinstance(failure, LaneStuck):
             self._join()

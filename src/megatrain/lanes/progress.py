@@ -1,18 +1,18 @@
-"""How far each lane is, who waits for whom, and when all must stop.
+"""The progress of lanes: positions, waits, deadlines and failures.
 
 An op is *issued* when its lane has passed it on, and *complete* when its effects are there. On a
 lane without a stream that is the same moment. On a lane with one, completion is the device's
-business and is read from the op's event. Lanes work in order, so one number per lane says it all.
+business and is read from the op's event. Lanes work in order, so one number per lane is enough.
 
 Laws (tests/lanes/test_progress.py)
     1. A wait ends when its op is there, when everything stops, or by deadline: never otherwise.
     2. The deadline counts from the last progress of *any* lane, device included. A schedule never
        deadlocks (schedule.py), so some lane always moves within the time of its longest op, and
        a long queue is not a stuck one.
-    3. The first failure is the one that is told.
+    3. The first failure is the one that is raised.
 
 Waking a thread is the cost that counts here (10 us and more), not the lock, which is held for
-less than 1 us: each sleeper has a condition of its own, and only who can go on is woken.
+less than 1 us: each sleeper has its own condition, and only threads that can continue are woken.
 """
 
 from __future__ import annotations
@@ -83,11 +83,11 @@ class Progress:
         self._moved_at = time.monotonic()
 
     def begin(self) -> None:
-        """Start the deadline anew: work comes in where there was none."""
+        """Restart the deadline: new work arrives after an idle time."""
         self._moved_at = time.monotonic()
 
     def issue(self, ticket: Ticket) -> None:
-        """Note that the ticket's lane has issued it; wake those who can go on."""
+        """Note that the ticket's lane has issued it; wake threads that can continue."""
         with self._lock:
             self._num_issued[ticket.lane] = ticket.number + 1
             self._moved_at = time.monotonic()
@@ -142,10 +142,10 @@ class Progress:
             self._stop(None)
 
     def stuck(self) -> LaneStuck:
-        """Return the error that tells what each lane is at, with the stacks of all threads."""
+        """Return the error with the position of each lane and the stacks of all threads."""
         now = time.monotonic()
         lanes = [f"  {lane:8} {at.text(now)}" for lane, at in self.activities.items()]
-        head = f"no lane moved for {now - self._moved_at:.2f} s (deadline {self._deadline_s:g} s)"
+        head = f"no progress for {now - self._moved_at:.2f} s (deadline {self._deadline_s:g} s)"
         return LaneStuck("\n".join([head, *lanes, *_stacks()]))
 
     def _stop(self, error: BaseException | None) -> None:

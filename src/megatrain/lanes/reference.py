@@ -1,4 +1,4 @@
-"""Plays a schedule one op at a time, in the order of its list, in the caller's thread.
+"""The reference player: one op at a time, in list order, in the caller's thread.
 
 The oracle: no lanes, no waits, no overlap, nothing to get wrong but the schedule and the actions.
 It takes the place of a Player, so that a wrong result can be pinned on one or the other.

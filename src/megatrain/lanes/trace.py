@@ -1,10 +1,10 @@
-"""What each lane did and when: spans of ops, for people and for Perfetto.
+"""The trace of a step: spans of ops by lane, for people and for Perfetto.
 
 A span is an op's own time in its lane. Where `awaited` is set it is instead time the lane stood
 still before `op` because `awaited`, on another lane, was not done. On a lane with a stream both
-are times of the host that issues: what the device did meanwhile is the device's to tell.
+are times of the host that issues: the device's own times are not in them.
 
-`add` is one append: any lane calls it, nobody waits. Read a trace when the lanes are settled.
+`add` is one append: any lane calls it without waiting. Read a trace when the lanes are settled.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneSummary:
-    """One lane over the whole trace."""
+    """One lane over the entire trace."""
 
     num_ops: int
     num_bytes: int
@@ -55,7 +55,7 @@ class StepSummary:
 
     seconds: float
     compute_waited_s: Mapping[OpKind, float]
-    """How long lane `compute` stood still, by the kind of op that held it up in the end: a fetch
+    """How long lane `compute` waited, by the kind of op that it finally waited for: a fetch
     that itself waits for an update counts as update."""
 
 
@@ -148,7 +148,7 @@ def _step_summary(spans: list[Span], waits: Mapping[str, list[Span]]) -> StepSum
 def _blame(wait: Span, waits: Mapping[str, list[Span]], asked: frozenset[str]) -> Counter[OpKind]:
     """Return the wait's nanoseconds by root cause.
 
-    While the awaited lane stood still itself, it is asked in turn. Not twice: lanes never wait in
+    If the awaited lane waited too, its own wait is followed. Not twice: lanes never wait in
     a circle, but the end of a wait is noted a wake-up late and may overlap with the next.
     """
     assert wait.awaited is not None
@@ -164,7 +164,7 @@ def _blame(wait: Span, waits: Mapping[str, list[Span]], asked: frozenset[str]) -
 
 
 def _within(spans: list[Span], start_ns: int, end_ns: int) -> Iterator[Span]:
-    """Yield the parts of one lane's spans that lie between start and end."""
+    """Yield the parts of one lane's spans that are between start and end."""
     first = bisect_right(spans, start_ns, key=lambda span: span.end_ns)
     for span in islice(spans, first, None):
         if span.start_ns >= end_ns:

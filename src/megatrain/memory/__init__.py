@@ -1,1 +1,1 @@
-"""Where bytes live: the host home of weights, masters, moments and gradients."""
+"""Host memory: where weights, masters, moments and gradients are kept."""

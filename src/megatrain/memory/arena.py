@@ -1,6 +1,6 @@
-"""An arena: one anonymous mapping of exactly the bytes asked for, none resident until touched.
+"""An arena: one anonymous mapping of exact size, not resident until touched.
 
-Not torch's allocator: that one rounds pinned sizes up to powers of two and touches what it zeroes.
+Not torch's allocator: that one rounds pinned sizes up to powers of two and touches zeroed memory.
 The kernel hands out zero pages on first write, so moments cost no memory before the first update.
 Huge pages are advised: the optimizer walks hundreds of GiB, and small pages would be its limit.
 """
@@ -28,7 +28,7 @@ def map_arena(name: str, num_bytes: int) -> Tensor:
     except (OSError, MemoryError, OverflowError) as error:
         raise DoesNotFit(
             f"host memory: the system refused {gib(num_bytes)} for arena {name!r}: {error}. "
-            "See `ulimit -v` and vm.overcommit_memory, or choose a smaller model."
+            "See `ulimit -v` and vm.overcommit_memory, or use a smaller model."
         ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)

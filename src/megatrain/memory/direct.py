@@ -8,7 +8,7 @@ Laws (tests/memory/test_direct.py)
     1. Bytes arrive as they were given, whatever their number.
     2. Memory is that of the queue's buffers, whatever the number and size of files.
     3. A file that was not finished is removed.
-    4. Once `let_go` returns, what was given may change: the file has the bytes from before.
+    4. Once `let_go` returns, the sources may change: the file has the earlier bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CHUNK_BYTES = 8 << 20
 
 
 def aligned_buffer(num_bytes: int) -> Tensor:
-    """Return page-aligned bytes that are given back to the system when the tensor is dropped."""
+    """Return page-aligned bytes that return to the system when the tensor is dropped."""
     mapping = mmap.mmap(-1, max(num_bytes, PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(mapping, dtype=torch.uint8)
 
@@ -52,7 +52,7 @@ def as_memory(buffer: Tensor) -> memoryview:
 def copy_bytes(target: Tensor, source: Tensor) -> None:
     """Copy uint8 to uint8 on this thread alone, others running.
 
-    Not `copy_`: it would start a team of threads in each of ours, and they would fight for cores.
+    Not `copy_`: it would start a thread team in each of our threads, competing for cores.
     """
     target.numpy()[:] = source.numpy()
 
@@ -184,7 +184,7 @@ class DirectWriter:
         self._used = self._sent = 0
         self._closed = False
         self.digests: dict[int, str] = {}
-        """By number of chunk; whole once the file is finished."""
+        """By number of chunk; complete once the file is finished."""
 
     def write(self, data: Tensor) -> None:
         """Append the bytes of a uint8 tensor; waits while all buffers of the queue are in use."""
@@ -197,14 +197,14 @@ class DirectWriter:
                 self._send()
 
     def let_go(self) -> None:
-        """Return when all is copied, and sources may change. It must have been written whole."""
+        """Return when all bytes, which must have been written, are copied: sources may change."""
         self._send_rest()
         for copied in self._copied:
             copied.wait()
         self._copied = []
 
     def finish(self) -> None:
-        """Write what is left, cut the file to size, and wait for stable storage."""
+        """Write the rest, cut the file to size, and wait for stable storage."""
         self.finish_later().result()
 
     def finish_later(self) -> Future[None]:
@@ -242,7 +242,7 @@ class DirectWriter:
     def _send_rest(self) -> None:
         if self._used:
             self._send()
-        assert self._sent == self._num_bytes, "not as many bytes as announced"
+        assert self._sent == self._num_bytes, "the number of bytes differs from the announced one"
 
     def _send(self) -> None:
         buffer, pieces, used, offset = self._queue.take(), self._pieces, self._used, self._sent

@@ -1,12 +1,12 @@
-"""How much host memory this process may use: what is free, within the limits of its groups.
+"""The host memory that this process may use: free memory, within the limits of its groups.
 
-A control group may lie in others, each with a limit of its own; the tightest counts.
+Control groups may be nested, each with its own limit; the tightest one applies.
 
 Laws (tests/memory/test_host.py)
     1. Free is the least that the machine, the process's group or one around it leaves.
-    2. Page cache of a group gives way, and counts as free.
-    3. What a system does not tell limits nothing.
-    4. Told to, malloc gives back what is freed.
+    2. Page cache of a group is reclaimable, and counts as free.
+    3. A limit that the system does not report is ignored.
+    4. On request, malloc returns freed memory to the system.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def num_cores() -> int:
 
 
 def give_back_at_once() -> None:
-    """Let malloc return what is freed to the system, from 1 MiB on, instead of keeping it.
+    """Let malloc return freed blocks of 1 MiB or more to the system instead of keeping them.
 
     It keeps up to some hundred MiB, now more, now less, and is faster for it: compute on the host's
     cores took 9 % longer without. So this is for runs whose memory is tight. It works with glibc.
@@ -72,7 +72,7 @@ def give_back_at_once() -> None:
 
 
 def groups(root: Path = Path("/")) -> Iterator[Group]:
-    """Yield the groups this process is in that have a limit, as the files under `root` say."""
+    """Yield the groups this process is in that have a limit, read from the files under `root`."""
     base = root / "sys/fs/cgroup"
     paths = dict(_group_paths(root))
     yield from _limited(base, paths.get("", ""), "max", "current")
@@ -106,7 +106,7 @@ def _reclaimable(stat: str) -> int:
 
 
 def told(path: Path) -> str:
-    """Return what a file of the system says; empty where there is none."""
+    """Return the text of a system file; empty if there is none."""
     try:
         return path.read_text(errors="replace")
     except OSError:

@@ -30,7 +30,7 @@ from megatrain.models.decoder import Block, Param
 
 PAGE = 4096
 ALIGN = 128
-"""Elements. 256 bytes in bf16: what a device wants of a matrix, and whole cache lines."""
+"""Elements. 256 bytes in bf16: the matrix alignment of devices, and full cache lines."""
 
 
 def kind_dtype(kind: Kind, param_dtype: torch.dtype) -> torch.dtype:

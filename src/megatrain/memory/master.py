@@ -1,9 +1,9 @@
-"""The split master: an fp32 value kept as a bf16 weight and the 16 bits that are missing from it.
+"""The split master: an fp32 value kept as a bf16 weight plus a 16-bit remainder.
 
     bits(master) = (hi << 16) + sign_extend(lo)        hi = master rounded half up to bf16
 
 `hi` is what compute sees and what export writes; `lo` is the signed remainder. Rounding half up and
-not half to even, because to even a tie could have come from either side and 32 bits could not tell.
+not half to even, because with ties to even 32 bits could not show which side a tie came from.
 
 Laws (tests/memory/test_master.py)
     1. join(split(x)) has the bits of x, for every finite x.

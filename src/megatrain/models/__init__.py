@@ -1,1 +1,1 @@
-"""What is computed: a Hugging Face decoder, read with suspicion and cut into blocks."""
+"""Models: a Hugging Face decoder from a strictly checked config, split into blocks."""

@@ -12,7 +12,7 @@ the same for all layers and tokens. Backward recomputes a layer's logits anyway,
 that vector too.
 
 Which tensors are router logits, the number of experts and top_k are what the model's own forward
-says; its own function is held against ours before anything is trained.
+says; its own function is compared with ours before training.
 
 Laws (tests/models/test_balance.py, tests/engine/test_balance.py)
     1. Loss and gradients are those of the plain model with `output_router_logits`.
@@ -142,7 +142,7 @@ def find_balancing(
         balancing = Balancing(num_experts=num_experts, top_k=top_k, coefficient=float(coefficient))
         own = inspect.unwrap(type(model).forward).__globals__[_OWN_FUNCTION]
         return balancing if num_experts <= MAX_EXPERTS and _agrees(own, balancing) else None
-    except Exception:  # a config can say anything; whoever wants the balance is then refused
+    except Exception:  # a config can have any values; using the balance is then refused
         return None
 
 
@@ -205,7 +205,7 @@ def _replaced(scope: dict[str, Any], function: Callable[..., Tensor]) -> Iterato
 
 @contextmanager
 def _without_hooks(part: PreTrainedModel) -> Iterator[None]:
-    """Keep transformers from hooking into stand-ins and taking that for the model."""
+    """Keep transformers from hooking into stand-ins as if they were the model."""
     part._output_capturing_hooks_installed = True
     try:
         yield
@@ -214,7 +214,7 @@ def _without_hooks(part: PreTrainedModel) -> Iterator[None]:
 
 
 def _agrees(own: Callable[..., Tensor], balancing: Balancing) -> bool:
-    """Return whether the model's own function says what ours says, with padding and without."""
+    """Return whether the model's own function agrees with ours, with padding and without."""
     if list(inspect.signature(own).parameters)[1:] != ["num_experts", "top_k", "attention_mask"]:
         return False
     generator = torch.Generator().manual_seed(0)

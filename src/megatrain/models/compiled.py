@@ -14,10 +14,10 @@ Whatever else a module holds is compared by value if it is plain, else by identi
 layers are of two structures, which costs a graph and no bit.
 
 Arguments, grad mode and train or eval are guarded by torch: each kind has its graph, made when it
-is first met. So is the number of tokens: the first has a graph of its own, which is the fastest
+is first met. So is the number of tokens: the first has its own graph, which is the fastest
 when there is no other; the second brings one for all lengths, and so does a second number of rows.
 Torch makes at most MAX_GRAPHS for a region. Calls that fit none of them then run uncompiled, and a
-warning says so.
+warning reports it.
 
 The representative is changed during a call and restored after it: one caller at a time, in any
 thread. Nothing of torch's compiler is imported before the first call.
@@ -67,7 +67,7 @@ def apply_layer(
     kwargs: dict[str, Any],
     routed: bool = False,
 ) -> LayerOutput:
-    """Return what `module`, with `tensors` in place of its own, makes of `hidden`.
+    """Return the output of `module` for `hidden`, with `tensors` as its parameters.
 
     Router logits come with it if `routed`.
     """
@@ -140,14 +140,14 @@ class _Region:
             result = self._function(*given)
         except BackendCompilerFailed as error:
             raise ConfigError(
-                f"compile: torch cannot compile {self}: {str(error)[:300]}. Without compile it "
-                "trains uncompiled."
+                f"compile: torch cannot compile {self}: {str(error)[:300]}. Set train.compile to "
+                "false."
             ) from error
         if _num_limits_hit() > num_before:
             warnings.warn(
-                f"compile: {self} has {MAX_GRAPHS} graphs, the most that are made. What fits none "
-                "of them runs uncompiled: right, but slower. Micro-batches of fewer different "
-                "shapes help; TORCH_LOGS=recompiles tells what differed.",
+                f"compile: {self} has {MAX_GRAPHS} graphs, the limit. Inputs that fit none "
+                "of them run uncompiled: correct, but slower. Micro-batches with fewer different "
+                "shapes help; TORCH_LOGS=recompiles shows the differences.",
                 stacklevel=2,
             )
         return result
@@ -215,7 +215,7 @@ class _Layer:
 
 
 def _owner(layer: nn.Module, path: str) -> tuple[Any, str]:
-    """Return the submodule (or None) that holds what stands at `path`, and its name there."""
+    """Return the submodule (or None) that has the tensor at `path`, and its name there."""
     parent, _, name = path.rpartition(".")
     try:
         return layer.get_submodule(parent), name
@@ -235,7 +235,7 @@ def _own_numbers(layers: Sequence[nn.Module]) -> set[str]:
 
 
 def _structure(module: nn.Module | None, numbers: Collection[str], prefix: str = "") -> object:
-    """Return what is equal exactly for modules of equal structure."""
+    """Return a key that is equal exactly for modules of equal structure."""
     if module is None:
         return None
     attributes = [
@@ -255,7 +255,7 @@ def _structure(module: nn.Module | None, numbers: Collection[str], prefix: str =
 
 
 def _hooks(hooks: Mapping[int, Any]) -> object:
-    """Return what is equal for hooks made by the same code around equal values."""
+    """Return a key that is equal for hooks made by the same code around equal values."""
     return tuple(
         (hook.__code__, tuple(_identity(cell.cell_contents) for cell in hook.__closure__ or ()))
         if isinstance(hook, FunctionType)
@@ -265,7 +265,7 @@ def _hooks(hooks: Mapping[int, Any]) -> object:
 
 
 def _identity(value: Any) -> object:
-    """Return what is equal for equal plain values, and for nothing but itself otherwise."""
+    """Return a key that is equal for equal plain values; other values equal only themselves."""
     kind = type(value)
     if isinstance(value, _PLAIN):
         return kind, value

@@ -9,7 +9,7 @@ passes here reaches it:
     3. every number is finite and within the range of any model we could hold, and so are the
        products that transformers would loop over;
     4. `model_type` names a causal language model that transformers ships itself, without parts
-       that have configurations of their own.
+       that have their own configurations.
 
 Laws (tests/models/test_config_json.py)
     Whatever the bytes, the result is a configuration or a ModelConfigError.
@@ -100,7 +100,7 @@ def parse_config(data: bytes) -> PreTrainedConfig:
     _check_value(fields, "", 0)
     model_type = fields.get("model_type")
     if not isinstance(model_type, str):
-        raise ModelConfigError(f"{CONFIG_NAME}: no model_type; it names the family, e.g. llama")
+        raise ModelConfigError(f"{CONFIG_NAME}: no model_type; it is the family, e.g. llama")
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or model_type not in CONFIG_MAPPING:
         raise ModelConfigError(
             f"{CONFIG_NAME}: model_type {model_type[:80]!r} is not a causal language model of the "
@@ -114,7 +114,7 @@ def parse_config(data: bytes) -> PreTrainedConfig:
         config = config_class.from_dict(passed)
     except Exception as error:  # transformers validates with many kinds of exception
         raise ModelConfigError(
-            f"{CONFIG_NAME}: transformers refuses it as a {model_type}: {_first_line(error)}"
+            f"{CONFIG_NAME}: transformers rejects it as a {model_type}: {_first_line(error)}"
         ) from error
     _check_causal(config)
     _check_products(config)
@@ -128,7 +128,7 @@ def read_object(data: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ModelConfigError(f"{CONFIG_NAME} is not valid JSON: {_first_line(error)}") from error
     if not isinstance(value, dict):
-        raise ModelConfigError(f"{CONFIG_NAME} holds a {type(value).__name__}, not an object")
+        raise ModelConfigError(f"{CONFIG_NAME} is a {type(value).__name__}, not an object")
     return value
 
 
@@ -190,7 +190,7 @@ def _check_size(where: str, key: str, value: Any) -> None:
             raise ModelConfigError(f"{CONFIG_NAME}: {where} must be a number, not {number!r:.80}")
         if not 0 <= number <= largest:
             raise ModelConfigError(
-                f"{CONFIG_NAME}: {where} is {str(number)[:40]}; from 0 to {largest} is accepted"
+                f"{CONFIG_NAME}: {where} is {str(number)[:40]}; it must be from 0 to {largest}"
             )
 
 
@@ -204,7 +204,7 @@ def _check_repeats(fields: dict[str, Any]) -> None:
     )
     if total > MAX_LAYERS:
         raise ModelConfigError(
-            f"{CONFIG_NAME}: attention_types are of {total} layers; up to {MAX_LAYERS} are accepted"
+            f"{CONFIG_NAME}: attention_types describe {total} layers; the limit is {MAX_LAYERS}"
         )
 
 
@@ -220,8 +220,7 @@ def _check_products(config: PreTrainedConfig) -> None:
         a, b = getattr(config, first, None), getattr(config, second, None)
         if isinstance(a, int) and isinstance(b, int) and a * b > largest:
             raise ModelConfigError(
-                f"{CONFIG_NAME}: {first} {a} times {second} {b} is {a * b}; up to {largest} is "
-                "accepted"
+                f"{CONFIG_NAME}: {first} {a} times {second} {b} is {a * b}; the limit is {largest}"
             )
 
 
@@ -269,7 +268,7 @@ def _declared(config_class: type[PreTrainedConfig]) -> set[str]:
 
 
 def _check_single(model_type: str, config_class: type[PreTrainedConfig]) -> None:
-    """Refuse what joins several models. (A group of settings, as mpt has, is no model.)"""
+    """Refuse a combination of several models. (A group of settings, as in mpt, is not a model.)"""
     parts = {
         name
         for name, part_class in config_class.sub_configs.items()
@@ -277,8 +276,8 @@ def _check_single(model_type: str, config_class: type[PreTrainedConfig]) -> None
     }
     if parts:
         raise ModelConfigError(
-            f"{model_type} joins a decoder with {listing(parts - {'text_config'} or parts)}; only "
-            "text decoders are trained. Many such models have a text-only sibling (for instance "
+            f"{model_type} has a decoder and {listing(parts - {'text_config'} or parts)}; only "
+            "text decoders are supported. Many such models have a text-only version (for instance "
             "gemma3_text)."
         )
 
@@ -293,7 +292,7 @@ def _check_causal(config: PreTrainedConfig) -> None:
 
 
 def _refusal(key: str, reason: str) -> str:
-    way_out = "" if reason == QUANTISED else " Remove it to go on."
+    way_out = "" if reason == QUANTISED else " Remove the key to continue."
     return f"{CONFIG_NAME}: key {key[:120]} is refused: {reason}.{way_out}"
 
 

@@ -8,13 +8,13 @@ nothing; the real weights live in the store and are bound per call. Buffers are 
 between layers (sliding windows, positions or none, experts or none) stay right.
 
 The side of a module outside the layers is not guessed from names: the model's own forward is run
-once with stand-ins for layers and weights, and shows what is called before the first layer and what
+once with stand-ins for layers and weights, and shows the modules before the first layer and those
 after the last.
 
 Laws (tests/models/test_decoder.py, tests/models/test_families.py)
     1. Every parameter belongs to exactly one block; a tied one to the block that reads it first.
     2. Dtypes, ties and buffers equal those of `from_pretrained`.
-    3. A model that cannot be cut is a NotSplittable that says why.
+    3. A model that cannot be split is a NotSplittable with the reason.
 """
 
 from __future__ import annotations
@@ -85,11 +85,11 @@ class Decoder:
     model: PreTrainedModel
     blocks: tuple[Block, ...]
     layers_path: str
-    """Where the layer list stands in the model, for instance `model.layers`."""
+    """The path of the layer list in the model, for instance `model.layers`."""
     num_layer_outputs: int
     """0 when a layer returns hidden states alone, else the length of the tuple it returns."""
     head_path: str
-    """Where the output projection stands, for instance `lm_head`."""
+    """The path of the output projection, for instance `lm_head`."""
     balancing: Balancing | None = None
     """How the model's own code balances its experts; None if it does not, or in another way."""
     asks_balancing: bool = False
@@ -171,7 +171,7 @@ def build_decoder(
     owned = {name: aliases.get(name, ()) for block_names in names for name in block_names}
     check_patterns("model.frozen", frozen, owned)
     if all(matches(name, frozen) for name in owned):
-        raise ConfigError("model.frozen matches every parameter: nothing would be trained.")
+        raise ConfigError("model.frozen matches every parameter, so nothing would be trained.")
     roles = (Role.EMBEDDING, *(Role.LAYER for _ in layers), Role.HEAD)
     blocks = tuple(
         Block(
@@ -207,7 +207,7 @@ def _num_elements(module: nn.Module) -> int:
 def _find_head(model: PreTrainedModel) -> str:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
-        raise NotSplittable(f"{model.config.model_type}: its output projection is not a linear map")
+        raise NotSplittable(f"{model.config.model_type}: its output projection is not linear")
     return str(next(name for name, module in model.named_modules() if module is head))
 
 
@@ -247,8 +247,8 @@ def _refuse_large(model: PreTrainedModel, names: Iterable[str]) -> None:
         for param in module.parameters(recurse=False):
             if param.numel() > MAX_STAND_IN and not isinstance(module, nn.Embedding):
                 raise NotSplittable(
-                    f"{model.config.model_type}: {name} lies outside the layers and has "
-                    f"{param.numel()} elements; up to {MAX_STAND_IN} are accepted"
+                    f"{model.config.model_type}: {name} is outside the layers and has "
+                    f"{param.numel()} elements; the limit is {MAX_STAND_IN}"
                 )
 
 
@@ -305,7 +305,7 @@ def _probe(
         for hook in hooks:
             hook.remove()
     raise NotSplittable(
-        f"{model.config.model_type}: its forward does not run around stand-ins for its layers: "
+        f"{model.config.model_type}: its forward fails with stand-ins for its layers: "
         f"{type(failures[0]).__name__}: {str(failures[0])[:300]}"
     ) from failures[0]
 
@@ -316,18 +316,18 @@ def _refuse_crosstalk(model: PreTrainedModel, calls: list[Call], num_layers: int
     order = [call.layer for call in calls]
     if order != list(range(num_layers)):
         raise NotSplittable(
-            f"{family}: its {num_layers} layers are not each run once, in order: {order[:16]}"
+            f"{family}: its {num_layers} layers do not each run once, in order: {order[:16]}"
         )
     for call in calls:
         for value in tensors_in((call.args, call.kwargs)):
             if isinstance(value, Carried):
                 raise NotSplittable(
-                    f"{family}: layer {call.layer} receives something from an earlier layer beside "
+                    f"{family}: layer {call.layer} receives more from an earlier layer than "
                     "hidden states"
                 )
             if value.requires_grad:
                 raise NotSplittable(
-                    f"{family}: layer {call.layer} receives a trained tensor beside hidden states"
+                    f"{family}: layer {call.layer} receives a trained tensor besides hidden states"
                 )
 
 

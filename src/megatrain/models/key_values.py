@@ -1,12 +1,12 @@
-"""Keys and values of tokens that a model has read, so that it need not read them again.
+"""The key-value cache for generation: keys and values of tokens that were already read.
 
 The cache is transformers' own: layers that are called with it add what they compute. Only caches
 of nothing but keys and values are used. What other layers keep (states of mamba and of linear
-attention, convolutions) lies partly in modules, which all texts share here; such models read the
-whole text for each token.
+attention, convolutions) is partly in modules, which all texts share here; such models read the
+full text for each token.
 
 Laws (tests/run/evaluation/test_sampling.py)
-    1. A model that gets a cache writes what it writes without one.
+    1. A model generates the same text with and without a cache.
     2. Nothing is cached for a model whose layers keep anything but keys and values.
 """
 

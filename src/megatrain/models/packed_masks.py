@@ -1,4 +1,4 @@
-"""Masks that keep packed documents apart, for models that make their own without position ids.
+"""Masks that separate packed documents, for models that build masks without position ids.
 
 The forward of most models gives position ids to transformers' mask functions, which see there where
 documents begin. Some forget to, but take masks that were made before, as `generate` gives them.

@@ -1,6 +1,6 @@
-"""Name patterns of params, as settings give them: a pattern that matches nothing is an error.
+"""Name patterns of params in settings; a pattern without a match is an error.
 
-`*` stands for any characters, `?` for one, `[ab]` for one of several; case counts.
+`*` matches any characters, `?` for one, `[ab]` for one of several; case counts.
 
 Laws (tests/models/test_patterns.py)
     1. Every pattern that passes matches at least one param.
@@ -42,10 +42,10 @@ def check_patterns(
 def _way_out(pattern: str, names: Mapping[str, tuple[str, ...]]) -> str:
     for name, others in names.items():
         if any(fnmatchcase(other, pattern) for other in others):
-            return f"The model ties it to {name}: name that one."
+            return f"The model ties it to {name}: use that name."
     # Layers have the same names but for their number, and are one suggestion.
     kinds = list(dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", name) for name in names))
     near = difflib.get_close_matches(pattern, kinds, n=_NUM_NEAR, cutoff=0.5)
     if near:
-        return f"Near it: {', '.join(near)}."
+        return f"Similar names: {', '.join(near)}."
     return f"Its parameters have names like {', '.join(kinds[:_NUM_NEAR])}."

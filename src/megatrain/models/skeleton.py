@@ -1,6 +1,6 @@
 """The skeleton: a Hugging Face model with parameters on the meta device and real buffers.
 
-What transformers does while it builds a model follows numbers of a foreign config: how many modules
+What transformers does while it builds a model uses numbers of an untrusted config: how many modules
 it makes, how large the tables are that it fills. Both are bounded here, before the ledger is asked.
 
 Laws (tests/models/test_families.py, tests/attacks)
@@ -47,10 +47,10 @@ def build_skeleton(
             raise
         package = _PACKAGES.get(attn, attn)
         raise MissingPackage(
-            f"model.attn is {attn}, and the package {package} cannot be used here: "
-            f"{str(error)[:300]} Install {package}, or leave model.attn at auto"
+            f"model.attn is {attn}, but the package {package} does not work here: "
+            f"{str(error)[:300]} Install {package}, or set model.attn to auto"
         ) from error
-    except Exception as error:  # a config may pass every check of its own and still not build
+    except Exception as error:  # a config may pass every check and still not build
         raise NotSplittable(
             f"transformers cannot build a {config.model_type} from this config: "
             f"{type(error).__name__}: {str(error)[:300]}"
@@ -77,7 +77,7 @@ def _few_params() -> Iterator[None]:
         if num_params > MAX_PARAMS:
             raise NotSplittable(
                 f"config.json describes a model of more than {MAX_PARAMS} params ({name} in "
-                f"{type(module).__name__} is the next): no model has as many"
+                f"{type(module).__name__} is the next), too many for a model"
             )
 
     hook = register_module_parameter_registration_hook(count)
@@ -92,9 +92,9 @@ def _make_buffers(model: PreTrainedModel) -> None:
     sizes = [buffer.nbytes for buffer in model.buffers()]
     if max(sizes, default=0) > MAX_BUFFER_BYTES or sum(sizes) > MAX_ALL_BUFFER_BYTES:
         raise NotSplittable(
-            f"{model.config.model_type}: config.json asks for tables and masks of "
-            f"{sum(sizes) >> 20} MiB, {max(sizes) >> 20} MiB for the largest; up to "
-            f"{MAX_ALL_BUFFER_BYTES >> 20} and {MAX_BUFFER_BYTES >> 20} MiB are made. They grow "
+            f"{model.config.model_type}: config.json requests tables and masks of "
+            f"{sum(sizes) >> 20} MiB, {max(sizes) >> 20} MiB for the largest; the limits are "
+            f"{MAX_ALL_BUFFER_BYTES >> 20} and {MAX_BUFFER_BYTES >> 20} MiB. They grow "
             "with the number of positions."
         )
     for module in model.modules():

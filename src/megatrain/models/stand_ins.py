@@ -1,6 +1,6 @@
-"""Stand-ins for parts of a model: they hear what a part would have been given, and answer for it.
+"""Stand-ins for parts of a model: they receive its inputs and return a result in its place.
 
-The model's own forward, run with a stand-in for each layer, computes everything that lies outside
+The model's own forward, run with a stand-in for each layer, computes everything outside
 the layers exactly as its authors wrote it: embedding scale, masks per attention kind, rotary
 tables, final norm. What layer i would have been handed is then known without running it.
 """
@@ -84,7 +84,7 @@ def _take_hidden(
 
 @contextmanager
 def layers_replaced(layers: nn.ModuleList, hear: Hear, num_outputs: int) -> Iterator[None]:
-    """Put stand-ins in place of `layers`: `hear` gets each call and its hidden states, and answers.
+    """Replace `layers` by stand-ins: `hear` gets each call and its hidden states, and responds.
 
     `num_outputs` is 0 for layers that return a tensor, else the length of the tuple they return.
     """

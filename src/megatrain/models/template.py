@@ -7,7 +7,7 @@
 
 All four are the model's own code. A layer is its own module, called with the arguments that the
 model's forward would have given it. Front, tail and scores are the model's forward itself, with
-stand-ins that hear where one part ends and the next begins. Weights that a part does not need are
+stand-ins that mark where one part ends and the next begins. Weights that a part does not need are
 stand-ins too, so that it cannot read them by mistake.
 
 Weights are bound by `functional_call` for the time of a call; nothing is copied or kept. The
@@ -103,7 +103,7 @@ class Template:
     ) -> tuple[Tensor, list[Call]]:
         """Return the embedding's output, and the call that each layer is to get.
 
-        `rows` says, for each token, its row in a table that has not all tokens.
+        `rows` is the row of each token in a table that does not have all tokens.
         """
         first: list[Tensor] = []
         calls: list[Call] = []
@@ -131,7 +131,7 @@ class Template:
         module, names = self._modules[call.layer], self._names[call.layer]
         # A weight left on meta is not always an error in torch: a product with it gives noise.
         assert bound.keys() == names, f"layer {call.layer} lacks {names - bound.keys()}"
-        # A cache grows by a token with each call: every length would be compiled anew.
+        # A cache grows by a token with each call: every length would be compiled again.
         if self._regions is not None and not has_cache(call):
             return self._regions.call(call.layer, bound, hidden, call.args, call.kwargs)
         return apply_layer(module, bound, hidden, call.args, call.kwargs, self._routed)

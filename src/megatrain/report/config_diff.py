@@ -1,4 +1,4 @@
-"""Configs: as they stand, and where those of several runs differ."""
+"""Configs of the runs, and their differences."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def config_section(runs: Sequence[Run]) -> Html:
 
 
 def settings_of(text: str) -> dict[str, str] | None:
-    """Return the settings as `train.seed` and text, or None if the text is no YAML mapping."""
+    """Return the settings as `train.seed` and text, or None if the text is not a YAML mapping."""
     import yaml
 
     try:
@@ -52,7 +52,7 @@ def _differences(runs: Sequence[Run]) -> Html:
     settings = [settings_of(run.config) if run.config else None for run in runs]
     known = [one for one in settings if one is not None]
     if len(known) < len(runs):
-        return tag("p", "Not every run has a config that can be compared.", class_="note")
+        return tag("p", "Some runs have no readable config to compare.", class_="note")
     keys = dict.fromkeys(key for one in known for key in one)
     differing = [key for key in keys if len({one.get(key) for one in known}) > 1]
     if not differing:

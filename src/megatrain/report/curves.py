@@ -1,4 +1,4 @@
-"""What was learnt and how fast: loss, gradient norm, learning rate and tokens per second."""
+"""Curves over steps: loss, gradient norm, learning rate and tokens per second."""
 
 from __future__ import annotations
 

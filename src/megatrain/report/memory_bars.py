@@ -1,4 +1,4 @@
-"""The ledger planned against what was measured, as bars on one scale for each place."""
+"""Planned and measured memory, as bars on one scale for each place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatrain.report.tables import table
 from megatrain.text import percent, size
 
 _PLACES = {"Host memory": ("host", "pinned"), "Device memory": ("device",)}
-"""Pinned memory is host memory: what is measured holds both."""
+"""Pinned memory is host memory: the measured peak includes both."""
 _MEASURED = {"Host memory": "host_peak_bytes", "Device memory": "device_peak_bytes"}
 _MOST_LINES = 30
 

@@ -1,15 +1,15 @@
 """From run folders to one HTML file that needs nothing else: no network, no script.
 
-The page carries a policy that forbids the browser to load or run anything, should foreign text ever
+The page carries a policy that forbids loading or running anything, should untrusted text ever
 slip through; it is complete without scripts, and has none.
 
     folder --run_folder--> Run --sections--> Html --write_report--> report.html, report.png
 
 Laws (tests/report/test_page.py)
-    1. Nothing foreign becomes markup; the page parses, with every element closed.
+    1. No untrusted text becomes markup; the page parses, with every element closed.
     2. What a run folder lacks is left out, whatever it is.
     3. 100,000 steps make less than a megabyte.
-    4. The file appears whole or not at all, and replaces nothing but a report of ours.
+    4. The file appears complete or not at all, and replaces only a file that is our report.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def write_report(folders: Sequence[Path], target: Path) -> list[Path]:
     """Write the report of one run, or of several side by side, and return the files written.
 
     These are `target` and, where matplotlib is installed and a loss was logged, a PNG of the same
-    name. Raises ConfigError if a folder holds no run, or a file that is not a report of ours is in
+    name. Raises ConfigError if a folder holds no run, or a file that is not our report is in
     the way; DiskError if the system fails to read or write.
     """
     if not folders:
         raise ConfigError("a report needs at least one run folder")
     picture = target.with_suffix(".png")
     if picture == target:
-        raise ConfigError(f"{target}: is the name of a picture; give one that ends in .html")
+        raise ConfigError(f"{target} is the name of a picture. Give a name that ends in .html")
     require_replaceable(target, _SIGNS)
     require_replaceable(picture, PNG_SIGNS)
     runs = [read_run(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]

@@ -1,11 +1,11 @@
-"""A run folder, read for people: whatever is there and whole; nothing is required of it.
+"""A run folder, read for display: every file is optional, and damaged parts are left out.
 
-A run may still be going, or have died in the middle of a line. What is missing is left out of the
+A run may still be active, or have ended in the middle of a line. Missing parts are left out of the
 report, what cannot be read is counted in `notes`. Every number is a float that may be not finite;
 beyond 1e200 it counts as infinite, below 1e-200 as zero, so that drawing need not fear overflow.
 
 Laws (tests/report/test_run.py)
-    1. No content of a file raises; only a folder that is none, or that holds no run, does.
+    1. No content of a file raises; only a path that is not a run folder does.
     2. After a resume the later life counts: a step that comes again takes back what followed it.
 """
 
@@ -24,7 +24,7 @@ from megatrain.report.drawing.thinning import Point
 FILES = ("config.yaml", "machine.json", "plan.json", "data_card.json", "metrics.jsonl",
          "samples.jsonl", "trace.json")  # fmt: skip
 _MOST_BYTES = 256 * 2**20
-"""Of a file that is read as a whole."""
+"""Limit for a file that is read at once."""
 
 
 class Span(NamedTuple):
@@ -53,7 +53,7 @@ class Sample(NamedTuple):
     prompt: str
     text: str
     expected: str = ""
-    """What the row says there; runs of earlier versions did not note it."""
+    """The expected text of the row; earlier versions did not record it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class StepLine:
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """What a run folder told."""
+    """The contents of a run folder."""
 
     name: str
     config: str = ""
@@ -95,11 +95,11 @@ class Run:
 
 
 def read_run(folder: Path, name: str) -> Run:
-    """Return what `folder` tells. Raises ConfigError if it holds no run."""
+    """Return the contents of `folder`. Raises ConfigError if it is not a run folder."""
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is not a folder; a report is made of run folders")
+        raise ConfigError(f"{folder} is not a folder. Give a run folder.")
     if not any((folder / file).is_file() for file in FILES):
-        raise ConfigError(f"{folder} holds no run: it has none of {', '.join(FILES)}")
+        raise ConfigError(f"{folder} is not a run folder: it has none of {', '.join(FILES)}")
     run = Run(name=name)
     run.config = (_text(folder / "config.yaml") or b"").decode("utf-8", "replace")
     run.machine = _mapping(folder / "machine.json", run.notes)
@@ -112,7 +112,7 @@ def read_run(folder: Path, name: str) -> Run:
 
 
 def number(value: object) -> float | None:
-    """Return a JSON number as a float, or None if it is no number."""
+    """Return a JSON number as a float, or None if it is not a number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -145,7 +145,7 @@ def _text(path: Path) -> bytes | None:
 
 
 def _parsed(text: bytes) -> object:
-    """Return the value, or None if the text is no JSON: torn, too deep, or its numbers too long."""
+    """Return the value, or None if it is not valid JSON, is too deep, or has too long numbers."""
     try:
         return json.loads(text.decode("utf-8", "replace"))
     except (ValueError, RecursionError):
@@ -159,7 +159,7 @@ def _mapping(path: Path, notes: list[str]) -> dict[str, Any]:
     value = _parsed(text)
     if isinstance(value, dict):
         return value
-    notes.append(f"{path.name} could not be read")
+    notes.append(f"could not read {path.name}")
     return {}
 
 
@@ -179,7 +179,7 @@ def _lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
     except OSError as error:
         raise DiskError(f"cannot read {path}: {error.strerror}") from error
     if num_bad:
-        notes.append(f"{path.name}: {num_bad:,} lines could not be read")
+        notes.append(f"{path.name}: could not read {num_bad:,} lines")
 
 
 def _read_metrics(path: Path, run: Run) -> None:
@@ -199,13 +199,13 @@ def _read_metrics(path: Path, run: Run) -> None:
             _forget_from(step, run.evals)
             run.evals.append(read)
         else:
-            _forget_from(step + 1, run.evals)  # a step's evaluation may stand before its own line
+            _forget_from(step + 1, run.evals)  # a step's evaluation may come before its own line
             _forget_from(step, run.steps)
             run.steps.append(read)
 
 
 def _split(split: dict[str, float], seconds: float) -> dict[str, float]:
-    """Return what is finite and positive of the split, and the rest if it is over a hundredth."""
+    """Return the finite and positive parts of the split, and the rest if it is over a hundredth."""
     parts = {part: value for part, value in split.items() if 0 <= value < math.inf}
     rest = seconds - math.fsum(parts.values())
     if parts and 0.01 * seconds < rest < math.inf:

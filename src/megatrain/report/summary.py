@@ -14,7 +14,7 @@ from megatrain.report.time_split import split_shares
 from megatrain.step.ops import PARTS
 from megatrain.text import count, duration, figure, percent
 
-_WORK = {**PARTS, "data": "reading data", "other": "work that the split does not name"}
+_WORK = {**PARTS, "data": "reading data", "other": "other work"}
 _HIDDEN_BY_TOKENS = frozenset(PARTS) - {"compute"}
 """Their time does not grow with the tokens of a step; the compute they hide behind does."""
 
@@ -23,16 +23,16 @@ def summary_section(runs: Sequence[Run]) -> Html:
     """Return a sentence for each run, their figures, and what could not be read."""
     sentences = [sentence(run) for run in runs]
     if len(runs) > 1:
-        told = [
+        lead = [
             tag("p", tag("b", f"{run.name}: "), text)
             for run, text in zip(runs, sentences, strict=True)
         ]
         figures = facts_table(runs, [facts(run) for run in runs], "Summary of the runs")
     else:
-        told = [tag("p", sentences[0], class_="lead")]
+        lead = [tag("p", sentences[0], class_="lead")]
         figures = _cards(runs[0])
     notes = (tag("p", f"{run.name}: {note}.", class_="note") for run in runs for note in run.notes)
-    return join([*told, figures, *notes])
+    return join([*lead, figures, *notes])
 
 
 def sentence(run: Run) -> str:
@@ -44,11 +44,11 @@ def sentence(run: Run) -> str:
         parts.append(f"over {figure(tokens)} tokens")
     if seconds := _total(run, "seconds"):
         parts.append(f"in {duration(seconds)} of steps")
-    told = " ".join(parts)
+    sentence = " ".join(parts)
     if losses := _finite(run.curve("loss")):
-        told += f": the loss went from {figure(losses[0][1])} to {figure(losses[-1][1])}"
+        sentence += f": the loss went from {figure(losses[0][1])} to {figure(losses[-1][1])}"
     limit = limits(run)
-    return f"{told}; {limit}." if limit else f"{told}."
+    return f"{sentence}; {limit}." if limit else f"{sentence}."
 
 
 def limits(run: Run) -> str:
@@ -61,12 +61,12 @@ def limits(run: Run) -> str:
         way_out = "; a larger train.batch_tokens hides it" if most in _HIDDEN_BY_TOKENS else ""
         work = _WORK.get(most, most)
         return f"{work} limits the step with {percent(shares[most])} of its time{way_out}"
-    told = f"compute limits the step with {percent(shares[most])} of its time"
+    sentence = f"compute limits the step with {percent(shares[most])} of its time"
     waits = {part: share for part, share in shares.items() if part != "compute"}
     if not waits:
-        return told
+        return sentence
     longest = max(waits, key=lambda part: waits[part])
-    return f"{told}, next comes {_WORK.get(longest, longest)} with {percent(waits[longest])}"
+    return f"{sentence}, followed by {_WORK.get(longest, longest)} with {percent(waits[longest])}"
 
 
 def facts(run: Run) -> dict[str, str]:
@@ -84,7 +84,7 @@ def facts(run: Run) -> dict[str, str]:
         "Tokens per second": _figure(_rate(run)),
         "Time of a step": _step_time(run),
         "Share of the bound": _share_of_bound(run),
-        "Steps not applied": _not_applied(run),
+        "Skipped steps": _not_applied(run),
     }
     return {name: text for name, text in found.items() if text}
 

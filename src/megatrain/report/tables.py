@@ -32,7 +32,7 @@ def facts_table(runs: Sequence[Run], columns: Sequence[Facts], caption: str) -> 
 
 
 def table(head: Sequence[str], rows: Iterable[Html], caption: str) -> Html:
-    """Return a table that scrolls by itself where the page is narrow, by keyboard too."""
+    """Return a table that scrolls inside a narrow page, also by keyboard."""
     heads = tag("thead", tag("tr", *(tag("th", name, scope="col") for name in head)))
     body = tag("table", heads if head else Html(), tag("tbody", *rows))
     return tag("div", body, class_="wide", role="region", aria_label=caption, tabindex="0")
@@ -51,7 +51,7 @@ def flattened(facts: Mapping[str, Any], before: str = "") -> dict[str, str]:
 
 
 def shown(key: str, value: object) -> str:
-    """Return a value by what its name says it counts."""
+    """Return a value in the unit that its name implies."""
     real = number(value)
     if real is None:
         if isinstance(value, list):

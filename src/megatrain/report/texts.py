@@ -1,4 +1,4 @@
-"""What the model wrote before and after, side by side. The text is foreign: it is only shown."""
+"""Generated texts before and after training, side by side. The text is untrusted: only shown."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _answers(runs: Sequence[Run], prompt: str) -> Iterator[tuple[str, Sample]]:
 
 
 def _expected(runs: Sequence[Run], prompt: str) -> str:
-    """Return what the row says after a prompt, if any run has noted it."""
+    """Return the expected text after a prompt, if any run has recorded it."""
     noted = (sample.expected for run in runs for sample in run.samples if sample.prompt == prompt)
     return next(filter(None, noted), "")
 

@@ -21,7 +21,7 @@ _WARM_UP_STEPS = 1
 
 
 def split_shares(run: Run) -> dict[str, float]:
-    """Return the shares of the time of a step by what it went to; empty if nothing was noted."""
+    """Return the shares of the time of a step by kind of work; empty if none was recorded."""
     lines = run.steps[_WARM_UP_STEPS:] or run.steps
     seconds: defaultdict[str, float] = defaultdict(float)
     for line in lines:
@@ -41,21 +41,21 @@ def _run(run: Run, num_runs: int) -> Html:
     shares = split_shares(run)
     if not shares:
         return Html()
-    told = ", ".join(f"{part} {percent(share)}" for part, share in shares.items())
-    bar = _bar(shares, f"Time of a step: {told}")
+    text = ", ".join(f"{part} {percent(share)}" for part, share in shares.items())
+    bar = _bar(shares, f"Time of a step: {text}")
     entries = legend((_look(part), f"{part} {percent(share)}") for part, share in shares.items())
     name = (tag("h3", run.name),) if num_runs > 1 else ()
     return tag("div", *name, bar, entries, _chart(run, list(shares)))
 
 
-def _bar(shares: Mapping[str, float], told: str) -> Html:
+def _bar(shares: Mapping[str, float], text: str) -> Html:
     rects, left = [], 0.0
     for part, share in shares.items():
         rects.append(
             tag("rect", class_=_look(part), x=f"{left:.2%}", width=f"{share:.2%}", height="100%")
         )
         left += share
-    return tag("svg", tag("title", told), *rects, class_="shares", role="img", aria_label=told)
+    return tag("svg", tag("title", text), *rects, class_="shares", role="img", aria_label=text)
 
 
 def _chart(run: Run, parts: Sequence[str]) -> Html:
@@ -81,12 +81,12 @@ def _chart(run: Run, parts: Sequence[str]) -> Html:
         under = [(x, values.place(y)) for pair, y in zip(edges, floor, strict=True) for x in pair]
         areas.append(tag("path", class_=_look(part), d=path(over + under[::-1]) + "Z"))
         floor = roof
-    told = (
-        f"Seconds of a step by what they went to: from {duration(tops[0])} at the first "
+    text = (
+        f"Seconds of a step by kind of work: from {duration(tops[0])} at the first "
         f"to {duration(tops[-1])} at the last steps"
     )
     caption = tag("figcaption", "Seconds of a step", tag("span", " over steps", class_="unit"))
-    return tag("figure", caption, frame(join(areas), told, steps, values))
+    return tag("figure", caption, frame(join(areas), text, steps, values))
 
 
 def _look(part: str) -> str:

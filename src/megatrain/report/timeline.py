@@ -1,6 +1,6 @@
 """One step by lane: what each lane did and when, and when it waited.
 
-Spans wide enough to point at have a title of their own. Narrower ones are drawn as one path for
+Spans wide enough to point at have their own title. Narrower ones are drawn as one path for
 each kind, and those that touch as one piece, so a step of many thousand ops stays a small picture.
 """
 
@@ -32,12 +32,12 @@ def _timeline(run: Run, num_runs: int) -> Html:
     lanes = _lanes(run.spans)
     busy = {lane: _busy_s(run.spans, lane) / total_s for lane in lanes}
     rows = (lane_row(run.spans, lane, row, total_s) for row, lane in enumerate(lanes))
-    told = f"One step of {duration(total_s)} by lane: " + ", ".join(
+    text = f"One step of {duration(total_s)} by lane: " + ", ".join(
         f"{lane} busy {percent(share)}" for lane, share in busy.items()
     )
     svg = tag(
-        "svg", tag("title", told), *rows, viewBox=f"0 0 {WIDTH} {ROW * len(lanes)}",
-        preserveAspectRatio="none", role="img", aria_label=told,
+        "svg", tag("title", text), *rows, viewBox=f"0 0 {WIDTH} {ROW * len(lanes)}",
+        preserveAspectRatio="none", role="img", aria_label=text,
     )  # fmt: skip
     names = (
         tag("span", lane, tag("small", f"{percent(share)} busy")) for lane, share in busy.items()
@@ -92,7 +92,7 @@ def _add(places: list[tuple[float, float]], start: float, end: float) -> None:
 
 
 def _piece(kind: str, row: int, places: list[tuple[float, float]], title: str = "") -> Html:
-    """Return boxes in a row; a wait is a thin one, told from work by its shape."""
+    """Return boxes in a row; a wait is a thin one, text from work by its shape."""
     top, height = row * ROW + (60 if kind == "wait" else 12), 16 if kind == "wait" else 76
     gap = 1.5 if title else 0.0  # between two of a kind
     boxes = "".join(

@@ -124,10 +124,10 @@ def _migrated(tool: Tool, **values: Any) -> Migration:
     [
         ("TRL", {"output_dir": "out"}, "mapped output_dir save.dir = out"),
         ("TRL", {"fp16": True}, "changed fp16 model.dtype = bf16 "
-         "(bf16 has the size of fp16 and the range of fp32)"),
+         "(use bf16: the size of fp16 and the range of fp32)"),
         ("TRL", {"use_peft": True, "learning_rate": 2e-4},
-         "mapped learning_rate optim.learning_rate = 0.0002 (chosen for LoRA: "
-         "training every weight usually wants a tenth or less)"),
+         "mapped learning_rate optim.learning_rate = 0.0002 (chosen for LoRA: full fine-tuning "
+         "usually needs a tenth or less)"),
         ("LLaMA-Factory", {"lora_new_thing": 1},
          "dropped lora_new_thing every weight is trained, there are no adapters"),
         ("LLaMA-Factory", {"stage": "dpo"}, "dropped stage next-token "
@@ -136,24 +136,24 @@ def _migrated(tool: Tool, **values: Any) -> Migration:
          "all (pt trains on all tokens, sft on the assistant's)"),
         ("Axolotl", {"optimizer": "lion"},
          "dropped optimizer adamw is the only optimizer"),
-        ("Axolotl", {"lr_scheduler": "polynomial"}, "dropped lr_scheduler no such "
-         "schedule; give constant, linear, cosine or wsd"),
+        ("Axolotl", {"lr_scheduler": "polynomial"}, "dropped lr_scheduler schedule not supported; "
+                                        "give constant, linear, cosine or wsd"),
         ("TRL", {"lr_scheduler_type": "polynomial"}, "default lr_scheduler_type optim.schedule = "
-         "linear (lr_scheduler_type cannot be kept: this is TRL's default)"),
+         "linear (lr_scheduler_type is dropped: this is TRL's default)"),
         ("TRL", {"assistant_only_loss": None}, "dropped assistant_only_loss null: TRL's default "
-         "stands"),
-        ("TRL", {"max_length": None}, "dropped max_length null never cuts a row there: give "
-         "data.max_length the length of your longest row"),
+                                        "applies"),
+        ("TRL", {"max_length": None}, "dropped max_length there null never cuts a row: set "
+                                      "data.max_length to the length of your longest row"),
         ("TRL", {"lr_scheduler_type": "constant", "warmup_ratio": 0.1},
-         "changed warmup_ratio optim.warmup = 0 (their constant schedule has no warm-up)"),
+         "changed warmup_ratio optim.warmup = 0 (there the constant schedule has no warm-up)"),
         ("Axolotl", {}, "default warmup_ratio optim.warmup = 0.03 (Axolotl does this when "
          "warmup_ratio is absent; there 3 % of the run, but at most 100 steps)"),
         ("LLaMA-Factory", {"mask_history": True}, "changed mask_history data.train_on = last "
-         "(last is the last turn alone)"),
+         "(last trains on the last turn only)"),
         ("LLaMA-Factory", {"enable_thinking": False}, "changed enable_thinking "
          "data.template_kwargs = {enable_thinking: false}"),
-        ("LLaMA-Factory", {"packing": True}, "mapped packing data.packing = true (there rows "
-         "attend to each other, here never)"),
+        ("LLaMA-Factory", {"packing": True}, "mapped packing data.packing = true (there packed "
+                                        "rows attend to each other, here never)"),
         ("LLaMA-Factory", {"new_special_tokens": "<a>, <b>", "add_tokens": ["<c>"]},
          'changed new_special_tokens model.add_tokens = ["<a>", "<b>", "<c>"]'),
         ("Axolotl", {"curriculum_sampling": True}, "changed curriculum_sampling data.shuffle = "
@@ -161,26 +161,25 @@ def _migrated(tool: Tool, **values: Any) -> Migration:
         ("TRL", {"load_best_model_at_end": True},
          "mapped load_best_model_at_end save.best = true"),
         ("Axolotl", {"datasets": [{"path": "a.jsonl", "type": "alpaca"}]},
-         'changed datasets data.train = [{path: "a.jsonl", format: alpaca}] (Axolotl writes alpaca '
-         "rows as the Alpaca prompt; here they take the chat template)"),
+         'changed datasets data.train = [{path: "a.jsonl", format: alpaca}] (Axolotl uses the '
+         "Alpaca prompt for these rows; here they use the chat template)"),
         ("Axolotl", {"datasets": [{"path": "a/b", "name": "c", "split": "d", "revision": "e",
                                    "type": "input_output", "shards": 3}]},
          'changed datasets data.train = [{path: "a/b", name: c, split: d, revision: e}] (type '
-         "input_output is not known here: the format is detected; not used: shards)"),
-        ("Axolotl", {"save_steps": 0.1}, "dropped save_steps counted here in "
-         "whole steps"),
+         "input_output is unknown: the format is detected; not used: shards)"),
+        ("Axolotl", {"save_steps": 0.1}, "dropped save_steps here it is counted in steps"),
         ("Axolotl", {"datasets": [{"type": "alpaca"}]},
          "dropped datasets an entry has no path"),
         ("Axolotl", {"per_device_train_batch_size": 1},
          "unknown per_device_train_batch_size not a key of Axolotl"),
         ("TRL", {"eval_strategy": "epoch", "eval_steps": 3},
-         "dropped eval_steps eval_strategy is epoch, and counts"),
+         "dropped eval_steps overridden by eval_strategy, which is epoch"),
         ("TRL", {"gradient_accumulation_steps": "many"},
-         "dropped gradient_accumulation_steps not a whole number"),
+         "dropped gradient_accumulation_steps not an integer"),
         ("TRL", {"lr_scheduler_kwargs": {"min_lr": 1e-6}, "learning_rate": 1e-5},
          "changed lr_scheduler_kwargs optim.final_fraction = 0.1 (of the peak)"),
         ("TRL", {"no_such_thing": 1},
-         "unknown no_such_thing not known here; look for it in docs/config.md"),
+         "unknown no_such_thing unknown key; see docs/config.md"),
         ("TRL", {}, "default learning_rate optim.learning_rate = 2.0e-05 (TRL does "
          "this when learning_rate is absent)"),
         ("TRL", {}, "default router_aux_loss_coef train.router_aux_loss = model (TRL does this "
@@ -192,8 +191,8 @@ def _migrated(tool: Tool, **values: Any) -> Migration:
         ("Axolotl", {"tokens": ["<call>"]},
          'mapped tokens model.add_tokens = ["<call>"] (as special tokens)'),
         ("TRL", {"lr_scheduler_type": "warmup_stable_decay"},
-         "changed lr_scheduler_type optim.schedule = wsd (its decay is a straight line over "
-         "optim.decay; there it is half a cosine unless decay_type says otherwise)"),
+         "changed lr_scheduler_type optim.schedule = wsd (the decay is linear over optim.decay; "
+         "there it is half a cosine unless decay_type says otherwise)"),
         ("LLaMA-Factory", {"moe_aux_loss_coef": 0.01},
          "mapped moe_aux_loss_coef train.router_aux_loss = 0.01"),
     ],
@@ -224,7 +223,7 @@ def test_trl_trains_on_completions_where_rows_have_them(
     document = Document(name="x.yaml", value=value)
     result = migrate_document(document, "TRL", pairs_of=lambda _: pairs)
     assert result.get("data.train_on") == train_on
-    unsure = [line for line in result.lines if "then give data.train_on: completion" in line.note]
+    unsure = [line for line in result.lines if "set data.train_on: completion" in line.note]
     assert bool(unsure) == (pairs is None and not values)
     assert result.get("data.chat_template") == ("none" if pairs == "strings" else None)
 
@@ -284,11 +283,11 @@ def test_names_of_llama_factory_are_the_files_and_formats_they_stand_for() -> No
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("pairs", "pairs of .*: preferences"),
+        ("pairs", "pairs of .*: it has preferences"),
         ("odd", "column ask for prompt is not read; rename it instruction"),
-        ("tagged", "user_tag customer is not a name that is read here"),
-        ("cut", "num_samples cannot be kept"),
-        ("code", "script_url cannot be kept"),
+        ("tagged", "user_tag customer is not a supported name"),
+        ("cut", "num_samples are not supported"),
+        ("code", "script_url are not supported"),
         ("none", "none is not in"),
     ],
 )
@@ -301,7 +300,7 @@ def test_a_name_without_dataset_info_is_not_asked_of_the_hub() -> None:
     result = _migrated("LLaMA-Factory", dataset="identity", dataset_dir="nowhere")
     (line,) = [line for line in result.lines if line.key == "dataset"]
     assert line.outcome == "dropped"
-    assert "identity: names of nowhere/dataset_info.json, which is not here" in line.note
+    assert "identity: names from nowhere/dataset_info.json, which does not exist here" in line.note
     assert result.get("data.train") is None
 
 
@@ -309,7 +308,7 @@ def test_a_tool_is_found_by_the_names_people_type() -> None:
     for name in ("llamafactory", "LLaMA-Factory", "llama_factory"):
         assert tool_named(name) == "LLaMA-Factory"
     assert (tool_named("Axolotl"), tool_named("trl")) == ("Axolotl", "TRL")
-    with pytest.raises(ConfigError, match="give LLaMA-Factory, Axolotl, TRL"):
+    with pytest.raises(ConfigError, match="Give one of: LLaMA-Factory, Axolotl, TRL"):
         tool_named("torchtune")
 
 
@@ -325,13 +324,13 @@ def test_a_file_that_could_be_of_any_tool(text: str) -> None:
     with pytest.raises(ConfigError) as error:
         migrate_document(parse_document(text.encode(), "x.yaml"))
     assert str(error.value) == (
-        "x.yaml: cannot tell which tool it is for: LLaMA-Factory, Axolotl, TRL have as many of its "
-        "keys. Name it, like `--tool trl`."
+        "x.yaml: cannot detect its tool: LLaMA-Factory, Axolotl, TRL share the same number of its "
+        "keys. Name the tool, like `--tool trl`."
     )
 
 
 def test_a_file_without_keys() -> None:
-    with pytest.raises(ConfigError, match=r"^x.yaml: no keys and values. Is it a config\?$"):
+    with pytest.raises(ConfigError, match=r"^x.yaml: it has no keys and values. Is it a config\?$"):
         migrate_document(parse_document(b"- a", "x.yaml"))
 
 

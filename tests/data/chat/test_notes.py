@@ -92,7 +92,7 @@ def test_turns_without_end_are_said(tmp_path: Path) -> None:
     ("template", "said"),
     [
         (KINDS["chatml"].template, "2 prompts and completions go through the chat template; data."),
-        (None, "2 prompts and completions are joined as they are, without a chat template"),
+        (None, "2 prompts and completions are joined without a chat template"),
     ],
 )
 def test_how_pairs_are_joined_is_said(tmp_path: Path, template: str | None, said: str) -> None:

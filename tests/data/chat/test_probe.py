@@ -66,5 +66,5 @@ def test_a_script_that_cannot_be_imported_is_told_what_to_change(
         check=False,
         timeout=HANG_S,
     )
-    told = "what it does belongs under `if __name__" in ended.stderr
+    told = "put its code under `if __name__" in ended.stderr
     assert (ended.returncode == 0, told) == (guarded, not guarded), ended.stderr

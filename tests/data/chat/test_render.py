@@ -160,14 +160,14 @@ def test_tags_around_nothing_are_refused() -> None:
     kind = KINDS["zephyr"]
     template = kind.template.replace("{% generation %}", "{% generation %}{% endgeneration %}", 1)
     template = template.replace(_SAID, "{{ m.content + eos_token }}")
-    with pytest.raises(DataError, match="0 tokens by tags"):
+    with pytest.raises(DataError, match="Tags train 0 tokens"):
         Encoder(made(template, kind.marks, eos=kind.eos)).encode(Row(messages=TALK))
 
 
 def test_a_generation_prompt_the_turn_does_not_begin_with_is_no_prefix() -> None:
     kind = KINDS["chatml"]
     template = kind.template.replace("assistant\n' }}{% endif", "assistant\nSure: ' }}{% endif")
-    with pytest.raises(BadRow, match=rf"{NO_PREFIX}.*turn 3: the prompt goes on with 'Sure: '"):
+    with pytest.raises(BadRow, match=rf"{NO_PREFIX}.*turn 3: the prompt continues with 'Sure: '"):
         Encoder(made(template, kind.marks, eos=kind.eos)).encode(Row(messages=TALK))
 
 
@@ -300,7 +300,7 @@ def test_rows_give_the_same_together_as_one_by_one(kind: str) -> None:
                 encoder.encode(row)
         else:
             assert encoder.encode(row) == documents
-    assert isinstance(together[3], BadRow)  # nothing is said before the first answer
+    assert isinstance(together[3], BadRow)  # no turn comes before the first answer
 
 
 def test_a_file_that_asks_for_padding_or_truncation_is_not_obeyed() -> None:
@@ -351,5 +351,5 @@ def test_a_tokenizer_without_offsets_is_refused() -> None:
     class Slow:
         is_fast = False
 
-    with pytest.raises(DataError, match="Slow keeps no offsets"):
+    with pytest.raises(DataError, match="Slow has no character offsets"):
         Encoder(Slow())

@@ -63,13 +63,13 @@ MESSAGES: dict[str, tuple[Any, str]] = {
         cells.BAD_WEIGHT,
     ),
     "tool calls that are no list": ([U, {**A, "tool_calls": 3}], cells.WRONG_TYPE),
-    "a tool call that is no object": ([U, {**A, "tool_calls": [3]}], cells.WRONG_TYPE),
+    "a tool call that is not an object": ([U, {**A, "tool_calls": [3]}], cells.WRONG_TYPE),
     "a tool call without a name": ([U, {**A, "tool_calls": [{"id": "7"}]}], cells.IS_NULL),
     "a call that is not JSON": (
         [U, {"role": "function_call", "content": "f(x)"}, A],
         cells.WRONG_TYPE,
     ),
-    "a thought that is no text": ([U, {**A, "reasoning_content": 3}], cells.WRONG_TYPE),
+    "a thought that is not text": ([U, {**A, "reasoning_content": 3}], cells.WRONG_TYPE),
     "surrogate in a tool call": (
         [U, {**A, "tool_calls": [{"name": "f", "arguments": {"a": "\ud800"}}]}],
         cells.NOT_TEXT,

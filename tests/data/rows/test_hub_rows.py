@@ -104,7 +104,7 @@ def test_the_card_names_the_commit_and_another_commit_is_prepared_apart(
 
 def test_what_is_missing_is_named(hub: Hub) -> None:
     hub.put(NAME, _gsm8k("a"), "datasets")
-    with pytest.raises(DataError, match=r"among .*'main', 'socratic'.* Give it as `name`"):
+    with pytest.raises(DataError, match=r"among .*'main', 'socratic'.* Set it as `name`"):
         open_source(NAME)
     with pytest.raises(DataError, match=r"socratic test: .*test.*train"):
         open_source(located(NAME, name="socratic", split="test"))
@@ -128,7 +128,7 @@ def test_without_network_the_cache_serves_what_it_has(
     assert isinstance(cached, HubRows)
     assert (cached.commit, cached.answers) == (first, False)
     assert _texts(cached) == ["old"]
-    with pytest.raises(DataError, match=r"commit 0000.* is wanted, the cache has"):
+    with pytest.raises(DataError, match=r"commit 0000.* is requested, the cache has"):
         open_source(located(NAME, name="main", revision="0" * 40))
 
 
@@ -149,5 +149,5 @@ def test_a_part_of_a_file_cannot_be_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(_lines("a"))
     assert located(path) == path
-    with pytest.raises(ConfigError, match=r"a.jsonl is on this disk, and split test can only be"):
+    with pytest.raises(ConfigError, match=r"a.jsonl is a local file, and split test only applies"):
         located(path, split="test")

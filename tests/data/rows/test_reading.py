@@ -60,7 +60,7 @@ def test_a_csv_row_may_have_many_lines(tmp_path: Path) -> None:
 def test_a_quote_that_never_closes_is_no_single_row(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text('text\nfine\n"open\nx\ny\n')
-    with pytest.raises(DataError, match=r"a\.csv:3: a quote opens here and never closes"):
+    with pytest.raises(DataError, match=r"a\.csv:3: a quote starts here and never ends"):
         _values(path)
 
 
@@ -106,7 +106,11 @@ def test_broken_parquet_is_named(tmp_path: Path) -> None:
 
 def test_unknown_files_are_refused_with_what_is_known(tmp_path: Path) -> None:
     (tmp_path / "a.docx").write_text("x")
-    with pytest.raises(DataError, match=r"unknown kind of file \.docx; known are \.csv, \.json, "):
+    with pytest.raises(
+        DataError,
+        match=r"unknown file type \.docx; known types are \.csv, "
+        r"\.json, ",
+    ):
         _values(tmp_path / "a.docx")
 
 
@@ -137,7 +141,7 @@ SHORTENED = gzip.compress(b'{"text": "a"}\n' * 9, mtime=0)[:-12]
 def test_a_broken_packed_file_says_so(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(data)
-    with pytest.raises(DataError, match=r"a\.jsonl\.gz: cannot be read: "):
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz: cannot read it: "):
         _values(path)
 
 
@@ -155,7 +159,7 @@ def test_a_subfolder_with_data_is_named(tmp_path: Path) -> None:
     assert len(data_files(tmp_path)) == 1
     (tmp_path / "more" / "deep").mkdir(parents=True)
     write(tmp_path / "more" / "deep" / "b.jsonl", ROWS)
-    with pytest.raises(DataError, match=r"data files in subfolders too: more\. .* data\.train"):
+    with pytest.raises(DataError, match=r"data files in subfolders: more\. .* data\.train"):
         data_files(tmp_path)
 
 

@@ -188,14 +188,14 @@ def test_a_told_format_counts_rows_of_another_as_such(tmp_path: Path) -> None:
     [
         (
             "alpaca",
-            r"a\.jsonl: format alpaca looks for instruction and output; the columns of the first "
-            r"3 rows are messages\. Formats that would fit: messages\.",
+            r"a\.jsonl: format alpaca needs the columns instruction and output; those of the first "
+            r"3 rows are messages\. Formats that fit: messages\.",
         ),
         (
             "prompt_completion",
             r"looks for prompt and completion, or prompt and response, or .* and answer; the",
         ),
-        ("text", r"looks for text; .* Formats that would fit: messages\."),
+        ("text", r"needs the columns text; .* Formats that fit: messages\."),
     ],
 )
 def test_a_told_format_that_no_row_has_is_refused(tmp_path: Path, wanted: Any, text: str) -> None:

@@ -16,7 +16,7 @@ ROW = '{"prompt": "caf\u00e9", "completion": "yes"}\n'
 @pytest.mark.parametrize("text", ["", "\n\n"])
 def test_an_empty_file_is_called_empty(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
-    with pytest.raises(DataError, match=rf"{name}: is empty: it has no rows"):
+    with pytest.raises(DataError, match=rf"{name} is empty: it has no rows"):
         open_source(tmp_path / name)
 
 
@@ -24,7 +24,7 @@ def test_an_empty_file_is_called_empty(tmp_path: Path, name: str, text: str) -> 
 def test_utf_16_is_said(tmp_path: Path, encoding: str) -> None:
     mark = "" if encoding == "utf-16" else "\ufeff"
     (tmp_path / "a.jsonl").write_bytes((mark + ROW * 5).encode(encoding))
-    with pytest.raises(DataError, match="is not UTF-8 but UTF-16; save it as UTF-8"):
+    with pytest.raises(DataError, match=r"is UTF-16\. Save it as UTF-8"):
         open_source(tmp_path / "a.jsonl")
 
 

@@ -143,7 +143,7 @@ def test_a_position_of_another_order_is_refused(other: dict[str, Any]) -> None:
 @pytest.mark.parametrize("wrong", [{"window": 12}, {"row": 9999}, {"epoch": -1}])
 def test_a_position_that_is_none_is_refused(wrong: dict[str, int]) -> None:
     steps = _steps()
-    with pytest.raises(DataError, match="the saved position is none"):
+    with pytest.raises(DataError, match="the saved position is invalid"):
         steps.position({**steps.state(Position()), **wrong})
 
 
@@ -220,7 +220,7 @@ def test_stops_between_steps_by_rows_lose_and_repeat_nothing() -> None:
 
 @pytest.mark.parametrize("batch", [{"batch_rows": 8}, {"batch_tokens": None}])
 def test_a_step_has_one_measure(batch: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="by batch_tokens or by batch_rows: give one"):
+    with pytest.raises(ConfigError, match="give either batch_tokens or batch_rows"):
         _steps(**batch)
 
 

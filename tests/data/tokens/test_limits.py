@@ -51,7 +51,7 @@ def test_long_texts_can_be_split() -> None:
 def test_rows_without_a_target_name_what_decides_it() -> None:
     text = _refusal(_card(**_lost("dropped", NO_TARGET, 21)))
     assert text.endswith(
-        "  Check data.train_on and data.overlong: nothing is trained in these rows, or raise "
+        "  Check data.train_on and data.overlong: these rows have no trained token, or raise "
         "data.max_dropped."
     )
 

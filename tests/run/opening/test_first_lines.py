@@ -177,5 +177,5 @@ def test_looking_at_data_goes_by_the_template_that_is_asked_for(
     assert "9 prompts and completions go through the chat template" in capsys.readouterr().out
     look_at_data(path, model, 64, 1, chat_template="none", train_on="all")
     said = capsys.readouterr().out
-    assert "9 prompts and completions are joined as they are" in said
+    assert "9 prompts and completions are joined without" in said
     assert "67% of them trained" in said  # all but the first of three

@@ -1,1 +1,1 @@
-"""Other tools: what they call things, and their configs translated with an account of every key."""
+"""Other tools: the names of their settings, and their configs translated key by key."""

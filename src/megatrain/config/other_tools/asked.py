@@ -1,4 +1,4 @@
-"""What a file of another tool asks for: its keys, and what has to be known beside them."""
+"""The settings of another tool's file, and the facts needed to translate them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 Tool = Literal["LLaMA-Factory", "Axolotl", "TRL"]
 Pairs = Literal["strings", "turns", "none"]
-"""What the columns prompt and completion of rows hold; none: there are no such columns."""
+"""The contents of the columns prompt and completion; none if there are no such columns."""
 
 
 class Dropped(Exception):
-    """There is nothing of ours that this value could become; the text says why."""
+    """No setting here corresponds to this value; the text gives the reason."""
 
 
 class Asked(dict[str, Any]):
@@ -27,14 +27,14 @@ class Asked(dict[str, Any]):
         num_gpus: int = 1,
         pairs_of: Callable[[str], Pairs | None] = lambda _: None,
     ) -> None:
-        """`folder` is that of the file. `pairs_of` says what pairs a source has; None: it cannot be
-        told."""
+        """`folder` contains the file. `pairs_of` returns the kind of pairs in a source, None if it
+        is unknown."""
         super().__init__(values)
         self.tool, self.folder, self.num_gpus = tool, folder, num_gpus
         self.pairs_of = pairs_of
 
     def given(self, key: str, otherwise: Any) -> Any:
-        """Return a key's value; null is as good as absent."""
+        """Return a key's value; null counts as absent."""
         value = self.get(key)
         return otherwise if value is None else value
 

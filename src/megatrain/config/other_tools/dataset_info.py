@@ -1,8 +1,8 @@
-"""LLaMA-Factory's dataset_info.json: what its names of datasets stand for.
+"""LLaMA-Factory's dataset_info.json: the datasets behind its names.
 
-The file lies in `dataset_dir`, looked for from the working directory and beside the config. A name
-becomes a file or a dataset of the Hub with one of our formats. What our formats cannot read as
-LLaMA-Factory would (other columns, other tags, preferences, scripts) is refused by name.
+The file is in `dataset_dir`, looked up from the working directory and beside the config. A name
+becomes a file or a Hub dataset with one of our formats. Entries that our formats cannot read as
+LLaMA-Factory would (other columns, other tags, preferences, scripts) are refused by name.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _READ = {"file_name", "hf_hub_url", "subset", "split", "formatting", "columns", 
 
 
 def sources(names: list[str], asked: Asked) -> list[dict[str, Any]]:
-    """Return the source that each name stands for. Raises Dropped."""
+    """Return the source of each name. Raises Dropped."""
     folder = str(asked.given("dataset_dir", "data"))
     if folder == ONLINE:
         return [{"path": name} for name in names]
@@ -45,8 +45,8 @@ def sources(names: list[str], asked: Asked) -> list[dict[str, Any]]:
             info = _read(place / FILE)
             return [_source(name, info, place) for name in names]
     raise Dropped(
-        f"{', '.join(names)}: names of {Path(folder) / FILE}, which is not here: give data.train "
-        "the paths of their files"
+        f"{', '.join(names)}: names from {Path(folder) / FILE}, which does not exist here. Set "
+        "data.train to the paths of their files"
     )
 
 
@@ -56,7 +56,7 @@ def _read(path: Path) -> Mapping[str, Any]:
             raise Dropped(f"{path} is larger than {MAX_BYTES >> 20} MiB")
         info = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise Dropped(f"{path} cannot be read: {str(error)[:100]}") from error
+        raise Dropped(f"cannot read {path}: {str(error)[:100]}") from error
     if not isinstance(info, Mapping):
         raise Dropped(f"{path} is not a table of datasets")
     return info
@@ -75,9 +75,9 @@ def _source(name: str, info: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 def _place(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     if entry.get("ranking"):
-        raise Dropped("preferences, and only next-token training is done")
+        raise Dropped("it has preferences; only next-token training is supported")
     if unread := [str(key) for key in entry if key not in _READ and entry[key] not in (None, "")]:
-        raise Dropped(f"{', '.join(sorted(unread))} cannot be kept")
+        raise Dropped(f"{', '.join(sorted(unread))} are not supported")
     if isinstance(entry.get("hf_hub_url"), str):
         split = entry.get("split")
         return {
@@ -97,10 +97,10 @@ def _format(entry: Mapping[str, Any]) -> str:
         for given, allowed in ((columns, _MESSAGES), (tags, _TAGS)):
             for key, value in given.items():
                 if value not in allowed.get(key, ()):
-                    raise Dropped(f"{key} {value} is not a name that is read here")
+                    raise Dropped(f"{key} {value} is not a supported name")
         return "messages"
     if kind != "alpaca":
-        raise Dropped(f"formatting {kind} is not known here")
+        raise Dropped(f"formatting {kind} is not supported")
     pair = columns.get("prompt"), columns.get("response")
     if set(columns) == {"prompt", "response"} and pair in _PAIRS:
         return "prompt_completion"

@@ -1,4 +1,4 @@
-"""What each tool does without being asked, where we would do something else."""
+"""Defaults of other tools that differ from ours."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ DEFAULTS: dict[Tool, dict[str, Any]] = {
         "router_aux_loss_coef": "model",
     },
 }  # fmt: skip
-"""What a tool takes for a key that is absent, null or not to be kept."""
+"""A tool's value for a key that is absent, null or dropped."""
 
 ALWAYS: dict[Tool, dict[str, tuple[Any, str]]] = {
     "LLaMA-Factory": {
         "data.overlong": (
             "truncate",
-            "longer rows are cut there too, but prompt and answer in proportion; here the end",
+            "there prompt and answer of longer rows are cut in proportion; here the end",
         )
     },
     "Axolotl": {},
-    "TRL": {"data.overlong": ("truncate", "longer rows are cut at the end there, always")},
+    "TRL": {"data.overlong": ("truncate", "TRL always cuts longer rows at the end")},
 }
-"""What a tool does and has no key for: our key, value and note."""
+"""Behavior of a tool without a key: our key, value and note."""
 
 NULL_MEANS: dict[tuple[Tool, str], tuple[tuple[str, ...], str]] = {
     ("TRL", "max_length"): (
         ("data.max_length", "data.overlong"),
-        "null never cuts a row there: give data.max_length the length of your longest row",
+        "there null never cuts a row: set data.max_length to the length of your longest row",
     ),
 }
-"""Keys whose null is not the default: the keys of ours that are then left alone, and why."""
+"""Keys whose null is not the default: our keys that then keep their value, and why."""
 
 ROWS: dict[Tool, tuple[str, int]] = {
     "LLaMA-Factory": ("per_device_train_batch_size", 8),
@@ -55,9 +55,9 @@ ACCUMULATION = "gradient_accumulation_steps"
 
 
 def batch(asked: Asked, max_length: Any, *, packed: bool) -> tuple[str, int, str]:
-    """Return our key for the batch, its value, and how it comes about.
+    """Return our key for the batch, its value, and how it was computed.
 
-    A row of a packed batch is a sequence that several rows fill, so it is counted in tokens.
+    A row of a packed batch is a sequence that several rows fill, so the batch is counted in tokens.
     """
     key, default = ROWS[asked.tool]
     rows = _count(asked.given(key, default))
@@ -71,7 +71,7 @@ def batch(asked: Asked, max_length: Any, *, packed: bool) -> tuple[str, int, str
         longest = read_tokens(max_length)
     except ValueError:
         raise Dropped("the longest row is not known") from None
-    note = f"{made_of} x {longest} tokens, packed: how many steps depends on how rows fill them"
+    note = f"{made_of} x {longest} tokens, packed: the step count depends on how rows fill them"
     return "train.batch_tokens", total * longest, note
 
 
@@ -79,7 +79,7 @@ def _count(value: Any) -> int:
     try:
         number = read_whole(value)
     except ValueError:
-        raise Dropped("not a whole number") from None
+        raise Dropped("not an integer") from None
     if number < 1:
         raise Dropped(f"{number} means that another key decides")
     return number

@@ -1,7 +1,7 @@
-"""What other tools call things: their key, and ours, or why there is none.
+"""The settings of other tools: their key and ours, or why there is none.
 
-One table per tool, all read by two: a config with such a key is refused with the hint from here,
-and translate.py translates whole files by it. docs/migration.md is written from it.
+One table per tool. A config with such a key is refused with the hint from here,
+and translate.py translates files with it. docs/migration.md is written from it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """What becomes of one foreign key."""
+    """The translation of one key of another tool."""
 
     to: str = ""
     """Our key; empty if there is none."""
     why: str = ""
-    """Why there is none, or what to know of ours."""
+    """Why there is none, or a note on our key."""
 
 
 FULL = "every weight is trained, there are no adapters"
@@ -27,28 +27,28 @@ ONE_PROCESS = "one process drives one device"
 RECOMPUTE = "always done, as backward runs each block's forward again"
 INDEXED = "rows are tokenised once, by a process per core, and then read by index"
 NO_CODE = "code in a model folder is never run"
-VERB = "the command says it: megatrain train, eval, export"
+VERB = "chosen by the command: megatrain train, eval, export"
 RESUME = "megatrain train --resume continues from the last checkpoint"
 HUB = "megatrain export writes a folder; upload that"
 SAFE = "always done"
 OWN_TEMPLATE = (
-    "chat template and special tokens are the tokenizer's own; data.chat_template takes another"
+    "chat template and special tokens come from the tokenizer; data.chat_template replaces it"
 )
 NO_METHOD = "next-token training only, no preference or reinforcement method"
-NO_TRICK = "not done: it changes what is learned"
-NO_KERNEL = "no switch: logits exist in chunks anyway, and results stay exact"
+NO_TRICK = "not supported: it changes the training result"
+NO_KERNEL = "not needed: logits are always computed in chunks, with exact results"
 BY_ROWS = "rows x accumulation x GPUs; train.batch_tokens where rows are packed"
-SHUFFLED = "rows have a new order in each epoch; data.shuffle: false keeps that of the files"
+SHUFFLED = "each epoch has a new order of rows; data.shuffle: false keeps the order of the files"
 MIXED = "sources are concatenated; data.train.weight repeats the rows of one"
 MICRO = "evaluation uses train.micro_batch_tokens"
 PRINTED = "the log and the report have it"
-NAMED = "a run is called by its folder, save.dir"
-CACHE = "tokenised rows are kept under a hash of all that decides them, in $MEGATRAIN_CACHE"
-NOTHING_LIKE = "nothing here does that"
+NAMED = "a run is named after its folder, save.dir"
+CACHE = "tokenised rows are cached in $MEGATRAIN_CACHE under a hash of their inputs"
+NOTHING_LIKE = "no equivalent"
 
 
 def _table(renamed: dict[str, str], dropped: dict[str, str]) -> dict[str, Rule]:
-    """Return rules from {key: our key, or "our key; what to know"} and {why: keys}."""
+    """Return rules from {key: our key, or "our key; note"} and {why: keys}."""
     rules = {}
     for key, text in renamed.items():
         to, _, why = text.partition("; ")
@@ -73,7 +73,7 @@ _HF = _table(
         "lr_scheduler_type": "optim.schedule",
         "lr_scheduler_kwargs": "optim.final_fraction",
         "warmup_ratio": "optim.warmup; a number below 1 is a fraction of the run",
-        "warmup_steps": "optim.warmup; a whole number is steps",
+        "warmup_steps": "optim.warmup; an integer is steps",
         "logging_steps": "log.every",
         "logging_strategy": "log.every",
         "eval_steps": "eval.every",
@@ -103,7 +103,7 @@ _HF = _table(
         "ddp_bucket_cap_mb",
         INDEXED: "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor "
         "dataloader_persistent_workers",
-        "no row is left out: the last step of an epoch may have fewer": "dataloader_drop_last",
+        "no row is dropped: the last step of an epoch may have fewer": "dataloader_drop_last",
         MICRO: "per_device_eval_batch_size eval_accumulation_steps bf16_full_eval fp16_full_eval",
         HUB: "push_to_hub hub_model_id hub_strategy hub_token hub_private_repo",
         NAMED: "run_name",
@@ -114,9 +114,9 @@ _HF = _table(
         SAFE: "save_safetensors remove_unused_columns",
         "packing fills micro-batches with rows of any length": "group_by_length length_column_name",
         "a checkpoint can always be resumed": "save_only_model",
-        "the best is the one with the lowest evaluation loss": "metric_for_best_model "
+        "the best checkpoint has the lowest evaluation loss": "metric_for_best_model "
         "greater_is_better",
-        "sums are those of the dtype": "tf32 half_precision_backend",
+        "arithmetic follows the dtype": "tf32 half_precision_backend",
         NOTHING_LIKE: "optim_args torch_empty_cache_steps eval_on_start eval_delay "
         "torch_compile_backend torch_compile_mode",
     },
@@ -129,16 +129,16 @@ LLAMA_FACTORY = _HF | _table(
         "model_revision": "model.revision",
         "dataset": "data.train; the files and formats that dataset_info.json names",
         "eval_dataset": "data.eval; the files and formats that dataset_info.json names",
-        "val_size": "data.eval; held out of each source, there of all together",
+        "val_size": "data.eval; held out from each source; there from all together",
         "cutoff_len": "data.max_length",
         "packing": "data.packing",
         "neat_packing": "data.packing; rows never attend to each other",
         "train_on_prompt": "data.train_on",
         "stage": "data.train_on; pt trains on all tokens, sft on the assistant's",
         "moe_aux_loss_coef": "train.router_aux_loss",
-        "mask_history": "data.train_on; last is the last turn alone",
+        "mask_history": "data.train_on; last trains on the last turn only",
         "enable_thinking": "data.template_kwargs",
-        "pure_bf16": "model.dtype; masters are fp32 all the same",
+        "pure_bf16": "model.dtype; masters are always fp32",
         "new_special_tokens": "model.add_tokens",
         "add_special_tokens": "model.add_tokens",
         "add_tokens": "model.add_tokens; as special tokens",
@@ -163,10 +163,10 @@ LLAMA_FACTORY = _HF | _table(
         NO_TRICK: "use_galore use_badam use_apollo use_muon use_llama_pro "
         "mixture_of_depths rope_scaling shift_attn",
         HUB: "export_dir hf_hub_token",
-        "dataset_info.json is looked for there": "dataset_dir",
-        "text alone is trained on": "media_dir",
-        "list what is frozen in model.frozen": "freeze_trainable_layers freeze_trainable_modules",
-        "every row is trained on: cut the file itself": "max_samples",
+        "MegaTrain looks for dataset_info.json there": "dataset_dir",
+        "only text is supported": "media_dir",
+        "list frozen params in model.frozen": "freeze_trainable_layers freeze_trainable_modules",
+        "every row is used: shorten the file itself": "max_samples",
         MICRO: "eval_on_each_dataset infer_backend infer_dtype",
         NOTHING_LIKE: "ray_run_name ray_num_workers",
     },
@@ -222,21 +222,21 @@ AXOLOTL = {
         OWN_TEMPLATE: "chat_template special_tokens tokenizer_type tokenizer_config "
         "default_system_message resize_token_embeddings_to_32x",
         NO_CODE: "trust_remote_code",
-        "there are no plugins": "plugins",
+        "plugins are not supported": "plugins",
         NO_METHOD: "rl dpo_beta trl reward_model process_reward_model",
-        "the model's config.json says it": "model_type base_model_config is_llama_derived_model "
+        "taken from the model's config.json": "model_type base_model_config is_llama_derived_model "
         "is_mistral_derived_model is_falcon_derived_model",
         CACHE: "dataset_prepared_path dataset_exact_deduplication skip_prepare_dataset",
         INDEXED: "dataset_processes dataset_num_proc streaming",
         SHUFFLED: "shuffle_merged_datasets",
         "a sequence is as long as its rows, without padding": "pad_to_sequence_len "
         "eval_sample_packing pad_to_multiple_of",
-        "say it in steps: eval.every, save.every": "evals_per_epoch saves_per_epoch",
-        "list what is frozen in model.frozen": "unfrozen_parameters",
+        "give steps: eval.every, save.every": "evals_per_epoch saves_per_epoch",
+        "list frozen params in model.frozen": "unfrozen_parameters",
         NO_KERNEL: "liger_rope liger_rms_norm liger_glu_activation "
         "liger_fused_linear_cross_entropy cut_cross_entropy flash_attn_cross_entropy "
         "flash_attn_rms_norm unsloth_cross_entropy_loss",
-        "there is no such attention; sdpa is the default": "xformers_attention s2_attention",
+        "not supported; sdpa is the default": "xformers_attention s2_attention",
         RESUME: "auto_resume_from_checkpoints",
         NAMED: "wandb_entity wandb_watch wandb_name wandb_log_model wandb_run_id",
         PRINTED: "debug include_tokens_per_second_per_gpu mlflow_experiment_name",
@@ -278,8 +278,7 @@ TRL = _HF | _table(
         NO_METHOD: "beta loss_type num_generations max_prompt_length max_completion_length",
         INDEXED: "dataset_num_proc dataset_streaming dataset_batch_size",
         SHUFFLED: "shuffle_dataset",
-        "what a row is made of is detected; see data.train.format": "dataset_text_field "
-        "dataset_kwargs",
+        "the row format is detected; see data.train.format": "dataset_text_field dataset_kwargs",
         "a sequence is as long as its rows, without padding": "padding_free pad_to_multiple_of "
         "packing_strategy eval_packing",
         NOTHING_LIKE: "model_init_kwargs",
@@ -313,11 +312,11 @@ _PREFIXES = {
     HUB: ("hub_", "push_to"),
 }
 NAMES = _ELSEWHERE | AXOLOTL | TRL | LLAMA_FACTORY
-"""Every foreign key. Where tools disagree, the meaning is still the same key of ours."""
+"""Every key of the other tools. Where tools disagree, our key is the same."""
 
 
 def prefix_rule(key: str) -> Rule | None:
-    """Return what is known of a key by how it begins, like lora_anything."""
+    """Return the rule for a key by its prefix, like lora_anything."""
     for why, prefixes in _PREFIXES.items():
         if key.lower().startswith(prefixes):
             return Rule(why=why)
@@ -325,11 +324,11 @@ def prefix_rule(key: str) -> Rule | None:
 
 
 def hint(key: str) -> str:
-    """Return what to say to someone who used another tool's key, or one near it; else nothing."""
+    """Return a hint for a key of another tool, or one similar to it; else an empty string."""
     name = key.lower().replace("-", "_")
     rule = NAMES.get(name) or prefix_rule(name)
     if rule is not None:
-        return f"Here it is {_ours(rule)}." if rule.to else f"There is none: {rule.why}."
+        return f"The key here is {_ours(rule)}." if rule.to else f"No such setting: {rule.why}."
     near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.85)
     if near and NAMES[near[0]].to:
         return f"Did you mean {NAMES[near[0]].to} ({near[0]} elsewhere)?"

@@ -14,11 +14,11 @@ _FORMATS = {"alpaca": "alpaca", "chat_template": "messages", "sharegpt": "messag
 _KEPT = {"path", "type", "data_files", "ds_type", "name", "split", "revision"}
 _LOADERS = ("json", "csv", "parquet", "text")
 """Names of `datasets` for files, not datasets."""
-ALPACA_PROMPT = "Axolotl writes alpaca rows as the Alpaca prompt; here they take the chat template"
+ALPACA_PROMPT = "Axolotl uses the Alpaca prompt for these rows; here they use the chat template"
 
 
 def llama_factory(value: Any, asked: Asked) -> tuple[Any, str]:
-    """Names of dataset_info.json, concatenated as there."""
+    """Names of dataset_info.json, concatenated as LLaMA-Factory does."""
     names = value.split(",") if isinstance(value, str) else value
     if not isinstance(names, list) or not names:
         raise Dropped("not a list of names")
@@ -28,7 +28,7 @@ def llama_factory(value: Any, asked: Asked) -> tuple[Any, str]:
 def trl_train(value: Any, asked: Asked) -> tuple[Any, str]:
     """dataset_name with its configuration and split."""
     if asked.get("datasets"):
-        raise Dropped("datasets is given, and counts")
+        raise Dropped("overridden by datasets")
     return [_hub_source(asked, asked.given("dataset_train_split", "train"))], ""
 
 
@@ -36,7 +36,7 @@ def trl_eval(value: Any, asked: Asked) -> tuple[Any, str]:
     """The split to evaluate on, if TRL evaluates at all."""
     strategy = asked.given("eval_strategy", asked.given("evaluation_strategy", "no"))
     if strategy in ("no", False) or asked.get("datasets"):
-        raise Dropped("nothing is evaluated there")
+        raise Dropped("evaluation is off")
     return [_hub_source(asked, value)], ""
 
 
@@ -46,7 +46,7 @@ def _hub_source(asked: Asked, split: Any) -> dict[str, Any]:
         raise Dropped("dataset_name is not given")
     if os.path.exists(name):
         if split != "train":
-            raise Dropped(f"{name} is on this disk and has no splits: give data.eval a file")
+            raise Dropped(f"{name} is a local file and has no splits: set data.eval to a file")
         return {"path": name}
     return _named(name, asked.get("dataset_config"), split, None)
 
@@ -69,7 +69,7 @@ def listed(value: Any, asked: Asked) -> tuple[Any, str]:
         if kind == "alpaca":
             notes[ALPACA_PROMPT] = None
         elif kind and kind not in _FORMATS:
-            notes[f"type {kind} is not known here: the format is detected"] = None
+            notes[f"type {kind} is unknown: the format is detected"] = None
         shape = {"format": _FORMATS[kind]} if kind in _FORMATS else {}
         sources += [source | shape for source in _places(item)]
         unused |= {str(key) for key in item if key not in _KEPT and item[key] is not None}
@@ -79,17 +79,17 @@ def listed(value: Any, asked: Asked) -> tuple[Any, str]:
 
 
 def _places(item: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return where the rows of an entry are: its files, or the dataset."""
+    """Return the location of an entry's rows: its files, or the dataset."""
     files = item.get("data_files")
     files = [files] if isinstance(files, str) else files or []
     if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
-        raise Dropped("data_files is neither a name nor a list of names")
+        raise Dropped("data_files is not a name or a list of names")
     path = str(item["path"])
     if files and (path in _LOADERS or os.path.exists(path)):
         base = Path() if path in _LOADERS else Path(path)
         return [{"path": str(base / file)} for file in files]
     if files:
-        raise Dropped(f"{path}: single files of a dataset on the Hub cannot be chosen")
+        raise Dropped(f"{path}: selecting single files of a Hub dataset is not supported")
     if os.path.exists(path) or Path(path).suffix in (".jsonl", ".json", ".csv", ".txt", ".parquet"):
         return [{"path": path}]
     return [_named(path, item.get("name"), item.get("split"), item.get("revision"))]

@@ -1,16 +1,16 @@
-"""Configs of LLaMA-Factory, Axolotl and TRL, translated to ours, with an account of every key.
+"""Configs of LLaMA-Factory, Axolotl and TRL, translated to ours, with a report on every key.
 
     result = migrate("sft.yaml")
-    result.tool       # "LLaMA-Factory", told by its keys
+    result.tool       # "LLaMA-Factory", detected by its keys
     result.config     # nested, for Config or to_yaml()
-    result.lines      # what became of each key: mapped, changed, default, dropped, unknown
+    result.lines      # one per key: mapped, changed, default, dropped, unknown
 
 Keys are translated by the tables of names.py; values that differ in form by the converters
-of values.py and sources.py. What a tool does when a key is absent, null or cannot be kept is
-written out where we would do something else (defaults.py), so that the run stays the same.
+of values.py and sources.py. A tool's default for a key that is absent, null or dropped is
+written out where it differs from ours (defaults.py), so that the run stays the same.
 
 Laws (tests/config/other_tools/test_translate.py, test_same_steps.py)
-    1. Every key of the file has exactly one line; nothing is taken that is not told.
+    1. Every key of the file has exactly one line; every setting we derive is reported.
     2. A migrated run has as many steps as the tool would take, for any number of rows; packed runs,
        whose steps depend on how rows fill sequences, say so.
 """
@@ -54,13 +54,13 @@ _SHORT = {tool.lower().replace("-", ""): tool for tool in TABLES} | {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """What became of one key."""
+    """The translation of one key."""
 
     key: str
     outcome: Outcome
     ours: str = ""
     value: Any = None
-    """What our key was given."""
+    """The value of our key."""
     note: str = ""
 
     def __str__(self) -> str:
@@ -78,19 +78,19 @@ class Migration:
     lines: list[Line] = field(default_factory=list)
 
     def put(self, line: Line) -> None:
-        """Note a line, and give our key its value."""
+        """Add a line, and set our key to its value."""
         self.lines.append(line)
         if line.ours:
             section, _, key = line.ours.partition(".")
             self.config.setdefault(section, {})[key] = line.value
 
     def get(self, ours: str, otherwise: Any = None) -> Any:
-        """Return what our key was given so far."""
+        """Return the value of our key so far."""
         section, _, key = ours.partition(".")
         return self.config.get(section, {}).get(key, otherwise)
 
     def to_yaml(self) -> str:
-        """Return the translated keys as a config file; what is absent has our default."""
+        """Return the translated keys as a config file; absent keys have our defaults."""
         text = [f"# From {self.tool}. Keys that are not here have their defaults."]
         for section in SECTIONS:
             values = self.config.get(section)
@@ -101,7 +101,7 @@ class Migration:
         return "\n".join(text) + "\n"
 
     def report(self) -> str:
-        """Return every key of the file and what became of it."""
+        """Return every key of the file and its translation."""
         return "\n".join(map(str, self.lines)) + "\n"
 
 
@@ -112,10 +112,10 @@ def migrate(
     num_gpus: int = 1,
     pairs_of: Callable[[str], Pairs | None] = lambda _: None,
 ) -> Migration:
-    """Return the translation of a file, YAML or JSON, of `tool` or of the one its keys tell.
+    """Return the translation of a file, YAML or JSON, of `tool` or of the one its keys suggest.
 
-    Their batches are counted per GPU: `num_gpus` is how many they ran on. `pairs_of` looks into a
-    source, see Asked. Raises ConfigError if it is not a config, or of none of these tools.
+    Other tools count batches per GPU: `num_gpus` is how many they ran on. `pairs_of` looks into a
+    source, see Asked. Raises ConfigError if it is not a config of one of these tools.
     """
     document = read_document(path)
     folder = FilePath(path).parent
@@ -123,9 +123,9 @@ def migrate(
 
 
 def migrate_document(document: Document, tool: Tool | None = None, **known: Any) -> Migration:
-    """Return the translation of what a file says; `known` are the arguments of Asked."""
+    """Return the translation of a document; `known` are the arguments of Asked."""
     if not isinstance(document.value, dict):
-        raise ConfigError(f"{document.name}: no keys and values. Is it a config?")
+        raise ConfigError(f"{document.name}: it has no keys and values. Is it a config?")
     asked = Asked(document.value, tool=tool or detect(document), **known)
     result = Migration(tool=asked.tool)
     for key in asked:
@@ -139,10 +139,10 @@ def migrate_document(document: Document, tool: Tool | None = None, **known: Any)
 
 
 def tool_named(name: str) -> Tool:
-    """Return the tool that a person means. Raises ConfigError."""
+    """Return the tool of a name that a user gave. Raises ConfigError."""
     found = _SHORT.get(name.lower())
     if found is None:
-        raise ConfigError(f"{name}: not a tool whose files are read; give {', '.join(TABLES)}")
+        raise ConfigError(f"{name} is not a supported tool. Give one of: {', '.join(TABLES)}")
     return found
 
 
@@ -158,23 +158,21 @@ def detect(document: Document) -> Tool:
     ties = [tool for tool in own if own[tool] == own[best]]
     if len(ties) > 1:
         raise ConfigError(
-            f"{document.name}: cannot tell which tool it is for: {', '.join(TABLES)} have as many "
-            "of its keys. Name it, like `--tool trl`."
+            f"{document.name}: cannot detect its tool: {', '.join(TABLES)} share the same number "
+            "of its keys. Name the tool, like `--tool trl`."
         )
     return best
 
 
 def _line(key: str, asked: Asked) -> Line:
-    """Return what becomes of one key."""
+    """Return the translation of one key."""
     value, rule = asked[key], TABLES[asked.tool].get(key) or prefix_rule(key)
     if rule is None:
-        return Line(
-            key=key, outcome="unknown", note="not known here; look for it in docs/config.md"
-        )
+        return Line(key=key, outcome="unknown", note="unknown key; see docs/config.md")
     if not rule.to:
         return Line(key=key, outcome="dropped", note=rule.why)
     if value is None:
-        _, note = NULL_MEANS.get((asked.tool, key), ((), f"null: {asked.tool}'s default stands"))
+        _, note = NULL_MEANS.get((asked.tool, key), ((), f"null: {asked.tool}'s default applies"))
         return Line(key=key, outcome="dropped", note=note)
     convert = converter(key, asked)
     try:
@@ -186,7 +184,7 @@ def _line(key: str, asked: Asked) -> Line:
 
 
 def _put_defaults(result: Migration, asked: Asked) -> None:
-    """Add what the tool does without a key, unless a key of the file decided it."""
+    """Add the tool's defaults, unless a key of the file decided them."""
     decided = {line.ours for line in result.lines} | _left_alone(asked)
     for key, value in DEFAULTS[asked.tool].items():
         ours = TABLES[asked.tool][key].to
@@ -195,12 +193,12 @@ def _put_defaults(result: Migration, asked: Asked) -> None:
         convert = converter(key, asked)
         try:
             new, note = (value, "") if convert is None else convert(value, asked)
-        except Dropped:  # another key has the say, and was told
+        except Dropped:  # another key decides, and was reported
             continue
         why = (
             f"{asked.tool} does this when {key} is absent"
             if asked.get(key) is None
-            else f"{key} cannot be kept: this is {asked.tool}'s default"
+            else f"{key} is dropped: this is {asked.tool}'s default"
         )
         note = f"{why}; {note}" if note else why
         result.put(Line(key=key, outcome="default", ours=ours, value=new, note=note))
@@ -210,23 +208,23 @@ def _put_defaults(result: Migration, asked: Asked) -> None:
 
 
 def _put_raw_strings(result: Migration, asked: Asked) -> None:
-    """TRL joins prompts and completions that are strings as they are, whatever the template."""
-    told = [asked.pairs_of(name) for name in trl_names(asked)]
-    if asked.tool == "TRL" and told and set(told) == {"strings"}:
+    """TRL joins string prompts and completions without the chat template."""
+    pairs = [asked.pairs_of(name) for name in trl_names(asked)]
+    if asked.tool == "TRL" and pairs and set(pairs) == {"strings"}:
         ours = "data.chat_template"
         result.config.get("data", {}).pop("chat_template", None)
         result.lines = [
-            Line(key=line.key, outcome="dropped", note="strings pass through no template there")
+            Line(key=line.key, outcome="dropped", note="TRL applies no template to strings")
             if line.ours == ours
             else line
             for line in result.lines
         ]
-        note = "TRL joins prompt and completion that are strings as they are"
+        note = "TRL joins string prompts and completions without a template"
         result.put(Line(key="-", outcome="default", ours=ours, value="none", note=note))
 
 
 def _left_alone(asked: Asked) -> set[str]:
-    """Return keys of ours for which neither the file nor a default of the tool has a value."""
+    """Return our keys for which neither the file nor a default of the tool has a value."""
     return {
         ours
         for (tool, key), (keys, _) in NULL_MEANS.items()
@@ -253,11 +251,11 @@ def _put_batch(result: Migration, asked: Asked) -> None:
 
 
 def _choose_length(result: Migration) -> None:
-    """Keep steps where both steps and epochs are given: so do the tools."""
+    """Keep steps where both steps and epochs are given, as the tools do."""
     if result.get("train.steps") is None or "epochs" not in result.config["train"]:
         return
     del result.config["train"]["epochs"]
-    note = "the number of steps is given, and counts"
+    note = "overridden by the number of steps"
     result.lines = [
         Line(key=line.key, outcome="dropped", note=note) if line.ours == "train.epochs" else line
         for line in result.lines

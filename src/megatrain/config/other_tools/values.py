@@ -1,7 +1,7 @@
 """Values that other tools write differently.
 
 A converter takes a key's value and all keys of the file; it returns ours and a note, or raises
-Dropped with the reason. Where several keys make up one of ours, each returns the whole of it.
+Dropped with the reason. If several keys make up one of ours, each returns the full value.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from megatrain.config.other_tools.asked import Asked, Converter, Dropped
 from megatrain.config.other_tools.names import NO_METHOD
 from megatrain.config.quantities import read_number, read_whole
 
-IN_STEPS = "counted here in whole steps"
-OFF = "off, as here"
+IN_STEPS = "here it is counted in steps"
+OFF = "off, as by default here"
 
 
 def _whole(value: Any, least: int = 0) -> int:
     try:
         number = read_whole(value)
     except ValueError:
-        raise Dropped("not a whole number") from None
+        raise Dropped("not an integer") from None
     if number < least:
         raise Dropped(f"{number} means that another key decides")
     return number
@@ -39,7 +39,7 @@ def _number(value: Any) -> float:
 def _choice(
     table: Mapping[str, str], otherwise: str, notes: Mapping[str, str] | None = None
 ) -> Converter:
-    """Return a converter by a table of words."""
+    """Return a converter that uses a table of words."""
 
     def convert(value: Any, asked: Asked) -> tuple[Any, str]:
         word = str(value).lower()
@@ -67,9 +67,7 @@ def _learning_rate(value: Any, asked: Asked) -> tuple[Any, str]:
     uses_lora = (
         asked.get("finetuning_type") == "lora" or asked.get("adapter") or asked.get("use_peft")
     )
-    note = (
-        "chosen for LoRA: training every weight usually wants a tenth or less" if uses_lora else ""
-    )
+    note = "chosen for LoRA: full fine-tuning usually needs a tenth or less" if uses_lora else ""
     return value, note
 
 
@@ -80,19 +78,19 @@ def _betas(value: Any, asked: Asked) -> tuple[Any, str]:
 
 def _warmup_steps(value: Any, asked: Asked) -> tuple[Any, str]:
     if _number(value) == 0 and _number(asked.given("warmup_ratio", 0)) > 0:
-        raise Dropped("warmup_ratio is given, and counts")
+        raise Dropped("overridden by warmup_ratio")
     return _warmup(value, asked)
 
 
 def _warmup_ratio(value: Any, asked: Asked) -> tuple[Any, str]:
     if _number(asked.given("warmup_steps", 0)) > 0:
-        raise Dropped("warmup_steps is given, and counts")
+        raise Dropped("overridden by warmup_steps")
     return _warmup(float(_number(value)), asked)
 
 
 def _warmup(value: Any, asked: Asked) -> tuple[Any, str]:
     if asked.get("lr_scheduler_type", asked.get("lr_scheduler")) == "constant":
-        return 0, "their constant schedule has no warm-up"
+        return 0, "there the constant schedule has no warm-up"
     if asked.tool == "Axolotl" and asked.get("warmup_ratio") is None is asked.get("warmup_steps"):
         return value, "there 3 % of the run, but at most 100 steps"
     return value, ""
@@ -105,16 +103,16 @@ def _final_fraction(value: Any, asked: Asked) -> tuple[Any, str]:
     if "min_lr" in options and _number(asked.get("learning_rate") or 0) > 0:
         fraction = _number(options["min_lr"]) / _number(asked["learning_rate"])
         return float(f"{fraction:.6g}"), "of the peak"
-    raise Dropped("of a schedule only its last rate is taken over; optim.decay is the decay of wsd")
+    raise Dropped("only the final rate of a schedule is supported; optim.decay is the decay of wsd")
 
 
 def _strategy(steps_key: str) -> Converter:
     def convert(value: Any, asked: Asked) -> tuple[Any, str]:
         if value in ("no", False):
             if steps_key == "logging_steps":
-                raise Dropped("a run is always logged")
+                raise Dropped("logging cannot be turned off")
             return None, "at the end only"
-        raise Dropped(IN_STEPS if value == "epoch" else f"{steps_key} counts")
+        raise Dropped(IN_STEPS if value == "epoch" else f"{steps_key} decides")
 
     return convert
 
@@ -123,7 +121,7 @@ def _every(strategy_keys: tuple[str, ...]) -> Converter:
     def convert(value: Any, asked: Asked) -> tuple[Any, str]:
         for key in strategy_keys:
             if asked.get(key) in ("no", "epoch", False):
-                raise Dropped(f"{key} is {asked[key]}, and counts")
+                raise Dropped(f"overridden by {key}, which is {asked[key]}")
         if 0 < _number(value) < 1:
             raise Dropped(IN_STEPS)
         return _whole(value, least=1), ""
@@ -132,7 +130,7 @@ def _every(strategy_keys: tuple[str, ...]) -> Converter:
 
 
 def _tokens(value: Any, asked: Asked) -> tuple[Any, str]:
-    """New tokens, of all keys that name some: lists, or text with commas."""
+    """Return the new tokens of all keys that name some: lists, or text with commas."""
     found: dict[str, None] = {}
     for key in ("new_special_tokens", "add_special_tokens", "add_tokens", "tokens"):
         given = asked.given(key, [])
@@ -147,12 +145,12 @@ def _tokens(value: Any, asked: Asked) -> tuple[Any, str]:
 
 def _held_out(value: Any, asked: Asked) -> tuple[Any, str]:
     if asked.get("eval_dataset") or asked.get("test_datasets"):
-        raise Dropped("rows to evaluate on are given, and count")
+        raise Dropped("overridden by the rows to evaluate on")
     fraction = _number(value)
     if fraction <= 0:
-        raise Dropped("nothing is held out, as here")
+        raise Dropped("no rows are held out, as by default here")
     if fraction >= 1:
-        raise Dropped("a number of rows; give data.eval a fraction")
+        raise Dropped("a number of rows; set data.eval to a fraction")
     return fraction, ""
 
 
@@ -163,7 +161,7 @@ def _loggers(value: Any, asked: Asked) -> tuple[Any, str]:
         raise Dropped("not a list of names")
     kept = [name for name in names if name in known]
     lost = [str(name) for name in names if name not in (*known, "none")]
-    return kept, f"not here: {', '.join(lost)}" if lost else ""
+    return kept, f"not supported: {', '.join(lost)}" if lost else ""
 
 
 def _axolotl_loggers(value: Any, asked: Asked) -> tuple[Any, str]:
@@ -190,13 +188,13 @@ def _trl_train_on(value: Any, asked: Asked) -> tuple[Any, str]:
         return "assistant", ""
     if completion is False:
         return "all", ""
-    told = [asked.pairs_of(name) for name in trl_names(asked)]
-    if told and set(told) <= {"strings", "turns"}:
+    pairs = [asked.pairs_of(name) for name in trl_names(asked)]
+    if pairs and set(pairs) <= {"strings", "turns"}:
         return "completion", "rows of prompt and completion: TRL trains on the completion"
-    if None in told or not told:
+    if None in pairs or not pairs:
         return "all", (
-            "where rows have the columns prompt and completion, TRL trains on the completion: then "
-            "give data.train_on: completion, and data.chat_template: none if they are strings"
+            "TRL trains on the completion of rows with columns prompt and completion: for those, "
+            "set data.train_on: completion, and data.chat_template: none if they are strings"
         )
     return "all", ""
 
@@ -223,7 +221,7 @@ def _llama_factory_packing(value: Any, asked: Asked) -> tuple[Any, str]:
         return True, ""
     if asked.get("packing") is None:
         return asked.get("stage") == "pt", ""
-    return bool(value), "there rows attend to each other, here never" if value else ""
+    return bool(value), "there packed rows attend to each other, here never" if value else ""
 
 
 def _template_arguments(key: str) -> Converter:
@@ -231,12 +229,12 @@ def _template_arguments(key: str) -> Converter:
 
 
 def _template(value: Any, asked: Asked) -> tuple[Any, str]:
-    """A template by its text or file; tools that name one of their own are told what is used."""
+    """Return a template by its text or file; the name of a built-in template is dropped."""
     if not isinstance(value, str):
         raise Dropped("not a template")
     if "{" in value or Path(value).suffix == ".jinja":
         return value, ""
-    raise Dropped("not a template file: the chat template of the model's tokenizer is used")
+    raise Dropped("not a template file: the model tokenizer's chat template is used")
 
 
 def _clip(value: Any, asked: Asked) -> tuple[Any, str]:
@@ -258,15 +256,15 @@ _optimizer = _choice(
 )
 _schedule = _choice(
     _SCHEDULES,
-    "no such schedule; give constant, linear, cosine or wsd",
+    "schedule not supported; give constant, linear, cosine or wsd",
     {
-        "warmup_stable_decay": "its decay is a straight line over optim.decay; there it is half a "
+        "warmup_stable_decay": "the decay is linear over optim.decay; there it is half a "
         "cosine unless decay_type says otherwise"
     },
 )
 _DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "auto": "bf16", "float32": "fp32", "fp32": "fp32",
            "float16": "bf16", "fp16": "bf16"}  # fmt: skip
-_NO_FP16 = "bf16 has the size of fp16 and the range of fp32"
+_NO_FP16 = "use bf16: the size of fp16 and the range of fp32"
 _dtype = _choice(_DTYPES, "give bf16 or fp32", {"float16": _NO_FP16, "fp16": _NO_FP16})
 
 CONVERTERS: dict[str, Converter] = {
@@ -306,11 +304,11 @@ CONVERTERS: dict[str, Converter] = {
     "auto_find_batch_size": _switch("auto"),
     "flash_attn": _choice(
         {"auto": "auto", "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2"},
-        "no such attention; sdpa is the default",
+        "not supported; sdpa is the default",
     ),
     "attn_implementation": _choice(
         {name: name for name in ("eager", "sdpa", "flash_attention_2", "flex_attention")},
-        "no such attention; sdpa is the default",
+        "not supported; sdpa is the default",
     ),
     "flash_attention": _attention,
     "flex_attention": _attention,
@@ -346,13 +344,13 @@ CONVERTERS: dict[str, Converter] = {
     "use_tensorboard": _axolotl_loggers,
     "use_trackio": _axolotl_loggers,
 }
-"""By foreign key; a key that is not here keeps its value."""
+"""Converters by key of the other tool; any other key keeps its value."""
 BY_TOOL: dict[tuple[str, str], Converter] = {
     ("LLaMA-Factory", "packing"): _llama_factory_packing,
 }
-"""Where a key means something else in one tool."""
+"""Keys that mean something else in one tool."""
 
 
 def converter(key: str, asked: Asked) -> Converter | None:
-    """Return how a key's value is converted; None: it is kept."""
+    """Return the converter of a key's value, None if the value is kept."""
     return BY_TOOL.get((asked.tool, key)) or CONVERTERS.get(key)

@@ -1,4 +1,4 @@
-"""The chat template that the config asks for, in place of the tokenizer's own."""
+"""The chat template of the config, which replaces that of the tokenizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MARKS = ("{{", "{%")
 def choose_template(tokenizer: Any, wanted: str | None) -> None:
     """Give `tokenizer` the template that `wanted` names: a file, a template, or `none`.
 
-    None leaves its own. Raises DataError if it is no file and no template, or has an error.
+    None keeps its own. Raises DataError if it is not a file or a template, or has an error.
     """
     if wanted is None:
         return
@@ -36,7 +36,7 @@ def choose_template(tokenizer: Any, wanted: str | None) -> None:
 def exported_template(tokenizer: Any, wanted: str | None) -> dict[str, bytes]:
     """Return the file that gives an exported tokenizer the template it was trained with, by name.
 
-    Nothing for its own template, nor for `none`: the model may still be asked through its own.
+    Empty for its own template and for `none`: inference may still use the tokenizer's own.
     """
     if wanted is None or wanted == NONE:
         return {}
@@ -57,7 +57,7 @@ def _read(path: Path) -> str:
         data = path.read_bytes()[: MAX_BYTES + 1]
         text = data.decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"data.chat_template: {path} cannot be read: {error}") from error
+        raise DataError(f"data.chat_template: cannot read {path}: {error}") from error
     if len(data) > MAX_BYTES or not _is_template(text):
         raise DataError(f"data.chat_template: {path} is not a chat template")
     return text

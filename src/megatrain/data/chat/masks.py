@@ -1,10 +1,10 @@
 """Rendered text as tokens, and which tokens are trained.
 
 A token is trained if it holds a trained character. White space that a template writes after an
-end-of-turn token belongs to no turn: the model is never asked to generate it, so it is not trained.
+end-of-turn token belongs to no turn: the model never has to generate it, so it is not trained.
 
 Laws (tests/data/chat/test_render.py)
-    1. Tags and prefixes agree to the token, or a DataError shows the first token they differ in.
+    1. Tags and prefixes agree on every token, or a DataError shows the first token they differ in.
     2. The end-of-turn token of each trained turn is trained.
     3. Rows give the same tokens together as one by one.
 """
@@ -38,7 +38,7 @@ class Tokens:
     num_open: int = 0
     """Trained turns that no control token ends: a model of them may never stop."""
     notes: tuple[str, ...] = ()
-    """What should be said about its turns, once for each."""
+    """Remarks about its turns, one per turn."""
 
     @property
     def trained(self) -> list[bool]:
@@ -54,7 +54,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Encoded:
-    """A text with its tokens, and what the tokenizer knows about their characters."""
+    """A text with its tokens, and the tokenizer's offsets."""
 
     text: str
     ids: list[int]
@@ -73,10 +73,10 @@ class Encoder:
         train_on: TrainOn = "assistant",
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Raise DataError for a tokenizer that cannot say which characters a token stands for."""
+        """Raise DataError for a tokenizer without character offsets."""
         if not tokenizer.is_fast:
             raise DataError(
-                f"{type(tokenizer).__name__} keeps no offsets, so no mask can be derived; "
+                f"{type(tokenizer).__name__} has no character offsets to derive a mask from; "
                 "load the fast tokenizer of this model"
             )
         self.tokenizer = tokenizer
@@ -97,7 +97,7 @@ class Encoder:
         return documents
 
     def encode_rows(self, rows: Sequence[tuple[str, Row]]) -> list[list[Tokens] | BadRow]:
-        """Return each row's documents: one, or several where turns need contexts of their own.
+        """Return each row's documents: one, or several where turns need separate contexts.
 
         A row that the template or the tokenizer refuses is a BadRow. Raises DataError where tags
         and prefixes differ or a conversation meets a tokenizer without template.
@@ -130,11 +130,11 @@ class Encoder:
             return bad
 
     def _check_unformatted(self, row: Row) -> None:
-        """Raise BadRow for a prompt that holds what the template would put around it."""
+        """Raise BadRow for a prompt that already has the control tokens of the template."""
         prompt = row.messages[0]["content"]
         if mark := next((mark for mark in self._frame if mark in prompt), None):
             raise BadRow(
-                FORMATTED, f"the prompt has {mark}; data.chat_template: none joins rows as they are"
+                FORMATTED, f"the prompt has {mark}; data.chat_template: none joins rows without it"
             )
 
     @cached_property
@@ -152,20 +152,20 @@ class Encoder:
     def _check_template(
         self, rows: Sequence[tuple[str, Row]], texts: Sequence[list[Rendered] | BadRow]
     ) -> None:
-        """Hold one conversation of many against what the library makes of it."""
+        """Compare one conversation of many with the output of the library."""
         for (_, row), parts in zip(rows, texts, strict=True):
             if self.template is None or row.text or isinstance(parts, BadRow):
                 continue
-            with suppress(BadRow):  # what follows the last answer may be refused
+            with suppress(BadRow):  # the template may refuse turns after the last answer
                 self.template.check(row)
                 return
 
     def _joined(self, place: str, row: Row) -> Rendered:
-        """A prompt and its answer put together as they are, for tokenizers without template."""
+        """Join a prompt and its answer directly, for tokenizers without template."""
         if not row.plain:
             raise DataError(
-                f"{place}: a conversation, but there is no chat template. Use the tokenizer of "
-                "the chat model, give one by data.chat_template, or give prompt / completion or "
+                f"{place} is a conversation, but there is no chat template. Use the tokenizer of "
+                "the chat model, set data.chat_template, or use prompt / completion or "
                 "text."
             )
         prompt, answer = (message["content"] for message in row.messages)
@@ -176,7 +176,7 @@ class Encoder:
         if not texts:
             return []
         # This call leaves the backend without padding and truncation, which files may ask for; its
-        # own way of handing out many texts costs a twentieth more than reading the backend's.
+        # own method for many texts costs a twentieth more than reading the backend's result.
         self.tokenizer("", verbose=False)
         try:
             encodings = self.tokenizer.backend_tokenizer.encode_batch(
@@ -184,7 +184,7 @@ class Encoder:
             )
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
-        except BaseException as error:  # tokenizers raise some that are no Exception
+        except BaseException as error:  # tokenizers raise some that are not an Exception
             if len(texts) > 1:
                 return [one for text in texts for one in self._tokenised([text], with_first)]
             return [BadRow(TOKENIZER_REFUSED, f"{type(error).__name__}: {error}"[:120])]
@@ -216,7 +216,7 @@ class Encoder:
     def _framed(self, document: Tokens) -> Tokens:
         """A prompt and its answer between the tokens that begin and end a text.
 
-        A row may have brought them itself: no token is written twice.
+        A row may already contain them: no token is written twice.
         """
         ids, last = document.input_ids, self.tokenizer.eos_token_id
         before = [] if ids[:1] == self._before else self._before
@@ -281,8 +281,8 @@ def _disagreement(place: str, tagged: Tokens, document: Tokens, tokenizer: Any) 
     who, other = ("tags", "prefixes") if by_tags[at] else ("prefixes", "tags")
     return (
         f"{place}: the chat template contradicts itself: its generation {who} train token {at} "
-        f"({token!r}), its {other} do not. {sum(by_tags)} tokens by tags, "
-        f"{sum(by_prefixes)} by prefixes. Put the answer and its end-of-turn token, and "
-        "nothing else, between {% generation %} and {% endgeneration %}, or give a template "
-        "without these tags by data.chat_template."
+        f"({token!r}), its {other} do not. Tags train {sum(by_tags)} tokens, prefixes "
+        f"{sum(by_prefixes)}. Put the answer and its end-of-turn token, and "
+        "nothing else, between {% generation %} and {% endgeneration %}, or set "
+        "data.chat_template to a template without these tags."
     )

@@ -1,6 +1,6 @@
 """Facts to report about prepared rows besides their number: counted here, then put in words.
 
-Nothing that a file holds is left out or changed without a line about it. Each count is on the card;
+No content of a file is left out or changed without a remark. Each count is on the card;
 `remarks` turns those that are not zero into sentences.
 """
 
@@ -28,7 +28,7 @@ _COUNTS = (
 
 
 _NO_WORDS = {"role", "content", "tool_call_id"}
-"""Keys of a message that every template knows, or that have nothing to be trained on."""
+"""Keys of a message that every template knows, or that have no text to train on."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,9 +37,9 @@ class Notes:
 
     counts: Counter[str] = field(default_factory=Counter)
     others: Counter[str] = field(default_factory=Counter)
-    """Keys of messages that we do not know and gave to the template."""
+    """Keys of messages that we do not know and passed to the template."""
     unread: Counter[str] = field(default_factory=Counter)
-    """What rows have for the template and it never reads."""
+    """Contents of rows that the template never reads."""
     unused: Counter[str] = field(default_factory=Counter)
     """Columns that nothing reads."""
 
@@ -62,7 +62,7 @@ class Notes:
             self.counts.update(document.notes)
 
     def merge(self, later: Notes) -> None:
-        """Add what was counted further on in the same data."""
+        """Add the counts of a later part of the same data."""
         for name in ("counts", "others", "unread", "unused"):
             getattr(self, name).update(getattr(later, name))
 
@@ -77,7 +77,7 @@ class Notes:
 
 
 def _unread(row: Row, template: ChatTemplate | None) -> Iterable[str]:
-    """Yield the names of what a row has for the template and it does not read."""
+    """Yield the names of contents of a row that the template does not read."""
     keys = {key for message in row.messages for key in message} - _NO_WORDS
     thoughts = keys.intersection(REASONING)
     keys -= thoughts
@@ -88,7 +88,7 @@ def _unread(row: Row, template: ChatTemplate | None) -> Iterable[str]:
 
 
 def remarks(card: Mapping[str, Any]) -> list[str]:
-    """Return what should be said about prepared rows, a sentence for each thing."""
+    """Return the remarks about prepared rows, one sentence each."""
     found = [
         sentence.format(count=count)
         for name, sentence in _SENTENCES.items()
@@ -117,21 +117,21 @@ def _rewritten(rows: int, notes: Mapping[str, int]) -> str:
     return (
         f"{rows:,} conversations became {notes[_DOCUMENTS]:,} documents and {factor:.1f} times the "
         "tokens, because the chat template rewrites earlier turns; data.train_on: last trains the "
-        "last answer of each only"
+        "only the last answer of each"
     )
 
 
 _SENTENCES = {
     _TEMPLATED: "{count:,} prompts and completions go through the chat template; "
-    "data.chat_template: none joins them as they are",
-    _JOINED: "{count:,} prompts and completions are joined as they are, without a chat template",
-    EMPTY_THOUGHT: "{count:,} trained answers begin with an empty thought, which teaches a "
-    "thinking model not to think; data.template_kwargs: {{enable_thinking: false}} makes it a part "
-    "of the prompt, if the template knows it",
+    "data.chat_template: none joins them without it",
+    _JOINED: "{count:,} prompts and completions are joined without a chat template",
+    EMPTY_THOUGHT: "{count:,} trained answers begin with an empty thought; this teaches a "
+    "thinking model not to think; data.template_kwargs: {{enable_thinking: false}} makes it part "
+    "of the prompt, if the template supports it",
     LOST_THOUGHT: "{count:,} trained answers have a thought that the chat template leaves out; "
-    "data.chat_template can give a template that writes it",
-    LOST_WORDS: "{count:,} trained answers do not show their words as they are in the row; the "
-    "chat template changes or leaves them out",
+    "set data.chat_template to a template that writes it",
+    LOST_WORDS: "{count:,} trained answers differ from the text of the row; the "
+    "chat template changes or omits it",
     UNOPENED_THOUGHT: "{count:,} trained answers begin without the thought that the generation "
     "prompt opens, because the chat template does not write it in a turn",
 }

@@ -1,14 +1,14 @@
 """The first use of a chat template, in a child process with a limit of time and memory.
 
-A template is a program from a foreign folder. The sandbox it runs in lets it loop for ever and
-build strings without end; here that costs a child process and not the run.
+A template is a program from an untrusted folder. Its sandbox lets it loop without end and
+build strings without limit; here that costs a child process and not the run.
 
-Whether children can begin at all is asked here too, before any is given much: multiprocessing
-writes arguments into a pipe, and if the child ends before it has read them, waits for ever.
+It also checks that child processes can start, before any gets much data: multiprocessing writes
+arguments into a pipe, and if the child ends before it has read them, the write never returns.
 
 Laws (tests/data/chat/test_probe.py)
     1. A template that does not end, or not within its memory, is a DataError.
-    2. So are children that cannot begin, as those of a script that is not fit to be imported.
+    2. So are child processes that cannot start, as those of a script that cannot be imported.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def probe_template(
 ) -> None:
     """Render one conversation in a child; it is killed `limit_s` after it has the tokenizer.
 
-    Waits for the child. A template that raises is no failure here: its rows are counted later.
-    Raises DataError if the child did not begin, or not end by itself.
+    Waits for the child. A template that raises is not an error here: its rows are counted later.
+    Raises DataError if the child did not start or had to be killed.
     """
     child, pipe = _begun(_render_once)
-    with pipe, suppress(OSError, EOFError):  # it has ended: its exit code says how
+    with pipe, suppress(OSError, EOFError):  # it has ended: its exit code shows how
         pipe.send((tokenizer, row, dict(kwargs or {})))
         _await(_READY, pipe, child)
     child.join(limit_s)
@@ -50,13 +50,13 @@ def probe_template(
         child.kill()
         child.join()
         raise DataError(
-            f"the chat template did not finish one conversation in {limit_s:g} s; it may loop for "
-            "ever. Look at it, or set another."
+            f"the chat template did not finish one conversation in {limit_s:g} s; it may loop "
+            "without end. Check it, or set data.chat_template to another."
         )
     if child.exitcode != 0:
         raise DataError(
             f"the chat template ended its process with code {child.exitcode} on one conversation "
-            f"(memory is limited to {_LIMIT_BYTES >> 30} GiB there). Look at it, or set another."
+            f"(memory is limited to {_LIMIT_BYTES >> 30} GiB there). Check it, or set another."
         )
 
 
@@ -68,7 +68,7 @@ def require_children() -> None:
 
 
 def _begun(work: Callable[[connection.Connection], None]) -> tuple[SpawnProcess, Any]:
-    """Return a child that has begun to do `work`, and our end of the pipe to it."""
+    """Return a child that has started `work`, and our end of the pipe to it."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     child = context.Process(target=work, args=(theirs,))
@@ -80,16 +80,16 @@ def _begun(work: Callable[[connection.Connection], None]) -> tuple[SpawnProcess,
         child.kill()
         child.join()
         raise DataError(
-            f"a child process could not begin (exit code {child.exitcode}); what it said stands "
-            "above. Children import the program that starts them: if that is a script of yours, "
-            'what it does belongs under `if __name__ == "__main__":`.'
+            f"a child process could not start (exit code {child.exitcode}); its output is above. "
+            "Child processes import the program that starts them: if that is your own script, put "
+            'its code under `if __name__ == "__main__":`.'
         ) from None
     return child, ours
 
 
 def _await(word: bytes, pipe: Any, child: SpawnProcess) -> None:
-    """Wait until the child says a word. Raises EOFError or OSError if it ended, or is too late."""
-    # On a busy machine a process may take longer to begin than a template to end.
+    """Wait for a message of the child. Raises EOFError or OSError if it ended, or is too late."""
+    # On a busy machine a process may take longer to start than a template to render.
     connection.wait([pipe, child.sentinel], _START_LIMIT_S)
     if not pipe.poll():
         raise EOFError

@@ -1,10 +1,10 @@
 """Conversations as text, and which characters of it are trained.
 
-A turn is trained in the very context the model will meet it in:
+A turn is trained in the context that the model will see at inference:
 
     prompt(i)  = template(messages before turn i, with the generation prompt)
     through(i) = template(messages up to and with turn i)
-    trained    = what through(i) has beyond prompt(i): the answer and its end-of-turn token
+    trained    = the part of through(i) after prompt(i): the answer and its end-of-turn token
 
 This needs no tags in the template, but it needs true prefixes, and that is checked: through(i)
 must begin with prompt(i). One exception: a generation prompt may open a thought that the template
@@ -12,15 +12,15 @@ does not write in the turn itself; then the answer begins where the thought woul
 one text if every through(i) begins it. Some templates rewrite earlier turns (a thinking model's
 thoughts are removed once the user speaks again); then no single text shows each turn as it was
 generated, and the conversation becomes several texts, each of which trains the turns it shows
-truly. Every assistant turn is trained exactly once. Where writing a turn rewrites what its own
-prompt shows, the text is that prompt and the turn behind it.
+truly. Every assistant turn is trained exactly once. If writing a turn rewrites text that its
+prompt shows, the text is that prompt followed by the turn.
 
 Where the template has `{% generation %}` tags the same is derived from them (see masks.py), and
 both must agree.
 
 Laws (tests/data/chat/test_render.py)
     1. Every chosen turn's content and end-of-turn token is trained, once, and nothing else is.
-    2. The text before a trained span is what the model is given at inference.
+    2. The text before a trained span is the model's input at inference.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from megatrain.data.rows.skipped import BadRow
 
 TrainOn = Literal["assistant", "last", "completion", "all"]
 
-NO_PREFIX = "generation prompt is no prefix of the turn"
+NO_PREFIX = "generation prompt is not a prefix of the turn"
 NO_CALLS = "chat template cannot write tool calls"
-REWRITTEN = "a turn that is not to be trained is rewritten by the chat template"
+REWRITTEN = "chat template rewrites a turn that is not trained"
 
 EMPTY_THOUGHT = "empty_thoughts"
 LOST_THOUGHT = "lost_thoughts"
@@ -63,23 +63,23 @@ class Rendered:
     tags: tuple[Span, ...] | None = None
     """Assistant turns by the template's own tags; None if there is nothing to compare."""
     shown: tuple[Span, ...] = ()
-    """What the tags should name: assistant turns from `begins_at` on, also untrained ones."""
+    """The turns to be tagged: assistant turns from `begins_at` on, also untrained ones."""
     begins_at: int = 0
     """Assistant turns that end before this character are trained in another text."""
     notes: tuple[str, ...] = ()
-    """What should be said about its turns, once for each."""
+    """Remarks about its turns, one per turn."""
 
 
 def render_row(template: ChatTemplate, row: Row, train_on: TrainOn) -> list[Rendered]:
     """Return the fewest texts that show each trained turn as it would be generated.
 
-    What follows the last trained turn trains nothing and is left out. Raises BadRow if the template
-    refuses the conversation, or writes a turn otherwise than its own prompt begins it.
+    Turns after the last trained turn are left out. Raises BadRow if the template
+    refuses the conversation, or writes a turn that does not begin with its own prompt.
     """
     if any("tool_calls" in message for message in row.messages) and not template.reads(
         "tool_calls"
     ):
-        raise BadRow(NO_CALLS, "it never reads tool_calls; data.chat_template can give another")
+        raise BadRow(NO_CALLS, "it never reads tool_calls; set data.chat_template to another")
     talk = _Talk(template, row)
     if train_on == "all":
         return [talk.whole(len(row.messages))]
@@ -115,7 +115,7 @@ class _Talk:
         return self._template.render(self._row, turn + 1)
 
     def begin_of(self, turn: int, text: str) -> int:
-        """Return where the model begins to write `turn` in a text that goes through it."""
+        """Return where the model starts to write `turn` in a text that includes it."""
         prompt = self._template.render(self._row, turn, add_generation_prompt=True)
         if text.startswith(prompt):
             return len(prompt)
@@ -149,7 +149,7 @@ class _Talk:
         shown: list[tuple[int, Span]] = []
         whole, tags = "", None
         for turn in reversed(turns):
-            # What is looked for as a beginning needs no tags; a text of its own does.
+            # A text that only serves as a prefix needs no tags; a separate text does.
             through = self._shown(turn, whole) if shown else None
             if through is None:
                 if shown:
@@ -168,10 +168,10 @@ class _Talk:
         return [text for text in reversed(texts) if text.spans]
 
     def _after_its_prompt(self, turn: int, bad: BadRow) -> Rendered:
-        """Return a text for a turn before which the template rewrites what its prompt shows.
+        """Return a text for a turn whose prompt the template rewrites.
 
-        The prompt, and behind it what the template writes for the turn. Raises `bad` if it cannot
-        be seen where that begins.
+        It is the prompt, followed by the template's text for the turn. Raises `bad` if the start of
+        that text cannot be found.
         """
         prompt = self._template.render(self._row, turn, add_generation_prompt=True)
         before = self._template.render(self._row, turn)
@@ -179,7 +179,7 @@ class _Talk:
         core = _OPENED.sub("", header)
         text = self.through(turn)
         at, same = self._header(core, self._row, turn)
-        # A turn that the template joins to the one before has no header of its own.
+        # A turn that the template joins to the one before has no header.
         other_at, other_same = self._header(core, _reworded(self._row, turn - 1), turn)
         if not core.strip() or at < 0 or same - at != other_same - other_at:
             raise bad
@@ -189,7 +189,7 @@ class _Talk:
         return self._rendered(whole, [(turn, (len(prompt), len(whole)))], None)
 
     def _header(self, header: str, row: Row, turn: int) -> tuple[int, int]:
-        """Return where a turn's generation prompt stands in the text through it, and its words."""
+        """Return where a turn's generation prompt is in the text through it, and its words."""
         texts = [self._template.render(one, turn + 1) for one in (row, _reworded(row, turn))]
         same = _first_difference(*texts)
         return texts[0].rfind(header, 0, same), same
@@ -230,12 +230,12 @@ class _Talk:
 
 
 def _remarks(message: Message, trained: str, turn: int) -> list[str]:
-    """Return what should be said about a trained turn. Raises BadRow if its calls are lost."""
+    """Return the remarks about a trained turn. Raises BadRow if its calls are lost."""
     for call in message.get("tool_calls", ()):
         if call["function"]["name"] not in trained:
             raise BadRow(NO_CALLS, f"turn {turn}: {call['function']['name']:.40} is left out")
     said, thought = message["content"] or "", message.get("reasoning_content")
-    # Two searches and no pattern around both: text without an end would be searched over and over.
+    # Two searches and no pattern around both: text without an end would be searched repeatedly.
     if (
         thought is None
         and (begin := _BEGIN.search(said))
@@ -273,7 +273,7 @@ def _without(spans: Sequence[Span], hole: Span) -> list[Span]:
 def _difference(prompt: str, through: str, turn: int) -> str:
     at = _first_difference(prompt, through)
     return (
-        f"turn {turn}: the prompt goes on with {prompt[at : at + 20]!r}, "
+        f"turn {turn}: the prompt continues with {prompt[at : at + 20]!r}, "
         f"the turn with {through[at : at + 20]!r}"
     )
 

@@ -1,11 +1,11 @@
 """Spans of characters as runs of tokens.
 
-A token is inside a span if it holds one of its characters. Reading every token's characters costs
+A token is inside a span if it has one of its characters. Reading every token's characters costs
 more than a tenth of tokenising, so a run is found by asking for the tokens at its two ends. Where
-an end does not lie between two tokens, all of them are looked at.
+an end is not between two tokens, all of them are checked.
 
 Laws (tests/data/chat/test_spans.py)
-    1. Asking for the ends gives what looking at every token gives.
+    1. Asking for the ends gives the same result as checking every token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Runs = tuple[Span, ...]
 
 
 def tokens_in(span: Span, encoding: Any, num_chars: int) -> Span:
-    """Return the tokens of a text of `num_chars` that hold a character of `span`."""
+    """Return the tokens of a text of `num_chars` that contain a character of `span`."""
     if span[0] >= span[1]:
         return (0, 0)
     begin = encoding.char_to_token(span[0])
@@ -45,14 +45,14 @@ def _is_unclear(char: int, end: int, encoding: Any) -> bool:
 
 
 def tokens_in_by_all(span: Span, encoding: Any) -> Span:
-    """Return the same by looking at every token."""
+    """Return the same by checking every token."""
     ranges = enumerate(_ranges(encoding.offsets))
     inside = [number for number, (a, b) in ranges if a < span[1] and b > span[0]]
     return (inside[0], inside[-1] + 1) if inside else (0, 0)
 
 
 def _ranges(offsets: Iterable[Span]) -> Iterator[Span]:
-    """Yield each token's characters. Tokenizers may trim a lone space to nothing: give it back."""
+    """Yield each token's characters. Tokenizers may trim a lone space to nothing: restore it."""
     before = 0
     for start, end in offsets:
         yield (start if end > start else min(before, start), end)
@@ -75,13 +75,13 @@ def moved(runs: Iterable[Span], offset: int) -> list[Span]:
 
 
 def clipped(runs: Iterable[Span], start: int, stop: int) -> Runs:
-    """Return what lies between `start` and `stop`, counted from `start`."""
+    """Return the parts between `start` and `stop`, counted from `start`."""
     cut = [(max(begin, start), min(end, stop)) for begin, end in runs]
     return tuple((begin - start, end - start) for begin, end in cut if begin < end)
 
 
 def mask_of(runs: Sequence[int] | NDArray[np.int32], length: int) -> NDArray[np.bool_]:
-    """Return which of `length` tokens lie in a run; `runs` is begin, end, begin..."""
+    """Return which of `length` tokens are in a run; `runs` is begin, end, begin..."""
     edges = np.zeros(length + 1, dtype=np.int8)
     edges[runs[0::2]] += 1
     edges[runs[1::2]] -= 1

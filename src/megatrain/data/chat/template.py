@@ -1,11 +1,11 @@
 """A tokenizer's chat template, compiled once and rendered many times.
 
 The environment is the one that transformers gives a template: the sandbox, its block trimming, its
-filters and functions. What is the same for every row is looked up once, which halves the time of a
-short text; `check` holds the two against each other on real rows.
+filters and functions. Values shared by all rows are looked up once, which halves the time of a
+short text; `check` compares the two on real rows.
 
 Laws (tests/data/chat/test_template.py)
-    1. A text is what `tokenizer.apply_chat_template` gives.
+    1. A text is equal to the result of `tokenizer.apply_chat_template`.
     2. Tagged characters are those between `{% generation %}` and `{% endgeneration %}`.
 """
 
@@ -37,10 +37,10 @@ _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ChatTemplate:
-    """Conversations to text. Raises BadRow where the template raises: it is foreign code."""
+    """Conversations to text. Raises BadRow where the template raises: it is untrusted code."""
 
     def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> None:
-        """`kwargs` are arguments for every row; a row's own come before them."""
+        """`kwargs` are arguments for every row; a row's own take precedence."""
         self._tokenizer = tokenizer
         self._given = {
             **tokenizer.special_tokens_map, "tools": None, "documents": None, **(kwargs or {}),
@@ -60,7 +60,7 @@ class ChatTemplate:
         return name in self._words
 
     def without_end(self, text: str) -> str:
-        """Return a text without the end of sequence that stands after another control token.
+        """Return a text without the end of sequence that follows another control token.
 
         Some templates write it once, after the last turn: no turn but the last shows it.
         """
@@ -79,7 +79,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self._arguments(row),
             )
-        except Exception as error:  # templates raise whatever they like, on purpose and by mistake
+        except Exception as error:  # templates raise any exception, on purpose and by mistake
             raise _refusal(error) from error
 
     def render_tagged(self, row: Row, end: int | None = None) -> tuple[str, tuple[Span, ...]]:
@@ -99,7 +99,7 @@ class ChatTemplate:
             raise _refusal(error) from error
 
     def check(self, row: Row) -> None:
-        """Raise DataError if the library writes this conversation otherwise than we do.
+        """Raise DataError if the library renders this conversation differently.
 
         Raises BadRow if one of the two refuses it.
         """
@@ -115,13 +115,13 @@ class ChatTemplate:
             raise _refusal(error) from error
         if ours != theirs:
             raise DataError(
-                f"the chat template writes {ours[:200]!r} here and {theirs[:200]!r} when the model "
-                "is used; it must not depend on anything but the conversation"
+                f"the chat template writes {ours[:200]!r} here and {theirs[:200]!r} at "
+                "inference; it must depend on the conversation only"
             )
 
     def _template(self, row: Row, end: int | None) -> Template:
         if not row.messages[:end]:
-            raise ValueError("nothing is said before the first answer")
+            raise ValueError("no turn comes before the first answer")
         source = self._sources[bool(row.tools)]
         if source not in self._compiled:
             self._compiled[source] = compile_template(source)
@@ -137,7 +137,7 @@ class ChatTemplate:
 
     @cached_property
     def _form(self) -> _Form:
-        """The form in which the template writes a call: some fail on others, or write `None`."""
+        """The form of a call that the template can write: some fail on others, or write `None`."""
         return next((form for form in _FORMS if self._writes_call(form)), _FORMS[1])
 
     def _writes_call(self, form: _Form) -> bool:
@@ -157,7 +157,7 @@ class _Form:
     """How a turn that calls a tool is given to a template."""
 
     content: str | None
-    """In place of null."""
+    """Content instead of null."""
     has_objects: bool
     """Arguments are an object, not JSON text."""
 
@@ -193,7 +193,7 @@ def _source(tokenizer: Any, *, with_tools: bool) -> str:
     try:
         return str(tokenizer.get_chat_template(tools=[] if with_tools else None))
     except ValueError as error:
-        raise DataError(f"the tokenizer's chat template cannot be used: {error}") from error
+        raise DataError(f"cannot use the tokenizer's chat template: {error}") from error
 
 
 def check_kwargs(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
@@ -205,7 +205,7 @@ def check_kwargs(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
             )
         if not ChatTemplate(tokenizer).reads(name):
             raise DataError(
-                f"data.template_kwargs: the chat template does not read {name}. Leave it out, or "
+                f"data.template_kwargs: the chat template does not read {name}. Remove it, or "
                 "correct its name."
             )
 
@@ -239,7 +239,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is; jinja's own filter writes it for HTML."""
+    """Plain JSON; jinja's own filter escapes it for HTML."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -267,7 +267,7 @@ class _GenerationTags(Extension):
         self._at = 0
 
     def passed(self, piece: str) -> str:
-        """Count a piece of text that was written; each comes before the next tag is met."""
+        """Count a piece of text that was written; each comes before the next tag."""
         self._at += len(piece)
         return piece
 

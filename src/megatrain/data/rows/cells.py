@@ -1,4 +1,4 @@
-"""What a cell of a row holds, checked: text, lists, JSON. What it must not hold is a BadRow.
+"""The cells of a row, checked: text, lists, JSON. An unusable value is a BadRow.
 
 The reasons are few and short, so that counts by reason stay readable.
 """
@@ -26,8 +26,8 @@ _KINDS = {dict: "an object", list: "a list", str: "text", bool: "a truth value",
 
 
 def kind_of(value: object) -> str:
-    """Return what a value is called in messages."""
-    return _KINDS.get(type(value), "a number" if isinstance(value, int | float) else "no text")
+    """Return the name of a value's type for messages."""
+    return _KINDS.get(type(value), "a number" if isinstance(value, int | float) else "another type")
 
 
 def decoded(value: object) -> object:

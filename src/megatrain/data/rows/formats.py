@@ -1,8 +1,7 @@
-"""Which of the known shapes the rows of a file have.
+"""Detection of the format that the rows of a file have.
 
-Detected from the columns of the first rows, by majority, and printed: what was guessed is never
-silent. Rows of another shape are counted as such later on. Who knows better tells the shape's name;
-then only rows of that shape count, and there must be some.
+Detected from the columns of the first rows, by majority, and always printed. Rows of another shape
+are counted later. A user who names the shape gets only rows of that shape, and there must be some.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from megatrain.errors import DataError, listing
 
 Kind = Literal["messages", "alpaca", "pair", "text"]
 FormatName = Literal["auto", "messages", "alpaca", "prompt_completion", "text"]
-"""What a user calls a shape."""
+"""The user's name for a shape."""
 
 FIRST_ROWS = 100
 _PAIRS = (
@@ -54,7 +53,7 @@ class Format:
     turn_keys: tuple[str, str] = ("role", "content")
     """Keys of role and content in a turn, for `messages`."""
     is_told: bool = field(default=False, repr=False, compare=False)
-    """The user named it. Says nothing about the rows, so it is no part of their fingerprint."""
+    """Whether the user named it. It is not part of the rows' fingerprint."""
 
     def __str__(self) -> str:
         how = "told" if self.is_told else "detected"
@@ -81,7 +80,7 @@ def detect(
     if not shapes:
         raise DataError(
             f"{where}: no known format in the first {len(first)} rows; their columns are "
-            f"{_columns(first)}. Known are: {_KNOWN}."
+            f"{_columns(first)}. Known formats: {_KNOWN}."
         )
     return shapes.most_common(1)[0][0]
 
@@ -95,9 +94,9 @@ def _told(first: list[object], where: str, wanted: str) -> Format:
     names = {kind: name for name, kind in _KINDS.items()}
     fitting = listing({names[shape.kind] for shape in shapes})
     raise DataError(
-        f"{where}: format {wanted} looks for {_COLUMNS[kind]}; the columns of the first "
+        f"{where}: format {wanted} needs the columns {_COLUMNS[kind]}; those of the first "
         f"{len(first)} rows are {_columns(first)}. "
-        + (f"Formats that would fit: {fitting}." if fitting else f"Known are: {_KNOWN}.")
+        + (f"Formats that fit: {fitting}." if fitting else f"Known formats: {_KNOWN}.")
     )
 
 
@@ -107,7 +106,7 @@ def _columns(first: Iterable[object]) -> str:
 
 
 def format_of(value: object) -> Format | None:
-    """Return the shape of one row, or None if it is none of ours."""
+    """Return the shape of one row, or None if it has no known shape."""
     return next(formats_of(value), None)
 
 

@@ -1,10 +1,10 @@
-"""Rows of a dataset on the Hugging Face Hub: which part of it, at which commit.
+"""Rows of a Hugging Face Hub dataset, from one part of it at one commit.
 
     where = located("openai/gsm8k", name="main", split="test")     # HubRows
     where = located("train.jsonl")                                 # the same path: it is on disk
 
-`datasets` downloads and reads it: data files only, dataset scripts are not run. Whether the Hub
-answers is asked once, with a time limit; if it does not, the cache of `datasets` is used as it is.
+`datasets` downloads and reads it: data files only, never dataset scripts. We ask the Hub once,
+with a time limit; if it does not answer, the cache of `datasets` is used as it is.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class HubRows:
     name: str | None
     split: str
     commit: str | None
-    """None: the Hub does not answer, and whatever commit the cache has is meant."""
+    """None if the Hub does not answer; then it is the commit in the cache."""
     answers: bool
     """Whether the Hub answers."""
 
@@ -58,14 +58,14 @@ def located(
     """Return the path if it is on this disk, else the dataset of that id.
 
     Raises DataError if it is neither, HubError if the Hub has no such dataset, ConfigError if a
-    part is asked of a file.
+    part of a file is requested.
     """
     asked = {"name": name, "split": split, "revision": revision}
     if data_files(path):
         if given := [f"{key} {value}" for key, value in asked.items() if value is not None]:
             raise ConfigError(
-                f"{path} is on this disk, and {' and '.join(given)} can only be chosen of a "
-                "dataset on the Hub. Leave it out, or give another path."
+                f"{path} is a local file, and {' and '.join(given)} only applies to datasets "
+                "on the Hub. Remove it, or give another path."
             )
         return path
     if not is_id(str(path)):
@@ -89,8 +89,8 @@ def _dataset(rows: HubRows) -> Any:
         raise DataError(_no_rows(rows, error)) from error
     if rows.commit is not None and _cached_commit(dataset) != rows.commit:
         raise DataError(
-            f"{rows}: commit {rows.commit[:12]} is wanted, the cache has "
-            f"{str(_cached_commit(dataset))[:12]}, and the Hub cannot be reached to get it"
+            f"{rows}: commit {rows.commit[:12]} is requested, the cache has "
+            f"{str(_cached_commit(dataset))[:12]}, and the Hub is unreachable"
         )
     return dataset
 
@@ -98,13 +98,13 @@ def _dataset(rows: HubRows) -> Any:
 def _no_rows(rows: HubRows, error: Exception) -> str:
     if not rows.answers and isinstance(error, ConnectionError | FileNotFoundError):
         return (
-            f"{rows}: no such file here, not in the cache of datasets, and the Hub cannot be "
-            f"reached. Run `hf download --repo-type dataset {rows.id}` on a machine with a "
+            f"{rows}: no such file here, not in the cache of datasets, and the Hub is "
+            f"unreachable. Run `hf download --repo-type dataset {rows.id}` on a machine with a "
             "network, copy the folder it prints, and give its path."
         )
     text = " ".join(str(error).split())[:400]
-    hint = " Give it as `name`." if "Config name is missing" in text else ""
-    return f"{rows}: cannot be loaded from the Hub: {text}{hint}"
+    hint = " Set it as `name`." if "Config name is missing" in text else ""
+    return f"{rows}: cannot load it from the Hub: {text}{hint}"
 
 
 def _cached_commit(dataset: Any) -> str | None:
@@ -115,7 +115,7 @@ def _cached_commit(dataset: Any) -> str | None:
 
 @contextmanager
 def _offline() -> Iterator[None]:
-    """Keep `datasets` from asking the Hub again and again: it was asked, and does not answer."""
+    """Keep `datasets` from asking a Hub that does not answer."""
     from datasets import config
 
     before = config.HF_HUB_OFFLINE

@@ -1,6 +1,6 @@
-"""One turn of a conversation as the chat template is given it: whole, in one form.
+"""One turn of a conversation, normalized for the chat template.
 
-What a template reads keeps its name; only what files write in several ways is made one:
+Keys that a template reads keep their names; keys that files write in several ways become one:
 
     role          system, user, assistant or tool
     content       text; text parts are joined; null where an assistant turn only calls tools, as
@@ -9,8 +9,8 @@ What a template reads keeps its name; only what files write in several ways is m
     reasoning     under `reasoning_content` and `thinking`, whichever of three names the file uses
 
 A key that is null is absent: Arrow gives every turn the keys of all turns. Any other key reaches
-the template as it is, and is counted. `weight` and `train` are ours: they say whether an assistant
-turn is trained.
+the template as it is, and is counted. `weight` and `train` are ours: they control whether the
+assistant turn is trained.
 
 Laws (tests/data/rows/test_messages.py)
     1. The same turn in any form gives the same message.
@@ -41,7 +41,7 @@ from megatrain.data.rows.cells import (
 from megatrain.data.rows.skipped import BadRow
 
 Message = Mapping[str, Any]
-"""`role` and `content`, and whatever else the template may read."""
+"""`role` and `content`, and other keys that the template may read."""
 
 CALL = "function_call"
 ROLES = {
@@ -61,7 +61,7 @@ _MEDIA = ("image", "audio", "video", "file")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """A message, and what its keys say besides."""
+    """A message, and the flags from its keys."""
 
     message: Message
     is_trained: bool = True
@@ -71,7 +71,7 @@ class Turn:
 
 
 def read_turn(turn: object, number: int, keys: tuple[str, str]) -> Turn:
-    """Return the turn that `turn` means; `keys` name its role and content. Raises BadRow."""
+    """Return the normalized turn; `keys` name its role and content. Raises BadRow."""
     if not isinstance(turn, Mapping):
         reason = IS_NULL if turn is None else WRONG_TYPE
         raise BadRow(reason, f"turn {number} is {kind_of(turn)}")
@@ -102,7 +102,7 @@ def read_turn(turn: object, number: int, keys: tuple[str, str]) -> Turn:
 
 
 def _without_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keys that do not stand in the way of role and content."""
+    """Return keys that do not collide with role and content."""
     return {key: value for key, value in given.items() if key not in ("role", "content")}
 
 
@@ -117,13 +117,13 @@ def _content(
         raise BadRow(OTHER_SHAPE, f"turn {number} has no {key}")
     if isinstance(value, list):
         value = "".join(_part(part, name) for part in value)
-    # An empty system prompt, or a tool that returned nothing, is no fault of the row.
+    # An empty system prompt, or a tool that returned nothing, is allowed.
     text = read_text(value, name, allow_empty=may_be_null or role in ("system", "tool"))
     return text if text.strip() or not may_be_null else None
 
 
 def _part(part: object, name: str) -> str:
-    """Return the text of one part. What is not text is refused by its name."""
+    """Return the text of one part. Media are refused by their name."""
     if not isinstance(part, Mapping):
         raise BadRow(WRONG_TYPE, f"a part of {name} is {kind_of(part)}")
     kind = str(part.get("type"))
@@ -136,7 +136,7 @@ def _part(part: object, name: str) -> str:
 
 def _put_calls(given: dict[str, Any], number: int) -> None:
     """Bring the calls of an assistant turn into one form, under `tool_calls`."""
-    old = given.pop("function_call", None)  # what OpenAI wrote before it had tool_calls
+    old = given.pop("function_call", None)  # OpenAI's form before tool_calls
     calls = read_list(given.pop("tool_calls", ()), f"tool_calls of turn {number}")
     if old is not None:
         calls = [*calls, old]
@@ -150,7 +150,7 @@ def _call_turn(value: object, number: int) -> Sequence[Any]:
     if isinstance(value, Mapping):
         return [value]
     if not isinstance(value, list) or not value:
-        raise BadRow(WRONG_TYPE, f"turn {number} is a function_call, but not JSON of a call")
+        raise BadRow(WRONG_TYPE, f"turn {number} is a function_call, but not the JSON of a call")
     return value
 
 
@@ -167,7 +167,7 @@ def _call(value: object, number: int) -> dict[str, Any]:
 
 
 def _arguments(value: object) -> object:
-    """Return arguments as a mapping, as templates want them; text that is no JSON object stays."""
+    """Return arguments as a mapping for templates; text that is not a JSON object stays."""
     if value is None:
         return {}
     found = decoded(value)

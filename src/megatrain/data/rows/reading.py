@@ -1,16 +1,16 @@
 """Files as raw rows, one after another, in bounded memory.
 
-Each reader yields (number, value): the line where the row starts for jsonl, txt and csv, the
+Each reader yields (number, value): the first line of the row for jsonl, txt and csv, the
 row's number from 1 for json and parquet. A row that cannot even be parsed is
 yielded as a BadRow in place of its value, so numbers and order of the others stay right.
 
 We parse text files ourselves: table readers give up on the first broken line, turn an answer
-`NA` into null and an answer `42` into a number, and copy the whole file first.
+`NA` into null and an answer `42` into a number, and copy the entire file first.
 
 Laws (tests/data/rows/test_reading.py)
     1. Every format gives the same rows for the same content.
     2. A broken line costs that line.
-    3. What cannot be attributed to one row (no such file, a quote that never closes) is a DataError
+    3. An error outside of one row (no such file, a quote that never closes) is a DataError
        with file and line.
 """
 
@@ -32,7 +32,7 @@ from megatrain.hub import is_id
 from megatrain.progress import Advance
 
 Raw = tuple[int, object]
-"""Line or row number, and the value: what the file holds there, or a BadRow."""
+"""Line or row number, and the value: the parsed contents, or a BadRow."""
 
 LONGEST_LINE_BYTES = 64 * 2**20
 _CHUNK_CHARS = 2**20
@@ -42,19 +42,19 @@ _DECODER = json.JSONDecoder()
 
 
 class Line(str):
-    """A line of JSON that is not parsed yet: that is work for whoever makes a row of it."""
+    """A line of JSON, not parsed yet: the maker of the row parses it."""
 
     __slots__ = ()
 
 
 def read_rows(path: str | Path, advance: Advance = lambda _: None) -> Iterator[Raw]:
-    """Yield the raw rows of a local file, by its suffix; tell `advance` of bytes as they come."""
+    """Yield the raw rows of a local file, by its suffix; report bytes to `advance`."""
     for number, value in read_unparsed(path, advance):
         yield number, parsed(value)
 
 
 def parsed(value: object) -> object:
-    """Return what a line holds, or a BadRow; any other value as it is."""
+    """Return the value of a line, or a BadRow; any other value unchanged."""
     return _parsed(value) if isinstance(value, Line) else value
 
 
@@ -64,23 +64,23 @@ def read_unparsed(path: str | Path, advance: Advance = lambda _: None) -> Iterat
     reader = _READERS.get(_kind(path))
     if reader is None:
         raise DataError(
-            f"{path}: unknown kind of file {path.suffix or '(no suffix)'}; "
-            f"known are {listing(_READERS)}, and {listing(_PACKED)}"
+            f"{path}: unknown file type {path.suffix or '(no suffix)'}; "
+            f"known types are {listing(_READERS)}, and {listing(_PACKED)}"
         )
-    if not path.is_file():  # a pipe would keep us waiting for ever
+    if not path.is_file():  # reading a pipe might never return
         raise DataError(f"{path}: {'not a regular file' if path.exists() else 'no such file'}")
     try:
         yield from reader(path, advance)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(
-            f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"
+            f"{path}: cannot read it: {getattr(error, 'strerror', None) or error}"
         ) from error
 
 
 def without_filling(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row without the nulls that Arrow puts where another row has a key.
 
-    Objects of a column all have the same keys there, so arguments of one tool call would show up,
+    Objects of a column all have the same keys there, so arguments of one tool call would appear,
     as null, in every other. A column and the keys of a turn stay: there null is a bad row.
     """
     return {name: _pruned(cell, depth=0) for name, cell in row.items()}
@@ -117,11 +117,11 @@ def _files_in(folder: Path) -> list[Path]:
     below = [path.name for path in seen if path.is_dir() and _holds_data(path)]
     if below:
         raise DataError(
-            f"{folder}: has data files in subfolders too: {listing(below)}. A folder is read "
-            "without its subfolders: name each folder that is meant in data.train."
+            f"{folder} also has data files in subfolders: {listing(below)}. A folder is read "
+            "without its subfolders: list each folder in data.train."
         )
     if not found:
-        raise DataError(f"{folder}: the folder holds no {listing(_READERS)} file")
+        raise DataError(f"{folder}: the folder has no {listing(_READERS)} file")
     return found
 
 
@@ -130,7 +130,7 @@ def _holds_data(folder: Path) -> bool:
 
 
 def _kind(path: Path) -> str:
-    """Return the suffix that says how a file is read; .jsonl of rows.jsonl.gz."""
+    """Return the suffix that selects the reader; .jsonl for rows.jsonl.gz."""
     suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
     if "".join(suffixes) in _PACKED:
         return suffixes[0]
@@ -138,7 +138,7 @@ def _kind(path: Path) -> str:
 
 
 class _CountedFile(io.FileIO):
-    """A file that tells how much of it was read."""
+    """A file that reports the number of bytes read."""
 
     def __init__(self, path: Path, advance: Advance) -> None:
         super().__init__(path, "rb")
@@ -170,14 +170,14 @@ def _open(path: Path, advance: Advance) -> io.BufferedReader[_CountedFile] | _Pa
 
 
 def _open_text(path: Path, advance: Advance) -> io.TextIOWrapper:
-    """Open as text; bytes that are none become lone surrogates, which no row may have."""
+    """Open as text; invalid bytes become lone surrogates, which no row may have."""
     return io.TextIOWrapper(
         _open(path, advance), encoding="utf-8-sig", errors="surrogateescape", newline=""
     )
 
 
 def _lines(file: io.BufferedIOBase) -> Iterator[tuple[int, bytes | BadRow]]:
-    """Yield numbered lines; of one that is too long only the fact."""
+    """Yield numbered lines; a line that is too long is a BadRow."""
     number = 0
     while line := file.readline(LONGEST_LINE_BYTES + 1):
         number += 1
@@ -243,18 +243,18 @@ def _elements(path: Path, file: IO[str], buffer: str) -> Iterator[Raw]:
         if buffer.startswith("]", at):
             return
         value, end, why = _decoded(buffer, at)
-        # A number at the end of the buffer may go on in the next chunk.
+        # A number at the end of the buffer may continue in the next chunk.
         if not why and end < len(buffer):
             number, at = number + 1, end
             yield number, value
             continue
-        # Doubling keeps a long element from being parsed anew for every chunk.
+        # Doubling keeps a long element from being parsed again for every chunk.
         more = file.read(max(_CHUNK_CHARS, len(buffer) - at))
         if not more or len(buffer) - at > LONGEST_LINE_BYTES:
             raise DataError(
-                f"{path}: row {number + 1}: broken JSON ({why or 'the array does not end'}); what "
-                "follows cannot be found in an array. One row per line (.jsonl) would lose that "
-                "line alone."
+                f"{path}: row {number + 1}: broken JSON ({why or 'the array does not end'}); the "
+                "rows after it cannot be found in an array. With one row per line (.jsonl) only "
+                "that line would be lost."
             )
         buffer, at = buffer[at:] + more, 0
 
@@ -265,7 +265,7 @@ def _skip_space(buffer: str, at: int) -> int:
 
 
 def _decoded(buffer: str, at: int) -> tuple[object, int, str]:
-    """Return the value at `at`, where it ends, and why there is none."""
+    """Return the value at `at` and its end, or the reason for an error."""
     try:
         value, end = _DECODER.raw_decode(buffer, at)
     except (ValueError, RecursionError) as error:
@@ -287,7 +287,7 @@ def _read_csv(path: Path, advance: Advance) -> Iterator[Raw]:
             except csv.Error as error:
                 if "unexpected end of data" in str(error):
                     raise DataError(
-                        f"{path}:{number}: a quote opens here and never closes"
+                        f"{path}:{number}: a quote starts here and never ends"
                     ) from error
                 yield number, BadRow("broken CSV", str(error))
                 continue
@@ -313,7 +313,7 @@ def _read_parquet(path: Path, advance: Advance) -> Iterator[Raw]:
                 for value in _batch_rows(batch):
                     number += 1
                     yield number, value
-    except (ArrowException, ValueError, OverflowError) as error:  # names may be no text either
+    except (ArrowException, ValueError, OverflowError) as error:  # names may not be text either
         raise DataError(f"{path}: broken Parquet after row {number}: {error}") from error
 
 
@@ -322,7 +322,7 @@ def _batch_rows(batch: Any) -> Iterator[object]:
     try:
         yield from map(without_filling, batch.to_pylist())
         return
-    except (ValueError, OverflowError):  # before the first row: the list is made as a whole
+    except (ValueError, OverflowError):  # before the first row: the list is built in one go
         pass
     for number in range(batch.num_rows):
         try:

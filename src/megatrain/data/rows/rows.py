@@ -2,7 +2,7 @@
 
 Laws (tests/data/rows/test_rows.py)
     1. The same conversation in any shape gives the same row.
-    2. Whatever a file holds, the answer is a Row or a BadRow with one of the reasons of cells.py.
+    2. Any contents give a Row, or a BadRow with one of the reasons of cells.py.
     3. Every column of a row is used, or named as unused.
 """
 
@@ -36,7 +36,7 @@ RESERVED = (
     "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
     "tokenizer_kwargs",
 )  # fmt: skip
-"""What a chat template is given by whoever renders it; no argument of a row may take its place."""
+"""Variables that the renderer passes to a chat template; no argument of a row replaces them."""
 
 _MEDIA_COLUMNS = ("image", "images", "audio", "audios", "video", "videos")
 _TOOLS, _FUNCTIONS, _KWARGS = "tools", "functions", "chat_template_kwargs"
@@ -49,21 +49,21 @@ class Row:
     messages: tuple[Message, ...] = ()
     text: str = ""
     plain: bool = False
-    """True: a prompt and its answer, which need no chat template to be joined."""
+    """Whether it is a prompt and its answer, which can be joined without a chat template."""
     num_prompt: int = 0
-    """So many first messages are a prompt, whose answers are not trained."""
+    """Number of first messages that are a prompt, whose answers are not trained."""
     untrained: frozenset[int] = frozenset()
-    """Messages that the row asks not to train."""
+    """Messages that the row marks as not trained."""
     tools: tuple[Mapping[str, Any], ...] = ()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     others: tuple[str, ...] = ()
-    """Keys of messages that we do not know; the template is given them."""
+    """Keys of messages that we do not know; the template gets them."""
     unused: tuple[str, ...] = ()
     """Columns that nothing reads."""
 
 
 def canonical(value: object, shape: Format) -> Row:
-    """Return the row that `value` means. Raises BadRow, and nothing else, for what means none."""
+    """Return the row of a raw value. Raises BadRow, and nothing else."""
     if isinstance(value, BadRow):
         raise value
     if value is None:
@@ -97,7 +97,7 @@ def _conversation(value: Mapping[str, Any], shape: Format) -> Row:
 
 
 def _turns_of(value: Mapping[str, Any], shape: Format) -> tuple[int, list[Turn]]:
-    """Return how many turns are the prompt of a prompt and completion, and all turns."""
+    """Return the number of turns that are the prompt of a prompt and completion, and all turns."""
     if shape.kind == "alpaca":
         return 0, _alpaca(value)
     if shape.kind == "messages":
@@ -108,7 +108,7 @@ def _turns_of(value: Mapping[str, Any], shape: Format) -> tuple[int, list[Turn]]
 
 
 def _with_system(value: Mapping[str, Any], turns: list[Turn]) -> list[Turn]:
-    """Put the system prompt that some tools keep in a column of its own in front."""
+    """Prepend the system prompt that some tools keep in its own column."""
     system = _optional(value, "system") if turns[0].message["role"] != "system" else ""
     return [_said("system", system), *turns] if system.strip() else turns
 
@@ -154,7 +154,7 @@ def _history(value: object) -> Sequence[Any]:
 
 
 def _tools(value: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    """Return the row's tools as they are; a function alone, their old form, as a tool."""
+    """Return the row's tools; a bare function, the old form, becomes a tool."""
     given = (*_optional_list(value, _TOOLS), *_optional_list(value, _FUNCTIONS))
     found = [read_mapping(tool, "a tool") for tool in given]
     found = [

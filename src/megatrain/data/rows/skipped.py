@@ -1,7 +1,7 @@
 """Rows that were left out: how many, why, and where the first few are.
 
 A bad row never ends a run and is never silent. Reasons are short and few, so that counts by
-reason stay readable; what is particular to a row stands with its place.
+reason stay readable; the details of a row are shown with its place.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Skipped:
         self._note(bad.reason, f"{place} ({bad.detail})" if bad.detail else place)
 
     def merge(self, later: Skipped) -> None:
-        """Add what was skipped further on in the same data."""
+        """Add the rows that were skipped in a later part of the same data."""
         for reason, count in later.counts.items():
             self.counts[reason] = self.counts.get(reason, 0) + count
             for place in later.places[reason]:

@@ -1,4 +1,4 @@
-"""A data set as the user names it: a file, a folder of files, or a name on the Hub.
+"""A dataset named by the user: a file, a folder of files, or a Hub id.
 
 with its format:   source = open_source("train.jsonl");  print(source.format)
 its rows:          for place, row in source.rows(skipped): ...
@@ -23,7 +23,7 @@ from megatrain.progress import Advance
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where rows come from and what shape they have."""
+    """The origin of rows, and their format."""
 
     name: str
     files: tuple[Path, ...]
@@ -32,7 +32,7 @@ class Source:
     format: Format
 
     def values(self, advance: Advance = lambda _: None) -> Iterator[tuple[str, object]]:
-        """Yield each raw row with its place, `train.jsonl:17`; tell `advance` of bytes read.
+        """Yield each raw row with its place, `train.jsonl:17`; report bytes read to `advance`.
 
         Lines of JSON come unparsed: see `parsed` in reading.py.
         """
@@ -48,7 +48,7 @@ class Source:
 
 
 def open_source(where: Where, wanted: FormatName = "auto") -> Source:
-    """Return the source of this name, its format detected from its first rows unless told.
+    """Return the source of this name, its format detected from its first rows unless given.
 
     Raises DataError if it is neither a file, a folder nor a dataset, or not of that format.
     """
@@ -69,15 +69,15 @@ def _check_encoding(path: Path) -> None:
         with path.open("rb") as file:
             begin = file.read(2)
     except OSError:
-        return  # reading it says why, with more words
+        return  # reading it reports the reason
     if begin in (BOM_UTF16_LE, BOM_UTF16_BE):
-        raise DataError(f"{path}: is not UTF-8 but UTF-16; save it as UTF-8")
+        raise DataError(f"{path} is UTF-16. Save it as UTF-8.")
 
 
 def _check_first(first: list[tuple[str, object]], where: str) -> None:
     """Raise DataError if there are no rows, or none of the first ones can be read."""
     if not first:
-        raise DataError(f"{where}: is empty: it has no rows")
+        raise DataError(f"{where} is empty: it has no rows")
     bad = Skipped()
     for place, value in first:
         if isinstance(value, BadRow):

@@ -1,9 +1,9 @@
 """Which models keep the documents of a packed row apart.
 
-Position ids that restart tell a model where a document begins, but not every layer heeds them.
+Restarting position ids mark where a document begins, but not every layer uses them.
 Layers with a state (convolutions, recurrences, linear attention) and some older attention do not,
 and attention in chunks or over the best few keys counts from the row's beginning. Nothing fails
-then: each document is trained as if the one before it were its own beginning. So documents share
+then: each document is trained as a continuation of the one before it. So documents share
 rows only in families that were shown to keep them apart.
 
 Flash attention takes no mask. It is given the lengths of the documents instead, as arguments that
@@ -42,8 +42,8 @@ def check_packing(model_type: str, attn: str = "auto") -> None:
     if model_type not in ISOLATES:
         raise ConfigError(
             f"data.packing: {model_type} is not known to keep the documents of a packed row apart: "
-            "each would be trained after foreign text. Set data.packing to false; then a row is "
-            "one document."
+            "each would be trained after unrelated text. Set data.packing to false; then each row "
+            "is one document."
         )
     if attn.startswith("flash") and model_type in DROPS_LENGTHS:
         raise ConfigError(

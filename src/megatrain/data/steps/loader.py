@@ -40,7 +40,7 @@ class Loader:
         return self
 
     def __next__(self) -> list[MicroBatch]:
-        """Return the next step's micro-batches; waits only if none has been made ahead."""
+        """Return the next step's micro-batches; waits only if none is ready."""
         if self._maker is None:
             self._maker = _Maker(self._steps, self._position, self._num_epochs)
         made = self._maker.take()
@@ -64,7 +64,7 @@ class Loader:
         self._position = position
 
     def close(self) -> None:
-        """End the thread and drop what it made; the state stays, and iterating may go on."""
+        """End the thread and drop what it made; the state stays, and iteration may continue."""
         if self._maker is not None:
             self._maker.close()
             self._maker = None
@@ -96,7 +96,7 @@ class _Maker:
         try:
             return self._queue.get(timeout=_DEADLINE_S)
         except queue.Empty:
-            raise DataError(f"no batch came for {_DEADLINE_S:g} s: is the disk there?") from None
+            raise DataError(f"no batch for {_DEADLINE_S:g} s. Is the disk connected?") from None
 
     def close(self) -> None:
         self._closed.set()
@@ -109,11 +109,11 @@ class _Maker:
                 if not self._put((batch, position)):
                     return
             self._put(None)
-        except BaseException as error:  # whatever it is, the caller gets it
+        except BaseException as error:  # the caller gets any of them
             self._put(error)
 
     def _put(self, made: _Made) -> bool:
-        """Queue what was made as soon as there is room; False if nobody will take it."""
+        """Queue a step as soon as there is room; False if the loader was closed."""
         # A loader that was never closed must not keep the interpreter from ending.
         while not self._closed.is_set() and threading.main_thread().is_alive():
             try:

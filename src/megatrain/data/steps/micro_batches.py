@@ -1,6 +1,6 @@
 """Rows of documents as the tensors of a step.
 
-Packed rows never meet padding: position ids isolate documents only where there is no attention
+Packed rows never have padding: position ids isolate documents only where there is no attention
 mask, so rows share a micro-batch only if they are equally long. Rows of one document each are
 padded on the right to the longest of their micro-batch; rows of like length go together.
 
@@ -52,7 +52,7 @@ def _groups(lengths: Sequence[int], micro_batch_tokens: int, equal: bool) -> Ite
 
 
 def _document(documents: Documents, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return tokens and labels. The first token is no target: nothing before it is its own."""
+    """Return tokens and labels. The first token of a document is not a target."""
     tokens, trained = documents.tokens(number)
     ids = tokens.astype(np.int64)
     labels = np.where(trained, ids, IGNORED)

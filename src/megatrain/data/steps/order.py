@@ -1,12 +1,12 @@
 """The order of rows, computed by position: no list of indices, nothing to replay.
 
-A seeded permutation of [0, n) is a Feistel network over the next power of two; what falls outside
-[0, n) is sent through again until it falls inside (at most twice on average). Position k of epoch e
+A seeded permutation of [0, n) is a Feistel network over the next power of two; a result outside
+[0, n) is permuted again until it is inside (at most twice on average). Position k of epoch e
 is known in microseconds for any k, so the state of an order is the position itself.
 
 A mixture repeats the rows of each source as often as its weight says, and shuffles all of them as
 one. With weight 2.5 each row comes twice, and a half of them once more. That half is chosen by
-position too: the rows are cut into as many short stretches as are wanted, and each stretch gives
+position too: the rows are divided into as many short stretches as needed, and each stretch gives
 one row. Epoch by epoch a stretch gives all of its rows before it gives one again.
 
 Laws (tests/data/steps/test_order.py)
@@ -35,7 +35,7 @@ _ROUNDS = 6
 
 
 class Order(Protocol):
-    """Which row stands at which position of an epoch."""
+    """The row at each position of an epoch."""
 
     size: int
     """Positions in an epoch."""
@@ -66,7 +66,7 @@ class Permutation:
         return values.astype(np.int64)
 
     def _network(self, values: _Words) -> _Words:
-        """A bijection of [0, 2**bits): halves change places, one stirred by the other."""
+        """A bijection of [0, 2**bits): halves swap, one mixed with a hash of the other."""
         low_bits, high_bits = self._low_bits, self._high_bits
         high, low = values >> np.uint64(low_bits), values & _mask(low_bits)
         for key in self._keys:
@@ -81,7 +81,7 @@ def _mask(bits: int) -> np.uint64:
 
 
 def _stirred(values: _Words, key: np.uint64) -> _Words:
-    """A well-mixing hash of 64 bits (multiply, shift, xor); arithmetic wraps as it should."""
+    """A well-mixing hash of 64 bits (multiply, shift, xor); arithmetic wraps on purpose."""
     values = (values ^ key) * np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
     return values ^ (values >> np.uint64(29))
@@ -103,7 +103,7 @@ class Shuffled:
 
 
 class InOrder:
-    """All rows once per epoch, as they stand in the file."""
+    """All rows once per epoch, in the order of the file."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -180,7 +180,7 @@ class _Part:
 
 def _part(size: int, weight: float, seed: int, number: int) -> _Part:
     num_whole = int(weight)
-    # A source is never left out altogether, however small its weight.
+    # Every source has at least one row, however small its weight.
     num_extra = max(round((weight - num_whole) * size), int(num_whole == 0))
     digest = hashlib.blake2b(repr((size, seed, number)).encode(), digest_size=8).digest()
     key = np.frombuffer(digest, dtype=np.uint64)[0]

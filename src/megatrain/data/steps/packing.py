@@ -1,10 +1,10 @@
-"""Whole documents put together into packed rows of at most `max_length` tokens.
+"""Complete documents combined into packed rows of at most `max_length` tokens.
 
 Best fit, longest first, within a window: each document goes where least room is left over. A window
 is a stretch of consecutive positions of the order and holds all documents of the rows there, so its
 packed rows are a function of seed, epoch and window alone: nothing has to be replayed to know them.
 No document is cut; isolation comes from position ids that restart at each document
-(micro_batches.py). Where the order of rows is to be kept, a packed row takes the next documents as
+(micro_batches.py). If the order of rows is kept, a packed row takes the next documents as
 long as they fit.
 
 Laws (tests/data/steps/test_packing.py)
@@ -74,13 +74,13 @@ class Windows:
         num_rows: int,
         seed: int,
     ) -> None:
-        """`num_rows`: of a window. Raises DataError if a document is longer than `max_length`."""
+        """`num_rows` per window. Raises DataError if a document is longer than `max_length`."""
         lengths = documents.lengths
         longest = int(lengths.max(initial=0))
         if longest > max_length:
             raise DataError(
                 f"document {int(lengths.argmax())} has {longest} tokens, rows have {max_length}; "
-                "prepare the data for this length"
+                "prepare the data with this max_length"
             )
         self.order = order
         self.lengths = lengths

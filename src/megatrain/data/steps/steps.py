@@ -1,4 +1,4 @@
-"""Which rows each step trains on: a pure function from a position to a batch and the next position.
+"""The rows of each step: a pure function from a position to a batch and the next position.
 
 By tokens, a step takes packed rows in order until the next would exceed `batch_tokens`. By rows, a
 step is a window of `batch_rows` rows with all of their documents, packed or not. Steps do not cross
@@ -54,12 +54,12 @@ class Steps:
     ) -> None:
         """Give one of `batch_tokens` and `batch_rows`. Without `shuffle` packing keeps order."""
         if (batch_tokens is None) == (batch_rows is None):
-            raise ConfigError("a step is measured by batch_tokens or by batch_rows: give one")
+            raise ConfigError("give either batch_tokens or batch_rows")
         if not max_length <= micro_batch_tokens <= (batch_tokens or micro_batch_tokens):
             raise ConfigError(
                 f"max_length {max_length} <= micro_batch_tokens {micro_batch_tokens} <= "
-                f"batch_tokens {batch_tokens} does not hold: a row must fit into a micro-batch, "
-                "and a micro-batch into a step"
+                f"batch_tokens {batch_tokens} is not true: a row must fit in a micro-batch, "
+                "and a micro-batch in a step"
             )
         self.documents = documents
         self._windows = Windows(
@@ -140,7 +140,7 @@ class Steps:
         }
 
     def position(self, state: State) -> Position:
-        """Return the position a state names. Raises DataError if it names one of another order."""
+        """Return the position a state names. Raises DataError if it belongs to another order."""
         if state.get("order") != self._mark:
             raise DataError(
                 "the saved position belongs to other data or settings: rows, weights, seed, "
@@ -151,12 +151,12 @@ class Steps:
         is_window = min(epoch, window, row) >= 0 and window < self._windows.num_windows
         if not is_window or row >= len(self._window(epoch, window)):
             raise DataError(
-                f"the saved position is none: epoch {epoch}, window {window}, row {row}"
+                f"the saved position is invalid: epoch {epoch}, window {window}, row {row}"
             )
         return Position(epoch=epoch, window=window, row=row)
 
     def _order_mark(self) -> str:
-        """Name all that decides which rows a position means."""
+        """Return a name for everything that decides the rows of a position."""
         windows, order = self._windows, self._windows.order
         kind = type(order).__name__, order.size, order.rows(0, 0, 64).tolist()
         lengths = hashlib.blake2b(self.documents.lengths.tobytes())

@@ -1,8 +1,8 @@
 """Tokenised documents, and the rows that they came from.
 
-A row is what the file has; a document is what is trained on. Most rows are one document. A chat
-whose template rewrites earlier turns becomes several, and so does a text that is split. They stand
-one after another, so `row_starts` is all there is to know about it.
+A row is a record of the file; a document is a training sequence. Most rows are one document. A chat
+whose template rewrites earlier turns becomes several, and so does a text that is split. They are
+consecutive, so `row_starts` describes them completely.
 
 Laws (tests/data/tokens/test_documents.py)
     1. A subset and a join keep the documents of each row together, in order.
@@ -88,7 +88,7 @@ class Joined:
 def hold_out(
     documents: Documents, fraction: float, seed: int, where: str = "the data"
 ) -> tuple[Subset, Subset]:
-    """Return what is trained on, and a fraction of the rows that is held out, by a seeded choice.
+    """Return the documents to train on, and those of a random fraction of rows that is held out.
 
     Raises DataError if there are too few rows for that.
     """

@@ -35,7 +35,7 @@ Chunk = list[tuple[str, object]]
 
 
 class Settings(TypedDict):
-    """What decides how rows become documents."""
+    """The options that decide how rows become documents."""
 
     max_length: int
     train_on: TrainOn
@@ -61,7 +61,7 @@ class Extreme:
 
 @dataclass(slots=True, kw_only=True)
 class Encoded:
-    """The documents of a chunk, end to end, and what became of its other rows."""
+    """The documents of a chunk, end to end, and counts of its other rows."""
 
     num_rows: int = 0
     num_kept: int = 0
@@ -182,8 +182,8 @@ class ChunkEncoder:
 
 def _no_target_text(place: str, document: Tokens, what: str) -> str:
     return (
-        f"{place}: no token of {len(document.input_ids)} {what}; were answers truncated away? "
-        "Raise max_length, or let such rows be dropped."
+        f"{place}: no token of {len(document.input_ids)} {what}; were the answers truncated? "
+        "Raise data.max_length, or allow such rows to be dropped."
     )
 
 
@@ -225,13 +225,13 @@ _worker: ChunkEncoder | None = None
 def begin_worker(tokenizer: Any, shape: Format, settings: Settings) -> None:
     """Make this process ready for `encode_chunk`."""
     global _worker
-    # Each worker has a core: threads of the tokenizer's own would take them from one another.
+    # Each worker has one core: the tokenizer's own threads would compete for it.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker = ChunkEncoder(tokenizer, shape, settings)
-    gc.freeze()  # what is there now stays: it need not be looked through again and again
+    gc.freeze()  # existing objects stay: skip them in every collection
 
 
 def encode_chunk(chunk: Chunk) -> Encoded:
-    """Return what the worker's encoder makes of a chunk."""
+    """Return the documents of a chunk, made by the worker's encoder."""
     assert _worker is not None
     return _worker.encode(chunk)

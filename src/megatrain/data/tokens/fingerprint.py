@@ -1,4 +1,4 @@
-"""The name of a prepared data set: everything that decides what is in it, hashed.
+"""The name of a prepared data set: a hash of everything that decides its contents.
 
 Files are known by size, time of change, and their first and last MiB: reading all of them at every
 start would cost minutes, and a file whose middle changes gets another time. Our own code is known
@@ -41,7 +41,7 @@ def _add(digest: xxhash.xxh3_128, text: str) -> None:
 
 def _add_file(digest: xxhash.xxh3_128, path: Path) -> None:
     stat = path.stat()
-    # The name is in it because places of bad rows are named by it.
+    # The name is included because places of bad rows use it.
     _add(digest, f"{path.name} {stat.st_size} {stat.st_mtime_ns}")
     with path.open("rb") as file:
         digest.update(file.read(_HEAD_BYTES))

@@ -49,7 +49,7 @@ def _percent(count: int, rows: int) -> str:
 
 
 def _ways_out(card: Mapping[str, Any], dropped: Skipped) -> str:
-    """Return what would keep the rows, cheapest first."""
+    """Return the ways to keep the rows, cheapest first."""
     ways = []
     if TOO_LONG in dropped.counts:
         ways.append(f"set data.max_length to {card['longest_read']} to keep all of them")
@@ -57,6 +57,6 @@ def _ways_out(card: Mapping[str, Any], dropped: Skipped) -> str:
         if card["format"].endswith("text (text)"):
             ways[-1] = "cut them into pieces with data.overlong: split"
     if NO_TARGET in dropped.counts:
-        ways.append("check data.train_on and data.overlong: nothing is trained in these rows")
+        ways.append("check data.train_on and data.overlong: these rows have no trained token")
     text = ", ".join([*ways, "or "])
     return text[0].upper() + text[1:]

@@ -2,14 +2,14 @@
 
     prepared = prepare("train.jsonl", tokenizer, cache_dir=..., max_length=2048)
 
-The result is found again by its fingerprint. Memory is bounded by the few chunks under way,
+The result is found again by its fingerprint. Memory is bounded by the few chunks in flight,
 whatever the size of the data. Workers are spawned processes that hold the tokenizer and nothing
-else; one that dies or does not come back ends the preparation with an error.
+else; one that dies or hangs ends the preparation with an error.
 
 Laws (tests/data/tokens/test_prepare.py)
     1. Any number of workers gives the same bytes.
     2. The same data, tokenizer and settings are not tokenised twice; any other are.
-    3. A preparation that fails leaves nothing that a later one would take for whole.
+    3. A preparation that fails leaves nothing that a later one would take for complete.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _CHUNK_ROWS = 256
 _CHUNK_CHARS = 2**22
 _CHUNK_LIMIT_S = 600.0
 _HOPELESS_ROWS = 2000
-"""So many rows, all of them bad, and the rest is not tried."""
+"""If this many first rows are all bad, the rest is not tried."""
 
 
 def prepare(
@@ -73,7 +73,7 @@ def prepare(
     bad or dropped, none is left, or the chat template contradicts itself.
     """
     if max_length < 2:
-        raise ConfigError(f"max_length {max_length}: a document needs a token and its successor")
+        raise ConfigError(f"max_length {max_length}: a document needs at least two tokens")
     source = open_source(path, wanted)
     settings: Settings = {
         "max_length": max_length,
@@ -111,7 +111,7 @@ def _prepared(
         return writer.publish(about)
     except OSError as error:
         writer.discard()
-        raise DiskError(f"{folder.parent}: cannot be written: {error.strerror}") from error
+        raise DiskError(f"{folder.parent}: cannot write to it: {error.strerror}") from error
     except BaseException:
         writer.discard()
         raise
@@ -127,7 +127,7 @@ def _check_hope(name: str, total: Encoded) -> None:
 def _probe(
     source: Source, tokenizer: Any, template_kwargs: Mapping[str, Any], num_workers: int
 ) -> None:
-    """Let the template render the first conversation where it can do no harm."""
+    """Render the first conversation in a child process, where it can do no harm."""
     if source.format.kind == "text" or not tokenizer.chat_template:
         if num_workers > 1:
             require_children()
@@ -177,15 +177,15 @@ def _encoded(
             yield from _in_order(pool, chunks, most=2 * num_workers)
         except BrokenProcessPool as error:
             raise DataError(
-                "a process that tokenises ended without a word: it was killed, most likely for "
-                "want of memory. Fewer workers need less."
+                "a tokenizing process was killed, most likely because memory ran "
+                "out. Fewer workers need less memory."
             ) from error
         finally:
             pool.shutdown(cancel_futures=True)
 
 
 def _in_order(pool: ProcessPoolExecutor, chunks: Iterator[Chunk], most: int) -> Iterator[Encoded]:
-    """Yield results in the order of the chunks, with at most `most` of them under way."""
+    """Yield results in the order of the chunks, with at most `most` of them in flight."""
     under_way: deque[Future[Encoded]] = deque()
     for chunk in chunks:
         under_way.append(pool.submit(encode_chunk, chunk))
@@ -202,6 +202,6 @@ def _result(future: Future[Encoded], pool: ProcessPoolExecutor) -> Encoded:
         for process in list(pool._processes.values()):  # no public way before Python 3.14
             process.kill()
         raise DataError(
-            f"{_CHUNK_ROWS} rows were not tokenised in {_CHUNK_LIMIT_S:g} s: does the chat "
-            "template loop for ever on one of them?"
+            f"{_CHUNK_ROWS} rows were not tokenised in {_CHUNK_LIMIT_S:g} s: the chat "
+            "template may loop without end on one of them."
         ) from None

@@ -2,10 +2,10 @@
 
     <folder>/documents.arrow    input_ids: list<int32>, trained: list<int32> (begin, end, begin...),
                                 row: int64, the row of the source that the document came from
-    <folder>/card.json          rows, documents, tokens, lengths, what was left out and why, and a
+    <folder>/card.json          rows, documents, tokens, lengths, rows left out and why, and a
                                 digest of all documents: the same tokens, trained alike, in order
 
-The folder appears by one rename when it is whole. A file of up to 64 GiB (16 billion tokens) is
+The folder appears by one rename when it is complete. A file of up to 64 GiB (16 billion tokens) is
 hashed whenever it is opened, so that a flipped bit is found before it is trained on.
 """
 
@@ -52,21 +52,21 @@ class Prepared:
         try:
             self.card: Card = json.loads((folder / _CARD).read_text())
             if self.card["file_digest"] != _file_digest(folder / _FILE):
-                raise ValueError("its bytes are not those that were written")
+                raise ValueError("its hash does not match")
             table = pa.ipc.open_stream(pa.memory_map(str(folder / _FILE))).read_all()
             self._ids = table.column("input_ids").chunks
             self._runs = table.column("trained").chunks
             self._rows = table.column("row").chunks
         except (OSError, ValueError, KeyError, pa.ArrowException) as error:
             raise DataError(
-                f"{folder}: the prepared data is damaged ({error}); remove the folder, and it will "
-                "be prepared again"
+                f"{folder}: the prepared data is damaged ({error}). Delete the folder; the next "
+                "run prepares it again."
             ) from error
         self._firsts = np.cumsum([0, *(len(chunk) for chunk in self._ids)])
 
     @property
     def dataset(self) -> Any:
-        """The same as a `datasets.Dataset`, for those who want to look."""
+        """The same as a `datasets.Dataset`, for inspection."""
         from datasets import Dataset
 
         return Dataset.from_file(str(self.folder / _FILE))
@@ -154,7 +154,7 @@ class PreparedWriter:
         return Prepared(self._final)
 
     def discard(self) -> None:
-        """Remove what was written."""
+        """Remove the files."""
         self._sink.close()
         files.remove_folder(self._folder)
 
@@ -200,7 +200,7 @@ class PreparedWriter:
 def _file_digest(path: Path) -> str:
     """Return a digest of a file's bytes, or of its size alone if it is too large to read each time.
 
-    xxh3 reads memory at its own speed; what the disk gives is in the page cache for training then.
+    xxh3 runs at memory speed, and the pages it reads stay in the page cache for training.
     """
     size = path.stat().st_size
     if size > _HASHED_BYTES:

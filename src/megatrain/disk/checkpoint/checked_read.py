@@ -1,11 +1,11 @@
-"""Files read in parallel, each chunk hashed before its bytes are believed.
+"""Files read in parallel, each chunk compared with its hash before it is used.
 
-One pass over the disk, past the page cache, with a buffer per worker. Whoever wants the bytes takes
+One pass over the disk, past the page cache, with a buffer per worker. Users of the bytes take
 them chunk by chunk, once they are known to be right.
 
 Laws (tests/disk/checkpoint/test_restore.py)
     1. A changed, missing, cut, swapped or stale file is found, and the tensor in it named.
-    2. Nobody is given bytes that failed their hash.
+    2. Bytes that do not match their hash are never passed on.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def read_checked(
     title: str,
     takes: Mapping[str, Take] | None = None,
 ) -> None:
-    """Read all files on all workers, and give their chunks to who `takes` them, by file.
+    """Read all files on all workers, and pass their chunks to `takes`, by file.
 
-    Raises CheckpointDamaged or DiskError for the first file that is not as its record says.
+    Raises CheckpointDamaged or DiskError for the first file that does not match its record.
     """
     takes = takes or {}
     num_bytes = sum(record.num_bytes for record in records.values())
@@ -83,11 +83,11 @@ def _opened(folder: Path, name: str, num_bytes: int) -> DirectReader:
     try:
         reader = DirectReader(folder / name)
     except FileNotFoundError:
-        raise CheckpointDamaged(f"{folder / name}: is missing") from None
+        raise CheckpointDamaged(f"{folder / name} is missing") from None
     if reader.num_bytes != num_bytes:
         reader.close()
         raise CheckpointDamaged(
-            f"{folder / name}: has {reader.num_bytes} bytes, {num_bytes} were written"
+            f"{folder / name} has {reader.num_bytes} bytes, {num_bytes} were written"
         )
     return reader
 
@@ -121,7 +121,7 @@ def _run(chunks: Iterable[_Chunk], advance: Advance) -> None:
 
 def _damaged(chunk: _Chunk) -> CheckpointDamaged:
     """Return the error that names the tensors in a chunk, as far as the header can be read."""
-    where = f"{chunk.reader.path}: bytes {chunk.start} to {chunk.stop} are not what was written"
+    where = f"{chunk.reader.path}: bytes {chunk.start} to {chunk.stop} do not match their hash"
     names = [
         entry.name
         for entry in _entries(chunk.reader)

@@ -2,8 +2,8 @@
 
 It names every file with its size and the hash of each chunk, and carries the state of the run that
 is not tensors. It is written last, so a folder that has one had all its bytes on stable storage. It
-ends with a hash of its own bytes, because a disk may change it like any other file. It is read as
-foreign input.
+ends with a hash of itself, because a disk may change it like any other file. It is read as
+untrusted input.
 
 Laws (tests/disk/checkpoint/test_manifest.py)
     1. Whatever the bytes, the result is a manifest, a CheckpointDamaged or a CheckpointMismatch.
@@ -86,10 +86,10 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST_NAME
     try:
         if path.stat().st_size > MAX_MANIFEST_BYTES:
-            raise CheckpointDamaged(f"{path}: larger than any manifest")
+            raise CheckpointDamaged(f"{path} is too large for a manifest")
         data = path.read_bytes()
     except FileNotFoundError:
-        raise CheckpointDamaged(f"{folder}: has no {MANIFEST_NAME}: the save never ended") from None
+        raise CheckpointDamaged(f"{folder} has no {MANIFEST_NAME}: incomplete save") from None
     except OSError as error:
         raise DiskError(f"cannot read {path}: {error.strerror}") from error
     return parse_manifest(data, str(path))
@@ -100,10 +100,10 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     try:
         fields = _object(json.loads(unsigned(data, where).decode("utf-8")))
     except (ValueError, RecursionError) as error:
-        raise CheckpointDamaged(f"{where}: is no manifest: {str(error)[:200]}") from None
+        raise CheckpointDamaged(f"{where} is not a manifest: {str(error)[:200]}") from None
     if fields.get("schema") != SCHEMA or fields.get("chunk_bytes") != CHUNK_BYTES:
         raise CheckpointMismatch(
-            f"{where}: was written by another version (schema {str(fields.get('schema'))[:20]}, "
+            f"{where} was written by another version (schema {str(fields.get('schema'))[:20]}, "
             f"this is {SCHEMA})"
         )
     try:
@@ -117,7 +117,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
             },
         )
     except (KeyError, ValueError, RecursionError) as error:
-        raise CheckpointDamaged(f"{where}: is no manifest: {str(error)[:200]}") from None
+        raise CheckpointDamaged(f"{where} is not a manifest: {str(error)[:200]}") from None
 
 
 def signed(body: bytes) -> bytes:
@@ -127,10 +127,10 @@ def signed(body: bytes) -> bytes:
 
 
 def unsigned(data: bytes, where: str) -> bytes:
-    """Return what was signed. Raises CheckpointDamaged if any byte has changed since."""
+    """Return the signed bytes. Raises CheckpointDamaged if any byte has changed since."""
     body = data[:-_SIGNATURE_BYTES] + _END
     if signed(body) != data:
-        raise CheckpointDamaged(f"{where}: is not as it was written")
+        raise CheckpointDamaged(f"{where} has changed since it was written")
     return body
 
 
@@ -141,32 +141,32 @@ def record_of(value: Any) -> FileRecord:
     if not isinstance(hashes, list) or not all(
         isinstance(text, str) and _DIGEST.fullmatch(text) for text in hashes
     ):
-        raise ValueError("a hash is none")
+        raise ValueError("invalid hash")
     record = FileRecord(num_bytes=_count(fields["num_bytes"]), digests=tuple(hashes))
     if len(record.digests) != -(-record.num_bytes // CHUNK_BYTES):
-        raise ValueError("not one hash for each chunk")
+        raise ValueError("the number of hashes and chunks differs")
     return record
 
 
 def _file_name(name: str) -> str:
     if not _FILE_NAME.fullmatch(name) or ".." in name:
-        raise ValueError(f"{name[:100]!r} is no file of a checkpoint")
+        raise ValueError(f"{name[:100]!r} is not a file of a checkpoint")
     return name
 
 
 def _count(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{str(value)[:40]!r} is no count")
+        raise ValueError(f"{str(value)[:40]!r} is not a count")
     return value
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{str(value)[:40]!r} is no text")
+        raise ValueError(f"{str(value)[:40]!r} is not text")
     return value
 
 
 def _object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"{str(value)[:40]!r} is no object")
+        raise ValueError(f"{str(value)[:40]!r} is not an object")
     return value

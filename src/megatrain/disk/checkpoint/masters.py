@@ -1,7 +1,7 @@
 """The fp32 masters of a checkpoint: `hi` from its model folder, `lo` from its state.
 
-Moments are passed over: a model of masters takes 4 bytes per param. The state files are hashed on
-the way, as a resume does it; whoever chose the checkpoint has checked its model.
+Moments are skipped: a model of masters takes 4 bytes per param. The state files are hashed on
+the way, as a resume does it; the code that chose the checkpoint has checked its model.
 
 Laws (tests/disk/checkpoint/test_masters.py)
     1. Masters have every bit of those that training had when the checkpoint was saved.
@@ -66,5 +66,5 @@ def _target(path: Path, entry: TensorEntry, store: Store) -> Tensor:
     name = entry.name.removeprefix(_PREFIX)
     place = store.layout.places.get(name)
     if place is None or not place.has(Kind.LO) or entry.shape != place.param.shape:
-        raise CheckpointMismatch(f"{path}: {entry.name[:200]} is not of the model beside it")
+        raise CheckpointMismatch(f"{path}: {entry.name[:200]} is not in the model beside it")
     return store.param(name, Kind.LO).view(-1).view(torch.uint8)

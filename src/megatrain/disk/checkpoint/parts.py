@@ -1,4 +1,4 @@
-"""What a checkpoint consists of, block by block: which tensors, in which files.
+"""The parts of a checkpoint, block by block: which tensors in which files.
 
     model/   an ordinary Hugging Face folder, one file per block: `from_pretrained` loads it
     state/   lo and the optimizer's states of each block that is trained, by param name
@@ -67,7 +67,7 @@ def checkpoint_parts(home: HostModel) -> Parts:
 
 
 def model_mark(store: Store) -> str:
-    """Return a hash of all that says which params there are and how they are held."""
+    """Return a hash of the params and of how they are stored."""
     described = [
         (name, place.param.shape, str(place.param.dtype), place.param.trained)
         for name, place in sorted(store.layout.places.items())

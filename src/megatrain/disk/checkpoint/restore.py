@@ -1,10 +1,10 @@
-"""Reading a checkpoint back: every chunk is hashed before its bytes are believed.
+"""Reading a checkpoint back: every chunk is compared with its hash before it is used.
 
-`verify` reads a folder and names what is damaged. `restore` does the same and puts the bytes where
+`verify` reads a folder and names damaged files. `restore` does the same and puts the bytes where
 they belong in the store on the way: one pass over the disk (checked_read.py).
 
 Laws (tests/disk/checkpoint/test_restore.py)
-    1. What is restored has every bit of what was saved.
+    1. The restored state is bit-identical to the saved one.
     2. A changed, missing, cut, swapped or stale file is found, and the tensor in it named.
     3. After CheckpointDamaged the store holds no bytes that failed their hash; it holds a mixture,
        and another checkpoint must be restored before it is used.
@@ -51,13 +51,13 @@ def restore(folder: Path, manifest: Manifest, parts: Parts) -> None:
     files = {file.name: file for files in parts.blocks for file in files}
     if manifest.model != parts.model:
         raise CheckpointMismatch(
-            f"{folder}: is of another model, or other params were frozen, or model.dtype was "
-            "another. Resume with the model and settings it was saved with."
+            f"{folder} belongs to another model, or model.frozen or model.dtype differ. "
+            "Resume with the model and settings it was saved with."
         )
     for name, file in files.items():
         record = manifest.files.get(name)
         if record is None or record.num_bytes != file.num_bytes:
-            raise CheckpointDamaged(f"{folder / name}: is not as the manifest's model has it")
+            raise CheckpointDamaged(f"{folder / name} does not match the model of the manifest")
     takes = {name: _filling(file) for name, file in files.items()}
     read_checked(folder, manifest.files, "resuming", takes)
 
@@ -78,6 +78,6 @@ def _filling(file: WeightsFile) -> Take:
             if not is_header:
                 copy_bytes(there, found)
             elif not torch.equal(there, found):
-                raise CheckpointMismatch(f"{file.name}: its tensors are not those of this model")
+                raise CheckpointMismatch(f"{file.name}: its tensors do not match this model")
 
     return take

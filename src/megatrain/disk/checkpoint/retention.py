@@ -1,4 +1,4 @@
-"""Which checkpoints there are, and which of them stay.
+"""Retention: which checkpoints exist, and which of them are kept.
 
 A folder with a manifest is a checkpoint; one without is a save that never ended, and is cleared
 away by the next run that owns the folder. Links named `last` and `best` are for people: no rule
@@ -6,7 +6,7 @@ here reads them.
 
 Laws (tests/disk/checkpoint/test_retention.py)
     1. The newest checkpoint and, if asked, the best are never deleted.
-    2. What is no save of ours, links among it, is neither looked into nor removed.
+    2. Folders that are not our saves, and links, are neither opened nor removed.
     3. A checkpoint that is known as damaged does not count as one of those to keep.
 """
 
@@ -37,7 +37,7 @@ class Found:
 
 
 def finished(parent: Path) -> list[Path]:
-    """Return the folders that have a manifest, the newest first. Says nothing of their bytes."""
+    """Return the folders that have a manifest, the newest first. Their bytes are not checked."""
     folders = [path for path in _saves(parent) if (path / MANIFEST_NAME).exists()]
     return sorted(folders, key=_age, reverse=True)
 
@@ -78,7 +78,7 @@ def disposable(
 ) -> list[Path]:
     """Return all but the newest `keep` checkpoints and, if asked, the best; the oldest first.
 
-    `newest` was just saved and stays, even where a damaged one of a later step was passed over.
+    `newest` was just saved and stays, even if a damaged one of a later step was skipped.
     Those known as `damaged` do not count for `keep`, are never the best, and come first.
     """
     folders = finished(parent)
@@ -105,7 +105,7 @@ def loss_of(folder: Path) -> float | None:
     try:
         loss = read_manifest(folder).training.get("eval_loss")
     except (CheckpointDamaged, CheckpointMismatch, DiskError):
-        return None  # it is not the best of anything; a resume will say so
+        return None  # damaged: a resume reports it
     return loss if isinstance(loss, float) and math.isfinite(loss) else None
 
 

@@ -1,10 +1,10 @@
-"""Saving a checkpoint: either the whole of it is there afterwards, or nothing.
+"""Saving a checkpoint: afterwards it is complete, or it is not there.
 
     mkdir step-N-id, fsync parent -> files, each hashed on the way and fsynced -> fsync folders
     -> manifest under another name, fsync -> rename -> fsync folder: the checkpoint is acknowledged
 
 Every file is new and the manifest comes last, so a crash at any instant leaves a folder without a
-manifest, which no reader looks at, or a whole checkpoint.
+manifest, which readers ignore, or a complete checkpoint.
 
 Laws (tests/disk/checkpoint/test_save.py)
     1. A failure at any call leaves no folder behind, and older checkpoints as they were.
@@ -78,7 +78,7 @@ def save_checkpoint(
 
 
 def delete_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint, the manifest first: what is left of it after a crash is none."""
+    """Remove a checkpoint, the manifest first: after a crash the rest is not a checkpoint."""
     if (folder / MANIFEST_NAME).exists():
         remove(folder / MANIFEST_NAME)
         sync_folder(folder)
@@ -91,8 +91,8 @@ def require_space(parent: Path, parts: Parts) -> None:
     free, spare = free_disk_bytes(there), spare_bytes(parts)
     if free < parts.num_bytes + spare:
         raise DiskFull(
-            f"{there} has {gib(free)} free; a checkpoint takes {gib(parts.num_bytes)}, and "
-            f"{gib(spare)} more are left for logs. Make room, or give save.dir a larger disk"
+            f"{there} has {gib(free)} free; a checkpoint needs {gib(parts.num_bytes)}, and "
+            f"{gib(spare)} more are reserved for logs. Free space, or set save.dir to a larger disk"
         )
 
 
@@ -137,7 +137,7 @@ def _write_files(
 
 
 def _raise_failures(finishing: list[tuple[str, int, DirectWriter, Future[None]]]) -> None:
-    """Give up as soon as a file has failed: the disk is full, say."""
+    """Stop as soon as a file fails, for example because the disk is full."""
     for _, _, _, future in finishing:
         if future.done():
             future.result()

@@ -1,11 +1,11 @@
-"""From the store to a Hugging Face folder that others can load, written straight from `hi`.
+"""Export: the store's `hi` weights written to a Hugging Face folder that others can load.
 
-A new export is written beside its place and appears there by one rename, whole.
+A new export is written beside its place and appears there by one rename, complete.
 
 An export over an older one is safe at every instant, also over the folder the model was loaded
 from. Readers find weights by one name: `model.safetensors` if it is there, else the index. New
 shards get names that no file in the folder has: until that one name is put in place by a rename the
-old export is whole, after it the new one. Only then are the old shards removed. The record of a
+old export is complete, after it the new one. Only then are the old shards removed. The record of a
 run's export (exported.py) is removed first and written last.
 
 Laws (tests/disk/hf/test_export.py)
@@ -73,7 +73,7 @@ def export_weights(
     """Write the model to `folder`: shards, index, config, and the `carried` files, by name.
 
     `masters` writes fp32, what `lo` has included. With an `origin` the folder also gets a record
-    of it. Raises DiskError; the folder then still holds what it held before.
+    of it. Raises DiskError; the folder is then unchanged.
     """
     dtype = torch.float32 if masters else decoder.model.dtype
     small = {**carried, CONFIG_NAME: config_bytes(config_json, dtype)}
@@ -173,7 +173,7 @@ def shard_names(count: int, stem: str = "model") -> list[str]:
 
 
 def index_bytes(shards: Sequence[WeightsFile]) -> bytes:
-    """Return the index that says which tensor is in which shard."""
+    """Return the index from tensors to shards."""
     weight_map = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
     index = {
         "metadata": {"total_size": sum(shard.data_bytes for shard in shards)},

@@ -1,8 +1,8 @@
-"""What an export says of itself: which step's model it is, and what its files must be.
+"""The record of an export: the step of its model, and the hashes of its files.
 
-The file is written last and signed as a manifest is. A folder that has it was written whole; its
-bytes can be checked at any later time. It is read as foreign input: whatever is not as we wrote it
-is no record, and then nothing is known of the folder.
+The file is written last and signed as a manifest is. A folder that has it is complete; its
+bytes can be checked at any later time. It is read as untrusted input: a record with any change
+is ignored, as if the folder had none.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Exported:
 
 
 def read_exported(folder: Path) -> Exported | None:
-    """Return what an export says of itself; None if it says nothing, or not what we wrote."""
+    """Return the record of an export; None if there is none or it was changed."""
     path = folder / RECORD_NAME
     try:
         if path.stat().st_size > MAX_RECORD_BYTES:

@@ -1,6 +1,6 @@
 """The files of a Hugging Face folder: config, tokenizer, and which file holds which tensor.
 
-A folder is foreign input. Its index may name only plain files inside it, and a link counts as
+A folder is untrusted input. Its index may name only plain files inside it, and a link counts as
 inside only where the Hugging Face cache puts its links: from `snapshots/X` into the `blobs` of the
 model, and from there into the store that all models of the cache share.
 
@@ -70,13 +70,13 @@ def read_folder(folder: Path) -> dict[str, StoredTensor]:
         if (folder / INDEX_NAME).exists():
             return _read_shards(folder)
         others = [p.name for kind in ("*.bin", "*.safetensors") for p in folder.glob(kind)]
-    hint = f" It has {listing(others)}, which are not read; convert them first." if others else ""
+    hint = f" It has {listing(others)}, which are not supported; convert them." if others else ""
     raise ModelFolderError(f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}.{hint}")
 
 
 def _require_folder(folder: Path) -> None:
     if not folder.is_dir():
-        raise ModelFolderError(f"{folder} is not a folder. Give a local Hugging Face model folder.")
+        raise ModelFolderError(f"{folder} is not a folder. Give a Hugging Face model folder.")
 
 
 def read_carried(folder: Path) -> dict[str, bytes]:
@@ -111,13 +111,13 @@ def _read_shards(folder: Path) -> dict[str, StoredTensor]:
         for entry in read_entries(path):
             if wanted.get(entry.name) != shard:
                 raise WeightsFormatError(
-                    f"{shard} holds tensor {entry.name[:200]!r}, but {INDEX_NAME} says otherwise"
+                    f"{shard} has tensor {entry.name[:200]!r}, but {INDEX_NAME} disagrees"
                 )
             found[entry.name] = StoredTensor(path=path, entry=entry)
         # At once: a thousand links to one large file without tensors would keep us busy.
         if absent := names - found.keys():
             raise WeightsFormatError(
-                f"{INDEX_NAME} places {len(absent)} tensors in {shard}, which lacks them: "
+                f"{INDEX_NAME} puts {len(absent)} tensors in {shard}, which lacks them: "
                 f"{listing(absent)}"
             )
     return found
@@ -128,7 +128,7 @@ def _by_shard(wanted: dict[str, str]) -> dict[str, set[str]]:
     shards: dict[str, set[str]] = {shard: set() for shard in sorted(set(wanted.values()))}
     if len(shards) > MAX_SHARDS:
         raise WeightsFormatError(
-            f"{INDEX_NAME} names {len(shards)} files; up to {MAX_SHARDS} are read"
+            f"{INDEX_NAME} names {len(shards)} files; the limit is {MAX_SHARDS}"
         )
     for tensor, shard in wanted.items():
         shards[shard].add(tensor)
@@ -152,8 +152,8 @@ def parse_index(data: bytes) -> dict[str, str]:
             )
         if not isinstance(shard, str) or not SHARD_NAME.fullmatch(shard):
             raise WeightsFormatError(
-                f"{INDEX_NAME} places {tensor[:200]!r} in {str(shard)[:200]!r}, "
-                "which is not a plain name of a safetensors file"
+                f"{INDEX_NAME} puts {tensor[:200]!r} in {str(shard)[:200]!r}, "
+                "which is not the plain name of a safetensors file"
             )
     return weight_map
 
@@ -164,9 +164,9 @@ def resolve(folder: Path, name: str) -> Path:
         base = folder.resolve()
         path = (base / name).resolve()
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
-        raise ModelFolderError(f"{folder / name} cannot be followed: {error}") from error
+        raise ModelFolderError(f"cannot follow {folder / name}: {error}") from error
     if not path.is_relative_to(base) and not _in_hub_cache(base, path):
-        raise ModelFolderError(f"{folder / name} leads out of the folder, to {path}: refused")
+        raise ModelFolderError(f"{folder / name} points outside the folder, to {path}: refused")
     if not path.exists():
         raise ModelFolderError(f"{folder / name} does not exist")
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""A vocabulary that grows by new tokens: more rows in the tables that it indexes.
+"""New tokens: more rows in the embedding tables that the vocabulary indexes.
 
 Tables are the embedding, the output projection and its bias. Folders often have more rows than
 their tokenizer has tokens; new tokens take those first, and tables grow only beyond them. The row
@@ -66,8 +66,8 @@ class Growth:
         for name in tables(decoder):
             if not params[name].trained:
                 raise ConfigError(
-                    f"model.add_tokens gives {name} new rows, but model.frozen keeps it from being "
-                    "trained: the model would never learn the tokens. Remove one of the two."
+                    f"model.add_tokens gives {name} new rows, but model.frozen keeps it from "
+                    "training, so the model would never learn the tokens. Remove one of the two."
                 )
 
     def narrowed(self, decoder: Decoder, tensor: FolderTensor, rows: int) -> FolderTensor:

@@ -1,4 +1,4 @@
-"""From a Hugging Face folder into the store: every tensor read straight into its final place.
+"""Loading a Hugging Face folder: every tensor is read directly into its place in the store.
 
     folder --> which tensors, checked against the model --> chunks --> workers: read, convert, place
 
@@ -7,7 +7,7 @@ the page cache, and writes it where it belongs. bf16 goes to `hi` as it is and l
 which costs no memory; fp32 and fp16 are split exactly into `hi` and `lo`.
 
 Laws (tests/disk/hf/test_load.py)
-    1. What is loaded joins to the very value that the folder has.
+    1. Loaded masters have exactly the values of the folder.
     2. Missing, surplus, misshapen and mistyped tensors are named, before a byte is read.
     3. Peak memory stays within the arenas and the workers' buffers.
 """
@@ -46,7 +46,7 @@ _WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """A tensor of the folder and what it is in the model."""
+    """A tensor of the folder and its place in the model."""
 
     stored: StoredTensor
     tensor: FolderTensor
@@ -134,11 +134,11 @@ def _refuse_mismatch(
         elif tensor.param not in buffers and DTYPES.get(entry.dtype) not in _WEIGHT_DTYPES:
             faults.append(f"{entry.name} is {entry.dtype}; weights must be BF16, F16 or F32")
         elif tensor.param in buffers and entry.dtype not in DTYPES:
-            faults.append(f"{entry.name} is {entry.dtype}, which cannot be read")
+            faults.append(f"{entry.name} is {entry.dtype}, which is not supported")
     if faults:
         more = f"\n  and {len(faults) - 12} more" if len(faults) > 12 else ""
         raise WeightsMismatch(
-            f"the weights are not those of the {decoder.config.model_type} in config.json:\n  "
+            f"the weights do not match the {decoder.config.model_type} in config.json:\n  "
             + "\n  ".join(faults[:12])
             + more
         )
@@ -181,7 +181,7 @@ class _Places:
         weight = self._store.param(tensor.param, Kind.HI).view(-1)[span]
         if not torch.equal(values.to(weight.dtype), weight):
             raise WeightsMismatch(
-                f"{tensor.name} differs from {tensor.param}, to which config.json ties it. "
+                f"{tensor.name} differs from {tensor.param}, but config.json ties them. "
                 "Set tie_word_embeddings to false in config.json to keep both."
             )
 

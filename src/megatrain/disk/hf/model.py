@@ -1,4 +1,4 @@
-"""The road from a Hugging Face folder into the store and out again."""
+"""Load a Hugging Face folder into the store, and export the store to a folder."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class HostModel:
     ) -> None:
         """Write the weights as a folder that `from_pretrained` loads. Safe over `source` too.
 
-        A new folder appears whole or not at all. `origin` says which model of a run this is, and is
+        A new folder appears complete or not at all. `origin` names the model of a run, and is
         recorded in the folder. `masters` writes fp32 masters in place of the weights.
         """
         export_weights(

@@ -1,10 +1,10 @@
-"""Which tensor of a folder is which part of which param.
+"""Mapping from the tensors of a folder to parts of the model's params.
 
 Folders and models do not always agree. A folder may store each expert's projections apart where the
 model holds all experts in one param, or spell names as an earlier version did. Transformers knows
-these differences as conversions, which it applies to whole tensors in memory. Here its own reverse
+these differences as conversions, which it applies to full tensors in memory. Here its own reverse
 conversion is run once on the meta device, where it moves no bytes, and watched: what comes out are
-runs of elements of params. They say where each tensor of a folder belongs, so that it can be read
+runs of elements of params. They map each tensor of a folder to its place, so that it can be read
 straight into its place, and export is the same map walked the other way.
 
 Laws (tests/models/test_families.py)
@@ -88,7 +88,7 @@ class NameMap:
 
 
 def _meta_tensors(decoder: Decoder) -> dict[str, Tensor]:
-    """Return a meta tensor for each param and persistent buffer, with a storage of its own."""
+    """Return a meta tensor for each param and persistent buffer, with its own storage."""
     sources = {p.name: (p.shape, p.dtype) for p in decoder.params}
     sources |= {n: (tuple(b.shape), b.dtype) for n, b in decoder.persistent_buffers().items()}
     return {
@@ -104,7 +104,7 @@ def _whole(name: str, tensor: Tensor) -> FolderTensor:
 
 
 class _KeepViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Makes a copy return what it was asked to copy, so that results stay views of params."""
+    """Makes a copy return its argument, so that results stay views of params."""
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -124,7 +124,7 @@ def _reversed_names(
             converted = revert_weight_conversion(model, dict(originals))
     except Exception as error:  # sizes that a model is built with, and no folder could have
         raise NotSplittable(
-            f"{model.config.model_type}: transformers cannot say how its folders store it: "
+            f"{model.config.model_type}: transformers cannot convert its tensor names: "
             f"{type(error).__name__}: {str(error)[:300]}"
         ) from error
     result: dict[str, FolderTensor] = {}
@@ -132,8 +132,8 @@ def _reversed_names(
         owner = owners.get(_storage(tensor))
         if owner is None or not tensor.is_contiguous():
             raise NotSplittable(
-                f"{model.config.model_type}: folders store {name} rearranged, so that it cannot be "
-                "read straight into its place"
+                f"{model.config.model_type}: folders store {name} rearranged, so it cannot be "
+                "read directly into its place"
             )
         result[name] = FolderTensor(
             name=name,

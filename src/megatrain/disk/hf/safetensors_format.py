@@ -1,9 +1,9 @@
-"""The safetensors header: read with suspicion, written by the book.
+"""The safetensors header: a strict reader and a writer.
 
     8 bytes: length of the header, little endian | header: JSON, padded with spaces | data
 
 The header gives for each tensor its dtype, shape and [begin, end) in the data. Tensors cover the
-data without holes or overlaps. A header that says otherwise is refused, and nothing it says is
+data without holes or overlaps. Any other header is refused, and nothing in it is
 believed before it was compared with the size of the file.
 
 Laws (tests/disk/hf/test_safetensors_format.py)
@@ -70,7 +70,7 @@ def read_entries(path: Path) -> list[TensorEntry]:
                 raise WeightsFormatError(lfs_pointer_text(path))
             if not 2 <= length <= limit:
                 raise WeightsFormatError(
-                    f"{path.name}: header of {length} bytes; from 2 to {limit} is possible here"
+                    f"{path.name}: header of {length} bytes; it must have 2 to {limit}"
                 )
             header = file.read(length)
     except OSError as error:
@@ -87,10 +87,10 @@ def parse_header(header: bytes, data_bytes: int, where: str) -> list[TensorEntry
             f"{where}: header is not valid JSON: {str(error)[:200]}"
         ) from error
     if not isinstance(fields, dict):
-        raise WeightsFormatError(f"{where}: header holds a {type(fields).__name__}, not an object")
+        raise WeightsFormatError(f"{where}: header is a {type(fields).__name__}, not an object")
     metadata = fields.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise WeightsFormatError(f"{where}: __metadata__ may only hold texts")
+        raise WeightsFormatError(f"{where}: __metadata__ must contain only text")
     offset = 8 + len(header)
     entries = [_entry(name, value, offset, where) for name, value in fields.items()]
     entries.sort(key=lambda entry: (entry.start, entry.stop))
@@ -98,14 +98,14 @@ def parse_header(header: bytes, data_bytes: int, where: str) -> list[TensorEntry
     for entry in entries:
         if entry.start != position:
             raise WeightsFormatError(
-                f"{where}: tensor {entry.name[:200]!r} begins at byte {entry.start}, but the data "
-                f"before it ends at {position}: tensors overlap or leave a hole"
+                f"{where}: tensor {entry.name[:200]!r} starts at byte {entry.start}, but the data "
+                f"before it ends at {position}: tensors overlap or leave a gap"
             )
         position = entry.stop
     if position != offset + data_bytes:
         raise WeightsFormatError(
             f"{where}: tensors end at byte {position}, the file at {offset + data_bytes}: "
-            "it was truncated, or something was appended"
+            "the file was truncated or extended"
         )
     return entries
 
@@ -119,7 +119,7 @@ def _entry(name: str, value: Any, offset: int, where: str) -> TensorEntry:
     if len(name) > MAX_NAME:
         raise refuse(f"its name has {len(name)} characters, more than {MAX_NAME}")
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
-        raise refuse("must have dtype, shape and data_offsets, and nothing else")
+        raise refuse("it must have dtype, shape and data_offsets only")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _BITS:
         raise refuse(f"unknown dtype {str(dtype)[:40]!r}")
@@ -129,7 +129,7 @@ def _entry(name: str, value: Any, offset: int, where: str) -> TensorEntry:
         raise refuse(f"data_offsets {str(offsets)[:80]} are not two positions")
     begin, end = offsets
     if (end - begin) * 8 != math.prod(shape) * _BITS[dtype]:
-        raise refuse(f"{end - begin} bytes do not hold {dtype} of shape {str(shape)[:80]}")
+        raise refuse(f"{end - begin} bytes do not match {dtype} of shape {str(shape)[:80]}")
     return TensorEntry(
         name=name, dtype=dtype, shape=tuple(shape), start=offset + begin, stop=offset + end
     )

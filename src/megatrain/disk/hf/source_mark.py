@@ -1,4 +1,4 @@
-"""A model folder in a few characters: enough to tell whether another folder holds the same model.
+"""A model folder in a few characters: enough to recognize another folder with the same model.
 
 Reading all weights would take minutes. The mark is of the config, of each weights file's header,
 which names every tensor with its shape and place, and of some bytes at the start, the middle and
@@ -16,7 +16,7 @@ from megatrain.models.config_json import CONFIG_NAME
 
 _SAMPLE_BYTES = 1 << 16
 _VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
-"""What a copy of the same model may say otherwise."""
+"""Keys that may differ in a copy of the same model."""
 
 
 def source_mark(folder: Path) -> str | None:

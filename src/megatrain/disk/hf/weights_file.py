@@ -1,4 +1,4 @@
-"""A safetensors file that is written straight from where its tensors live."""
+"""A safetensors file, written directly from the memory of its tensors."""
 
 from __future__ import annotations
 

@@ -19,10 +19,10 @@ class Axis:
     log: bool = False
     """Equal steps are equal factors."""
     whole: bool = False
-    """Only whole numbers are labelled."""
+    """Only integers are labelled."""
 
     def place(self, value: float) -> float:
-        """Return where `value` lies: 0 at `low`, 1 at `high`."""
+        """Return the position of `value`: 0 at `low`, 1 at `high`."""
         if self.log:
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
@@ -54,7 +54,7 @@ def value_axis(values: Iterable[float], *, from_zero: bool = False) -> Axis:
     if low > 0 and not from_zero and high > 30 * median_low(known):
         return Axis(low=low / 1.2, high=high * 1.2, log=True)
     low = min(low, 0.0) if from_zero else low
-    # A range too narrow for float64 to divide is widened to what labels can tell apart.
+    # A range too narrow for float64 to divide is widened until labels differ.
     margin = max(0.05 * (high - low), 1e-4 * abs(high)) or 1.0
     return Axis(low=low if from_zero and low == 0 else low - margin, high=high + margin)
 

@@ -2,7 +2,7 @@
 
 The drawing fills its frame at any width (`preserveAspectRatio` none, strokes that do not scale), so
 labels inside it would be squeezed. They are HTML, placed in percent of the frame, and hidden from
-screen readers, which get the title: what is shown, from where to where, and the extremes.
+screen readers, which get the title: the curve, its first and last values, and the extremes.
 """
 
 from __future__ import annotations
@@ -56,25 +56,25 @@ def line_chart(title: str, lines: Sequence[Line], unit: str = "") -> Html:
     )
 
 
-def frame(drawing: Html, told: str, steps: Axis, values: Axis, over: Html | None = None) -> Html:
-    """Return the drawing with grid and labels; `told` is what a screen reader says."""
+def frame(drawing: Html, text: str, steps: Axis, values: Axis, over: Html | None = None) -> Html:
+    """Return the drawing with grid and labels; `text` is the text for a screen reader."""
     grid = join(
         tag("path", class_="grid", d=f"M0 {_number(HEIGHT * (1 - place))}H{WIDTH}")
         for place, _ in values.ticks()
     )
     svg = tag(
         "svg",
-        tag("title", told),
+        tag("title", text),
         grid,
         drawing,
         viewBox=f"0 0 {WIDTH} {HEIGHT}",
         preserveAspectRatio="none",
         role="img",
-        aria_label=told,
+        aria_label=text,
     )
-    ups = (tag("span", text, class_="y", style=f"bottom:{place:.2%}")
-           for place, text in values.ticks())  # fmt: skip
-    rights = (x_label(place, text) for place, text in steps.ticks())
+    ups = (tag("span", label, class_="y", style=f"bottom:{place:.2%}")
+           for place, label in values.ticks())  # fmt: skip
+    rights = (x_label(place, label) for place, label in steps.ticks())
     labels = tag("div", *ups, *rights, class_="labels", aria_hidden="true")
     return tag("div", svg, labels, over or Html(), class_="frame")
 
@@ -133,15 +133,15 @@ def _legend(lines: Sequence[Line], lost: Sequence[int]) -> Html:
 
 
 def _told(title: str, lines: Sequence[Line], lost: Sequence[int]) -> str:
-    told = []
+    text = []
     for line in lines:
         values = [value for _, value in line.points if _finite(value)]
         if line.look != "faint" and values:
             ends = f"from {figure(values[0])} to {figure(values[-1])}"
-            extremes = f"least {figure(min(values))}, greatest {figure(max(values))}"
-            told.append(f"{line.label or 'values'} {ends}, {extremes}")
+            extremes = f"minimum {figure(min(values))}, maximum {figure(max(values))}"
+            text.append(f"{line.label or 'values'} {ends}, {extremes}")
     gaps = [f"{count(len(lost))} steps not finite"] if lost else []
-    return f"{title} by step: {'; '.join(told + gaps)}"
+    return f"{title} by step: {'; '.join(text + gaps)}"
 
 
 def _unit(unit: str, values: Axis) -> str:

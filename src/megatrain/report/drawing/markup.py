@@ -1,8 +1,8 @@
-"""HTML from parts, where only `Html` goes in as it stands and every other string is escaped.
+"""HTML from parts, where only `Html` is inserted unchanged and every other string is escaped.
 
-A report quotes foreign text: samples of a model, names of folders, a config. A string therefore
+A report quotes untrusted text: samples of a model, names of folders, a config. A string therefore
 becomes part of a page in one way, through `tag` or `join`, which escape it. `Html` is made here,
-and elsewhere only from text of our own.
+and elsewhere only from our own text.
 
 Laws (tests/report/drawing/test_markup.py)
     1. No plain string opens a tag or ends an attribute.

@@ -1,7 +1,7 @@
 """How a report looks: light and dark, from 360 pixels to a wide screen, and on paper.
 
-The colours are those of Okabe and Ito, which people with any common colour blindness can tell
-apart, darkened or lightened where they would fade into the ground. Shape or place tells the same
+The colours are those of Okabe and Ito, which people with common color blindness can tell
+apart, darkened or lightened where they would fade into the ground. Shape or position shows the same
 again.
 """
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 Point = tuple[int, float]
 FEW = 20
-"""With fewer points a smoothed curve tells nothing that the points do not."""
+"""With fewer points a smoothed curve adds nothing."""
 
 
 def thinned(points: Sequence[Point], num_buckets: int) -> list[Point]:
@@ -26,7 +26,7 @@ def thinned(points: Sequence[Point], num_buckets: int) -> list[Point]:
 
 
 def averaged(points: Sequence[Point], num_buckets: int) -> list[Point]:
-    """Return one point per bucket of steps: its first step, and the mean of what is finite."""
+    """Return one point per bucket of steps: its first step, and the mean of its finite values."""
     means = []
     for bucket in _buckets(points, num_buckets):
         values = [value for _, value in bucket if math.isfinite(value)]
@@ -82,7 +82,7 @@ def pieces(points: Sequence[Point]) -> Iterator[list[Point]]:
 
 
 def _buckets(points: Sequence[Point], num_buckets: int) -> Iterator[list[Point]]:
-    """Yield what lies in each of equal ranges of steps; points come in the order of steps."""
+    """Yield the points in each of equal ranges of steps; points come in the order of steps."""
     if not points:
         return
     first, last = points[0][0], points[-1][0]
