@@ -69,10 +69,10 @@ EXTRA: dict[str, dict[str, Any]] = {
 }
 
 REFUSED = {
-    "glm_moe_dsa": "receives more from an earlier layer",
+    "glm_moe_dsa": "receives more from an earlier layer than hidden states",
     "hrm_text": "do not each run once",
-    "hy_v4": "receives more from an earlier layer",
-    "rwkv": "receives more from an earlier layer",
+    "hy_v4": "receives more from an earlier layer than hidden states",
+    "rwkv": "receives more from an earlier layer than hidden states",
 }
 
 

@@ -115,7 +115,7 @@ SIZES = config_cases(
         "experts beyond reason": (_of("mixtral", num_local_experts=1 << 20), "from 0 to 4096"),
         "layers times experts": (
             _of("mixtral", num_local_experts=4096, hidden_size=16, vocab_size=32, **_LAYERS),
-            "4096 is 1048576; up to 32768",
+            "4096 is 1048576; the limit is 32768",
         ),
         "labels": ({"num_labels": 1 << 24}, "num_labels is 16777216"),
         "attention repeated": (

@@ -78,7 +78,7 @@ def _packs(family: str) -> str:
 def page() -> str:
     """Return the text of docs/families.md."""
     refused = "".join(f"| {family} | a layer {reason} |\n" for family, reason in REFUSED.items())
-    refused = refused.replace("a layer are not", "layers do not")
+    refused = refused.replace("a layer do not", "layers do not")
     return HEAD + "".join(map(_row, FAMILIES)) + TAIL + refused
 
 

@@ -23,8 +23,10 @@ def test_a_pattern_that_matches_passes(pattern: str) -> None:
     ("pattern", "way_out"),
     [
         ("model.embed_token.*", "Similar names: model.embed_tokens.weight"),
-        ("model.layers.*.attn.q_proj.weight", "Similar names: "
-                                        "model.layers.*.self_attn.q_proj.weight"),
+        (
+            "model.layers.*.attn.q_proj.weight",
+            "Similar names: model.layers.*.self_attn.q_proj.weight",
+        ),
         ("Model.embed_tokens.weight", "Similar names: model.embed_tokens.weight"),
         ("lm_head.*", "The model ties it to model.embed_tokens.weight: use that name."),
         ("xyz", "Its parameters have names like model.embed_tokens.weight, model.layers.*."),

@@ -48,7 +48,11 @@ def test_what_is_no_template_is_refused(wanted: str, said: str) -> None:
 def test_a_file_that_is_no_template_is_refused(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "a.jinja"
     path.write_bytes(data)
-    with pytest.raises(DataError, match=r"a\.jinja (is not a chat template|cannot be read)"):
+    with pytest.raises(
+        DataError,
+        match=r"(a\.jinja is not a chat template|cannot read "
+        r".*a\.jinja)",
+    ):
         choose_template(_tokenizer(), str(path))
 
 

@@ -246,7 +246,7 @@ def test_without_template_a_pair_is_joined_and_a_conversation_refused() -> None:
     assert tokenizer.decode(document.input_ids) == "helloone  two\n</s>"
     trained = [i for i, t in zip(document.input_ids, document.trained, strict=True) if t]
     assert tokenizer.decode(trained) == "one  two\n</s>"
-    with pytest.raises(DataError, match=r"a:1: a conversation, but there is no chat template"):
+    with pytest.raises(DataError, match=r"a:1 is a conversation, but there is no chat template"):
         encoder.encode(Row(messages=TALK), "a:1")
 
 

@@ -108,7 +108,7 @@ def test_what_is_missing_is_named(hub: Hub) -> None:
         open_source(NAME)
     with pytest.raises(DataError, match=r"socratic test: .*test.*train"):
         open_source(located(NAME, name="socratic", split="test"))
-    with pytest.raises(HubError, match=r"acme/none: .* the Hub has no dataset of this"):
+    with pytest.raises(HubError, match=r"acme/none: .* the Hub has no dataset with this"):
         open_source("acme/none")
 
 

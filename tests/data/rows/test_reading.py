@@ -183,7 +183,7 @@ def test_large_arrays_take_no_longer_per_row(tmp_path: Path) -> None:
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="holds no"):
+    with pytest.raises(DataError, match="the folder has no"):
         data_files(tmp_path)
 
 

@@ -149,7 +149,7 @@ def test_a_position_that_is_none_is_refused(wrong: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("wrong", [{"max_length": 129}, {"batch_tokens": 127}])
 def test_sizes_must_fit_into_each_other(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="a row must fit into a micro-batch"):
+    with pytest.raises(ConfigError, match="a row must fit in a micro-batch"):
         _steps(**wrong)
 
 

@@ -237,7 +237,7 @@ def test_a_damaged_cache_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ROWS)
     file = _prepare(path).folder / "documents.arrow"
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    with pytest.raises(DataError, match=r"the prepared data is damaged .*remove the folder"):
+    with pytest.raises(DataError, match=r"the prepared data is damaged .*Delete the folder"):
         _prepare(path)
 
 
