@@ -1,12 +1,15 @@
-"""Text for users is plain English: no page uses a phrase that docs/style.md replaces.
+"""Text for users is plain English: no page and no module uses a phrase of docs/style.md.
 
 `dialect` works on any text. Fenced blocks, inline code and the column `before` of a table are
-quotations, so `prose` leaves them out of a page.
+quotations, so `prose` leaves them out of a page. Of a module, `written` takes strings, docstrings
+and comments.
 """
 
 from __future__ import annotations
 
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +20,7 @@ PAGES = sorted(
     str(path.relative_to(ROOT))
     for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md"))
 )
+MODULES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("src/**/*.py"))
 STYLE = (ROOT / "docs" / "style.md").read_text()
 
 _BE = r"\b(?:is|are|was|were|be|been|being)"
@@ -25,7 +29,7 @@ _NOT_A_PART = r"(?<!none )(?<!some )(?<!each )(?<!part )(?<!because )(?<!instead
 _PLACES = r"(?:at|on|above|below|beside|between|behind|under|next|there|within|outside)"
 BANNED = {
     rf"(?<!there ){_BE} no (?!longer\b|more than\b)": "is not a",
-    rf"(?<!there ){_BE} none\b(?! of\b)": "is not one",
+    rf"(?<!there ){_BE} (?-i:none)\b(?! of\b)": "is not one",
     rf"{_BE} (?:told|said)\b": "is reported, is printed",
     r"\b(?:go(?:es|ing|ne)?|went) on\b": "continues",
     rf"{_NOT_A_PART}\bof {_OWNERS} own\b": "its own ...",
@@ -81,6 +85,22 @@ def prose(page: str) -> str:
     return re.sub(r"`[^`]*`", "`code`", "\n".join(kept))
 
 
+def written(source: str) -> str:
+    """Return a module's own words: strings, docstrings and comments, without inline code."""
+    found: list[str] = []
+    joins = False
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.STRING:
+            text = re.sub(r"^[rfbu]*(\"\"\"|\"|')|(\"\"\"|\"|')$", "", token.string, flags=re.I)
+            found.append(text if joins else f"\n{text}")
+            joins = True
+        elif token.type == tokenize.COMMENT:
+            found.append(f"\n{token.string}")
+        elif token.type != tokenize.NL:
+            joins = False
+    return re.sub(r"`[^`\n]*`", "`code`", "".join(found))
+
+
 def _examples() -> Iterator[tuple[str, str]]:
     for line in STYLE.split("| before | after |\n|---|---|\n")[1].splitlines():
         if not line.startswith("|"):
@@ -92,6 +112,23 @@ def _examples() -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_are_plain_english(page: str) -> None:
     assert dialect(prose((ROOT / page).read_text())) == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_messages_and_docstrings_are_plain_english(module: str) -> None:
+    assert [
+        hit for part in written((ROOT / module).read_text()).split("\n\n") for hit in dialect(part)
+    ] == []
+
+
+def test_dialect_in_a_message_a_docstring_or_a_comment_would_be_noticed() -> None:
+    source = (
+        '"""A folder of its own."""\n'
+        "raise DataError(\n    f'{path}: is '\n    'no file'\n)  # told anew\n"
+        "is_no_name = 'plain'\n"
+    )
+    assert len(dialect(written(source))) == 3
+    assert not dialect(written("is_no_name = 'plain'  # `is no name`\n"))
 
 
 @pytest.mark.parametrize(("before", "after"), list(_examples()))

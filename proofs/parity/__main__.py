@@ -3,7 +3,7 @@
     python -m proofs.parity --json
     python -m proofs.parity --case "chat, packed"
 
-TRL is an oracle that is not ours. It is no dependency: run this in an environment of its own that
+TRL is an oracle that is not ours. It is no dependency: run this in its own environment that
 has `trl` from PyPI beside MegaTrain's requirements. For each case: the documents of every step
 with their targets must be the same tokens, the loss of the first 20 steps must agree within 1e-5,
 and the number of steps must be equal. Ends with 1 if a case differs.
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
     options = parser.parse_args()
     if importlib.util.find_spec("trl") is None:
-        sys.exit("trl is not installed here: pip install trl, in an environment of its own")
+        sys.exit("trl is not installed: pip install trl, in its own environment")
     from proofs.parity.cases import CASES
 
     results = []

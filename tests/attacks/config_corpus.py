@@ -125,7 +125,7 @@ SIZES = config_cases(
             _of("gpt_neo", attention_types=[[["global"] * 9000, 500]] * 10), "of 45000000 layers",
         ),
         "attention repeated as text": (
-            _of("gpt_neo", attention_types=[["x" * 60_000, "y" * 60_000]]), "refuses it",
+            _of("gpt_neo", attention_types=[["x" * 60_000, "y" * 60_000]]), "rejects it",
         ),
         "unknown number": ({"anything": 1 << 30}, "anything is 1073741824: out of range"),
         "unknown number in a list": ({"anything": [[1 << 30]]}, "out of range"),

@@ -213,21 +213,21 @@ INDEX_CASES: list[Case] = [
                 ("pipe", os.mkfifo, "not a regular file"),
                 ("folder", Path.mkdir, "not a regular file"),
                 ("socket", _socket, "not a regular file"),
-                ("link out", _link(f"../{name}"), "leads out"),
-                ("link to a device", _link("/dev/zero"), "leads out"),
-                ("link to this process", _link("/proc/self/mem"), "leads out"),
+                ("link out", _link(f"../{name}"), "points outside"),
+                ("link to a device", _link("/dev/zero"), "points outside"),
+                ("link to this process", _link("/proc/self/mem"), "points outside"),
                 ("link to nothing", _link("nothing"), "neither|does not exist"),
                 ("link to itself", _link(name), "neither|cannot follow|does not exist"),
             )
         }
         | {
             "a shard that is absent": (_in_place_of("b.safetensors", str, True), "does not exist"),
-            "tokenizer that links out": (_tokenizer(_link("../secret")), "leads out"),
-            "tokenizer that is a device": (_tokenizer(_link("/dev/zero")), "leads out"),
+            "tokenizer that links out": (_tokenizer(_link("../secret")), "points outside"),
+            "tokenizer that is a device": (_tokenizer(_link("/dev/zero")), "points outside"),
             "tokenizer that is a pipe": (_tokenizer(os.mkfifo), "not a regular file"),
             "tokenizer of a terabyte": (_tokenizer(_terabyte), "larger than 256 MiB"),
-            "link out of the hub's cache": (_cached("../../other/0f"), "leads out"),
-            "link round the hub's cache": (_cached("../../blobs/../other/0f"), "leads out"),
+            "link out of the hub's cache": (_cached("../../other/0f"), "points outside"),
+            "link round the hub's cache": (_cached("../../blobs/../other/0f"), "points outside"),
         },
     ),
     *cases(

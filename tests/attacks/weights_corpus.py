@@ -103,7 +103,7 @@ FORMAT = cases(
         "length too long": (_file(pack(_TEXT, DATA, len(_TEXT) + 9)), "not valid JSON"),
         "zeros": _file(b"\0" * (1 << 20)),
         "ones": _file(b"\xff" * (1 << 20)),
-        "a list": (_header(b"[]"), "holds a list"),
+        "a list": (_header(b"[]"), "is a list"),
         "not UTF-8": (_header(b'{"\xff": 1}'), "not valid JSON"),
         "deep lists": (_header(b"[" * 100_000), "not valid JSON"),
         "deep objects": (_header(b'{"a":' * 100_000), "not valid JSON"),

@@ -119,7 +119,7 @@ def test_copies_of_a_refused_arena_are_exact(refused: int, policy: Policy) -> No
     device = Accelerator(simulator, piece_bytes=PIECE, ring_buffer_bytes=BUFFER)
     arena, back = arena_of(NUM_PIECES * PIECE - 9), arena_of(NUM_PIECES * PIECE - 9, seed=1)
     with lane(simulator):
-        with pytest.warns(UserWarning, match="could not be pinned"):
+        with pytest.warns(UserWarning, match="cannot be pinned"):
             device.pin("weights", arena)
         device.pin("gradients", back)
         there = device.allocate(arena.nbytes, "weight slots")

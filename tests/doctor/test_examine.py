@@ -82,7 +82,7 @@ def test_whether_memory_can_be_pinned_is_found_out(
 ) -> None:
     def rates(device: object, **_: object) -> CopyRates:
         if not pins:
-            warnings.warn("host memory: could not be pinned", stacklevel=1)
+            warnings.warn("host memory: cannot be pinned", stacklevel=1)
         return CopyRates(into=1e9, out=1e9, duplex_share=1.0)
 
     monkeypatch.setattr(module, "copy_rates", rates)

@@ -36,7 +36,7 @@ def test_registered_and_staged_copies_are_exact(
         warnings.simplefilter("always")
         outcome = play(rig, world, case, accelerator)
     assert outcome.differences(expected) == []
-    texts = [str(w.message) for w in told if "could not be pinned" in str(w.message)]
+    texts = [str(w.message) for w in told if "cannot be pinned" in str(w.message)]
     assert len(texts) == (0 if refuses_at is None else 1), "told once"
 
 

@@ -135,7 +135,7 @@ def test_refused_registration_is_told_and_staged(calls: dict[str, mock.Mock]) ->
     rig, world = RealRig(BorrowedRuntime.find()), world_of(CASE.sort)
     with (
         rig.running(world.store, refuses_at=2, ring_buffer_bytes=1000) as accelerator,
-        pytest.warns(UserWarning, match=r"could not be pinned \(the rig was told to refuse\)"),
+        pytest.warns(UserWarning, match=r"cannot be pinned \(the rig was told to refuse\)"),
     ):
         outcome = play(rig, world, CASE, accelerator)
     assert outcome.differences(world.play(CASE, reference=True)) == []

@@ -154,10 +154,10 @@ def test_rows_longer_than_the_usual_step_make_it_longer() -> None:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("gpt-oss-120b", "weights   come in MXFP4; they must be converted to bf16 first"),
-        ("DeepSeek-V3", "weights   come in FP8; they must be converted to bf16 first"),
-        ("Kimi-K2-Instruct", "weights   come in FP8"),
-        ("gemma-3-27b-pt", "weights   come with a vision part"),
+        ("gpt-oss-120b", "weights   are stored in MXFP4; convert them to bf16 first"),
+        ("DeepSeek-V3", "weights   are stored in FP8; convert them to bf16 first"),
+        ("Kimi-K2-Instruct", "weights   are stored in FP8"),
+        ("gemma-3-27b-pt", "weights   include a vision part"),
     ],
 )
 def test_published_weights_that_cannot_be_trained_as_they_are_are_named(
@@ -170,7 +170,7 @@ def test_published_weights_that_cannot_be_trained_as_they_are_are_named(
 def test_the_config_of_a_folder_says_how_its_weights_are_kept(tmp_path: Path) -> None:
     config = find_model("qwen3-8b").config | {"quantization_config": {"quant_method": "fp8"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert "weights   come in FP8" in str(estimate(str(tmp_path), gpu="4090", ram="192GB"))
+    assert "weights   are stored in FP8" in str(estimate(str(tmp_path), gpu="4090", ram="192GB"))
 
 
 def test_what_is_known_can_be_listed() -> None:
@@ -198,7 +198,7 @@ def test_more_memory_and_a_faster_card_help() -> None:
 
 
 def test_this_machine_is_meant_without_a_gpu() -> None:
-    with pytest.raises(ConfigError, match="or run `megatrain doctor` here first"):
+    with pytest.raises(ConfigError, match="or run `megatrain doctor` first"):
         estimate("qwen3-0.6b")
     facts = host_facts()
     found = Examination(
@@ -220,7 +220,7 @@ def test_this_machine_is_meant_without_a_gpu() -> None:
         ({"seq": "x"}, "--seq is x; give a number of tokens"),
         ({"tokens": "-1"}, "--tokens is -1; "),
         ({"batch_tokens": "0"}, "--batch-tokens is 0; "),
-        ({"gpu": "abacus"}, "--gpu abacus: give a size like 24GB"),
+        ({"gpu": "abacus"}, "--gpu abacus: unknown. Give a size like 24GB"),
     ],
 )
 def test_what_cannot_be_meant_is_said(asked: dict[str, str], message: str) -> None:

@@ -101,11 +101,9 @@ def test_only_what_was_set_is_called_so(tmp_path: Path, machine: MachineProfile)
     path = config_for(tmp_path, "llama")
     plan = as_train_plans(path, [], machine)
     assert set(plan.reasons) >= {"update", "chunk_tokens", "gather_embedding", "micro_batch_tokens"}
-    assert "as you set it" not in plan.reasons.values()
+    assert "set by you" not in plan.reasons.values()
     chosen = as_train_plans(path, ["memory.chunk_tokens=1024"], machine)
-    assert [name for name, why in chosen.reasons.items() if why == "as you set it"] == [
-        "chunk_tokens"
-    ]
+    assert [name for name, why in chosen.reasons.items() if why == "set by you"] == ["chunk_tokens"]
 
 
 def test_memory_that_a_config_allows_is_all_there_is(

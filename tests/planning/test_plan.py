@@ -76,7 +76,7 @@ def test_each_fix_applied_fits(model: ModelShape, profile: MachineProfile) -> No
     for fix in plan.fixes:
         assert make_plan(fix.profile, fix.workload).fits, fix.text
     assert plan.fixes[0].text.splitlines()[0] in str(plan).replace("\n    and ", "; ")
-    with pytest.raises(DoesNotFit, match=r"does not fit: .* memory .* short\. What would:"):
+    with pytest.raises(DoesNotFit, match=r"does not fit: .* memory .* short\. Ways out:"):
         plan.require()
 
 
@@ -106,7 +106,7 @@ def test_rows_add_up_to_their_place_and_what_is_short_to_the_rest() -> None:
     sizes = [(float(row.split()[-2]), row.split()[-1]) for row in lines]
     gibs = [size / (1024 if unit == "MiB" else 1) for size, unit in sizes]
     assert sum(gibs) == pytest.approx(total, abs=0.5)
-    assert any("reserve, stays free" in row for row in rows)
+    assert any("reserve, kept free" in row for row in rows)
 
 
 def test_what_takes_turns_is_named_with_its_shares() -> None:
@@ -147,7 +147,7 @@ def test_a_user_who_set_everything_is_told_so() -> None:
     fixed = Fixed(micro_batch_tokens=4096, slots=2, tape="host", chunk_tokens=512)
     plan = make_plan(DESKTOP, Workload(model=EIGHT, step_tokens=8192), fixed)
     assert {plan.reasons[name] for name in ("micro_batch_tokens", "slots", "tape")} == {
-        "as you set it"
+        "set by you"
     }
 
 

@@ -184,8 +184,6 @@ def refused_at(number: int, run: Run) -> bool:
     assert simulator.races == []
     assert simulator.registered_bytes == 0
     failed = simulator.num_registrations >= number
-    lines = [
-        str(warning.message) for warning in told if "could not be pinned" in str(warning.message)
-    ]
+    lines = [str(warning.message) for warning in told if "cannot be pinned" in str(warning.message)]
     assert len(lines) == failed
     return failed

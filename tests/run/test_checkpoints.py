@@ -220,9 +220,9 @@ def test_save_now_brings_a_checkpoint_of_a_running_training(world: Path, tmp_pat
 
 
 def test_save_now_where_nobody_trains(ended: Path, tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match="nobody is training there now"):
+    with pytest.raises(RunFolderError, match="no process is training there"):
         save_now(ended, 1)
-    with pytest.raises(RunFolderError, match=r"has no metrics\.jsonl: give the folder of a run"):
+    with pytest.raises(RunFolderError, match=r"has no metrics\.jsonl\. Give a run folder"):
         save_now(tmp_path, 1)
     done = _megatrain("save", str(ended))
     assert done.returncode == 5

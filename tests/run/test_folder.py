@@ -32,7 +32,7 @@ def test_lines_are_whole_and_in_order(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunFolderError, match="cannot be used as a run folder"):
+    with pytest.raises(RunFolderError, match="as a run folder"):
         RunFolder(tmp_path / "file" / "run")
 
 
@@ -54,7 +54,7 @@ def test_a_folder_of_somebody_else_is_refused_and_stays_as_it_is(tmp_path: Path,
     (tmp_path / name).write_text("precious")
     before = _everything(tmp_path)
     for dry in (False, True):
-        with pytest.raises(RunFolderError, match=r"is not empty and is not a run of megatrain"):
+        with pytest.raises(RunFolderError, match=r"is not empty and is not a run folder"):
             RunFolder(tmp_path, dry=dry)
     assert _everything(tmp_path) == before
 
@@ -91,7 +91,7 @@ def test_a_config_that_was_edited_is_not_replaced(tmp_path: Path) -> None:
         edited = "# my notes\n" + (tmp_path / "config.yaml").read_text()
         (tmp_path / "config.yaml").write_text(edited)
         (said,) = folder.write_config(CONFIG)
-    assert said.endswith("stays as it is; the settings in use are in config.used.yaml")
+    assert said.endswith("is kept; the settings in use are in config.used.yaml")
     assert (tmp_path / "config.yaml").read_text() == edited
     assert load_config(tmp_path / "config.used.yaml") == CONFIG
 
@@ -110,9 +110,9 @@ def test_a_torn_line_is_dropped_and_the_next_one_is_whole(tmp_path: Path) -> Non
         folder.append("metrics.jsonl", {"step": 4})
         folder.append(EVENTS, {"event": 4})
     assert said == [
-        "metrics.jsonl: 5 bytes of it are gone since the checkpoint",
-        "metrics.jsonl: ended in a torn line of 7 bytes, which was dropped",
-        "events.jsonl: ended in a torn line of 10 bytes, which was dropped",
+        "metrics.jsonl: 5 bytes have disappeared since the checkpoint",
+        "metrics.jsonl: dropped an incomplete last line of 7 bytes",
+        "events.jsonl: dropped an incomplete last line of 10 bytes",
     ]
     for name, key in (("metrics.jsonl", "step"), (EVENTS, "event")):
         lines = (tmp_path / name).read_text().splitlines()
@@ -123,7 +123,5 @@ def test_a_torn_line_longer_than_a_piece_is_dropped_whole(tmp_path: Path) -> Non
     (tmp_path / "run").mkdir()
     with RunFolder(tmp_path / "run") as folder:
         (tmp_path / "run" / EVENTS).write_bytes(b"{}\n" + b"x" * 200_000)
-        assert folder.cut({}) == [
-            f"{EVENTS}: ended in a torn line of 200000 bytes, which was dropped"
-        ]
+        assert folder.cut({}) == [f"{EVENTS}: dropped an incomplete last line of 200000 bytes"]
     assert (tmp_path / "run" / EVENTS).read_bytes() == b"{}\n"

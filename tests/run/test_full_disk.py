@@ -109,10 +109,10 @@ def test_old_checkpoints_make_room_and_one_is_always_whole(
     path = tmp_path / "run"
     with small_disk(path, room_for(2.5, size)) as disk, Trainer(config(world, path)) as trainer:
         alone = watch(disk, path)
-        (note,) = [note for note in trainer.notes if note.startswith("the disk has room for")]
+        (note,) = [note for note in trainer.notes if note.startswith("the disk has space for")]
         assert note == (
-            "the disk has room for 2 checkpoints of 0.4 MiB, and save.keep 2 wants 3 while one is "
-            "written: the oldest will be deleted before a save, not after it"
+            "the disk has space for 2 checkpoints of 0.4 MiB, and save.keep 2 needs 3 while one is "
+            "written: the oldest will be deleted before each save, not after it"
         )
         trainer.train()
         ended = state_of(trainer)
@@ -166,10 +166,10 @@ def test_the_newest_stays_where_it_alone_fits_and_the_end_waits_for_room(
     assert alone == []
     assert differences(world, ended, path, whole) == []
     said = capsys.readouterr().err
-    assert "after the first one no other can be saved. Give save.dir a larger disk" in said
+    assert "only one save is possible. Set save.dir to a larger disk" in said
     for step in (2, 3, 4, 5):
         assert f"step {step}: NOT saved: {path}/checkpoints has " in said
-    assert "the state after step 5 is in memory only. Waiting for room in " in said
+    assert "the state after step 5 is in memory only. Waiting for space in " in said
     assert "cannot write" not in said, "the reason is the checkpoint's own"
 
 

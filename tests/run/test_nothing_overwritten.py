@@ -62,7 +62,7 @@ def test_the_config_that_was_given_is_never_written_over(world: Path, tmp_path: 
     )
     before = everything(tmp_path)
     for dry_run in (False, True):
-        with pytest.raises(RunFolderError, match=r"is not empty and is not a run of megatrain"):
+        with pytest.raises(RunFolderError, match=r"is not empty and is not a run folder"):
             train_from(project / "config.yaml", [], dry_run=dry_run)
     assert everything(tmp_path) == before
 

@@ -135,7 +135,7 @@ def test_a_damaged_model_is_passed_over_and_reported(
     assert chosen_model(ended).folder == expected
     export_model(ended, tmp_path / "out")
     said = capsys.readouterr().err
-    assert "passed over: " in said
+    assert "skipped: " in said
     assert "do not match their hash" in said
     assert same(tmp_path / "out", expected)
 
@@ -175,10 +175,10 @@ def test_a_run_without_checkpoints_has_its_export(ended: Path) -> None:
     shutil.rmtree(ended / FOLDER)
     assert chosen_model(ended).step == 9
     damage(ended / "model")
-    with pytest.raises(CheckpointDamaged, match="none of its models is whole"):
+    with pytest.raises(CheckpointDamaged, match="no model is complete"):
         chosen_model(ended)
     (ended / "model" / RECORD_NAME).unlink()
-    with pytest.raises(RunFolderError, match=r"nothing says of which step .* Give that folder"):
+    with pytest.raises(RunFolderError, match=r"the step of .* is unknown. Give that folder"):
         chosen_model(ended)
     assert chosen_model(ended / "model").step is None
 
@@ -195,7 +195,7 @@ def test_links_and_checkpoints_can_be_given(patient: Path, tmp_path: Path) -> No
     assert same(tmp_path / "best", best / "model")
     assert not same(tmp_path / "best", last / "model")
     shutil.rmtree(best)
-    with pytest.raises(RunFolderError, match="is a link to something that is no longer there"):
+    with pytest.raises(RunFolderError, match="is a link to a file that no longer exists"):
         chosen_model(patient / "best")
 
 
@@ -222,7 +222,7 @@ def test_a_damaged_best_is_refused_and_not_replaced(patient: Path) -> None:
     damage(patient / "model")
     assert chosen_model(patient).folder == checkpoint(patient, 4) / "model"
     damage(checkpoint(patient, 4) / "model")
-    with pytest.raises(CheckpointDamaged, match=r"best model cannot be used:\n  .*\n  .*\n.*last"):
+    with pytest.raises(CheckpointDamaged, match=r"cannot use its best model:\n  .*\n  .*\n.*last"):
         chosen_model(patient)
     assert chosen_model(patient / "last").step == 8
 
@@ -232,10 +232,10 @@ def test_the_best_of_what_was_never_evaluated_is_an_error(
 ) -> None:
     config = config_of(world, tmp_path / "new", SETTING, data={"eval": None})
     assert run(config, die=4) is None
-    with pytest.raises(RunFolderError, match="no model of it was evaluated"):
+    with pytest.raises(RunFolderError, match="no model was evaluated"):
         chosen_model(tmp_path / "new", best=True)
     for other in (world / "model-0.0", checkpoint(ended, 6)):
-        with pytest.raises(ConfigError, match="is not a run folder, so there is no best"):
+        with pytest.raises(ConfigError, match="is not a run folder, so --best"):
             chosen_model(other, best=True)
     assert chosen_model(ended, best=True).step == 9, "evaluated at the end"
 

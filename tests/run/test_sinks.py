@@ -128,7 +128,7 @@ def test_every_figure_arrives(name: str, stand_in: Callable[..., Path], tmp_path
 
 
 def test_a_missing_package_names_what_to_install() -> None:
-    text = r"^log\.to: nothing_here not installed here: `pip install nothing_here`"
+    text = r"^log\.to: nothing_here not installed: `pip install nothing_here`"
     with pytest.raises(MissingPackage, match=text):
         check_sinks(["nothing_here"])
 
@@ -148,7 +148,7 @@ def test_a_sink_that_fails_is_let_go_and_the_others_go_on(
 
     stand_in("wandb", break_it)
     (said,) = send(tmp_path / "run", "wandb", "trackio")
-    assert said.startswith("wandb: OSError: no network. It gets no more metrics")
+    assert said.startswith("wandb: OSError: no network. It will get no more metrics")
     names = [note["name"] for note in noted(record) if "name" in note]
     assert sorted(names) == sorted([*EXPECTED, *(EXPECTED if call == "finish" else ())])
 

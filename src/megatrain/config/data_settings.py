@@ -50,7 +50,7 @@ class Source(Section):
 
 
 def _places(value: object) -> object:
-    """Return the places as a list; refuse rows, of which each would be a fault of its own."""
+    """Return the places as a list; refuse rows, of which each would be a separate fault."""
     if isinstance(value, Iterable) and not isinstance(value, str | Mapping | list | tuple):
         raise ValueError(_ROWS)
     if isinstance(value, list | tuple) and value and all(map(_is_row, value)):

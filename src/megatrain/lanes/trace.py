@@ -1,7 +1,7 @@
 """The trace of a step: spans of ops by lane, for people and for Perfetto.
 
-A span is an op's own time in its lane. Where `awaited` is set it is instead time the lane stood
-still before `op` because `awaited`, on another lane, was not done. On a lane with a stream both
+A span is an op's own time in its lane. Where `awaited` is set it is instead time the lane
+waited before `op` because `awaited`, on another lane, was not done. On a lane with a stream both
 are times of the host that issues: the device's own times are not in them.
 
 `add` is one append: any lane calls it without waiting. Read a trace when the lanes are settled.

@@ -1,8 +1,8 @@
 """The bound of a step: the least time that a plan's costs allow, if no lane ever waited.
 
-Each lane has its own: the sum of what its ops take alone, on a machine that they share with nobody.
+Each lane has its own: the sum of the times of its ops alone, on a machine that nothing else uses.
 A part does not depend on the tokens of a step (weights in, gradients out, updates), the rest is in
-proportion to them. The bound is the slowest lane's; a measured step is held against it.
+proportion to them. The bound is the slowest lane's; a measured step is compared with it.
 
 Laws (tests/planning/test_bound.py)
     1. No simulated step is shorter than its bound.
@@ -47,7 +47,7 @@ def bound_of(simulation: Simulation) -> Bound:
     """Return the bound of a plan, from its simulated step."""
     fixed, growing = dict.fromkeys(LANES, 0.0), dict.fromkeys(LANES, 0.0)
     last = max(i for i, one in enumerate(simulation.ops) if one.op.kind.spec.ends_step)
-    for played in simulation.ops[: last + 1]:  # what is behind it is on top of the next step
+    for played in simulation.ops[: last + 1]:  # ops behind it belong to the next step
         seconds = fixed if played.op.micro is None else growing
         seconds[played.op.lane] += played.cost.seconds
     return Bound(

@@ -8,7 +8,7 @@ The config is read as `train` reads it (from_config.py), so both plan the same r
 
 Laws (tests/planning/test_estimate.py)
     1. Neither torch nor transformers nor matplotlib is imported for a known model.
-    2. What does not fit says by how much, and each change it proposes, applied, fits.
+    2. A plan that does not fit reports by how much, and each change it proposes, applied, fits.
     3. No line is longer than 80 columns.
     4. On the same machine `train` makes the same plan of the same config.
 """
@@ -43,7 +43,7 @@ from megatrain.text import duration, figure, size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A plan, and what it means for a number of tokens."""
+    """A plan, and its time and cost for a number of tokens."""
 
     plan: Plan
     machine: str
@@ -99,7 +99,7 @@ class Estimate:
     def draw(self, path: Path) -> None:
         """Write the two plots as one PNG. Raises ConfigError without matplotlib.
 
-        A picture of ours is replaced; any other file is not, and that is a ConfigError too.
+        A picture that we wrote is replaced; any other file is a ConfigError too.
         """
         from megatrain.planning.plots import draw
 
@@ -119,14 +119,14 @@ class Estimate:
     def _bill(self) -> list[str]:
         if not self.fits:
             missing = shortfalls(self.plan.profile, self.plan.ledger)
-            told = ", ".join(f"{place} memory {size(short)}" for place, short in missing.items())
-            return ["", _row("short of", told)]
+            text = ", ".join(f"{place} memory {size(short)}" for place, short in missing.items())
+            return ["", _row("short of", text)]
         if self.seconds is None or self.tokens is None:
             return []
-        told = f"{figure(self.tokens)} tokens in {duration(self.seconds)}"
+        text = f"{figure(self.tokens)} tokens in {duration(self.seconds)}"
         if self.cost is not None:
-            told += f", cost {self.cost:,.2f} at {self.price_per_hour:g} an hour"
-        return ["", _row("in all", told)]
+            text += f", cost {self.cost:,.2f} at {self.price_per_hour:g} an hour"
+        return ["", _row("in all", text)]
 
 
 def estimate(
@@ -145,7 +145,7 @@ def estimate(
     `model` is a known name, a model folder, a config.json, or the YAML file of a run; `overrides`
     are settings like `train.max_grad_norm=null`. `gpu` is a name (`4090`) or a size (`24GB`); None:
     this machine, as `megatrain doctor` measured it. `ram` is the host memory a run may use; None:
-    what is free here, or usual there. `seq` and `batch_tokens` are short for data.max_length and
+    the free memory here, or the usual one. `seq` and `batch_tokens` are data.max_length and
     train.batch_tokens. Raises ConfigError, ModelFolderError or ModelConfigError.
     """
     config = _config(model, overrides, seq, batch_tokens)
@@ -154,7 +154,7 @@ def estimate(
     )
     if config.memory.device == "cpu" and not profile.unified:
         raise ConfigError(
-            f"memory.device is cpu, but {machine} computes on its card. Give memory.device=auto"
+            f"memory.device is cpu, but {machine} computes on its GPU. Set memory.device=auto"
         )
     workload = workload_of(config, shape_for(config))
     return Estimate(
@@ -184,7 +184,7 @@ def _config(
         given.append(f"train.batch_tokens={_read('batch-tokens', batch_tokens, read_tokens)}")
     if Path(model).suffix in (".yaml", ".yml"):
         return load_config(model, [*given, *overrides])
-    bare = {"model": {"name_or_path": model}, "data": {"train": "rows of your own"}}
+    bare = {"model": {"name_or_path": model}, "data": {"train": "your own rows"}}
     return resolve_config(Document(name="estimate", value=bare), [*given, *overrides])
 
 
@@ -207,8 +207,8 @@ def _this_machine(ram_bytes: int | None) -> tuple[MachineProfile, str, str]:
     found = kept_examination()
     if found is None:
         raise ConfigError(
-            "which machine? Give --gpu 4090 (or --gpu 24GB) and --ram 128GB, or run "
-            "`megatrain doctor` here first"
+            "no machine given. Give --gpu 4090 (or --gpu 24GB) and --ram 128GB, or run "
+            "`megatrain doctor` first"
         )
     profile = found.profile.changed(ram_bytes=ram_bytes or max(1, free_bytes()))
     return profile, profile.name, f"measured {found.when}"

@@ -2,7 +2,7 @@
 
 A change that costs nothing but a habit comes before one that costs quality, and that before one
 that costs money. What one change does not solve, several together may: every set of kinds of
-change is tried, in the order of what it costs, until enough are found. Settings are written as
+change is tried, in the order of its cost, until enough are found. Settings are written as
 `train` and `estimate` take them, so that each can be tried at once.
 
 Laws (tests/planning/test_fixes.py): each fix, applied, fits; none holds a change it can do without.
@@ -40,7 +40,7 @@ DEVICE_SIZES = [
     size << 30 for size in (8, 10, 12, 16, 24, 32, 40, 48, 64, 80, 96, 141, 180, 192, 288)
 ]
 SHORTEST = 128
-"""Tokens of a row: below this nobody trains."""
+"""Tokens of a row: the shortest useful length."""
 _SYSTEM_SHARE = 0.06
 """Of sold memory, what the system or the driver keeps."""
 

@@ -4,8 +4,8 @@
     print(plan)                 # a table: memory, speed, what limits it, every choice and why
     plan.facts()                # the same as plain values: plan.json
 
-A plan that does not fit says by how much and what would help (`fixes`), and has the settings that
-need least, so that everything else can still be said of it.
+A plan that does not fit reports by how much and the ways out (`fixes`), and has the settings that
+need least, so that all its other figures exist.
 
 Laws (tests/planning/test_plan.py)
     1. A plan that fits has a ledger that fits, with headroom; each of its settings has a reason.
@@ -38,7 +38,7 @@ _WORTH_NAMING = 0.15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What will be run, and what is known of it beforehand."""
+    """The settings of a run, and the predictions for it."""
 
     profile: MachineProfile
     workload: Workload
@@ -55,7 +55,7 @@ class Plan:
 
     @property
     def knows_time(self) -> bool:
-        """Whether the machine was measured: else only what is said of memory counts."""
+        """Whether the machine was measured; if not, only the figures of memory are valid."""
         return self.profile.source != NOT_MEASURED
 
     @property
@@ -79,7 +79,7 @@ class Plan:
             for place, num_bytes in shortfalls(self.profile, self.ledger).items()
         )
         ways = "".join(f"\n  {way}" for way in (*others, *self.fixes))
-        raise DoesNotFit(f"{self.workload.model.name} does not fit: {missing}. What would:{ways}")
+        raise DoesNotFit(f"{self.workload.model.name} does not fit: {missing}. Ways out:{ways}")
 
     def facts(self) -> dict[str, Any]:
         """Return the plan as plain values, for plan.json."""
@@ -117,8 +117,8 @@ class Plan:
         if self.fits and self.knows_time:
             rows += [*self._speed(), *self._choices()]
         elif not self.fits:
-            rows += ["does not fit. What would make it fit, the cheapest first:"]
-            rows += [f"  {fix}" for fix in self.fixes] or ["  nothing that was tried"]
+            rows += ["does not fit. Changes that make it fit, the cheapest first:"]
+            rows += [f"  {fix}" for fix in self.fixes] or ["  none of the changes that were tried"]
         lines = "\n".join(rows).splitlines()
         return "\n".join(row if len(row) <= 80 else f"{row[:77]}..." for row in lines)
 
@@ -147,7 +147,7 @@ class Plan:
             for line in sorted(lines, key=lambda line: -line.num_bytes):
                 rows.append(f"  {line.purpose:28}{gib(line.num_bytes):>12}")
             if place in reserved:
-                rows.append(f"  {'reserve, stays free':28}{gib(reserved[place]):>12}")
+                rows.append(f"  {'reserve, kept free':28}{gib(reserved[place]):>12}")
         return [*rows, ""]
 
     def _speed(self) -> list[str]:
@@ -171,7 +171,7 @@ class Plan:
         if not turns:
             return LIMITS[first]
         parts = ", ".join(f"{name} {shares[name]:.0%}" for name in (first, *turns))
-        return f"{parts} of the step, one after the other"
+        return f"{parts} of the step, one after another"
 
     def _choices(self) -> list[str]:
         facts = self.settings.facts()
@@ -185,7 +185,7 @@ def make_plan(profile: MachineProfile, workload: Workload, fixed: Fixed | None =
     best = search.best()
     settings = search.smallest() if best is None else best.settings
     ledger = predicted_ledger(profile, workload, settings)
-    # Nobody asks how fast what does not fit would be: few layers are played then.
+    # The speed of a plan that does not fit does not matter: few layers are played then.
     played = search.few if best is None else workload
     simulation = simulate(effective_profile(profile, ledger), played, settings)
     return Plan(
@@ -220,5 +220,5 @@ def _lever(search: Search, settings: StepSettings) -> str:
         found.append((gain, "train.max_grad_norm=null"))
     gain, text = max(found, default=(0.0, ""))
     if gain < 0.02:
-        return "none of the settings: within 2 % of what this machine does"
+        return "none: within 2 % of the bound of this machine"
     return f"{text}: {gain:+.0%} tokens/s"

@@ -1,10 +1,9 @@
 """An estimate as a picture: speed against tokens per step, and models against host memory.
 
-Left, tokens/s as simulated, below the lines that each resource allows by itself: what the step
-would do if nothing but compute, the link in, the link out or the optimizer took time. Where the
-curve leaves a line, something else limits. Right, the largest model that host memory can be the
-home of, with known models on the line; the estimate's own stands at all that its run needs, which
-is right of the line of host memory if it does not fit.
+Left, simulated tokens/s, below the lines of the speed that compute, the link in, the link out or
+the optimizer alone would allow. Where the curve leaves a line, another resource limits. Right, the
+largest model for each size of host memory, with known models on the line; the estimate's model is
+at the memory that its run needs, right of the line of host memory if it does not fit.
 
 matplotlib is optional (`pip install matplotlib`) and imported only here.
 
@@ -96,7 +95,7 @@ def draw(plan: Plan, machine: str) -> bytes:
 
 
 def title(plan: Plan, machine: str) -> str:
-    """Return what is shown, and whether it fits."""
+    """Return the title: model, machine, and whether it fits."""
     named = f"{plan.workload.model.name} on {machine}"
     if plan.fits:
         return named
@@ -193,7 +192,7 @@ def needed_bytes(plan: Plan) -> int:
 
 
 def marked_beside(model: ModelShape) -> list[ModelShape]:
-    """Return the known models to show, without those whose names would lie over this one's."""
+    """Return the known models to show, without those whose names would overlap this one's."""
     shapes = [shape_from_config(find_model(name).config, name) for name in MARKED]
     return [s for s in shapes if not 1 / _APART < s.params / model.params < _APART]
 

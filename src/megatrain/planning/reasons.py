@@ -1,4 +1,4 @@
-"""Why each setting was chosen, in words and with the figures of what was not chosen."""
+"""The reason for each chosen setting, with the figures of the alternatives."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def reasons_for(search: Search, settings: StepSettings) -> dict[str, str]:
     fixed = search.fixed
     for name in reasons:
         if name in fixed.kept:
-            reasons[name] = "as the run began"
+            reasons[name] = "unchanged since the start of the run"
         elif getattr(fixed, name, None) is not None:
-            reasons[name] = "as you set it"
+            reasons[name] = "set by you"
     return reasons
 
 
@@ -50,7 +50,7 @@ def _micro(search: Search, settings: StepSettings) -> str:
 
 def _slots(search: Search, settings: StepSettings) -> str:
     if search.profile.unified:
-        return "not used: compute reads the store"
+        return "unused: compute reads the store"
     if settings.slots == 2:
         return f"3 {_against(search, settings, settings.changed(slots=3))}"
     return f"the last {settings.slots} layers are fetched once, not twice"
@@ -82,7 +82,7 @@ def _gather(search: Search, settings: StepSettings) -> str:
     if search.workload.model.tied:
         return "the head reads the table too"
     if search.profile.unified:
-        return "not used: compute reads the store"
+        return "unused: compute reads the store"
     other = settings.changed(gather_embedding=not settings.gather_embedding)
     way = "the full table" if settings.gather_embedding else "gathering rows"
     return f"{way} {_against(search, settings, other)}"

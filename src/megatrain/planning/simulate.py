@@ -4,14 +4,14 @@ Each lane does its ops in order, one at a time; an op begins when those it waits
 several run at once they share what the machine has one of, and go as fast as that lets them:
 
     link      both directions at once keep `duplex_share` of their rates
-    memory    copies and the optimizer share the host's memory traffic, each by what it asks for
+    memory    copies and the optimizer share the host's memory traffic, each by its demand
     cores     where compute is on the host's cores, so do all others
 
-What is simulated is a step in the middle of a run: on top of its list are the updates that the step
+The simulated step is in the middle of a run: on top of its list are the updates that the step
 before left behind, and it ends when its losses and norms are known, as the engine's does.
 
 Laws (tests/planning/test_simulate.py)
-    1. No op begins before what it waits for has ended; lanes are in order.
+    1. No op begins before the ops it waits for have ended; lanes are in order.
     2. A step takes no less than its busiest lane, and no more than all of its ops in turn.
     3. Faster never makes slower: in a lane alone.
     4. The bottleneck is what the chain of ops that ends last spent most of its time on.

@@ -180,7 +180,7 @@ class ModelShape:
 
     @property
     def active_params(self) -> int:
-        """Params that one token uses; a table counts whole, as people count."""
+        """Params that one token uses; a table counts fully, as is common."""
         return round(sum(block.active_params for block in self.blocks))
 
     @property
@@ -305,7 +305,7 @@ def _tensor(param: Any, prefix: str, role: Role | None) -> TensorShape:
 
 
 def role_of(name: str, shape: tuple[int, ...]) -> Role:
-    """Return what a layer's param is for: biases of experts are as wide as matrices, but are none.
+    """Return the use of a layer's param: biases of experts are shaped like matrices, but are not.
 
     >>> role_of("mlp.experts.down_proj", (8, 64, 128))
     'experts'

@@ -1,14 +1,14 @@
 """A run's checkpoints: saved in the background, kept by rule, found again.
 
-One save at a time. Whoever asks for another waits for the one under way; training waits only where
+One save at a time. A request for another waits for the active one; training waits only where
 it reaches a block that is not yet copied (engine/snapshot.py). A save that fails is reported and
 recorded, and the run continues with the checkpoint before it.
 
 When the disk is full, checkpoints that the keep rule would delete after the next save are deleted
-before it, the oldest first and only as many as needed. The newest whole one is never among them.
+before it, the oldest first and only as many as needed. The newest complete one is never among them.
 
 Laws (tests/run/test_full_disk.py)
-    1. At every instant after the first save at least one whole checkpoint is there.
+    1. At every instant after the first save at least one complete checkpoint exists.
     2. A checkpoint that a resume found damaged does not count for `keep`.
 """
 
@@ -65,8 +65,8 @@ class Saved:
     def __str__(self) -> str:
         if self.path is None:
             return f"step {self.step}: NOT saved: {self.error}"
-        said = f"step {self.step}: saved in {self.path.name}, {self.seconds:.1f} s"
-        return said if self.error is None else f"{said}; older ones stay: {self.error}"
+        text = f"step {self.step}: saved in {self.path.name}, {self.seconds:.1f} s"
+        return text if self.error is None else f"{text}; older ones stay: {self.error}"
 
     def event(self) -> dict[str, Any]:
         """Return the record for events.jsonl."""
@@ -128,7 +128,7 @@ class Checkpoints:
     def make_room(self) -> None:
         """Delete old checkpoints, as far as the keep rule allows, until another one fits.
 
-        Waits for the save under way. Raises DiskFull if there still is no room.
+        Waits for the active save. Raises DiskFull if there is still no space.
         """
         self.wait()
         while True:
@@ -177,12 +177,12 @@ class Checkpoints:
         fit = free // size + len(finished(self.folder))
         if fit >= wanted:
             return None
-        said = f"the disk has room for {fit} checkpoint{'s' if fit != 1 else ''} of {gib(size)}"
+        text = f"the disk has space for {fit} checkpoint{'s' if fit != 1 else ''} of {gib(size)}"
         if fit == 1:
-            return f"{said}: after the first one no other can be saved. Give save.dir a larger disk"
+            return f"{text}: only one save is possible. Set save.dir to a larger disk"
         return (
-            f"{said}, and save.keep {self._keep} wants {wanted} while one is written: the oldest "
-            "will be deleted before a save, not after it"
+            f"{text}, and save.keep {self._keep} needs {wanted} while one is written: the oldest "
+            "will be deleted before each save, not after it"
         )
 
     def begin(self, step: int, training: Mapping[str, Any]) -> None:
@@ -206,7 +206,7 @@ class Checkpoints:
                     self._free_after_failure()
             except (DiskError, SnapshotLost, OSError) as failure:
                 error = str(failure).removesuffix(".")  # OSError: someone removed the folder
-            except BaseException as failure:  # a bug of ours: raised where it is noticed
+            except BaseException as failure:  # a bug in MegaTrain: raised to the caller
                 self._failure, error = failure, repr(failure)
             self._end(step, path, error, deleted, full=full, seconds=time.monotonic() - began)
 
@@ -242,18 +242,18 @@ class Checkpoints:
         )
 
     def _free_after_failure(self) -> None:
-        """Make room for the next try: the disk is fuller than it said."""
+        """Make space for the next try: the disk has less than it reported."""
         with suppress(DiskError, OSError):
             self.free_one()
 
     def ended(self) -> list[Saved]:
-        """Return the saves that ended since the last call. Raises only what is a bug."""
+        """Return the saves that ended since the last call. Raises only bugs."""
         self._raise_failure()
         results, self._results = self._results, []
         return results
 
     def wait(self) -> None:
-        """Wait for the save under way. Raises only what is a bug."""
+        """Wait for the active save. Raises only bugs."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -265,7 +265,7 @@ class Checkpoints:
             raise failure
 
     def _tidy(self, newest: Path) -> list[str]:
-        """Delete what is not kept, and what an earlier failure has left; set the links."""
+        """Delete checkpoints that are not kept and remains of failures; set the links."""
         clear_unfinished(self.folder)
         deleted = prune(
             self.folder,

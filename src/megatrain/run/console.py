@@ -1,4 +1,4 @@
-"""What a run says while it runs: a live line on a terminal, plain lines elsewhere."""
+"""The output of a run: a live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """A run's folder: everything that explains the run, written as it happens.
 
-    config.yaml     what was asked, resolved       machine.json    where it ran
-    plan.json       memory, planned and measured   data_card.json  what it was trained on
-    hub.json        commits of what came from the Hub
+    config.yaml     the config, resolved           machine.json    the machine
+    plan.json       memory, planned and measured   data_card.json  its training data
+    hub.json        commits of models and data from the Hub
     metrics.jsonl   one line per step and per evaluation
     samples.jsonl   text before and during training
     events.jsonl    saves, resumes, signals, rollbacks
-    checkpoints/    step-N-id, each whole or not there; links `last` and `best` for people
+    checkpoints/    step-N-id, each complete or absent; links `last` and `best` for people
     trace.json      one step, for Perfetto         report.html, report.png
     .megatrain      the mark by which we know a folder as ours; it is written first
 
@@ -14,7 +14,7 @@ A run writes only into a folder that is new, empty, or marked as ours: nothing o
 ever replaced. A config.yaml that somebody has edited stays as it is too. A dry run looks and writes
 nothing at all.
 
-Lines are appended whole, so a run that dies leaves all of them but perhaps the last. A checkpoint
+Appends write full lines, so a run that dies leaves all of them but perhaps the last. A checkpoint
 knows how long the files were; a resumed run continues from there, and each line comes once. Only
 one process writes to a folder: it holds a lock as long as it lives.
 
@@ -56,7 +56,7 @@ class RunFolder:
     def __init__(self, path: str | Path, *, dry: bool = False) -> None:
         """Make the folder if it is not there. `dry` makes, locks and writes nothing.
 
-        Raises RunFolderError if the folder is in use, or holds something that is not a run of ours.
+        Raises RunFolderError if the folder is in use, or is not a run folder.
         """
         self.path = Path(path)
         self.trouble: str | None = None
@@ -74,7 +74,7 @@ class RunFolder:
             files.make_folder(self.path)
             self._lock = files.lock(self.path / ".lock")
         except (OSError, DiskError) as error:
-            raise RunFolderError(f"{self.path}: cannot be used as a run folder: {error}") from error
+            raise RunFolderError(f"cannot use {self.path} as a run folder: {error}") from error
         try:
             if not is_run(self.path):
                 files.write_file(self.path / MARK, _MARK_DATA)
@@ -124,8 +124,8 @@ class RunFolder:
     def cut(self, lengths: Mapping[str, int]) -> list[str]:
         """Forget the lines of steps after a checkpoint: they will come again.
 
-        A torn line at the end of a file is dropped, so that the next one begins on a line of its
-        own. Returns what was lost, in words.
+        A torn line at the end of a file is dropped, so that the next one begins on a new
+        line. Returns messages about lost bytes.
         """
         if self._dry:
             return []
@@ -135,7 +135,7 @@ class RunFolder:
         return lost if EVENTS in self._waiting else lost + self._cut(EVENTS, None)
 
     def _cut(self, name: str, known: int | None) -> list[str]:
-        """Cut one file to its last whole line within the `known` bytes; None: within all."""
+        """Cut one file to its last complete line within the `known` bytes; None means all bytes."""
         self._waiting.pop(name, None)
         self._starts.pop(name, None)
         path = self.path / name
@@ -145,26 +145,26 @@ class RunFolder:
         files.cut(path, end)
         lost = []
         if size < known:
-            lost.append(f"{name}: {known - size} bytes of it are gone since the checkpoint")
+            lost.append(f"{name}: {known - size} bytes have disappeared since the checkpoint")
         if torn := min(size, known) - end:
-            lost.append(f"{name}: ended in a torn line of {torn} bytes, which was dropped")
+            lost.append(f"{name}: dropped an incomplete last line of {torn} bytes")
         return lost
 
     def write_config(self, config: Config) -> list[str]:
-        """Write config.yaml, unless somebody has edited it; return what there is to say."""
+        """Write config.yaml, unless it was edited; return messages."""
         name, path = "config.yaml", self.path / "config.yaml"
-        said = []
+        lines = []
         if path.exists() and not _is_as_we_write_it(path):
             name = "config.used.yaml"
-            said.append(f"{path} was edited and stays as it is; the settings in use are in {name}")
+            lines.append(f"{path} was edited and is kept; the settings in use are in {name}")
         self.write(name, dump_config(config))
-        return said
+        return lines
 
     def write_json(self, name: str, value: Any) -> None:
         self.write(name, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
     def write(self, name: str, text: str) -> None:
-        """Write a file, whole or not at all."""
+        """Write a complete file, or none."""
         if not self._dry:
             data = text.encode("utf-8", "backslashreplace")
             files.write_file(self.path / name, data, durable=False)
@@ -204,19 +204,19 @@ def is_run(path: Path) -> bool:
 
 
 def require_usable(path: Path) -> None:
-    """Raise RunFolderError unless `path` is new, empty, or a run of ours."""
+    """Raise RunFolderError unless `path` is new, empty, or a run folder."""
     try:
         if not path.exists() or is_run(path):
             return
         found = [name for name in os.listdir(path) if not _is_nothing(name)]
     except OSError as error:
         raise RunFolderError(
-            f"{path}: cannot be used as a run folder: {error.strerror}. Give save.dir another one."
+            f"cannot use {path} as a run folder: {error.strerror}. Set save.dir to another folder."
         ) from error
     if found:
         raise RunFolderError(
-            f"{path}: is not empty and is not a run of megatrain (it holds {listing(found, 3)}). "
-            "Nothing in it was changed. Give save.dir a new or an empty folder."
+            f"{path} is not empty and is not a run folder (it has {listing(found, 3)}). "
+            "Nothing in it was changed. Set save.dir to a new or empty folder."
         )
 
 
@@ -232,7 +232,7 @@ def _is_as_we_write_it(path: Path) -> bool:
 
 
 def _end_of_lines(path: Path, limit: int) -> int:
-    """Return where the last whole line within the first `limit` bytes of a file ends."""
+    """Return where the last complete line within the first `limit` bytes of a file ends."""
     if limit == 0:
         return 0
     with path.open("rb") as file:
@@ -248,15 +248,15 @@ def _end_of_lines(path: Path, limit: int) -> int:
 
 
 def ask_for_save(run: Path) -> None:
-    """Ask whoever trains in a run folder to save. Raises RunFolderError if nobody does."""
+    """Ask the process that trains in a run to save. Raises RunFolderError if there is none."""
     if not (run / "metrics.jsonl").exists():
-        raise RunFolderError(f"{run}: has no metrics.jsonl: give the folder of a run")
+        raise RunFolderError(f"{run} has no metrics.jsonl. Give a run folder.")
     try:
         files.close(files.lock(run / ".lock"))
     except RunFolderError:
         files.append(run / _REQUEST, b"")
         return
-    raise RunFolderError(f"{run}: nobody is training there now")
+    raise RunFolderError(f"{run}: no process is training there")
 
 
 def machine_facts() -> dict[str, Any]:

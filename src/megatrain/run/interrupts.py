@@ -1,15 +1,15 @@
 """Reasons to stop a run early: signals, and memory that runs out.
 
 The first signal asks: the step is finished, the state saved, and the process ends with 130. The
-second one is obeyed at once; what was saved before stays whole. While no step is under way (data
+second one ends the run at once; earlier saves stay complete. While no step is active (data
 and model are being read, or the model is exported) the first one is obeyed at once too. A signal
 that the caller lets us ignore, as nohup does, stays ignored.
 
 Laws (tests/run/test_interrupts.py)
-    1. One signal ends a run with a checkpoint of a whole step, two end it at once.
+    1. One signal ends a run with a checkpoint of a complete step, two end it at once.
     2. Outside of the `with` block signals do what they did before.
     3. Nothing but the reason changes inside of a step, even if the terminal is gone.
-    4. No library turns a signal into an error of its own: the run ends as Interrupted.
+    4. No library turns a signal into its own error: the run ends as Interrupted.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Interrupts:
             os._exit(Interrupted.exit_code)
         self._signalled, self.reason = True, self.reason or name
         if not self.patient:
-            self._stopped = f"{name}: stopped while no step was under way; none was lost"
+            self._stopped = f"{name}: stopped while no step was active; nothing was lost"
             raise _Stop(self._stopped)
         # Not print: the signal may have come inside of one.
         text = f"\n{name}: finishing this step and saving. Press Ctrl-C again to stop immediately."

@@ -41,7 +41,7 @@ class Patience:
         return limit is not None and self.num_worse >= limit
 
     def facts(self) -> dict[str, object]:
-        """Return what metrics.jsonl says beside the last evaluation of a run that stops early."""
+        """Return the metrics to add to the last evaluation of a run that stops early."""
         return {"stopped_early": True, "best_step": self.best_step, "best_loss": self.best_loss}
 
     def in_words(self) -> str:
@@ -57,12 +57,12 @@ class Patience:
             return f"model of step {step}"
         many = f"{self.num_evaluations} evaluation{'s' if self.num_evaluations != 1 else ''}"
         if loss > self.best_loss:
-            said = (
+            text = (
                 f"model of step {step}, the best that was saved; the best of {many} was step "
                 f"{self.best_step}"
             )
         else:
-            said = f"model of step {step}, the best of {many}"
+            text = f"model of step {step}, the best of {many}"
         if self.untrained_loss is not None and loss > self.untrained_loss:
-            said += f" (before training the loss was lower: {self.untrained_loss:.4f})"
-        return said
+            text += f" (before training the loss was lower: {self.untrained_loss:.4f})"
+        return text

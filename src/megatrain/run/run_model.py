@@ -1,16 +1,16 @@
 """Which model of a run is meant: one answer for every verb that reads a run, with its step.
 
-    RUN                     the newest whole model; where the run keeps the best, that one
+    RUN                     the newest complete model; the best, if the run keeps it
     RUN with `best`         the one with the lowest evaluation loss
     RUN/best, RUN/last, a checkpoint folder    that checkpoint
     anything else           a model folder, or a Hub id
 
 A run's models are its checkpoints and the export at its end, `RUN/model`. None is used before its
-bytes were held against the hashes it was written with. A damaged newest one is passed over, and
+bytes were compared with their hashes. A damaged newest one is skipped, and
 that is reported; a damaged best one is an error, because no other is the best.
 
 Laws (tests/run/test_run_model.py)
-    1. An export that is older than the newest whole checkpoint is never used for it.
+    1. An export that is older than the newest complete checkpoint is never used for it.
     2. No model is used that has a byte other than it was written with.
 """
 
@@ -51,13 +51,13 @@ class RunModel:
     run: Path | None = None
     """The run folder it belongs to."""
     passed_over: tuple[str, ...] = ()
-    """What is wrong with newer ones."""
+    """Why newer models are skipped."""
 
     def __str__(self) -> str:
         if self.step is None:
             return f"model in {self.folder}"
         best = "" if self.best_loss is None else f", the best by evaluation ({self.best_loss:.4f})"
-        lines = [f"passed over: {reason}" for reason in self.passed_over]
+        lines = [f"skipped: {reason}" for reason in self.passed_over]
         return "\n".join([*lines, f"model of step {self.step}{best}, from {self.folder}"])
 
 
@@ -80,16 +80,16 @@ class _Candidate:
         if self.exported is not None:
             self.exported.check(self.path)
         elif verify_model(self.path).step != self.step:
-            raise CheckpointDamaged(f"{self.path}: holds another step: files were mixed up")
+            raise CheckpointDamaged(f"{self.path} has another step: its files were mixed up")
 
 
 def chosen_model(path: Path, *, best: bool = False) -> RunModel:
-    """Return the model that `path` means, whole. Raises CheckpointDamaged or RunFolderError."""
+    """Return the complete model of `path`. Raises CheckpointDamaged or RunFolderError."""
     checkpoint = _checkpoint_at(path)
     if checkpoint is None and _is_of_run(path):
         return _best_of_run(path, asked=best) if best or _keeps_best(path) else _newest(path)
     if best:
-        raise ConfigError(f"{path}: is not a run folder, so there is no best to choose")
+        raise ConfigError(f"{path} is not a run folder, so --best does not apply")
     if checkpoint is None:
         return RunModel(folder=find_model(str(path)).folder)
     step = verify_model(checkpoint).step
@@ -110,7 +110,7 @@ def tokenizer_folder(path: Path) -> Path:
 def _checkpoint_at(path: Path) -> Path | None:
     """Return the checkpoint that a path leads to: the folder itself, or the model in it."""
     if path.is_symlink() and not path.exists():
-        raise RunFolderError(f"{path}: is a link to something that is no longer there")
+        raise RunFolderError(f"{path} is a link to a file that no longer exists")
     real = path.resolve()
     for folder in (real, real.parent) if real.name == MODEL else (real,):
         if (folder / MANIFEST_NAME).is_file() and (folder / MODEL).is_dir():
@@ -119,7 +119,7 @@ def _checkpoint_at(path: Path) -> Path | None:
 
 
 def _is_of_run(path: Path) -> bool:
-    """Return whether a folder is a run's; older versions of ours left no mark in theirs."""
+    """Return whether a folder is a run folder; older versions left no mark in theirs."""
     if (path / "config.json").exists():
         return False
     return is_run(path) or (path / FOLDER).is_dir() or (path / "metrics.jsonl").exists()
@@ -143,7 +143,7 @@ def _best_of_run(run: Path, *, asked: bool) -> RunModel:
     judged = [found for found in _by_step(run) if found.loss is not None]
     if not judged:
         if asked:
-            raise RunFolderError(f"{run}: no model of it was evaluated, so none is the best")
+            raise RunFolderError(f"{run}: no model was evaluated, so there is no best one")
         return _newest(run)
     lowest = min(found.loss for found in judged if found.loss is not None)
     reasons = []
@@ -157,20 +157,20 @@ def _best_of_run(run: Path, *, asked: bool) -> RunModel:
             continue
         return RunModel(folder=found.folder, step=found.step, best_loss=lowest, run=run)
     raise CheckpointDamaged(
-        f"{run}: its best model cannot be used:\n  " + "\n  ".join(reasons) + "\n"
-        f"Give the newest instead, {run}/last, or a checkpoint of your choice."
+        f"{run}: cannot use its best model:\n  " + "\n  ".join(reasons) + "\n"
+        f"Give the newest model, {run}/last, or another checkpoint."
     )
 
 
 def _none_of(run: Path, reasons: list[str]) -> Exception:
     if reasons:
-        return CheckpointDamaged(f"{run}: none of its models is whole:\n  " + "\n  ".join(reasons))
-    said = f"{run}: the run has left no checkpoint"
+        return CheckpointDamaged(f"{run}: no model is complete:\n  " + "\n  ".join(reasons))
+    text = f"{run}: the run has no checkpoint"
     if (run / MODEL).is_dir():
         return RunFolderError(
-            f"{said}, and nothing says of which step {run / MODEL} is. Give that folder itself."
+            f"{text}, and the step of {run / MODEL} is unknown. Give that folder itself."
         )
-    return RunFolderError(f"{said} and no model")
+    return RunFolderError(f"{text} and no model")
 
 
 def _by_step(run: Path) -> list[_Candidate]:

@@ -1,11 +1,11 @@
-"""When a run saves, and what it says of it.
+"""The saves of a run: when they happen, and their messages.
 
 On schedule, when an evaluation is the best so far, when somebody asks, and at the end. The lines of
 all steps are on stable storage before a save begins, so that a resume finds every one.
 
 A disk that is full does not end a run. Old checkpoints make room as far as the keep rule allows; a
 save that failed all the same is tried again as soon as there is room. At the end memory holds the
-only copy of the last steps: the run then waits for room until it is told to stop.
+only copy of the last steps: the run then waits for space until it is stopped.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class Saving:
         if self._has_room_again():
             return True
         say(
-            f"the state after step {step} is in memory only. Waiting for room in "
-            f"{self._folder.path}, trying every {RETRY_S:.0f} s; Ctrl-C gives it up"
+            f"the state after step {step} is in memory only. Waiting for space in "
+            f"{self._folder.path}, retrying every {RETRY_S:.0f} s; Ctrl-C discards it"
         )
         while self._interrupts.reason is None:
             self.pause(_POLL_S)
@@ -110,7 +110,7 @@ class Saving:
         return True
 
     def report(self, say: Say) -> None:
-        """Say and record which saves have ended, and whether lines wait for the disk."""
+        """Report and record the saves that have ended, and whether lines wait for the disk."""
         for saved in self._checkpoints.ended():
             say(str(saved))
             self._folder.append("events.jsonl", saved.event())
@@ -119,9 +119,9 @@ class Saving:
         self.report_trouble(say)
 
     def report_trouble(self, say: Say) -> None:
-        """Say once that lines wait for a disk, and once that they no longer do."""
-        trouble, said = self._folder.trouble, self._said_trouble
-        if (trouble is None) != (said is None):
+        """Report once that lines wait for the disk, and once that they no longer do."""
+        trouble, reported = self._folder.trouble, self._said_trouble
+        if (trouble is None) != (reported is None):
             say(
                 "metrics and events are on disk again"
                 if trouble is None
@@ -142,7 +142,7 @@ class Saving:
         self._checkpoints.begin(step, {**self._facts(), "lines": lines})
 
     def _lengths(self) -> dict[str, int]:
-        """Return how long the lines are; a disk that is fuller than it says gets room for them."""
+        """Return the length of the lines; if the disk is unexpectedly full, make space for them."""
         while True:
             try:
                 return self._folder.lengths()

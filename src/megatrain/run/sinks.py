@@ -5,12 +5,12 @@
         sinks.log(record)                          # a line of metrics.jsonl
 
 Each is an optional package, imported when it is asked for. metrics.jsonl is the truth and a sink a
-copy of it, so a sink that fails is said once and let go; it never ends a run.
+copy of it, so a failing sink is reported once and dropped; it never ends a run.
 
 Laws (tests/run/test_sinks.py)
     1. Every finite number of a record arrives, under the same name in every sink.
     2. A missing package is an error before anything is loaded, and names what to install.
-    3. Whatever a sink raises, the run goes on and the other sinks get their records.
+    3. Whatever a sink raises, the run continues and the other sinks get their records.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def check_sinks(names: Sequence[str]) -> None:
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingPackage(
-            f"log.to: {', '.join(missing)} not installed here: "
-            f"`pip install {' '.join(missing)}`, or leave it out of log.to"
+            f"log.to: {', '.join(missing)} not installed: "
+            f"`pip install {' '.join(missing)}`, or remove it from log.to"
         )
 
 
@@ -137,14 +137,14 @@ class Sinks:
         self._sinks[name] = SINKS[name](settings, folder, folder.name)
 
     def _try(self, name: str, act: Callable[..., None], *given: object) -> None:
-        """Act; a failure is said, and its sink gets nothing more."""
+        """Act; a failure is reported, and its sink gets nothing more."""
         try:
             act(*given)
         except Exception as error:  # a library's own, and a network's
             self._sinks.pop(name, None)
             self._say(
-                f"{name}: {type(error).__name__}: {str(error)[:300]}. It gets no more metrics; "
-                "metrics.jsonl has them all"
+                f"{name}: {type(error).__name__}: {str(error)[:300]}. It will get no more metrics; "
+                "metrics.jsonl has all of them"
             )
 
     def __enter__(self) -> Self:

@@ -6,9 +6,9 @@ because the last steps hold spikes themselves.
 
 Laws (tests/run/test_state.py)
     1. A state comes back from JSON in every bit, and judges as it would have.
-    2. Of spikes that stand out of the noise 99 % are found; of usual values less than 1 % are said
+    2. 99 % of the spikes above the noise are found; less than 1 % of usual values are reported
        to be spikes, also where the noise has heavy tails.
-    3. A level that stays is no spike for long.
+    3. A level that persists soon stops being a spike.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LEAST = 16
 """So many values are seen before one is judged; the last ones give level and trend."""
 _SPREADS = 4.5
 _LEAST_RISE = math.log(1.3)
-"""What is nearly constant has no spread to measure by."""
+"""The least rise of a spike, because a nearly constant value has no spread."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class RunState:
     recent: dict[str, deque[float]] = field(default_factory=dict)
 
     def judge(self, name: str, value: float) -> str | None:
-        """Return what is unusual about a loss or norm, compared with the last ones; count it."""
+        """Return a message if a loss or norm is unusual compared with the last ones; count it."""
         seen = self.recent.setdefault(name, deque(maxlen=WINDOW))
         spike = None
         if len(seen) >= _LEAST:
@@ -71,7 +71,7 @@ class RunState:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> RunState:
-        """Raises one of Python's own errors for what no run has said."""
+        """Raises a Python error for a state that no run wrote."""
         judged = fields["evaluations"]
         return cls(
             step=as_count(fields["step"]),
@@ -112,14 +112,14 @@ def _log(value: float) -> float:
 def as_count(value: Any) -> int:
     """Return a count as it is; raises TypeError for anything else."""
     if type(value) is not int or value < 0:
-        raise TypeError(f"{str(value)[:40]!r} is no count")
+        raise TypeError(f"{str(value)[:40]!r} is not a count")
     return value
 
 
 def as_loss(value: Any) -> float | None:
     """Return a float, or None, as it is; raises TypeError for anything else."""
     if value is not None and type(value) is not float:
-        raise TypeError(f"{str(value)[:40]!r} is no loss")
+        raise TypeError(f"{str(value)[:40]!r} is not a loss")
     return value
 
 

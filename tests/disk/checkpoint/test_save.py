@@ -144,7 +144,7 @@ def test_too_little_space_is_said_before_anything_is_written(
         require_space(tmp_path / "checkpoints", parts)
     with training(home) as engine:
         train(engine, 0, 1)
-        with pytest.raises(DiskError, match="Make room"):
+        with pytest.raises(DiskError, match="Free space"):
             save(engine, parts, tmp_path / "checkpoints")
         train(engine, 1, 2)  # nothing is held
     assert _checkpoints(tmp_path) == []

@@ -55,8 +55,8 @@ def test_a_size_means_the_slowest_card_that_has_it(text: str, name: str) -> None
     ("text", "message"),
     [
         ("h100", "could be H100 PCIe or H100 SXM; say which"),
-        ("potato", "give a size like 24GB, or one of: RTX 3060 12GB, "),
-        ("24", "give a size like 24GB"),
+        ("potato", "unknown. Give a size like 24GB, or one of: RTX 3060 12GB, "),
+        ("24", "Give a size like 24GB"),
         ("", "give a size"),
     ],
 )

@@ -63,12 +63,12 @@ def test_a_model_with_eyes_counts_its_decoder(tmp_path: Path) -> None:
 
 
 def test_what_is_nowhere_is_said() -> None:
-    with pytest.raises(ConfigError, match="not a folder, not a file and not a known model"):
+    with pytest.raises(ConfigError, match="not a folder, a file or a known model"):
         find_shape("no/such-thing")
 
 
 def test_a_folder_without_config_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ModelFolderError, match=r"config\.json: cannot be read: No such file"):
+    with pytest.raises(ModelFolderError, match=r"config\.json: cannot read it: No such file"):
         find_shape(str(tmp_path))
 
 

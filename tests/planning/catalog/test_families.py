@@ -77,7 +77,7 @@ def test_norms_of_queries_and_keys_that_a_config_asks_for(asked: bool) -> None:
 def test_what_is_not_known_is_said() -> None:
     with pytest.raises(ModelConfigError, match="1000000000 layers"):
         shape_from_config(KNOWN["llama 3.1"] | {"num_hidden_layers": 10**9})
-    with pytest.raises(ModelConfigError, match=r"'jamba': its tensors are not known .* llama"):
+    with pytest.raises(ModelConfigError, match=r"'jamba': its tensors do not follow .* llama"):
         shape_from_config({"model_type": "jamba"})
     with pytest.raises(ModelConfigError, match=r"config of a llama: dimension missing.*vocab_size"):
         shape_from_config({"model_type": "llama", "hidden_size": 64})

@@ -79,10 +79,10 @@ def test_every_model_is_found_by_its_own_name() -> None:
     [
         (
             "Qwen/Qwen3-9B",
-            "Qwen/Qwen3-9B: not a folder, not a file and not a known model. Did you mean ",
+            "Qwen/Qwen3-9B is not a folder, a file or a known model. Did you mean ",
         ),
         ("lama-3.1-8b", "Did you mean .*meta-llama/Llama-3.1-8B"),
-        ("xyz", f"shows the {len(MODELS)} that are known; or give the path of a config.json"),
+        ("xyz", f"lists the {len(MODELS)} known models; or give the path of a config.json"),
     ],
 )
 def test_an_unknown_name_is_refused_with_what_comes_near(asked: str, answer: str) -> None:

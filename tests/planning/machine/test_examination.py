@@ -70,21 +70,21 @@ def test_the_verdict_says_how_large_and_how_fast() -> None:
     assert "up to about 10.7B parameters" in told
     assert "(12.5B without clipping)" in told
     assert "1.86e+03 tokens/s on RTX 4090" in told
-    assert "steps of 6,667 tokens and more" in told
+    assert "from 6,667 tokens per step" in told
     assert "updates from 36.1k" in told
 
 
 def test_without_an_accelerator_the_verdict_says_so() -> None:
     found = examination()
     told = replace(found, profile=found.profile.changed(unified=True, device="")).verdict()
-    assert "on the processor. Without an accelerator this is for trials, not for runs." in told
+    assert "on the processor. Without an accelerator this machine is only for trials." in told
 
 
 def test_the_page_fits_80_columns_and_has_every_figure() -> None:
     page = replace(examination(), folder="/very" * 40).text()
     assert max(map(len, page.splitlines())) <= 80
     for word in (
-        "processor", "NUMA", "host memory", "limit of the group", "limit of pinning", "copies in",
+        "processor", "NUMA", "host memory", "control group limit", "pinning limit", "copies in",
         "both at once", "products, width 4096", "optimizer", "disk read / write", "torch",
     ):  # fmt: skip
         assert word in page, word
@@ -92,7 +92,7 @@ def test_the_page_fits_80_columns_and_has_every_figure() -> None:
 
 def test_a_busy_machine_is_told() -> None:
     found = examination()
-    assert "Others were at work" not in found.text()
+    assert "Other programs ran" not in found.text()
     busy = replace(found, load=20.5, facts=replace(found.facts, cores=2)).text()
-    assert "Others were at work: 20.5 processes on 2 cores." in busy
+    assert "Other programs ran: 20.5 processes on 2 cores." in busy
     assert max(map(len, busy.splitlines())) <= 80

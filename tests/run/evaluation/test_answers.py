@@ -47,7 +47,7 @@ def test_each_stretch_of_trained_tokens_is_an_answer() -> None:
 
 
 def test_rows_without_a_prompt_are_refused() -> None:
-    with pytest.raises(DataError, match=r"^no row has a prompt with an answer after it"):
+    with pytest.raises(DataError, match=r"^no row has a prompt followed by an answer"):
         questions(Rows([-5, -6, -7], [3, 4]))
 
 
@@ -112,9 +112,9 @@ def test_misses_are_counted_and_told_in_the_order_of_the_rows(
         return [[len(p) if len(p) == 4 else 8, END] for p in prompts]
 
     monkeypatch.setattr(answers, "continue_texts", echo)
-    told = answer_all(None, asked, ENDS, decode)  # type: ignore[arg-type]
-    assert (told.num_exact, told.num_asked) == (1, 3)
-    assert told.in_words().splitlines() == [
+    matches = answer_all(None, asked, ENDS, decode)  # type: ignore[arg-type]
+    assert (matches.num_exact, matches.num_asked) == (1, 3)
+    assert matches.in_words().splitlines() == [
         "exact answers 1 of 3 (33.3%)",
         "  'cc': 'h', expected 'b'",
         "  'ccccccccc': 'h', expected 'i'",

@@ -68,7 +68,7 @@ def test_a_broken_generation_config_is_named() -> None:
     with pytest.raises(ModelFolderError, match=r"generation_config\.json is not valid JSON"):
         end_tokens(tokenizer, home)
     home.carried[GENERATION_NAME] = b"[]"
-    with pytest.raises(ModelFolderError, match=r"generation_config\.json holds a list"):
+    with pytest.raises(ModelFolderError, match=r"generation_config\.json is a list"):
         end_tokens(tokenizer, home)
 
 

@@ -220,8 +220,8 @@ def test_top_p_draws_from_the_likeliest_tokens_alone() -> None:
     [
         ({"temperature": -1.0}, "temperature is -1; give 0 or more"),
         ({"temperature": float("nan")}, "temperature is nan; give 0 or more"),
-        ({"temperature": 1.0, "top_p": 0.0}, "top-p is 0; give a share above 0"),
-        ({"temperature": 1.0, "top_p": 1.5}, "top-p is 1.5; give a share above 0"),
+        ({"temperature": 1.0, "top_p": 0.0}, "top-p is 0; give a number above 0"),
+        ({"temperature": 1.0, "top_p": 1.5}, "top-p is 1.5; give a number above 0"),
         ({"top_p": 0.9}, "top-p has no effect at temperature 0"),
     ],
 )

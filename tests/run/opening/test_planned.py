@@ -106,7 +106,7 @@ def test_a_run_that_continues_has_its_prediction_and_keeps_its_bits(
     assert found["settings"]["chunk_tokens"] == 64
     if machine == "measured":
         assert found["predicted"]["step_s"] > 0
-        assert found["reasons"]["micro_batch_tokens"] == "as the run began"
+        assert found["reasons"]["micro_batch_tokens"] == "unchanged since the start of the run"
     little = config_of(path, f"memory.ram={BASE}B")
     plan_resumed(little, device, began, read.decoder, BASE)  # it ran before: it is not refused
 

@@ -1,7 +1,7 @@
 """Values that other tools write differently.
 
 A converter takes a key's value and all keys of the file; it returns ours and a note, or raises
-Dropped with the reason. If several keys make up one of ours, each returns the full value.
+Dropped with the reason. If several keys make up one of our keys, each returns the full value.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class ChunkEncoder:
         """Return the chunk's documents in the order of its rows."""
         encoded = Encoded(num_rows=len(chunk))
         rows: list[tuple[str, Row]] = []
-        # Bad rows are noted in the order of the file, whoever finds them bad.
+        # Bad rows are noted in the order of the file, by any of the two checks.
         found: list[tuple[str, BadRow] | None] = []
         for place, value in chunk:
             try:

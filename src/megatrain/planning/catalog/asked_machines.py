@@ -29,9 +29,9 @@ def find_machine(text: str) -> tuple[ReferenceMachine, int | None]:
             return machine, None
     near = [machine.name for machine in MACHINES if plain and plain in _plain(machine.name)]
     if len(near) > 1:
-        raise ConfigError(f"--gpu {text[:60]}: could be {' or '.join(near)}; say which")
+        raise ConfigError(f"--gpu {text[:60]}: could be {' or '.join(near)}. Give one of them")
     names = ", ".join(machine.name for machine in MACHINES)
-    raise ConfigError(f"--gpu {text[:60]}: give a size like 24GB, or one of: {names}")
+    raise ConfigError(f"--gpu {text[:60]}: unknown. Give a size like 24GB, or one of: {names}")
 
 
 def _slowest_with(num_bytes: int) -> ReferenceMachine:

@@ -5,8 +5,8 @@
     folder or file     its config.json: milliseconds for the usual families, else the skeleton of
                        the model is built as for training, which takes torch and some seconds
 
-A config.json is foreign input. Here only numbers are taken from it, after a look at their size; the
-strict reader (models/config_json.py) stands before the slow way.
+A config.json is untrusted. Here only numbers are taken from it, after a look at their size; the
+strict reader (models/config_json.py) comes before the slow way.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NEEDED = {
 
 
 def shape_for(config: Config) -> ModelShape:
-    """Return the shape of a config's model, with what is frozen. Raises what `find_shape` does."""
+    """Return the shape of a config's model, with frozen params. Raises as `find_shape` does."""
     model = config.model
     if not model.frozen:
         return find_shape(model.name_or_path)
@@ -78,9 +78,9 @@ def _bytes(path: Path) -> bytes:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise ModelFolderError(f"{path}: cannot be read: {error.strerror or error}") from error
+        raise ModelFolderError(f"{path}: cannot read it: {error.strerror or error}") from error
     if len(data) > MAX_BYTES:
-        raise ModelConfigError(f"{path}: larger than {MAX_BYTES} bytes: not a config.json")
+        raise ModelConfigError(f"{path} is larger than {MAX_BYTES} bytes, not a config.json")
     return data
 
 
@@ -97,7 +97,7 @@ def _read(path: Path, name: str) -> ModelShape:
 
 
 def _weights(fields: Mapping[str, Any]) -> str:
-    """Return what a config.json says of weights that cannot be trained as they are."""
+    """Return a note on weights that need a conversion before training."""
     quantised = fields.get("quantization_config")
     if isinstance(quantised, Mapping):
         return weights_note(str(quantised.get("quant_method", "a quantised form"))[:20].upper())
@@ -110,7 +110,7 @@ def _object(data: bytes, path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ModelConfigError(f"{path}: not valid JSON: {str(error)[:200]}") from error
     if not isinstance(fields, dict):
-        raise ModelConfigError(f"{path}: holds a {type(fields).__name__}, not an object")
+        raise ModelConfigError(f"{path} is a {type(fields).__name__}, not an object")
     return fields
 
 
@@ -120,7 +120,7 @@ def _check(fields: Mapping[str, Any], path: Path) -> None:
         value = fields.get(key)
         if type(value) is not int or not 0 < value <= largest:
             shown = str(value)[:40]
-            raise ModelConfigError(f"{path}: {key} is {shown}; 1 to {largest} is accepted")
+            raise ModelConfigError(f"{path}: {key} is {shown}; it must be from 1 to {largest}")
     for key, value in fields.items():
         if isinstance(value, int) and not -LARGEST <= value <= LARGEST:
             raise ModelConfigError(f"{path}: {key[:80]} is {str(value)[:40]}: out of range")

@@ -53,7 +53,7 @@ class Family:
     """One matrix for gate and up."""
     sinks: bool = False
     tied: bool = False
-    """Unless the config says otherwise."""
+    """Unless the config sets another value."""
     head_bias: bool = False
     moe: Literal["", "all", "after", "every"] = ""
     """Which layers have experts: all, those after the first dense ones, or every so-many-th."""
@@ -134,14 +134,14 @@ def shape_from_config(fields: Mapping[str, Any], name: str = "") -> ModelShape:
     family = FAMILIES.get(family_name)
     if family is None:
         raise ModelConfigError(
-            f"model_type {family_name[:80]!r}: its tensors are not known from dimensions alone. "
-            f"Known: {', '.join(sorted(FAMILIES))}"
+            f"model_type {family_name[:80]!r}: its tensors do not follow from dimensions alone. "
+            f"Known families: {', '.join(sorted(FAMILIES))}"
         )
     try:
         return _shape(facts, family, name or family_name)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ModelConfigError(
-            f"config of a {family_name}: dimension missing or not a number: {error}"
+            f"config of a {family_name}: a dimension is missing or not a number: {error}"
         ) from None
 
 

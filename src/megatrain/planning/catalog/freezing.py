@@ -34,8 +34,8 @@ def with_frozen(model: ModelShape, patterns: Sequence[str]) -> ModelShape:
     for pattern in patterns:
         if pattern not in matched:
             raise ConfigError(
-                f"model.frozen: {pattern[:100]} matches none of the parameters that are known of "
-                f"{model.name}. Give the model's folder instead of its name to match exactly"
+                f"model.frozen: {pattern[:100]} matches none of the known parameters of "
+                f"{model.name}. For an exact match, give the model's folder instead of its name"
             )
     return found
 

@@ -5,13 +5,13 @@ machine, without a network. Names are those of the Hub. A name is found in any c
 organisation, and with the ending of a variant that has the same dimensions (`-Instruct`, `-Base`,
 `-it`, ...).
 
-The column `from` says how the dimensions were checked:
+The column `from` shows how the dimensions were checked:
 
     c   compared with a public copy of the config: litgpt's table of models, NVIDIA's
         Megatron-Bridge, or the defaults of transformers
     k   from knowledge of the config; the published number of parameters is the only check
 
-Models with a vision part stand with their decoder alone, which is what is trained.
+Models with a vision part are listed with their text decoder only, the part that is trained.
 
 Laws (tests/planning/catalog/test_known_models.py)
     1. The params that the dimensions give are within 1 % of the published number.
@@ -77,7 +77,7 @@ def find_model(name: str) -> KnownModel:
         if found:
             return _row(_lines()[found[0]])
     raise ConfigError(
-        f"{name[:200]}: not a folder, not a file and not a known model.{_nearest(name, rows)}"
+        f"{name[:200]} is not a folder, a file or a known model.{_nearest(name, rows)}"
     )
 
 
@@ -86,7 +86,7 @@ def _nearest(name: str, rows: list[str]) -> str:
     near = difflib.get_close_matches(_short(name)[:100], short, n=3, cutoff=0.6)
     if near:
         return f" Did you mean {' or '.join(short[each] for each in near)}?"
-    known = f"`megatrain estimate --list` shows the {len(rows)} that are known"
+    known = f"`megatrain estimate --list` lists the {len(rows)} known models"
     return f" {known}; or give the path of a config.json"
 
 
@@ -135,8 +135,8 @@ def _row(line: str) -> KnownModel:
 def weights_note(form: str) -> str:
     """Return what must be done to weights of this form before they can be trained."""
     if form == "vision":
-        return "come with a vision part; a text-only copy must be made first"
-    return f"come in {form}; they must be converted to bf16 first"
+        return "include a vision part; make a text-only copy first"
+    return f"are stored in {form}; convert them to bf16 first"
 
 
 def _extra(family: str, word: str) -> dict[str, Any]:

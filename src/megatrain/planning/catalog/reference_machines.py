@@ -1,7 +1,7 @@
 """Known machines as profiles: one GPU and the host it usually sits in.
 
-For plans without the machine at hand. machines.toml has a table for each: what the vendor's data
-sheet says and what is sustained of it. A machine that is at hand is measured instead
+For plans for other machines. machines.toml has a table for each: the figures of the vendor's data
+sheet and the share that is sustained. The machine at hand is measured instead
 (`megatrain doctor`).
 
     peak        bf16 products with fp32 accumulation, dense (sheets often print the sparse rate,

@@ -4,7 +4,7 @@ Measured by doctor/examine.py, which needs torch; read and shown here, which doe
 examination is kept under the machine's key, and `measured_profile` finds it again.
 
 Laws (tests/planning/machine/test_examination.py)
-    1. What was kept is what is found; a file that is damaged, or of another machine, is none.
+    1. Saved results are found again; a file that is damaged, or of another machine, is ignored.
     2. The verdict's largest model is what the ledger of such a model needs: 14 bytes a parameter.
     3. No line is longer than 80 columns.
 """
@@ -74,24 +74,24 @@ class Examination:
         return max(0, self.profile.ram_bytes - self.profile.base_bytes) / BYTES_PER_PARAM
 
     def verdict(self) -> str:
-        """Return what it means, in a few sentences."""
+        """Return the conclusions in a few sentences."""
         profile, most = self.profile, self.largest_params
         unclipped = most * BYTES_PER_PARAM / UNCLIPPED_BYTES_PER_PARAM
         rate = self.sustained_flops / (8 * most) if most else 0.0
         where = profile.device if not profile.unified else "the processor"
-        told = (
+        text = (
             f"Trains models of up to about {figure(most)} parameters in host memory "
             f"({figure(unclipped)} without clipping); "
-            f"one of that size at up to {rate:.3g} tokens/s on {where}."
+            f"at that size up to {rate:.3g} tokens/s on {where}."
         )
         if profile.unified:
-            return told + " Without an accelerator this is for trials, not for runs."
+            return text + " Without an accelerator this machine is only for trials."
         link = self.sustained_flops / profile.copy_in_bytes_per_s
         # Late updates share DRAM with forward, which reads a weight for 2 FLOPs per token.
         traffic = update_traffic(ADAMW) + Kind.HI.bytes_per_element()
         late = traffic / 2 * self.sustained_flops / profile.dram_bytes_per_s
         return (
-            f"{told} Copies hide behind compute in steps of {figure(link)} tokens and more, "
+            f"{text} Copies hide behind compute from {figure(link)} tokens per step, "
             f"clipped updates from {figure(late)}."
         )
 
@@ -103,8 +103,8 @@ class Examination:
             ("processor", f"{facts.processor}, {facts.cores} cores"),
             ("NUMA nodes", count(facts.numa_nodes)),
             ("host memory", f"{size(facts.ram_bytes)}, {size(profile.ram_bytes)} usable now"),
-            ("limit of the group", "none" if limit is None else size(limit)),
-            ("limit of pinning", "none" if lock is None else size(lock)),
+            ("control group limit", "none" if limit is None else size(limit)),
+            ("pinning limit", "none" if lock is None else size(lock)),
             ("memory traffic", _per_s(profile.dram_bytes_per_s)),
             ("device", profile.device or "none: compute happens on the processor"),
         ]
@@ -123,13 +123,13 @@ class Examination:
             *((name, text) for name, text in facts.versions.items()),
         ]
         lines = [_row(name, value) for name, value in rows]
-        told = [*_wrapped(self.verdict()), f"measured {self.when} in {duration(self.seconds)}"]
+        text = [*_wrapped(self.verdict()), f"measured {self.when} in {duration(self.seconds)}"]
         if self.load > facts.cores / 2:
-            told += _wrapped(
-                f"Others were at work: {self.load:.1f} processes on {facts.cores} cores. The rates "
-                "are lower than this machine's; measure again when it is quiet."
+            text += _wrapped(
+                f"Other programs ran: {self.load:.1f} processes on {facts.cores} cores. The rates "
+                "are too low; measure again when the machine is idle."
             )
-        return "\n".join([*lines, "", *told])
+        return "\n".join([*lines, "", *text])
 
     def _disk(self) -> str:
         profile = self.profile
@@ -155,7 +155,7 @@ def measured_profile() -> MachineProfile | None:
 
 
 def kept_examination() -> Examination | None:
-    """Return the last examination of this machine, if it is there and whole."""
+    """Return the last examination of this machine, if it exists and is valid."""
     facts = host_facts()
     try:
         found = Examination.from_json(profile_path(facts).read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What is known of this host without measuring anything and without torch.
+"""Facts about this host, without measuring and without torch.
 
 Facts name a machine: a measured profile is kept under their key (`profile_path`) and belongs to the
 machine as long as none of them changes. Memory limits are facts too, but no part of the key: they
@@ -7,7 +7,7 @@ differ from one shell or container to the next and change no rate.
 Laws (tests/planning/machine/test_facts.py)
     1. The same machine has the same key; another processor, GPU, number of cores or version of
        torch or of this package has another.
-    2. What a system does not tell is None or empty, never an exception.
+    2. A fact that the system does not report is None or empty, never an exception.
 """
 
 from __future__ import annotations

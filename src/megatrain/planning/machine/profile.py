@@ -1,7 +1,7 @@
 """A profile: the figures of one machine that a prediction needs, measured or looked up.
 
 Plain numbers and no torch: an estimate for another machine answers at once. Rates are what a
-program sustains, not what a data sheet promises. `source` says where they come from.
+program sustains, not those that a data sheet promises. `source` names their origin.
 
 Laws (tests/planning/machine/test_profile.py)
     1. A profile written as JSON and read back is equal to itself.
@@ -38,7 +38,7 @@ class MachineProfile:
 
     name: str
     source: str
-    """Where the figures are from: `measured`, or a data sheet and what is assumed."""
+    """The origin of the figures: `measured`, or a data sheet and assumptions."""
 
     ram_bytes: int
     """Host memory that a run may use."""
@@ -69,7 +69,7 @@ class MachineProfile:
     attention_efficiency: float = 0.5
     """FLOP/s of attention as a share of that of products."""
     head_efficiency: float = 1.0
-    """Speed of the head as a share of what products and element-wise work would say."""
+    """Speed of the head as a share of that of its products and element-wise work."""
     device_bytes_per_s: float
     """Element-wise work: bytes read and written in device memory."""
     op_overhead_s: float = 2e-4
@@ -84,7 +84,7 @@ class MachineProfile:
     pinned_bytes: int = 0
     """Most host memory that can be pinned; 0: no limit but `ram_bytes`."""
     unpinned_share: float = 0.4
-    """Of the copy rates, what is left through a staging ring where pinning fails."""
+    """Share of the copy rates through a staging ring, where pinning fails."""
     compute_cores: float = 0.0
     """Cores that compute takes from the optimizer's and copies: 0 where the device is its own."""
     update_cores: float = 1.0
@@ -126,7 +126,7 @@ class MachineProfile:
         try:
             return cls.from_facts(json.loads(text))
         except json.JSONDecodeError as error:
-            raise ConfigError(f"profile: not JSON: {error}") from None
+            raise ConfigError(f"profile: invalid JSON: {error}") from None
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any]) -> MachineProfile:

@@ -1,16 +1,16 @@
 """Exact answers: the model writes each answer greedily, and it is compared with its row.
 
     asked = questions(documents)                      # prompts, with the answers of the rows
-    told = answer_all(engine, asked, end_tokens(tokenizer), tokenizer.decode)
-    told.num_exact, told.num_asked, told.misses
+    matches = answer_all(engine, asked, end_tokens(tokenizer), tokenizer.decode)
+    matches.num_exact, matches.num_asked, matches.misses
 
-Every stretch of trained tokens is an answer; what stands before it, earlier answers included, is
+Every stretch of trained tokens is an answer; the text before it, earlier answers included, is
 its prompt. Prompts of like length are answered together, so that a row waits for few others.
 
 Laws (tests/run/evaluation/test_answers.py)
     1. An answer is exact if its text is the row's, thoughts apart, and it ends where the row's
        ends.
-    2. Grouping changes no answer of a model that tells its tokens clearly apart.
+    2. Grouping changes no answer of a model whose scores differ clearly.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Miss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """What came of all questions."""
+    """The result over all questions."""
 
     num_asked: int
     misses: tuple[Miss, ...]
@@ -87,7 +87,7 @@ def questions(documents: Documents, max_rows: int | None = None) -> list[Questio
                 found.append(question)
     if not found:
         raise DataError(
-            "no row has a prompt with an answer after it: exact answers need rows of chats, or of "
+            "no row has a prompt followed by an answer. Exact answers need rows of chats, or of "
             "prompts and completions"
         )
     return found
@@ -96,7 +96,7 @@ def questions(documents: Documents, max_rows: int | None = None) -> list[Questio
 def answer_all(
     engine: Engine, asked: Sequence[Question], end_tokens: frozenset[int], decode: Decode
 ) -> Told:
-    """Let the model answer, and hold each answer against its row's."""
+    """Let the model answer, and compare each answer with that of its row."""
     missed: dict[int, Miss] = {}
     for group in groups(asked, GROUP_TOKENS):
         prompts = [asked[number].prompt for number in group]

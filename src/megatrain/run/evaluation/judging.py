@@ -38,7 +38,7 @@ def judging_config(
         "eval": [source],
         "packing": parsed.model_type in ISOLATES,
         "max_length": num_positions(parsed) or NO_LIMIT,
-        "max_bad": 1.0,  # what is left out is counted and printed
+        "max_bad": 1.0,  # rows left out are counted and printed
         "max_dropped": 1.0,
     }
     value: dict[str, object] = {"model": str(model.folder), "eval": {"max_rows": max_rows}}
@@ -88,11 +88,11 @@ def for_lengths(config: Config, rows: Documents) -> Config:
 def left_out(rows: Documents, max_length: int) -> list[str]:
     """Return how many rows are not evaluated on, and why; nothing if all are."""
     assert isinstance(rows, Prepared)
-    card, said = rows.card, []
+    card, lines = rows.card, []
     for what, skipped in (("dropped", dropped_rows(card)), ("bad", bad_rows(card))):
         if skipped.total:
             limit = f" (--max-length is {max_length:,})" if what == "dropped" else ""
-            said.append(f"{skipped.total:,} of {card['rows']:,} rows {what}{limit}:\n{skipped}")
+            lines.append(f"{skipped.total:,} of {card['rows']:,} rows {what}{limit}:\n{skipped}")
     if card["truncated"]:
-        said.append(f"{card['truncated']:,} of {card['rows']:,} rows cut to {max_length:,} tokens")
-    return said
+        lines.append(f"{card['truncated']:,} of {card['rows']:,} rows cut to {max_length:,} tokens")
+    return lines

@@ -50,7 +50,7 @@ def samples_in_words(config: Config, plan: Plan, num_steps: int, weight_bytes: i
 def written_texts(
     engine: Engine, home: HostModel, tokenizer: Any, asked: Sequence[Question]
 ) -> Iterator[dict[str, str]]:
-    """Yield each prompt, what the model writes after it, and what the row says there, as text."""
+    """Yield each prompt, the generated text, and the expected text of the row."""
     if not asked:
         return
     prompts = [list(question.prompt) for question in asked]
@@ -82,5 +82,5 @@ def _generation_config(carried: Mapping[str, bytes]) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ModelFolderError(f"{GENERATION_NAME} is not valid JSON: {str(error)[:200]}") from None
     if not isinstance(fields, dict):
-        raise ModelFolderError(f"{GENERATION_NAME} holds a {type(fields).__name__}, not an object")
+        raise ModelFolderError(f"{GENERATION_NAME} is a {type(fields).__name__}, not an object")
     return fields

@@ -1,9 +1,9 @@
 """Text from a model at home: streamed forward, one token at a time for all prompts at once.
 
 For each token all weights cross the link to the device once, whatever the number of prompts, so
-many prompts go together: those of equal length as rows of one micro-batch, others in micro-batches
-of their own, without padding. The first pass reads the prompts and keeps their keys and values;
-each further pass reads one token. Models that keep more than keys and values read the whole text
+many prompts go together: those of equal length as rows of one micro-batch, others in separate
+micro-batches, without padding. The first pass reads the prompts and keeps their keys and values;
+each further pass reads one token. Models that keep more than keys and values read the full text
 each time (models/key_values.py), and so do texts whose keys and values would not fit beside what
 training has planned for. To serve a model, export it.
 
@@ -42,11 +42,11 @@ class Drawing:
         if not 0 <= self.temperature < float("inf"):
             raise ConfigError(f"temperature is {self.temperature:g}; give 0 or more.")
         if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top-p is {self.top_p:g}; give a share above 0, up to 1.")
+            raise ConfigError(f"top-p is {self.top_p:g}; give a number above 0, up to 1.")
         if self.top_p < 1 and self.temperature == 0:
             raise ConfigError(
-                "top-p has no effect at temperature 0, which takes the likeliest token. Give a "
-                "temperature too, like 1."
+                "top-p has no effect at temperature 0, the most likely token. Also give a "
+                "temperature, like 1."
             )
 
 
