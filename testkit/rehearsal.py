@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain.engine.actions import StepActions
 from megatrain.engine.batch import MicroBatch
-from megatrain.engine.machine import Machine
+from megatrain.engine.machine import build_machine
 from megatrain.lanes.lane import Lane
 from megatrain.lanes.reference import Reference
 from megatrain.losses.head import CHUNK_TOKENS
@@ -34,6 +34,7 @@ from megatrain.memory.ledger import Ledger, Line
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
 from megatrain.step.schedule import build_step
+from megatrain.step.settings import StepSettings
 from megatrain.step.shape import StepShape
 
 _GROUPED = torch.ops.aten._grouped_mm.default
@@ -54,7 +55,8 @@ def device_ledger(
     vocabulary = decoder.model.get_input_embeddings().weight.shape[0]
     with device.meter:
         store = _MetaStore(layout, device)
-        machine = Machine(decoder, store, device, shape, None, chunk_tokens=chunk_tokens, seed=0)
+        settings = StepSettings(chunk_tokens=chunk_tokens)
+        machine = build_machine(decoder, store, device, shape, None, settings)
         batch = [_micro_batch(rows, length, vocabulary) for rows, length in micro_shapes]
         machine.reserve(batch)
         fixed = sum(device.purposes.values())

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatrain.devices import device as devices
 from megatrain.devices import pinning
 from megatrain.devices.accelerator import Accelerator
-from megatrain.engine import gathered
+from megatrain.engine import embedding_rows
 from megatrain.engine.edges import Edges
 from megatrain.lanes.lane import Lane, Work
 from megatrain.lanes.progress import Progress
@@ -133,7 +133,7 @@ def watched(simulator: Simulator) -> Iterator[None]:
     original_put, original_next, original_join = Lane.put, Lane._next, Lane.join
     original_copy_bits, original_ask_host = devices.copy_bits, Edges._ask_host
     original_pin = Accelerator.pin
-    original_gather, original_spread = gathered.gather_rows, gathered.spread_rows
+    original_gather, original_spread = embedding_rows.gather_rows, embedding_rows.spread_rows
     with ExitStack() as stack:
         for owner, name, new in (
             (Progress, "issue", issue),
@@ -146,8 +146,8 @@ def watched(simulator: Simulator) -> Iterator[None]:
             (pinning, "copy_bits", copy_bits),
             (Edges, "_ask_host", ask_host),
             (Accelerator, "pin", pin),
-            (gathered, "gather_rows", gather_rows),
-            (gathered, "spread_rows", spread_rows),
+            (embedding_rows, "gather_rows", gather_rows),
+            (embedding_rows, "spread_rows", spread_rows),
         ):
             stack.enter_context(mock.patch.object(owner, name, new))
         stack.enter_context(simulator.default)

@@ -208,7 +208,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Poison:
         def drain(actions: StepActions, op: Op) -> int | None:
             if op.block in blocks and actions._step == 2:
                 assert op.grad_slot is not None
-                sums = actions._machine.grad_slots._sums[op.grad_slot]
+                sums = actions._machine.gradients._slots._sums[op.grad_slot]
                 next(iter(sums.values())).view(-1)[5] = value
             return table(actions)[OpKind.DRAIN](op)
 

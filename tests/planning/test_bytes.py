@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.plan.configurations import Configuration
 from benchmarks.plan.memory import GIVING_BACK, MEMORY_TARGETS, measure_memory
-from megatrain.engine import outbox, tape
+from megatrain.engine import gradients, tape
 from megatrain.losses import head as loss
 from megatrain.memory.layout import build_layout
 from megatrain.memory.ledger import Ledger
@@ -37,7 +37,7 @@ BATCHES = [
 
 
 def test_numbers_of_modules_that_need_torch() -> None:
-    assert ledger.OUTBOX_BYTES == outbox.OUTBOX_BYTES
+    assert ledger.OUTBOX_BYTES == gradients.OUTBOX_BYTES
     assert ledger.PART_ELEMENTS == loss.PART_ELEMENTS
     assert ledger.TAPE_ALIGNMENT == tape.ALIGNMENT
 

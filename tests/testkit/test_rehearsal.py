@@ -9,7 +9,7 @@ import pytest
 from transformers import LlamaConfig
 
 from megatrain.devices.accelerator import Accelerator
-from megatrain.engine.outbox import OUTBOX_BYTES
+from megatrain.engine.gradients import OUTBOX_BYTES
 from megatrain.memory.host import resident_bytes
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout

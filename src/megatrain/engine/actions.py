@@ -16,7 +16,6 @@ Laws (tests/engine/test_exactness.py)
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,13 +24,12 @@ from torch import Tensor
 
 from megatrain.devices.device import draw_seed
 from megatrain.engine.batch import MicroBatch
-from megatrain.engine.graph import gradients_of, leaves_of
+from megatrain.engine.graph import gradients_of
 from megatrain.engine.head import Head
-from megatrain.engine.machine import Machine, Verdict
+from megatrain.engine.machine import Machine
 from megatrain.lanes.lane import Action
 from megatrain.losses.loss import Loss
 from megatrain.losses.next_token import NEXT_TOKEN
-from megatrain.memory.kinds import Kind
 from megatrain.models.balance import probability_sums
 from megatrain.models.key_values import inputs_with
 from megatrain.models.stand_ins import Call
@@ -50,7 +48,7 @@ class StepActions:
         self._calls: dict[int, list[Call]] = {}
         self._host_inputs: dict[int, dict[str, Tensor | int]] = {}
         self._inputs: dict[int, dict[str, Tensor | int]] = {}
-        self._rows: dict[int, Tensor] = {}
+        self._rows: dict[int, Tensor | None] = {}
         self.head = Head(machine, batch, loss)
         self.predicts = False
         """True: an evaluation computes logits after the last tokens, not log-probabilities."""
@@ -59,13 +57,6 @@ class StepActions:
         self._routing = machine.routing()
         self.caches: Sequence[Any] | None = None
         """In a prediction: keys and values of what was read before, by micro-batch."""
-        self._squared_norms: dict[int, float] = {}
-
-    @property
-    def faulty_blocks(self) -> tuple[int, ...]:
-        """The blocks whose drained gradient is not finite."""
-        norms = sorted(self._squared_norms.items())
-        return tuple(block for block, norm in norms if not math.isfinite(norm))
 
     def table(self) -> dict[OpKind, Action]:
         """Return the action of each kind of op."""
@@ -83,18 +74,11 @@ class StepActions:
         }
 
     def _fetch(self, op: Op) -> int:
-        machine, block = self._machine, _block(op)
-        if block == 0 and machine.gathered is not None:
-            return machine.gathered.fetch()
-        assert machine.slots is not None
-        assert op.slot is not None
-        source = machine.store.block_bytes(block, Kind.HI)
-        machine.device.fill(machine.slots.buffer(op.slot, block), source)
-        return source.nbytes
+        return self._machine.weights.fetch(op)
 
     def _forward(self, op: Op) -> None:
         machine, block, micro = self._machine, _block(op), _micro(op)
-        weights = machine.weights(block, op.slot)
+        weights = machine.weights.of(op)
         self._seed(block, micro)
         with torch.no_grad():
             if block == 0:
@@ -133,7 +117,7 @@ class StepActions:
 
     def _backward(self, op: Op) -> None:
         machine, block, micro = self._machine, _block(op), _micro(op)
-        leaves = leaves_of(machine.weights(block, op.slot), machine.trained)
+        leaves = machine.weights.leaves(op)
         d_hidden = self._d_hidden.pop(micro)
         self._seed(block, micro)
         with torch.enable_grad():
@@ -147,10 +131,8 @@ class StepActions:
                 hidden, logits = machine.template.routed_layer(leaves, given, call)
                 balance = self._balance(logits, micro)
         grads = gradients_of([(hidden, d_hidden), *balance], leaves, given)
-        if op.grad_slot is not None:
-            if not op.adds:
-                machine.grad_slots.begin(op.grad_slot)
-            machine.grad_slots.add(op.grad_slot, block, grads.params)
+        machine.gradients.begin(op)
+        machine.gradients.add(grads.params)
         self._pass_gradient(micro, grads.given)
 
     def _balance(self, logits: Sequence[Tensor], micro: int) -> list[tuple[Tensor, Tensor]]:
@@ -161,7 +143,7 @@ class StepActions:
         if self._routing is None:
             return []
         with torch.no_grad():
-            d_sums = self._routing.d_sums(self._machine.router_aux_loss)
+            d_sums = self._routing.d_sums(self._machine.settings.router_aux_loss)
         return [(probability_sums(one, self._mask(micro)), d_sums) for one in logits]
 
     def _mask(self, micro: int) -> Tensor | None:
@@ -170,64 +152,18 @@ class StepActions:
         return mask
 
     def _drain(self, op: Op) -> int:
-        machine, block = self._machine, _block(op)
-        assert op.grad_slot is not None
-        targets = [target for _, target in machine.gradients(op)]
-        if machine.outbox is None:
-            machine.grad_slots.move_out(op.grad_slot, block, targets)
-        else:
-            for name, number, span, total in machine.grad_slots.parts(op.grad_slot, block):
-                if machine.gathered is not None and name == machine.gathered.name:
-                    assert total is not None, "tokens have been looked up"
-                    machine.gathered.drain(machine.outbox, total)
-                else:
-                    machine.outbox.send(targets[number][span], total)
-        return sum(target.nbytes for target in targets)
+        return self._machine.gradients.drain(op)
 
     def _norm(self, op: Op) -> None:
-        """Of the bytes that an update would use: what a copy broke is found too."""
-        machine = self._machine
-        if _block(op) == 0 and machine.gathered is not None:
-            machine.gathered.spread(machine.gradient_of(op, machine.gathered.name))
-        if machine.optimizer is not None:
-            norms = (machine.optimizer.squared_norm(part) for _, part in machine.gradients(op))
-            self._squared_norms[_block(op)] = sum(norms)
+        gradients = self._machine.gradients
+        gradients.finish(op)
+        self._machine.updates.measure(op, gradients.flat(op), self._step)
 
     def _clip(self, op: Op) -> None:
-        machine = self._machine
-        assert machine.optimizer is not None
-        norm = math.sqrt(math.fsum(self._squared_norms.values()))
-        finite = math.isfinite(norm)
-        machine.verdict = Verdict(
-            step=self._step,
-            norm=norm,
-            scale=machine.optimizer.clip_factor(norm) if finite else 0.0,
-            applies=finite,
-        )
+        self._machine.updates.judge(self._step)
 
     def _update(self, op: Op) -> int:
-        machine, block = self._machine, _block(op)
-        optimizer, update_views = machine.optimizer, machine.update_views
-        assert optimizer is not None
-        assert update_views is not None
-        if op.host_grad is None:
-            verdict = machine.verdict
-            applies, scale, step = verdict.applies, verdict.scale, verdict.step
-        else:
-            applies, scale = math.isfinite(self._squared_norms[block]), 1.0
-            step = self._step
-        num_bytes = 0
-        if applies:
-            number = machine.gate.enter(block)
-            machine.half_applied = True
-            for segment, gradient in machine.gradients(op):
-                for span, views in update_views.of(segment):
-                    optimizer.update(views, gradient[span], step=step, number=number, scale=scale)
-                num_bytes += gradient.nbytes
-            machine.gate.leave(block)
-        if block == machine.last_updated:
-            machine.half_applied = False
-        return num_bytes
+        return self._machine.updates.apply(op, self._machine.gradients.flat(op))
 
     def _pass_gradient(self, micro: int, gradient: Tensor | None) -> None:
         if gradient is not None:
@@ -238,7 +174,7 @@ class StepActions:
 
     def _seed(self, block: int, micro: int) -> None:
         """Set the generator that layers draw from."""
-        seed = draw_seed(self._machine.seed, self._step, micro, block)
+        seed = draw_seed(self._machine.settings.seed, self._step, micro, block)
         self._machine.device.seed(seed)
 
     def _front(self, weights: Mapping[str, Tensor], micro: int) -> tuple[Tensor, list[Call]]:
@@ -252,9 +188,8 @@ class StepActions:
                 name: give(value) if isinstance(value, Tensor) else value
                 for name, value in host.items()
             }
-            if machine.gathered is not None:
-                self._rows[micro] = give(machine.gathered.places(micro))
-        rows = self._rows.get(micro)
+            self._rows[micro] = machine.weights.rows(micro)
+        rows = self._rows[micro]
         return machine.edges.front(weights, self._host_inputs[micro], self._inputs[micro], rows)
 
 

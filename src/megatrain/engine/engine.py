@@ -39,7 +39,7 @@ from megatrain.engine.batch import (
     check_loss,
     locate_fault,
 )
-from megatrain.engine.machine import Machine
+from megatrain.engine.machine import build_machine
 from megatrain.engine.snapshot import Snapshot
 from megatrain.errors import (
     CheckpointMismatch,
@@ -56,7 +56,7 @@ from megatrain.losses.loss import Loss
 from megatrain.losses.next_token import NEXT_TOKEN
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
-from megatrain.models.key_values import bytes_per_token
+from megatrain.models.key_values import bytes_per_token, caches_keys_and_values
 from megatrain.optim.optimizer import Optimizer
 from megatrain.step.ops import Op, OpKind
 from megatrain.step.schedule import build_flush, build_forward, build_step
@@ -98,17 +98,7 @@ class Engine:
             tied=decoder.tied,
             trained=tuple(any(p.trained for p in block.params) for block in decoder.blocks),
         )
-        self._machine = Machine(
-            decoder,
-            store,
-            device,
-            self._shape(),
-            optimizer,
-            chunk_tokens=settings.chunk_tokens,
-            seed=settings.seed,
-            compile=settings.compile,
-            router_aux_loss=settings.router_aux_loss,
-        )
+        self._machine = build_machine(decoder, store, device, self._shape(), optimizer, settings)
         self._vocab_size: int = decoder.model.get_input_embeddings().weight.shape[0]
         self.device = device
         self._player: Plays = player or Player(device.lanes(), trace=Trace() if trace else None)
@@ -143,11 +133,11 @@ class Engine:
         kind = "pending step" if self._pending is not None else "step"
         self._play(kind, actions, len(batch), until=_UNTIL_KNOWN)
         self._pending, fault = None, None
-        blocks = actions.faulty_blocks
+        blocks = self._machine.updates.faulty_blocks
         if blocks and self._late:
             actions = StepActions(self._machine, batch, self._num_steps, self._loss)
             self._play("step", actions, len(batch), until=_UNTIL_KNOWN)
-            fault = Fault(blocks=blocks, repeated=bool(actions.faulty_blocks))
+            fault = Fault(blocks=blocks, repeated=bool(self._machine.updates.faulty_blocks))
         elif blocks:
             fault = Fault(blocks=blocks, repeated=True)
         if fault is not None and fault.repeated:
@@ -165,7 +155,7 @@ class Engine:
             micro_losses=losses,
             num_tokens=sum(micro.num_tokens for micro in batch),
             num_trained=sum(micro.num_trained for micro in batch),
-            grad_norm=self._machine.verdict.norm if self._late else None,
+            grad_norm=self._machine.updates.norm if self._late else None,
             aux_loss=None if actions.aux_loss is None else float(actions.aux_loss),
             figures=actions.head.mean_figures(),
             fault=fault,
@@ -186,7 +176,7 @@ class Engine:
         self._machine.reserve([micro])  # it takes the place of the first, and may be larger
         actions = StepActions(self._machine, [micro], self._num_steps, self._loss)
         self._play_ops(ops, actions, (OpKind.NORM,))
-        return not actions.faulty_blocks
+        return not self._machine.updates.faulty_blocks
 
     def evaluate(self, batch: Sequence[MicroBatch]) -> tuple[float, int]:
         """Return the loss summed over the batch's units, not divided, and their number.
@@ -228,9 +218,9 @@ class Engine:
         A prediction has no chunk of logits: caches may take as much as that has in a step.
         """
         machine = self._machine
-        if not machine.caches:
+        if not caches_keys_and_values(machine.on_host):
             return 0
-        room = max(4 * machine.chunk_tokens * self._vocab_size, LEAST_CACHE_BYTES)
+        room = max(4 * machine.settings.chunk_tokens * self._vocab_size, LEAST_CACHE_BYTES)
         element_bytes = int(machine.decoder.model.dtype.itemsize)
         return room // bytes_per_token(self.model_config, element_bytes)
 
@@ -260,7 +250,8 @@ class Engine:
         trained = list(self._expected)
         frozen = [b for b in range(self._shape().num_blocks) if b not in self._expected]
         order = trained if self._late else trained[::-1]
-        return Snapshot(self._machine.gate, [*order, *frozen], self._num_steps, self._expected)
+        updates = self._machine.updates
+        return updates.snapshot([*order, *frozen], self._num_steps, self._expected)
 
     def restore(self, num_steps: int, num_updates: Mapping[int, int]) -> None:
         """Go on after a snapshot whose bytes are in the store again."""
@@ -268,7 +259,7 @@ class Engine:
         if num_updates.keys() != self._expected.keys():
             raise CheckpointMismatch("other blocks were trained when the state was saved")
         self._num_steps, self._expected = num_steps, dict(num_updates)
-        self._machine.gate.num_updates.update(num_updates)
+        self._machine.updates.restore(num_updates)
 
     def settle(self) -> None:
         """Finish all updates. Weights, masters and moments are then those after the last step."""
@@ -332,8 +323,8 @@ class Engine:
                     self._player.close()
                 with suppress(Exception):
                     self.device.synchronize()
-            self.torn = self.torn or self._machine.half_applied
-            self._machine.gate.fail()
+            self.torn = self.torn or self._machine.updates.half_applied
+            self._machine.updates.fail()
             self._pending = None
             self._machine.tape.clear()
             if isinstance(error, torch.OutOfMemoryError):

@@ -1,4 +1,4 @@
-"""Gradient slots: where a block's gradient adds up in fp32 before it is drained.
+"""Gradient slots: where a block's gradient adds up in fp32 before it is drained (gradients.py).
 
 A slot is one flat fp32 buffer, laid out like the block's trained segments. Where compute shares the
 host's memory, a sum of one part is that part: it is kept as it came, and only a second one makes
@@ -14,13 +14,16 @@ Laws (tests/engine/test_grad_slots.py)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from megatrain.engine.slots import Allocate, SlotId
 from megatrain.memory.layout import Layout, Place
+from megatrain.step.ops import SlotId
+
+Allocate = Callable[[int], Tensor]
+"""Takes a number of bytes, returns that many as uint8."""
 
 
 class GradSlots:

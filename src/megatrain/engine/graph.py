@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Gradients:
+class BlockGradients:
     """The gradients of a block."""
 
     params: Mapping[str, Tensor | None]
@@ -19,14 +19,9 @@ class Gradients:
     """Of the hidden states that the block was given."""
 
 
-def leaves_of(weights: Mapping[str, Tensor], trained: Collection[str]) -> dict[str, Tensor]:
-    """Return the weights as leaves of a new graph; only the trained ones want a gradient."""
-    return {name: w.detach().requires_grad_(name in trained) for name, w in weights.items()}
-
-
 def gradients_of(
     outputs: Sequence[tuple[Tensor, Tensor]], leaves: Mapping[str, Tensor], given: Tensor | None
-) -> Gradients:
+) -> BlockGradients:
     """Return the gradients of the leaves that want one and of `given`, and free the graph.
 
     Each of `outputs` comes with its gradient.
@@ -38,7 +33,7 @@ def gradients_of(
         wanted.append(given)
     outputs = [(output, d_output) for output, d_output in outputs if output.requires_grad]
     if not wanted or not outputs:
-        return Gradients({}, None)
+        return BlockGradients({}, None)
     found = torch.autograd.grad(
         [output for output, _ in outputs],
         wanted,
@@ -46,4 +41,4 @@ def gradients_of(
         allow_unused=True,
     )
     params = dict(zip(names, found, strict=False))
-    return Gradients(params, found[-1] if passes else None)
+    return BlockGradients(params, found[-1] if passes else None)

@@ -9,16 +9,15 @@ count it, because no loss that can be configured needs it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from megatrain.engine.batch import MicroBatch
-from megatrain.engine.graph import gradients_of, leaves_of
+from megatrain.engine.graph import gradients_of
 from megatrain.engine.machine import Machine
-from megatrain.engine.slots import SlotId
 from megatrain.losses.head import (
     HeadGradients,
     head_gradients,
@@ -46,53 +45,43 @@ class Head:
 
     def train(self, op: Op, hidden: Tensor) -> Tensor | None:
         """Add up the gradients of the head's params; return that of `hidden`, if it is wanted."""
-        machine, (block, micro) = self._machine, _place(op)
-        weights = machine.weights(block, op.slot)
-        table = self._table(op, weights)
-        slots = self._grad_slots(op, weights)
-        leaves = leaves_of(weights, machine.trained)
+        machine, micro = self._machine, _micro(op)
+        machine.gradients.begin(op)
+        leaves = machine.weights.leaves(op)
         given = hidden.detach().requires_grad_(op.passes_gradient)
         with torch.enable_grad():
             rows = machine.edges.tail(leaves, given)
         result, found = self._through_logits(
             micro,
             rows.detach(),
-            leaves_of({machine.head_weight: table}, machine.trained)[machine.head_weight],
-            leaves.get(machine.head_bias),
-            functools.partial(self._add, slots),
+            *machine.weights.projection(op),
         )
         loss = result.loss if found.loss is None else found.loss
         self.losses[micro] = machine.device.bring(loss)
         self.figures[micro] = {n: machine.device.bring(f) for n, f in found.figures.items()}
-        projection = (machine.head_weight, machine.head_bias)
+        projection = (machine.weights.head_weight, machine.weights.head_bias)
         tail = {name: tensor for name, tensor in leaves.items() if name not in projection}
         grads = gradients_of([(rows, result.rows)], tail, given)
-        if op.grad_slot is not None:
-            machine.grad_slots.add(op.grad_slot, block, grads.params)
+        machine.gradients.add(grads.params)
         return grads.given
 
     def evaluate(self, op: Op, hidden: Tensor) -> None:
         """Compute the log-probabilities of a micro-batch's targets."""
-        machine, (block, micro) = self._machine, _place(op)
-        weights = machine.weights(block, op.slot)
+        machine, micro = self._machine, _micro(op)
         with torch.no_grad():
-            rows = machine.edges.tail(weights, hidden)
+            rows = machine.edges.tail(machine.weights.of(op), hidden)
         del hidden  # before there are logits
         inputs, spans = self._inputs(micro)
-        logprobs = self._logprobs(
-            rows, self._table(op, weights), weights.get(machine.head_bias), inputs, spans
-        )
+        logprobs = self._logprobs(rows, *machine.weights.projection(op), inputs, spans)
         self.logprobs[micro] = machine.device.bring(logprobs)
 
     def predict(self, op: Op, hidden: Tensor) -> None:
         """Compute the logits after the last token of each row of a micro-batch."""
-        machine, (block, micro) = self._machine, _place(op)
-        weights = machine.weights(block, op.slot)
+        machine, micro = self._machine, _micro(op)
         with torch.no_grad():
-            rows = machine.edges.tail(weights, hidden)
+            rows = machine.edges.tail(machine.weights.of(op), hidden)
             last = machine.device.give(machine.device.pinned(self._batch[micro].last_tokens()))
-            table, bias = self._table(op, weights), weights.get(machine.head_bias)
-            logits = F.linear(rows.index_select(0, last), table, bias)
+            logits = F.linear(rows.index_select(0, last), *machine.weights.projection(op))
             self.predictions[micro] = machine.device.bring(machine.edges.scores(logits).float())
 
     def evaluated(self) -> float:
@@ -118,7 +107,6 @@ class Head:
         rows: Tensor,
         table: Tensor,
         bias: Tensor | None,
-        add: Callable[[Tensor | None, Tensor | None], None],
     ) -> tuple[HeadGradients, TokenWeights]:
         """Go through the logits of a micro-batch, once or twice, and back."""
         inputs, spans = self._inputs(micro)
@@ -128,7 +116,7 @@ class Head:
         found = self._loss.weights(inputs, logprobs, self.num_units)
         targets, weights = inputs.targets.view(-1), found.weights.view(-1)
         scores = self._machine.edges.scores
-        return head_gradients(rows, table, bias, targets, weights, scores, add, spans), found
+        return head_gradients(rows, table, bias, targets, weights, scores, self._add, spans), found
 
     def _logprobs(
         self,
@@ -142,46 +130,15 @@ class Head:
         found = head_logprobs(rows, table, bias, targets.view(-1), scores, spans)
         return found.view(targets.shape)
 
-    def _grad_slots(
-        self, op: Op, weights: dict[str, Tensor]
-    ) -> dict[str, tuple[SlotId | None, int]]:
-        """Return the gradient slot and block of each param, begun by the first micro-batch."""
-        machine, (block, _) = self._machine, _place(op)
-        slots = dict.fromkeys(weights, (op.grad_slot, block))
-        if machine.head_weight not in weights:
-            # Also for a frozen table: what else the embedding trains adds up in the same slot.
-            trained = machine.store.layout.trained_segments(0)
-            slots[machine.head_weight] = ("edge" if trained else None, 0)
-        if not op.adds:
-            for slot in {slot for slot, _ in slots.values() if slot is not None}:
-                machine.grad_slots.begin(slot)
-        return slots
-
-    def _add(
-        self,
-        slots: dict[str, tuple[SlotId | None, int]],
-        d_weight: Tensor | None,
-        d_bias: Tensor | None,
-    ) -> None:
+    def _add(self, d_weight: Tensor | None, d_bias: Tensor | None) -> None:
         """Add the projection's gradients from one chunk."""
-        machine = self._machine
-        for name, part in {machine.head_weight: d_weight, machine.head_bias: d_bias}.items():
-            if part is not None:
-                slot, owner = slots[name]
-                assert slot is not None
-                machine.grad_slots.add(slot, owner, {name: part})
-
-    def _table(self, op: Op, weights: dict[str, Tensor]) -> Tensor:
-        """Return the weight of the output projection: the head's, or the embedding's."""
-        machine = self._machine
-        if machine.head_weight in weights:
-            return weights[machine.head_weight]
-        return machine.weights(0, None if op.slot is None else "embedding")[machine.head_weight]
+        weights = self._machine.weights
+        self._machine.gradients.add({weights.head_weight: d_weight, weights.head_bias: d_bias})
 
     def _inputs(self, micro: int) -> tuple[LossInputs, list[slice]]:
         """Return what the loss sees, on the device, and the chunks that have a target."""
         batch, machine = self._batch[micro], self._machine
-        spans = trained_spans(next_token_targets(batch.labels), machine.chunk_tokens)
+        spans = trained_spans(next_token_targets(batch.labels), machine.settings.chunk_tokens)
         return batch.loss_inputs(machine.device.give), spans
 
     @functools.cached_property
@@ -191,7 +148,6 @@ class Head:
         return sum(counts) or 1  # a micro-batch that is tried alone may have none
 
 
-def _place(op: Op) -> tuple[int, int]:
-    assert op.block is not None
+def _micro(op: Op) -> int:
     assert op.micro is not None
-    return op.block, op.micro
+    return op.micro

@@ -32,7 +32,7 @@ from megatrain.step.settings import StepSettings
 OUTBOX_BYTES = 64 << 20
 PART_ELEMENTS = 1 << 22
 TAPE_ALIGNMENT = 256
-"""As in engine/outbox.py, losses/head.py and engine/tape.py, which need torch; a test holds
+"""As in engine/gradients.py, losses/head.py and engine/tape.py, which need torch; a test holds
 them equal."""
 KEPT_CHECKPOINTS = 2
 SAVE_BYTES = 64 << 20

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatrain.devices.accelerator import Accelerator
-from megatrain.engine import gathered
+from megatrain.engine import embedding_rows
 from megatrain.errors import ConfigError
 from megatrain.memory.kinds import Kind
 from megatrain.step.schedule import build_step
@@ -41,20 +41,20 @@ def test_bits_are_those_of_the_whole_table(family: str, update: Any, form: Any) 
 
 
 def test_rows_in_the_wrong_place_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathered, "spread_rows", lambda target, rows, ids: target.zero_())
+    monkeypatch.setattr(embedding_rows, "spread_rows", lambda target, rows, ids: target.zero_())
     assert faults(RUN) != []
 
 
 def test_a_gather_before_the_update_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows are read when the fetch is played, behind the update of the last step."""
-    reserve = gathered.Gathered.reserve
+    reserve = embedding_rows.EmbeddingRows.reserve
 
-    def gather_early(self: gathered.Gathered, batch: Any) -> None:
+    def gather_early(self: embedding_rows.EmbeddingRows, batch: Any) -> None:
         reserve(self, batch)
-        self.fetch = lambda: 0  # type: ignore[method-assign]
-        gathered.Gathered.fetch(self)
+        self.fetch = lambda block, slot: 0  # type: ignore[method-assign]
+        embedding_rows.EmbeddingRows.fetch(self, 0, None)
 
-    monkeypatch.setattr(gathered.Gathered, "reserve", gather_early)
+    monkeypatch.setattr(embedding_rows.EmbeddingRows, "reserve", gather_early)
     assert faults(replace(RUN, case=replace(CASE, evaluates_after=()))) != []
 
 

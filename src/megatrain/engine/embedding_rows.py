@@ -9,7 +9,9 @@ looked up, scaled and summed as before. Only where the head does not read the sa
     FETCH(0)   rows of weights[0] -> device           NORM(0)   rows -> grad[0], zero elsewhere
     DRAIN(0)   their gradient -> rows on the host
 
-Laws (tests/engine/test_gathered.py)
+Only the doors know of it: weights.py reads the rows here, gradients.py drains and spreads them.
+
+Laws (tests/engine/test_embedding_rows.py)
     1. Losses, gradients and updates are those of the whole table on the device.
     2. Device memory for the table is that of the step's distinct tokens.
 """
@@ -23,15 +25,15 @@ from torch import Tensor
 
 from megatrain.devices.device import Device
 from megatrain.engine.batch import MicroBatch
-from megatrain.engine.outbox import Outbox
 from megatrain.errors import ConfigError
 from megatrain.memory.kinds import Kind
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
+from megatrain.step.ops import SlotId
 
 
-class Gathered:
-    """Rows of the embedding. What stays from step to step are its buffers."""
+class EmbeddingRows:
+    """Rows of the embedding, as a source of weights. Its buffers stay from step to step."""
 
     def __init__(self, decoder: Decoder, store: Store, device: Device) -> None:
         if decoder.tied:
@@ -76,13 +78,13 @@ class Gathered:
         """Return, for each token of a micro-batch, its row; on the host."""
         return self._device.pinned(self._places[micro])
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self, block: int, slot: SlotId | None) -> dict[str, Tensor]:
         """Return the block's params as the front gets them: of the table the step's rows."""
         assert self._on_device is not None
         return {self.name: self._rows(self._on_device), **self._others}
 
-    def fetch(self) -> int:
-        """Gather the rows and send them; return the bytes."""
+    def fetch(self, block: int, slot: SlotId | None) -> int:
+        """Gather the rows on the host, queue their copy, and return the bytes."""
         assert self._on_device is not None
         gather_rows(self._rows(self._going), self._table, self._ids)
         self._device.fill(self._on_device[: self._num_bytes], self._going[: self._num_bytes])
@@ -90,9 +92,9 @@ class Gathered:
             self._device.fill(target.view(-1), self._store.param(name, Kind.HI).view(-1))
         return self._num_bytes + sum(other.nbytes for other in self._others.values())
 
-    def drain(self, outbox: Outbox, total: Tensor) -> None:
-        """Send the rows' gradient to the host."""
-        outbox.send(self._rows(self._coming).view(-1), total)
+    def drained(self) -> Tensor:
+        """Return where the rows' gradient goes on the host, flat."""
+        return self._rows(self._coming).view(-1)
 
     def spread(self, gradient: Tensor) -> None:
         """Make of the rows' gradient that of the table, flat. The padding token has none."""

@@ -1,0 +1,179 @@
+"""Gradients: the door through which a block's gradient adds up, leaves the device and is read.
+
+    HEAD, BACKWARD   begin(op), add(grads)   compute lane: sums in fp32, in gradient slots
+    DRAIN(b)         drain(op)               out lane: queue the copies to the host, in its dtype
+    NORM(b)          finish(op)              host lane: the drained bytes are the whole gradient now
+    NORM, UPDATE     flat(op)                host lane: where it is, one flat view per segment
+
+On the host a gradient is in the store (kind `grad`) until the norm of the step is known, or, where
+updates run in backward, in a ring of a few buffers.
+
+Who waits: nothing here does. `drain` queues casts and copies on the stream of the out lane, and the
+host ops run once it is complete. The schedule gives a slot to the next block after the drain, and a
+buffer of the ring after the update. Views of `flat` are valid until the next drain into them.
+
+To come: ranks that own a part. A drain then exchanges parts, adds them in the order of the ranks,
+and keeps what its rank owns.
+
+Laws (tests/engine/test_gradients.py; of the sums: grad_slots.py)
+    1. The views of `flat` have dtype and size of their segments, and do not overlap.
+    2. A drained gradient is the fp32 sum, rounded once to the host's dtype, whatever the outbox.
+    3. A model that is only read has no memory for gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import Tensor
+
+from megatrain.devices.device import Device
+from megatrain.engine.embedding_rows import EmbeddingRows
+from megatrain.engine.grad_slots import GradSlots
+from megatrain.memory.kinds import Kind
+from megatrain.memory.layout import Segment
+from megatrain.memory.store import Store
+from megatrain.step.ops import Op, SlotId
+from megatrain.step.resources import block_places
+from megatrain.step.shape import StepShape
+
+OUTBOX_BYTES = 64 << 20
+
+
+class Gradients:
+    """The gradients of all trained blocks, from compute to the host lane."""
+
+    def __init__(
+        self,
+        store: Store,
+        device: Device,
+        shape: StepShape,
+        rows: EmbeddingRows | None,
+        *,
+        updates: bool,
+    ) -> None:
+        """`updates`: an optimizer will read them. Without one they stay in the store, if there."""
+        self._store = store
+        trains = updates or Kind.GRAD in store.kinds
+        places = [place for place in enumerate(block_places(shape)) if trains]
+        self._slot_of = {b: p.grad_slot for b, p in places if p.grad_slot is not None}
+        ring_slot_of = {b: p.host_grad for b, p in places if p.host_grad is not None}
+        self._slots = GradSlots(
+            store.layout,
+            _users(self._slot_of),
+            lambda size: device.allocate(size, "gradient slots"),
+            keeps_first=not device.copying,
+        )
+        self._ring = {
+            slot: device.map_host(max(map(self._num_bytes, blocks)), "gradients")
+            for slot, blocks in _users(ring_slot_of).items()
+        }
+        self._outbox: _Outbox | None = None
+        if device.own_memory and trains:
+            largest = max(map(self._num_bytes, shape.trained_blocks))
+            self._outbox = _Outbox(device, min(largest, OUTBOX_BYTES))
+            if not self._ring:
+                device.pin("gradients", store.arena(Kind.GRAD))
+        trains_rows = rows is not None and store.layout.places[rows.name].param.trained
+        self._rows = rows if trains_rows else None
+
+    def begin(self, op: Op) -> None:
+        """Forget what the gradient slots hold that `op` writes, unless it adds to them.
+
+        The head of a tied model also begins the embedding's: its parts come first.
+        """
+        if op.adds:
+            return
+        for family, *where in op.writes:
+            if family == "grad_slot":
+                self._slots.begin(where[0])
+
+    def add(self, grads: Mapping[str, Tensor | None]) -> None:
+        """Add gradients by param name; None adds nothing. Parts may be kept until the drain."""
+        by_block: dict[int, dict[str, Tensor]] = {}
+        for name, grad in grads.items():
+            if grad is not None:
+                block = self._store.layout.places[name].segment.block
+                by_block.setdefault(block, {})[name] = grad
+        for block, parts in by_block.items():
+            self._slots.add(self._slot_of[block], block, parts)
+
+    def drain(self, op: Op) -> int:
+        """Queue the copies of the block's gradient to the host; return the bytes it has there."""
+        assert op.block is not None
+        assert op.grad_slot is not None
+        targets = [target for _, target in self.flat(op)]
+        if self._outbox is None:
+            self._slots.move_out(op.grad_slot, op.block, targets)
+        else:
+            for name, number, span, total in self._slots.parts(op.grad_slot, op.block):
+                target = targets[number][span]
+                if self._rows is not None and name == self._rows.name:
+                    target = self._rows.drained()
+                self._outbox.send(target, total)
+        return sum(target.nbytes for target in targets)
+
+    def finish(self, op: Op) -> None:
+        """Make the drained bytes of the op's block its whole gradient: rows become a table."""
+        if op.block == 0 and self._rows is not None:
+            self._rows.spread(self._param(op, self._rows.name))
+
+    def flat(self, op: Op) -> list[tuple[Segment, Tensor]]:
+        """Return where the gradient of the op's block is on the host, segment by segment."""
+        assert op.block is not None
+        segments = self._store.layout.trained_segments(op.block)
+        if op.host_grad is None:
+            return [(segment, self._store.segment(segment, Kind.GRAD)) for segment in segments]
+        return list(_cut(self._ring[op.host_grad], segments))
+
+    def _param(self, op: Op, name: str) -> Tensor:
+        """Return where the gradient of one param of the op's block is on the host, flat."""
+        place = self._store.layout.places[name]
+        (gradient,) = (flat for segment, flat in self.flat(op) if segment is place.segment)
+        return gradient[place.start : place.start + place.param.num_elements]
+
+    def _num_bytes(self, block: int) -> int:
+        segments = self._store.layout.trained_segments(block)
+        return sum(segment.num_elements * segment.dtype.itemsize for segment in segments)
+
+
+class _Outbox:
+    """Where a gradient takes the dtype of the host, on its way there. Of the out lane alone.
+
+    A copy that changes the dtype needs a buffer. This one is filled and copied out piece by piece,
+    so that it does not grow with the largest block. The order of the lane protects it.
+    """
+
+    def __init__(self, device: Device, num_bytes: int) -> None:
+        self._device = device
+        self._buffer = device.allocate(num_bytes, "outbox")
+
+    def send(self, target: Tensor, total: Tensor | None) -> None:
+        """Queue the copy of a flat sum to the host, in the dtype of `target`; None is zero."""
+        most = self._buffer.nbytes // target.element_size()
+        for start in range(0, len(target), most):
+            span = slice(start, min(start + most, len(target)))
+            size = (span.stop - span.start) * target.element_size()
+            piece = self._buffer[:size].view(target.dtype)
+            if total is None:
+                piece.zero_()
+            else:
+                piece.copy_(total[span])
+            self._device.fill(target[span], piece)
+
+
+def _users(slot_of: Mapping[int, SlotId]) -> dict[SlotId, list[int]]:
+    """Return the blocks that visit each slot."""
+    users: dict[SlotId, list[int]] = {}
+    for block, slot in slot_of.items():
+        users.setdefault(slot, []).append(block)
+    return users
+
+
+def _cut(buffer: Tensor, segments: Sequence[Segment]) -> Iterator[tuple[Segment, Tensor]]:
+    """Yield the segments, one after the other in `buffer`."""
+    start = 0
+    for segment in segments:
+        stop = start + segment.num_elements * segment.dtype.itemsize
+        yield segment, buffer[start:stop].view(segment.dtype)
+        start = stop

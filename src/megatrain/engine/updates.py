@@ -1,0 +1,135 @@
+"""Updates: the door through which drained gradients become new weights. Of the host lane alone.
+
+    NORM(b)     measure(op, gradient)   the squared norm of the block's gradient
+    CLIP        judge(step)             all norms into one factor, and whether the step applies
+    UPDATE(b)   apply(op, gradient)     master, states and weights of the block, in place
+
+Late updates follow the verdict of CLIP, which waits for all norms; they may run with the next step.
+Updates in backward follow the norm of their block: it is finite, or the block is left out.
+
+Who waits: `apply` waits while a snapshot holds the block (snapshot.py), and nothing else does. The
+caller of a step reads `norm` and `faulty_blocks` once NORM and CLIP are complete; they are valid
+until the next step is played.
+
+To come: optimizer states in 8 bits, states that a disk lane brings and takes back, and ranks that
+update the part they own, with one sum of norms over all ranks.
+
+Laws (tests/engine/test_updates.py)
+    1. No gradient that is not finite reaches a weight.
+    2. `half_applied` is true from the first update of a step to its last.
+    3. Each block counts its own updates; a block that is left out counts none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatrain.engine.snapshot import Gate, Snapshot
+from megatrain.memory.layout import Segment
+from megatrain.memory.store import Store
+from megatrain.models.decoder import Param
+from megatrain.optim.optimizer import Optimizer
+from megatrain.optim.views import UpdateViews
+from megatrain.step.ops import Op
+from megatrain.step.shape import StepShape
+
+Gradient = Sequence[tuple[Segment, Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What an update does with the gradient of its block."""
+
+    step: int
+    """The step of the run, from 1: a late update may be played with the next step."""
+    scale: float
+    applies: bool
+    """False: the gradient is not finite, and the block is not updated."""
+
+
+class Updates:
+    """Norms, verdicts and updates of all trained blocks. Without an optimizer it does nothing."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer | None,
+        params: Collection[Param],
+        store: Store,
+        shape: StepShape,
+    ) -> None:
+        self._optimizer = optimizer
+        if optimizer is not None:
+            self._views = UpdateViews(store, optimizer.states, optimizer.decayed(params))
+        self._blocks = shape.trained_blocks
+        self._late = shape.update == "late"
+        self._gate = Gate(self._blocks)
+        self._squared_norms: dict[int, float] = {}
+        self._verdicts: dict[int, Verdict] = {}
+        self.norm = 0.0
+        """The norm of all gradients of a step, where updates are late."""
+        self.half_applied = False
+        """True while some blocks have had a step's update and others not yet."""
+
+    @property
+    def faulty_blocks(self) -> tuple[int, ...]:
+        """The blocks whose gradient is not finite."""
+        norms = sorted(self._squared_norms.items())
+        return tuple(block for block, norm in norms if not math.isfinite(norm))
+
+    def measure(self, op: Op, gradient: Gradient, step: int) -> None:
+        """Take the norm of the bytes that an update would use: it also shows broken copies."""
+        if self._optimizer is None:
+            return
+        assert op.block is not None
+        squared = sum(self._optimizer.squared_norm(part) for _, part in gradient)
+        self._squared_norms[op.block] = squared
+        if not self._late:
+            applies = math.isfinite(squared)
+            self._verdicts[op.block] = Verdict(step=step, scale=1.0, applies=applies)
+
+    def judge(self, step: int) -> None:
+        """Decide on all blocks by the norm of the step."""
+        assert self._optimizer is not None
+        self.norm = math.sqrt(math.fsum(self._squared_norms.values()))
+        applies = math.isfinite(self.norm)
+        scale = self._optimizer.clip_factor(self.norm) if applies else 0.0
+        verdict = Verdict(step=step, scale=scale, applies=applies)
+        self._verdicts = dict.fromkeys(self._blocks, verdict)
+
+    def apply(self, op: Op, gradient: Gradient) -> int:
+        """Update the op's block, as its verdict says; return the bytes of gradient it read."""
+        block, num_bytes = op.block, 0
+        assert block is not None
+        assert self._optimizer is not None
+        verdict = self._verdicts[block]
+        if verdict.applies:
+            number = self._gate.enter(block)
+            self.half_applied = True
+            for segment, part in gradient:
+                for span, views in self._views.of(segment):
+                    self._optimizer.update(
+                        views, part[span], step=verdict.step, number=number, scale=verdict.scale
+                    )
+                num_bytes += part.nbytes
+            self._gate.leave(block)
+        if block == self._blocks[-1 if self._late else 0]:
+            self.half_applied = False
+        return num_bytes
+
+    def snapshot(
+        self, order: Sequence[int], num_steps: int, num_updates: Mapping[int, int]
+    ) -> Snapshot:
+        """Return the state in which blocks have had `num_updates`; updates wait for its reader."""
+        return Snapshot(self._gate, order, num_steps, num_updates)
+
+    def restore(self, num_updates: Mapping[int, int]) -> None:
+        """Continue after as many updates of each block. Nothing may be under way."""
+        self._gate.num_updates.update(num_updates)
+
+    def fail(self) -> None:
+        """Let the reader of a snapshot know that weights may be those of no step."""
+        self._gate.fail()

@@ -1,0 +1,163 @@
+"""Weights: the door through which compute sees the params of a block.
+
+    FETCH(b)             weights.fetch(op)    in lane: queue the copy of the block to the device
+    FORWARD(b, m), ...   weights.of(op)       compute lane: its params by name, in their own shapes
+
+The store owns all weights. Compute reads each block from a source that is chosen once:
+
+    _InStore        unified memory: the store itself, and there are no fetches
+    Slots           a slot of the device, which holds a copy: losing it loses nothing
+    EmbeddingRows   of the embedding, the rows of the step's tokens alone (embedding_rows.py)
+
+Who waits: nothing here does. A fetch queues its copy on the stream of its lane. The schedule orders
+it after the last op that reads the slot, and compute after the fetch, so nobody releases a slot.
+Views are valid until the next fetch into their slot: an action keeps none beyond its op.
+
+To come, as further sources: blocks in parts (pages of experts), and blocks that several ranks own
+(the fetch copies the rank's part and gathers the others).
+
+Laws (tests/engine/test_weights.py)
+    1. What compute reads are the block's params, in their own shapes, without a further copy.
+    2. Slots are as large as the largest block that visits them, and allocated at construction.
+    3. With unified memory compute reads the store itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from megatrain.devices.device import Device
+from megatrain.engine.batch import MicroBatch
+from megatrain.engine.embedding_rows import EmbeddingRows
+from megatrain.memory.kinds import Kind
+from megatrain.memory.store import Store
+from megatrain.models.decoder import Decoder
+from megatrain.step.ops import Op, SlotId
+from megatrain.step.resources import block_places
+from megatrain.step.shape import StepShape
+
+
+class Source(Protocol):
+    """Where compute finds a block."""
+
+    def fetch(self, block: int, slot: SlotId | None) -> int:
+        """Queue the copies that bring the block to the device; return their bytes."""
+
+    def weights(self, block: int, slot: SlotId | None) -> dict[str, Tensor]:
+        """Return the block's params, valid until the next fetch into `slot`."""
+
+
+class Weights:
+    """The weights of all blocks, as compute reads them."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        store: Store,
+        device: Device,
+        shape: StepShape,
+        rows: EmbeddingRows | None,
+    ) -> None:
+        self._device, self._rows = device, rows
+        self._trained = frozenset(param.name for param in decoder.params if param.trained)
+        self._embedding_slot = block_places(shape)[0].slot
+        self._sources: list[Source]
+        if shape.copying:
+            slots = Slots(store, device, shape)
+            self._sources = [rows or slots, *[slots] * shape.head]
+        else:
+            self._sources = [_InStore(decoder, store)] * shape.num_blocks
+        if device.own_memory:
+            device.pin("weights", store.arena(Kind.HI))
+        self.head_weight = decoder.owner(f"{decoder.head_path}.weight")
+        """The name of the output projection. With a tied head it is the embedding's table."""
+        self.head_bias = f"{decoder.head_path}.bias"
+
+    def reserve(self, batch: Sequence[MicroBatch]) -> None:
+        """Make room for what a step on `batch` reads. Nothing may be under way."""
+        if self._rows is not None:
+            self._rows.reserve(batch)
+
+    def fetch(self, op: Op) -> int:
+        """Queue the copy of the op's block into its slot; return its bytes."""
+        assert op.block is not None
+        return self._sources[op.block].fetch(op.block, op.slot)
+
+    def of(self, op: Op) -> dict[str, Tensor]:
+        """Return the params of the op's block. Valid until the next fetch into its slot."""
+        assert op.block is not None
+        return self._sources[op.block].weights(op.block, op.slot)
+
+    def leaves(self, op: Op) -> dict[str, Tensor]:
+        """Return the params as leaves of a new graph; only trained ones want a gradient."""
+        return {name: self._leaf(name, weight) for name, weight in self.of(op).items()}
+
+    def projection(self, op: Op) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias of the output projection, as leaves, for an op of the head."""
+        table = own = self.of(op)
+        if self.head_weight not in own:
+            table = self._sources[0].weights(0, self._embedding_slot)
+        weight, bias = table[self.head_weight], own.get(self.head_bias)
+        return (
+            self._leaf(self.head_weight, weight),
+            None if bias is None else self._leaf(self.head_bias, bias),
+        )
+
+    def rows(self, micro: int) -> Tensor | None:
+        """Return the row of each token of a micro-batch, on the device; None: its own number."""
+        return None if self._rows is None else self._device.give(self._rows.places(micro))
+
+    def _leaf(self, name: str, weight: Tensor) -> Tensor:
+        return weight.detach().requires_grad_(name in self._trained)
+
+
+class _InStore:
+    """The store itself, where compute shares its memory."""
+
+    def __init__(self, decoder: Decoder, store: Store) -> None:
+        self._params = [
+            {param.name: store.param(param.name, Kind.HI) for param in block.params}
+            for block in decoder.blocks
+        ]
+
+    def fetch(self, block: int, slot: SlotId | None) -> int:
+        raise AssertionError("with unified memory there are no fetches")
+
+    def weights(self, block: int, slot: SlotId | None) -> dict[str, Tensor]:
+        return self._params[block]
+
+
+class Slots:
+    """Device buffers that blocks visit. Layers take turns; embedding and head have one each."""
+
+    def __init__(self, store: Store, device: Device, shape: StepShape) -> None:
+        self._store, self._device = store, device
+        extents = store.layout.block_extents
+        sizes = [extents[block, Kind.HI].num_bytes for block in range(shape.num_blocks)]
+        largest = max(sizes[layer] for layer in shape.layers)
+        needed: dict[SlotId, int] = dict.fromkeys(range(shape.slots), largest)
+        if not shape.gather_embedding:
+            needed["embedding"] = sizes[0]
+        needed["head"] = sizes[shape.head]
+        self._buffers = {
+            slot: device.allocate(size, "weight slots") for slot, size in needed.items()
+        }
+        self._views: dict[tuple[SlotId, int], dict[str, Tensor]] = {}
+
+    def fetch(self, block: int, slot: SlotId | None) -> int:
+        assert slot is not None
+        source = self._store.block_bytes(block, Kind.HI)
+        self._device.fill(self._buffers[slot][: source.nbytes], source)
+        return source.nbytes
+
+    def weights(self, block: int, slot: SlotId | None) -> dict[str, Tensor]:
+        assert slot is not None
+        views = self._views.get((slot, block))
+        if views is None:
+            layout = self._store.layout
+            buffer = self._buffers[slot][: layout.block_extents[block, Kind.HI].num_bytes]
+            views = self._views[slot, block] = layout.block_params(block, Kind.HI, buffer)
+        return views
