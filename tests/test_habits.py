@@ -98,3 +98,12 @@ def test_the_lock_file_pins_every_dependency() -> None:
     names = {re.split(r"[\[>=]", each)[0].lower() for each in wanted if isinstance(each, str)}
     pins = re.findall(r"^([\w-]+)==", (ROOT / "requirements-dev.lock").read_text(), re.M)
     assert names <= {name.lower() for name in pins}
+
+
+def test_a_wheel_has_every_file_that_is_not_code() -> None:
+    """Tables and marks beside the modules; setup.py builds kernel.c."""
+    source = ROOT / "src" / "megatrain"
+    globs = PYPROJECT["tool"]["setuptools"]["package-data"]["megatrain"]
+    packaged = {path for glob in globs for path in source.glob(glob)}
+    code = (".py", ".pyc", ".c", ".so")
+    assert {p for p in source.rglob("*") if p.is_file() and p.suffix not in code} == packaged
