@@ -22,7 +22,9 @@ from megatrain.memory.layout import build_layout
 from megatrain.memory.master import split_into
 from megatrain.memory.store import Store
 from megatrain.optim.adamw import AdamW
+from megatrain.optim.native import load_kernel
 from megatrain.optim.states import WITHOUT_CLIP, M, V
+from megatrain.optim.torch_kernel import TorchKernel
 from megatrain.step.ops import Op, OpKind
 from megatrain.step.shape import Update
 from testkit.adamw_by_hand import HandAdamW, global_norm, is_matrix
@@ -123,6 +125,21 @@ def test_a_wrong_order_or_no_clipping_would_be_noticed() -> None:
     assert differing(found, by_textbook(world, 0.5, num_steps=3)[0]) == []
     assert differing(found, by_textbook(world, 0.5, num_steps=3, stale=True)[0]) != []
     assert differing(found, by_textbook(world, None, num_steps=3)[0]) != []
+
+
+@pytest.mark.parametrize("copying", [True, False])
+def test_updates_by_torch_do_not_disturb_the_backward_of_other_blocks(copying: bool) -> None:
+    """Weights of all blocks are one tensor; autograd must not take an update for a change of it."""
+    world = world_of("llama of 5 layers")
+    case = Case(sort="", steps=(), update="in_backward", copying=copying)
+    states = []
+    for kernel in (load_kernel(), TorchKernel()):
+        optimizer = AdamW(learning_rate=LR, weight_decay=DECAY, kernel=kernel)
+        with world.engine(case, optimizer=optimizer) as engine:
+            for step in range(3):
+                engine.step(batch_of(step))
+        states.append(state_of(world))
+    assert differing(*states) == []
 
 
 @pytest.mark.parametrize("sort", SORTS)

@@ -10,7 +10,7 @@ Without torch: a plan counts the bytes of a store from the same declarations tha
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1}
@@ -30,7 +30,7 @@ class Kind:
 
     name: str
     """Prefix of its tensors in a checkpoint: `name.param`."""
-    purpose: str
+    purpose: str = field(compare=False)
     """Its line in a ledger."""
     bf16: str | None
     """Dtype of its numbers for a bf16 param; None if it has none."""

@@ -59,10 +59,9 @@ class UpdateViews:
 
     def of(self, segment: Segment) -> Iterator[tuple[slice, Views]]:
         """Yield the runs of a segment: where each is in the segment's gradient, and its views."""
-        store = self._store
-        weight = store.segment(segment, Kind.HI)
-        lo = store.segment(segment, Kind.LO) if Kind.LO in segment.starts else None
-        states = [(kind, store.segment(segment, kind)) for kind in self._states]
+        weight = self._segment(segment, Kind.HI)
+        lo = self._segment(segment, Kind.LO) if Kind.LO in segment.starts else None
+        states = [(kind, self._segment(segment, kind)) for kind in self._states]
         for run in self._runs[id(segment)]:
             span = slice(run.start, run.stop)
             yield (
@@ -74,6 +73,11 @@ class UpdateViews:
                     decays=run.decays,
                 ),
             )
+
+    def _segment(self, segment: Segment, kind: Kind) -> Tensor:
+        # `.data` has a version of its own. Weights of all blocks are views of one arena, and
+        # autograd would take an update of one block for a change of weights that another needs.
+        return self._store.segment(segment, kind).data
 
 
 def _part(kind: Kind, numbers: Tensor, span: slice) -> Tensor:
