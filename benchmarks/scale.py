@@ -97,7 +97,7 @@ MODELS = (
 def machines() -> Iterator[str]:
     """Tokens/s of one GPU with steps of 128k tokens, if its host has the memory."""
     yield (
-        f"{'model':17}{'GiB home':>9}"
+        f"{'model':17}{'GiB host':>9}"
         + "".join(f"{gpu:>9}" for gpu in ONE_GPU[:-1])
         + (f"{ONE_GPU[-1]:>7}")
     )
@@ -179,7 +179,7 @@ def workstations() -> Iterator[str]:
     machine, _ = find_machine("5090")
     shape = model_shape("Llama-3.1-70B")
     alone = machine.sustained * 1e12 / (8 * shape.active_params)
-    yield f"{short(shape.name)}, {HOME * shape.params / GIB:,.0f} GiB at home in all hosts together"
+    yield f"{short(shape.name)}, {HOME * shape.params / GIB:,.0f} GiB of memory in all hosts"
     yield (
         f"{'network':9}{'hosts':>7}{'GiB each':>10}{'tokens/step, 90 % busy':>24}"
         f"{'at 4M tokens/step':>19}{'limit':>9}"
