@@ -38,7 +38,10 @@ bench:  ## every benchmark, as JSON lines
 gpu:  ## the engine's laws on an accelerator: docs/gpu.md
 	$(python) -m pytest tests/gpu -m gpu --device cuda
 
-long: long-schedules long-crashes long-inputs long-tests  ## proofs that take hours
+long: long-cases long-schedules long-crashes long-inputs long-tests  ## proofs that take hours
+
+long-cases:  # the cases of the laws of which CI runs a part
+	$(python) -m pytest -n 2 --dist worksteal -m nightly
 
 long-schedules:
 	$(python) -m proofs.interleavings --json
@@ -59,4 +62,4 @@ lock:  ## write requirements-dev.lock from .venv
 	  echo "torch==2.13.0"; \
 	  .venv/bin/pip freeze --all --exclude-editable | grep -Ev '^(torch|pip)=='; } > requirements-dev.lock
 
-.PHONY: setup check test docs site bench gpu long long-schedules long-crashes long-inputs long-tests lock
+.PHONY: setup check test docs site bench gpu long long-cases long-schedules long-crashes long-inputs long-tests lock

@@ -48,6 +48,18 @@ qwen3_moe qwen3_next recurrent_gemma seed_oss smollm3 solar_open stablelm starco
 xglm youtu
 """.split()  # noqa: SIM905
 
+COVERING = """
+bailing_hybrid bitnet bloom codegen deepseek_v3 falcon_mamba gemma gemma2 gpt2 gpt_oss jamba llama
+llama4_text mamba2 mixtral mpt opt phimoe qwen3_next recurrent_gemma
+""".split()  # noqa: SIM905
+"""One family for each structure: tied or not; learned, rotary (whole, part, interleaved) or linear
+positions; experts, shared or drawn at random; latent, windowed, soft-capped, linear or no
+attention; state spaces, alone and mixed with attention; norms that stay in fp32.
+
+bf16 has masters in two parts and casts, which a family can get wrong; fp32 has neither. So CI runs
+fp32 in these families, and the night runs it in all.
+"""
+
 BALANCED = """
 ernie4_5_moe flex_olmo flint gpt_oss granitemoe granitemoe_swa granitemoehybrid granitemoeshared
 jamba jetmoe laguna mellum minimax minimax_m2 mixtral olmoe phimoe qwen2_moe qwen3_5_moe_text

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import signal
 
 import hypothesis
@@ -7,6 +8,9 @@ import pytest
 import torch
 import transformers
 
+from testkit.cases import SEED, fix_the_day
+
+LONGEST = ("tests/test_commands.py", "tests/run/test_signals.py", "tests/cli/test_verbs.py")
 transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)
@@ -20,6 +24,20 @@ for number, usual in (
 ):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
+
+
+def pytest_configure() -> None:
+    fix_the_day()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
+    if exitstatus:
+        terminalreporter.write_line(f"the cases of the day are those of {SEED}={os.environ[SEED]}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest tests: at the end of a run no worker then waits for the other."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -2,6 +2,8 @@
 
 Each page's bash blocks run in order, in a folder of their own, with a `.venv` whose programs are
 those of the tests; the Hub is one on the loopback that has a tiny model under the name they use.
+The first command of a page is a new process, and so is pytest, which wants to import by itself; the
+others are forked from one that is warm.
 What cannot run in CI is shortened, or only held against its parser: SHORTER and CUDA say which, and
 a test says that they are still there.
 """
@@ -13,6 +15,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -20,6 +24,7 @@ import pytest
 from megatrain.cli.app import app
 from megatrain.cli.demo import write_demo
 from testkit.hub_on_loopback import serving
+from testkit.warm_python import WarmPython
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -39,9 +44,16 @@ SHORTER = {
 CUDA = {"-m pytest": "--collect-only -q", "-m benchmarks.gpu": "--help"}
 """What is added to commands that ask for a GPU."""
 PROGRAMS = {
-    "python": 'exec {python} "$@"',
-    "megatrain": 'exec {python} -m megatrain "$@"',
+    "python": '"$@"',
+    "megatrain": '-m megatrain "$@"',
 }
+PROGRAM = """\
+#!/bin/sh
+if [ -e .started ] && [ "$2" != pytest ]; then exec {warm} {words}; fi
+: > .started
+exec {python} {words}
+"""
+LINKED = ("examples", "tests", "testkit", "proofs", "benchmarks", "pyproject.toml")
 
 
 def blocks(page: str) -> list[str]:
@@ -63,53 +75,64 @@ def runnable(block: str) -> str:
     return "\n".join(lines)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """What the commands of all pages share: a Hub, its cache, and a warm interpreter."""
+
+    environment: dict[str, str]
+    warm: WarmPython
+
+
 @pytest.fixture(scope="module")
-def hub_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """A Hub that has the model of the pages."""
     folder = tmp_path_factory.mktemp("hub")
     write_demo(folder / "demo", num_steps=2)
     model = (folder / "demo" / "model").iterdir()
     with serving() as hub:
         hub.put("Qwen/Qwen3-0.6B", {path.name: path.read_bytes() for path in model})
-        yield hub.url
+        searched = os.environ.get("PYTHONPATH", "").split(":")
+        environment = {
+            **os.environ,
+            "PYTHONPATH": ":".join(str(Path(part).resolve()) for part in searched),
+            "HF_HOME": str(folder / "hf"),
+            "HF_ENDPOINT": hub.url,
+            "HF_HUB_OFFLINE": "0",
+        }
+        with closing(WarmPython(environment)) as warm:
+            yield World(environment=environment, warm=warm)
 
 
-def run(script: str, folder: Path, hub_url: str = "") -> subprocess.CompletedProcess[str]:
+def run(script: str, folder: Path, world: World) -> subprocess.CompletedProcess[str]:
     """Run a script in a folder that looks like a clone with an environment."""
     programs = folder / ".venv" / "bin"
     if not programs.exists():
         programs.mkdir(parents=True)
-        for name, text in PROGRAMS.items():
+        for name, words in PROGRAMS.items():
             program = programs / name
-            program.write_text(f"#!/bin/sh\n{text.format(python=sys.executable)}\n")
+            warm = " ".join(world.warm.command)
+            program.write_text(PROGRAM.format(python=sys.executable, warm=warm, words=words))
             program.chmod(0o755)
-        for name in ("examples", "tests", "benchmarks", "pyproject.toml"):
+        for name in LINKED:
             (folder / name).symlink_to(ROOT / name)
-    searched = [str(Path(part).resolve()) for part in os.environ.get("PYTHONPATH", "").split(":")]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": ":".join(searched),
-        "MEGATRAIN_CACHE": str(folder / "cache"),
-        "HF_HOME": str(folder / "hf"),
-        "HF_ENDPOINT": hub_url,
-        "HF_HUB_OFFLINE": "0" if hub_url else "1",
-    }
     return subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script],
-        cwd=folder, env=environment, capture_output=True, text=True, check=False,
+        cwd=folder, env=world.environment | {"MEGATRAIN_CACHE": str(folder / "cache")},
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_commands_run(page: str, tmp_path: Path, hub_url: str) -> None:
+def test_commands_run(page: str, tmp_path: Path, world: World) -> None:
     for block in blocks(page):
-        done = run(runnable(block), tmp_path, hub_url)
+        done = run(runnable(block), tmp_path, world)
         assert done.returncode == 0, f"{block}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
-def test_a_command_that_fails_would_be_noticed(tmp_path: Path) -> None:
-    for script in (".venv/bin/megatrain tarin x.yaml\necho fine", ".venv/bin/megatrain --no-such"):
-        assert run(script, tmp_path).returncode != 0
+def test_a_command_that_fails_would_be_noticed(tmp_path: Path, world: World) -> None:
+    broken = (".venv/bin/megatrain tarin x.yaml\necho fine", ".venv/bin/megatrain --no-such")
+    for script in (*broken, *broken):  # cold, then warm
+        assert run(script, tmp_path, world).returncode != 0
 
 
 def test_what_is_shortened_is_still_in_the_pages() -> None:

@@ -7,7 +7,6 @@ import math
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,13 @@ import pytest
 from megatrain.cli.demo import byte_tokenizer, streamed_equals_resident, write_demo
 from megatrain.cli.verbs import sample_from
 from testkit.patience import HANG_S
+from testkit.warm_python import warm_python
 
 
 def megatrain(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "MEGATRAIN_CACHE": str(folder / "cache"), "COLUMNS": "120"}
     return subprocess.run(
-        [sys.executable, "-m", "megatrain", *words],
+        [*warm_python().command, "-m", "megatrain", *words],
         capture_output=True, text=True, cwd=folder, env=environment, timeout=4 * HANG_S,
         check=False,
     )  # fmt: skip

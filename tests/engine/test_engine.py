@@ -18,6 +18,7 @@ from megatrain.step.hazards import Hazards
 from megatrain.step.ops import LANES, Op, OpKind
 from megatrain.step.shape import Update
 from proofs.interleavings import case_of, faults_of
+from testkit.cases import of_the_day
 from testkit.states import LATE, same, state_after, state_of, steps_of, threads_end
 from testkit.worlds import SORTS, Case, Outcome, make_batch, world_of
 
@@ -57,6 +58,8 @@ def grid() -> dict[Group, list[Case]]:
 
 GRID = grid()
 RANDOM = range(40)
+PARTS = 3
+"""Of a group. Each part has every number of slots and every number of micro-batches."""
 
 
 @functools.cache
@@ -66,9 +69,10 @@ def expected(sort: str, update: Update, num_micro: int) -> Outcome:
     return world_of(sort).play(case, reference=True)
 
 
+@pytest.mark.parametrize("part", of_the_day(range(PARTS), 1))
 @pytest.mark.parametrize("group", GRID, ids=str)
-def test_lanes_give_the_bits_of_the_reference(group: Group) -> None:
-    for case in GRID[group]:
+def test_lanes_give_the_bits_of_the_reference(group: Group, part: int) -> None:
+    for case in GRID[group][part::PARTS]:
         reference = expected(case.sort, case.update, len(case.steps[0]))
         assert world_of(case.sort).play(case).differences(reference) == [], case
 

@@ -24,6 +24,7 @@ from megatrain.optim.adamw import AdamW
 from megatrain.optim.kernel import AdamWScalars
 from megatrain.optim.optimizer import decays
 from megatrain.optim.states import M, V
+from testkit.cases import in_dtypes
 from testkit.engines import make_engine
 from testkit.families import FAMILIES, save_tiny
 from testkit.plain import load_plain, make_batch, plain_gradients, seed_like_engine
@@ -81,8 +82,7 @@ def differing(expected: dict[str, Tensor], found: dict[str, Tensor]) -> list[str
     return [name for name in expected if not torch.equal(expected[name], found[name])]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), in_dtypes(FAMILIES))
 def test_three_steps_equal_the_resident_model(
     family: str, dtype: Literal["bf16", "fp32"], tmp_path: Path
 ) -> None:

@@ -104,7 +104,7 @@ def _inject(home: HostModel, poison: Poison, count: int) -> None:
 
 
 def test_no_injected_fault_reaches_a_weight(home: HostModel, poison: Poison) -> None:
-    _inject(home, poison, 400)
+    _inject(home, poison, 100)
 
 
 @pytest.mark.long

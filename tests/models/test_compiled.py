@@ -243,7 +243,7 @@ def test_structures_do_not_learn_each_others_sizes() -> None:
 # Law 2: the bits of the uncompiled layer.
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.nightly), "aot_eager"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_and_gradients_are_those_of_the_uncompiled_layers(
     family: str, backend: str

@@ -14,7 +14,8 @@ from megatrain.disk.hf.names import NameMap
 from megatrain.errors import NotSplittable
 from megatrain.memory.kinds import Kind
 from megatrain.models.decoder import build_decoder
-from testkit.families import FAMILIES, REFUSED, save_tiny, tiny_config
+from testkit.cases import in_dtypes
+from testkit.families import COVERING, FAMILIES, REFUSED, save_tiny, tiny_config
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -32,8 +33,7 @@ def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     )
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), in_dtypes(FAMILIES))
 def test_round_trip_keeps_every_bit(
     family: str, dtype: Literal["bf16", "fp32"], tmp_path: Path
 ) -> None:
@@ -74,6 +74,7 @@ def test_a_family_that_is_no_chain_of_layers_is_refused_with_the_reason(
 
 
 def test_enough_families() -> None:
+    assert set(COVERING) < set(FAMILIES)
     assert len(set(FAMILIES)) == len(FAMILIES) >= 100
 
 

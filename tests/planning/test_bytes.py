@@ -20,6 +20,7 @@ from megatrain.planning.bytes import device_lines, predicted_ledger, store_lines
 from megatrain.planning.simulate import step_shape
 from megatrain.planning.workload import Workload, shape_of
 from megatrain.step.settings import StepSettings
+from testkit.cases import of_the_day
 from testkit.machines import DESKTOP, EIGHT, PROCESSOR
 from testkit.rehearsal import device_ledger
 from testkit.rehearsed import SMALL, decoder_of
@@ -52,7 +53,7 @@ def test_the_store_to_the_byte(family: str, dtype: str) -> None:
         assert lines == store_ledger(build_layout(decoder.blocks, kinds)).lines
 
 
-@pytest.mark.parametrize("batch", BATCHES, ids=str)
+@pytest.mark.parametrize("batch", of_the_day(BATCHES, 2), ids=str)
 @pytest.mark.parametrize("family", SMALL)
 def test_the_device_against_its_rehearsal(
     family: str, batch: tuple[str, int, int, int, int, str, int]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from proofs.crash.crash_states import FAULTS, judge, record
 from proofs.crash.protocols import PROTOCOLS
 from proofs.crash.recorded import Op
 from testkit.patience import HANG_S
+from testkit.warm_python import warm_python
 
 ROOT = Path(crash.__file__).parents[2]
 SPOILT = """
@@ -35,7 +35,7 @@ spoilt.SAVE_SHARE, spoilt.SAVES = 1.0, (2,)
 """
 DELETES_THE_MANIFEST_LAST = """
 import os
-from megatrain.disk import retention
+from megatrain.disk.checkpoint import retention
 from megatrain.files import remove, remove_folder
 def delete(folder):
     remove_folder(folder / "state")
@@ -58,7 +58,7 @@ def _play_spoilt(what: str, module: str, count: int, spoil: str) -> dict[str, An
 
 def _result(*words: str) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, *words],
+        [*warm_python().command, *words],
         capture_output=True,
         text=True,
         cwd=ROOT,

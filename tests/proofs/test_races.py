@@ -16,6 +16,7 @@ from megatrain.errors import DeviceFull
 from megatrain.memory.kinds import Kind
 from megatrain.optim.states import M, V
 from proofs.races import CONFIGS, NUM_LAYERS, Run, faults_of, run_of, simulator_of, world_of
+from testkit.cases import of_the_day
 from testkit.simulated.accelerator import Simulator
 from testkit.simulated.watched import WatchedOptimizer, watched
 from testkit.worlds import Case, World, make_batch
@@ -24,7 +25,7 @@ NUM_RUNS = 210
 SHAPES = ((1, 4), (2, 5))
 
 
-@pytest.mark.parametrize("number", range(NUM_RUNS))
+@pytest.mark.parametrize("number", of_the_day(range(NUM_RUNS), 40))
 def test_a_run_has_the_bits_of_the_cpu_and_no_race(number: int) -> None:
     assert faults_of(run_of(number)) == []
 

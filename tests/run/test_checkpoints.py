@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ from megatrain.run.checkpoints import FOLDER, Checkpoints
 from megatrain.run.trainer import Trainer
 from testkit.patience import HANG_S, eventually
 from testkit.runs import Setting, config_of, lines_of, write_world
+from testkit.warm_python import warm_python
 from tests.disk.checkpoint.saving import restored, same, state_of, tiny_model, train, training
 
 
@@ -177,7 +177,7 @@ def test_a_folder_removed_by_hand_does_not_end_a_run(world: Path, tmp_path: Path
 
 def _megatrain(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "megatrain", *words],
+        [*warm_python().command, "-m", "megatrain", *words],
         capture_output=True, text=True, timeout=2 * HANG_S, check=False,
     )  # fmt: skip
 

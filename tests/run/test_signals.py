@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 from proofs import signals
 from testkit.patience import HANG_S
+from testkit.warm_python import warm_python
 
 ROOT = Path(signals.__file__).parents[1]
 SPOILT = (
-    "import sys; from benchmarks import signals\n"
+    "import sys; from proofs import signals\n"
     "from megatrain.run.opening.training_data import TrainingData\n"
     "TrainingData.seek = lambda *_: None\n"
     "sys.argv = ['signals', '--count', '5', '--json']; signals.main()\n"
@@ -21,7 +21,7 @@ SPOILT = (
 
 def _play(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *words],
+        [*warm_python().command, *words],
         capture_output=True,
         text=True,
         cwd=ROOT,
