@@ -13,7 +13,7 @@ Laws (tests/testkit/test_rehearsal.py)
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +29,8 @@ from megatrain.engine.machine import build_machine
 from megatrain.lanes.lane import Lane
 from megatrain.lanes.reference import Reference
 from megatrain.losses.head import CHUNK_TOKENS
+from megatrain.losses.loss import Loss
+from megatrain.losses.next_token import NEXT_TOKEN
 from megatrain.memory.layout import Layout
 from megatrain.memory.ledger import Ledger, Line
 from megatrain.memory.store import Store
@@ -46,10 +48,13 @@ def device_ledger(
     shape: StepShape,
     micro_shapes: Sequence[tuple[int, int]],
     chunk_tokens: int = CHUNK_TOKENS,
+    loss: Loss = NEXT_TOKEN,
+    complete: Callable[[Sequence[MicroBatch]], Sequence[MicroBatch]] = lambda batch: batch,
 ) -> Ledger:
     """Return the device memory of a step on micro-batches of (rows, length), by purpose.
 
-    Its total is the peak. Updates are the host's and need none of it.
+    Its total is the peak. Updates run on the host and need none of it. `complete` adds the tensors
+    that `loss` reads.
     """
     device = _MetaDevice()
     vocabulary = decoder.model.get_input_embeddings().weight.shape[0]
@@ -57,11 +62,11 @@ def device_ledger(
         store = _MetaStore(layout, device)
         settings = StepSettings(chunk_tokens=chunk_tokens)
         machine = build_machine(decoder, store, device, shape, None, settings)
-        batch = [_micro_batch(rows, length, vocabulary) for rows, length in micro_shapes]
+        batch = complete([_micro_batch(*size, vocabulary) for size in micro_shapes])
         machine.reserve(batch)
         fixed = sum(device.purposes.values())
         with device.meter.counting(), _FusedAttention():
-            Reference().play(build_step(shape), StepActions(machine, batch, 1).table())
+            Reference().play(build_step(shape), StepActions(machine, batch, 1, loss).table())
     lines = device.purposes | {"working memory": device.meter.peak_bytes - fixed}
     return Ledger(
         Line(place="device", purpose=purpose, num_bytes=num_bytes)

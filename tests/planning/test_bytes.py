@@ -22,6 +22,7 @@ from megatrain.planning.workload import Workload, shape_of
 from megatrain.step.settings import StepSettings
 from testkit.cases import of_the_day
 from testkit.machines import DESKTOP, EIGHT, PROCESSOR
+from testkit.pair_loss import PairLoss, with_pairs
 from testkit.rehearsal import device_ledger
 from testkit.rehearsed import SMALL, decoder_of
 
@@ -78,6 +79,29 @@ def test_the_device_against_its_rehearsal(
             assert line.num_bytes == exact[line.purpose], line.purpose
     allowed = 0.2 if family in TAKEN_APART else 0.05
     assert found.total("device") == pytest.approx(real.total("device"), rel=allowed)
+
+
+@pytest.mark.parametrize(("chunk", "vocabulary"), [(4096, 1000), (128, 20000)])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_loss_that_needs_log_probabilities_adds_a_few_numbers_per_token(
+    family: str, chunk: int, vocabulary: int
+) -> None:
+    """The first pass over the logits is smaller than the second, which the ledger counts."""
+    decoder = decoder_of(family, "bf16", vocab_size=vocabulary)
+    layout = build_layout(decoder.blocks, WITH_CLIP)
+    shape = replace(
+        step_shape(
+            StepSettings(micro_batch_tokens=512, chunk_tokens=chunk),
+            Workload(model=shape_of(decoder), step_tokens=512, sequence=256, packed=True),
+            unified=False,
+        ),
+        update="none",
+    )
+    once, twice = (
+        device_ledger(decoder, layout, shape, [(2, 256)], chunk, *passes).total("device")
+        for passes in ((), (PairLoss(), with_pairs))
+    )
+    assert once <= twice <= once + 512 * 6 * 4
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
