@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from megatrain.planning.catalog.asked_machines import find_machine
 from megatrain.planning.catalog.families import shape_from_config
-from megatrain.planning.catalog.known_models import find_model
+from megatrain.planning.catalog.known_models import find_known_model
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.simulate import Simulation, simulate
 from megatrain.planning.workload import ModelShape, Workload
@@ -44,7 +44,7 @@ class Point:
 
     @property
     def shape(self) -> ModelShape:
-        return shape_from_config(find_model(self.model).config, self.model)
+        return shape_from_config(find_known_model(self.model).config, self.model)
 
     @property
     def profile(self) -> MachineProfile:

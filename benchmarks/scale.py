@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from megatrain.planning.catalog.asked_machines import find_machine
 from megatrain.planning.catalog.families import shape_from_config
-from megatrain.planning.catalog.known_models import find_model
+from megatrain.planning.catalog.known_models import find_known_model
 from megatrain.planning.catalog.reference_machines import GIB, MACHINES, ReferenceMachine
 from megatrain.planning.search import Fixed, Search
 from megatrain.planning.simulate import simulate
@@ -80,7 +80,7 @@ class Ranks:
 
 
 def model_shape(name: str) -> ModelShape:
-    return shape_from_config(find_model(name).config, name)
+    return shape_from_config(find_known_model(name).config, name)
 
 
 def short(name: str) -> str:

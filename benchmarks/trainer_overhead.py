@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megatrain.cache import CACHE
+from megatrain.cache import CACHE_VARIABLE
 from megatrain.cli.demo import byte_tokenizer
 from megatrain.config import Config
 from megatrain.disk.hf.model import load_model
@@ -41,7 +41,7 @@ def measure_trainer(num_threads: int, num_rounds: int) -> dict[str, object]:
     """Return the figures with --trainer."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        os.environ[CACHE] = str(folder / "cache")
+        os.environ[CACHE_VARIABLE] = str(folder / "cache")
         config = _write_run(folder, num_rounds + WARM_UP)
         home = load_model(folder / "model")
         optimizer = AdamW(

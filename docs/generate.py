@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 from megatrain import errors
-from megatrain.config.data_settings import Source
+from megatrain.config.data_settings import DataSource
 from megatrain.config.load import write_yaml
 from megatrain.config.other_tools.defaults import ALWAYS, DEFAULTS
 from megatrain.config.other_tools.translate import TABLES
 from megatrain.config.section import Section
 from megatrain.config.settings import SECTIONS, SHORT_FORMS
-from megatrain.config.value_types import Kind
+from megatrain.config.value_types import TypeName
 from megatrain.memory.ledger import gib
 from megatrain.planning.estimate import Estimate, estimate
 from megatrain.planning.search import reserves, shortfalls
@@ -133,8 +133,8 @@ def config_page() -> str:
     for name, section in SECTIONS.items():
         short = f" `{name}: X` alone means `{SHORT_FORMS[name]}`." if name in SHORT_FORMS else ""
         parts.append(f"\n## {name}\n\n{_sentence(section)}{short}\n\n{_settings_table(section)}")
-    parts.append(f"\n## A source of rows\n\n{_sentence(Source)} A path alone is enough.\n\n")
-    parts.append(_settings_table(Source))
+    parts.append(f"\n## A source of rows\n\n{_sentence(DataSource)} A path alone is enough.\n\n")
+    parts.append(_settings_table(DataSource))
     return "".join(parts)
 
 
@@ -245,7 +245,7 @@ def _settings_table(section: type[Section]) -> str:
 
 def _type(field: Any) -> str:
     """Return what a key takes: its Kind, the words of a Literal, or true and false."""
-    kinds = [mark for mark in field.metadata if isinstance(mark, Kind)]
+    kinds = [mark for mark in field.metadata if isinstance(mark, TypeName)]
     if kinds:
         return str(kinds[-1])
     if field.annotation is bool:

@@ -6,9 +6,9 @@ python docs/generate.py        # writes timeline.svg, among others
 from __future__ import annotations
 
 from megatrain.planning.estimate import estimate
-from megatrain.report.drawing.markup import Html, join, tag
+from megatrain.report.drawing.markup import Html, join_html, tag
 from megatrain.report.drawing.style import STYLE
-from megatrain.report.run import Span
+from megatrain.report.run import SpanRecord
 from megatrain.report.timeline import ROW, WIDTH, lane_row, look, time_marks
 from megatrain.step.ops import LANES, OpKind
 
@@ -29,7 +29,9 @@ def picture() -> str:
     found = estimate(MODEL, gpu=GPU, ram=RAM, batch_tokens=BATCH_TOKENS)
     simulation = found.plan.simulation
     spans = [
-        Span(played.op.lane, played.op.kind.value, str(played.op), played.start_s, played.end_s)
+        SpanRecord(
+            played.op.lane, played.op.kind.value, str(played.op), played.start_s, played.end_s
+        )
         for played in simulation.ops
     ]
     step_s = simulation.step_s
@@ -37,7 +39,7 @@ def picture() -> str:
         f"One training step of {MODEL} on an {found.machine}: {simulation.tokens:,} tokens "
         f"in {step_s:.1f} s (simulated)"
     )
-    return join([
+    return join_html([
         tag(
             "svg",
             tag("title", heading),
@@ -66,7 +68,7 @@ text{font:14px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;fill:var(--i
 
 def _lane(lane: str, number: int, busy: float) -> Html:
     top = TOP + LANE * number
-    return join([
+    return join_html([
         tag("rect", class_="lane", x=str(LEFT), y=str(top), width=str(_width()),
             height=str(LANE - 3)),
         tag("text", lane, tag("tspan", f"  {TITLES[lane]}", class_="soft"), x="20", y=str(top + 20),
@@ -75,7 +77,7 @@ def _lane(lane: str, number: int, busy: float) -> Html:
     ])  # fmt: skip
 
 
-def _boxes(spans: list[Span], step_s: float) -> Html:
+def _boxes(spans: list[SpanRecord], step_s: float) -> Html:
     """Return all spans, in the coordinates of the report."""
     return tag(
         "svg",

@@ -50,7 +50,7 @@ from megatrain.config.other_tools.translate import TABLES, migrate_document
 from megatrain.config.settings import FIELDS
 from megatrain.config.yaml_reader import parse_document
 from megatrain.data.rows.formats import Format
-from megatrain.data.rows.skipped import Skipped
+from megatrain.data.rows.skipped import SkippedRows
 from megatrain.data.rows.source import open_source
 from megatrain.data.tokens.encoding import ChunkEncoder, Settings
 from megatrain.disk.checkpoint.manifest import Manifest, parse_manifest, signed
@@ -61,7 +61,7 @@ from megatrain.errors import MegaTrainError
 from megatrain.memory.direct import CHUNK_BYTES
 from megatrain.memory.layout import build_layout
 from megatrain.model_files import INDEX_NAME
-from megatrain.models.config_json import LARGEST, REFUSED, parse_config
+from megatrain.models.config_json import LARGEST_VALUES, REFUSED_KEYS, parse_config
 from megatrain.models.decoder import build_decoder
 from megatrain.optim.states import WITH_CLIP
 from megatrain.run.opening.resumption import changed_settings, known_of
@@ -215,7 +215,7 @@ def _status(line: str) -> int:
 # --- config --------------------------------------------------------------------------------------
 
 _CONFIG_KEYS = (
-    *REFUSED, *LARGEST, "_attn_implementation", "_name_or_path", "to_dict", "__class__",
+    *REFUSED_KEYS, *LARGEST_VALUES, "_attn_implementation", "_name_or_path", "to_dict", "__class__",
     "rope_scaling", "rope_theta", "rope_parameters", "torch_dtype", "dtype", "layer_types",
     "num_labels", "id2label", "attention_types", "sub_configs", "text_config", "is_decoder",
     "tie_word_embeddings", "per_layer_config", "output_attentions", "hidden_act",
@@ -515,7 +515,7 @@ def _rows_target(scratch: Path, make: Callable[[random.Random], tuple[str, bytes
         nonlocal played
         path = scratch / made[0]
         path.write_bytes(made[1])
-        source, skipped = open_source(path), Skipped()
+        source, skipped = open_source(path), SkippedRows()
         values = list(source.values())
         places = [place for place, _ in source.rows(skipped)]
         assert len(places) + skipped.total == len(values), "a row is lost"

@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from megatrain.devices.accelerator import Accelerator
-from megatrain.models.decoder import DTYPES
+from megatrain.models.decoder import COMPUTE_DTYPES
 from proofs.numbered import run as run_numbered
 from testkit.simulated.accelerator import Policy, Simulator
 from testkit.simulated.watched import WatchedOptimizer, watched
@@ -109,7 +109,7 @@ def run_of(number: int) -> Run:
     family = list(CONFIGS)[number % len(CONFIGS)]
     return Run(
         family=family,
-        dtype=source.choice(list(DTYPES)),
+        dtype=source.choice(list(COMPUTE_DTYPES)),
         case=case,
         policy=source.choice(["late", "random", "random", "early"]),
         seed=number,

@@ -27,7 +27,7 @@ from megatrain.lanes.lane import Lane
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
-from megatrain.models.decoder import DTYPES, build_decoder
+from megatrain.models.decoder import COMPUTE_DTYPES, build_decoder
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.states import WITH_CLIP, M, V
 from megatrain.step.ops import LANES, Op
@@ -140,7 +140,7 @@ class World:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[sort.dtype])
+            model = AutoModelForCausalLM.from_config(config, dtype=COMPUTE_DTYPES[sort.dtype])
         with torch.no_grad():
             for param in self.decoder.params:
                 self.store.param(param.name, Kind.HI).copy_(model.get_parameter(param.name))

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from benchmarks.plan.configurations import Configuration, plain_profile
 from megatrain.doctor.examine import examine
-from megatrain.doctor.fit import fitted, merged
+from megatrain.doctor.fit import fitted, merged_profiles
 from megatrain.lanes.lane import Lane
 from megatrain.lanes.trace import Trace
 from megatrain.planning.machine.profile import MachineProfile
@@ -287,7 +287,7 @@ def _chosen(case: Case, grid: list[Configuration]) -> Configuration:
     """Return what the planner would take, of the grid's settings."""
     large = replace(case, configuration=replace(case.configuration, rows=4))
     profiles = [large.calibrated(), case.calibrated()]  # small ops mostly cost a start
-    profile = merged(profiles).changed(ram_bytes=1 << 40, device_bytes=1 << 30)
+    profile = merged_profiles(profiles).changed(ram_bytes=1 << 40, device_bytes=1 << 30)
     workload = replace(case.configuration.workload, step_tokens=4 * case.configuration.length)
     plan = make_plan(profile, workload, Fixed(chunk_tokens=4096, gather_embedding=False))
     settings = plan.settings

@@ -34,7 +34,7 @@ from megatrain.run.opening import resumption
 from megatrain.run.state import RunState
 from proofs.crash.tiny import TinyRun
 
-CHUNK_BYTES = direct.PAGE
+CHUNK_BYTES = direct.DISK_PAGE
 NUM_STEPS = 4
 SECOND_SHARE = 0.2
 """Of trials that damage the checkpoint before the newest too."""

@@ -15,12 +15,12 @@ from pathlib import Path
 from megatrain.errors import DiskError
 from megatrain.files import make_folder
 
-CACHE = "MEGATRAIN_CACHE"
+CACHE_VARIABLE = "MEGATRAIN_CACHE"
 
 
 def cache_folder() -> Path:
     """Return the cache folder, which may not exist yet."""
-    home = os.environ.get(CACHE) or os.environ.get("XDG_CACHE_HOME")
+    home = os.environ.get(CACHE_VARIABLE) or os.environ.get("XDG_CACHE_HOME")
     # expanduser and not Path.home, which raises for a user without a home
     return Path(home or os.path.expanduser("~/.cache")) / "megatrain"
 
@@ -40,6 +40,6 @@ def writable_cache_folder() -> Path:
 
 def _unusable(folder: Path, reason: str) -> DiskError:
     return DiskError(
-        f"the cache folder {folder} cannot be used: {reason}. Set {CACHE} to a writable "
+        f"the cache folder {folder} cannot be used: {reason}. Set {CACHE_VARIABLE} to a writable "
         "folder. Prepared data and the results of `megatrain doctor` are kept there."
     )

@@ -50,7 +50,7 @@ _TOKENIZER = re.compile(r"(tokenizer|spiece|sentencepiece|vocab).*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class LocalModel:
     """A model on this disk."""
 
     folder: Path
@@ -73,7 +73,7 @@ def is_commit(revision: str | None) -> bool:
     return revision is not None and bool(_COMMIT.fullmatch(revision))
 
 
-def find_model(name: str, revision: str | None = None, need: Need = "weights") -> Found:
+def find_model(name: str, revision: str | None = None, need: Need = "weights") -> LocalModel:
     """Return the folder of a model, downloaded if it is an id and not in the cache.
 
     Raises ModelFolderError if there is no such folder and it is not an id, ModelConfigError if the
@@ -86,7 +86,7 @@ def find_model(name: str, revision: str | None = None, need: Need = "weights") -
                 f"model.revision is {revision}, but {name} is a local folder, which has no "
                 "revisions. Remove model.revision."
             )
-        return Found(folder=Path(name), commit=None)
+        return LocalModel(folder=Path(name), commit=None)
     if Path(name).exists():
         raise ModelFolderError(f"{name} is a file. Give the folder that contains config.json.")
     if not is_id(name):
@@ -119,22 +119,22 @@ def _checked(revision: str | None) -> str:
     return revision or MAIN
 
 
-def _from_hub(name: str, revision: str, need: Need) -> Found:
+def _from_hub(name: str, revision: str, need: Need) -> LocalModel:
     cached = _cached("model", name, revision, _CONFIG_NAME)
     lacks = _lacks(cached, need) if cached else "all files"
     if cached and is_commit(revision) and not lacks:
-        return Found(folder=cached, commit=cached.name)
+        return LocalModel(folder=cached, commit=cached.name)
     try:
         info = _asked("model", name, revision)
     except (_NoAnswer, HubError) as reason:
         if cached is not None and not lacks:  # also if the model is gated or deleted by now
             _say(f"{name}: {reason}; using commit {cached.name[:12]} from the cache")
-            return Found(folder=cached, commit=cached.name)
+            return LocalModel(folder=cached, commit=cached.name)
         if isinstance(reason, HubError):
             raise
         raise HubError(_no_way(name, str(reason), lacks if cached else "")) from reason
     folder = _fetched(name, revision, info, need)
-    return Found(folder=folder, commit=folder.name)
+    return LocalModel(folder=folder, commit=folder.name)
 
 
 def _no_way(name: str, reason: str, lacks: str) -> str:
@@ -239,10 +239,12 @@ def _require(name: str, sizes: dict[str, int], file: str, why: str) -> None:
 
 def _check_config(name: str, path: Path, num_bytes: int) -> None:
     """Refuse a config that the strict reader refuses, before downloading weights."""
-    from megatrain.models.config_json import MAX_BYTES, parse_config
+    from megatrain.models.config_json import MAX_CONFIG_BYTES, parse_config
 
-    if num_bytes > MAX_BYTES:
-        raise ModelConfigError(f"{name}: {_CONFIG_NAME} is larger than {MAX_BYTES >> 20} MiB")
+    if num_bytes > MAX_CONFIG_BYTES:
+        raise ModelConfigError(
+            f"{name}: {_CONFIG_NAME} is larger than {MAX_CONFIG_BYTES >> 20} MiB"
+        )
     try:
         parse_config(path.read_bytes())
     except ModelConfigError as error:

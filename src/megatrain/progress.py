@@ -12,6 +12,9 @@ from megatrain.text import size
 Advance = Callable[[int], None]
 """Takes the number of bytes done since the last call. Safe to call from any thread."""
 
+Say = Callable[[str], None]
+"""Takes a line for the user."""
+
 _LINE_EVERY_S = 10.0
 
 

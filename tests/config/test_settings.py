@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from megatrain.config import Config
-from megatrain.config.data_settings import Source
+from megatrain.config.data_settings import DataSource
 from megatrain.config.other_tools.names import NAMES
 from megatrain.config.settings import FIELDS, SECTIONS
 from megatrain.engine.engine import Engine
@@ -26,7 +26,7 @@ def make(**sections: Any) -> Config:
 
 def test_every_key_says_what_it_is_in_one_sentence() -> None:
     assert set(SECTIONS) == set(Config.model_fields)
-    sections: list[type[BaseModel]] = [*SECTIONS.values(), Source]
+    sections: list[type[BaseModel]] = [*SECTIONS.values(), DataSource]
     for section in sections:
         for key, field in section.model_fields.items():
             assert field.description, key
@@ -38,7 +38,7 @@ def test_the_shortest_config() -> None:
     config = make()
     assert config.train.epochs == 1
     assert config.run_dir == "runs/tiny"
-    assert config.data.train == (Source(path="train.jsonl"),)
+    assert config.data.train == (DataSource(path="train.jsonl"),)
     assert make(model="dir/").run_dir == "runs/dir"
 
 

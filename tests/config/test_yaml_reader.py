@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.config import yaml_reader
-from megatrain.config.yaml_reader import MAX_BYTES, Document, parse_document, read_document
+from megatrain.config.yaml_reader import MAX_YAML_BYTES, Document, parse_document, read_document
 from megatrain.errors import ConfigError, DiskError
 from testkit.effort import require_effort
 
@@ -86,7 +86,7 @@ REFUSED = [
      "token"),
     ("a: b: c", "run.yaml:1: invalid YAML: mapping values are not allowed here"),
     (r'a: "\ud800"', "run.yaml:1: half of a surrogate pair is not a character."),
-    ("x" * (MAX_BYTES + 1), "run.yaml: larger than 64 KiB. Is it a config?"),
+    ("x" * (MAX_YAML_BYTES + 1), "run.yaml: larger than 64 KiB. Is it a config?"),
 ]  # fmt: skip
 
 

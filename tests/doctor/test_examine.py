@@ -29,7 +29,7 @@ def _small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_dram_rate", lambda kernel, num_threads: 1e10)
     monkeypatch.setattr(Bench, "seconds", _quick)
     monkeypatch.setattr(trial_steps, "SHAPES", ((64, 16), (64, 32)))
-    monkeypatch.setattr(trial_steps, "VOCABULARY", 128)
+    monkeypatch.setattr(trial_steps, "TRIAL_VOCABULARY", 128)
 
 
 def _quick(bench: Bench, work: object) -> float:

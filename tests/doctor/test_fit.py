@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatrain.doctor.fit import fitted, merged
+from megatrain.doctor.fit import fitted, merged_profiles
 from megatrain.lanes.trace import Span
 from megatrain.planning.costs import Costs
 from megatrain.planning.machine.profile import FlopRate, MachineProfile
@@ -80,6 +80,6 @@ def test_several_fits_make_one_table() -> None:
     second = DESKTOP.changed(
         forward_flops=(FlopRate(8, 8, 9.0),), backward_flops=(FlopRate(8, 8, 2.0),)
     )
-    table = merged([first, second])
+    table = merged_profiles([first, second])
     assert table.forward_flops == (*DESKTOP.forward_flops, FlopRate(8, 8, 9.0))
     assert table.backward_flops == (FlopRate(1, 1, 1.0), FlopRate(8, 8, 2.0))

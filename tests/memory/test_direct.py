@@ -14,7 +14,7 @@ from megatrain.errors import DiskError
 from megatrain.memory import direct
 from megatrain.memory.direct import (
     CHUNK_BYTES,
-    PAGE,
+    DISK_PAGE,
     DirectReader,
     DirectWriter,
     WriteQueue,
@@ -49,7 +49,7 @@ def test_what_is_written_is_read(size: int, tmp_path: Path) -> None:
     chunks = [data[start : start + CHUNK_BYTES] for start in range(0, size, CHUNK_BYTES)]
     assert writer.digests == {n: digest(chunk.numpy().data) for n, chunk in enumerate(chunks)}
     assert path.read_bytes() == data.numpy().tobytes()
-    buffer = aligned_buffer(size + 2 * PAGE)
+    buffer = aligned_buffer(size + 2 * DISK_PAGE)
     with DirectReader(path) as reader:
         for start, stop in [(0, size), (size // 2, size), (size // 3, size // 2), (size, size)]:
             assert torch.equal(reader.read(start, stop, buffer), data[start:stop])
@@ -58,7 +58,7 @@ def test_what_is_written_is_read(size: int, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("_way")
 def test_reading_past_the_end_is_an_error_with_the_numbers(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x" * 5000)
-    buffer = aligned_buffer(3 * PAGE)
+    buffer = aligned_buffer(3 * DISK_PAGE)
     with (
         DirectReader(tmp_path / "file") as reader,
         pytest.raises(DiskError, match="ends at byte 5000; bytes up to 6000"),
@@ -101,7 +101,7 @@ def test_short_writes_are_completed(tmp_path: Path) -> None:
     real = os.pwrite
 
     def some(fd: int, memory: memoryview, offset: int) -> int:
-        return real(fd, memory[: max(PAGE, len(memory) // 2 // PAGE * PAGE)], offset)
+        return real(fd, memory[: max(DISK_PAGE, len(memory) // 2 // DISK_PAGE * DISK_PAGE)], offset)
 
     with (
         pytest.MonkeyPatch.context() as patch,
@@ -163,9 +163,9 @@ def test_without_calls_that_macos_lacks_bytes_arrive_all_the_same(
     for name in ("posix_fallocate", "posix_fadvise"):
         monkeypatch.delattr(os, name)
     monkeypatch.setattr(files, "_O_DIRECT", 0)
-    data = torch.arange(3 * PAGE + 5).to(torch.uint8)
+    data = torch.arange(3 * DISK_PAGE + 5).to(torch.uint8)
     with WriteQueue() as carrier, DirectWriter(tmp_path / "file", len(data), carrier) as writer:
         writer.write(data)
         writer.finish()
     with DirectReader(tmp_path / "file") as reader:
-        assert torch.equal(reader.read(0, len(data), aligned_buffer(6 * PAGE)), data)
+        assert torch.equal(reader.read(0, len(data), aligned_buffer(6 * DISK_PAGE)), data)

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from megatrain.memory.host import (
+    control_groups,
     free_bytes,
-    groups,
     num_cores,
     peak_resident_bytes,
     resident_bytes,
@@ -47,7 +47,7 @@ def test_the_tightest_group_around_the_process_counts(
         limit = "1000000" if path == tight else "5000000" if path != "slice/other" else "1"
         write_group(tmp_path, system, path, limit, 400_000, 50_000)
     assert free_bytes(tmp_path) == 650_000
-    assert len(list(groups(tmp_path))) == 3
+    assert len(list(control_groups(tmp_path))) == 3
 
 
 @pytest.mark.parametrize("limit", ["max", str((1 << 63) - 4096), "", "many"])
@@ -55,7 +55,7 @@ def test_the_tightest_group_around_the_process_counts(
 def test_no_limit_limits_nothing(tmp_path: Path, system: System, limit: str) -> None:
     write_membership(tmp_path, system, "/")
     write_group(tmp_path, system, "", limit, 400_000, 0)
-    assert list(groups(tmp_path)) == []
+    assert list(control_groups(tmp_path)) == []
     assert free_bytes(tmp_path) == pytest.approx(psutil.virtual_memory().available, rel=0.2)
 
 

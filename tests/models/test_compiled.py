@@ -20,7 +20,7 @@ from megatrain.errors import ConfigError
 from megatrain.memory.kinds import Kind
 from megatrain.models import compiled as regions
 from megatrain.models.compiled import Backend, Regions
-from megatrain.models.decoder import DTYPES, build_decoder
+from megatrain.models.decoder import COMPUTE_DTYPES, build_decoder
 from megatrain.models.template import Template
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.states import M, V
@@ -63,7 +63,7 @@ class World:
         **changes: Any,
     ) -> None:
         changes |= {"num_hidden_layers": num_layers} if family != "gpt2" else {}
-        self.plain = tiny_model(family, DTYPES[dtype], **changes).train()
+        self.plain = tiny_model(family, COMPUTE_DTYPES[dtype], **changes).train()
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for param in self.plain.parameters():

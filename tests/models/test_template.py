@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megatrain.models.decoder import DTYPES, Decoder, build_decoder
+from megatrain.models.decoder import COMPUTE_DTYPES, Decoder, build_decoder
 from megatrain.models.template import Template
 from testkit.families import tiny_config, tiny_model
 
@@ -45,7 +45,7 @@ class World:
 
 @functools.cache
 def world_of(family: str, dtype: Dtype = "bf16") -> World:
-    plain = tiny_model(family, DTYPES[dtype], **CHANGES.get(family, {})).train()
+    plain = tiny_model(family, COMPUTE_DTYPES[dtype], **CHANGES.get(family, {})).train()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for param in plain.parameters():  # norms and biases are not all ones and zeros

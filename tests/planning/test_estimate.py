@@ -13,7 +13,7 @@ import pytest
 import megatrain as mt
 from megatrain.errors import ConfigError
 from megatrain.planning.catalog.asked_machines import find_machine
-from megatrain.planning.catalog.known_models import find_model, known_models
+from megatrain.planning.catalog.known_models import find_known_model, known_models
 from megatrain.planning.catalog.reference_machines import GIB, MACHINES
 from megatrain.planning.estimate import Estimate, estimate
 from megatrain.planning.machine.examination import Examination
@@ -168,7 +168,7 @@ def test_published_weights_that_cannot_be_trained_as_they_are_are_named(
 
 
 def test_the_config_of_a_folder_says_how_its_weights_are_kept(tmp_path: Path) -> None:
-    config = find_model("qwen3-8b").config | {"quantization_config": {"quant_method": "fp8"}}
+    config = find_known_model("qwen3-8b").config | {"quantization_config": {"quant_method": "fp8"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert "weights   are stored in FP8" in str(estimate(str(tmp_path), gpu="4090", ram="192GB"))
 

@@ -9,7 +9,7 @@ import pytest
 from megatrain.config import load_config
 from megatrain.devices.accelerator import Accelerator
 from megatrain.devices.device import CpuDevice, Device
-from megatrain.disk.hf.model import read_folder
+from megatrain.disk.hf.model import read_model_folder
 from megatrain.planning import estimate as estimating
 from megatrain.planning.estimate import estimate
 from megatrain.planning.machine.examination import Examination
@@ -56,7 +56,9 @@ def as_train_plans(path: Path, settings: list[str], machine: MachineProfile) -> 
     config = load_config(path, settings)
     model = config.model
     device: Device = CpuDevice() if machine.unified else Accelerator(Simulator())
-    read = read_folder(model.name_or_path, dtype=model.dtype, frozen=model.frozen, attn=model.attn)
+    read = read_model_folder(
+        model.name_or_path, dtype=model.dtype, frozen=model.frozen, attn=model.attn
+    )
     _, plan = plan_run(config, device, resolve(config, device, "any"), read.decoder)
     return plan
 

@@ -8,13 +8,19 @@ from megatrain.memory import layout
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout
 from megatrain.optim.states import WITH_CLIP
-from megatrain.planning.workload import ALIGN, PAGE, AttentionShape, Workload, shape_of
+from megatrain.planning.workload import (
+    PLANNED_ALIGN,
+    PLANNED_PAGE,
+    AttentionShape,
+    Workload,
+    shape_of,
+)
 from testkit.machines import EIGHT, EXPERTS
 from testkit.rehearsed import SMALL, decoder_of
 
 
 def test_the_layout_rounds_alike() -> None:
-    assert (PAGE, ALIGN) == (layout.PAGE, layout.ALIGN)
+    assert (PLANNED_PAGE, PLANNED_ALIGN) == (layout.PAGE, layout.ALIGN)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])

@@ -11,10 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatrain.errors import ConfigError
-from megatrain.lanes.trace import Span as TraceSpan
-from megatrain.lanes.trace import Trace
+from megatrain.lanes.trace import Span, Trace
 from megatrain.report.page import render
-from megatrain.report.run import FILES, Run, Span, read_run
+from megatrain.report.run import FILES, Run, SpanRecord, read_run
 from megatrain.step.ops import Op, OpKind
 from tests.report.fake_runs import jsonl, write_run
 from tests.report.reading import read
@@ -68,14 +67,14 @@ def test_the_step_with_most_spans_is_shown(tmp_path: Path) -> None:
 def test_a_trace_of_the_engine_is_understood(tmp_path: Path) -> None:
     forward, fetch = Op(kind=OpKind.FORWARD, block=1, micro=0), Op(kind=OpKind.FETCH, block=1)
     trace = Trace()
-    trace.add(TraceSpan(0, "in", fetch, 10**9, 2 * 10**9))
-    trace.add(TraceSpan(0, "compute", forward, 10**9, 2 * 10**9, awaited=fetch))
-    trace.add(TraceSpan(0, "compute", forward, 2 * 10**9, 4 * 10**9))
+    trace.add(Span(0, "in", fetch, 10**9, 2 * 10**9))
+    trace.add(Span(0, "compute", forward, 10**9, 2 * 10**9, awaited=fetch))
+    trace.add(Span(0, "compute", forward, 2 * 10**9, 4 * 10**9))
     trace.write(tmp_path / "trace.json")
     assert read_run(tmp_path, "run").spans == [
-        Span("in", "fetch", "FETCH(1)", 0.0, 1.0),
-        Span("compute", "wait", "wait for FETCH(1)", 0.0, 1.0),
-        Span("compute", "forward", "FORWARD(1,0)", 1.0, 3.0),
+        SpanRecord("in", "fetch", "FETCH(1)", 0.0, 1.0),
+        SpanRecord("compute", "wait", "wait for FETCH(1)", 0.0, 1.0),
+        SpanRecord("compute", "forward", "FORWARD(1,0)", 1.0, 3.0),
     ]
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from megatrain.report.config_diff import settings_of
 from megatrain.report.curves import curves
 from megatrain.report.memory_bars import memory_section
-from megatrain.report.run import LedgerLine, Run, Sample, Span, StepLine, read_run
-from megatrain.report.summary import facts, limits, sentence
+from megatrain.report.run import LedgerLine, Run, Sample, SpanRecord, StepLine, read_run
+from megatrain.report.summary import limits, run_facts, sentence
 from megatrain.report.tables import flattened
 from megatrain.report.texts import samples_section
 from megatrain.report.time_split import split_shares
@@ -36,10 +36,10 @@ def test_the_sentence(tmp_path: Path) -> None:
     )
     losses = [step.values["loss"] for step in run.steps if math.isfinite(step.values["loss"])]
     assert (figure(losses[0]), figure(losses[-1])) == ("2.758", "1.417")
-    assert facts(run)["Loss of the last step"] == "1.417", "as the command line says it"
-    assert facts(run)["Skipped steps"] == "1, the last at step 200"
-    assert "Share of the bound" not in facts(run), "its machine was not measured"
-    assert facts(run)["Best eval loss"] == "1.363 at step 300"
+    assert run_facts(run)["Loss of the last step"] == "1.417", "as the command line says it"
+    assert run_facts(run)["Skipped steps"] == "1, the last at step 200"
+    assert "Share of the bound" not in run_facts(run), "its machine was not measured"
+    assert run_facts(run)["Best eval loss"] == "1.363 at step 300"
     assert sentence(Run(name="run")) == "No step has been logged yet."
 
 
@@ -95,8 +95,8 @@ def test_pinned_memory_counts_as_host_memory() -> None:
 
 
 def test_many_small_spans_are_one_path() -> None:
-    small = [Span("compute", "forward", "f", n / 1e4, n / 1e4 + 9e-5) for n in range(9_000)]
-    run = Run(name="run", spans=[*small, Span("compute", "head", "head(0)", 0.9, 1.0)])
+    small = [SpanRecord("compute", "forward", "f", n / 1e4, n / 1e4 + 9e-5) for n in range(9_000)]
+    run = Run(name="run", spans=[*small, SpanRecord("compute", "head", "head(0)", 0.9, 1.0)])
     html = timeline_section([run])
     assert "<title>head(0): 100 ms</title>" in html
     assert len(html) < 3_000

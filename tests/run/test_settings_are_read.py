@@ -13,12 +13,12 @@ from pydantic import BaseModel
 
 from megatrain.cli.demo import write_demo
 from megatrain.config import load_config
-from megatrain.config.data_settings import Source
+from megatrain.config.data_settings import DataSource
 from megatrain.config.section import Section
 from megatrain.config.settings import SECTIONS
 from megatrain.run.trainer import Trainer
 
-MODELS: list[type[BaseModel]] = [*SECTIONS.values(), Source]
+MODELS: list[type[BaseModel]] = [*SECTIONS.values(), DataSource]
 KEYS = {f"{section.__name__}.{key}" for section in MODELS for key in section.model_fields}
 
 

@@ -53,7 +53,7 @@ def root(
 
 ConfigFile = Annotated[Path, typer.Argument(help="YAML file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Settings, like train.epochs=2.")]
-ModelFolder = Annotated[
+ModelArgument = Annotated[
     Path, typer.Argument(help="Folder of a model, run or checkpoint, or Hub id.")
 ]
 Configuration = Annotated[str | None, typer.Option(help="Configuration of a Hub dataset.")]
@@ -63,8 +63,8 @@ Best = Annotated[
 ]
 
 
-Precision = Literal["bf16", "fp32"]
-TrainOn = Literal["assistant", "last", "completion", "all"]
+ExportPrecision = Literal["bf16", "fp32"]
+TrainOnOption = Literal["assistant", "last", "completion", "all"]
 
 
 def _tokens(option: str, text: str) -> int:
@@ -125,10 +125,11 @@ def save(
 
 
 @app.command(
+    "verify",
     short_help="Compare every byte of checkpoints with their hashes.",
     epilog="Example: megatrain verify runs/mine",
 )
-def verify(
+def verify_command(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint, or run folder for all.")],
 ) -> None:
     """Compare every byte of a checkpoint with the hashes saved in it."""
@@ -143,7 +144,7 @@ def verify(
     epilog="Example: megatrain eval runs/mine rows.jsonl --max-rows 500",
 )
 def evaluate(
-    model: ModelFolder,
+    model: ModelArgument,
     data: Annotated[Path, typer.Argument(help="Rows to evaluate on: a file, or a Hub id.")],
     max_rows: Annotated[int | None, typer.Option(help="Most rows to use.", min=1)] = None,
     answers: Annotated[
@@ -171,11 +172,11 @@ def evaluate(
     epilog="Example: megatrain export runs/mine my-model",
 )
 def export(
-    model: ModelFolder,
+    model: ModelArgument,
     target: Annotated[Path, typer.Argument(help="Folder to create.")],
     best: Best = False,
     dtype: Annotated[
-        Precision | None,
+        ExportPrecision | None,
         typer.Option(help="fp32 writes the masters; default: the training precision."),
     ] = None,
 ) -> None:
@@ -191,7 +192,7 @@ def export(
     epilog='Example: megatrain sample runs/mine "Who are you?" --temperature 0.7',
 )
 def sample(
-    model: ModelFolder,
+    model: ModelArgument,
     prompts: Annotated[list[str], typer.Argument(help="Prompts, each a user message.")],
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.", min=1)] = 64,
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
@@ -237,7 +238,7 @@ def data(
     model: Annotated[Path, typer.Option("-m", "--model", help="Model folder or Hub id.")],
     max_length: Annotated[str, typer.Option(help="Longest row, in tokens, like 2k.")] = "2048",
     samples: Annotated[int, typer.Option(help="Rows to show.")] = 3,
-    train_on: Annotated[TrainOn, typer.Option(help="Same as data.train_on.")] = "assistant",
+    train_on: Annotated[TrainOnOption, typer.Option(help="Same as data.train_on.")] = "assistant",
     chat_template: Annotated[str | None, typer.Option(help="Same as data.chat_template.")] = None,
     name: Configuration = None,
     split: Split = None,
@@ -310,10 +311,11 @@ def doctor(
 
 
 @app.command(
+    "estimate",
     short_help="Predict whether a model fits, its speed and its cost.",
     epilog="Example: megatrain estimate Qwen/Qwen3-8B --gpu 4090 --ram 128GB",
 )
-def estimate(
+def estimate_command(
     model: Annotated[
         str, typer.Argument(help="Known model, model folder, config.json, or run.yaml.")
     ] = "",

@@ -16,7 +16,7 @@ from megatrain.cli.demo import (
     write_demo,
 )
 from megatrain.config import load_config
-from megatrain.config.data_settings import DataSettings, Source
+from megatrain.config.data_settings import DataSettings, DataSource
 from megatrain.config.other_tools.asked import Pairs
 from megatrain.config.other_tools.translate import migrate, tool_named
 from megatrain.data.chat.choice import choose_template
@@ -27,7 +27,7 @@ from megatrain.data.rows.reading import parsed
 from megatrain.data.rows.source import open_source
 from megatrain.data.tokens.limits import check_limits
 from megatrain.data.tokens.prepare import prepare
-from megatrain.data.tokens.prepared import Prepared
+from megatrain.data.tokens.prepared import PreparedData
 from megatrain.data.training_rows import gather
 from megatrain.disk.checkpoint.manifest import MANIFEST_NAME
 from megatrain.disk.checkpoint.masters import load_masters
@@ -148,7 +148,7 @@ def evaluate_model(
     """
     found_model = _found(model, best=best)
     folder = found_model.folder
-    source = Source(path=str(data), name=name, split=split)
+    source = DataSource(path=str(data), name=name, split=split)
     config = judging_config(found_model, source, max_rows, max_length)
     tokenizer = load_tokenizer(folder)
     rows = gather(config, tokenizer)
@@ -244,7 +244,7 @@ def look_at_data(
     """Print the format and lengths of a file, and which of its tokens would be trained."""
     tokenizer = load_tokenizer(tokenizer_folder(model))
     choose_template(tokenizer, chat_template)
-    prepared: Prepared = prepare(
+    prepared: PreparedData = prepare(
         located(path, name=name, split=split),
         tokenizer,
         cache_dir=writable_cache_folder(),

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatrain.config.faults import Fault
+from megatrain.config.faults import ConfigFault
 
 if TYPE_CHECKING:
     from megatrain.config.settings import Config
 
 
-def conflicts(config: Config) -> list[Fault]:
+def conflicts(config: Config) -> list[ConfigFault]:
     """Return every conflict, at the key that is the cheapest to change."""
     return [
         *_length_of_run(config),
@@ -23,11 +23,11 @@ def conflicts(config: Config) -> list[Fault]:
     ]
 
 
-def _fault(key: str, text: str) -> Fault:
-    return Fault(path=tuple(key.split(".")), text=text)
+def _fault(key: str, text: str) -> ConfigFault:
+    return ConfigFault(path=tuple(key.split(".")), text=text)
 
 
-def _length_of_run(config: Config) -> Iterator[Fault]:
+def _length_of_run(config: Config) -> Iterator[ConfigFault]:
     train = config.train
     if train.epochs is not None and train.steps is not None:
         yield _fault(
@@ -37,7 +37,7 @@ def _length_of_run(config: Config) -> Iterator[Fault]:
         )
 
 
-def _batch(config: Config) -> Iterator[Fault]:
+def _batch(config: Config) -> Iterator[ConfigFault]:
     length, batch = config.data.max_length, config.train.batch_tokens
     micro, rows = config.train.micro_batch_tokens, config.train.batch_rows
     if batch is not None and rows is not None:
@@ -66,7 +66,7 @@ def _batch(config: Config) -> Iterator[Fault]:
         )
 
 
-def _learning_rate(config: Config) -> Iterator[Fault]:
+def _learning_rate(config: Config) -> Iterator[ConfigFault]:
     """Yield the faults that LearningRate would refuse, as far as the number of steps is known."""
     warmup = config.optim.warmup
     decay = config.optim.decay if config.optim.schedule == "wsd" else 0
@@ -82,7 +82,7 @@ def _learning_rate(config: Config) -> Iterator[Fault]:
         yield _fault("optim.warmup", f"{lengths}: longer than {run}. Shorten it.")
 
 
-def _memory(config: Config) -> Iterator[Fault]:
+def _memory(config: Config) -> Iterator[ConfigFault]:
     if config.memory.device == "cpu" and config.memory.gather_embedding is True:
         yield _fault(
             "memory.gather_embedding",
@@ -91,7 +91,7 @@ def _memory(config: Config) -> Iterator[Fault]:
         )
 
 
-def _patience(config: Config) -> Iterator[Fault]:
+def _patience(config: Config) -> Iterator[ConfigFault]:
     patience = config.eval.patience
     if patience is None:
         return
@@ -107,7 +107,7 @@ def _patience(config: Config) -> Iterator[Fault]:
             )
 
 
-def _attention(config: Config) -> Iterator[Fault]:
+def _attention(config: Config) -> Iterator[ConfigFault]:
     model = config.model
     if model.attn.startswith("flash") and model.dtype == "fp32":
         yield _fault(

@@ -11,30 +11,30 @@ from megatrain.config.quantities import read_number
 from megatrain.config.section import Section, short
 from megatrain.config.template_settings import Arguments
 from megatrain.config.value_types import (
-    Kind,
     Name,
     Number,
     Seed,
-    Template,
     TemplateArguments,
-    Tokens,
-    listed,
+    TemplateSetting,
+    TokenCount,
+    TypeName,
+    as_list,
 )
 
 
-class Source(Section):
+class DataSource(Section):
     """Rows from one place."""
 
     path: Name = Field(description="File, folder or Hub id of a dataset.")
-    name: Annotated[Name | None, Kind("name or null")] = Field(
+    name: Annotated[Name | None, TypeName("name or null")] = Field(
         default=None,
         description="Which configuration of a dataset on the Hub, like main of openai/gsm8k; null "
         "is its default.",
     )
-    split: Annotated[Name | None, Kind("name or null")] = Field(
+    split: Annotated[Name | None, TypeName("name or null")] = Field(
         default=None, description="Which split of a dataset on the Hub; null is train."
     )
-    revision: Annotated[Name | None, Kind("branch, tag or commit, or null")] = Field(
+    revision: Annotated[Name | None, TypeName("branch, tag or commit, or null")] = Field(
         default=None, description="Which version of a dataset on the Hub; null is main."
     )
     format: Literal["auto", "messages", "alpaca", "prompt_completion", "text"] = Field(
@@ -55,7 +55,7 @@ def _places(value: object) -> object:
         raise ValueError(_ROWS)
     if isinstance(value, list | tuple) and value and all(map(_is_row, value)):
         raise ValueError(_ROWS)
-    return listed(value)
+    return as_list(value)
 
 
 def _is_row(value: object) -> bool:
@@ -71,7 +71,7 @@ _ROWS = (
     "`to_json` of a datasets.Dataset does so"
 )
 Sources = Annotated[
-    tuple[Annotated[Source, short("path")], ...],
+    tuple[Annotated[DataSource, short("path")], ...],
     BeforeValidator(_places),
     Field(min_length=1),
 ]
@@ -90,21 +90,21 @@ Eval = Annotated[
     Annotated[Annotated[Number, Field(gt=0, lt=1)] | None, Tag("fraction")]
     | Annotated[Sources, Tag("sources")],
     Discriminator(_eval_kind),
-    Kind("fraction, path or list of paths or {path, name, split, ...}, or null"),
+    TypeName("fraction, path or list of paths or {path, name, split, ...}, or null"),
 ]
 
 
 class DataSettings(Section):
     """Training and evaluation rows."""
 
-    train: Annotated[Sources, Kind("path, or list of paths or {path, name, split, ...}")] = Field(
-        description="Sources of the training rows."
+    train: Annotated[Sources, TypeName("path, or list of paths or {path, name, split, ...}")] = (
+        Field(description="Sources of the training rows.")
     )
     eval: Eval = Field(
         default=None,
         description="Rows to evaluate on: a fraction held out of train, or separate sources.",
     )
-    max_length: Tokens = Field(default=2048, description="Maximum length of a row.")
+    max_length: TokenCount = Field(default=2048, description="Maximum length of a row.")
     overlong: Literal["drop", "truncate", "split"] = Field(
         default="drop", description="Treatment of longer rows; they are counted and reported."
     )
@@ -117,7 +117,7 @@ class DataSettings(Section):
         default=Arguments(),
         description="Arguments for the chat template; chat_template_kwargs of a row override them.",
     )
-    chat_template: Template = Field(
+    chat_template: TemplateSetting = Field(
         default=None,
         description="Replaces the tokenizer's template: a file, the text of a template, or none, "
         "which joins prompt and completion unchanged.",

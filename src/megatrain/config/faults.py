@@ -21,14 +21,14 @@ Fields = Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class ConfigFault:
     """One thing that is wrong."""
 
     path: Path
     text: str
 
 
-def refusal(document: Document, faults: Sequence[Fault], num_faults: int = 0) -> ConfigError:
+def refusal(document: Document, faults: Sequence[ConfigFault], num_faults: int = 0) -> ConfigError:
     """Return the error that lists `faults`, and their total number if more were found."""
     lines = [f"{document.place(fault.path)}: {fault.text}" for fault in faults]
     if num_faults > len(faults):
@@ -38,14 +38,16 @@ def refusal(document: Document, faults: Sequence[Fault], num_faults: int = 0) ->
     return ConfigError(f"{max(num_faults, len(faults))} errors\n  " + "\n  ".join(lines))
 
 
-def faults_of(error: ValidationError, document: Document, fields: Fields) -> list[Fault]:
+def faults_of(error: ValidationError, document: Document, fields: Fields) -> list[ConfigFault]:
     """Return the faults that pydantic found, in our words: the first _MOST of the file.
 
     `fields` are the keys of each mapping.
     """
     found = [(_place(details), details) for details in error.errors(include_url=False)]
     found.sort(key=lambda pair: document.line(pair[0]))  # hints take time: only for reported faults
-    return [Fault(path=path, text=_text(path, details, fields)) for path, details in found[:_MOST]]
+    return [
+        ConfigFault(path=path, text=_text(path, details, fields)) for path, details in found[:_MOST]
+    ]
 
 
 def _place(details: ErrorDetails) -> Path:
@@ -65,7 +67,7 @@ def dotted(path: Path) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-def shown(value: object) -> str:
+def shown_value(value: object) -> str:
     """Return a value as YAML writes it, cut if it is long."""
     if isinstance(value, str):
         text = value or "empty"
@@ -87,13 +89,15 @@ def _text(path: Path, details: ErrorDetails, fields: Fields) -> str:
     if kind == "missing":
         return f"{key} is missing{_like(key)}."
     if kind == "value_error":
-        return f"{key} is {shown(value)}; {context['error']}."
+        return f"{key} is {shown_value(value)}; {context['error']}."
     if kind == "literal_error":
         allowed = context["expected"].replace("'", "")
-        return f"{key} is {shown(value)}; give {allowed}.{_near_value(value, allowed)}"
+        return f"{key} is {shown_value(value)}; give {allowed}.{_near_value(value, allowed)}"
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         keys = ", ".join(fields.get(_mapping(path), ()))
-        return f"{key or 'the file'} is {shown(value)}; give a mapping with keys from: {keys}."
+        return (
+            f"{key or 'the file'} is {shown_value(value)}; give a mapping with keys from: {keys}."
+        )
     wanted = {
         "greater_than": "a number above {gt:g}",
         "greater_than_equal": "{ge:g} or more",
@@ -105,7 +109,7 @@ def _text(path: Path, details: ErrorDetails, fields: Fields) -> str:
         "bool_type": "true or false",
         "bool_parsing": "true or false",
     }.get(kind, "another value")
-    return f"{key} is {shown(value)}; give {wanted.format(**context)}."
+    return f"{key} is {shown_value(value)}; give {wanted.format(**context)}."
 
 
 def _like(key: str) -> str:

@@ -17,8 +17,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from megatrain.config.data_settings import Source
-from megatrain.config.faults import Fault, dotted, refusal, shown
+from megatrain.config.data_settings import DataSource
+from megatrain.config.faults import ConfigFault, dotted, refusal, shown_value
 from megatrain.config.quantities import write_bytes
 from megatrain.config.settings import SHORT_FORMS, Config
 from megatrain.config.yaml_reader import Document, Path, parse_document, read_document
@@ -36,8 +36,10 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
 def resolve_config(document: Document, overrides: Sequence[str] = ()) -> Config:
     """Return the settings of a document, changed by `overrides`."""
     if not isinstance(document.value, dict | None):
-        text = f"the file is {shown(document.value)}; give keys and values, like `model: NAME`."
-        raise refusal(document, [Fault(path=(), text=text)])
+        text = (
+            f"the file is {shown_value(document.value)}; give keys and values, like `model: NAME`."
+        )
+        raise refusal(document, [ConfigFault(path=(), text=text)])
     value = _written_out(document.value or {})
     origins: dict[Path, str] = {}
     for override in overrides:
@@ -85,7 +87,8 @@ def _put(value: Any, path: Path, new: Any, origin: str) -> None:
         else:
             around = dotted(path[:depth])
             raise ConfigError(
-                f"{origin}: {around} is {shown(value)}, which has no {part}. Give all of {around}."
+                f"{origin}: {around} is {shown_value(value)}, which has no {part}. "
+                f"Give all of {around}."
             )
 
 
@@ -104,7 +107,7 @@ def dump_config(config: Config) -> str:
 
 def write_yaml(value: object) -> str:
     """Return a value as YAML on one line; JSON is YAML, so text needs no special rules."""
-    if isinstance(value, Source | dict):
+    if isinstance(value, DataSource | dict):
         pairs = value.items() if isinstance(value, dict) else value
         parts = (f"{write_yaml(name)}: {write_yaml(part)}" for name, part in pairs)
         return f"{{{', '.join(parts)}}}"

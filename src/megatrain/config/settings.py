@@ -26,13 +26,12 @@ from pydantic import (
 )
 
 from megatrain.config.conflicts import conflicts
-from megatrain.config.data_settings import DataSettings, Source
+from megatrain.config.data_settings import DataSettings, DataSource
 from megatrain.config.faults import faults_of, refusal
 from megatrain.config.quantities import or_auto, read_tokens, read_whole
 from megatrain.config.section import Section, short
 from megatrain.config.value_types import (
     Beta,
-    Kind,
     Length,
     Name,
     NewTokens,
@@ -40,10 +39,11 @@ from megatrain.config.value_types import (
     Patterns,
     Seed,
     Size,
-    Steps,
-    Tokens,
+    StepCount,
+    TokenCount,
+    TypeName,
     Whole,
-    listed,
+    as_list,
     read_device,
 )
 from megatrain.config.yaml_reader import Document
@@ -58,7 +58,7 @@ class ModelSettings(Section):
     name_or_path: Name = Field(
         description="Model folder, or id on the Hugging Face Hub; an existing folder wins."
     )
-    revision: Annotated[Name | None, Kind("branch, tag or commit, or null")] = Field(
+    revision: Annotated[Name | None, TypeName("branch, tag or commit, or null")] = Field(
         default=None,
         description="Version of a model on the Hub; null is main; the run folder records the "
         "commit, and a resumed run uses it.",
@@ -91,18 +91,20 @@ _ONE_OF_TWO = (("epochs", "steps", 1), ("batch_tokens", "batch_rows", BATCH_TOKE
 class TrainSettings(Section):
     """Length of the run and size of its steps."""
 
-    epochs: Annotated[Annotated[Number, Field(gt=0)] | None, Kind("number or null")] = Field(
+    epochs: Annotated[Annotated[Number, Field(gt=0)] | None, TypeName("number or null")] = Field(
         default=None, description="Passes over the data; 1 if neither epochs nor steps is given."
     )
-    steps: Annotated[Steps | None, Kind("steps or null")] = Field(
+    steps: Annotated[StepCount | None, TypeName("steps or null")] = Field(
         default=None, description="Optimizer steps of the run, instead of epochs."
     )
-    batch_tokens: Annotated[Tokens | None, Kind("tokens, like 2048 or 128k, or null")] = Field(
-        default=None,
-        description="Tokens of one optimizer step, whatever the number of micro-batches; "
-        "131072 if neither batch_tokens nor batch_rows is given.",
+    batch_tokens: Annotated[TokenCount | None, TypeName("tokens, like 2048 or 128k, or null")] = (
+        Field(
+            default=None,
+            description="Tokens of one optimizer step, whatever the number of micro-batches; "
+            "131072 if neither batch_tokens nor batch_rows is given.",
+        )
     )
-    batch_rows: Annotated[Annotated[Whole, Field(ge=1)] | None, Kind("rows or null")] = Field(
+    batch_rows: Annotated[Annotated[Whole, Field(ge=1)] | None, TypeName("rows or null")] = Field(
         default=None,
         description="Exact number of rows of one optimizer step, packed or not, instead of "
         "batch_tokens; the last step of an epoch may have fewer.",
@@ -110,16 +112,18 @@ class TrainSettings(Section):
     micro_batch_tokens: Annotated[
         int | Literal["auto"],
         PlainValidator(or_auto(read_tokens)),
-        Kind("tokens, like 8192 or 8k, or auto"),
+        TypeName("tokens, like 8192 or 8k, or auto"),
     ] = Field(default="auto", description="Tokens that the device processes at a time.")
-    max_grad_norm: Annotated[Annotated[Number, Field(gt=0)] | None, Kind("number or null")] = Field(
-        default=1.0,
-        description="Global gradient norm to clip to; null does not clip and updates weights "
-        "during backward, which saves 2 bytes per parameter.",
+    max_grad_norm: Annotated[Annotated[Number, Field(gt=0)] | None, TypeName("number or null")] = (
+        Field(
+            default=1.0,
+            description="Global gradient norm to clip to; null does not clip and updates weights "
+            "during backward, which saves 2 bytes per parameter.",
+        )
     )
     router_aux_loss: Annotated[
         Annotated[Number, Field(ge=0)] | Literal["auto", "model"],
-        Kind("number, auto or model"),
+        TypeName("number, auto or model"),
     ] = Field(
         default="auto",
         description="Coefficient of the load-balancing loss of a mixture of experts; model uses "
@@ -153,7 +157,7 @@ class OptimSettings(Section):
 
     name: Literal["adamw"] = Field(default="adamw", description="The optimizer.")
     learning_rate: Number = Field(default=1e-5, gt=0, le=1, description="Peak learning rate.")
-    betas: Annotated[tuple[Beta, Beta], Kind("two numbers")] = Field(
+    betas: Annotated[tuple[Beta, Beta], TypeName("two numbers")] = Field(
         default=(0.9, 0.95), description="Decay rates of the first and second moment."
     )
     eps: Number = Field(default=1e-8, gt=0, description="Added to the root of the second moment.")
@@ -185,11 +189,11 @@ class OptimSettings(Section):
 class MemorySettings(Section):
     """The device, memory limits, and placement of data in memory."""
 
-    device: Annotated[str, BeforeValidator(read_device), Kind("auto, cpu, cuda, cuda:N or xpu")] = (
-        Field(
-            default="auto",
-            description="Device for compute; auto is the accelerator if there is one, else cpu.",
-        )
+    device: Annotated[
+        str, BeforeValidator(read_device), TypeName("auto, cpu, cuda, cuda:N or xpu")
+    ] = Field(
+        default="auto",
+        description="Device for compute; auto is the accelerator if there is one, else cpu.",
     )
     vram: Size = Field(
         default="auto", description="Most device memory to use; auto is all free memory."
@@ -202,7 +206,7 @@ class MemorySettings(Section):
     slots: Annotated[
         int | Literal["auto"],
         PlainValidator(or_auto(read_whole, least=2)),
-        Kind("whole number or auto"),
+        TypeName("whole number or auto"),
     ] = Field(
         default="auto",
         description="Number of device buffers for block weights; two are enough to overlap.",
@@ -210,14 +214,14 @@ class MemorySettings(Section):
     tape: Literal["auto", "device", "host"] = Field(
         default="auto", description="Where block inputs are kept between forward and backward."
     )
-    gather_embedding: Annotated[bool | Literal["auto"], Kind("true, false or auto")] = Field(
+    gather_embedding: Annotated[bool | Literal["auto"], TypeName("true, false or auto")] = Field(
         default="auto",
         description="Send only the embedding rows of a step to the device, not the full table.",
     )
     chunk_tokens: Annotated[
         int | Literal["auto"],
         PlainValidator(or_auto(read_tokens)),
-        Kind("tokens, like 4096 or 4k, or auto"),
+        TypeName("tokens, like 4096 or 4k, or auto"),
     ] = Field(
         default="auto",
         description="Number of tokens whose logits exist at a time; auto is at most 4096.",
@@ -227,7 +231,7 @@ class MemorySettings(Section):
 class EvalSettings(Section):
     """Evaluation during the run."""
 
-    every: Annotated[Steps | None, Kind("steps or null")] = Field(
+    every: Annotated[StepCount | None, TypeName("steps or null")] = Field(
         default=200, description="Steps between evaluations; null evaluates at the end only."
     )
     samples: Whole = Field(
@@ -237,24 +241,26 @@ class EvalSettings(Section):
         description="Number of texts to generate before the first step, at each evaluation and "
         "after the last step; without data.eval only first and last; the plan shows the cost.",
     )
-    max_rows: Annotated[Annotated[Whole, Field(ge=1)] | None, Kind("rows or null")] = Field(
+    max_rows: Annotated[Annotated[Whole, Field(ge=1)] | None, TypeName("rows or null")] = Field(
         default=None, description="Most rows to evaluate on; null is all."
     )
-    patience: Annotated[Annotated[Whole, Field(ge=1)] | None, Kind("evaluations or null")] = Field(
-        default=None,
-        description="Stop after this many evaluations in a row without a lower loss, and export "
-        "the best checkpoint, as with save.best; null never stops early.",
+    patience: Annotated[Annotated[Whole, Field(ge=1)] | None, TypeName("evaluations or null")] = (
+        Field(
+            default=None,
+            description="Stop after this many evaluations in a row without a lower loss, and "
+            "export the best checkpoint, as with save.best; null never stops early.",
+        )
     )
 
 
 class SaveSettings(Section):
     """The run folder and its checkpoints."""
 
-    dir: Annotated[Name | None, Kind("path or null")] = Field(
+    dir: Annotated[Name | None, TypeName("path or null")] = Field(
         default=None,
         description="Run folder; null is runs/ plus the last part of the model's name.",
     )
-    every: Annotated[Steps | None, Kind("steps or null")] = Field(
+    every: Annotated[StepCount | None, TypeName("steps or null")] = Field(
         default=500, description="Steps between checkpoints; null saves at the end only."
     )
     keep: Whole = Field(default=2, ge=1, description="Checkpoints to keep; older ones are deleted.")
@@ -268,11 +274,11 @@ class SaveSettings(Section):
 class LogSettings(Section):
     """Logging."""
 
-    every: Steps = Field(default=1, description="Steps between log lines.")
+    every: StepCount = Field(default=1, description="Steps between log lines.")
     to: Annotated[
         tuple[Literal["tensorboard", "wandb", "trackio"], ...],
-        BeforeValidator(listed),
-        Kind("list of tensorboard, wandb, trackio"),
+        BeforeValidator(as_list),
+        TypeName("list of tensorboard, wandb, trackio"),
     ] = Field(default=(), description="Where to send metrics in addition to metrics.jsonl.")
 
 
@@ -350,7 +356,7 @@ SECTIONS: dict[str, type[Section]] = {
 FIELDS = {
     **{name: tuple(section.model_fields) for name, section in SECTIONS.items()},
     "": tuple(SECTIONS),
-    "data.train": tuple(Source.model_fields),
-    "data.eval": tuple(Source.model_fields),
+    "data.train": tuple(DataSource.model_fields),
+    "data.eval": tuple(DataSource.model_fields),
 }
 """The keys of each mapping."""

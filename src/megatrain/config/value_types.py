@@ -18,7 +18,7 @@ from megatrain.config.quantities import (
 from megatrain.config.template_settings import Arguments, read_arguments, read_template
 
 
-class Kind(str):
+class TypeName(str):
     """The name of a type in docs/config.md."""
 
     __slots__ = ()
@@ -30,7 +30,7 @@ def _path(value: object) -> object:
     return value
 
 
-def listed(value: object) -> object:
+def as_list(value: object) -> object:
     """Return a single value as a list."""
     return [value] if isinstance(value, str | Mapping) else value
 
@@ -45,26 +45,28 @@ def read_device(value: object) -> object:
     return value
 
 
-Number = Annotated[float, BeforeValidator(read_number), Kind("number")]
-Whole = Annotated[int, BeforeValidator(read_whole), Kind("whole number")]
-Tokens = Annotated[int, BeforeValidator(read_tokens), Kind("tokens, like 2048 or 128k")]
-Length = Annotated[int | float, PlainValidator(read_length), Kind("steps, or fraction of the run")]
-Steps = Annotated[Whole, Field(ge=1), Kind("steps")]
+Number = Annotated[float, BeforeValidator(read_number), TypeName("number")]
+Whole = Annotated[int, BeforeValidator(read_whole), TypeName("whole number")]
+TokenCount = Annotated[int, BeforeValidator(read_tokens), TypeName("tokens, like 2048 or 128k")]
+Length = Annotated[
+    int | float, PlainValidator(read_length), TypeName("steps, or fraction of the run")
+]
+StepCount = Annotated[Whole, Field(ge=1), TypeName("steps")]
 Seed = Annotated[Whole, Field(ge=0, lt=1 << 32)]
-Name = Annotated[str, BeforeValidator(_path), Kind("path or name")]
-NewTokens = Annotated[tuple[Name, ...], BeforeValidator(listed), Kind("list of tokens")]
-Patterns = Annotated[tuple[Name, ...], BeforeValidator(listed), Kind("list of name patterns")]
+Name = Annotated[str, BeforeValidator(_path), TypeName("path or name")]
+NewTokens = Annotated[tuple[Name, ...], BeforeValidator(as_list), TypeName("list of tokens")]
+Patterns = Annotated[tuple[Name, ...], BeforeValidator(as_list), TypeName("list of name patterns")]
 Beta = Annotated[Number, Field(ge=0, lt=1)]
 Size = Annotated[
     int | Literal["auto"],
     PlainValidator(or_auto(read_bytes)),
-    Kind("size, like 24GB or 128GiB, or auto"),
+    TypeName("size, like 24GB or 128GiB, or auto"),
 ]
 
 
 TemplateArguments = Annotated[
-    Arguments, PlainValidator(read_arguments), Kind("mapping, like {enable_thinking: false}")
+    Arguments, PlainValidator(read_arguments), TypeName("mapping, like {enable_thinking: false}")
 ]
-Template = Annotated[
-    str | None, PlainValidator(read_template), Kind("file, template, none, or null")
+TemplateSetting = Annotated[
+    str | None, PlainValidator(read_template), TypeName("file, template, none, or null")
 ]

@@ -21,8 +21,8 @@ import yaml
 
 from megatrain.errors import ConfigError, DiskError
 
-MAX_BYTES = 64 << 10
-MAX_DEPTH = 16
+MAX_YAML_BYTES = 64 << 10
+MAX_YAML_DEPTH = 16
 MAX_NODES = 10_000
 
 Path = tuple[str | int, ...]
@@ -77,7 +77,7 @@ def read_document(path: str | os.PathLike[str]) -> Document:
         if not stat.S_ISREG(os.stat(name).st_mode):
             raise ConfigError(f"{name}: is not a file. Give the path of a YAML file.")
         with open(name, "rb") as file:
-            data = file.read(MAX_BYTES + 1)
+            data = file.read(MAX_YAML_BYTES + 1)
     except (FileNotFoundError, NotADirectoryError, ValueError):
         raise ConfigError(f"{name}: no such file. Give the path of a YAML file.") from None
     except OSError as error:
@@ -87,8 +87,8 @@ def read_document(path: str | os.PathLike[str]) -> Document:
 
 def parse_document(data: bytes, name: str) -> Document:
     """Return the contents of bytes; messages call them `name`."""
-    if len(data) > MAX_BYTES:
-        raise ConfigError(f"{name}: larger than {MAX_BYTES >> 10} KiB. Is it a config?")
+    if len(data) > MAX_YAML_BYTES:
+        raise ConfigError(f"{name}: larger than {MAX_YAML_BYTES >> 10} KiB. Is it a config?")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -171,8 +171,8 @@ class _Builder:
         if self._awaits_key():
             raise self._refusal(line, "a key is a list or a mapping. Use text as the key")
         self._put(value, line)
-        if len(self._open) == MAX_DEPTH:
-            raise self._refusal(line, f"nested deeper than {MAX_DEPTH}")
+        if len(self._open) == MAX_YAML_DEPTH:
+            raise self._refusal(line, f"nested deeper than {MAX_YAML_DEPTH}")
         self._open.append(value)
         self._path.append(None)
 

@@ -11,13 +11,13 @@ import numpy as np
 
 from megatrain.cache import writable_cache_folder
 from megatrain.config import Config
-from megatrain.config.data_settings import Source
+from megatrain.config.data_settings import DataSource
 from megatrain.data.chat.choice import choose_template
 from megatrain.data.rows.hub_rows import located
-from megatrain.data.steps.order import Mixed
-from megatrain.data.tokens.documents import Documents, Joined, hold_out, num_rows
+from megatrain.data.steps.order import MixedOrder
+from megatrain.data.tokens.documents import Documents, JoinedDocuments, hold_out, num_rows
 from megatrain.data.tokens.prepare import prepare
-from megatrain.data.tokens.prepared import Prepared, digest_of
+from megatrain.data.tokens.prepared import PreparedData, digest_of
 from megatrain.memory.host import num_cores
 
 _SUMS = ("rows", "kept", "documents", "tokens", "trained_tokens")
@@ -40,17 +40,17 @@ class Share:
 class TrainingRows:
     """Documents to train on with their order, and documents to evaluate on."""
 
-    sources: tuple[Prepared, ...]
+    sources: tuple[PreparedData, ...]
     train: Documents
-    order: Mixed
+    order: MixedOrder
     shares: tuple[Share, ...]
     held: tuple[Documents, ...]
     """Of each source, or each file of data.eval."""
 
     @property
-    def prepared(self) -> tuple[Prepared, ...]:
+    def prepared(self) -> tuple[PreparedData, ...]:
         """Every file that was prepared, those of data.eval too."""
-        return (*self.sources, *(part for part in self.held if isinstance(part, Prepared)))
+        return (*self.sources, *(part for part in self.held if isinstance(part, PreparedData)))
 
     @property
     def digest(self) -> str:
@@ -107,7 +107,7 @@ def gather(config: Config, tokenizer: Any) -> TrainingRows:
     return TrainingRows(
         sources=sources,
         train=one_of(kept),
-        order=Mixed(sizes, weights, data.seed, shuffle=data.shuffle),
+        order=MixedOrder(sizes, weights, data.seed, shuffle=data.shuffle),
         shares=shares,
         held=tuple(held),
     )
@@ -133,10 +133,10 @@ def with_longest_step(config: Config, rows: TrainingRows) -> Config:
 
 def one_of(parts: Sequence[Documents]) -> Documents:
     """Return several parts as one."""
-    return parts[0] if len(parts) == 1 else Joined(parts)
+    return parts[0] if len(parts) == 1 else JoinedDocuments(parts)
 
 
-def _prepared(config: Config, tokenizer: Any, source: Source) -> Prepared:
+def _prepared(config: Config, tokenizer: Any, source: DataSource) -> PreparedData:
     return prepare(
         located(source.path, name=source.name, split=source.split, revision=source.revision),
         tokenizer,

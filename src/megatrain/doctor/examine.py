@@ -43,7 +43,7 @@ from megatrain.files import make_folder, remove, write_file
 from megatrain.memory.arena import map_arena
 from megatrain.memory.direct import (
     CHUNK_BYTES,
-    PAGE,
+    DISK_PAGE,
     DirectReader,
     DirectWriter,
     WriteQueue,
@@ -56,6 +56,7 @@ from megatrain.optim.native import NativeKernel, load_kernel
 from megatrain.planning.machine.examination import Examination
 from megatrain.planning.machine.facts import HostFacts, host_facts, profile_path
 from megatrain.planning.machine.profile import MachineProfile
+from megatrain.progress import Say
 
 ENOUGH_S = 25.0
 """After so long, on a machine that is slow or busy, what refines figures is left out."""
@@ -67,8 +68,6 @@ DISK_BYTES = 256 << 20
 _READERS = 4
 """As many as load a model."""
 _CHUNK = 16 << 20
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +228,7 @@ def _with_disk(profile: MachineProfile, folder: Path) -> MachineProfile:
 
 
 def _read_seconds(path: Path) -> float:
-    buffers = [aligned_buffer(_CHUNK + 2 * PAGE) for _ in range(_READERS)]
+    buffers = [aligned_buffer(_CHUNK + 2 * DISK_PAGE) for _ in range(_READERS)]
     with DirectReader(path) as reader, ThreadPoolExecutor(_READERS) as pool:
 
         def read(number: int) -> None:

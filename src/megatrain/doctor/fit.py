@@ -37,7 +37,7 @@ def fitted(
     return _Fit(profile, workload, settings, list(spans)).run()
 
 
-def merged(profiles: Sequence[MachineProfile]) -> MachineProfile:
+def merged_profiles(profiles: Sequence[MachineProfile]) -> MachineProfile:
     """Return the first profile with the product rates of all: one table from several fits."""
     return profiles[0].changed(
         forward_flops=tuple(point for one in profiles for point in one.forward_flops),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from transformers import LlamaConfig
 
-from megatrain.doctor.fit import fitted, merged
+from megatrain.doctor.fit import fitted, merged_profiles
 from megatrain.engine.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.lanes.trace import Span
@@ -29,13 +29,13 @@ SHAPES = ((1024, 512), (1024, 128), (512, 512), (512, 128), (256, 512), (256, 12
 others the rates of products."""
 LAYERS = 4
 """More than caches hold, of the widest."""
-VOCABULARY = 8192
+TRIAL_VOCABULARY = 8192
 STEPS = 3
 
 
 def calibrated(profile: MachineProfile) -> MachineProfile:
     """Return the profile with the rates that trial steps show."""
-    return merged([_fitted(profile, width, tokens) for width, tokens in SHAPES])
+    return merged_profiles([_fitted(profile, width, tokens) for width, tokens in SHAPES])
 
 
 def _fitted(profile: MachineProfile, width: int, tokens: int) -> MachineProfile:
@@ -45,7 +45,7 @@ def _fitted(profile: MachineProfile, width: int, tokens: int) -> MachineProfile:
         num_hidden_layers=LAYERS,
         num_attention_heads=width // 64,
         num_key_value_heads=max(1, width // 128),
-        vocab_size=VOCABULARY,
+        vocab_size=TRIAL_VOCABULARY,
     )
     decoder = build_decoder(config, "bf16")
     workload = Workload(model=shape_of(decoder), step_tokens=tokens, sequence=tokens)
@@ -54,7 +54,7 @@ def _fitted(profile: MachineProfile, width: int, tokens: int) -> MachineProfile:
     for param in decoder.params:
         weight = store.param(param.name, Kind.HI)
         weight.normal_(0.0, 0.02) if weight.dim() > 1 else weight.fill_(1.0)
-    ids = torch.arange(tokens).view(1, tokens) % VOCABULARY
+    ids = torch.arange(tokens).view(1, tokens) % TRIAL_VOCABULARY
     batch = [MicroBatch(input_ids=ids, labels=ids)]
     with Engine(decoder, store, trace=True) as engine:
         for _ in range(1 + STEPS):

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain.models.stand_ins import Call
-from megatrain.models.template import Template, Weights
+from megatrain.models.template import NamedTensors, Template
 
 _QUESTION = torch.ops.aten._local_scalar_dense.default
 Answers = list[tuple[torch.dtype, Any]]
@@ -46,7 +46,7 @@ class Edges:
 
     def front(
         self,
-        weights: Weights,
+        weights: NamedTensors,
         host_inputs: Mapping[str, Any],
         inputs: Mapping[str, Any],
         rows: Tensor | None = None,
@@ -66,7 +66,7 @@ class Edges:
         self._trusted[key] = told == answers
         return result
 
-    def tail(self, weights: Weights, hidden: Tensor) -> Tensor:
+    def tail(self, weights: NamedTensors, hidden: Tensor) -> Tensor:
         """Return the rows (tokens, width) that the output projection gets after `hidden`."""
 
         def on_host() -> Tensor:

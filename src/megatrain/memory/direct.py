@@ -32,15 +32,15 @@ from megatrain import files
 from megatrain.errors import DiskError
 from megatrain.files import explained
 
-PAGE = 4096
-"""A multiple of the logical block of every disk we know; direct I/O wants it of each offset."""
+DISK_PAGE = 4096
+"""A multiple of the logical block of every disk we know; direct I/O needs it in each offset."""
 CHUNK_BYTES = 8 << 20
-"""What one call writes, and what one hash is of."""
+"""The size of one write, and of the data of one hash."""
 
 
 def aligned_buffer(num_bytes: int) -> Tensor:
     """Return page-aligned bytes that return to the system when the tensor is dropped."""
-    mapping = mmap.mmap(-1, max(num_bytes, PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping = mmap.mmap(-1, max(num_bytes, DISK_PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
@@ -90,8 +90,8 @@ class DirectReader:
 
         `buffer` must have room for the range and two pages. Raises DiskError, also at end of file.
         """
-        first = start - start % PAGE
-        last = -(-stop // PAGE) * PAGE
+        first = start - start % DISK_PAGE
+        last = -(-stop // DISK_PAGE) * DISK_PAGE
         memory = as_memory(buffer)
         have = 0
         while first + have < stop:
@@ -266,7 +266,7 @@ class DirectWriter:
     def _put(self, buffer: Tensor, used: int, offset: int) -> None:
         memory = as_memory(buffer)
         self.digests[offset // CHUNK_BYTES] = digest(memory[:used])
-        whole = -(-used // PAGE) * PAGE if self._direct else used
+        whole = -(-used // DISK_PAGE) * DISK_PAGE if self._direct else used
         buffer[used:whole].zero_()
         with explained("write", self.path):
             files.write_at(self._fd, memory[:whole], offset)

@@ -39,7 +39,7 @@ class Group:
 
 def free_bytes(root: Path = Path("/")) -> int:
     """Return the bytes that can still be allocated before something is killed."""
-    left = [group.limit_bytes - group.used_bytes for group in groups(root)]
+    left = [group.limit_bytes - group.used_bytes for group in control_groups(root)]
     return max(0, min([int(psutil.virtual_memory().available), *left]))
 
 
@@ -71,7 +71,7 @@ def give_back_at_once() -> None:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
-def groups(root: Path = Path("/")) -> Iterator[Group]:
+def control_groups(root: Path = Path("/")) -> Iterator[Group]:
     """Yield the groups this process is in that have a limit, read from the files under `root`."""
     base = root / "sys/fs/cgroup"
     paths = dict(_group_paths(root))
@@ -83,7 +83,7 @@ def groups(root: Path = Path("/")) -> Iterator[Group]:
 
 def _group_paths(root: Path) -> Iterator[tuple[str, str]]:
     """Yield controller and path of this process's groups; version 2 has none, `0::/path`."""
-    for line in told(root / "proc/self/cgroup").splitlines():
+    for line in read_system_file(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         for controller in controllers.split(","):
             yield controller, path.lstrip("/")
@@ -93,10 +93,10 @@ def _limited(base: Path, path: str, limit_name: str, used_name: str) -> Iterator
     """Yield the group at `path` and all around it; in a container they may not be visible."""
     inner = base / path
     for folder in [inner, *(outer for outer in inner.parents if outer.is_relative_to(base))]:
-        limit = told(folder / f"memory.{limit_name}").strip()
-        used = told(folder / f"memory.{used_name}").strip()
+        limit = read_system_file(folder / f"memory.{limit_name}").strip()
+        used = read_system_file(folder / f"memory.{used_name}").strip()
         if limit.isdigit() and used.isdigit() and int(limit) < _UNLIMITED:
-            cache = _reclaimable(told(folder / "memory.stat"))
+            cache = _reclaimable(read_system_file(folder / "memory.stat"))
             yield Group(limit_bytes=int(limit), used_bytes=int(used) - cache)
 
 
@@ -105,7 +105,7 @@ def _reclaimable(stat: str) -> int:
     return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
 
 
-def told(path: Path) -> str:
+def read_system_file(path: Path) -> str:
     """Return the text of a system file; empty if there is none."""
     try:
         return path.read_text(errors="replace")

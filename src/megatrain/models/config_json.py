@@ -31,7 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from megatrain.errors import ModelConfigError, listing
 
 CONFIG_NAME = "config.json"
-MAX_BYTES = 4 << 20
+MAX_CONFIG_BYTES = 4 << 20
 MAX_DEPTH = 12
 MAX_TEXT = 65536
 MAX_ENTRIES = 1 << 16
@@ -43,7 +43,7 @@ QUANTISED = (
     "another folder"
 )
 # Keys that make transformers import, fetch or replace code, whatever their value.
-REFUSED = {
+REFUSED_KEYS = {
     "auto_map": "runs code from the folder",
     "custom_pipelines": "runs code from the folder",
     "trust_remote_code": "runs code from the folder",
@@ -60,17 +60,17 @@ REFUSED = {
 }
 UNDERSCORE = "keys with a leading underscore reach internals"
 # Written by transformers itself; these carry no meaning for the model ...
-IGNORED = {"_name_or_path", "_commit_hash"}
+IGNORED_KEYS = {"_name_or_path", "_commit_hash"}
 # ... and these do, and are plain values.
 UNDERSCORED = {"_sliding_window_pattern", "_remove_final_layer_norm"}
 AUTOSET = "_attn_implementation_autoset"
 """A flag that many folders carry; as a flag, and only so, it is ignored."""
-DTYPE_NAMES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+KNOWN_DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 """Transformers looks up any `dtype` in torch, a function or a module too: others are ignored."""
 # They carry an `is_decoder` that is false and that their code never reads.
 ALWAYS_CAUSAL = {"gpt_neox", "gpt_neox_japanese"}
 # The largest value any real model could have; beyond it a folder only wants to exhaust us.
-LARGEST = {
+LARGEST_VALUES = {
     "num_hidden_layers": 256, "n_layer": 256, "n_layers": 256, "num_layers": 256,
     "hidden_size": 1 << 18, "n_embd": 1 << 18, "d_model": 1 << 18, "head_dim": 1 << 14,
     "intermediate_size": 1 << 20, "n_inner": 1 << 20, "ffn_dim": 1 << 20, "d_ff": 1 << 20,
@@ -90,7 +90,7 @@ LENGTHS = re.compile(
 MAX_LAYER_EXPERTS = 1 << 15
 # mpt makes a mask of heads times positions whatever the length of its input.
 MAX_HEAD_POSITIONS = 1 << 25
-MAX_LAYERS = LARGEST["num_hidden_layers"]
+MAX_LAYERS = LARGEST_VALUES["num_hidden_layers"]
 PLAIN_KEY = re.compile(r"[A-Za-z][A-Za-z0-9_\-]{0,127}")
 
 
@@ -171,18 +171,18 @@ def _check_key(key: str, where: str, depth: int) -> None:
     """Refuse keys that no dictionary may have; `_check_keys` knows those of the outermost."""
     if len(key) > MAX_KEY:
         raise ModelConfigError(f"{CONFIG_NAME}: {where[:80]!r} is not a plain key")
-    if depth and key in REFUSED:
-        raise ModelConfigError(_refusal(where, REFUSED[key]))
-    if depth and key.startswith("_") and key not in IGNORED:
+    if depth and key in REFUSED_KEYS:
+        raise ModelConfigError(_refusal(where, REFUSED_KEYS[key]))
+    if depth and key.startswith("_") and key not in IGNORED_KEYS:
         raise ModelConfigError(_refusal(where, UNDERSCORE))
 
 
 def _largest(key: str) -> int:
-    return LARGEST.get(key) or (LARGEST_LENGTH if LENGTHS.search(key) else LARGEST_INT)
+    return LARGEST_VALUES.get(key) or (LARGEST_LENGTH if LENGTHS.search(key) else LARGEST_INT)
 
 
 def _check_size(where: str, key: str, value: Any) -> None:
-    largest = LARGEST.get(key)
+    largest = LARGEST_VALUES.get(key)
     if largest is None or value is None:
         return
     for number in value if isinstance(value, list) else [value]:
@@ -227,9 +227,9 @@ def _check_products(config: PreTrainedConfig) -> None:
 def _passed(fields: dict[str, Any], config_class: type[PreTrainedConfig]) -> dict[str, Any]:
     """Return what transformers may see of `fields`, after a look at every key that reaches it."""
     _check_keys(fields, config_class)
-    passed = {key: value for key, value in fields.items() if key not in IGNORED | {AUTOSET}}
+    passed = {key: value for key, value in fields.items() if key not in IGNORED_KEYS | {AUTOSET}}
     for key in {"dtype", "torch_dtype"} & passed.keys():
-        if passed[key] not in [None, *DTYPE_NAMES]:
+        if passed[key] not in [None, *KNOWN_DTYPES]:
             del passed[key]
     for name, part_class in config_class.sub_configs.items():
         if isinstance(passed.get(name), dict):
@@ -241,12 +241,12 @@ def _check_keys(fields: dict[str, Any], config_class: type[PreTrainedConfig]) ->
     """Refuse top-level keys that reach code, or that would hide a part of the class itself."""
     declared = _declared(config_class)
     for key, value in fields.items():
-        if key in IGNORED or key in UNDERSCORED or key in declared:
+        if key in IGNORED_KEYS or key in UNDERSCORED or key in declared:
             continue
         if key == AUTOSET and isinstance(value, bool):
             continue
-        if key in REFUSED:
-            raise ModelConfigError(_refusal(key, REFUSED[key]))
+        if key in REFUSED_KEYS:
+            raise ModelConfigError(_refusal(key, REFUSED_KEYS[key]))
         if key.startswith("_"):
             raise ModelConfigError(_refusal(key, UNDERSCORE))
         if not PLAIN_KEY.fullmatch(key):
@@ -264,7 +264,7 @@ def _declared(config_class: type[PreTrainedConfig]) -> set[str]:
     """Return the keys a configuration class declares: its fields and their other names."""
     fields = {field.name for field in dataclasses.fields(config_class)}
     fields |= set(config_class.attribute_map) | {"model_type", "torch_dtype", "dtype"}
-    return {name for name in fields if not name.startswith("_")} - set(REFUSED)
+    return {name for name in fields if not name.startswith("_")} - set(REFUSED_KEYS)
 
 
 def _check_single(model_type: str, config_class: type[PreTrainedConfig]) -> None:

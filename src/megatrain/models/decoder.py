@@ -34,7 +34,7 @@ from megatrain.models.patterns import check_patterns, matches
 from megatrain.models.skeleton import build_skeleton
 from megatrain.models.stand_ins import (
     Call,
-    Carried,
+    CarriedTensor,
     head_replaced,
     layers_replaced,
     stand_in_weights,
@@ -42,7 +42,7 @@ from megatrain.models.stand_ins import (
 )
 from megatrain.step.ops import Role
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 MAX_LAYER_OUTPUTS = 3
 MAX_STAND_IN = 1 << 26
 """Elements. A product with a stand-in makes a real matrix of it."""
@@ -157,7 +157,7 @@ def build_decoder(
     if asked:  # stand-ins for layers have no routers; the engine collects their logits itself
         config = copy.deepcopy(config)
         config.output_router_logits = False
-    model = build_skeleton(config, DTYPES[dtype], attn)
+    model = build_skeleton(config, COMPUTE_DTYPES[dtype], attn)
     path, layers = _find_layers(model)
     head_path = _find_head(model)
     before, after, num_outputs = _find_sides(model, path, layers, head_path)
@@ -320,7 +320,7 @@ def _refuse_crosstalk(model: PreTrainedModel, calls: list[Call], num_layers: int
         )
     for call in calls:
         for value in tensors_in((call.args, call.kwargs)):
-            if isinstance(value, Carried):
+            if isinstance(value, CarriedTensor):
                 raise NotSplittable(
                     f"{family}: layer {call.layer} receives more from an earlier layer than "
                     "hidden states"
@@ -353,7 +353,7 @@ def _param(
     model: nn.Module, name: str, aliases: dict[str, tuple[str, ...]], frozen: tuple[str, ...]
 ) -> Param:
     tensor = model.get_parameter(name)
-    if tensor.dtype not in DTYPES.values():
+    if tensor.dtype not in COMPUTE_DTYPES.values():
         raise NotSplittable(
             f"parameter {name} is {tensor.dtype}; only bf16 and fp32 can be trained"
         )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Carried:
+class CarriedTensor:
     """Takes the place of what a layer returns beside hidden states.
 
     If one turns up among a later layer's arguments, the layers talk to each other directly.
@@ -60,7 +60,7 @@ class _LayerStandIn(_StandIn):
         answer = self.hear(Call(layer=self.index, args=args, kwargs=kwargs), hidden)
         if self.num_outputs == 0:
             return answer
-        return (answer, *(Carried() for _ in range(self.num_outputs - 1)))
+        return (answer, *(CarriedTensor() for _ in range(self.num_outputs - 1)))
 
 
 class _HeadStandIn(_StandIn):
@@ -131,9 +131,9 @@ def rows_looked_up(embedding: Any, rows: Tensor | None) -> Iterator[None]:
         embedding.padding_idx = padding
 
 
-def tensors_in(value: Any) -> Iterator[Tensor | Carried]:
+def tensors_in(value: Any) -> Iterator[Tensor | CarriedTensor]:
     """Yield every tensor and every Carried inside nested arguments."""
-    if isinstance(value, Tensor | Carried):
+    if isinstance(value, Tensor | CarriedTensor):
         yield value
     elif isinstance(value, dict):
         for item in value.values():

@@ -42,7 +42,7 @@ from megatrain.models.stand_ins import (
     stand_in_weights,
 )
 
-Weights = Mapping[str, Tensor]
+NamedTensors = Mapping[str, Tensor]
 """Params by their names in the model."""
 
 
@@ -99,7 +99,7 @@ class Template:
         return self._decoder.model
 
     def front(
-        self, weights: Weights, inputs: Mapping[str, Any], rows: Tensor | None = None
+        self, weights: NamedTensors, inputs: Mapping[str, Any], rows: Tensor | None = None
     ) -> tuple[Tensor, list[Call]]:
         """Return the embedding's output, and the call that each layer is to get.
 
@@ -124,7 +124,7 @@ class Template:
             self._forward(weights, inputs)
         return first[0], calls
 
-    def routed_layer(self, weights: Weights, hidden: Tensor, call: Call) -> LayerOutput:
+    def routed_layer(self, weights: NamedTensors, hidden: Tensor, call: Call) -> LayerOutput:
         """Return what the layer of `call` makes of `hidden`, and the logits of its routers."""
         prefix = f"{self._decoder.layers_path}.{call.layer}."
         bound = {name.removeprefix(prefix): weight for name, weight in weights.items()}
@@ -136,7 +136,7 @@ class Template:
             return self._regions.call(call.layer, bound, hidden, call.args, call.kwargs)
         return apply_layer(module, bound, hidden, call.args, call.kwargs, self._routed)
 
-    def tail(self, weights: Weights, hidden: Tensor) -> Tensor:
+    def tail(self, weights: NamedTensors, hidden: Tensor) -> Tensor:
         """Return the rows (tokens, width) that the output projection gets after `hidden`."""
         heard: list[Tensor] = []
 
@@ -174,7 +174,7 @@ class Template:
             hidden, _ = self.front({}, {"input_ids": ids})
         return hidden.nbytes // ids.numel()
 
-    def _run_tail(self, weights: Weights, hidden: Tensor, hear: Any) -> Any:
+    def _run_tail(self, weights: NamedTensors, hidden: Tensor, hear: Any) -> Any:
         """Run the model's forward from the last layer's answer on, whatever came before."""
         decoder, last = self._decoder, len(self._modules) - 1
 
@@ -188,7 +188,7 @@ class Template:
         ):
             return self._forward(weights, {"input_ids": ids})
 
-    def _forward(self, weights: Weights, inputs: Mapping[str, Any]) -> Any:
+    def _forward(self, weights: NamedTensors, inputs: Mapping[str, Any]) -> Any:
         """Run the model's forward, to its end or until a stand-in has heard enough."""
         prefix = f"{self._decoder.head_path}."
         given = {name: w for name, w in weights.items() if not name.startswith(prefix)}

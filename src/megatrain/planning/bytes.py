@@ -25,12 +25,12 @@ from dataclasses import replace
 from megatrain.memory.kinds import Kind, store_kinds
 from megatrain.memory.ledger import Ledger, Line
 from megatrain.planning.machine.profile import MachineProfile
-from megatrain.planning.workload import PAGE, BlockShape, Dtype, ModelShape, Workload
+from megatrain.planning.workload import PLANNED_PAGE, BlockShape, Dtype, ModelShape, Workload
 from megatrain.step.ops import Op, OpKind, Role
 from megatrain.step.settings import StepSettings
 
-OUTBOX_BYTES = 64 << 20
-PART_ELEMENTS = 1 << 22
+PLANNED_OUTBOX_BYTES = 64 << 20
+PLANNED_PART_ELEMENTS = 1 << 22
 TAPE_ALIGNMENT = 256
 """As in engine/gradients.py, losses/head.py and engine/tape.py, which need torch; a test holds
 them equal."""
@@ -89,7 +89,7 @@ def _counted(model: ModelShape) -> Iterator[tuple[BlockShape, int]]:
 
 
 def _pages(num_bytes: int) -> int:
-    return -(-num_bytes // PAGE) * PAGE
+    return -(-num_bytes // PLANNED_PAGE) * PLANNED_PAGE
 
 
 def _ring_lines(
@@ -160,7 +160,7 @@ def _slot_bytes(workload: Workload, settings: StepSettings) -> dict[str, float]:
         "weight slots": slots,
         "gradient slots": _grad_slot_bytes(model),
         "embedding rows": rows,
-        "outbox": min(OUTBOX_BYTES, gradients),
+        "outbox": min(PLANNED_OUTBOX_BYTES, gradients),
         "tape": tape,
     }
 
@@ -332,7 +332,7 @@ def _head_bytes(workload: Workload, settings: StepSettings, tokens: int) -> floa
     table = model.vocab * model.hidden * width
     # While a chunk goes back, the gradient of the chunk before is still held.
     tables = table if tokens <= settings.chunk_tokens else 2 * table
-    scoring = 12.0 * min(PART_ELEMENTS, chunk * model.vocab)
+    scoring = 12.0 * min(PLANNED_PART_ELEMENTS, chunk * model.vocab)
     logits = chunk * model.vocab * width
     rows = tokens * model.hidden * (7 * width if width == 2 else 6 * width)
     return rows + max(logits + tables, logits + tables - table + scoring)

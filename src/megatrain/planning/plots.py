@@ -22,7 +22,7 @@ from megatrain.errors import ConfigError
 from megatrain.memory.kinds import bytes_per_param, store_kinds
 from megatrain.memory.ledger import gib
 from megatrain.planning.catalog.families import shape_from_config
-from megatrain.planning.catalog.known_models import find_model
+from megatrain.planning.catalog.known_models import find_known_model
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.plan import Plan
 from megatrain.planning.search import reserves, shortfalls
@@ -31,7 +31,7 @@ from megatrain.planning.workload import ModelShape, Workload
 from megatrain.step.settings import StepSettings
 
 STEP_TOKENS = tuple(1 << power for power in range(10, 21))
-LANE_NAMES = {
+LANE_LABELS = {
     "compute": "compute",
     "in": "link to the device",
     "out": "link to the host",
@@ -108,7 +108,7 @@ def _draw_speed(axes: Any, plan: Plan) -> None:
     points = speed_curve(plan.profile, plan.workload, plan.settings)
     tokens = [point.step_tokens for point in points]
     top = max(point.tokens_per_s for point in points)
-    for lane, name in LANE_NAMES.items():
+    for lane, name in LANE_LABELS.items():
         line = [(p.step_tokens, p.allowed[lane]) for p in points if lane in p.allowed]
         if line:
             axes.plot(*zip(*line, strict=True), "--", color=_COLOURS[lane], label=f"{name} alone")
@@ -193,7 +193,7 @@ def needed_bytes(plan: Plan) -> int:
 
 def marked_beside(model: ModelShape) -> list[ModelShape]:
     """Return the known models to show, without those whose names would overlap this one's."""
-    shapes = [shape_from_config(find_model(name).config, name) for name in MARKED]
+    shapes = [shape_from_config(find_known_model(name).config, name) for name in MARKED]
     return [s for s in shapes if not 1 / _APART < s.params / model.params < _APART]
 
 

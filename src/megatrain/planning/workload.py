@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from megatrain.models.decoder import Decoder
 
 Dtype = Literal["bf16", "fp32"]
-Role = Literal["matrix", "experts", "table", "vector"]
-PAGE = 4096
-ALIGN = 128
+ParamRole = Literal["matrix", "experts", "table", "vector"]
+PLANNED_PAGE = 4096
+PLANNED_ALIGN = 128
 """As in memory/layout.py, which needs torch; a test holds them equal."""
 
 
@@ -36,7 +36,7 @@ class TensorShape:
 
     name: str
     shape: tuple[int, ...]
-    role: Role = "vector"
+    role: ParamRole = "vector"
     """`experts`: a token uses a part of it; `table`: rows are looked up, nothing is multiplied."""
     fp32: bool = False
     """Kept in fp32 whatever the model's dtype."""
@@ -49,7 +49,7 @@ class TensorShape:
     @property
     def padded(self) -> int:
         """Elements that it takes in a segment."""
-        return -(-self.num_elements // ALIGN) * ALIGN
+        return -(-self.num_elements // PLANNED_ALIGN) * PLANNED_ALIGN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,7 +293,7 @@ def _structure(
     )
 
 
-def _tensor(param: Any, prefix: str, role: Role | None) -> TensorShape:
+def _tensor(param: Any, prefix: str, role: ParamRole | None) -> TensorShape:
     name = param.name.removeprefix(prefix)
     return TensorShape(
         name=name,
@@ -304,7 +304,7 @@ def _tensor(param: Any, prefix: str, role: Role | None) -> TensorShape:
     )
 
 
-def role_of(name: str, shape: tuple[int, ...]) -> Role:
+def role_of(name: str, shape: tuple[int, ...]) -> ParamRole:
     """Return the use of a layer's param: biases of experts are shaped like matrices, but are not.
 
     >>> role_of("mlp.experts.down_proj", (8, 64, 128))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from reprlib import Repr
 
-from megatrain.report.drawing.markup import Html, join, shortened, tag
+from megatrain.report.drawing.markup import Html, join_html, shortened, tag
 from megatrain.report.run import Run
 from megatrain.report.tables import facts_table
 
@@ -20,11 +20,11 @@ def config_section(runs: Sequence[Run]) -> Html:
     """Return the text of one config, or the differences of several and each text folded away."""
     shown = [run for run in runs if run.config]
     if len(runs) == 1:
-        return join(_text(run) for run in shown)
+        return join_html(_text(run) for run in shown)
     texts = (
         tag("details", tag("summary", f"{run.name}: config.yaml"), _text(run)) for run in shown
     )
-    return join([_differences(runs), *texts])
+    return join_html([_differences(runs), *texts])
 
 
 def settings_of(text: str) -> dict[str, str] | None:

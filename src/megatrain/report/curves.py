@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatrain.report.drawing.chart import Line, line_chart
-from megatrain.report.drawing.markup import Html, join, tag
+from megatrain.report.drawing.chart import Series, line_chart
+from megatrain.report.drawing.markup import Html, join_html, tag
 from megatrain.report.drawing.thinning import FEW, averaged, smoothed
 from megatrain.report.run import Run
 from megatrain.text import count, figure
@@ -31,39 +31,43 @@ def curves(runs: Sequence[Run]) -> Html:
     ]
     if not any(charts):
         return Html()
-    return join([tag("div", *charts, class_="charts"), *(_table(run, len(runs)) for run in runs)])
+    return join_html(
+        [tag("div", *charts, class_="charts"), *(_table(run, len(runs)) for run in runs)]
+    )
 
 
-def _lines(runs: Sequence[Run], name: str) -> list[Line]:
+def _lines(runs: Sequence[Run], name: str) -> list[Series]:
     faint, strong = [], []
     for colour, run in enumerate(runs):
         points = run.curve(name)
         label = run.name if len(runs) > 1 else ""
         if len(points) < FEW:
             plain = label or "each step"
-            strong.append(Line(label=plain, points=points, look="strong", colour=colour))
+            strong.append(Series(label=plain, points=points, look="strong", colour=colour))
             continue
         faint.append(
-            Line(label="" if label else "each step", points=points, look="faint", colour=colour)
+            Series(label="" if label else "each step", points=points, look="faint", colour=colour)
         )
         smooth = smoothed(points)
-        strong.append(Line(label=label or "smoothed", points=smooth, look="strong", colour=colour))
+        strong.append(
+            Series(label=label or "smoothed", points=smooth, look="strong", colour=colour)
+        )
     return faint + strong
 
 
-def _plain_lines(runs: Sequence[Run], name: str) -> list[Line]:
+def _plain_lines(runs: Sequence[Run], name: str) -> list[Series]:
     return [
-        Line(label=run.name if len(runs) > 1 else "", points=run.curve(name), look="strong",
+        Series(label=run.name if len(runs) > 1 else "", points=run.curve(name), look="strong",
              colour=colour)
         for colour, run in enumerate(runs)
     ]  # fmt: skip
 
 
-def _eval_lines(runs: Sequence[Run]) -> list[Line]:
+def _eval_lines(runs: Sequence[Run]) -> list[Series]:
     if len(runs) == 1:
-        return [Line(label="eval", points=runs[0].curve("eval_loss"), look="dots", colour=1)]
+        return [Series(label="eval", points=runs[0].curve("eval_loss"), look="dots", colour=1)]
     return [
-        Line(label=f"{run.name}, eval", points=run.curve("eval_loss"), look="dots", colour=colour)
+        Series(label=f"{run.name}, eval", points=run.curve("eval_loss"), look="dots", colour=colour)
         for colour, run in enumerate(runs)
     ]
 

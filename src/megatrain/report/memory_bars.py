@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatrain.report.drawing.markup import Html, join, tag
+from megatrain.report.drawing.markup import Html, join_html, tag
 from megatrain.report.run import LedgerLine, Run
 from megatrain.report.tables import table
 from megatrain.text import percent, size
@@ -17,7 +17,7 @@ _MOST_LINES = 30
 
 def memory_section(runs: Sequence[Run]) -> Html:
     """Return bars for every run and place that has a ledger or a measured peak."""
-    return join(_run(run, len(runs)) for run in runs if run.ledger or run.measured)
+    return join_html(_run(run, len(runs)) for run in runs if run.ledger or run.measured)
 
 
 def _run(run: Run, num_runs: int) -> Html:
@@ -27,7 +27,7 @@ def _run(run: Run, num_runs: int) -> Html:
             places[line.place.capitalize()] = (line.place,)
     name = (tag("h3", run.name),) if num_runs > 1 else ()
     parts = (_place(run, title, names) for title, names in places.items())
-    return join([*name, tag("div", *parts, class_="charts")])
+    return join_html([*name, tag("div", *parts, class_="charts")])
 
 
 def _place(run: Run, title: str, names: Sequence[str]) -> Html:

@@ -21,7 +21,7 @@ from megatrain.errors import ConfigError
 from megatrain.files import PNG_SIGNS, require_replaceable, write_file
 from megatrain.report.config_diff import config_section
 from megatrain.report.curves import curves
-from megatrain.report.drawing.markup import Html, join, tag
+from megatrain.report.drawing.markup import Html, join_html, tag
 from megatrain.report.drawing.style import STYLE
 from megatrain.report.loss_png import draw_loss
 from megatrain.report.memory_bars import memory_section
@@ -85,7 +85,7 @@ def render(runs: Sequence[Run]) -> Html:
         tag("footer", tag("p", "Written by MegaTrain.")),
     )
     page = tag("html", tag("head", *head), tag("body", *body), lang="en")
-    return join([Html("<!DOCTYPE html>\n"), page, "\n"])
+    return join_html([Html("<!DOCTYPE html>\n"), page, "\n"])
 
 
 def _settings(runs: Sequence[Run]) -> Html:

@@ -27,7 +27,7 @@ _MOST_BYTES = 256 * 2**20
 """Limit for a file that is read at once."""
 
 
-class Span(NamedTuple):
+class SpanRecord(NamedTuple):
     """What a lane did, in seconds from the start of the trace."""
 
     lane: str
@@ -83,7 +83,7 @@ class Run:
     steps: list[StepLine] = field(default_factory=list)
     evals: list[StepLine] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
+    spans: list[SpanRecord] = field(default_factory=list)
     """Of one step, in the order of their starts."""
     notes: list[str] = field(default_factory=list)
     """What could not be read."""
@@ -242,11 +242,11 @@ def _read_plan(plan: Mapping[str, Any], run: Run) -> None:
             run.ledger.append(LedgerLine(place, purpose, num_bytes))
 
 
-def _spans(trace: Mapping[str, Any]) -> list[Span]:
+def _spans(trace: Mapping[str, Any]) -> list[SpanRecord]:
     """Return the spans of the step that has most of them: the last list may be a mere rest."""
     events = trace.get("traceEvents")
     lanes: dict[object, str] = {}
-    steps: dict[object, list[Span]] = {}
+    steps: dict[object, list[SpanRecord]] = {}
     for event in events if isinstance(events, list) else ():
         args = event.get("args") if isinstance(event, dict) else None
         if not isinstance(args, dict):
@@ -259,7 +259,7 @@ def _spans(trace: Mapping[str, Any]) -> list[Span]:
         if math.isfinite(start_us + length_us) and length_us >= 0:
             lane = lanes.get(str(event.get("tid")), str(event.get("tid")))
             kind, name = str(event.get("cat")), str(event.get("name"))
-            span = Span(lane, kind, name, start_us / 1e6, (start_us + length_us) / 1e6)
+            span = SpanRecord(lane, kind, name, start_us / 1e6, (start_us + length_us) / 1e6)
             steps.setdefault(str(args.get("step")), []).append(span)
     spans = max(steps.values(), key=len, default=[])
     first_s = min((span.start_s for span in spans), default=0.0)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
-from megatrain.report.drawing.markup import Html, join, tag
+from megatrain.report.drawing.markup import Html, join_html, tag
 from megatrain.report.drawing.thinning import Point, smoothed
 from megatrain.report.run import Run, number
 from megatrain.report.tables import facts_table
@@ -27,12 +27,12 @@ def summary_section(runs: Sequence[Run]) -> Html:
             tag("p", tag("b", f"{run.name}: "), text)
             for run, text in zip(runs, sentences, strict=True)
         ]
-        figures = facts_table(runs, [facts(run) for run in runs], "Summary of the runs")
+        figures = facts_table(runs, [run_facts(run) for run in runs], "Summary of the runs")
     else:
         lead = [tag("p", sentences[0], class_="lead")]
         figures = _cards(runs[0])
     notes = (tag("p", f"{run.name}: {note}.", class_="note") for run in runs for note in run.notes)
-    return join([*lead, figures, *notes])
+    return join_html([*lead, figures, *notes])
 
 
 def sentence(run: Run) -> str:
@@ -69,7 +69,7 @@ def limits(run: Run) -> str:
     return f"{sentence}, followed by {_WORK.get(longest, longest)} with {percent(waits[longest])}"
 
 
-def facts(run: Run) -> dict[str, str]:
+def run_facts(run: Run) -> dict[str, str]:
     """Return the figures of the summary that are known, by their names."""
     losses = _finite(run.curve("loss"))
     found = {
@@ -90,7 +90,7 @@ def facts(run: Run) -> dict[str, str]:
 
 
 def _cards(run: Run) -> Html:
-    cards = (tag("div", tag("dt", name), tag("dd", text)) for name, text in facts(run).items())
+    cards = (tag("div", tag("dt", name), tag("dd", text)) for name, text in run_facts(run).items())
     return tag("dl", *cards, class_="cards")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from megatrain.report.drawing.markup import Html, join, shortened, tag
+from megatrain.report.drawing.markup import Html, join_html, shortened, tag
 from megatrain.report.run import Run, number
 from megatrain.text import count, duration, figure, size
 
@@ -28,7 +28,7 @@ def facts_table(runs: Sequence[Run], columns: Sequence[Facts], caption: str) -> 
     ]
     head = ["", *(run.name for run in runs)] if len(runs) > 1 else []
     notes = (tag("p", text, class_="note") for text in left)
-    return join([table(head, rows, caption), *notes])
+    return join_html([table(head, rows, caption), *notes])
 
 
 def table(head: Sequence[str], rows: Iterable[Html], caption: str) -> Html:
@@ -46,16 +46,16 @@ def flattened(facts: Mapping[str, Any], before: str = "") -> dict[str, str]:
         if isinstance(value, dict) and before.count(", ") < 3:
             lines.update(flattened(value, f"{name}, "))
         else:
-            lines[name] = shown(str(key), value)
+            lines[name] = shown_cell(str(key), value)
     return lines
 
 
-def shown(key: str, value: object) -> str:
+def shown_cell(key: str, value: object) -> str:
     """Return a value in the unit that its name implies."""
     real = number(value)
     if real is None:
         if isinstance(value, list):
-            return shortened(", ".join(shown(key, item) for item in value), _MOST_CHARACTERS)
+            return shortened(", ".join(shown_cell(key, item) for item in value), _MOST_CHARACTERS)
         words = {True: "yes", False: "no", None: "none"}
         known = words.get(value) if isinstance(value, bool | None) else None
         return known or shortened(str(value), _MOST_CHARACTERS)

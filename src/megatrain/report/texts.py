@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatrain.report.drawing.markup import Html, join, shortened, tag
+from megatrain.report.drawing.markup import Html, join_html, shortened, tag
 from megatrain.report.run import Run, Sample
 
 _MOST_PROMPTS = 8
@@ -16,7 +16,7 @@ def samples_section(runs: Sequence[Run]) -> Html:
     prompts = list(dict.fromkeys(sample.prompt for run in runs for sample in run.samples))
     left = len(prompts) - _MOST_PROMPTS
     note = [tag("p", f"{left:,} more prompts in samples.jsonl.", class_="note")] if left > 0 else []
-    return join([*(_prompt(runs, prompt) for prompt in prompts[:_MOST_PROMPTS]), *note])
+    return join_html([*(_prompt(runs, prompt) for prompt in prompts[:_MOST_PROMPTS]), *note])
 
 
 def _prompt(runs: Sequence[Run], prompt: str) -> Html:

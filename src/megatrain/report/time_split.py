@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from megatrain.report.drawing.axis import step_axis, value_axis
 from megatrain.report.drawing.chart import frame, legend, path
-from megatrain.report.drawing.markup import Html, join, tag
+from megatrain.report.drawing.markup import Html, join_html, tag
 from megatrain.report.drawing.thinning import averaged
 from megatrain.report.run import Run
 from megatrain.step.ops import PARTS
@@ -34,7 +34,7 @@ def split_shares(run: Run) -> dict[str, float]:
 def split_section(runs: Sequence[Run]) -> Html:
     """Return a bar of shares for each run, and below it the seconds over steps."""
     parts = [part for part in (_run(run, len(runs)) for run in runs) if part]
-    return tag("div", *parts, class_="charts") if len(parts) > 1 else join(parts)
+    return tag("div", *parts, class_="charts") if len(parts) > 1 else join_html(parts)
 
 
 def _run(run: Run, num_runs: int) -> Html:
@@ -86,7 +86,7 @@ def _chart(run: Run, parts: Sequence[str]) -> Html:
         f"to {duration(tops[-1])} at the last steps"
     )
     caption = tag("figcaption", "Seconds of a step", tag("span", " over steps", class_="unit"))
-    return tag("figure", caption, frame(join(areas), text, steps, values))
+    return tag("figure", caption, frame(join_html(areas), text, steps, values))
 
 
 def _look(part: str) -> str:

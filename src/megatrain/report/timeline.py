@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from megatrain.report.drawing.axis import Axis
 from megatrain.report.drawing.chart import legend, x_label
-from megatrain.report.drawing.markup import Html, join, tag
-from megatrain.report.run import Run, Span
+from megatrain.report.drawing.markup import Html, join_html, tag
+from megatrain.report.run import Run, SpanRecord
 from megatrain.step.ops import LANES, OpKind
 from megatrain.text import duration, percent
 
@@ -24,7 +24,7 @@ _KNOWN = (*OpKind, "wait")
 
 def timeline_section(runs: Sequence[Run]) -> Html:
     """Return a timeline for each run that has a trace."""
-    return join(_timeline(run, len(runs)) for run in runs if run.spans)
+    return join_html(_timeline(run, len(runs)) for run in runs if run.spans)
 
 
 def _timeline(run: Run, num_runs: int) -> Html:
@@ -57,17 +57,17 @@ def _timeline(run: Run, num_runs: int) -> Html:
     )
 
 
-def _lanes(spans: Sequence[Span]) -> list[str]:
+def _lanes(spans: Sequence[SpanRecord]) -> list[str]:
     """Return the lanes, those we know in the order data takes through them."""
     found = list(dict.fromkeys(span.lane for span in spans))
     return [lane for lane in LANES if lane in found] + [x for x in found if x not in LANES]
 
 
-def _busy_s(spans: Sequence[Span], lane: str) -> float:
+def _busy_s(spans: Sequence[SpanRecord], lane: str) -> float:
     return sum(s.end_s - s.start_s for s in spans if s.lane == lane and s.kind != "wait")
 
 
-def lane_row(spans: Sequence[Span], lane: str, row: int, total_s: float) -> Html:
+def lane_row(spans: Sequence[SpanRecord], lane: str, row: int, total_s: float) -> Html:
     drawn = []
     narrow: dict[str, list[tuple[float, float]]] = {}
     for span in spans:
@@ -80,7 +80,7 @@ def lane_row(spans: Sequence[Span], lane: str, row: int, total_s: float) -> Html
         else:
             _add(narrow.setdefault(span.kind, []), start, end)
     drawn += [_piece(kind, row, places) for kind, places in narrow.items()]
-    return join(drawn)
+    return join_html(drawn)
 
 
 def _add(places: list[tuple[float, float]], start: float, end: float) -> None:
@@ -111,7 +111,7 @@ def time_marks(total_s: float) -> list[tuple[float, str]]:
     return [(place, f"{label} {name}") for place, label in ticks]
 
 
-def _legend(spans: Sequence[Span]) -> Html:
+def _legend(spans: Sequence[SpanRecord]) -> Html:
     found = {span.kind for span in spans}
     known = [(look(kind), kind) for kind in _KNOWN if kind in found]
     others = [("k-other", "other")] if found - set(_KNOWN) else []

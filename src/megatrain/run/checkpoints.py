@@ -49,7 +49,7 @@ Record = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+class SaveResult:
     """How a save ended."""
 
     step: int
@@ -96,7 +96,7 @@ class Checkpoints:
         self._freed: list[str] = []
         """Deleted for room since the last save."""
         self._thread: threading.Thread | None = None
-        self._results: list[Saved] = []
+        self._results: list[SaveResult] = []
         self._failure: BaseException | None = None
         self.last_step: int | None = None
         """The last step that a save was begun for."""
@@ -231,7 +231,7 @@ class Checkpoints:
         self.was_full = full
         freed, self._freed = self._freed, []
         self._results.append(
-            Saved(
+            SaveResult(
                 step=step,
                 path=path,
                 seconds=seconds,
@@ -246,7 +246,7 @@ class Checkpoints:
         with suppress(DiskError, OSError):
             self.free_one()
 
-    def ended(self) -> list[Saved]:
+    def ended(self) -> list[SaveResult]:
         """Return the saves that ended since the last call. Raises only bugs."""
         self._raise_failure()
         results, self._results = self._results, []

@@ -24,7 +24,7 @@ from typing import Any
 from megatrain.disk.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from megatrain.disk.checkpoint.restore import verify_model
 from megatrain.disk.checkpoint.retention import finished, loss_of, step_of
-from megatrain.disk.hf.exported import Exported, read_exported
+from megatrain.disk.hf.exported import ExportRecord, read_exported
 from megatrain.errors import (
     CheckpointDamaged,
     CheckpointMismatch,
@@ -70,7 +70,7 @@ class _Candidate:
     step: int
     loss: float | None
     """Of an evaluation at this step; of an export only if it was the best."""
-    exported: Exported | None = None
+    exported: ExportRecord | None = None
 
     @property
     def folder(self) -> Path:

@@ -17,11 +17,11 @@ from typing import Any
 from megatrain.config import Config
 from megatrain.engine.engine import Engine
 from megatrain.errors import DiskError, DiskFull
+from megatrain.progress import Say
 from megatrain.run.checkpoints import Checkpoints
 from megatrain.run.folder import RunFolder
 from megatrain.run.interrupts import Interrupts
 
-Say = Callable[[str], None]
 RETRY_S = 60.0
 """Between two tries to save on a full disk."""
 _POLL_S = 0.5

@@ -23,7 +23,7 @@ from typing import Any
 
 from megatrain.run.patience import Patience
 
-WINDOW = 64
+SPIKE_WINDOW = 64
 _LEAST = 16
 """So many values are seen before one is judged; the last ones give level and trend."""
 _SPREADS = 4.5
@@ -48,7 +48,7 @@ class RunState:
 
     def judge(self, name: str, value: float) -> str | None:
         """Return a message if a loss or norm is unusual compared with the last ones; count it."""
-        seen = self.recent.setdefault(name, deque(maxlen=WINDOW))
+        seen = self.recent.setdefault(name, deque(maxlen=SPIKE_WINDOW))
         spike = None
         if len(seen) >= _LEAST:
             level, spread = _expected([_log(x) for x in seen])
@@ -88,7 +88,7 @@ class RunState:
             ),
             left_out={int(step): str(reason) for step, reason in fields["left_out"].items()},
             recent={
-                str(name): deque(map(float, values), maxlen=WINDOW)
+                str(name): deque(map(float, values), maxlen=SPIKE_WINDOW)
                 for name, values in fields["recent"].items()
             },
         )

@@ -132,7 +132,7 @@ class Trainer:
         folder.write_json("data_card.json", self.data.card)
         if self._pins:
             folder.write_json(places.FILE, self._pins)
-            self.notes += places.in_words(self._pins)
+            self.notes += places.commits_in_words(self._pins)
         self._write_plan()
 
     def _take_up(self, resumed: Resumed | None) -> None:

@@ -20,7 +20,7 @@ from megatrain.config import Config
 from megatrain.config.other_tools.asked import Tool
 from megatrain.config.other_tools.translate import migrate_document
 from megatrain.config.yaml_reader import Document
-from megatrain.data.steps.order import Mixed
+from megatrain.data.steps.order import MixedOrder
 from megatrain.data.steps.steps import Steps
 from megatrain.data.tokens.documents import hold_out, num_rows
 from testkit.made_documents import MadeDocuments
@@ -48,7 +48,7 @@ def ours(config: Config, rows: int, length: int = LENGTH) -> int:
     batch_tokens = config.train.batch_tokens
     steps = Steps(
         documents,
-        Mixed([num_rows(documents)], [1.0], 0),
+        MixedOrder([num_rows(documents)], [1.0], 0),
         batch_tokens=batch_tokens,
         batch_rows=config.train.batch_rows,
         micro_batch_tokens=config.data.max_length,

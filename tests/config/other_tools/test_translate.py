@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatrain.config import Config
 from megatrain.config.load import resolve_config
 from megatrain.config.other_tools import dataset_info
-from megatrain.config.other_tools.asked import Asked, Dropped, Pairs, Tool
+from megatrain.config.other_tools.asked import DroppedKey, Pairs, Tool, ToolConfig
 from megatrain.config.other_tools.defaults import ALWAYS, DEFAULTS, NULL_MEANS, ROWS
 from megatrain.config.other_tools.translate import (
     TABLES,
@@ -266,7 +266,7 @@ def test_configuration_and_split_of_a_dataset_are_kept(
 
 
 def _info(names: str) -> list[dict[str, Any]]:
-    asked = Asked({"dataset": names}, tool="LLaMA-Factory", folder=EXAMPLES)
+    asked = ToolConfig({"dataset": names}, tool="LLaMA-Factory", folder=EXAMPLES)
     return dataset_info.sources(names.split(","), asked)
 
 
@@ -292,7 +292,7 @@ def test_names_of_llama_factory_are_the_files_and_formats_they_stand_for() -> No
     ],
 )
 def test_datasets_that_cannot_be_read_as_there_are_refused_by_name(name: str, reason: str) -> None:
-    with pytest.raises(Dropped, match=reason):
+    with pytest.raises(DroppedKey, match=reason):
         _info(name)
 
 

@@ -9,7 +9,7 @@ from tokenizers.processors import TemplateProcessing
 
 from megatrain.data.chat.masks import TOKENIZER_REFUSED, Encoder, Tokens
 from megatrain.data.chat.render import NO_PREFIX, UNOPENED_THOUGHT, render_row
-from megatrain.data.chat.template import REFUSED, ChatTemplate, has_generation_tags
+from megatrain.data.chat.template import TEMPLATE_REFUSED, ChatTemplate, has_generation_tags
 from megatrain.data.rows.formats import format_of
 from megatrain.data.rows.messages import Message
 from megatrain.data.rows.rows import Row, canonical
@@ -56,7 +56,7 @@ def test_every_answer_is_trained_once_with_its_end(shape: str, kind: str) -> Non
     row = canonical(value, form)
     encoder = Encoder(tokenizer_of(kind))
     if row.messages[0]["role"] == "system" and not KINDS[kind].has_system:
-        with pytest.raises(BadRow, match=f"{REFUSED}.*no system role"):
+        with pytest.raises(BadRow, match=f"{TEMPLATE_REFUSED}.*no system role"):
             encoder.encode(row)
         return
     assert trained_text(kind, encoder.encode(row)) == expected(kind, row.messages[row.num_prompt :])
@@ -226,7 +226,7 @@ def test_a_turn_follows_its_own_prompt_where_the_template_rewrites_what_that_sho
     "template", ["{{ raise_exception('no') }}", "{{ 1 / 0 }}", "{{ messages[99].x }}", "{% for %}"]
 )
 def test_a_template_that_fails_costs_the_row(template: str) -> None:
-    with pytest.raises(BadRow, match=REFUSED):
+    with pytest.raises(BadRow, match=TEMPLATE_REFUSED):
         Encoder(made(template, ("<s>",), eos="<s>")).encode(Row(messages=TALK))
 
 

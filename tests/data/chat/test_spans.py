@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import normalizers, processors
 
-from megatrain.data.chat.spans import clipped, mask_of, merged, tokens_in, tokens_in_by_all
+from megatrain.data.chat.spans import clipped, mask_of, merged_runs, tokens_in, tokens_in_by_all
 from testkit.tokenizers_of_kinds import made, tokenizer_of
 
 
@@ -67,7 +67,7 @@ _SPANS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=6)
 def test_runs_are_sets_of_tokens(spans: list[tuple[int, int]], start: int, stop: int) -> None:
     spans = [(min(span), max(span)) for span in spans]
     held = {token for begin, end in spans for token in range(begin, end)}
-    runs = merged(spans)
+    runs = merged_runs(spans)
     assert sum(end - begin for begin, end in runs) == len(held)
     assert {token for begin, end in runs for token in range(begin, end)} == held
     cut = clipped(runs, start, stop)

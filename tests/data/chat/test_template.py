@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.data.chat.template import REFUSED, ChatTemplate
+from megatrain.data.chat.template import TEMPLATE_REFUSED, ChatTemplate
 from megatrain.data.rows.messages import Message
 from megatrain.data.rows.rows import Row
 from megatrain.data.rows.skipped import BadRow
@@ -94,12 +94,12 @@ def test_a_template_that_is_written_otherwise_when_used_is_refused() -> None:
     ],
 )
 def test_the_sandbox_holds(template: str) -> None:
-    with pytest.raises(BadRow, match=f"{REFUSED}.*SecurityError"):
+    with pytest.raises(BadRow, match=f"{TEMPLATE_REFUSED}.*SecurityError"):
         ChatTemplate(_tokenizer(template)).render(ROW)
 
 
 def test_an_answer_to_nothing_is_refused() -> None:
-    with pytest.raises(BadRow, match=f"{REFUSED}.*no turn comes before the first answer"):
+    with pytest.raises(BadRow, match=f"{TEMPLATE_REFUSED}.*no turn comes before the first answer"):
         ChatTemplate(_tokenizer("x")).render(Row())
 
 

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatrain.data.rows import cells, reading
-from megatrain.data.rows.skipped import BadRow, Skipped
+from megatrain.data.rows.skipped import BadRow, SkippedRows
 from megatrain.data.rows.source import open_source
 from megatrain.errors import DataError
 from tests.data.rows.bad_rows import (
@@ -29,8 +29,8 @@ from tests.data.rows.bad_rows import (
 GOOD = ["first", "second", "third"]
 
 
-def _read(path: Path) -> tuple[list[str], Skipped]:
-    skipped = Skipped()
+def _read(path: Path) -> tuple[list[str], SkippedRows]:
+    skipped = SkippedRows()
     return [row.text for _, row in open_source(path).rows(skipped)], skipped
 
 

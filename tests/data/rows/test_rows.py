@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.data.rows.formats import detect, format_of
+from megatrain.data.rows.formats import detect_format, format_of
 from megatrain.data.rows.rows import Row, canonical
-from megatrain.data.rows.skipped import BadRow, Skipped
+from megatrain.data.rows.skipped import BadRow, SkippedRows
 from megatrain.data.rows.source import open_source
 from megatrain.errors import DataError
 from testkit.row_shapes import SHAPES
@@ -30,8 +30,8 @@ def _said(row: Row) -> tuple[tuple[str, str], ...]:
     return tuple((message["role"], message["content"]) for message in row.messages)
 
 
-def _read(path: Path) -> tuple[list[Row], Skipped]:
-    skipped = Skipped()
+def _read(path: Path) -> tuple[list[Row], SkippedRows]:
+    skipped = SkippedRows()
     return [row for _, row in open_source(path).rows(skipped)], skipped
 
 
@@ -61,7 +61,7 @@ def test_text_is_text(tmp_path: Path) -> None:
     assert rows == [Row(text=" a b ")]
 
 
-def _expect_middle_bad(path: Path, rows: list[Row], skipped: Skipped, reason: str) -> None:
+def _expect_middle_bad(path: Path, rows: list[Row], skipped: SkippedRows, reason: str) -> None:
     assert len(rows) == 2
     assert skipped.counts == {reason: 1}
     number = 3 if path.suffix == ".csv" else 2
@@ -149,7 +149,7 @@ def test_whatever_a_row_is_the_answer_is_a_row_or_a_reason(value: Any) -> None:
 
 def test_the_majority_of_the_first_rows_decides() -> None:
     odd: list[Any] = [{"text": "a"}, None, 3, {}]
-    assert str(detect([*odd, *GOOD])) == "detected: messages (role, content)"
+    assert str(detect_format([*odd, *GOOD])) == "detected: messages (role, content)"
 
 
 BOTH: dict[str, Any] = {**GOOD[0], "text": "a", "prompt": "p", "completion": "c"}
@@ -158,26 +158,28 @@ BOTH: dict[str, Any] = {**GOOD[0], "text": "a", "prompt": "p", "completion": "c"
 @pytest.mark.parametrize(
     ("wanted", "printed", "row"),
     [
-        ("auto", "detected: messages (role, content)", canonical(GOOD[0], detect(GOOD))),
-        ("messages", "told: messages (role, content)", canonical(GOOD[0], detect(GOOD))),
+        ("auto", "detected: messages (role, content)", canonical(GOOD[0], detect_format(GOOD))),
+        ("messages", "told: messages (role, content)", canonical(GOOD[0], detect_format(GOOD))),
         ("text", "told: text (text)", Row(text="a")),
         (
             "prompt_completion",
             "told: prompt / completion",
-            canonical({"prompt": "p", "completion": "c"}, detect([{"prompt": 1, "completion": 2}])),
+            canonical(
+                {"prompt": "p", "completion": "c"}, detect_format([{"prompt": 1, "completion": 2}])
+            ),
         ),
     ],
 )
 def test_the_told_format_is_used(tmp_path: Path, wanted: Any, printed: str, row: Row) -> None:
     source = open_source(write(tmp_path / "a.jsonl", [BOTH, BOTH]), wanted)
     assert str(source.format) == printed
-    read = [replace(found, unused=()) for _, found in source.rows(Skipped())]
+    read = [replace(found, unused=()) for _, found in source.rows(SkippedRows())]
     assert read == [row, row]
 
 
 def test_a_told_format_counts_rows_of_another_as_such(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [*GOOD, {"text": "a"}, *GOOD])
-    skipped = Skipped()
+    skipped = SkippedRows()
     rows = list(open_source(path, "text").rows(skipped))
     assert [row.text for _, row in rows] == ["a"]
     assert skipped.counts == {"other shape": 6}
@@ -214,11 +216,11 @@ def test_no_known_format_names_columns_and_formats() -> None:
     with pytest.raises(
         DataError, match=r"x\.jsonl: no known format .* columns are a, b\. Known formats"
     ):
-        detect([{"a": 1}, {"b": 2}], where="x.jsonl")
+        detect_format([{"a": 1}, {"b": 2}], where="x.jsonl")
 
 
 def test_counts_of_parts_add_up() -> None:
-    first, second = Skipped(), Skipped()
+    first, second = SkippedRows(), SkippedRows()
     first.add("a:1", BadRow("empty"))
     second.add("a:9", BadRow("empty"))
     second.add("a:10", BadRow("null"))
@@ -231,8 +233,8 @@ def test_a_function_alone_is_a_tool() -> None:
     function, tool = {"name": "add"}, {"type": "function", "function": {"name": "add"}}
     for column in ({"tools": [function]}, {"tools": [tool]}, {"functions": [function]},
                    {"tools": '[{"name": "add"}]'}):  # fmt: skip
-        row = canonical({**GOOD[0], **column}, detect(GOOD))
+        row = canonical({**GOOD[0], **column}, detect_format(GOOD))
         assert row.tools == (tool,)
         assert row.unused == ()
     other = {"type": "web_search", "name": "search"}
-    assert canonical({**GOOD[0], "tools": [other]}, detect(GOOD)).tools == (other,)
+    assert canonical({**GOOD[0], "tools": [other]}, detect_format(GOOD)).tools == (other,)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatrain.data.steps.loader import Loader
-from megatrain.data.steps.order import Shuffled
+from megatrain.data.steps.order import ShuffledOrder
 from megatrain.data.steps.steps import Position, Steps
 from megatrain.engine.batch import MicroBatch
 from megatrain.errors import DataError
@@ -25,7 +25,7 @@ DOCUMENTS = log_normal(120, 32)
 
 def _steps(documents: Any = DOCUMENTS) -> Steps:
     return Steps(
-        documents, Shuffled(120, 1), batch_tokens=128, micro_batch_tokens=64, max_length=32
+        documents, ShuffledOrder(120, 1), batch_tokens=128, micro_batch_tokens=64, max_length=32
     )
 
 

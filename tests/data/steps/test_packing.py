@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.data.steps.order import InOrder, Shuffled
-from megatrain.data.steps.packing import WINDOW, Windows, pack, pack_in_order
+from megatrain.data.steps.order import InOrder, ShuffledOrder
+from megatrain.data.steps.packing import WINDOW_ROWS, Windows, pack, pack_in_order
 from megatrain.errors import DataError
 from testkit.made_documents import MadeDocuments
 
@@ -45,8 +45,8 @@ def _windows(mean: float, sigma: float, max_length: int, seed: int = 1) -> Windo
     sample = np.random.default_rng(0).lognormal(mean, sigma, 20_000)
     lengths = np.clip(sample, 1, max_length).astype(np.int64)
     documents = MadeDocuments(lengths.tolist())
-    order = Shuffled(len(lengths), 0)
-    return Windows(order, documents, max_length, packing=True, num_rows=WINDOW, seed=seed)
+    order = ShuffledOrder(len(lengths), 0)
+    return Windows(order, documents, max_length, packing=True, num_rows=WINDOW_ROWS, seed=seed)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_documents_in_rows_of_their_own_would_fall_short() -> None:
 
 def test_windows_cover_an_epoch() -> None:
     windows = _windows(6, 1, 2048)
-    assert windows.num_windows == -(-20_000 // WINDOW)
+    assert windows.num_windows == -(-20_000 // WINDOW_ROWS)
     documents = [
         int(document)
         for number in range(windows.num_windows)
@@ -92,7 +92,14 @@ def test_rows_are_not_in_order_of_length() -> None:
 
 def test_a_document_that_fits_no_row_is_refused() -> None:
     with pytest.raises(DataError, match="document 1 has 65 tokens, rows have 64"):
-        Windows(Shuffled(2, 0), MadeDocuments([3, 65]), 64, packing=True, num_rows=WINDOW, seed=0)
+        Windows(
+            ShuffledOrder(2, 0),
+            MadeDocuments([3, 65]),
+            64,
+            packing=True,
+            num_rows=WINDOW_ROWS,
+            seed=0,
+        )
 
 
 @given(lengths=st.lists(st.integers(1, 64), max_size=200))

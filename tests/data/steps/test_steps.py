@@ -12,7 +12,7 @@ import pytest
 
 from megatrain.data.steps import packing as packing_module
 from megatrain.data.steps import steps as steps_module
-from megatrain.data.steps.order import InOrder, Mixed, Order, Shuffled
+from megatrain.data.steps.order import InOrder, MixedOrder, Order, ShuffledOrder
 from megatrain.data.steps.steps import Position, Steps
 from megatrain.errors import ConfigError, DataError
 from testkit.effort import require_effort
@@ -23,8 +23,8 @@ DOCUMENTS = log_normal(700, 64)
 
 @pytest.fixture(autouse=True)
 def _small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing_module, "WINDOW", 60)
-    monkeypatch.setattr(steps_module, "WINDOW", 60)
+    monkeypatch.setattr(packing_module, "WINDOW_ROWS", 60)
+    monkeypatch.setattr(steps_module, "WINDOW_ROWS", 60)
 
 
 def _steps(
@@ -33,7 +33,7 @@ def _steps(
     settings: dict[str, Any] = {
         "batch_tokens": 512, "micro_batch_tokens": 128, "max_length": 64, "seed": 3, **changes
     }  # fmt: skip
-    return Steps(documents, order or Shuffled(len(documents.lengths), 3), **settings)
+    return Steps(documents, order or ShuffledOrder(len(documents.lengths), 3), **settings)
 
 
 def _run(
@@ -115,9 +115,9 @@ def test_the_batch_may_change_when_a_run_goes_on() -> None:
 
 def test_mixtures_have_positions_too() -> None:
     documents = log_normal(500, 64)
-    order = Mixed([100, 400], [2, 0.7], 3)
+    order = MixedOrder([100, 400], [2, 0.7], 3)
     whole = _run(_steps(documents, order), Position(), 2)
-    fresh = _steps(documents, Mixed([100, 400], [2, 0.7], 3))
+    fresh = _steps(documents, MixedOrder([100, 400], [2, 0.7], 3))
     assert _run(fresh, whole[7][0], 2) == whole[7:]
 
 
@@ -128,7 +128,7 @@ def test_mixtures_have_positions_too() -> None:
         {"max_length": 65},
         {"packing": False},
         {"order": InOrder(700)},
-        {"order": Mixed([350, 350], [1, 2], 3)},
+        {"order": MixedOrder([350, 350], [1, 2], 3)},
         {"shuffle": False},
         {"batch_tokens": None, "batch_rows": 50},
         {"documents": log_normal(700, 64, 9)},
@@ -159,7 +159,7 @@ ROWS = MadeDocuments(log_normal(700, 64).lengths.tolist(), counts=[1, 2, 4] * 10
 
 def _by_rows(batch_rows: int, **changes: Any) -> Steps:
     settings = {"batch_tokens": None, "batch_rows": batch_rows, **changes}
-    return _steps(ROWS, settings.pop("order", None) or Shuffled(300, 3), **settings)
+    return _steps(ROWS, settings.pop("order", None) or ShuffledOrder(300, 3), **settings)
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -189,7 +189,7 @@ def test_by_rows_and_unpacked_an_epoch_is_the_permutation_itself() -> None:
     steps = _by_rows(7, packing=False)
     documents = [int(d) for _, rows in _run(steps, Position(), 1) for row in rows for d in row]
     rows = np.searchsorted(ROWS.row_starts, documents, side="right") - 1
-    expected = Shuffled(300, 3).rows(0, 0, 300)
+    expected = ShuffledOrder(300, 3).rows(0, 0, 300)
     assert list(dict.fromkeys(rows.tolist())) == expected.tolist()
 
 
@@ -249,7 +249,7 @@ def test_seeking_far_out_takes_little() -> None:
     documents.lengths = _Endless()
     documents.row_starts = _EachARow()
     far = Position(epoch=2, window=10**12 // 60 - 7, row=3)
-    steps = _steps(documents, Shuffled(10**12, 3))
+    steps = _steps(documents, ShuffledOrder(10**12, 3))
     state = steps.state(far)
 
     def seek() -> None:

@@ -14,14 +14,14 @@ import pytest
 from megatrain.data.tokens import prepare as prepare_module
 from megatrain.data.tokens.documents import (
     Documents,
-    Joined,
+    JoinedDocuments,
     Subset,
     documents_of,
     hold_out,
     num_rows,
 )
 from megatrain.data.tokens.prepare import prepare
-from megatrain.data.tokens.prepared import Prepared
+from megatrain.data.tokens.prepared import PreparedData
 from megatrain.errors import DataError
 from testkit.made_documents import SPAN, MadeDocuments
 from testkit.tokenizers_of_kinds import tokenizer_of
@@ -51,7 +51,7 @@ def test_a_subset_keeps_whole_rows() -> None:
 
 
 def test_joined_rows_are_numbered_through() -> None:
-    joined = Joined([Subset(MADE, np.array([1])), MADE])
+    joined = JoinedDocuments([Subset(MADE, np.array([1])), MADE])
     assert _all(joined) == [[1, 2, 3], [0], [1, 2, 3], [4], [5, 6]]
     assert num_rows(joined) == 5
 
@@ -62,7 +62,7 @@ def test_too_few_rows_to_hold_out_are_refused() -> None:
 
 
 @pytest.fixture(scope="module")
-def chats(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+def chats(tmp_path_factory: pytest.TempPathFactory) -> PreparedData:
     """1,000 conversations of 1 to 12 turns, each with a first question of its own."""
     draw = random.Random(0)
     rows = []
@@ -75,7 +75,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     return _prepared(tmp_path_factory.mktemp("chats") / "a.jsonl", rows)
 
 
-def _prepared(path: Path, rows: list[dict[str, Any]], **changes: Any) -> Prepared:
+def _prepared(path: Path, rows: list[dict[str, Any]], **changes: Any) -> PreparedData:
     settings: dict[str, Any] = {"max_length": 1024, **changes}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare_module, "probe_template", lambda *arguments: None)
@@ -94,7 +94,7 @@ def _prefixes(documents: Documents) -> set[tuple[int, ...]]:
     return found
 
 
-def test_documents_know_their_rows(chats: Prepared) -> None:
+def test_documents_know_their_rows(chats: PreparedData) -> None:
     assert chats.card["rows"] == chats.card["kept"] == num_rows(chats) == 1000
     assert chats.card["documents"] > 3000
     assert sorted(set(chats.rows.tolist())) == list(range(1000))
@@ -103,7 +103,7 @@ def test_documents_know_their_rows(chats: Prepared) -> None:
 
 @pytest.mark.parametrize("fraction", [0.001, 0.02, 0.1, 0.5, 0.9])
 @pytest.mark.parametrize("seed", [0, 42])
-def test_no_conversation_is_on_both_sides(chats: Prepared, fraction: float, seed: int) -> None:
+def test_no_conversation_is_on_both_sides(chats: PreparedData, fraction: float, seed: int) -> None:
     train, held = hold_out(chats, fraction, seed)
     assert num_rows(held) == math.ceil(fraction * 1000)
     assert num_rows(train) + num_rows(held) == 1000
@@ -112,14 +112,14 @@ def test_no_conversation_is_on_both_sides(chats: Prepared, fraction: float, seed
     assert len(_prefixes(held)) == num_rows(held)
 
 
-def test_holding_out_documents_would_be_noticed(chats: Prepared) -> None:
+def test_holding_out_documents_would_be_noticed(chats: PreparedData) -> None:
     by_document = MadeDocuments(chats.lengths.tolist())
     by_document.tokens = chats.tokens  # type: ignore[method-assign]
     train, held = hold_out(by_document, 0.1, 42)
     assert len(_prefixes(train) & _prefixes(held)) > 100
 
 
-def test_other_seeds_hold_out_other_rows(chats: Prepared) -> None:
+def test_other_seeds_hold_out_other_rows(chats: PreparedData) -> None:
     assert _prefixes(hold_out(chats, 0.1, 1)[1]) != _prefixes(hold_out(chats, 0.1, 2)[1])
 
 

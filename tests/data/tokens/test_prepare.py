@@ -15,13 +15,13 @@ import pytest
 from megatrain.data.chat.masks import Encoder
 from megatrain.data.rows.rows import Row
 from megatrain.data.steps.loader import Loader
-from megatrain.data.steps.order import Mixed
+from megatrain.data.steps.order import MixedOrder
 from megatrain.data.steps.steps import Steps
 from megatrain.data.tokens import prepare as prepare_module
-from megatrain.data.tokens.documents import Joined
+from megatrain.data.tokens.documents import JoinedDocuments
 from megatrain.data.tokens.encoding import NO_TARGET, TOO_LONG, Settings
 from megatrain.data.tokens.prepare import prepare
-from megatrain.data.tokens.prepared import Prepared
+from megatrain.data.tokens.prepared import PreparedData
 from megatrain.engine.batch import check_batch
 from megatrain.errors import ConfigError, DataError, DiskError
 from testkit.tokenizers_of_kinds import KINDS, made, tokenizer_of
@@ -46,13 +46,13 @@ def _probe_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare_module, "probe_template", lambda *_: None)
 
 
-def _prepare(path: Path, kind: str = "chatml", **changes: Any) -> Prepared:
+def _prepare(path: Path, kind: str = "chatml", **changes: Any) -> PreparedData:
     settings: dict[str, Any] = {"cache_dir": path.parent / "cache", "max_length": 64, **changes}
     tokenizer = settings.pop("tokenizer", None) or tokenizer_of(kind)
     return prepare(path, tokenizer, **settings)
 
 
-def _all_tokens(prepared: Prepared) -> list[tuple[list[int], list[bool]]]:
+def _all_tokens(prepared: PreparedData) -> list[tuple[list[int], list[bool]]]:
     pairs = (prepared.tokens(number) for number in range(len(prepared.lengths)))
     return [(ids.tolist(), trained.tolist()) for ids, trained in pairs]
 
@@ -264,7 +264,7 @@ def test_another_run_that_was_faster_is_no_failure(
     path = write(tmp_path / "a.jsonl", ROWS)
     whole = prepare_module._prepared
 
-    def twice(*arguments: Any) -> Prepared:
+    def twice(*arguments: Any) -> PreparedData:
         whole(*arguments)
         return whole(*arguments)
 
@@ -318,11 +318,15 @@ def test_from_files_to_steps(tmp_path: Path) -> None:
         _prepare(write(tmp_path / "a.jsonl", ROWS)),
         _prepare(write(tmp_path / "b.txt", [{"text": f"text number {n}"} for n in range(200)])),
     ]
-    joined = Joined(parts)
+    joined = JoinedDocuments(parts)
     sizes = [len(part.lengths) for part in parts]
     assert joined.tokens(600)[0].tolist() == parts[1].tokens(0)[0].tolist()
     steps = Steps(
-        joined, Mixed(sizes, [0.8, 0.2], 1), batch_tokens=512, micro_batch_tokens=128, max_length=64
+        joined,
+        MixedOrder(sizes, [0.8, 0.2], 1),
+        batch_tokens=512,
+        micro_batch_tokens=128,
+        max_length=64,
     )
     with Loader(steps, num_epochs=1) as loader:
         batches = list(loader)

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatrain.disk.hf.growth import Growth, tables
-from megatrain.disk.hf.model import HostModel, load_model, read_folder
+from megatrain.disk.hf.model import HostModel, load_model, read_model_folder
 from megatrain.errors import ConfigError, WeightsMismatch
 from megatrain.memory.kinds import Kind
 from testkit.families import save_tiny
@@ -30,7 +30,7 @@ def grown(
 ) -> HostModel:
     ids = tuple(range(num_tokens, num_tokens + count))
     growth = Growth(num_tokens=num_tokens, new_ids=ids, files={"tokenizer.json": b"new"})
-    found = read_folder(folder, dtype=dtype, frozen=frozen, attn=None, growth=growth)
+    found = read_model_folder(folder, dtype=dtype, frozen=frozen, attn=None, growth=growth)
     return found.load((Kind.HI, Kind.LO))
 
 

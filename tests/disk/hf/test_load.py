@@ -61,7 +61,7 @@ def test_masters_would_show_a_lost_remainder(tmp_path: Path) -> None:
 
 def test_chunks_smaller_than_tensors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = load_model(folder).store
-    monkeypatch.setattr(load_module, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(load_module, "READ_BYTES", 1000)
     parts = load_model(folder).store
     for name in whole.layout.places:
         assert torch.equal(whole.param(name, Kind.HI), parts.param(name, Kind.HI))
@@ -189,7 +189,7 @@ def test_nothing_is_held_twice(tmp_path: Path) -> None:
     watcher.join()
     weights = model.store.layout.kind_bytes[Kind.HI]
     assert weights > 150 << 20
-    buffers = load_module.NUM_WORKERS * load_module.CHUNK_BYTES
+    buffers = load_module.NUM_LOAD_WORKERS * load_module.READ_BYTES
     assert peak - before < weights + buffers + (32 << 20)
 
 

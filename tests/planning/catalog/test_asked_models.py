@@ -11,7 +11,7 @@ import torch
 
 from megatrain.errors import ConfigError, ModelConfigError, ModelFolderError
 from megatrain.planning.catalog.asked_models import find_shape
-from megatrain.planning.catalog.known_models import find_model
+from megatrain.planning.catalog.known_models import find_known_model
 from testkit.families import save_tiny
 from testkit.hub_on_loopback import serving, use
 
@@ -24,7 +24,7 @@ def _write(folder: Path, config: Any) -> Path:
 
 def test_a_name_a_folder_and_a_file_give_the_same_model(tmp_path: Path) -> None:
     known = find_shape("qwen3-8b")
-    folder = _write(tmp_path / "mine", find_model("qwen3-8b").config)
+    folder = _write(tmp_path / "mine", find_known_model("qwen3-8b").config)
     for asked in (str(folder), str(folder / "config.json")):
         shape = find_shape(asked)
         assert shape.renamed(known.name) == known
@@ -34,7 +34,7 @@ def test_a_name_a_folder_and_a_file_give_the_same_model(tmp_path: Path) -> None:
 def test_an_id_that_is_not_in_the_table_is_asked_of_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = find_model("qwen3-8b")
+    known = find_known_model("qwen3-8b")
     with serving() as hub:
         use(monkeypatch, hub.url, str(tmp_path))
         hub.put("acme/fresh", {"config.json": json.dumps(known.config).encode()})
@@ -57,7 +57,7 @@ def test_a_family_that_is_not_listed_is_built_without_weights(tmp_path: Path) ->
 
 
 def test_a_model_with_eyes_counts_its_decoder(tmp_path: Path) -> None:
-    text = find_model("gemma-3-4b-it").config
+    text = find_known_model("gemma-3-4b-it").config
     folder = _write(tmp_path / "m", {"model_type": "gemma3", "text_config": text, "x": 1})
     assert find_shape(str(folder)).params == find_shape("gemma-3-4b-pt").params
 
@@ -72,7 +72,7 @@ def test_a_folder_without_config_is_said(tmp_path: Path) -> None:
         find_shape(str(tmp_path))
 
 
-LLAMA = find_model("Llama-3.2-1B").config
+LLAMA = find_known_model("Llama-3.2-1B").config
 _NO_SIZES: tuple[Any, ...] = (10**30, "x", None, [], {})
 HOSTILE = [
     "",

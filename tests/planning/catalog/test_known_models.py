@@ -6,7 +6,7 @@ import pytest
 
 from megatrain.errors import ConfigError
 from megatrain.planning.catalog.families import shape_from_config
-from megatrain.planning.catalog.known_models import KnownModel, find_model, known_models
+from megatrain.planning.catalog.known_models import KnownModel, find_known_model, known_models
 
 MODELS = known_models()
 
@@ -33,7 +33,7 @@ def test_params_are_those_published(model: KnownModel) -> None:
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "intermediate_size", "hidden_size"])
 def test_a_wrong_dimension_would_be_noticed(key: str) -> None:
-    model = find_model("Qwen/Qwen3-8B")
+    model = find_known_model("Qwen/Qwen3-8B")
     config = model.config | {key: round(model.config[key] * 1.03)}
     wrong = shape_from_config(config, "wrong").params
     assert wrong != pytest.approx(model.published_params, rel=0.01)
@@ -47,7 +47,7 @@ def test_active_params_are_those_in_the_names() -> None:
         ("moonshotai/Kimi-K2-Instruct", 32e9),
         ("openai/gpt-oss-120b", 5.7e9),
     ):
-        shape = shape_from_config(find_model(name).config, name)
+        shape = shape_from_config(find_known_model(name).config, name)
         assert shape.active_params == pytest.approx(active, rel=0.03), name
 
 
@@ -67,11 +67,13 @@ def test_active_params_are_those_in_the_names() -> None:
     ],
 )
 def test_names_are_found_as_people_write_them(asked: str, found: str) -> None:
-    assert find_model(asked).name == found
+    assert find_known_model(asked).name == found
 
 
 def test_every_model_is_found_by_its_own_name() -> None:
-    assert [find_model(model.name).name for model in MODELS] == [model.name for model in MODELS]
+    assert [find_known_model(model.name).name for model in MODELS] == [
+        model.name for model in MODELS
+    ]
 
 
 @pytest.mark.parametrize(
@@ -87,11 +89,11 @@ def test_every_model_is_found_by_its_own_name() -> None:
 )
 def test_an_unknown_name_is_refused_with_what_comes_near(asked: str, answer: str) -> None:
     with pytest.raises(ConfigError, match=answer):
-        find_model(asked)
+        find_known_model(asked)
 
 
 def test_a_hostile_name_is_quoted_short() -> None:
     with pytest.raises(ConfigError) as info:
-        find_model("x\x1b[31m" * 10_000)
+        find_known_model("x\x1b[31m" * 10_000)
     assert len(str(info.value)) < 2000
     assert "\x1b" not in str(info.value)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.report.drawing.markup import Html, escaped, join, shortened, tag, visible
+from megatrain.report.drawing.markup import Html, escaped, join_html, shortened, tag, visible
 from tests.report.reading import read
 
 
@@ -41,7 +41,7 @@ def test_what_cannot_be_seen_is_spelled_out(text: str, seen: str) -> None:
 def test_attributes_take_python_names() -> None:
     made = tag("p", class_="a", aria_label="b", viewBox="c", name="d", title=None)
     assert made == '<p class="a" aria-label="b" viewBox="c" name="d"></p>'
-    assert join(["<", made[:2]]) == "&lt;&lt;p"
+    assert join_html(["<", made[:2]]) == "&lt;&lt;p"
 
 
 def test_long_text_says_how_much_is_missing() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from megatrain.errors import DataError
 from megatrain.run.evaluation import answers
-from megatrain.run.evaluation.answers import Question, answer_all, groups, judge, questions
+from megatrain.run.evaluation.answers import Question, answer_all, judge, question_groups, questions
 
 END = 1
 ENDS = frozenset({END})
@@ -95,7 +95,7 @@ def test_what_is_thought_before_an_answer_is_not_judged(
 @pytest.mark.parametrize("most_tokens", [1, 12, 1000])
 def test_every_question_is_in_one_group_that_is_small_enough(most_tokens: int) -> None:
     asked = [question([3] * size, [4]) for size in (2, 9, 3, 5, 2, 7)]
-    made = list(groups(asked, most_tokens))
+    made = list(question_groups(asked, most_tokens))
     assert sorted(number for group in made for number in group) == list(range(6))
     for group in made:
         longest = max(len(asked[number].prompt) + 1 for number in group)

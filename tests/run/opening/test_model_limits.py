@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from megatrain.cli.demo import byte_tokenizer
 from megatrain.data.tokens import prepare as prepare_module
 from megatrain.data.tokens.prepare import prepare
-from megatrain.data.tokens.prepared import Prepared
+from megatrain.data.tokens.prepared import PreparedData
 from megatrain.errors import DataError
 from megatrain.run.opening.model_limits import check_rows, has_position_table, num_positions
 from testkit.families import FAMILIES, tiny_config, tiny_model
@@ -34,7 +34,7 @@ def _decoder(family: str, **changes: Any) -> Any:
 
 
 @pytest.fixture
-def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepared:
+def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PreparedData:
     """Two short rows and one of some 200 tokens."""
     monkeypatch.setattr(prepare_module, "probe_template", lambda *arguments: None)
     texts = [{"prompt": "a", "completion": "b" * n} for n in (3, 200, 5)]
@@ -43,7 +43,7 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepared:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gptj"])
-def test_rows_beyond_a_table_of_positions_are_refused(rows: Prepared, family: str) -> None:
+def test_rows_beyond_a_table_of_positions_are_refused(rows: PreparedData, family: str) -> None:
     decoder = _decoder(family, vocab_size=1000, max_position_embeddings=128)
     with pytest.raises(
         DataError,
@@ -53,19 +53,19 @@ def test_rows_beyond_a_table_of_positions_are_refused(rows: Prepared, family: st
         check_rows([rows], decoder)
 
 
-def test_rows_beyond_rotary_positions_are_a_warning(rows: Prepared) -> None:
+def test_rows_beyond_rotary_positions_are_a_warning(rows: PreparedData) -> None:
     (note,) = check_rows([rows], _decoder("llama", vocab_size=1000))
     assert "1 of 3 documents are longer than the 128 positions of the model" in note
     assert note.endswith("It was not trained there; data.max_length: 128 leaves them out")
 
 
-def test_rows_within_the_positions_are_not_mentioned(rows: Prepared) -> None:
+def test_rows_within_the_positions_are_not_mentioned(rows: PreparedData) -> None:
     for family in ("gpt2", "llama"):
         decoder = _decoder(family, vocab_size=1000, max_position_embeddings=512)
         assert check_rows([rows], decoder) == []
 
 
-def test_a_token_beyond_the_embedding_is_found_with_its_place(rows: Prepared) -> None:
+def test_a_token_beyond_the_embedding_is_found_with_its_place(rows: PreparedData) -> None:
     largest = max(int(rows.tokens(number)[0].max()) for number in range(3))
     assert rows.card["largest_id"] == largest
     assert (

@@ -14,12 +14,12 @@ from megatrain.cli.demo import write_demo
 from megatrain.cli.verbs import train_from
 from megatrain.config import Config, load_config
 from megatrain.devices.device import CpuDevice
-from megatrain.disk.hf.model import ModelFolder, read_folder
+from megatrain.disk.hf.model import ModelFolder, read_model_folder
 from megatrain.errors import DoesNotFit
 from megatrain.planning.machine.profile import MachineProfile, unmeasured
 from megatrain.planning.plan import Plan
 from megatrain.report.run import read_run
-from megatrain.report.summary import facts as report_facts
+from megatrain.report.summary import run_facts as report_facts
 from megatrain.run.opening import opening, planned
 from megatrain.run.opening.planned import facts, plan_resumed, plan_run
 from megatrain.run.opening.resolve import Resolved, resolve
@@ -58,7 +58,9 @@ def config_of(path: Path, *changes: str) -> Config:
 def plan_of(path: Path, *changes: str) -> tuple[Resolved, Plan]:
     config = config_of(path, *changes)
     device, model = CpuDevice(), config.model
-    read = read_folder(model.name_or_path, dtype=model.dtype, frozen=model.frozen, attn=model.attn)
+    read = read_model_folder(
+        model.name_or_path, dtype=model.dtype, frozen=model.frozen, attn=model.attn
+    )
     return plan_run(config, device, resolve(config, device, "cpu"), read.decoder)
 
 
@@ -98,7 +100,9 @@ def test_a_run_that_continues_has_its_prediction_and_keeps_its_bits(
 ) -> None:
     config, device = config_of(path), CpuDevice()
     model = config.model
-    read = read_folder(model.name_or_path, dtype=model.dtype, frozen=model.frozen, attn=model.attn)
+    read = read_model_folder(
+        model.name_or_path, dtype=model.dtype, frozen=model.frozen, attn=model.attn
+    )
     began = replace(resolve(config, device, "cpu"), micro_batch_tokens=128, chunk_tokens=64)
     resolved, plan = plan_resumed(config, device, began, read.decoder, BASE)
     assert (resolved.micro_batch_tokens, resolved.chunk_tokens) == (128, 64)

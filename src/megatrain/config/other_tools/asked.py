@@ -11,11 +11,11 @@ Pairs = Literal["strings", "turns", "none"]
 """The contents of the columns prompt and completion; none if there are no such columns."""
 
 
-class Dropped(Exception):
+class DroppedKey(Exception):
     """No setting here corresponds to this value; the text gives the reason."""
 
 
-class Asked(dict[str, Any]):
+class ToolConfig(dict[str, Any]):
     """The keys of a file and their values."""
 
     def __init__(
@@ -39,5 +39,5 @@ class Asked(dict[str, Any]):
         return otherwise if value is None else value
 
 
-Converter = Callable[[Any, Asked], tuple[Any, str]]
+Converter = Callable[[Any, ToolConfig], tuple[Any, str]]
 """Takes a key's value and all keys; returns ours and a note, or raises Dropped."""

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatrain.config.other_tools.asked import Asked, Dropped
+from megatrain.config.other_tools.asked import DroppedKey, ToolConfig
 
-FILE = "dataset_info.json"
-MAX_BYTES = 8 << 20
+INFO_NAME = "dataset_info.json"
+MAX_INFO_BYTES = 8 << 20
 ONLINE = "ONLINE"
 _ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "system": "system",
            "history": "history", "tools": "tools"}  # fmt: skip
@@ -35,49 +35,49 @@ _TAGS = {
 _READ = {"file_name", "hf_hub_url", "subset", "split", "formatting", "columns", "tags"}
 
 
-def sources(names: list[str], asked: Asked) -> list[dict[str, Any]]:
+def sources(names: list[str], asked: ToolConfig) -> list[dict[str, Any]]:
     """Return the source of each name. Raises Dropped."""
     folder = str(asked.given("dataset_dir", "data"))
     if folder == ONLINE:
         return [{"path": name} for name in names]
     for place in (Path(folder), asked.folder / folder):
-        if os.path.isfile(place / FILE):
-            info = _read(place / FILE)
+        if os.path.isfile(place / INFO_NAME):
+            info = _read(place / INFO_NAME)
             return [_source(name, info, place) for name in names]
-    raise Dropped(
-        f"{', '.join(names)}: names from {Path(folder) / FILE}, which does not exist here. Set "
-        "data.train to the paths of their files"
+    raise DroppedKey(
+        f"{', '.join(names)}: names from {Path(folder) / INFO_NAME}, which does not exist here. "
+        "Set data.train to the paths of their files"
     )
 
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise Dropped(f"{path} is larger than {MAX_BYTES >> 20} MiB")
+        if path.stat().st_size > MAX_INFO_BYTES:
+            raise DroppedKey(f"{path} is larger than {MAX_INFO_BYTES >> 20} MiB")
         info = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise Dropped(f"cannot read {path}: {str(error)[:100]}") from error
+        raise DroppedKey(f"cannot read {path}: {str(error)[:100]}") from error
     if not isinstance(info, Mapping):
-        raise Dropped(f"{path} is not a table of datasets")
+        raise DroppedKey(f"{path} is not a table of datasets")
     return info
 
 
 def _source(name: str, info: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     entry = info.get(name)
     if not isinstance(entry, Mapping):
-        raise Dropped(f"{name} is not in {folder / FILE}")
+        raise DroppedKey(f"{name} is not in {folder / INFO_NAME}")
     try:
         found = _place(entry, folder) | {"format": _format(entry)}
-    except Dropped as reason:
-        raise Dropped(f"{name} of {folder / FILE}: {reason}") from None
+    except DroppedKey as reason:
+        raise DroppedKey(f"{name} of {folder / INFO_NAME}: {reason}") from None
     return {key: value for key, value in found.items() if value is not None}
 
 
 def _place(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     if entry.get("ranking"):
-        raise Dropped("it has preferences; only next-token training is supported")
+        raise DroppedKey("it has preferences; only next-token training is supported")
     if unread := [str(key) for key in entry if key not in _READ and entry[key] not in (None, "")]:
-        raise Dropped(f"{', '.join(sorted(unread))} are not supported")
+        raise DroppedKey(f"{', '.join(sorted(unread))} are not supported")
     if isinstance(entry.get("hf_hub_url"), str):
         split = entry.get("split")
         return {
@@ -86,7 +86,7 @@ def _place(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             "split": None if split == "train" else split,
         }
     if not isinstance(entry.get("file_name"), str):
-        raise Dropped("it has neither file_name nor hf_hub_url")
+        raise DroppedKey("it has neither file_name nor hf_hub_url")
     return {"path": str(folder / entry["file_name"])}
 
 
@@ -97,10 +97,10 @@ def _format(entry: Mapping[str, Any]) -> str:
         for given, allowed in ((columns, _MESSAGES), (tags, _TAGS)):
             for key, value in given.items():
                 if value not in allowed.get(key, ()):
-                    raise Dropped(f"{key} {value} is not a supported name")
+                    raise DroppedKey(f"{key} {value} is not a supported name")
         return "messages"
     if kind != "alpaca":
-        raise Dropped(f"formatting {kind} is not supported")
+        raise DroppedKey(f"formatting {kind} is not supported")
     pair = columns.get("prompt"), columns.get("response")
     if set(columns) == {"prompt", "response"} and pair in _PAIRS:
         return "prompt_completion"
@@ -108,12 +108,14 @@ def _format(entry: Mapping[str, Any]) -> str:
         return "text"
     for key, value in columns.items():
         if _ALPACA.get(key) != value:
-            raise Dropped(f"column {value} for {key} is not read; rename it {_ALPACA.get(key, '')}")
+            raise DroppedKey(
+                f"column {value} for {key} is not read; rename it {_ALPACA.get(key, '')}"
+            )
     return "alpaca"
 
 
 def _mapping(entry: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     value = entry.get(key) or {}
     if not isinstance(value, Mapping):
-        raise Dropped(f"{key} is not a table")
+        raise DroppedKey(f"{key} is not a table")
     return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatrain.config.other_tools.asked import Asked, Dropped, Tool
+from megatrain.config.other_tools.asked import DroppedKey, Tool, ToolConfig
 from megatrain.config.quantities import read_tokens, read_whole
 
 DEFAULTS: dict[Tool, dict[str, Any]] = {
@@ -54,7 +54,7 @@ ROWS: dict[Tool, tuple[str, int]] = {
 ACCUMULATION = "gradient_accumulation_steps"
 
 
-def batch(asked: Asked, max_length: Any, *, packed: bool) -> tuple[str, int, str]:
+def batch(asked: ToolConfig, max_length: Any, *, packed: bool) -> tuple[str, int, str]:
     """Return our key for the batch, its value, and how it was computed.
 
     A row of a packed batch is a sequence that several rows fill, so the batch is counted in tokens.
@@ -70,7 +70,7 @@ def batch(asked: Asked, max_length: Any, *, packed: bool) -> tuple[str, int, str
     try:
         longest = read_tokens(max_length)
     except ValueError:
-        raise Dropped("the longest row is not known") from None
+        raise DroppedKey("the longest row is not known") from None
     note = f"{made_of} x {longest} tokens, packed: the step count depends on how rows fill them"
     return "train.batch_tokens", total * longest, note
 
@@ -79,7 +79,7 @@ def _count(value: Any) -> int:
     try:
         number = read_whole(value)
     except ValueError:
-        raise Dropped("not an integer") from None
+        raise DroppedKey("not an integer") from None
     if number < 1:
-        raise Dropped(f"{number} means that another key decides")
+        raise DroppedKey(f"{number} means that another key decides")
     return number

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config.other_tools import dataset_info
-from megatrain.config.other_tools.asked import Asked, Dropped
+from megatrain.config.other_tools.asked import DroppedKey, ToolConfig
 
 _FORMATS = {"alpaca": "alpaca", "chat_template": "messages", "sharegpt": "messages",
             "completion": "text", "pretraining_dataset": "text"}  # fmt: skip
@@ -17,36 +17,36 @@ _LOADERS = ("json", "csv", "parquet", "text")
 ALPACA_PROMPT = "Axolotl uses the Alpaca prompt for these rows; here they use the chat template"
 
 
-def llama_factory(value: Any, asked: Asked) -> tuple[Any, str]:
+def llama_factory(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     """Names of dataset_info.json, concatenated as LLaMA-Factory does."""
     names = value.split(",") if isinstance(value, str) else value
     if not isinstance(names, list) or not names:
-        raise Dropped("not a list of names")
+        raise DroppedKey("not a list of names")
     return dataset_info.sources([str(name).strip() for name in names], asked), ""
 
 
-def trl_train(value: Any, asked: Asked) -> tuple[Any, str]:
+def trl_train(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     """dataset_name with its configuration and split."""
     if asked.get("datasets"):
-        raise Dropped("overridden by datasets")
+        raise DroppedKey("overridden by datasets")
     return [_hub_source(asked, asked.given("dataset_train_split", "train"))], ""
 
 
-def trl_eval(value: Any, asked: Asked) -> tuple[Any, str]:
+def trl_eval(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     """The split to evaluate on, if TRL evaluates at all."""
     strategy = asked.given("eval_strategy", asked.given("evaluation_strategy", "no"))
     if strategy in ("no", False) or asked.get("datasets"):
-        raise Dropped("evaluation is off")
+        raise DroppedKey("evaluation is off")
     return [_hub_source(asked, value)], ""
 
 
-def _hub_source(asked: Asked, split: Any) -> dict[str, Any]:
+def _hub_source(asked: ToolConfig, split: Any) -> dict[str, Any]:
     name = asked.get("dataset_name")
     if not isinstance(name, str) or not name:
-        raise Dropped("dataset_name is not given")
+        raise DroppedKey("dataset_name is not given")
     if os.path.exists(name):
         if split != "train":
-            raise Dropped(f"{name} is a local file and has no splits: set data.eval to a file")
+            raise DroppedKey(f"{name} is a local file and has no splits: set data.eval to a file")
         return {"path": name}
     return _named(name, asked.get("dataset_config"), split, None)
 
@@ -56,7 +56,7 @@ def _named(path: str, name: Any, split: Any, revision: Any) -> dict[str, Any]:
     return {"path": path} | {key: str(value) for key, value in chosen.items() if value is not None}
 
 
-def listed(value: Any, asked: Asked) -> tuple[Any, str]:
+def listed_sources(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     """Axolotl's and TRL's lists of {path, name, split, and more}."""
     sources: list[dict[str, Any]] = []
     notes: dict[str, None] = {}
@@ -64,7 +64,7 @@ def listed(value: Any, asked: Asked) -> tuple[Any, str]:
     for item in value if isinstance(value, list) else [value]:
         item = {"path": item} if isinstance(item, str) else item
         if not isinstance(item, dict) or not item.get("path"):
-            raise Dropped("an entry has no path")
+            raise DroppedKey("an entry has no path")
         kind = str(item.get("type") or "").partition(".")[0].partition(":")[0]
         if kind == "alpaca":
             notes[ALPACA_PROMPT] = None
@@ -83,13 +83,13 @@ def _places(item: dict[str, Any]) -> list[dict[str, Any]]:
     files = item.get("data_files")
     files = [files] if isinstance(files, str) else files or []
     if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
-        raise Dropped("data_files is not a name or a list of names")
+        raise DroppedKey("data_files is not a name or a list of names")
     path = str(item["path"])
     if files and (path in _LOADERS or os.path.exists(path)):
         base = Path() if path in _LOADERS else Path(path)
         return [{"path": str(base / file)} for file in files]
     if files:
-        raise Dropped(f"{path}: selecting single files of a Hub dataset is not supported")
+        raise DroppedKey(f"{path}: selecting single files of a Hub dataset is not supported")
     if os.path.exists(path) or Path(path).suffix in (".jsonl", ".json", ".csv", ".txt", ".parquet"):
         return [{"path": path}]
     return [_named(path, item.get("name"), item.get("split"), item.get("revision"))]

@@ -24,7 +24,7 @@ from pathlib import Path as FilePath
 from typing import Any, Literal
 
 from megatrain.config.load import write_yaml
-from megatrain.config.other_tools.asked import Asked, Dropped, Pairs, Tool
+from megatrain.config.other_tools.asked import DroppedKey, Pairs, Tool, ToolConfig
 from megatrain.config.other_tools.defaults import (
     ACCUMULATION,
     ALWAYS,
@@ -39,7 +39,7 @@ from megatrain.config.settings import SECTIONS
 from megatrain.config.yaml_reader import Document, read_document
 from megatrain.errors import ConfigError
 
-Outcome = Literal["mapped", "changed", "default", "dropped", "unknown"]
+KeyOutcome = Literal["mapped", "changed", "default", "dropped", "unknown"]
 
 TABLES: dict[Tool, dict[str, Rule]] = {
     "LLaMA-Factory": LLAMA_FACTORY,
@@ -53,11 +53,11 @@ _SHORT = {tool.lower().replace("-", ""): tool for tool in TABLES} | {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class KeyReport:
     """The translation of one key."""
 
     key: str
-    outcome: Outcome
+    outcome: KeyOutcome
     ours: str = ""
     value: Any = None
     """The value of our key."""
@@ -75,9 +75,9 @@ class Migration:
 
     tool: Tool
     config: dict[str, dict[str, Any]] = field(default_factory=dict)
-    lines: list[Line] = field(default_factory=list)
+    lines: list[KeyReport] = field(default_factory=list)
 
-    def put(self, line: Line) -> None:
+    def put(self, line: KeyReport) -> None:
         """Add a line, and set our key to its value."""
         self.lines.append(line)
         if line.ours:
@@ -126,7 +126,7 @@ def migrate_document(document: Document, tool: Tool | None = None, **known: Any)
     """Return the translation of a document; `known` are the arguments of Asked."""
     if not isinstance(document.value, dict):
         raise ConfigError(f"{document.name}: it has no keys and values. Is it a config?")
-    asked = Asked(document.value, tool=tool or detect(document), **known)
+    asked = ToolConfig(document.value, tool=tool or detect_tool(document), **known)
     result = Migration(tool=asked.tool)
     for key in asked:
         if key not in _BATCH:
@@ -146,7 +146,7 @@ def tool_named(name: str) -> Tool:
     return found
 
 
-def detect(document: Document) -> Tool:
+def detect_tool(document: Document) -> Tool:
     """Return the tool whose keys these are: the most of those that no other tool has."""
     keys = set(document.value)
     own = {
@@ -164,26 +164,26 @@ def detect(document: Document) -> Tool:
     return best
 
 
-def _line(key: str, asked: Asked) -> Line:
+def _line(key: str, asked: ToolConfig) -> KeyReport:
     """Return the translation of one key."""
     value, rule = asked[key], TABLES[asked.tool].get(key) or prefix_rule(key)
     if rule is None:
-        return Line(key=key, outcome="unknown", note="unknown key; see docs/config.md")
+        return KeyReport(key=key, outcome="unknown", note="unknown key; see docs/config.md")
     if not rule.to:
-        return Line(key=key, outcome="dropped", note=rule.why)
+        return KeyReport(key=key, outcome="dropped", note=rule.why)
     if value is None:
         _, note = NULL_MEANS.get((asked.tool, key), ((), f"null: {asked.tool}'s default applies"))
-        return Line(key=key, outcome="dropped", note=note)
+        return KeyReport(key=key, outcome="dropped", note=note)
     convert = converter(key, asked)
     try:
         new, note = (value, "") if convert is None else convert(value, asked)
-    except Dropped as reason:
-        return Line(key=key, outcome="dropped", note=str(reason))
-    outcome: Outcome = "mapped" if new == value and type(new) is type(value) else "changed"
-    return Line(key=key, outcome=outcome, ours=rule.to, value=new, note=note or rule.why)
+    except DroppedKey as reason:
+        return KeyReport(key=key, outcome="dropped", note=str(reason))
+    outcome: KeyOutcome = "mapped" if new == value and type(new) is type(value) else "changed"
+    return KeyReport(key=key, outcome=outcome, ours=rule.to, value=new, note=note or rule.why)
 
 
-def _put_defaults(result: Migration, asked: Asked) -> None:
+def _put_defaults(result: Migration, asked: ToolConfig) -> None:
     """Add the tool's defaults, unless a key of the file decided them."""
     decided = {line.ours for line in result.lines} | _left_alone(asked)
     for key, value in DEFAULTS[asked.tool].items():
@@ -193,7 +193,7 @@ def _put_defaults(result: Migration, asked: Asked) -> None:
         convert = converter(key, asked)
         try:
             new, note = (value, "") if convert is None else convert(value, asked)
-        except Dropped:  # another key decides, and was reported
+        except DroppedKey:  # another key decides, and was reported
             continue
         why = (
             f"{asked.tool} does this when {key} is absent"
@@ -201,29 +201,29 @@ def _put_defaults(result: Migration, asked: Asked) -> None:
             else f"{key} is dropped: this is {asked.tool}'s default"
         )
         note = f"{why}; {note}" if note else why
-        result.put(Line(key=key, outcome="default", ours=ours, value=new, note=note))
+        result.put(KeyReport(key=key, outcome="default", ours=ours, value=new, note=note))
     for ours, (value, note) in ALWAYS[asked.tool].items():
         if ours not in decided:
-            result.put(Line(key="-", outcome="default", ours=ours, value=value, note=note))
+            result.put(KeyReport(key="-", outcome="default", ours=ours, value=value, note=note))
 
 
-def _put_raw_strings(result: Migration, asked: Asked) -> None:
+def _put_raw_strings(result: Migration, asked: ToolConfig) -> None:
     """TRL joins string prompts and completions without the chat template."""
     pairs = [asked.pairs_of(name) for name in trl_names(asked)]
     if asked.tool == "TRL" and pairs and set(pairs) == {"strings"}:
         ours = "data.chat_template"
         result.config.get("data", {}).pop("chat_template", None)
         result.lines = [
-            Line(key=line.key, outcome="dropped", note="TRL applies no template to strings")
+            KeyReport(key=line.key, outcome="dropped", note="TRL applies no template to strings")
             if line.ours == ours
             else line
             for line in result.lines
         ]
         note = "TRL joins string prompts and completions without a template"
-        result.put(Line(key="-", outcome="default", ours=ours, value="none", note=note))
+        result.put(KeyReport(key="-", outcome="default", ours=ours, value="none", note=note))
 
 
-def _left_alone(asked: Asked) -> set[str]:
+def _left_alone(asked: ToolConfig) -> set[str]:
     """Return our keys for which neither the file nor a default of the tool has a value."""
     return {
         ours
@@ -233,21 +233,21 @@ def _left_alone(asked: Asked) -> set[str]:
     }
 
 
-def _put_batch(result: Migration, asked: Asked) -> None:
+def _put_batch(result: Migration, asked: ToolConfig) -> None:
     given = [key for key in asked if key in _BATCH]
     for key in given or [ROWS[asked.tool][0]]:
         if key not in TABLES[asked.tool]:
-            result.put(Line(key=key, outcome="unknown", note=f"not a key of {asked.tool}"))
+            result.put(KeyReport(key=key, outcome="unknown", note=f"not a key of {asked.tool}"))
             continue
         packed = bool(result.get("data.packing"))
         try:
             ours, value, note = batch(asked, result.get("data.max_length"), packed=packed)
-        except Dropped as reason:
+        except DroppedKey as reason:
             if given:
-                result.put(Line(key=key, outcome="dropped", note=str(reason)))
+                result.put(KeyReport(key=key, outcome="dropped", note=str(reason)))
             continue
-        outcome: Outcome = "changed" if given else "default"
-        result.put(Line(key=key, outcome=outcome, ours=ours, value=value, note=note))
+        outcome: KeyOutcome = "changed" if given else "default"
+        result.put(KeyReport(key=key, outcome=outcome, ours=ours, value=value, note=note))
 
 
 def _choose_length(result: Migration) -> None:
@@ -257,7 +257,9 @@ def _choose_length(result: Migration) -> None:
     del result.config["train"]["epochs"]
     note = "overridden by the number of steps"
     result.lines = [
-        Line(key=line.key, outcome="dropped", note=note) if line.ours == "train.epochs" else line
+        KeyReport(key=line.key, outcome="dropped", note=note)
+        if line.ours == "train.epochs"
+        else line
         for line in result.lines
         if (line.ours, line.outcome) != ("train.epochs", "default")
     ]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config.other_tools import sources
-from megatrain.config.other_tools.asked import Asked, Converter, Dropped
+from megatrain.config.other_tools.asked import Converter, DroppedKey, ToolConfig
 from megatrain.config.other_tools.names import NO_METHOD
 from megatrain.config.quantities import read_number, read_whole
 
@@ -23,9 +23,9 @@ def _whole(value: Any, least: int = 0) -> int:
     try:
         number = read_whole(value)
     except ValueError:
-        raise Dropped("not an integer") from None
+        raise DroppedKey("not an integer") from None
     if number < least:
-        raise Dropped(f"{number} means that another key decides")
+        raise DroppedKey(f"{number} means that another key decides")
     return number
 
 
@@ -33,7 +33,7 @@ def _number(value: Any) -> float:
     try:
         return read_number(value)
     except ValueError:
-        raise Dropped("not a number") from None
+        raise DroppedKey("not a number") from None
 
 
 def _choice(
@@ -41,10 +41,10 @@ def _choice(
 ) -> Converter:
     """Return a converter that uses a table of words."""
 
-    def convert(value: Any, asked: Asked) -> tuple[Any, str]:
+    def convert(value: Any, asked: ToolConfig) -> tuple[Any, str]:
         word = str(value).lower()
         if word not in table:
-            raise Dropped(otherwise)
+            raise DroppedKey(otherwise)
         return table[word], (notes or {}).get(word, "")
 
     return convert
@@ -53,17 +53,17 @@ def _choice(
 def _switch(on: Any, off: Any = None, note: str = "") -> Converter:
     """Return a converter of a bool; with no value for off, false is dropped."""
 
-    def convert(value: Any, asked: Asked) -> tuple[Any, str]:
+    def convert(value: Any, asked: ToolConfig) -> tuple[Any, str]:
         if value in (True, "auto"):
             return on, note
         if off is None:
-            raise Dropped(OFF)
+            raise DroppedKey(OFF)
         return off, ""
 
     return convert
 
 
-def _learning_rate(value: Any, asked: Asked) -> tuple[Any, str]:
+def _learning_rate(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     uses_lora = (
         asked.get("finetuning_type") == "lora" or asked.get("adapter") or asked.get("use_peft")
     )
@@ -71,24 +71,24 @@ def _learning_rate(value: Any, asked: Asked) -> tuple[Any, str]:
     return value, note
 
 
-def _betas(value: Any, asked: Asked) -> tuple[Any, str]:
+def _betas(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     first = _number(asked.given("adam_beta1", 0.9))
     return [first, _number(asked.given("adam_beta2", 0.999))], ""
 
 
-def _warmup_steps(value: Any, asked: Asked) -> tuple[Any, str]:
+def _warmup_steps(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     if _number(value) == 0 and _number(asked.given("warmup_ratio", 0)) > 0:
-        raise Dropped("overridden by warmup_ratio")
+        raise DroppedKey("overridden by warmup_ratio")
     return _warmup(value, asked)
 
 
-def _warmup_ratio(value: Any, asked: Asked) -> tuple[Any, str]:
+def _warmup_ratio(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     if _number(asked.given("warmup_steps", 0)) > 0:
-        raise Dropped("overridden by warmup_steps")
+        raise DroppedKey("overridden by warmup_steps")
     return _warmup(float(_number(value)), asked)
 
 
-def _warmup(value: Any, asked: Asked) -> tuple[Any, str]:
+def _warmup(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     if asked.get("lr_scheduler_type", asked.get("lr_scheduler")) == "constant":
         return 0, "there the constant schedule has no warm-up"
     if asked.tool == "Axolotl" and asked.get("warmup_ratio") is None is asked.get("warmup_steps"):
@@ -96,91 +96,93 @@ def _warmup(value: Any, asked: Asked) -> tuple[Any, str]:
     return value, ""
 
 
-def _final_fraction(value: Any, asked: Asked) -> tuple[Any, str]:
+def _final_fraction(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     options = value if isinstance(value, dict) else {}
     if "min_lr_rate" in options:
         return _number(options["min_lr_rate"]), ""
     if "min_lr" in options and _number(asked.get("learning_rate") or 0) > 0:
         fraction = _number(options["min_lr"]) / _number(asked["learning_rate"])
         return float(f"{fraction:.6g}"), "of the peak"
-    raise Dropped("only the final rate of a schedule is supported; optim.decay is the decay of wsd")
+    raise DroppedKey(
+        "only the final rate of a schedule is supported; optim.decay is the decay of wsd"
+    )
 
 
 def _strategy(steps_key: str) -> Converter:
-    def convert(value: Any, asked: Asked) -> tuple[Any, str]:
+    def convert(value: Any, asked: ToolConfig) -> tuple[Any, str]:
         if value in ("no", False):
             if steps_key == "logging_steps":
-                raise Dropped("logging cannot be turned off")
+                raise DroppedKey("logging cannot be turned off")
             return None, "at the end only"
-        raise Dropped(IN_STEPS if value == "epoch" else f"{steps_key} decides")
+        raise DroppedKey(IN_STEPS if value == "epoch" else f"{steps_key} decides")
 
     return convert
 
 
 def _every(strategy_keys: tuple[str, ...]) -> Converter:
-    def convert(value: Any, asked: Asked) -> tuple[Any, str]:
+    def convert(value: Any, asked: ToolConfig) -> tuple[Any, str]:
         for key in strategy_keys:
             if asked.get(key) in ("no", "epoch", False):
-                raise Dropped(f"overridden by {key}, which is {asked[key]}")
+                raise DroppedKey(f"overridden by {key}, which is {asked[key]}")
         if 0 < _number(value) < 1:
-            raise Dropped(IN_STEPS)
+            raise DroppedKey(IN_STEPS)
         return _whole(value, least=1), ""
 
     return convert
 
 
-def _tokens(value: Any, asked: Asked) -> tuple[Any, str]:
+def _tokens(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     """Return the new tokens of all keys that name some: lists, or text with commas."""
     found: dict[str, None] = {}
     for key in ("new_special_tokens", "add_special_tokens", "add_tokens", "tokens"):
         given = asked.given(key, [])
         listed = given.split(",") if isinstance(given, str) else given
         if not isinstance(listed, list) or not all(isinstance(token, str) for token in listed):
-            raise Dropped("not a list of tokens")
+            raise DroppedKey("not a list of tokens")
         found |= {token.strip(): None for token in listed if token.strip() and token.isprintable()}
     if not found:
-        raise Dropped("no tokens")
+        raise DroppedKey("no tokens")
     return list(found), ""
 
 
-def _held_out(value: Any, asked: Asked) -> tuple[Any, str]:
+def _held_out(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     if asked.get("eval_dataset") or asked.get("test_datasets"):
-        raise Dropped("overridden by the rows to evaluate on")
+        raise DroppedKey("overridden by the rows to evaluate on")
     fraction = _number(value)
     if fraction <= 0:
-        raise Dropped("no rows are held out, as by default here")
+        raise DroppedKey("no rows are held out, as by default here")
     if fraction >= 1:
-        raise Dropped("a number of rows; set data.eval to a fraction")
+        raise DroppedKey("a number of rows; set data.eval to a fraction")
     return fraction, ""
 
 
-def _loggers(value: Any, asked: Asked) -> tuple[Any, str]:
+def _loggers(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     names = [value] if isinstance(value, str) else value
     known = ("tensorboard", "wandb", "trackio")
     if not isinstance(names, list):
-        raise Dropped("not a list of names")
+        raise DroppedKey("not a list of names")
     kept = [name for name in names if name in known]
     lost = [str(name) for name in names if name not in (*known, "none")]
     return kept, f"not supported: {', '.join(lost)}" if lost else ""
 
 
-def _axolotl_loggers(value: Any, asked: Asked) -> tuple[Any, str]:
+def _axolotl_loggers(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     if not value:
-        raise Dropped(OFF)
+        raise DroppedKey(OFF)
     keys = {"use_tensorboard": "tensorboard", "use_wandb": "wandb", "wandb_project": "wandb",
             "use_trackio": "trackio"}  # fmt: skip
     return sorted({name for key, name in keys.items() if asked.get(key)}), ""
 
 
-def _attention(value: Any, asked: Asked) -> tuple[Any, str]:
+def _attention(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     if not value:
-        raise Dropped(OFF)
+        raise DroppedKey(OFF)
     kinds = {"flash_attention": "flash_attention_2", "flex_attention": "flex_attention",
              "sdp_attention": "sdpa", "eager_attention": "eager"}  # fmt: skip
     return next(ours for key, ours in kinds.items() if asked.get(key)), ""
 
 
-def _trl_train_on(value: Any, asked: Asked) -> tuple[Any, str]:
+def _trl_train_on(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     completion = asked.get("completion_only_loss")
     if completion:
         return "completion", ""
@@ -199,7 +201,7 @@ def _trl_train_on(value: Any, asked: Asked) -> tuple[Any, str]:
     return "all", ""
 
 
-def trl_names(asked: Asked) -> list[str]:
+def trl_names(asked: ToolConfig) -> list[str]:
     """Return the sources that a file of TRL names."""
     given = asked.get("datasets")
     items = given if isinstance(given, list) else [{"path": asked.get("dataset_name")}]
@@ -207,16 +209,16 @@ def trl_names(asked: Asked) -> list[str]:
     return [path for path in paths if isinstance(path, str)]
 
 
-def _llama_factory_train_on(value: Any, asked: Asked) -> tuple[Any, str]:
+def _llama_factory_train_on(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     stage = asked.given("stage", "sft")
     if stage not in ("sft", "pt"):
-        raise Dropped(NO_METHOD)
+        raise DroppedKey(NO_METHOD)
     if stage == "pt" or asked.get("train_on_prompt"):
         return "all", ""
     return ("last", "") if asked.get("mask_history") else ("assistant", "")
 
 
-def _llama_factory_packing(value: Any, asked: Asked) -> tuple[Any, str]:
+def _llama_factory_packing(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     if asked.get("neat_packing"):
         return True, ""
     if asked.get("packing") is None:
@@ -228,16 +230,16 @@ def _template_arguments(key: str) -> Converter:
     return lambda value, asked: ({key: value}, "")
 
 
-def _template(value: Any, asked: Asked) -> tuple[Any, str]:
+def _template(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     """Return a template by its text or file; the name of a built-in template is dropped."""
     if not isinstance(value, str):
-        raise Dropped("not a template")
+        raise DroppedKey("not a template")
     if "{" in value or Path(value).suffix == ".jinja":
         return value, ""
-    raise Dropped("not a template file: the model tokenizer's chat template is used")
+    raise DroppedKey("not a template file: the model tokenizer's chat template is used")
 
 
-def _clip(value: Any, asked: Asked) -> tuple[Any, str]:
+def _clip(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     return (None, "no clipping") if _number(value) == 0 else (value, "")
 
 
@@ -316,8 +318,8 @@ CONVERTERS: dict[str, Converter] = {
     "eager_attention": _attention,
     "dataset": sources.llama_factory,
     "eval_dataset": sources.llama_factory,
-    "datasets": sources.listed,
-    "test_datasets": sources.listed,
+    "datasets": sources.listed_sources,
+    "test_datasets": sources.listed_sources,
     "dataset_name": sources.trl_train,
     "dataset_config": sources.trl_train,
     "dataset_train_split": sources.trl_train,
@@ -351,6 +353,6 @@ BY_TOOL: dict[tuple[str, str], Converter] = {
 """Keys that mean something else in one tool."""
 
 
-def converter(key: str, asked: Asked) -> Converter | None:
+def converter(key: str, asked: ToolConfig) -> Converter | None:
     """Return the converter of a key's value, None if the value is kept."""
     return BY_TOOL.get((asked.tool, key)) or CONVERTERS.get(key)

@@ -11,7 +11,7 @@ from megatrain.data.chat.template import compile_template
 from megatrain.errors import DataError
 
 NONE = "none"
-MAX_BYTES = 2**20
+MAX_TEMPLATE_BYTES = 2**20
 _MARKS = ("{{", "{%")
 
 
@@ -54,10 +54,10 @@ def _read(path: Path) -> str:
             "{%), or none."
         )
     try:
-        data = path.read_bytes()[: MAX_BYTES + 1]
+        data = path.read_bytes()[: MAX_TEMPLATE_BYTES + 1]
         text = data.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"data.chat_template: cannot read {path}: {error}") from error
-    if len(data) > MAX_BYTES or not _is_template(text):
+    if len(data) > MAX_TEMPLATE_BYTES or not _is_template(text):
         raise DataError(f"data.chat_template: {path} is not a chat template")
     return text

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from megatrain.data.chat.render import Rendered, TrainOn, render_row
-from megatrain.data.chat.spans import Runs, mask_of, merged, moved, tokens_in
-from megatrain.data.chat.template import ChatTemplate, Span
+from megatrain.data.chat.render import RenderedText, TrainOn, render_row
+from megatrain.data.chat.spans import Runs, mask_of, merged_runs, moved, tokens_in
+from megatrain.data.chat.template import CharSpan, ChatTemplate
 from megatrain.data.rows.rows import Row
 from megatrain.data.rows.skipped import BadRow
 from megatrain.errors import DataError
@@ -53,14 +53,14 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Encoded:
+class _EncodedText:
     """A text with its tokens, and the tokenizer's offsets."""
 
     text: str
     ids: list[int]
     encoding: Any
 
-    def tokens_in(self, span: Span) -> Span:
+    def tokens_in(self, span: CharSpan) -> CharSpan:
         return tokens_in(span, self.encoding, len(self.text))
 
 
@@ -117,9 +117,9 @@ class Encoder:
             found.append(bad or self._documents(place, row, parts, encoded))
         return found
 
-    def _texts(self, place: str, row: Row) -> list[Rendered] | BadRow:
+    def _texts(self, place: str, row: Row) -> list[RenderedText] | BadRow:
         if row.text:
-            return [Rendered(text=row.text, spans=())]
+            return [RenderedText(text=row.text, spans=())]
         if self.template is None:
             return [self._joined(place, row)]
         try:
@@ -150,7 +150,7 @@ class Encoder:
         return sorted(mark for mark in marks if mark.strip() and mark in text)
 
     def _check_template(
-        self, rows: Sequence[tuple[str, Row]], texts: Sequence[list[Rendered] | BadRow]
+        self, rows: Sequence[tuple[str, Row]], texts: Sequence[list[RenderedText] | BadRow]
     ) -> None:
         """Compare one conversation of many with the output of the library."""
         for (_, row), parts in zip(rows, texts, strict=True):
@@ -160,7 +160,7 @@ class Encoder:
                 self.template.check(row)
                 return
 
-    def _joined(self, place: str, row: Row) -> Rendered:
+    def _joined(self, place: str, row: Row) -> RenderedText:
         """Join a prompt and its answer directly, for tokenizers without template."""
         if not row.plain:
             raise DataError(
@@ -169,9 +169,9 @@ class Encoder:
                 "text."
             )
         prompt, answer = (message["content"] for message in row.messages)
-        return Rendered(text=prompt + answer, spans=((len(prompt), len(prompt + answer)),))
+        return RenderedText(text=prompt + answer, spans=((len(prompt), len(prompt + answer)),))
 
-    def _tokenised(self, texts: list[str], with_first: bool) -> list[_Encoded | BadRow]:
+    def _tokenised(self, texts: list[str], with_first: bool) -> list[_EncodedText | BadRow]:
         """Return the tokens of many texts by one call; one by one only if that fails."""
         if not texts:
             return []
@@ -189,12 +189,12 @@ class Encoder:
                 return [one for text in texts for one in self._tokenised([text], with_first)]
             return [BadRow(TOKENIZER_REFUSED, f"{type(error).__name__}: {error}"[:120])]
         return [
-            _Encoded(text=text, ids=encoding.ids, encoding=encoding)
+            _EncodedText(text=text, ids=encoding.ids, encoding=encoding)
             for text, encoding in zip(texts, encodings, strict=True)
         ]
 
     def _documents(
-        self, place: str, row: Row, parts: Sequence[Rendered], encoded: Sequence[Any]
+        self, place: str, row: Row, parts: Sequence[RenderedText], encoded: Sequence[Any]
     ) -> list[Tokens]:
         if row.text:
             return [self._whole(encoded[0].ids)]
@@ -211,7 +211,7 @@ class Encoder:
         end = self.tokenizer.eos_token_id
         if end is not None and ids[-1:] != [end]:
             ids = [*ids, end]
-        return Tokens(input_ids=ids, runs=merged([(0, len(ids))]), num_open=int(end is None))
+        return Tokens(input_ids=ids, runs=merged_runs([(0, len(ids))]), num_open=int(end is None))
 
     def _framed(self, document: Tokens) -> Tokens:
         """A prompt and its answer between the tokens that begin and end a text.
@@ -223,20 +223,20 @@ class Encoder:
         after = [] if last is None or ids[-1:] == [last] else [last]
         ids = [*before, *ids, *after]
         end = [(len(ids) - len(after), len(ids))]
-        runs = merged([*moved(document.runs, len(before)), *end])
+        runs = merged_runs([*moved(document.runs, len(before)), *end])
         if self.train_on == "all":
-            runs = merged([(0, len(ids))])
+            runs = merged_runs([(0, len(ids))])
         return Tokens(input_ids=ids, runs=runs, num_open=int(last is None))
 
-    def _masked(self, rendered: Rendered, encoded: _Encoded) -> Tokens:
+    def _masked(self, rendered: RenderedText, encoded: _EncodedText) -> Tokens:
         ids = encoded.ids
         spans = [encoded.tokens_in(span) for span in rendered.spans]
         turns = [self._without_tail(span, encoded) for span in spans]
         num_open = sum(begin == end or ids[end - 1] not in self._marks for begin, end in turns)
-        runs = merged(spans if self.train_on == "all" else turns)
+        runs = merged_runs(spans if self.train_on == "all" else turns)
         return Tokens(input_ids=ids, runs=runs, num_open=num_open, notes=rendered.notes)
 
-    def _without_tail(self, run: Span, encoded: _Encoded) -> Span:
+    def _without_tail(self, run: CharSpan, encoded: _EncodedText) -> CharSpan:
         """Leave out white space after the last control token of a turn."""
         begin, end = run
         for number in range(end - 1, begin - 1, -1):
@@ -246,14 +246,14 @@ class Encoder:
                 return run
         return run
 
-    def _check_tags(self, place: str, rendered: Rendered, encoded: _Encoded) -> None:
+    def _check_tags(self, place: str, rendered: RenderedText, encoded: _EncodedText) -> None:
         """Raise DataError if the template's own tags name other tokens than the prefixes do."""
         assert rendered.tags is not None
         inside = [
             encoded.tokens_in((max(begin, rendered.begins_at), end)) for begin, end in rendered.tags
         ]
-        by_tags = merged(self._without_tail(run, encoded) for run in merged(inside))
-        by_prefixes = merged(
+        by_tags = merged_runs(self._without_tail(run, encoded) for run in merged_runs(inside))
+        by_prefixes = merged_runs(
             self._without_tail(encoded.tokens_in(span), encoded) for span in rendered.shown
         )
         if by_tags != by_prefixes:
@@ -262,7 +262,7 @@ class Encoder:
 
 
 def _all_texts(
-    rows: Sequence[tuple[str, Row]], texts: Sequence[list[Rendered] | BadRow], *, are_text: bool
+    rows: Sequence[tuple[str, Row]], texts: Sequence[list[RenderedText] | BadRow], *, are_text: bool
 ) -> list[str]:
     """Return the texts of all rows that are plain text, or of all that are not."""
 

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatrain.data.chat.template import ChatTemplate, Span
+from megatrain.data.chat.template import CharSpan, ChatTemplate
 from megatrain.data.rows.messages import REASONING, Message
 from megatrain.data.rows.rows import Row
 from megatrain.data.rows.skipped import BadRow
@@ -54,15 +54,15 @@ _BEGIN, _END = re.compile(_THOUGHT), re.compile(_THOUGHT_END)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rendered:
+class RenderedText:
     """One text of a conversation."""
 
     text: str
-    spans: tuple[Span, ...]
+    spans: tuple[CharSpan, ...]
     """Trained characters, in order."""
-    tags: tuple[Span, ...] | None = None
+    tags: tuple[CharSpan, ...] | None = None
     """Assistant turns by the template's own tags; None if there is nothing to compare."""
-    shown: tuple[Span, ...] = ()
+    shown: tuple[CharSpan, ...] = ()
     """The turns to be tagged: assistant turns from `begins_at` on, also untrained ones."""
     begins_at: int = 0
     """Assistant turns that end before this character are trained in another text."""
@@ -70,7 +70,7 @@ class Rendered:
     """Remarks about its turns, one per turn."""
 
 
-def render_row(template: ChatTemplate, row: Row, train_on: TrainOn) -> list[Rendered]:
+def render_row(template: ChatTemplate, row: Row, train_on: TrainOn) -> list[RenderedText]:
     """Return the fewest texts that show each trained turn as it would be generated.
 
     Turns after the last trained turn are left out. Raises BadRow if the template
@@ -86,7 +86,7 @@ def render_row(template: ChatTemplate, row: Row, train_on: TrainOn) -> list[Rend
     answers = [n for n, m in enumerate(row.messages) if m["role"] == "assistant"]
     chosen = [n for n in answers if n >= row.num_prompt]
     if row.untrained.issuperset(chosen[-1:] if train_on == "last" else chosen):
-        return [Rendered(text=template.render(row), spans=())]
+        return [RenderedText(text=template.render(row), spans=())]
     if train_on == "completion":
         return [talk.whole(chosen[-1] + 1, _completion_begins(row, chosen))]
     if train_on == "last":
@@ -125,7 +125,7 @@ class _Talk:
         self._notes.append(UNOPENED_THOUGHT)
         return len(head)
 
-    def whole(self, end: int, first: int | None = None) -> Rendered:
+    def whole(self, end: int, first: int | None = None) -> RenderedText:
         """Return the messages before `end` as one text, trained from the turn `first` on."""
         text = self._template.render(self._row, end)
         begin = 0 if first is None else self.begin_of(first, text)
@@ -135,18 +135,18 @@ class _Talk:
         for turn in sorted(self._row.untrained):
             if turn < end and self._row.messages[turn]["role"] == "assistant":
                 spans = _without(spans, self._place_of(turn, text))
-        return Rendered(text=text, spans=tuple(spans), notes=tuple(self._notes))
+        return RenderedText(text=text, spans=tuple(spans), notes=tuple(self._notes))
 
-    def _place_of(self, turn: int, text: str) -> Span:
+    def _place_of(self, turn: int, text: str) -> CharSpan:
         through = self.through(turn)
         if not text.startswith(through):
             raise BadRow(REWRITTEN, f"turn {turn}")
         return self.begin_of(turn, through), len(through)
 
-    def by_turns(self, turns: Sequence[int], *, is_first: bool) -> list[Rendered]:
+    def by_turns(self, turns: Sequence[int], *, is_first: bool) -> list[RenderedText]:
         """Return the texts of these assistant turns; without those that train nothing."""
-        texts: list[Rendered] = []
-        shown: list[tuple[int, Span]] = []
+        texts: list[RenderedText] = []
+        shown: list[tuple[int, CharSpan]] = []
         whole, tags = "", None
         for turn in reversed(turns):
             # A text that only serves as a prefix needs no tags; a separate text does.
@@ -167,7 +167,7 @@ class _Talk:
             texts.append(self._rendered(whole, shown, tags, is_first=is_first))
         return [text for text in reversed(texts) if text.spans]
 
-    def _after_its_prompt(self, turn: int, bad: BadRow) -> Rendered:
+    def _after_its_prompt(self, turn: int, bad: BadRow) -> RenderedText:
         """Return a text for a turn whose prompt the template rewrites.
 
         It is the prompt, followed by the template's text for the turn. Raises `bad` if the start of
@@ -201,7 +201,7 @@ class _Talk:
             through = self._template.without_end(through)
         return through if whole.startswith(through) else None
 
-    def _tagged(self, turn: int) -> tuple[str, tuple[Span, ...] | None]:
+    def _tagged(self, turn: int) -> tuple[str, tuple[CharSpan, ...] | None]:
         if self._template.has_tags:
             return self._template.render_tagged(self._row, turn + 1)
         return self.through(turn), None
@@ -209,17 +209,17 @@ class _Talk:
     def _rendered(
         self,
         text: str,
-        turns: Sequence[tuple[int, Span]],
-        tags: tuple[Span, ...] | None,
+        turns: Sequence[tuple[int, CharSpan]],
+        tags: tuple[CharSpan, ...] | None,
         is_first: bool = False,
-    ) -> Rendered:
+    ) -> RenderedText:
         shown = tuple(span for _, span in reversed(turns))
         trained = [(n, span) for n, span in reversed(turns) if n not in self._row.untrained]
         notes = [*self._notes]
         for number, (begin, end) in trained:
             notes += _remarks(self._row.messages[number], text[begin:end], number)
         self._notes.clear()
-        return Rendered(
+        return RenderedText(
             text=text,
             spans=tuple(span for _, span in trained),
             tags=tags,
@@ -265,7 +265,7 @@ def _other_word(text: str) -> str:
     return ("z" if text.lstrip().startswith("y") else "y") + text
 
 
-def _without(spans: Sequence[Span], hole: Span) -> list[Span]:
+def _without(spans: Sequence[CharSpan], hole: CharSpan) -> list[CharSpan]:
     parts = [part for a, b in spans for part in ((a, min(b, hole[0])), (max(a, hole[1]), b))]
     return [(a, b) for a, b in parts if a < b]
 

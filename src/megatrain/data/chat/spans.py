@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatrain.data.chat.template import Span
+from megatrain.data.chat.template import CharSpan
 
-Runs = tuple[Span, ...]
+Runs = tuple[CharSpan, ...]
 """Tokens from begin to end, in order; no two runs touch."""
 
 
-def tokens_in(span: Span, encoding: Any, num_chars: int) -> Span:
+def tokens_in(span: CharSpan, encoding: Any, num_chars: int) -> CharSpan:
     """Return the tokens of a text of `num_chars` that contain a character of `span`."""
     if span[0] >= span[1]:
         return (0, 0)
@@ -44,14 +44,14 @@ def _is_unclear(char: int, end: int, encoding: Any) -> bool:
     return after is None or after[0] < char
 
 
-def tokens_in_by_all(span: Span, encoding: Any) -> Span:
+def tokens_in_by_all(span: CharSpan, encoding: Any) -> CharSpan:
     """Return the same by checking every token."""
     ranges = enumerate(_ranges(encoding.offsets))
     inside = [number for number, (a, b) in ranges if a < span[1] and b > span[0]]
     return (inside[0], inside[-1] + 1) if inside else (0, 0)
 
 
-def _ranges(offsets: Iterable[Span]) -> Iterator[Span]:
+def _ranges(offsets: Iterable[CharSpan]) -> Iterator[CharSpan]:
     """Yield each token's characters. Tokenizers may trim a lone space to nothing: restore it."""
     before = 0
     for start, end in offsets:
@@ -59,9 +59,9 @@ def _ranges(offsets: Iterable[Span]) -> Iterator[Span]:
         before = end
 
 
-def merged(runs: Iterable[Span]) -> Runs:
+def merged_runs(runs: Iterable[CharSpan]) -> Runs:
     """Return runs in order, those that touch as one, and none that is empty."""
-    found: list[Span] = []
+    found: list[CharSpan] = []
     for begin, end in sorted(runs):
         if found and begin <= found[-1][1]:
             found[-1] = (found[-1][0], max(end, found[-1][1]))
@@ -70,11 +70,11 @@ def merged(runs: Iterable[Span]) -> Runs:
     return tuple(found)
 
 
-def moved(runs: Iterable[Span], offset: int) -> list[Span]:
+def moved(runs: Iterable[CharSpan], offset: int) -> list[CharSpan]:
     return [(begin + offset, end + offset) for begin, end in runs]
 
 
-def clipped(runs: Iterable[Span], start: int, stop: int) -> Runs:
+def clipped(runs: Iterable[CharSpan], start: int, stop: int) -> Runs:
     """Return the parts between `start` and `stop`, counted from `start`."""
     cut = [(max(begin, start), min(end, stop)) for begin, end in runs]
     return tuple((begin - start, end - start) for begin, end in cut if begin < end)

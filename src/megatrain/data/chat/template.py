@@ -29,9 +29,9 @@ from megatrain.data.rows.rows import Row
 from megatrain.data.rows.skipped import BadRow
 from megatrain.errors import DataError
 
-Span = tuple[int, int]
+CharSpan = tuple[int, int]
 
-REFUSED = "chat template refuses the row"
+TEMPLATE_REFUSED = "chat template refuses the row"
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -82,7 +82,7 @@ class ChatTemplate:
         except Exception as error:  # templates raise any exception, on purpose and by mistake
             raise _refusal(error) from error
 
-    def render_tagged(self, row: Row, end: int | None = None) -> tuple[str, tuple[Span, ...]]:
+    def render_tagged(self, row: Row, end: int | None = None) -> tuple[str, tuple[CharSpan, ...]]:
         """Return the text, and the characters between generation tags."""
         try:
             template = self._template(row, end)
@@ -215,7 +215,7 @@ def has_generation_tags(template: str) -> bool:
 
 
 def _refusal(error: Exception) -> BadRow:
-    return BadRow(REFUSED, f"{type(error).__name__}: {error}"[:120])
+    return BadRow(TEMPLATE_REFUSED, f"{type(error).__name__}: {error}"[:120])
 
 
 def compile_template(source: str) -> Template:
@@ -263,7 +263,7 @@ class _GenerationTags(Extension):
         self.begin()
 
     def begin(self) -> None:
-        self.spans: list[Span] = []
+        self.spans: list[CharSpan] = []
         self._at = 0
 
     def passed(self, piece: str) -> str:

@@ -15,7 +15,7 @@ from typing import Literal
 from megatrain.data.rows.cells import decoded
 from megatrain.errors import DataError, listing
 
-Kind = Literal["messages", "alpaca", "pair", "text"]
+ShapeKind = Literal["messages", "alpaca", "pair", "text"]
 FormatName = Literal["auto", "messages", "alpaca", "prompt_completion", "text"]
 """The user's name for a shape."""
 
@@ -28,10 +28,10 @@ _PAIRS = (
 )
 _TURN_KEYS = (("role", "content"), ("from", "value"), ("role", "value"), ("from", "content"))
 _MESSAGES = ("messages", "conversations", "conversation")
-_KINDS: dict[str, Kind] = {
+_KINDS: dict[str, ShapeKind] = {
     "messages": "messages", "alpaca": "alpaca", "prompt_completion": "pair", "text": "text",
 }  # fmt: skip
-_COLUMNS: dict[Kind, str] = {
+_COLUMNS: dict[ShapeKind, str] = {
     "messages": " or ".join(_MESSAGES),
     "alpaca": "instruction and output",
     "pair": ", or ".join(" and ".join(pair) for pair in _PAIRS),
@@ -47,7 +47,7 @@ _KNOWN = (
 class Format:
     """The shape of a row. `str()` is what the user is shown."""
 
-    kind: Kind
+    kind: ShapeKind
     columns: tuple[str, ...]
     """messages: the one column. pair: prompt and answer. text: the one column."""
     turn_keys: tuple[str, str] = ("role", "content")
@@ -66,7 +66,7 @@ class Format:
         return f"{how}: text ({self.columns[0]})"
 
 
-def detect(
+def detect_format(
     values: Iterable[object], where: str = "the data", wanted: FormatName = "auto"
 ) -> Format:
     """Return the shape that most of the first rows have, of those that `wanted` names.

@@ -41,7 +41,7 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 _DECODER = json.JSONDecoder()
 
 
-class Line(str):
+class JsonLine(str):
     """A line of JSON, not parsed yet: the maker of the row parses it."""
 
     __slots__ = ()
@@ -55,11 +55,11 @@ def read_rows(path: str | Path, advance: Advance = lambda _: None) -> Iterator[R
 
 def parsed(value: object) -> object:
     """Return the value of a line, or a BadRow; any other value unchanged."""
-    return _parsed(value) if isinstance(value, Line) else value
+    return _parsed(value) if isinstance(value, JsonLine) else value
 
 
 def read_unparsed(path: str | Path, advance: Advance = lambda _: None) -> Iterator[Raw]:
-    """Yield the same with each line of JSON as a `Line`."""
+    """Yield the same with each line of JSON as a `JsonLine`."""
     path = Path(path)
     reader = _READERS.get(_kind(path))
     if reader is None:
@@ -211,7 +211,7 @@ def _read_txt(path: Path, advance: Advance) -> Iterator[Raw]:
 
 def _read_jsonl(path: Path, advance: Advance) -> Iterator[Raw]:
     for number, line in _text_lines(path, advance):
-        yield number, line if isinstance(line, BadRow) else Line(line)
+        yield number, line if isinstance(line, BadRow) else JsonLine(line)
 
 
 def _parsed(line: str) -> object:

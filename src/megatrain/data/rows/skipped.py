@@ -21,7 +21,7 @@ class BadRow(Exception):
 
 
 @dataclass(slots=True, kw_only=True)
-class Skipped:
+class SkippedRows:
     """Counts of rows left out, by reason."""
 
     counts: dict[str, int] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class Skipped:
         self.counts[bad.reason] = self.counts.get(bad.reason, 0) + 1
         self._note(bad.reason, f"{place} ({bad.detail})" if bad.detail else place)
 
-    def merge(self, later: Skipped) -> None:
+    def merge(self, later: SkippedRows) -> None:
         """Add the rows that were skipped in a later part of the same data."""
         for reason, count in later.counts.items():
             self.counts[reason] = self.counts.get(reason, 0) + count

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from megatrain.data.rows.formats import FIRST_ROWS, Format, FormatName, detect
+from megatrain.data.rows.formats import FIRST_ROWS, Format, FormatName, detect_format
 from megatrain.data.rows.hub_rows import HubRows, Where, located
 from megatrain.data.rows.reading import data_files, parsed, read_unparsed
 from megatrain.data.rows.rows import Row, canonical
-from megatrain.data.rows.skipped import BadRow, Skipped
+from megatrain.data.rows.skipped import BadRow, SkippedRows
 from megatrain.errors import DataError
 from megatrain.progress import Advance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class RowSource:
     """The origin of rows, and their format."""
 
     name: str
@@ -38,7 +38,7 @@ class Source:
         """
         return _values(self.files, self.hub, advance)
 
-    def rows(self, skipped: Skipped) -> Iterator[tuple[str, Row]]:
+    def rows(self, skipped: SkippedRows) -> Iterator[tuple[str, Row]]:
         """Yield each usable row with its place; count the others in `skipped`."""
         for place, value in self.values():
             try:
@@ -47,7 +47,7 @@ class Source:
                 skipped.add(place, bad)
 
 
-def open_source(where: Where, wanted: FormatName = "auto") -> Source:
+def open_source(where: Where, wanted: FormatName = "auto") -> RowSource:
     """Return the source of this name, its format detected from its first rows unless given.
 
     Raises DataError if it is neither a file, a folder nor a dataset, or not of that format.
@@ -59,8 +59,8 @@ def open_source(where: Where, wanted: FormatName = "auto") -> Source:
         _check_encoding(path)
     first = [(place, parsed(value)) for place, value in islice(_values(files, hub), FIRST_ROWS)]
     _check_first(first, str(where))
-    shape = detect((value for _, value in first), where=str(where), wanted=wanted)
-    return Source(name=str(where), files=files, hub=hub, format=shape)
+    shape = detect_format((value for _, value in first), where=str(where), wanted=wanted)
+    return RowSource(name=str(where), files=files, hub=hub, format=shape)
 
 
 def _check_encoding(path: Path) -> None:
@@ -78,7 +78,7 @@ def _check_first(first: list[tuple[str, object]], where: str) -> None:
     """Raise DataError if there are no rows, or none of the first ones can be read."""
     if not first:
         raise DataError(f"{where} is empty: it has no rows")
-    bad = Skipped()
+    bad = SkippedRows()
     for place, value in first:
         if isinstance(value, BadRow):
             bad.add(place, value)

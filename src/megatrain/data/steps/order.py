@@ -87,7 +87,7 @@ def _stirred(values: _Words, key: np.uint64) -> _Words:
     return values ^ (values >> np.uint64(29))
 
 
-class Shuffled:
+class ShuffledOrder:
     """All rows once per epoch, in a new order each time."""
 
     def __init__(self, size: int, seed: int) -> None:
@@ -112,7 +112,7 @@ class InOrder:
         return np.arange(start, min(stop, self.size), dtype=np.int64)
 
 
-class Mixed:
+class MixedOrder:
     """Several sources by weight. Rows are numbered through: source 0 first, then source 1...
 
     Without `shuffle` the rows come in this order, a source of weight 2 twice in a row.
@@ -132,7 +132,7 @@ class Mixed:
         # Rows of each source in an epoch, repeated ones counted each time.
         self.counts = tuple(part.num_slots for part in self._parts)
         self.size = sum(self.counts)
-        self._slots: Order = Shuffled(self.size, seed) if shuffle else InOrder(self.size)
+        self._slots: Order = ShuffledOrder(self.size, seed) if shuffle else InOrder(self.size)
         self._first_slots = np.cumsum([0, *self.counts])
         self._first_rows = np.cumsum([0, *sizes])
 

@@ -25,7 +25,7 @@ from megatrain.data.steps.order import Indices, Order, Permutation
 from megatrain.data.tokens.documents import Documents, documents_of
 from megatrain.errors import DataError
 
-WINDOW = 2048
+WINDOW_ROWS = 2048
 """Rows in a window: enough documents to fill packed rows, packed in some 6 ms."""
 
 

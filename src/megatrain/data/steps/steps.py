@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from megatrain.data.steps.micro_batches import micro_batches
 from megatrain.data.steps.order import Indices, Order
-from megatrain.data.steps.packing import WINDOW, Windows
+from megatrain.data.steps.packing import WINDOW_ROWS, Windows
 from megatrain.data.tokens.documents import Documents
 from megatrain.engine.batch import MicroBatch
 from megatrain.errors import ConfigError, DataError
@@ -68,7 +68,7 @@ class Steps:
             max_length,
             packing=packing,
             shuffle=shuffle,
-            num_rows=batch_rows or WINDOW,
+            num_rows=batch_rows or WINDOW_ROWS,
             seed=seed,
         )
         self._batch_tokens = batch_tokens

@@ -67,8 +67,8 @@ class Subset:
         return self._documents.tokens(int(self._chosen[document]))
 
 
-class Joined:
-    """Several sources as one, numbered through: what `Mixed` orders."""
+class JoinedDocuments:
+    """Several sources as one, numbered through, in the numbering of `MixedOrder`."""
 
     def __init__(self, parts: Sequence[Documents]) -> None:
         self.parts = tuple(parts)

@@ -25,7 +25,7 @@ from megatrain.data.chat.spans import clipped
 from megatrain.data.rows.formats import Format
 from megatrain.data.rows.reading import parsed
 from megatrain.data.rows.rows import Row, canonical
-from megatrain.data.rows.skipped import BadRow, Skipped
+from megatrain.data.rows.skipped import BadRow, SkippedRows
 from megatrain.errors import DataError
 
 Overlong = Literal["drop", "truncate", "split"]
@@ -60,7 +60,7 @@ class Extreme:
 
 
 @dataclass(slots=True, kw_only=True)
-class Encoded:
+class EncodedChunk:
     """The documents of a chunk, end to end, and counts of its other rows."""
 
     num_rows: int = 0
@@ -84,8 +84,8 @@ class Encoded:
     """Tokens of the longest document before it was cut, split or dropped."""
     longest: Extreme = field(default_factory=Extreme)
     largest_id: Extreme = field(default_factory=Extreme)
-    bad: Skipped = field(default_factory=Skipped)
-    dropped: Skipped = field(default_factory=Skipped)
+    bad: SkippedRows = field(default_factory=SkippedRows)
+    dropped: SkippedRows = field(default_factory=SkippedRows)
     """Rows that lost a document, or all of them, by the first reason."""
     notes: Notes = field(default_factory=Notes)
 
@@ -100,9 +100,9 @@ class ChunkEncoder:
         self._overlong = settings["overlong"]
         self._no_target = settings["no_target"]
 
-    def encode(self, chunk: Chunk) -> Encoded:
+    def encode(self, chunk: Chunk) -> EncodedChunk:
         """Return the chunk's documents in the order of its rows."""
-        encoded = Encoded(num_rows=len(chunk))
+        encoded = EncodedChunk(num_rows=len(chunk))
         rows: list[tuple[str, Row]] = []
         # Bad rows are noted in the order of the file, by any of the two checks.
         found: list[tuple[str, BadRow] | None] = []
@@ -136,7 +136,7 @@ class ChunkEncoder:
         return encoded
 
     def _kept(
-        self, encoded: Encoded, place: str, row: Row, documents: Sequence[Tokens]
+        self, encoded: EncodedChunk, place: str, row: Row, documents: Sequence[Tokens]
     ) -> list[Tokens]:
         """Return what is left of a row; count it if something is lost, cut or split."""
         kept: list[Tokens] = []
@@ -173,7 +173,7 @@ class ChunkEncoder:
         else:
             yield BadRow(TOO_LONG, f"{length} tokens")
 
-    def _count_long(self, encoded: Encoded, row: Row, documents: Sequence[Tokens]) -> None:
+    def _count_long(self, encoded: EncodedChunk, row: Row, documents: Sequence[Tokens]) -> None:
         if all(len(document.input_ids) <= self._max_length for document in documents):
             return
         encoded.num_truncated += self._overlong == "truncate"
@@ -193,7 +193,7 @@ def _cut(document: Tokens, start: int, stop: int) -> Tokens:
     )
 
 
-def _put_together(encoded: Encoded, documents: Sequence[Tokens]) -> None:
+def _put_together(encoded: EncodedChunk, documents: Sequence[Tokens]) -> None:
     """Few large arrays: they cross from process to process at no cost per document."""
     encoded.num_trained = sum(document.num_trained for document in documents)
     encoded.lengths = _array([len(document.input_ids) for document in documents])
@@ -204,7 +204,7 @@ def _put_together(encoded: Encoded, documents: Sequence[Tokens]) -> None:
     )
 
 
-def _find_extremes(encoded: Encoded, places: Sequence[str]) -> None:
+def _find_extremes(encoded: EncodedChunk, places: Sequence[str]) -> None:
     if not places:
         return
     longest, largest = int(encoded.lengths.argmax()), int(encoded.ids.argmax())
@@ -231,7 +231,7 @@ def begin_worker(tokenizer: Any, shape: Format, settings: Settings) -> None:
     gc.freeze()  # existing objects stay: skip them in every collection
 
 
-def encode_chunk(chunk: Chunk) -> Encoded:
+def encode_chunk(chunk: Chunk) -> EncodedChunk:
     """Return the documents of a chunk, made by the worker's encoder."""
     assert _worker is not None
     return _worker.encode(chunk)

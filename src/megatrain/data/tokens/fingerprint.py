@@ -14,12 +14,12 @@ from typing import Any
 
 import xxhash
 
-from megatrain.data.rows.source import Source
+from megatrain.data.rows.source import RowSource
 
 _HEAD_BYTES = 2**20
 
 
-def fingerprint(source: Source, tokenizer: Any, settings: Mapping[str, object]) -> str:
+def fingerprint(source: RowSource, tokenizer: Any, settings: Mapping[str, object]) -> str:
     """Return 32 hex digits that change with the data, the tokenizer, the settings or the code."""
     digest = xxhash.xxh3_128()
     for path in source.files:

@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatrain.data.rows.skipped import Skipped
+from megatrain.data.rows.skipped import SkippedRows
 from megatrain.data.tokens.encoding import NO_TARGET, TOO_LONG
 from megatrain.errors import DataError
 
 
-def bad_rows(card: Mapping[str, Any]) -> Skipped:
+def bad_rows(card: Mapping[str, Any]) -> SkippedRows:
     """Return a card's bad rows as they were counted."""
-    return Skipped(counts=card["bad"], places=card["bad_places"])
+    return SkippedRows(counts=card["bad"], places=card["bad_places"])
 
 
-def dropped_rows(card: Mapping[str, Any]) -> Skipped:
+def dropped_rows(card: Mapping[str, Any]) -> SkippedRows:
     """Return a card's dropped rows as they were counted."""
-    return Skipped(counts=card["dropped"], places=card["dropped_places"])
+    return SkippedRows(counts=card["dropped"], places=card["dropped_places"])
 
 
 def check_limits(card: Mapping[str, Any], *, max_bad: float, max_dropped: float) -> None:
@@ -48,7 +48,7 @@ def _percent(count: int, rows: int) -> str:
     return f"{100 * count / max(rows, 1):.1f} %"
 
 
-def _ways_out(card: Mapping[str, Any], dropped: Skipped) -> str:
+def _ways_out(card: Mapping[str, Any], dropped: SkippedRows) -> str:
     """Return the ways to keep the rows, cheapest first."""
     ways = []
     if TOO_LONG in dropped.counts:

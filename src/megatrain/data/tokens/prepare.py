@@ -27,12 +27,12 @@ from megatrain.data.chat.render import TrainOn
 from megatrain.data.chat.template import check_kwargs
 from megatrain.data.rows.formats import FormatName
 from megatrain.data.rows.hub_rows import Where
-from megatrain.data.rows.skipped import Skipped
-from megatrain.data.rows.source import Source, open_source
+from megatrain.data.rows.skipped import SkippedRows
+from megatrain.data.rows.source import RowSource, open_source
 from megatrain.data.tokens.encoding import (
     Chunk,
     ChunkEncoder,
-    Encoded,
+    EncodedChunk,
     NoTarget,
     Overlong,
     Settings,
@@ -41,7 +41,7 @@ from megatrain.data.tokens.encoding import (
 )
 from megatrain.data.tokens.fingerprint import fingerprint
 from megatrain.data.tokens.limits import check_limits
-from megatrain.data.tokens.prepared import Prepared, PreparedWriter
+from megatrain.data.tokens.prepared import PreparedData, PreparedWriter
 from megatrain.errors import ConfigError, DataError, DiskError
 from megatrain.progress import Advance, byte_progress
 
@@ -66,7 +66,7 @@ def prepare(
     max_dropped: float = 0.2,
     num_workers: int = 1,
     wanted: FormatName = "auto",
-) -> Prepared:
+) -> PreparedData:
     """Return the documents of a file, folder or Hub dataset, from the cache if they are there.
 
     `wanted` names the format of its rows. Raises DataError if they do not have it, too many are
@@ -86,7 +86,7 @@ def prepare(
         check_kwargs(tokenizer, settings["template_kwargs"])
     folder = Path(cache_dir) / fingerprint(source, tokenizer, settings)
     if folder.is_dir():
-        prepared = Prepared(folder)
+        prepared = PreparedData(folder)
     else:
         _probe(source, tokenizer, settings["template_kwargs"], num_workers)
         prepared = _prepared(source, tokenizer, settings, folder, num_workers)
@@ -95,8 +95,8 @@ def prepare(
 
 
 def _prepared(
-    source: Source, tokenizer: Any, settings: Settings, folder: Path, num_workers: int
-) -> Prepared:
+    source: RowSource, tokenizer: Any, settings: Settings, folder: Path, num_workers: int
+) -> PreparedData:
     total_bytes = sum(path.stat().st_size for path in source.files)
     writer = PreparedWriter(folder)
     try:
@@ -117,7 +117,7 @@ def _prepared(
         raise
 
 
-def _check_hope(name: str, total: Encoded) -> None:
+def _check_hope(name: str, total: EncodedChunk) -> None:
     if total.bad.total == total.num_rows:
         raise DataError(
             f"{name}: none of the first {total.num_rows:,} rows can be used:\n{total.bad}"
@@ -125,14 +125,14 @@ def _check_hope(name: str, total: Encoded) -> None:
 
 
 def _probe(
-    source: Source, tokenizer: Any, template_kwargs: Mapping[str, Any], num_workers: int
+    source: RowSource, tokenizer: Any, template_kwargs: Mapping[str, Any], num_workers: int
 ) -> None:
     """Render the first conversation in a child process, where it can do no harm."""
     if source.format.kind == "text" or not tokenizer.chat_template:
         if num_workers > 1:
             require_children()
         return
-    for _, row in source.rows(Skipped()):
+    for _, row in source.rows(SkippedRows()):
         probe_template(tokenizer, row, template_kwargs)
         return
 
@@ -159,12 +159,12 @@ def _num_chars(value: object) -> int:
 
 
 def _encoded(
-    source: Source,
+    source: RowSource,
     tokenizer: Any,
     settings: Settings,
     num_workers: int,
     advance: Advance,
-) -> Iterator[Encoded]:
+) -> Iterator[EncodedChunk]:
     chunks = _chunks(source.values(advance))
     begin = (tokenizer, source.format, settings)
     if num_workers <= 1:
@@ -184,9 +184,11 @@ def _encoded(
             pool.shutdown(cancel_futures=True)
 
 
-def _in_order(pool: ProcessPoolExecutor, chunks: Iterator[Chunk], most: int) -> Iterator[Encoded]:
+def _in_order(
+    pool: ProcessPoolExecutor, chunks: Iterator[Chunk], most: int
+) -> Iterator[EncodedChunk]:
     """Yield results in the order of the chunks, with at most `most` of them in flight."""
-    under_way: deque[Future[Encoded]] = deque()
+    under_way: deque[Future[EncodedChunk]] = deque()
     for chunk in chunks:
         under_way.append(pool.submit(encode_chunk, chunk))
         if len(under_way) == most:
@@ -195,7 +197,7 @@ def _in_order(pool: ProcessPoolExecutor, chunks: Iterator[Chunk], most: int) -> 
         yield _result(under_way.popleft(), pool)
 
 
-def _result(future: Future[Encoded], pool: ProcessPoolExecutor) -> Encoded:
+def _result(future: Future[EncodedChunk], pool: ProcessPoolExecutor) -> EncodedChunk:
     try:
         return future.result(_CHUNK_LIMIT_S)
     except TimeoutError:

@@ -27,7 +27,7 @@ from megatrain import files
 from megatrain.data.chat.spans import mask_of
 from megatrain.data.steps.order import Indices
 from megatrain.data.tokens.documents import Lengths
-from megatrain.data.tokens.encoding import Encoded
+from megatrain.data.tokens.encoding import EncodedChunk
 from megatrain.errors import DataError, DiskError
 
 Card = dict[str, Any]
@@ -43,7 +43,7 @@ _BATCH_TOKENS = 2**20
 """Tokens in one Arrow batch: few batches to search, little to hold while writing."""
 
 
-class Prepared:
+class PreparedData:
     """Documents of one source by number; open as often as you like, it costs a mapping."""
 
     def __init__(self, folder: Path) -> None:
@@ -107,13 +107,13 @@ class PreparedWriter:
         files.make_folder(self._folder)
         self._sink = files.open_new(self._folder / _FILE)
         self._writer = pa.ipc.new_stream(self._sink, _SCHEMA)
-        self._waiting: list[Encoded] = []
+        self._waiting: list[EncodedChunk] = []
         self._waiting_tokens = 0
         self._lengths: list[NDArray[np.int32]] = []
         self._content = [xxhash.xxh3_128() for _ in range(4)]
-        self.total = Encoded()
+        self.total = EncodedChunk()
 
-    def add(self, encoded: Encoded) -> None:
+    def add(self, encoded: EncodedChunk) -> None:
         """Add a chunk's documents; they are on disk some 2**20 tokens later."""
         total = self.total
         encoded.rows += total.num_rows  # from a number within the chunk to one within the source
@@ -138,7 +138,7 @@ class PreparedWriter:
         if self._waiting_tokens >= _BATCH_TOKENS:
             self._flush()
 
-    def publish(self, about: Card) -> Prepared:
+    def publish(self, about: Card) -> PreparedData:
         """Finish the files, give them their name, open them."""
         self._flush()
         self._writer.close()
@@ -151,7 +151,7 @@ class PreparedWriter:
             if not self._final.is_dir():
                 raise
             files.remove_folder(self._folder)  # another run prepared the same meanwhile
-        return Prepared(self._final)
+        return PreparedData(self._final)
 
     def discard(self) -> None:
         """Remove the files."""

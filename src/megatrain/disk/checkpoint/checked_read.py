@@ -24,7 +24,7 @@ from megatrain.disk.hf.safetensors_format import TensorEntry, parse_header
 from megatrain.errors import CheckpointDamaged, DiskError, WeightsFormatError
 from megatrain.memory.direct import (
     CHUNK_BYTES,
-    PAGE,
+    DISK_PAGE,
     DirectReader,
     aligned_buffer,
     as_memory,
@@ -32,7 +32,7 @@ from megatrain.memory.direct import (
 )
 from megatrain.progress import Advance, byte_progress
 
-NUM_WORKERS = 4
+NUM_HASH_WORKERS = 4
 Take = Callable[[int, Tensor], None]
 """Gets a chunk's first byte in the file, and its bytes, once they are known to be right."""
 
@@ -94,8 +94,8 @@ def _opened(folder: Path, name: str, num_bytes: int) -> DirectReader:
 
 def _run(chunks: Iterable[_Chunk], advance: Advance) -> None:
     buffers: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
-    for _ in range(NUM_WORKERS):
-        buffers.put(aligned_buffer(CHUNK_BYTES + 2 * PAGE))
+    for _ in range(NUM_HASH_WORKERS):
+        buffers.put(aligned_buffer(CHUNK_BYTES + 2 * DISK_PAGE))
 
     def work(chunk: _Chunk) -> None:
         buffer = buffers.get()
@@ -109,7 +109,7 @@ def _run(chunks: Iterable[_Chunk], advance: Advance) -> None:
             buffers.put(buffer)
         advance(chunk.stop - chunk.start)
 
-    with ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="restore") as pool:
+    with ThreadPoolExecutor(NUM_HASH_WORKERS, thread_name_prefix="restore") as pool:
         futures = [pool.submit(work, chunk) for chunk in chunks]
         try:
             for future in futures:
@@ -134,7 +134,7 @@ def _damaged(chunk: _Chunk) -> CheckpointDamaged:
 
 
 def _entries(reader: DirectReader) -> list[TensorEntry]:
-    buffer = aligned_buffer(CHUNK_BYTES + 2 * PAGE)
+    buffer = aligned_buffer(CHUNK_BYTES + 2 * DISK_PAGE)
     try:
         length = int.from_bytes(as_memory(reader.read(0, 8, buffer)), "little")
         if not 2 <= length <= CHUNK_BYTES - 8:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatrain.disk.checkpoint.checked_read import Take, read_checked
 from megatrain.disk.checkpoint.manifest import read_manifest
-from megatrain.disk.hf.model import HostModel, read_folder
+from megatrain.disk.hf.model import HostModel, read_model_folder
 from megatrain.disk.hf.safetensors_format import TensorEntry, read_entries
 from megatrain.errors import CheckpointMismatch
 from megatrain.memory.direct import copy_bytes
@@ -32,7 +32,7 @@ def load_masters(checkpoint: Path) -> HostModel:
 
     Raises CheckpointDamaged, CheckpointMismatch, DiskError, or what `load_model` raises.
     """
-    home = read_folder(checkpoint / "model", dtype="bf16", frozen=(), attn=None).load(
+    home = read_model_folder(checkpoint / "model", dtype="bf16", frozen=(), attn=None).load(
         (Kind.HI, Kind.LO)
     )
     records = {

@@ -27,7 +27,7 @@ _NAME = re.compile(r"step-(\d{8,})-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class FoundCheckpoint:
     """A folder that a save has finished."""
 
     path: Path
@@ -90,13 +90,13 @@ def disposable(
     return sorted(rest, key=lambda folder: folder not in damaged)
 
 
-def best_of(parent: Path, damaged: Collection[Path] = ()) -> Found | None:
+def best_of(parent: Path, damaged: Collection[Path] = ()) -> FoundCheckpoint | None:
     """Return the checkpoint with the lowest loss of an evaluation, the newer of equals."""
-    best: Found | None = None
+    best: FoundCheckpoint | None = None
     for folder in finished(parent):
         loss = None if folder in damaged else loss_of(folder)
         if loss is not None and (best is None or best.eval_loss is None or loss < best.eval_loss):
-            best = Found(path=folder, step=step_of(folder), eval_loss=loss)
+            best = FoundCheckpoint(path=folder, step=step_of(folder), eval_loss=loss)
     return best
 
 

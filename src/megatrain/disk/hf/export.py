@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from megatrain.disk.checkpoint.manifest import FileRecord
-from megatrain.disk.hf.exported import RECORD_NAME, Exported
+from megatrain.disk.hf.exported import RECORD_NAME, ExportRecord
 from megatrain.disk.hf.folder import read_index
 from megatrain.disk.hf.weights_file import NamedTensor, WeightsFile, folder_tensors, master_tensors
 from megatrain.errors import DiskError, ModelFolderError, WeightsFormatError
@@ -130,7 +130,7 @@ def _export(
         remove(folder / name)
     if origin is not None:
         records |= {name: FileRecord.of_bytes(data) for name, data in small.items()}
-        about = Exported(step=origin.step, best_loss=origin.best_loss, files=records)
+        about = ExportRecord(step=origin.step, best_loss=origin.best_loss, files=records)
         write_file(folder / RECORD_NAME, about.to_bytes())
 
 

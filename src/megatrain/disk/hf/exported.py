@@ -26,7 +26,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
+class ExportRecord:
     """Which model of a run an export is."""
 
     step: int
@@ -48,7 +48,7 @@ class Exported:
         return signed(json.dumps(fields, indent=1).encode())
 
 
-def read_exported(folder: Path) -> Exported | None:
+def read_exported(folder: Path) -> ExportRecord | None:
     """Return the record of an export; None if there is none or it was changed."""
     path = folder / RECORD_NAME
     try:
@@ -60,7 +60,7 @@ def read_exported(folder: Path) -> Exported | None:
         return None
 
 
-def _from_json(fields: Any) -> Exported:
+def _from_json(fields: Any) -> ExportRecord:
     step, loss = fields["step"], fields["best_loss"]
     if type(step) is not int or step < 0 or fields["chunk_bytes"] != CHUNK_BYTES:
         raise ValueError("not a step")
@@ -71,4 +71,4 @@ def _from_json(fields: Any) -> Exported:
         if not _FILE_NAME.fullmatch(name):
             raise ValueError("not a file of an export")
         files[name] = record_of(value)
-    return Exported(step=step, best_loss=loss, files=files)
+    return ExportRecord(step=step, best_loss=loss, files=files)

@@ -29,7 +29,7 @@ from megatrain.errors import (
     listing,
 )
 from megatrain.model_files import CARRIED, INDEX_NAME, SHARD_NAME, SINGLE_NAME
-from megatrain.models.config_json import CONFIG_NAME, MAX_BYTES
+from megatrain.models.config_json import CONFIG_NAME, MAX_CONFIG_BYTES
 
 MAX_INDEX_BYTES = 32 << 20
 MAX_SHARDS = 10_000
@@ -54,9 +54,9 @@ def read_config_bytes(folder: Path) -> bytes:
             raise ModelFolderError(
                 f"{folder}: no {CONFIG_NAME}: this is not a Hugging Face model folder"
             )
-        data = _read(resolve(folder, CONFIG_NAME), MAX_BYTES)
-    if len(data) > MAX_BYTES:
-        raise ModelConfigError(f"{CONFIG_NAME} is larger than {MAX_BYTES >> 20} MiB")
+        data = _read(resolve_file(folder, CONFIG_NAME), MAX_CONFIG_BYTES)
+    if len(data) > MAX_CONFIG_BYTES:
+        raise ModelConfigError(f"{CONFIG_NAME} is larger than {MAX_CONFIG_BYTES >> 20} MiB")
     return data
 
 
@@ -65,7 +65,7 @@ def read_folder(folder: Path) -> dict[str, StoredTensor]:
     with _explained(folder):
         _require_folder(folder)
         if (folder / SINGLE_NAME).exists():
-            path = resolve(folder, SINGLE_NAME)
+            path = resolve_file(folder, SINGLE_NAME)
             return {e.name: StoredTensor(path=path, entry=e) for e in read_entries(path)}
         if (folder / INDEX_NAME).exists():
             return _read_shards(folder)
@@ -86,7 +86,9 @@ def read_carried(folder: Path) -> dict[str, bytes]:
     """
     with _explained(folder):
         names = [path.name for path in folder.iterdir() if path.exists()]
-        files = {name: resolve(folder, name) for name in sorted(names) if CARRIED.fullmatch(name)}
+        files = {
+            name: resolve_file(folder, name) for name in sorted(names) if CARRIED.fullmatch(name)
+        }
         for name, path in files.items():
             if path.stat().st_size > MAX_CARRIED_BYTES:
                 raise ModelFolderError(
@@ -97,7 +99,7 @@ def read_carried(folder: Path) -> dict[str, bytes]:
 
 def read_index(folder: Path) -> dict[str, str]:
     """Return the index's map from tensor to shard name."""
-    data = _read(resolve(folder, INDEX_NAME), MAX_INDEX_BYTES)
+    data = _read(resolve_file(folder, INDEX_NAME), MAX_INDEX_BYTES)
     if len(data) > MAX_INDEX_BYTES:
         raise WeightsFormatError(f"{INDEX_NAME} is larger than {MAX_INDEX_BYTES >> 20} MiB")
     return parse_index(data)
@@ -107,7 +109,7 @@ def _read_shards(folder: Path) -> dict[str, StoredTensor]:
     wanted = read_index(folder)
     found: dict[str, StoredTensor] = {}
     for shard, names in _by_shard(wanted).items():
-        path = resolve(folder, shard)
+        path = resolve_file(folder, shard)
         for entry in read_entries(path):
             if wanted.get(entry.name) != shard:
                 raise WeightsFormatError(
@@ -158,7 +160,7 @@ def parse_index(data: bytes) -> dict[str, str]:
     return weight_map
 
 
-def resolve(folder: Path, name: str) -> Path:
+def resolve_file(folder: Path, name: str) -> Path:
     """Return the real path of a regular file in `folder`; refuse one that leads out of it."""
     try:
         base = folder.resolve()

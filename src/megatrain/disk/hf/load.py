@@ -30,15 +30,15 @@ from megatrain.disk.hf.growth import Growth, tables
 from megatrain.disk.hf.names import FolderTensor, NameMap
 from megatrain.disk.hf.safetensors_format import DTYPES
 from megatrain.errors import WeightsMismatch, listing
-from megatrain.memory.direct import PAGE, DirectReader, aligned_buffer, copy_bytes
+from megatrain.memory.direct import DISK_PAGE, DirectReader, aligned_buffer, copy_bytes
 from megatrain.memory.kinds import Kind
 from megatrain.memory.master import split_into
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
 from megatrain.progress import Advance, byte_progress
 
-CHUNK_BYTES = 16 << 20
-NUM_WORKERS = 4
+READ_BYTES = 16 << 20
+NUM_LOAD_WORKERS = 4
 # Matching a name takes 50 us: no model has more tables and masks in its folder than this.
 _MOST_PER_TENSOR, _MOST_SURPLUS = 4, 4096
 _WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -194,8 +194,8 @@ def _run(
 ) -> None:
     """Read the tensors of `matches` in chunks, in file order, on all workers."""
     buffers: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
-    for _ in range(NUM_WORKERS):
-        buffers.put(aligned_buffer(CHUNK_BYTES + 2 * PAGE))
+    for _ in range(NUM_LOAD_WORKERS):
+        buffers.put(aligned_buffer(READ_BYTES + 2 * DISK_PAGE))
 
     def work(chunk: tuple[Match, int, int]) -> None:
         match, first, last = chunk
@@ -210,7 +210,7 @@ def _run(
             buffers.put(buffer)
         advance((last - first) * size)
 
-    with ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="load") as pool:
+    with ThreadPoolExecutor(NUM_LOAD_WORKERS, thread_name_prefix="load") as pool:
         futures = [pool.submit(work, chunk) for chunk in _chunks(matches)]
         try:
             for future in futures:
@@ -223,7 +223,7 @@ def _run(
 def _chunks(matches: list[Match]) -> Iterator[tuple[Match, int, int]]:
     """Yield runs of elements of at most CHUNK_BYTES, in the order of the files' bytes."""
     for match in sorted(matches, key=lambda m: (m.stored.path, m.stored.entry.start)):
-        step = CHUNK_BYTES // DTYPES[match.stored.entry.dtype].itemsize
+        step = READ_BYTES // DTYPES[match.stored.entry.dtype].itemsize
         for first in range(0, match.tensor.num_elements, step):
             yield match, first, min(first + step, match.tensor.num_elements)
 

@@ -100,10 +100,10 @@ def load_model(
     DoesNotFit, ModelFolderError, WeightsFormatError, WeightsMismatch, HubError or DiskError.
     """
     found = find_model(str(folder)).folder
-    return read_folder(found, dtype=dtype, frozen=frozen, attn=attn).load(kinds)
+    return read_model_folder(found, dtype=dtype, frozen=frozen, attn=attn).load(kinds)
 
 
-def read_folder(
+def read_model_folder(
     folder: str | Path,
     *,
     dtype: Literal["bf16", "fp32"],

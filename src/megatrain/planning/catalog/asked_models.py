@@ -22,11 +22,11 @@ from megatrain.config import Config
 from megatrain.errors import ConfigError, HubError, ModelConfigError, ModelFolderError
 from megatrain.planning.catalog.families import ALIASES, FAMILIES, shape_from_config
 from megatrain.planning.catalog.freezing import with_frozen
-from megatrain.planning.catalog.known_models import find_model, weights_note
+from megatrain.planning.catalog.known_models import find_known_model, weights_note
 from megatrain.planning.workload import ModelShape, shape_of
 
-MAX_BYTES = 4 << 20
-LARGEST = 1 << 40
+MAX_JSON_BYTES = 4 << 20
+LARGEST_DIMENSION = 1 << 40
 """No number in a config is larger: lengths, and the sizes some configs carry."""
 NEEDED = {
     "num_hidden_layers": 256,
@@ -56,7 +56,7 @@ def find_shape(asked: str) -> ModelShape:
     if path.is_file():
         return _read(path, path.resolve().parent.name)
     try:
-        known = find_model(asked)
+        known = find_known_model(asked)
     except ConfigError as unknown:
         return _from_hub(asked, unknown)
     return replace(shape_from_config(known.config, known.name), weights=known.weights)
@@ -76,11 +76,11 @@ def _from_hub(asked: str, unknown: ConfigError) -> ModelShape:
 def _bytes(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
+            data = file.read(MAX_JSON_BYTES + 1)
     except OSError as error:
         raise ModelFolderError(f"{path}: cannot read it: {error.strerror or error}") from error
-    if len(data) > MAX_BYTES:
-        raise ModelConfigError(f"{path} is larger than {MAX_BYTES} bytes, not a config.json")
+    if len(data) > MAX_JSON_BYTES:
+        raise ModelConfigError(f"{path} is larger than {MAX_JSON_BYTES} bytes, not a config.json")
     return data
 
 
@@ -122,7 +122,7 @@ def _check(fields: Mapping[str, Any], path: Path) -> None:
             shown = str(value)[:40]
             raise ModelConfigError(f"{path}: {key} is {shown}; it must be from 1 to {largest}")
     for key, value in fields.items():
-        if isinstance(value, int) and not -LARGEST <= value <= LARGEST:
+        if isinstance(value, int) and not -LARGEST_DIMENSION <= value <= LARGEST_DIMENSION:
             raise ModelConfigError(f"{path}: {key[:80]} is {str(value)[:40]}: out of range")
 
 

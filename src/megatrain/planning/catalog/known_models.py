@@ -69,7 +69,7 @@ def known_models() -> tuple[KnownModel, ...]:
     return tuple(_row(line) for line in _lines())
 
 
-def find_model(name: str) -> KnownModel:
+def find_known_model(name: str) -> KnownModel:
     """Return the model that is meant. Raises ConfigError with the names that come near."""
     rows = [line.split()[1] for line in _lines()]
     for key in (_whole, _short, _stem):

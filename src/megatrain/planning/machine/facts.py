@@ -22,7 +22,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from megatrain.cache import cache_folder
-from megatrain.memory.host import groups, num_cores, told
+from megatrain.memory.host import control_groups, num_cores, read_system_file
 from megatrain.version import __version__
 
 
@@ -64,7 +64,7 @@ def host_facts(root: Path = Path("/")) -> HostFacts:
         processor=_processor(root),
         cores=num_cores(),
         ram_bytes=_ram(root),
-        group_limit_bytes=min((group.limit_bytes for group in groups(root)), default=None),
+        group_limit_bytes=min((group.limit_bytes for group in control_groups(root)), default=None),
         memlock_bytes=_memlock(),
         numa_nodes=len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) or 1,
         gpus=_gpus(root),
@@ -84,7 +84,7 @@ def profile_path(facts: HostFacts) -> Path:
 
 
 def _processor(root: Path) -> str:
-    for line in told(root / "proc/cpuinfo").splitlines():
+    for line in read_system_file(root / "proc/cpuinfo").splitlines():
         name, _, value = line.partition(":")
         if name.strip() in ("model name", "Model"):
             return " ".join(value.split())
@@ -92,7 +92,7 @@ def _processor(root: Path) -> str:
 
 
 def _ram(root: Path) -> int:
-    for line in told(root / "proc/meminfo").splitlines():
+    for line in read_system_file(root / "proc/meminfo").splitlines():
         if line.startswith("MemTotal:"):
             return int(line.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -106,7 +106,7 @@ def _memlock() -> int | None:
 def _gpus(root: Path) -> tuple[str, ...]:
     names = []
     for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
-        for line in told(path).splitlines():
+        for line in read_system_file(path).splitlines():
             if line.startswith("Model:"):
                 names.append(line.partition(":")[2].strip())
     return tuple(names)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatrain.report.drawing.axis import Axis, step_axis, value_axis
-from megatrain.report.drawing.markup import Html, join, tag
+from megatrain.report.drawing.markup import Html, join_html, tag
 from megatrain.report.drawing.thinning import Point, pieces, thinned
 from megatrain.text import count, figure
 
@@ -26,7 +26,7 @@ _COLOURS = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class Series:
     """One curve of a chart."""
 
     label: str
@@ -37,7 +37,7 @@ class Line:
     """Which of the colours of the page."""
 
 
-def line_chart(title: str, lines: Sequence[Line], unit: str = "") -> Html:
+def line_chart(title: str, lines: Sequence[Series], unit: str = "") -> Html:
     """Return a figure of the lines that have points; nothing if none has."""
     lines = [line for line in lines if line.points]
     if not lines:
@@ -47,18 +47,18 @@ def line_chart(title: str, lines: Sequence[Line], unit: str = "") -> Html:
     buckets = max(_BUCKETS // len(lines), _BUCKETS // 10)
     drawn = [_drawn(line, steps, values, buckets) for line in lines]
     lost = sorted({step for line in lines for step, value in line.points if not _finite(value)})
-    heading = join([title, tag("span", _unit(unit, values), class_="unit")])
+    heading = join_html([title, tag("span", _unit(unit, values), class_="unit")])
     return tag(
         "figure",
         tag("figcaption", heading),
-        frame(join(drawn), _told(title, lines, lost), steps, values, _marks(lost, steps)),
+        frame(join_html(drawn), _told(title, lines, lost), steps, values, _marks(lost, steps)),
         _legend(lines, lost),
     )
 
 
 def frame(drawing: Html, text: str, steps: Axis, values: Axis, over: Html | None = None) -> Html:
     """Return the drawing with grid and labels; `text` is the text for a screen reader."""
-    grid = join(
+    grid = join_html(
         tag("path", class_="grid", d=f"M0 {_number(HEIGHT * (1 - place))}H{WIDTH}")
         for place, _ in values.ticks()
     )
@@ -100,7 +100,7 @@ def path(points: Iterable[tuple[float, float]]) -> str:
     )
 
 
-def _drawn(line: Line, steps: Axis, values: Axis, num_buckets: int) -> Html:
+def _drawn(line: Series, steps: Axis, values: Axis, num_buckets: int) -> Html:
     """Return a line; a lone point between gaps, and each of `dots`, is a stroke of no length."""
     paths = []
     for piece in pieces(thinned(line.points, num_buckets)):
@@ -110,20 +110,20 @@ def _drawn(line: Line, steps: Axis, values: Axis, num_buckets: int) -> Html:
             paths.append(tag("path", class_=f"dot {_colour(line)}", d=dots))
         if len(places) > 1:
             paths.append(tag("path", class_=f"{line.look} {_colour(line)}", d=path(places)))
-    return join(paths)
+    return join_html(paths)
 
 
 def _marks(lost: Sequence[int], steps: Axis) -> Html:
     """Return a mark at the top for values that could not be drawn, none on top of another."""
     shown = {round(steps.place(step) * _MOST_MARKS): step for step in reversed(lost)}
-    return join(
+    return join_html(
         tag("span", "\u2715", class_="lost", style=f"left:{steps.place(step):.2%}",
             title=f"not finite at step {step:,}", aria_hidden="true")
         for step in shown.values()
     )  # fmt: skip
 
 
-def _legend(lines: Sequence[Line], lost: Sequence[int]) -> Html:
+def _legend(lines: Sequence[Series], lost: Sequence[int]) -> Html:
     entries = [(f"{line.look} {_colour(line)}", line.label) for line in lines if line.label]
     if lost:
         some = ", ".join(f"{step:,}" for step in lost[:3]) + (", ..." if len(lost) > 3 else "")
@@ -132,7 +132,7 @@ def _legend(lines: Sequence[Line], lost: Sequence[int]) -> Html:
     return legend(entries)
 
 
-def _told(title: str, lines: Sequence[Line], lost: Sequence[int]) -> str:
+def _told(title: str, lines: Sequence[Series], lost: Sequence[int]) -> str:
     text = []
     for line in lines:
         values = [value for _, value in line.points if _finite(value)]
@@ -149,7 +149,7 @@ def _unit(unit: str, values: Axis) -> str:
     return " " + ", ".join([*notes, "logarithmic"] if values.log else notes)
 
 
-def _colour(line: Line) -> str:
+def _colour(line: Series) -> str:
     number = line.colour % _COLOURS
     return f"c{number}" if number == line.colour else f"c{number} again"
 

@@ -1,8 +1,8 @@
 """HTML from parts, where only `Html` is inserted unchanged and every other string is escaped.
 
 A report quotes untrusted text: samples of a model, names of folders, a config. A string therefore
-becomes part of a page in one way, through `tag` or `join`, which escape it. `Html` is made here,
-and elsewhere only from our own text.
+becomes part of a page in one way, through `tag` or `join_html`, which escape it. `Html` is made
+here, and elsewhere only from our own text.
 
 Laws (tests/report/drawing/test_markup.py)
     1. No plain string opens a tag or ends an attribute.
@@ -47,7 +47,7 @@ def escaped(text: str) -> Html:
     return text if isinstance(text, Html) else Html(html.escape(visible(text)))
 
 
-def join(parts: Iterable[str]) -> Html:
+def join_html(parts: Iterable[str]) -> Html:
     """Return the parts one after another."""
     return Html("".join(escaped(part) for part in parts))
 
@@ -61,4 +61,4 @@ def tag(name: str, /, *children: str, **attributes: str | None) -> Html:
     )
     if name in _EMPTY and not children:
         return Html(f"<{name}{shown}>" if name in ("meta", "br") else f"<{name}{shown}/>")
-    return Html(f"<{name}{shown}>{join(children)}</{name}>")
+    return Html(f"<{name}{shown}>{join_html(children)}</{name}>")

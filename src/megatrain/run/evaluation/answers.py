@@ -50,7 +50,7 @@ class Miss:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class ExactMatches:
     """The result over all questions."""
 
     num_asked: int
@@ -95,10 +95,10 @@ def questions(documents: Documents, max_rows: int | None = None) -> list[Questio
 
 def answer_all(
     engine: Engine, asked: Sequence[Question], end_tokens: frozenset[int], decode: Decode
-) -> Told:
+) -> ExactMatches:
     """Let the model answer, and compare each answer with that of its row."""
     missed: dict[int, Miss] = {}
-    for group in groups(asked, GROUP_TOKENS):
+    for group in question_groups(asked, GROUP_TOKENS):
         prompts = [asked[number].prompt for number in group]
         most = max(len(asked[number].answer) for number in group)
         for number, made in zip(
@@ -108,7 +108,7 @@ def answer_all(
             if miss is not None:
                 missed[number] = miss
     misses = tuple(missed[number] for number in sorted(missed))
-    return Told(num_asked=len(asked), misses=misses)
+    return ExactMatches(num_asked=len(asked), misses=misses)
 
 
 def judge(
@@ -127,7 +127,7 @@ def judge(
     return Miss(prompt=decode(list(question.prompt)), expected=texts[0], written=texts[1])
 
 
-def groups(asked: Sequence[Question], most_tokens: int) -> Iterator[list[int]]:
+def question_groups(asked: Sequence[Question], most_tokens: int) -> Iterator[list[int]]:
     """Yield the questions' numbers, those of like length together, the longest first."""
     lengths = [len(question.prompt) + len(question.answer) for question in asked]
     group: list[int] = []

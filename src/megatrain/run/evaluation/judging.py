@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatrain.config import Config, load_config
-from megatrain.config.data_settings import Source
+from megatrain.config.data_settings import DataSource
 from megatrain.data.chat.choice import NONE, choose_template
 from megatrain.data.steps.isolation import ISOLATES
 from megatrain.data.tokens.documents import Documents
 from megatrain.data.tokens.limits import bad_rows, dropped_rows
-from megatrain.data.tokens.prepared import Prepared
+from megatrain.data.tokens.prepared import PreparedData
 from megatrain.disk.hf.folder import read_config_bytes
 from megatrain.models.config_json import parse_config
 from megatrain.run.opening.model_limits import num_positions
@@ -26,7 +26,7 @@ _ROWS_OF_A_RUN = {
 
 
 def judging_config(
-    model: RunModel, source: Source, max_rows: int | None, max_length: int | None
+    model: RunModel, source: DataSource, max_rows: int | None, max_length: int | None
 ) -> Config:
     """Return what to evaluate with.
 
@@ -87,7 +87,7 @@ def for_lengths(config: Config, rows: Documents) -> Config:
 
 def left_out(rows: Documents, max_length: int) -> list[str]:
     """Return how many rows are not evaluated on, and why; nothing if all are."""
-    assert isinstance(rows, Prepared)
+    assert isinstance(rows, PreparedData)
     card, lines = rows.card, []
     for what, skipped in (("dropped", dropped_rows(card)), ("bad", bad_rows(card))):
         if skipped.total:

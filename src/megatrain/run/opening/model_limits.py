@@ -16,14 +16,14 @@ from typing import Any
 
 from torch import nn
 
-from megatrain.data.tokens.prepared import Prepared
+from megatrain.data.tokens.prepared import PreparedData
 from megatrain.errors import DataError
 from megatrain.models.decoder import Decoder
 
 _TABLE = re.compile(r"(wpe|pos\w*)$", re.IGNORECASE)
 
 
-def check_rows(sources: Iterable[Prepared], decoder: Decoder) -> list[str]:
+def check_rows(sources: Iterable[PreparedData], decoder: Decoder) -> list[str]:
     """Return what should be said of the rows and the model.
 
     Raises DataError if the model has no embedding for a token, or no place for a position.
@@ -35,7 +35,7 @@ def check_rows(sources: Iterable[Prepared], decoder: Decoder) -> list[str]:
     return notes
 
 
-def check_vocabulary(source: Prepared, vocab_size: int) -> None:
+def check_vocabulary(source: PreparedData, vocab_size: int) -> None:
     """Raise DataError if a token id is beyond the model's embedding."""
     card = source.card
     if card["largest_id"] >= vocab_size:
@@ -46,7 +46,7 @@ def check_vocabulary(source: Prepared, vocab_size: int) -> None:
         )
 
 
-def check_positions(source: Prepared, decoder: Decoder) -> list[str]:
+def check_positions(source: PreparedData, decoder: Decoder) -> list[str]:
     """Return a warning if rows are longer than what the model was made for.
 
     Raises DataError if the model has a table of positions, which they exceed.

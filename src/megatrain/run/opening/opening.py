@@ -12,7 +12,7 @@ from megatrain.data.steps.isolation import check_packing
 from megatrain.data.training_rows import gather, with_longest_step
 from megatrain.devices.device import Device
 from megatrain.disk.checkpoint.retention import clear_unfinished
-from megatrain.disk.hf.model import HostModel, ModelFolder, read_folder
+from megatrain.disk.hf.model import HostModel, ModelFolder, read_model_folder
 from megatrain.errors import RunFolderError
 from megatrain.files import remove_folder
 from megatrain.hub import find_model
@@ -107,7 +107,7 @@ def open_run(config: Config, folder: RunFolder, *, resumes: bool) -> Opened:
     found: HostModel | ModelFolder = (
         resumed.home
         if resumed is not None
-        else read_folder(
+        else read_model_folder(
             source, dtype=model.dtype, frozen=model.frozen, attn=model.attn, growth=growth
         )
     )

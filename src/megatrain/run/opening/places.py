@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config, load_config
-from megatrain.config.data_settings import Source
+from megatrain.config.data_settings import DataSource
 from megatrain.errors import ConfigError
 from megatrain.hub import MAIN, dataset_commit, find_model, is_commit, is_id
 
@@ -63,7 +63,7 @@ def pinned(config: Config, run: Path, *, resumes: bool) -> tuple[Config, Pins]:
     return config.model_copy(update=changes), pins
 
 
-def in_words(pins: Pins) -> list[str]:
+def commits_in_words(pins: Pins) -> list[str]:
     """Return which commits are used, a line for each."""
     return [
         f"{name}: commit {commit[:12]}" for names in pins.values() for name, commit in names.items()
@@ -77,7 +77,7 @@ def _names(config: Config) -> Iterator[tuple[str, str]]:
             yield from ((key, source.path) for source in sources)
 
 
-def _pinned_source(pins: Pins, source: Source) -> Source:
+def _pinned_source(pins: Pins, source: DataSource) -> DataSource:
     if Path(source.path).exists() or not is_id(source.path):
         return source
     commit = _pin(pins, "datasets", source.path, source.revision, _dataset_commit)

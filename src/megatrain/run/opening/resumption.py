@@ -17,7 +17,7 @@ from megatrain.disk.checkpoint.manifest import Manifest, read_manifest
 from megatrain.disk.checkpoint.parts import checkpoint_parts
 from megatrain.disk.checkpoint.restore import restore
 from megatrain.disk.checkpoint.retention import finished, step_of
-from megatrain.disk.hf.model import HostModel, read_folder
+from megatrain.disk.hf.model import HostModel, read_model_folder
 from megatrain.disk.hf.source_mark import source_mark
 from megatrain.errors import CheckpointDamaged, CheckpointMismatch, DiskError
 from megatrain.losses.head import CHUNK_TOKENS
@@ -207,6 +207,6 @@ def _opened(path: Path, manifest: Manifest, config: Config, kinds: tuple[Kind, .
     if f"model/{CONFIG_NAME}" not in manifest.files:
         raise CheckpointDamaged(f"{path}: has no {CONFIG_NAME}")
     model = config.model
-    return read_folder(
+    return read_model_folder(
         path / "model", dtype=model.dtype, frozen=model.frozen, attn=model.attn
     ).empty(kinds)
