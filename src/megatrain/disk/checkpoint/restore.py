@@ -12,6 +12,7 @@ Laws (tests/disk/checkpoint/test_restore.py)
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -20,8 +21,15 @@ from torch import Tensor
 from megatrain.disk.checkpoint.checked_read import Take, read_checked
 from megatrain.disk.checkpoint.manifest import Manifest, read_manifest
 from megatrain.disk.checkpoint.parts import Parts
+from megatrain.disk.hf.safetensors_format import DTYPE_NAMES, read_entries
 from megatrain.disk.hf.weights_file import WeightsFile
-from megatrain.errors import CheckpointDamaged, CheckpointMismatch
+from megatrain.errors import (
+    CheckpointDamaged,
+    CheckpointMismatch,
+    DiskError,
+    WeightsFormatError,
+    listing,
+)
 from megatrain.memory.direct import copy_bytes
 
 
@@ -57,12 +65,35 @@ def restore(folder: Path, manifest: Manifest, parts: Parts) -> None:
     for name, file in files.items():
         record = manifest.files.get(name)
         if record is None or record.num_bytes != file.num_bytes:
+            _require_states(folder / name, file)
             raise CheckpointDamaged(f"{folder / name} does not match the model of the manifest")
-    takes = {name: _filling(file) for name, file in files.items()}
+    takes = {name: _filling(folder / name, file) for name, file in files.items()}
     read_checked(folder, manifest.files, "resuming", takes)
 
 
-def _filling(file: WeightsFile) -> Take:
+def _require_states(path: Path, file: WeightsFile) -> None:
+    """Raise CheckpointMismatch if a state file holds what another optimizer keeps."""
+    if not file.name.startswith("state/"):
+        return
+    try:
+        found = _states((entry.name, entry.dtype) for entry in read_entries(path))
+    except (WeightsFormatError, DiskError):
+        return  # it is damaged, as the caller is about to report
+    wanted = _states((tensor.name, DTYPE_NAMES[tensor.dtype]) for tensor in file.tensors)
+    if found != wanted:
+        raise CheckpointMismatch(
+            f"{path}: holds {listing(found)}, and this run's optimizer keeps {listing(wanted)}. "
+            "Resume with the optimizer that saved the checkpoint, or start a new run from the "
+            "model/ folder beside it."
+        )
+
+
+def _states(tensors: Iterable[tuple[str, str]]) -> set[str]:
+    """Return the kinds of tensors with their dtypes, from `kind.param`: {"lo (I16)", "m (F32)"}."""
+    return {f"{name.partition('.')[0]} ({dtype})" for name, dtype in tensors}
+
+
+def _filling(path: Path, file: WeightsFile) -> Take:
     """Return what puts a file's chunks into its tensors."""
     header = torch.frombuffer(bytearray(file.header), dtype=torch.uint8)
     places = [(0, header.clone(), True)]
@@ -78,6 +109,7 @@ def _filling(file: WeightsFile) -> Take:
             if not is_header:
                 copy_bytes(there, found)
             elif not torch.equal(there, found):
+                _require_states(path, file)
                 raise CheckpointMismatch(f"{file.name}: its tensors do not match this model")
 
     return take
