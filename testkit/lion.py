@@ -23,6 +23,11 @@ from megatrain.optim.optimizer import HostOptimizer
 from megatrain.optim.views import Views
 
 LION = (state("m", "momentum (m)"),)
+EIGHT_BIT = (
+    state("m", "momentum in 8 bits (m)", "int8"),
+    state("m_scale", "scales of momentum (m_scale)", elements_per_number=128),
+)
+"""What Lion would keep with a momentum of 8 bits: no update is written for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,16 +6,8 @@ import pytest
 
 from megatrain.memory.kinds import Kind, bytes_per_param, state, store_kinds, update_traffic
 from megatrain.optim.states import ADAMW
-from testkit.lion import LION
+from testkit.lion import EIGHT_BIT, LION
 
-EIGHT_BIT = tuple(
-    kind
-    for name in ("m", "v")
-    for kind in (
-        state(name, f"{name} in 8 bits", "int8"),
-        state(f"{name}_scale", f"scales of {name}", elements_per_number=128),
-    )
-)
 HALVES = (state("m", "m", "bfloat16"), state("v", "v", "bfloat16"))
 
 
@@ -25,7 +17,7 @@ HALVES = (state("m", "m", "bfloat16"), state("v", "v", "bfloat16"))
         (ADAMW, 14, 12, 26, 28),
         (LION, 10, 8, 18, 20),
         (HALVES, 10, 8, 18, 20),
-        (EIGHT_BIT, 8.0625, 6.0625, 14.125, 16.125),
+        (EIGHT_BIT, 7.03125, 5.03125, 12.0625, 14.0625),
         ((), 6, 4, 10, 12),
     ],
 )

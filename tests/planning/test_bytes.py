@@ -11,16 +11,18 @@ from benchmarks.plan.configurations import Configuration
 from benchmarks.plan.memory import GIVING_BACK, MEMORY_TARGETS, measure_memory
 from megatrain.engine import gradients, tape
 from megatrain.losses import head as loss
+from megatrain.memory.kinds import store_kinds
 from megatrain.memory.layout import build_layout
 from megatrain.memory.ledger import Ledger
 from megatrain.memory.store import store_ledger
-from megatrain.optim.states import WITH_CLIP, WITHOUT_CLIP
+from megatrain.optim.states import ADAMW, WITH_CLIP
 from megatrain.planning import bytes as ledger
 from megatrain.planning.bytes import device_lines, predicted_ledger, store_lines
 from megatrain.planning.simulate import step_shape
 from megatrain.planning.workload import Workload, shape_of
 from megatrain.step.settings import StepSettings
 from testkit.cases import of_the_day
+from testkit.lion import EIGHT_BIT, LION
 from testkit.machines import DESKTOP, EIGHT, PROCESSOR
 from testkit.pair_loss import PairLoss, with_pairs
 from testkit.rehearsal import device_ledger
@@ -49,9 +51,12 @@ def test_numbers_of_modules_that_need_torch() -> None:
 def test_the_store_to_the_byte(family: str, dtype: str) -> None:
     decoder = decoder_of(family, dtype)
     workload = Workload(model=shape_of(decoder), step_tokens=1, dtype=dtype)  # type: ignore[arg-type]
-    for update, kinds in (("late", WITH_CLIP), ("in_backward", WITHOUT_CLIP)):
-        lines = Ledger(store_lines(workload, update)).lines
-        assert lines == store_ledger(build_layout(decoder.blocks, kinds)).lines
+    for states in (ADAMW, LION, EIGHT_BIT):
+        planned = replace(workload, states=states)
+        for update in ("late", "in_backward"):
+            kinds = store_kinds(states, waits=update == "late")
+            lines = Ledger(store_lines(planned, update)).lines
+            assert lines == store_ledger(build_layout(decoder.blocks, kinds)).lines
 
 
 @pytest.mark.parametrize("batch", of_the_day(BATCHES, 2), ids=str)

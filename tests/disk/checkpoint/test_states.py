@@ -19,10 +19,9 @@ from megatrain.memory.kinds import Kind, state, store_kinds
 from megatrain.optim.optimizer import HostOptimizer
 from megatrain.optim.states import ADAMW
 from testkit.engines import make_engine
-from testkit.lion import LION, Lion
+from testkit.lion import EIGHT_BIT, LION, Lion
 from tests.disk.checkpoint.saving import save, tiny_model, train
 
-EIGHT_BIT = (state("m", "m", "int8"), state("m_scale", "scales of m", elements_per_number=128))
 STATE = "state/block-00001.safetensors"
 
 

@@ -1,0 +1,39 @@
+"""The cost of an update follows the states that the optimizer declares."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatrain.memory.kinds import Kind
+from megatrain.optim.states import ADAMW
+from megatrain.planning.costs import Cost, Costs
+from megatrain.planning.simulate import steady_step, step_shape
+from megatrain.planning.workload import Workload
+from megatrain.step.ops import OpKind
+from megatrain.step.settings import StepSettings
+from testkit.lion import LION
+from testkit.machines import DESKTOP, SMALL
+
+SETTINGS = StepSettings(micro_batch_tokens=2048)
+PROFILE = replace(DESKTOP, op_overhead_s=1e-12)
+
+
+def cost_of(kind: OpKind, states: tuple[Kind, ...]) -> Cost:
+    workload = Workload(model=SMALL, step_tokens=2048, states=states)
+    ops = steady_step(step_shape(SETTINGS, workload, unified=False))
+    return Costs(PROFILE, workload, SETTINGS).of(next(op for op in ops if op.kind is kind))
+
+
+def test_an_update_takes_the_traffic_of_its_states() -> None:
+    adamw, lion = (cost_of(OpKind.UPDATE, states) for states in (ADAMW, LION))
+    assert lion.seconds / adamw.seconds == pytest.approx(18 / 26)
+    assert lion.dram_rate == pytest.approx(adamw.dram_rate)
+    num_params = adamw.num_bytes / 2
+    assert adamw.seconds == pytest.approx(num_params / PROFILE.update_params_per_s)
+
+
+def test_other_ops_do_not_depend_on_the_states() -> None:
+    for kind in (OpKind.NORM, OpKind.FETCH, OpKind.DRAIN):
+        assert cost_of(kind, LION) == cost_of(kind, ADAMW)
