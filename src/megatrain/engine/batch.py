@@ -20,7 +20,7 @@ class MicroBatch:
 
     input_ids: Tensor
     labels: Tensor
-    """As transformers has them: the token itself where it is trained, -100 elsewhere."""
+    """As in transformers: the token itself where it is trained, -100 elsewhere."""
     attention_mask: Tensor | None = None
     """1 for tokens, 0 for padding. None: no padding."""
     position_ids: Tensor | None = None
@@ -30,7 +30,7 @@ class MicroBatch:
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        """What the model's forward gets."""
+        """The arguments of the model's forward."""
         named = {
             "input_ids": self.input_ids,
             "attention_mask": self.attention_mask,
@@ -61,8 +61,8 @@ class MicroBatch:
     def document_lengths(self) -> dict[str, Tensor | int]:
         """Return where the documents of packed rows end, by the names that flash attention uses.
 
-        Ends are counted over the tokens of all rows, one row behind the other; no document goes
-        beyond its row. Empty for rows that are not packed.
+        Ends count over the tokens of all rows, row after row; no document crosses its row. Empty
+        for rows that are not packed.
         """
         if self.position_ids is None or self.attention_mask is not None:
             return {}
@@ -123,7 +123,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one step did."""
+    """The result of one step."""
 
     loss: float
     """Mean over the units of the step: its trained tokens, unless the loss counts others."""
@@ -143,9 +143,9 @@ class StepResult:
 
 
 def check_batch(batch: Sequence[MicroBatch], vocab_size: int, *, predicts: bool = False) -> None:
-    """Raise BatchError for what would train nothing, or read beyond the embedding.
+    """Raise BatchError for a batch that trains nothing, or reads beyond the embedding.
 
-    To predict the next token, with `predicts`, no label is needed.
+    A prediction, with `predicts`, needs no label.
     """
     if not batch:
         raise BatchError("a step needs at least one micro-batch")

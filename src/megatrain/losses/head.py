@@ -26,17 +26,17 @@ from torch import Tensor
 
 CHUNK_TOKENS = 4096
 PART_ELEMENTS = 2**22
-"""Logits that are scored at once: 16 MiB in fp32, below what malloc would map afresh each time."""
+"""Logits that are scored at once: 16 MiB in fp32, a size that malloc does not map each time."""
 IGNORED = -100
 """The label of a token that is not trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadGradients:
-    """What one micro-batch gives back through the output projection."""
+    """The result of going back through the output projection with one micro-batch."""
 
     loss: Tensor
-    """Scalar, fp32: this micro-batch's part of the step's loss."""
+    """Scalar, fp32: the sum of weight x log-probability."""
     rows: Tensor
     """Gradient of the rows (tokens, width)."""
 
@@ -82,9 +82,9 @@ def head_gradients(
     add_gradients: Callable[[Tensor | None, Tensor | None], None],
     spans: Sequence[slice],
 ) -> HeadGradients:
-    """Return the loss, sum of `token_weights` x log-probability, and the gradient of `rows`.
+    """Return the sum of `token_weights` x log-probability, and the gradient of `rows`.
 
-    `add_gradients` is given those of weight and bias, chunk by chunk (None where they have none).
+    `add_gradients` gets the gradients of weight and bias, chunk by chunk (None if frozen).
     """
     total = torch.zeros((), dtype=torch.float32, device=rows.device)
     d_rows = torch.zeros_like(rows)
