@@ -26,7 +26,7 @@ from megatrain.planning.catalog.asked_machines import find_machine
 from megatrain.planning.catalog.families import shape_from_config
 from megatrain.planning.catalog.known_models import find_known_model
 from megatrain.planning.catalog.reference_machines import GIB, MACHINES, ReferenceMachine
-from megatrain.planning.search import Fixed, Search
+from megatrain.planning.search import Search
 from megatrain.planning.simulate import simulate
 from megatrain.planning.workload import ModelShape, Workload
 from megatrain.step.settings import StepSettings
@@ -131,9 +131,9 @@ def _speed(shape: ModelShape, gpu: str) -> float | None:
     profile = find_machine(gpu)[0].profile(ram_bytes=64 << 40)
     workload = Workload(model=shape, step_tokens=128 << 10, packed=True)
     for micro_batch_tokens in (16384, 4096, 2048):
-        search = Search(
-            profile, workload, Fixed(micro_batch_tokens=micro_batch_tokens, slots=2, tape="host")
-        )
+        settings = StepSettings(micro_batch_tokens=micro_batch_tokens, slots=2, tape="host")
+        pins = dict.fromkeys(("micro_batch_tokens", "slots", "tape"), "as published")
+        search = Search(profile, workload, settings, pins)
         found = search.best()
         if found is not None:
             return workload.step_tokens / found.step_s

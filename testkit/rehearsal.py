@@ -166,6 +166,7 @@ class _MetaStore(Store):
 class _MetaDevice:
     """A device whose memory is counted and has no bytes."""
 
+    name = "meta"
     copying = True
     own_memory = True
     answers = False

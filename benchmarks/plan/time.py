@@ -29,7 +29,6 @@ from megatrain.lanes.lane import Lane
 from megatrain.lanes.trace import Trace
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.plan import make_plan
-from megatrain.planning.search import Fixed
 from megatrain.planning.simulate import Simulation, simulate
 from megatrain.step.ops import LANES, Op, OpKind
 
@@ -289,7 +288,9 @@ def _chosen(case: Case, grid: list[Configuration]) -> Configuration:
     profiles = [large.calibrated(), case.calibrated()]  # small ops mostly cost a start
     profile = merged_profiles(profiles).changed(ram_bytes=1 << 40, device_bytes=1 << 30)
     workload = replace(case.configuration.workload, step_tokens=4 * case.configuration.length)
-    plan = make_plan(profile, workload, Fixed(chunk_tokens=4096, gather_embedding=False))
+    plan = make_plan(
+        profile, workload, pins={"chunk_tokens": "as usual", "gather_embedding": "as usual"}
+    )
     settings = plan.settings
     rows = settings.micro_batch_tokens // case.configuration.length
     slots = case.configuration.layers if settings.slots == case.configuration.layers else 2

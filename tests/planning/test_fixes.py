@@ -7,8 +7,9 @@ import pytest
 from megatrain.planning.estimate import estimate
 from megatrain.planning.fixes import find_fixes
 from megatrain.planning.plan import make_plan
-from megatrain.planning.search import Fixed
+from megatrain.planning.search import Search
 from megatrain.planning.workload import Workload
+from megatrain.step.settings import StepSettings
 from testkit.machines import DESKTOP, EIGHT, GIB, SERVER
 
 TOO_SMALL = [
@@ -45,12 +46,12 @@ def test_memory_to_buy_comes_in_the_sizes_that_are_sold() -> None:
     workload = Workload(model=EIGHT, step_tokens=8192)
     needs = make_plan(DESKTOP.changed(ram_bytes=512 * GIB), workload).ledger.total("host")
     little = DESKTOP.changed(ram_bytes=int(needs * 1.04) - (146 << 20))
-    fix = next(fix for fix in find_fixes(little, workload, Fixed()) if fix.bought[1])
+    fix = next(fix for fix in find_fixes(Search(little, workload)) if fix.bought[1])
     assert fix.bought[1] == 128 * GIB
     assert f"free (now {little.ram_bytes / GIB:.1f} GiB)" in fix.text
     large = SERVER.changed(ram_bytes=64 * GIB)
     sizes = {
-        find_fixes(large, Workload(model=EIGHT, step_tokens=tokens), Fixed())[-1].bought[1] // GIB
+        find_fixes(Search(large, Workload(model=EIGHT, step_tokens=tokens)))[-1].bought[1] // GIB
         for tokens in (8192, 1 << 21)
     }
     assert len(sizes) == 2
@@ -81,7 +82,8 @@ def test_steps_that_are_counted_in_rows_are_shortened_in_rows() -> None:
 
 def test_what_the_user_decided_is_not_undone() -> None:
     workload = Workload(model=EIGHT, step_tokens=32768)
-    fixed = Fixed(micro_batch_tokens=16384, slots=4, tape="host")
-    for fix in find_fixes(DESKTOP.changed(ram_bytes=60 * GIB), workload, fixed):
-        assert make_plan(fix.profile, fix.workload, fixed).fits, fix.text
+    settings = StepSettings(micro_batch_tokens=16384, slots=4, tape="host")
+    pins = dict.fromkeys(("micro_batch_tokens", "slots", "tape"), "set by you")
+    for fix in find_fixes(Search(DESKTOP.changed(ram_bytes=60 * GIB), workload, settings, pins)):
+        assert make_plan(fix.profile, fix.workload, settings, pins).fits, fix.text
         assert fix.workload.step_tokens >= 16384

@@ -18,7 +18,6 @@ from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.plan import Plan
 from megatrain.run.opening import planned
 from megatrain.run.opening.planned import plan_run
-from megatrain.run.opening.resolve import resolve
 from testkit.families import save_tiny
 from testkit.machines import DESKTOP, GIB, PROCESSOR
 from testkit.simulated.accelerator import Simulator
@@ -59,8 +58,7 @@ def as_train_plans(path: Path, settings: list[str], machine: MachineProfile) -> 
     read = read_model_folder(
         model.name_or_path, dtype=model.dtype, frozen=model.frozen, attn=model.attn
     )
-    _, plan = plan_run(config, device, resolve(config, device, "any"), read.decoder)
-    return plan
+    return plan_run(config, device, read.decoder)
 
 
 def config_for(folder: Path, family: str) -> Path:

@@ -13,8 +13,9 @@ from megatrain.errors import DoesNotFit
 from megatrain.planning.fixes import MOST, find_fixes
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.plan import Plan, make_plan
-from megatrain.planning.search import Fixed, shortfalls
+from megatrain.planning.search import Search, shortfalls
 from megatrain.planning.workload import ModelShape, Workload
+from megatrain.step.settings import StepSettings
 from testkit.effort import require_effort
 from testkit.machines import (
     DESKTOP,
@@ -83,7 +84,7 @@ def test_each_fix_applied_fits(model: ModelShape, profile: MachineProfile) -> No
 def test_the_cheapest_comes_first() -> None:
     """8B needs 14 bytes a parameter with clipping, 12 without: 105 GiB or 90."""
     little = DESKTOP.changed(ram_bytes=100 * GIB)
-    first, *others = find_fixes(little, Workload(model=EIGHT, step_tokens=8192), Fixed())
+    first, *others = find_fixes(Search(little, Workload(model=EIGHT, step_tokens=8192)))
     assert first.text.startswith("train.max_grad_norm=null")
     assert any(fix.bought[1] == 128 * GIB for fix in others)
 
@@ -144,8 +145,9 @@ def test_it_goes_to_json() -> None:
 
 
 def test_a_user_who_set_everything_is_told_so() -> None:
-    fixed = Fixed(micro_batch_tokens=4096, slots=2, tape="host", chunk_tokens=512)
-    plan = make_plan(DESKTOP, Workload(model=EIGHT, step_tokens=8192), fixed)
+    settings = StepSettings(micro_batch_tokens=4096, slots=2, tape="host", chunk_tokens=512)
+    pins = dict.fromkeys(("micro_batch_tokens", "slots", "tape", "chunk_tokens"), "set by you")
+    plan = make_plan(DESKTOP, Workload(model=EIGHT, step_tokens=8192), settings, pins)
     assert {plan.reasons[name] for name in ("micro_batch_tokens", "slots", "tape")} == {
         "set by you"
     }

@@ -9,7 +9,7 @@ import pytest
 
 from megatrain.planning.bytes import predicted_ledger
 from megatrain.planning.machine.profile import MachineProfile
-from megatrain.planning.search import CHUNKS, Fixed, Search, effective_profile, shortfalls
+from megatrain.planning.search import CHUNKS, Search, effective_profile, shortfalls
 from megatrain.planning.simulate import simulate
 from megatrain.planning.workload import ModelShape, Workload
 from megatrain.step.settings import StepSettings
@@ -101,14 +101,13 @@ def test_slots_are_added_where_fetches_are_waited_for() -> None:
 
 
 def test_what_the_user_decided_stays() -> None:
-    fixed = Fixed(
+    settings = StepSettings(
         micro_batch_tokens=4096, slots=5, tape="host", chunk_tokens=512, gather_embedding=True
     )
-    best = Search(DESKTOP, Workload(model=EIGHT, step_tokens=32768), fixed).best()
+    pins = dict.fromkeys(settings.facts(), "set by you")
+    best = Search(DESKTOP, Workload(model=EIGHT, step_tokens=32768), settings, pins).best()
     assert best is not None
-    assert best.settings == StepSettings(
-        micro_batch_tokens=4096, slots=5, tape="host", chunk_tokens=512, gather_embedding=True
-    )
+    assert best.settings == settings
 
 
 @pytest.mark.parametrize(("norm", "update"), [(1.0, "late"), (None, "in_backward")])

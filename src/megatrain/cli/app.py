@@ -100,11 +100,11 @@ def train(
     ] = False,
 ) -> None:
     """Train a model from a YAML config. Ctrl-C finishes the step and saves; twice ends now."""
-    from megatrain.run.opening.places import pinned, read_config
+    from megatrain.run.opening.places import pin_commits, read_config
 
     # Errors in the config, and names that do not exist, are reported before torch is imported.
     asked = read_config(config, overrides or [])
-    pinned(asked, Path(asked.run_dir), resumes=resume)
+    pin_commits(asked, resumes=resume)
     from megatrain.cli.verbs import train_from
 
     typer.echo(train_from(config, overrides or [], dry_run=dry_run, resume=resume))

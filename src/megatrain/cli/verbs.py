@@ -5,9 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
+from typing import Any
 
 from megatrain.cache import writable_cache_folder
 from megatrain.cli.demo import (
@@ -29,12 +27,12 @@ from megatrain.data.tokens.limits import check_limits
 from megatrain.data.tokens.prepare import prepare
 from megatrain.data.tokens.prepared import PreparedData
 from megatrain.data.training_rows import gather
+from megatrain.devices.accelerator import find_device
 from megatrain.disk.checkpoint.manifest import MANIFEST_NAME
 from megatrain.disk.checkpoint.masters import load_masters
 from megatrain.disk.checkpoint.retention import finished, step_of
 from megatrain.disk.hf.export import Origin
-from megatrain.disk.hf.folder import read_config_bytes
-from megatrain.disk.hf.model import HostModel, load_model
+from megatrain.disk.hf.model import Precision, read_model_folder
 from megatrain.engine.engine import Engine
 from megatrain.errors import (
     ConfigError,
@@ -45,7 +43,7 @@ from megatrain.errors import (
 )
 from megatrain.files import write_file
 from megatrain.memory.kinds import Kind
-from megatrain.models.config_json import parse_config
+from megatrain.planning.from_config import settings_of
 from megatrain.report.page import write_report
 from megatrain.run.checkpoints import FOLDER
 from megatrain.run.evaluation.answers import answer_all, questions
@@ -61,19 +59,14 @@ from megatrain.run.evaluation.sampling import GREEDY, Drawing, continue_texts
 from megatrain.run.interrupts import Interrupts
 from megatrain.run.opening.balancing import router_aux_loss
 from megatrain.run.opening.model_limits import check_rows
-from megatrain.run.opening.opening import MODEL
+from megatrain.run.opening.opening import MODEL, open_device
 from megatrain.run.opening.places import read_config
 from megatrain.run.opening.planned import in_words
-from megatrain.run.opening.resolve import device_called, open_device, resolve
-from megatrain.run.opening.training_data import (
-    load_tokenizer,
-    open_data,
-)
+from megatrain.run.opening.tokenizer import load_tokenizer
+from megatrain.run.opening.training_data import open_data
 from megatrain.run.run_model import RunModel, chosen_model, tokenizer_folder
 from megatrain.run.trainer import Trainer
-from megatrain.step.settings import StepSettings
 
-Precision = Literal["bf16", "fp32"]
 STARTER = """\
 model: Qwen/Qwen3-0.6B  # a Hugging Face Hub id, or a folder
 data: {train: train.jsonl, eval: 0.02, max_length: 2048}
@@ -82,6 +75,8 @@ optim: {learning_rate: 1e-5, schedule: cosine, warmup: 0.03}
 """
 
 
+READ_ONLY = (Kind.HI,)
+"""A model that is not trained has weights alone."""
 _DATA = DataSettings.model_fields
 _LIMITS = ("max_bad", "max_dropped")
 
@@ -147,21 +142,23 @@ def evaluate_model(
     With `answers` the model also generates each answer, and exact matches are counted.
     """
     found_model = _found(model, best=best)
-    folder = found_model.folder
+    read = read_model_folder(found_model.folder)
     source = DataSource(path=str(data), name=name, split=split)
-    config = judging_config(found_model, source, max_rows, max_length)
-    tokenizer = load_tokenizer(folder)
+    config = judging_config(found_model, read.decoder.config, source, max_rows, max_length)
+    tokenizer = load_tokenizer(read.source)
     rows = gather(config, tokenizer)
     lines = left_out(rows.held[0], config.data.max_length)
     config = for_lengths(config, rows.held[0])
-    device, place = open_device(config)
-    home = _loaded(folder)
+    device = open_device(config)
+    home = read.load(READ_ONLY)
     lines += check_rows(rows.sources, home.decoder)
-    opened = open_data(config, tokenizer, resolve(config, device, place), rows)
-    settings = StepSettings(router_aux_loss=router_aux_loss(config, home.decoder))
-    with Engine(home.decoder, home.store, settings=settings, device=device) as engine:
+    coefficient = router_aux_loss(config, home.decoder)
+    settings = settings_of(config, unified=not device.own_memory, router_aux_loss=coefficient)
+    with (
+        open_data(config, tokenizer, settings, rows) as opened,
+        Engine(home.decoder, home.store, settings=settings, device=device) as engine,
+    ):
         found = mean_loss(engine, opened.eval_batches())
-        opened.close()
         assert found is not None, "prepared data has a trained token"
         lines.append(f"{found.in_words()} over {found.num_trained:,} trained tokens")
         if answers:
@@ -181,9 +178,10 @@ def export_model(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists and is not empty. Give another name.")
     found = _found(model, best=best)
-    held = _precision(found.folder)
+    read = read_model_folder(found.folder, dtype=dtype)
+    held = read.precision
     masters = dtype == "fp32" and held == "bf16" and found.step is not None
-    home = load_masters(_checkpoint_of(found)) if masters else _loaded(found.folder, dtype)
+    home = load_masters(_checkpoint_of(found)) if masters else read.load(READ_ONLY)
     origin = None if found.step is None else Origin(step=found.step, best_loss=found.best_loss)
     home.export(target, origin=origin, masters=masters)
     num_params = sum(param.num_elements for param in home.decoder.params)
@@ -218,11 +216,11 @@ def sample_from(
     best: bool = False,
 ) -> list[str]:
     """Return a model's answers to user messages, computed on `device`."""
-    place, _ = device_called(device)
+    place = find_device(device)
     found = _found(model, best=best)
     tokenizer = load_tokenizer(found.folder)
     kwargs = prompts_as_trained(found, tokenizer)
-    home = _loaded(found.folder)
+    home = read_model_folder(found.folder).load(READ_ONLY)
     asked = [_prompt_tokens(tokenizer, prompt, system, kwargs) for prompt in prompts]
     with Engine(home.decoder, home.store, device=place) as engine:
         ends = end_tokens(tokenizer, home)
@@ -322,16 +320,6 @@ def _found(model: Path, *, best: bool) -> RunModel:
 
 def _plain_text(tokenizer: Any) -> Callable[[list[int]], str]:
     return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)).strip()
-
-
-def _loaded(folder: Path, dtype: Precision | None = None) -> HostModel:
-    """Load a model for inference, in the precision of its folder or another, without moments."""
-    return load_model(folder, dtype=dtype or _precision(folder), kinds=(Kind.HI,))
-
-
-def _precision(folder: Path) -> Precision:
-    single = parse_config(read_config_bytes(folder)).dtype is torch.float32
-    return "fp32" if single else "bf16"
 
 
 def _prompt_tokens(

@@ -19,9 +19,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatrain.devices.device import CpuDevice, Device
 from megatrain.devices.pinning import PIECE_BYTES, RING_BUFFER_BYTES, Registry, Ring, tell
 from megatrain.devices.runtime import PinningFailed, Runtime, TorchRuntime
-from megatrain.errors import DeviceFull
+from megatrain.errors import DeviceFull, NoDevice
 from megatrain.lanes.lane import Lane
 from megatrain.memory.arena import map_arena
 from megatrain.memory.ledger import gib
@@ -40,13 +41,15 @@ class Accelerator:
     def __init__(
         self,
         runtime: Runtime,
+        name: str = "accelerator",
+        /,
         *,
         cap_bytes: int | None = None,
         piece_bytes: int = PIECE_BYTES,
         ring_buffer_bytes: int = RING_BUFFER_BYTES,
     ) -> None:
         """`cap_bytes` keeps the rest of the device for others; the sizes are for tests."""
-        self._runtime = runtime
+        self._runtime, self.name = runtime, name
         self._registry = Registry(runtime, piece_bytes)
         self._ring_buffer_bytes = ring_buffer_bytes
         self._rings: tuple[Ring, Ring] | None = None
@@ -160,4 +163,20 @@ class Accelerator:
 
 def accelerator(name: str = "", *, cap_bytes: int | None = None) -> Accelerator:
     """Return torch's accelerator, or the one called `name` (`cuda`, `cuda:1`, `xpu`)."""
-    return Accelerator(TorchRuntime.find(name), cap_bytes=cap_bytes)
+    runtime = TorchRuntime.find(name)
+    return Accelerator(runtime, str(runtime.device), cap_bytes=cap_bytes)
+
+
+def find_device(name: str, *, cap_bytes: int | None = None) -> Device:
+    """Return the device called `name`; `auto` is the accelerator if there is one, else the CPU.
+
+    It uses at most `cap_bytes` of the accelerator's memory.
+    """
+    if name == "cpu":
+        return CpuDevice()
+    try:
+        return accelerator("" if name == "auto" else name, cap_bytes=cap_bytes)
+    except NoDevice:
+        if name != "auto":
+            raise
+        return CpuDevice()

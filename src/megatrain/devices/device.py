@@ -31,6 +31,10 @@ class Device(Protocol):
     """Memory, copies and lanes. Calls inside an op are queued on the lane's stream."""
 
     @property
+    def name(self) -> str:
+        """As torch calls it: `cpu`, `cuda:0`."""
+
+    @property
     def copying(self) -> bool:
         """Whether weights are fetched into slots, or read where they are."""
 
@@ -129,6 +133,7 @@ class Meter:
 class CpuDevice:
     """The CPU as a device. Host and device are one memory, and an op is done when it returns."""
 
+    name = "cpu"
     own_memory = False
     answers = True
     free_bytes = 0

@@ -33,7 +33,7 @@ from megatrain.planning.catalog.asked_machines import find_machine
 from megatrain.planning.catalog.asked_models import shape_for
 from megatrain.planning.catalog.known_models import known_models
 from megatrain.planning.catalog.reference_machines import MACHINES
-from megatrain.planning.from_config import fixed_by, within, workload_of
+from megatrain.planning.from_config import pins_of, settings_of, within, workload_of
 from megatrain.planning.machine.examination import kept_examination
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.plan import Plan, make_plan
@@ -158,7 +158,12 @@ def estimate(
         )
     workload = workload_of(config, shape_for(config))
     return Estimate(
-        plan=make_plan(within(profile, config), workload, fixed_by(config)),
+        plan=make_plan(
+            within(profile, config),
+            workload,
+            settings_of(config, unified=profile.unified),
+            pins_of(config),
+        ),
         machine=machine,
         figures=figures,
         tokens=None if tokens is None else _read("tokens", tokens, read_count),

@@ -11,7 +11,7 @@ Laws (tests/planning/test_fixes.py): each fix, applied, fits; none holds a chang
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -21,11 +21,11 @@ from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.search import (
     DEVICE_HEADROOM,
     HOST_HEADROOM,
-    Fixed,
     Search,
     shortfalls,
 )
 from megatrain.planning.workload import BlockShape, TensorShape, Workload
+from megatrain.step.settings import StepSettings
 
 MOST = 3
 RAM_SIZES = [
@@ -55,7 +55,9 @@ class Fix:
     profile: MachineProfile
     workload: Workload
     """Both as they are after the change."""
-    fixed: Fixed
+    settings: StepSettings
+    pins: Mapping[str, str]
+    """What the search begins with, and may not change."""
     overrides: tuple[str, ...] = ()
     """The settings among the changes, as the command line takes them."""
     bought: tuple[int, int] = (0, 0)
@@ -64,15 +66,19 @@ class Fix:
     def __str__(self) -> str:
         return self.text.replace("; ", "\n    and ")
 
+    @property
+    def _search(self) -> Search:
+        return Search(self.profile, self.workload, self.settings, self.pins)
+
     @cached_property
     def ledger(self) -> Ledger:
         """Of the settings that lack least."""
-        smallest = Search(self.profile, self.workload, self.fixed).smallest()
+        smallest = self._search.smallest()
         return predicted_ledger(self.profile, self.workload, smallest)
 
     def least(self, place: str) -> int:
         """Return the least bytes that a place could do with, if no other place lacks for it."""
-        ways = Search(self.profile, self.workload, self.fixed).small()
+        ways = self._search.small()
         ledgers = [predicted_ledger(self.profile, self.workload, way) for way in ways]
         fine = [each for each in ledgers if not shortfalls(self.profile, each).keys() - {place}]
         return min(ledger.total(place) for ledger in fine or ledgers)
@@ -96,9 +102,16 @@ class _Kind:
     """Return what comes of a fix with this change too; None if it has nothing to give."""
 
 
-def find_fixes(profile: MachineProfile, workload: Workload, fixed: Fixed) -> tuple[Fix, ...]:
-    """Return up to MOST changes that make the workload fit, the cheapest first."""
-    start = Fix(text="", cost=0.0, profile=profile, workload=workload, fixed=fixed)
+def find_fixes(search: Search) -> tuple[Fix, ...]:
+    """Return up to MOST changes that make the workload of a search fit, the cheapest first."""
+    start = Fix(
+        text="",
+        cost=0.0,
+        profile=search.profile,
+        workload=search.workload,
+        settings=search.settings,
+        pins=search.pins,
+    )
     tried: dict[_Chosen, Fix | None] = {(): start}
     found: dict[_Chosen, Fix] = {}
     for chosen in _by_cost():
@@ -234,7 +247,9 @@ def _shorter_steps(start: Fix) -> Fix | None:
 
 def _halves(start: Fix) -> list[int]:
     """Return halves of the step's tokens, and halves of those, down to one micro-batch."""
-    least = max(start.workload.sequence, start.fixed.micro_batch_tokens or 0)
+    least = start.workload.sequence
+    if "micro_batch_tokens" in start.pins:
+        least = max(least, start.settings.micro_batch_tokens)
     tokens, rows = start.workload.step_tokens, start.workload.batch_rows
     powers = range(1, 24 if rows is None else rows.bit_length())
     return [tokens >> power for power in powers if tokens >> power >= least]

@@ -5,11 +5,16 @@ Law (tests/planning/test_from_config.py): on one machine, one config has one pla
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatrain.config import Config
 from megatrain.optim.states import STATES
 from megatrain.planning.machine.profile import MachineProfile
-from megatrain.planning.search import Fixed
 from megatrain.planning.workload import ModelShape, Workload
+from megatrain.step.settings import StepSettings
+
+USUAL_TOKENS = 8192
+"""Of a micro-batch, where nothing is known about the machine."""
 
 
 def workload_of(config: Config, model: ModelShape) -> Workload:
@@ -27,16 +32,37 @@ def workload_of(config: Config, model: ModelShape) -> Workload:
     )
 
 
-def fixed_by(config: Config) -> Fixed:
-    """Return what the config decides; `auto` is left to the plan."""
-    micro, memory = config.train.micro_batch_tokens, config.memory
-    return Fixed(
-        micro_batch_tokens=None if micro == "auto" else micro,
-        slots=None if memory.slots == "auto" else memory.slots,
-        tape=None if memory.tape == "auto" else memory.tape,
-        chunk_tokens=None if memory.chunk_tokens == "auto" else memory.chunk_tokens,
-        gather_embedding=None if memory.gather_embedding == "auto" else memory.gather_embedding,
-    )
+def settings_of(config: Config, *, unified: bool, router_aux_loss: float = 0.0) -> StepSettings:
+    """Return the config's settings of a step; where it has `auto`, simple rules decide."""
+    train = config.train
+    by_rules = {
+        "micro_batch_tokens": max(config.data.max_length, min(config.step_tokens, USUAL_TOKENS)),
+        "tape": "device" if unified else "host",
+    }
+    return StepSettings(
+        update="in_backward" if train.max_grad_norm is None else "late",
+        router_aux_loss=router_aux_loss,
+        on_nonfinite=train.on_nonfinite,
+        compile=train.compile,
+        seed=train.seed,
+    ).changed(**by_rules | _given(config))
+
+
+def pins_of(config: Config) -> dict[str, str]:
+    """Return the settings that a plan may not choose, and why, by name."""
+    return dict.fromkeys(_given(config), "set by you")
+
+
+def _given(config: Config) -> dict[str, Any]:
+    memory = config.memory
+    values = {
+        "micro_batch_tokens": config.train.micro_batch_tokens,
+        "slots": memory.slots,
+        "tape": memory.tape,
+        "chunk_tokens": memory.chunk_tokens,
+        "gather_embedding": memory.gather_embedding,
+    }
+    return {name: value for name, value in values.items() if value != "auto"}
 
 
 def within(profile: MachineProfile, config: Config) -> MachineProfile:

@@ -15,6 +15,7 @@ Laws (tests/planning/test_plan.py)
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from megatrain.planning.bytes import predicted_ledger
 from megatrain.planning.fixes import Fix, find_fixes
 from megatrain.planning.machine.profile import NOT_MEASURED, MachineProfile
 from megatrain.planning.reasons import reasons_for
-from megatrain.planning.search import Fixed, Search, effective_profile, reserves, shortfalls
+from megatrain.planning.search import Search, effective_profile, reserves, shortfalls
 from megatrain.planning.simulate import Simulation, simulate
 from megatrain.planning.workload import Workload
 from megatrain.step.ops import LIMITS
@@ -178,26 +179,34 @@ class Plan:
         return [f"{name:20}{facts[name]!s:12}{why}" for name, why in self.reasons.items()]
 
 
-def make_plan(profile: MachineProfile, workload: Workload, fixed: Fixed | None = None) -> Plan:
-    """Return the best plan for a workload on a machine; `fixed` is what the user has decided."""
-    fixed = fixed or Fixed()
-    search = Search(profile, workload, fixed)
+def make_plan(
+    profile: MachineProfile,
+    workload: Workload,
+    settings: StepSettings | None = None,
+    pins: Mapping[str, str] | None = None,
+) -> Plan:
+    """Return the best plan for a workload on a machine.
+
+    It keeps those of `settings` that `pins` names, for the reason given there, and chooses the
+    rest.
+    """
+    search = Search(profile, workload, settings, pins)
     best = search.best()
-    settings = search.smallest() if best is None else best.settings
-    ledger = predicted_ledger(profile, workload, settings)
+    chosen = search.smallest() if best is None else best.settings
+    ledger = predicted_ledger(profile, workload, chosen)
     # The speed of a plan that does not fit does not matter: few layers are played then.
     played = search.few if best is None else workload
-    simulation = simulate(effective_profile(profile, ledger), played, settings)
+    simulation = simulate(effective_profile(profile, ledger), played, chosen)
     return Plan(
         profile=profile,
         workload=workload,
-        settings=settings,
+        settings=chosen,
         ledger=ledger,
         simulation=simulation,
         fits=best is not None,
-        reasons=reasons_for(search, settings) if profile.source != NOT_MEASURED else {},
-        lever=_lever(search, settings) if best is not None else "",
-        fixes=() if best is not None else find_fixes(profile, workload, fixed),
+        reasons=reasons_for(search, chosen) if profile.source != NOT_MEASURED else {},
+        lever=_lever(search, chosen) if best is not None else "",
+        fixes=() if best is not None else find_fixes(search),
     )
 
 

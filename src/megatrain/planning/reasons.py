@@ -10,21 +10,15 @@ from megatrain.step.settings import StepSettings
 
 def reasons_for(search: Search, settings: StepSettings) -> dict[str, str]:
     """Return a reason for each setting, by its name."""
-    reasons = {
+    return {
         "micro_batch_tokens": _micro(search, settings),
         "slots": _slots(search, settings),
         "tape": _tape(search, settings),
         "update": _update(search),
         "chunk_tokens": _chunk(search, settings),
         "gather_embedding": _gather(search, settings),
+        **search.pins,
     }
-    fixed = search.fixed
-    for name in reasons:
-        if name in fixed.kept:
-            reasons[name] = "unchanged since the start of the run"
-        elif getattr(fixed, name, None) is not None:
-            reasons[name] = "set by you"
-    return reasons
 
 
 def _against(search: Search, settings: StepSettings, other: StepSettings) -> str:

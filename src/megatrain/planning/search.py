@@ -14,8 +14,9 @@ Laws (tests/planning/test_search.py)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatrain.memory.ledger import Ledger
 from megatrain.planning.bytes import predicted_ledger
@@ -34,19 +35,6 @@ _FEW, _MORE = 6, 12
 """Layers that are played: periods of 2, 3 and 6 layers fit in between."""
 _WORTH = 0.995
 """More device memory for less gain than this is not spent."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fixed:
-    """What is decided before the search; None leaves it to the search."""
-
-    micro_batch_tokens: int | None = None
-    slots: int | None = None
-    tape: str | None = None
-    chunk_tokens: int | None = None
-    gather_embedding: bool | None = None
-    kept: frozenset[str] = frozenset()
-    """Which of these are what a resumed run began with, and not the user's choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +78,15 @@ class Search:
     """Tries settings of one workload on one machine."""
 
     def __init__(
-        self, profile: MachineProfile, workload: Workload, fixed: Fixed | None = None
+        self,
+        profile: MachineProfile,
+        workload: Workload,
+        settings: StepSettings | None = None,
+        pins: Mapping[str, str] | None = None,
     ) -> None:
-        self.profile, self.workload, self.fixed = profile, workload, fixed or Fixed()
+        """`settings` are where the search begins; those named in `pins` stay, for that reason."""
+        self.profile, self.workload = profile, workload
+        self.settings, self.pins = settings or StepSettings(), pins or {}
         self.tried: dict[StepSettings, float] = {}
         self.few = _with_layers(workload, _FEW)
         self._more = _with_layers(workload, _MORE)
@@ -121,14 +115,10 @@ class Search:
 
     def small(self) -> list[StepSettings]:
         """Return the settings that need least, with the tape in each place it may have."""
-        fixed = self.fixed
+        micro = self._choices("micro_batch_tokens", self._micro_sizes())[0]
+        chunk = self._choices("chunk_tokens", CHUNKS)[-1]
         return [
-            self._settings(
-                fixed.micro_batch_tokens or self._micro_sizes()[0],
-                tape=tape,
-                chunk=fixed.chunk_tokens or CHUNKS[-1],
-                gather=self._may_gather,
-            )
+            self._settings(micro, tape=tape, chunk=chunk, gather=self._may_gather)
             for tape in self._tapes()
         ]
 
@@ -156,41 +146,37 @@ class Search:
         more = simulate(profile, self._more, settings).step_s
         return more + (layers - _MORE) * (more - few) / (_MORE - _FEW)
 
+    def _choices(self, name: str, others: Sequence[Any]) -> Sequence[Any]:
+        """Return what a setting may be: its own value if it is pinned, else `others`."""
+        return [getattr(self.settings, name)] if name in self.pins else others
+
     def _starts(self) -> Iterator[StepSettings]:
-        fixed = self.fixed
-        for micro in (
-            [fixed.micro_batch_tokens] if fixed.micro_batch_tokens else self._micro_sizes()
-        ):
+        for micro in self._choices("micro_batch_tokens", self._micro_sizes()):
             for tape in self._tapes():
                 found = self._roomiest(micro, tape)
                 if found is not None:
                     yield found
 
-    def _tapes(self) -> list[str]:
-        if self.fixed.tape:
-            return [self.fixed.tape]
-        return ["device"] if self.profile.unified else ["device", "host"]
+    def _tapes(self) -> Sequence[str]:
+        return self._choices("tape", ["device"] if self.profile.unified else ["device", "host"])
 
     def _roomiest(self, micro: int, tape: str) -> StepSettings | None:
         """Return the settings with the largest chunk that fits, or None."""
-        gathers = [False, True] if self._may_gather else [False]
-        if self.fixed.gather_embedding is not None:
-            gathers = [self.fixed.gather_embedding and self._may_gather]
-        chunks = [self.fixed.chunk_tokens] if self.fixed.chunk_tokens else CHUNKS
-        for gather in gathers:
-            for chunk in chunks:
-                settings = self._settings(micro, tape=tape, chunk=chunk, gather=gather)
+        possible = self._may_gather
+        for gather in self._choices("gather_embedding", [False, True] if possible else [False]):
+            for chunk in self._choices("chunk_tokens", CHUNKS):
+                settings = self._settings(micro, tape=tape, chunk=chunk, gather=gather and possible)
                 if self.fits(settings):
                     return settings
         return None
 
     def _around(self, settings: StepSettings) -> Iterator[StepSettings]:
-        fixed, layers = self.fixed, self.workload.model.num_layers
-        if fixed.slots is None and self._waits_for_fetches(settings):
+        layers = self.workload.model.num_layers
+        if "slots" not in self.pins and self._waits_for_fetches(settings):
             counts = [3, 4, 8, 16, 32, 64, 128, layers]
             for slots in sorted({count for count in counts if count <= layers}):
                 yield settings.changed(slots=slots)
-        if fixed.gather_embedding is None and self._may_gather:
+        if "gather_embedding" not in self.pins and self._may_gather:
             yield settings.changed(gather_embedding=not settings.gather_embedding)
 
     def _waits_for_fetches(self, settings: StepSettings) -> bool:
@@ -203,7 +189,7 @@ class Search:
 
     @property
     def _may_gather(self) -> bool:
-        wanted = self.fixed.gather_embedding is not False
+        wanted = any(self._choices("gather_embedding", [True]))
         return wanted and not self.workload.model.tied and not self.profile.unified
 
     def _micro_sizes(self) -> list[int]:
@@ -222,10 +208,9 @@ class Search:
         return sizes
 
     def _settings(self, micro: int, *, tape: str, chunk: int, gather: bool) -> StepSettings:
-        return StepSettings(
+        return self.settings.changed(
             micro_batch_tokens=micro,
-            slots=self.fixed.slots or 2,
-            tape="host" if tape == "host" else "device",
+            tape=tape,
             update="in_backward" if self.workload.max_grad_norm is None else "late",
             chunk_tokens=chunk,
             gather_embedding=gather,

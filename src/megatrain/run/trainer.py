@@ -37,10 +37,10 @@ from megatrain.run.evaluation.samples import samples_in_words, writes_after, wri
 from megatrain.run.folder import RunFolder, machine_facts
 from megatrain.run.interrupts import Interrupts
 from megatrain.run.opening import places
-from megatrain.run.opening.assembly import learning_rate, make_engine
+from megatrain.run.opening.assembly import learning_rate
 from megatrain.run.opening.balancing import balancing_note
 from megatrain.run.opening.first_lines import data_lines, opening_line
-from megatrain.run.opening.opening import open_run, require_apart
+from megatrain.run.opening.opening import Opening, open_run
 from megatrain.run.opening.planned import facts, in_words, predicted_against_measured
 from megatrain.run.opening.resumption import Resumed, resume
 from megatrain.run.saving import Saving
@@ -74,24 +74,22 @@ class Trainer:
         `interrupts` has opened them, and `train` then ends early when they say so.
         """
         self.interrupts = interrupts or Interrupts()
-        require_apart(config)
-        self.config, self._pins = places.pinned(config, Path(config.run_dir), resumes=resume)
-        self.folder = RunFolder(config.run_dir, dry=dry_run)
+        opened = open_run(config, resumes=resume, dry_run=dry_run)
+        self.config, self.folder, self.plan = opened.config, opened.folder, opened.plan
+        self.device, self.engine, self.home = opened.device, opened.engine, opened.home
+        self.tokenizer, self.data = opened.tokenizer, opened.data
         try:
-            self._open(resume)
+            self._begin(opened, resume)
         except BaseException:
-            self.folder.close()
+            opened.close()
             raise
 
-    def _open(self, wants_resume: bool) -> None:
+    def _begin(self, opened: Opening, wants_resume: bool) -> None:
+        """Set the state of the run, and write what is known of it into its folder."""
         config, folder = self.config, self.folder
-        opened = open_run(config, folder, resumes=wants_resume)
-        self.device, self.resolved, self.plan = opened.device, opened.resolved, opened.plan
-        self.tokenizer, self.data, self.home = opened.tokenizer, opened.data, opened.home
-        self.num_steps = config.train.steps or self.data.steps_of(config.train.epochs or 1.0)
+        self.num_steps = self.data.num_steps
         self._rate = learning_rate(config, self.num_steps)
         self._bound = self.plan.bound() if self.plan.knows_time else None
-        self.engine = make_engine(config, self.resolved, self.home, self.device, self._rate)
         self.checkpoints = Checkpoints(
             folder.path,
             self.home,
@@ -130,9 +128,9 @@ class Trainer:
         self.notes += folder.write_config(config)
         folder.write_json("machine.json", machine_facts())
         folder.write_json("data_card.json", self.data.card)
-        if self._pins:
-            folder.write_json(places.FILE, self._pins)
-            self.notes += places.commits_in_words(self._pins)
+        if opened.pins:
+            folder.write_json(places.FILE, opened.pins)
+            self.notes += places.commits_in_words(opened.pins)
         self._write_plan()
 
     def _take_up(self, resumed: Resumed | None) -> None:
@@ -177,7 +175,7 @@ class Trainer:
             Sinks(config, self.folder.path, live.say) as self._sinks,
         ):
             self._live = live
-            live.say(opening_line(config, self.resolved, self.home, self.num_steps))
+            live.say(opening_line(config, self.device, self.home, self.num_steps))
             live.say(in_words(self.plan, self.num_steps))
             for note in self.notes:
                 live.say(note)
@@ -317,8 +315,8 @@ class Trainer:
             "eval_loss": self.state.eval_loss,
             "data": self.data.state(),
             "config": self.config.model_dump(mode="json"),
-            "micro_batch_tokens": self.resolved.micro_batch_tokens,
-            "chunk_tokens": self.resolved.chunk_tokens,
+            "micro_batch_tokens": self.plan.settings.micro_batch_tokens,
+            "chunk_tokens": self.plan.settings.chunk_tokens,
             "learning_rate": self._rate.rate(self.state.step - 1) if self.state.step else None,
             "source_mark": self._source_mark,
         }
@@ -370,7 +368,7 @@ class Trainer:
         self.folder.append("events.jsonl", record)
 
     def _write_plan(self) -> None:
-        found = facts(self.plan, self.device, self.resolved, self._step_seconds)
+        found = facts(self.plan, self.device, self._step_seconds)
         self.folder.write_json("plan.json", found)
 
     def __enter__(self) -> Self:

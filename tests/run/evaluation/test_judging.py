@@ -9,11 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import PreTrainedConfig
 
 from megatrain.cli.verbs import evaluate_model
 from megatrain.config import Config, dump_config
 from megatrain.config.data_settings import DataSource
 from megatrain.data.tokens import prepare as prepare_module
+from megatrain.models.config_json import parse_config
 from megatrain.run.evaluation.judging import judging_config, prompts_as_trained
 from megatrain.run.run_model import RunModel
 from testkit.runs import Setting, config_of, write_model
@@ -34,6 +36,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def config_json(model: Path) -> PreTrainedConfig:
+    return parse_config((model / "config.json").read_bytes())
+
+
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
     path = tmp_path / "rows.jsonl"
@@ -45,8 +51,18 @@ def rows(tmp_path: Path) -> Path:
 
 def test_a_folder_is_judged_by_all_positions_of_its_model(model: Path, rows: Path) -> None:
     found = RunModel(folder=model)
-    assert judging_config(found, DataSource(path=str(rows)), None, None).data.max_length == 64
-    assert judging_config(found, DataSource(path=str(rows)), None, 32).data.max_length == 32
+    assert (
+        judging_config(
+            found, config_json(model), DataSource(path=str(rows)), None, None
+        ).data.max_length
+        == 64
+    )
+    assert (
+        judging_config(
+            found, config_json(model), DataSource(path=str(rows)), None, 32
+        ).data.max_length
+        == 32
+    )
 
 
 def test_a_run_is_judged_by_its_own_length(model: Path, rows: Path, tmp_path: Path) -> None:
@@ -54,7 +70,12 @@ def test_a_run_is_judged_by_its_own_length(model: Path, rows: Path, tmp_path: Pa
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text(dump_config(config))
     found = RunModel(folder=model, run=tmp_path / "run")
-    assert judging_config(found, DataSource(path=str(rows)), None, None).data.max_length == 48
+    assert (
+        judging_config(
+            found, config_json(model), DataSource(path=str(rows)), None, None
+        ).data.max_length
+        == 48
+    )
 
 
 def test_rows_that_are_left_out_are_counted(model: Path, rows: Path) -> None:

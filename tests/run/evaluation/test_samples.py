@@ -21,7 +21,7 @@ from megatrain.run.evaluation.samples import (
     samples_in_words,
     writes_after,
 )
-from megatrain.run.opening.training_data import load_tokenizer
+from megatrain.run.opening.tokenizer import load_tokenizer
 from testkit.runs import write_model, write_world
 from testkit.simulated.accelerator import Simulator
 from testkit.simulated.watched import watched
@@ -97,7 +97,7 @@ def test_sampling_computes_on_the_device_that_training_would_use(
     simulator = Simulator(policy="late")
     expected = sample_from(folder, ["1 + 1"], 3, device="cpu")
     monkeypatch.setattr(
-        "megatrain.run.opening.resolve.TorchRuntime.find",
+        "megatrain.devices.accelerator.TorchRuntime.find",
         lambda name: simulator if not name else None,
     )
     monkeypatch.setattr(Simulator, "device", "simulated", raising=False)
@@ -117,7 +117,7 @@ def test_evaluation_computes_on_the_device_that_training_would_use(
     model, rows = tmp_path / "model-0.0", tmp_path / "rows.jsonl"
     expected = verbs.evaluate_model(model, rows, 5, answers=True)
     simulator = Simulator(policy="late")
-    monkeypatch.setattr("megatrain.run.opening.resolve.TorchRuntime.find", lambda name: simulator)
+    monkeypatch.setattr("megatrain.devices.accelerator.TorchRuntime.find", lambda name: simulator)
     monkeypatch.setattr(Simulator, "device", "simulated", raising=False)
     with watched(simulator):
         assert verbs.evaluate_model(model, rows, 5, answers=True) == expected

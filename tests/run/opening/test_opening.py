@@ -13,7 +13,7 @@ from megatrain.disk.hf.model import ModelFolder
 from megatrain.errors import ConfigError, DataError
 from megatrain.models import config_json as model_config
 from megatrain.models import decoder
-from megatrain.run.opening.training_data import load_tokenizer
+from megatrain.run.opening.tokenizer import load_tokenizer
 from megatrain.run.trainer import Trainer
 from testkit.runs import Setting, config_of, run, write_world
 

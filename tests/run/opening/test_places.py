@@ -15,7 +15,7 @@ from huggingface_hub import constants
 
 from megatrain.config import Config, load_config
 from megatrain.errors import ConfigError, DataError, HubError
-from megatrain.run.opening.places import check_places, pinned
+from megatrain.run.opening.places import check_places, pin_commits
 from testkit.hub_on_loopback import Files, Hub, serving, use, use_for_datasets
 from testkit.runs import Setting, State, config_of, lines_of, run, write_world
 
@@ -178,7 +178,7 @@ def test_a_file_that_is_not_as_we_write_it_pins_nothing(
     model, rows = _serve(hub, world)
     for text in ("[]", "{", '{"models": 3}', f'{{"models": {{"{MODEL}@main": "../x"}}}}'):
         (tmp_path / "hub.json").write_text(text)
-        config, _ = pinned(_config(world, tmp_path / "run"), tmp_path, resumes=True)
+        config, _ = pin_commits(_config(world, tmp_path), resumes=True)
         assert (config.model.revision, config.data.train[0].revision) == (model, rows)
 
 

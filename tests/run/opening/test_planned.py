@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,15 +15,17 @@ from megatrain.cli.demo import write_demo
 from megatrain.cli.verbs import train_from
 from megatrain.config import Config, load_config
 from megatrain.devices.device import CpuDevice
-from megatrain.disk.hf.model import ModelFolder, read_model_folder
+from megatrain.disk.hf.model import ModelFolder
 from megatrain.errors import DoesNotFit
+from megatrain.models.decoder import Decoder
+from megatrain.planning.from_config import settings_of
 from megatrain.planning.machine.profile import MachineProfile, unmeasured
 from megatrain.planning.plan import Plan
 from megatrain.report.run import read_run
 from megatrain.report.summary import run_facts as report_facts
-from megatrain.run.opening import opening, planned
-from megatrain.run.opening.planned import facts, plan_resumed, plan_run
-from megatrain.run.opening.resolve import Resolved, resolve
+from megatrain.run.opening import planned, resumption
+from megatrain.run.opening.planned import facts, plan_run
+from megatrain.run.opening.resumption import read_model
 from megatrain.run.trainer import Trainer
 
 BASE = 2_000_000
@@ -33,7 +36,7 @@ PLENTY = 1 << 28
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(planned, "resident_bytes", lambda: BASE)
-    monkeypatch.setattr(opening, "resident_bytes", lambda: BASE)
+    monkeypatch.setattr(resumption, "resident_bytes", lambda: BASE)
     monkeypatch.setattr(planned, "free_bytes", lambda: PLENTY)
     monkeypatch.setattr(planned, "LATER_BYTES", 0)
     monkeypatch.setattr(planned, "give_back_at_once", lambda: None)
@@ -55,13 +58,13 @@ def config_of(path: Path, *changes: str) -> Config:
     return load_config(path, ["model.dtype=bf16", "train.micro_batch_tokens=auto", *changes])
 
 
-def plan_of(path: Path, *changes: str) -> tuple[Resolved, Plan]:
+def plan_of(path: Path, *changes: str) -> Plan:
     config = config_of(path, *changes)
-    device, model = CpuDevice(), config.model
-    read = read_model_folder(
-        model.name_or_path, dtype=model.dtype, frozen=model.frozen, attn=model.attn
-    )
-    return plan_run(config, device, resolve(config, device, "cpu"), read.decoder)
+    return plan_run(config, CpuDevice(), decoder_of(config))
+
+
+def decoder_of(config: Config) -> Decoder:
+    return read_model(config, Path(config.model.name_or_path)).decoder
 
 
 def least_ram(path: Path, *changes: str) -> int:
@@ -78,20 +81,18 @@ def least_ram(path: Path, *changes: str) -> int:
 
 
 def test_what_the_config_decides_is_kept(path: Path, machine: str) -> None:
-    resolved, _ = plan_of(
-        path, "train.micro_batch_tokens=256", "memory.slots=3", "memory.tape=host"
-    )
-    assert (resolved.micro_batch_tokens, resolved.slots, resolved.tape) == (256, 3, "host")
+    plan = plan_of(path, "train.micro_batch_tokens=256", "memory.slots=3", "memory.tape=host")
+    settings = plan.settings
+    assert (settings.micro_batch_tokens, settings.slots, settings.tape) == (256, 3, "host")
 
 
 def test_what_it_leaves_open_is_planned_with_a_reason_where_rates_are_known(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(planned, "measured_profile", _profile)
-    resolved, plan = plan_of(path)
+    plan = plan_of(path)
     assert plan.fits
     assert plan.knows_time
-    assert plan.settings.micro_batch_tokens == resolved.micro_batch_tokens
     assert {"micro_batch_tokens", "slots", "tape"} <= plan.reasons.keys()
 
 
@@ -99,35 +100,31 @@ def test_a_run_that_continues_has_its_prediction_and_keeps_its_bits(
     path: Path, machine: str
 ) -> None:
     config, device = config_of(path), CpuDevice()
-    model = config.model
-    read = read_model_folder(
-        model.name_or_path, dtype=model.dtype, frozen=model.frozen, attn=model.attn
-    )
-    began = replace(resolve(config, device, "cpu"), micro_batch_tokens=128, chunk_tokens=64)
-    resolved, plan = plan_resumed(config, device, began, read.decoder, BASE)
-    assert (resolved.micro_batch_tokens, resolved.chunk_tokens) == (128, 64)
-    found = facts(plan, device, resolved, [])
+    known = SimpleNamespace(micro_batch_tokens=128, chunk_tokens=64)
+    resumed: Any = SimpleNamespace(known=known, base_bytes=BASE)
+    plan = plan_run(config, device, decoder_of(config), resumed)
+    assert (plan.settings.micro_batch_tokens, plan.settings.chunk_tokens) == (128, 64)
+    found = facts(plan, device, [])
     assert found["settings"]["chunk_tokens"] == 64
     if machine == "measured":
         assert found["predicted"]["step_s"] > 0
         assert found["reasons"]["micro_batch_tokens"] == "unchanged since the start of the run"
     little = config_of(path, f"memory.ram={BASE}B")
-    plan_resumed(little, device, began, read.decoder, BASE)  # it ran before: it is not refused
+    plan_run(little, device, decoder_of(config), resumed)  # it ran before: it is not refused
 
 
 def test_elsewhere_simple_rules_decide(path: Path) -> None:
     config = config_of(path)
-    resolved, plan = plan_of(path)
+    plan = plan_of(path)
     assert not plan.knows_time
     assert plan.facts()["predicted"] is None
-    assert resolved == resolve(config, CpuDevice(), "cpu")
+    assert plan.settings == settings_of(config, unified=True)
 
 
 def test_where_the_rules_do_not_fit_something_that_does_is_found(path: Path) -> None:
-    usual, _ = plan_of(path)
+    usual = plan_of(path).settings
     cap = f"memory.ram={least_ram(path)}B"
-    resolved, _ = plan_of(path, cap)
-    assert resolved.micro_batch_tokens < usual.micro_batch_tokens
+    assert plan_of(path, cap).settings.micro_batch_tokens < usual.micro_batch_tokens
     with pytest.raises(DoesNotFit):
         plan_of(path, cap, f"train.micro_batch_tokens={usual.micro_batch_tokens}")
 

@@ -15,20 +15,14 @@ import pytest
 from megatrain.cli.demo import byte_tokenizer
 from megatrain.config import Config
 from megatrain.data.tokens import prepare as prepare_module
+from megatrain.data.training_rows import gather
 from megatrain.engine.batch import MicroBatch
 from megatrain.errors import ModelFolderError
-from megatrain.run.opening.resolve import Resolved
-from megatrain.run.opening.training_data import TrainingData, load_tokenizer, open_data
+from megatrain.run.opening.tokenizer import load_tokenizer
+from megatrain.run.opening.training_data import TrainingData, open_data
+from megatrain.step.settings import StepSettings
 
-RESOLVED = Resolved(
-    device="cpu",
-    micro_batch_tokens=64,
-    slots=2,
-    tape="device",
-    update="late",
-    chunk_tokens=64,
-    gather_embedding=False,
-)  # fmt: skip
+SETTINGS = StepSettings(micro_batch_tokens=64)
 
 
 def _write(path: Path, letter: str, count: int) -> str:
@@ -43,7 +37,8 @@ def _open(tmp_path: Path, data: dict[str, Any], train: dict[str, Any], **more: A
         patch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
         patch.setattr(os, "sched_getaffinity", lambda process: {0})  # no other processes
         patch.setattr(prepare_module, "probe_template", lambda *arguments: None)
-        return open_data(Config.model_validate(values), byte_tokenizer(), RESOLVED)
+        config, tokenizer = Config.model_validate(values), byte_tokenizer()
+        return open_data(config, tokenizer, SETTINGS, gather(config, tokenizer))
 
 
 def _names(batch: list[MicroBatch]) -> list[str]:

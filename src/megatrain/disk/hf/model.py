@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from megatrain.disk.hf.export import SHARD_BYTES, Origin, export_weights
 from megatrain.disk.hf.folder import read_carried, read_config_bytes
 from megatrain.disk.hf.growth import Growth
@@ -18,6 +20,8 @@ from megatrain.memory.store import Store
 from megatrain.models.config_json import parse_config
 from megatrain.models.decoder import Decoder, build_decoder
 from megatrain.optim.states import WITH_CLIP
+
+Precision = Literal["bf16", "fp32"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +69,8 @@ class ModelFolder:
     config_json: bytes
     carried: Mapping[str, bytes]
     decoder: Decoder
+    precision: Precision
+    """Of the weights in the folder."""
     growth: Growth | None = None
     """New tokens, of which the folder's weights know nothing."""
 
@@ -88,7 +94,7 @@ class ModelFolder:
 def load_model(
     folder: str | Path,
     *,
-    dtype: Literal["bf16", "fp32"] = "bf16",
+    dtype: Precision = "bf16",
     kinds: tuple[Kind, ...] = WITH_CLIP,
     frozen: tuple[str, ...] = (),
     attn: str | None = None,
@@ -106,26 +112,32 @@ def load_model(
 def read_model_folder(
     folder: str | Path,
     *,
-    dtype: Literal["bf16", "fp32"],
-    frozen: tuple[str, ...],
-    attn: str | None,
+    dtype: Precision | None = None,
+    frozen: tuple[str, ...] = (),
+    attn: str | None = None,
     growth: Growth | None = None,
 ) -> ModelFolder:
     """Return what a model folder holds besides weights. Its config is parsed once, here.
 
-    `attn` may be `auto` too: the choice of transformers. With `growth` config and tokenizer have
-    new tokens. Raises ConfigError if they could not be trained.
+    `dtype` None is the folder's own, and `attn` may be `auto` too: the choice of transformers.
+    With `growth` config and tokenizer have new tokens. Raises ConfigError if they could not be
+    trained.
     """
     source = Path(folder)
     config_json = read_config_bytes(source)
     carried = read_carried(source)  # refused now, and not by the export at the end of a run
     if growth is not None:
         config_json, carried = growth.config(config_json), growth.carried(carried)
-    decoder = build_decoder(
-        parse_config(config_json), dtype, frozen, None if attn == "auto" else attn
-    )
+    config = parse_config(config_json)
+    precision: Precision = "fp32" if config.dtype is torch.float32 else "bf16"
+    decoder = build_decoder(config, dtype or precision, frozen, None if attn == "auto" else attn)
     if growth is not None:
         growth.check(decoder)
     return ModelFolder(
-        source=source, config_json=config_json, carried=carried, decoder=decoder, growth=growth
+        source=source,
+        config_json=config_json,
+        carried=carried,
+        decoder=decoder,
+        precision=precision,
+        growth=growth,
     )

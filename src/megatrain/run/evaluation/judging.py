@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from megatrain.config import Config, load_config
 from megatrain.config.data_settings import DataSource
 from megatrain.data.chat.choice import NONE, choose_template
@@ -12,8 +14,6 @@ from megatrain.data.steps.isolation import ISOLATES
 from megatrain.data.tokens.documents import Documents
 from megatrain.data.tokens.limits import bad_rows, dropped_rows
 from megatrain.data.tokens.prepared import PreparedData
-from megatrain.disk.hf.folder import read_config_bytes
-from megatrain.models.config_json import parse_config
 from megatrain.run.opening.model_limits import num_positions
 from megatrain.run.run_model import RunModel
 
@@ -26,18 +26,21 @@ _ROWS_OF_A_RUN = {
 
 
 def judging_config(
-    model: RunModel, source: DataSource, max_rows: int | None, max_length: int | None
+    model: RunModel,
+    model_config: PreTrainedConfig,
+    source: DataSource,
+    max_rows: int | None,
+    max_length: int | None,
 ) -> Config:
-    """Return what to evaluate with.
+    """Return what to evaluate a model with; `model_config` is its config.json.
 
     Rows may be as long as `max_length`, or as in the run, or else as the model has positions.
     """
-    parsed = parse_config(read_config_bytes(model.folder))
     rows: dict[str, object] = {
         "train": [source],
         "eval": [source],
-        "packing": parsed.model_type in ISOLATES,
-        "max_length": num_positions(parsed) or NO_LIMIT,
+        "packing": model_config.model_type in ISOLATES,
+        "max_length": num_positions(model_config) or NO_LIMIT,
         "max_bad": 1.0,  # rows left out are counted and printed
         "max_dropped": 1.0,
     }

@@ -1,51 +1,77 @@
-"""The engine of a run, put together from its settings."""
+"""The model of a run and its engine, put together from what was opened before."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 from megatrain.config import Config
+from megatrain.data.chat.choice import exported_template
 from megatrain.devices.device import Device
-from megatrain.disk.hf.model import HostModel
+from megatrain.disk.hf.growth import Growth
+from megatrain.disk.hf.model import HostModel, ModelFolder
 from megatrain.engine.engine import Engine
+from megatrain.hub import find_model
 from megatrain.memory.host import num_cores
+from megatrain.models.patterns import check_patterns
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.learning_rate import LearningRate
 from megatrain.run.opening.balancing import router_aux_loss
-from megatrain.run.opening.resolve import Resolved
+from megatrain.run.opening.resumption import Resumed, kinds_of, read_model
 from megatrain.step.settings import StepSettings
 
 OPTIMIZERS = {"adamw": AdamW}
 
 
+def find_source(config: Config, resumed: Resumed | None) -> Path:
+    """Return the folder with the run's config.json and tokenizer, fetched if it is on the Hub."""
+    if resumed is not None:
+        return resumed.home.source
+    return find_model(config.model.name_or_path, config.model.revision, "tokenizer").folder
+
+
+def open_model(
+    config: Config, source: Path, growth: Growth | None, resumed: Resumed | None
+) -> HostModel | ModelFolder:
+    """Return the model of a run without its weights, checked against the config."""
+    model: HostModel | ModelFolder = (
+        read_model(config, source, growth) if resumed is None else resumed.home
+    )
+    check_patterns("optim.no_decay", config.optim.no_decay, model.decoder.names)
+    router_aux_loss(config, model.decoder)
+    return model
+
+
+def load_weights(config: Config, model: HostModel | ModelFolder, tokenizer: Any) -> HostModel:
+    """Return the model with its weights: everything else is cheaper to find wanting."""
+    home = model
+    if isinstance(home, ModelFolder):
+        find_model(config.model.name_or_path, config.model.revision)
+        home = home.load(kinds_of(config))
+    template = exported_template(tokenizer, config.data.chat_template)
+    return replace(home, carried={**home.carried, **template})
+
+
 def make_engine(
-    config: Config, resolved: Resolved, home: HostModel, device: Device, rate: LearningRate
+    config: Config, settings: StepSettings, home: HostModel, device: Device, num_steps: int
 ) -> Engine:
     """Return the engine that trains `home` as the config says."""
-    optim, train = config.optim, config.train
+    optim = config.optim
     optimizer = OPTIMIZERS[optim.name](
-        learning_rate=rate.rate,
+        learning_rate=learning_rate(config, num_steps).rate,
         betas=optim.betas,
         eps=optim.eps,
         weight_decay=optim.weight_decay,
         no_decay=optim.no_decay,
-        max_grad_norm=train.max_grad_norm,
+        max_grad_norm=config.train.max_grad_norm,
         num_threads=max(1, num_cores() // 2),
     )
     return Engine(
         home.decoder,
         home.store,
         optimizer=optimizer,
-        settings=StepSettings(
-            micro_batch_tokens=resolved.micro_batch_tokens,
-            slots=resolved.slots,
-            tape=resolved.tape,
-            update=resolved.update,
-            chunk_tokens=resolved.chunk_tokens,
-            gather_embedding=resolved.gather_embedding,
-            router_aux_loss=router_aux_loss(config, home.decoder),
-            on_nonfinite=train.on_nonfinite,
-            compile=train.compile,
-            seed=train.seed,
-        ),
+        settings=settings,
         device=device,
         trace=True,
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megatrain.config import Config
 from megatrain.data.preview import card_lines
+from megatrain.devices.device import Device
 from megatrain.disk.hf.model import HostModel
-from megatrain.run.opening.resolve import Resolved
 from megatrain.run.opening.training_data import TrainingData
 
 MOST_REASONS = 3
@@ -13,13 +13,13 @@ COUNTED_ROWS = 1_000_000
 """Steps by tokens of so many rows are counted in some 3 s."""
 
 
-def opening_line(config: Config, resolved: Resolved, home: HostModel, num_steps: int) -> str:
+def opening_line(config: Config, device: Device, home: HostModel, num_steps: int) -> str:
     """Return what is trained, where, and for how long."""
     num_params = sum(param.num_elements for param in home.decoder.params)
     tokens, rows = config.train.batch_tokens, config.train.batch_rows
     size = f"{rows:,} rows" if tokens is None else f"{tokens:,} tokens"
     return (
-        f"{num_params:,} params of {config.model.name_or_path} on {resolved.device}, "
+        f"{num_params:,} params of {config.model.name_or_path} on {device.name}, "
         f"{num_steps} steps of {size}; run folder {config.run_dir}"
     )
 

@@ -1,35 +1,37 @@
-"""All that a run needs before its first step, opened in the order in which it can fail cheaply."""
+"""Opening a run: one line of steps, in the order in which they can fail cheaply.
+
+docs/engine.md has the list. Every file is read once, and what a step finds is handed on.
+
+Laws (tests/run/opening/test_opening.py)
+    1. config.json is parsed, the decoder built and the tokenizer loaded once.
+    2. A run that fails to open leaves nothing open and no folder locked.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config
-from megatrain.data.chat.choice import exported_template
-from megatrain.data.steps.isolation import check_packing
-from megatrain.data.training_rows import gather, with_longest_step
+from megatrain.data.training_rows import with_longest_step
+from megatrain.devices.accelerator import find_device
 from megatrain.devices.device import Device
 from megatrain.disk.checkpoint.retention import clear_unfinished
-from megatrain.disk.hf.model import HostModel, ModelFolder, read_model_folder
+from megatrain.disk.hf.model import HostModel
+from megatrain.engine.engine import Engine
 from megatrain.errors import RunFolderError
 from megatrain.files import remove_folder
-from megatrain.hub import find_model
-from megatrain.memory.host import resident_bytes
-from megatrain.memory.kinds import store_kinds
-from megatrain.models.patterns import check_patterns
-from megatrain.optim.states import STATES
 from megatrain.planning.plan import Plan
 from megatrain.run.checkpoints import FOLDER
 from megatrain.run.folder import RunFolder
-from megatrain.run.opening.added_tokens import add_tokens
-from megatrain.run.opening.balancing import router_aux_loss
-from megatrain.run.opening.model_limits import check_rows
-from megatrain.run.opening.planned import plan_resumed, plan_run
-from megatrain.run.opening.resolve import Resolved, open_device, resolve
-from megatrain.run.opening.resumption import Resumed, resume
-from megatrain.run.opening.training_data import TrainingData, load_tokenizer, open_data
+from megatrain.run.opening.assembly import find_source, load_weights, make_engine, open_model
+from megatrain.run.opening.places import Pins, pin_commits
+from megatrain.run.opening.planned import plan_run
+from megatrain.run.opening.resumption import Resumed, find_checkpoint
+from megatrain.run.opening.tokenizer import open_tokenizer
+from megatrain.run.opening.training_data import TrainingData, open_data, open_rows
 from megatrain.run.sinks import check_sinks
 
 MODEL = "model"
@@ -37,31 +39,87 @@ MODEL = "model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
-    """A device, data and a model, and how they will be used."""
+class Opening:
+    """Everything that a run has before its first step."""
 
+    config: Config
+    """With commits in place of branches of the Hub."""
+    pins: Pins
+    folder: RunFolder
     device: Device
-    resolved: Resolved
-    plan: Plan
+    resumed: Resumed | None
     tokenizer: Any
+    plan: Plan
     data: TrainingData
     home: HostModel
-    resumed: Resumed | None
+    engine: Engine
     notes: tuple[str, ...]
-    """What should be said of the rows and the model."""
+    """What the user should know of the rows and the model."""
+
+    def close(self) -> None:
+        """End the engine, and let go of the data and the folder."""
+        try:
+            self.engine.close()
+        finally:
+            self.data.close()
+            self.folder.close()
 
 
-def as_it_began(resolved: Resolved, config: Config, resumed: Resumed) -> Resolved:
-    """Return the settings with those of the checkpoint where `auto` might now give other bits."""
-    train, memory, known = config.train, config.memory, resumed.known
-    if train.micro_batch_tokens == "auto":
-        resolved = replace(resolved, micro_batch_tokens=known.micro_batch_tokens)
-    if memory.chunk_tokens == "auto":
-        resolved = replace(resolved, chunk_tokens=known.chunk_tokens)
-    return resolved
+def open_run(config: Config, *, resumes: bool = False, dry_run: bool = False) -> Opening:
+    """Open what the config names; with `resumes` the newest complete checkpoint, if any."""
+    notes: list[str] = []
+    with ExitStack() as opened:
+        config, pins = pin_commits(config, resumes=resumes)
+        folder = open_folder(config, opened, resumes=resumes, dry_run=dry_run)
+        device = open_device(config)
+        resumed = find_checkpoint(config, folder.path / FOLDER, resumes=resumes)
+        source = find_source(config, resumed)
+        tokenizer, growth = open_tokenizer(config, source, notes, resumed)
+        model = open_model(config, source, growth, resumed)
+        rows = open_rows(config, tokenizer, model.decoder, notes)
+        plan = plan_run(with_longest_step(config, rows), device, model.decoder, resumed)
+        data = opened.enter_context(open_data(config, tokenizer, plan.settings, rows))
+        home = load_weights(config, model, tokenizer)
+        engine = make_engine(config, plan.settings, home, device, data.num_steps)
+        opened.pop_all()
+    return Opening(
+        config=config,
+        pins=pins,
+        folder=folder,
+        device=device,
+        resumed=resumed,
+        tokenizer=tokenizer,
+        plan=plan,
+        data=data,
+        home=home,
+        engine=engine,
+        notes=tuple(notes),
+    )
 
 
-def require_apart(config: Config) -> None:
+def open_folder(config: Config, opened: ExitStack, *, resumes: bool, dry_run: bool) -> RunFolder:
+    """Return the run folder, locked. Raises RunFolderError if it holds another run."""
+    check_sinks(config.log.to)
+    _require_apart(config)
+    folder = RunFolder(config.run_dir, dry=dry_run)
+    opened.callback(folder.close)
+    if folder.has_run and not resumes:
+        raise RunFolderError(
+            f"{folder.path}: holds a run already. Continue it with --resume, or give save.dir "
+            "another folder."
+        )
+    if not dry_run:
+        _clear_unfinished(folder.path)
+    return folder
+
+
+def open_device(config: Config) -> Device:
+    """Return the device that the config asks for, or the best there is."""
+    vram = config.memory.vram
+    return find_device(config.memory.device, cap_bytes=None if vram == "auto" else vram)
+
+
+def _require_apart(config: Config) -> None:
     """Raise RunFolderError if the run would write over the model that it trains from."""
     run, model = Path(config.run_dir).resolve(), Path(config.model.name_or_path).resolve()
     result = (run / MODEL).resolve()
@@ -79,68 +137,3 @@ def _clear_unfinished(run: Path) -> None:
     clear_unfinished(run / FOLDER)
     for path in run.glob(f".{MODEL}.*.tmp"):
         remove_folder(path)
-
-
-def open_run(config: Config, folder: RunFolder, *, resumes: bool) -> Opened:
-    """Open what the config names; with `resumes` the newest whole checkpoint, if there is one."""
-    if folder.has_run and not resumes:
-        raise RunFolderError(
-            f"{folder.path}: holds a run already. Continue it with --resume, or give save.dir "
-            "another folder."
-        )
-    check_sinks(config.log.to)
-    device, name = open_device(config)
-    resolved = resolve(config, device, name)
-    base_bytes = resident_bytes()
-    if not folder.is_dry:
-        _clear_unfinished(folder.path)
-    kinds = store_kinds(STATES[config.optim.name], waits=resolved.update == "late")
-    resumed = resume(folder.path / FOLDER, config, kinds) if resumes else None
-    model = config.model
-    source = (
-        find_model(model.name_or_path, model.revision, "tokenizer").folder
-        if resumed is None
-        else resumed.home.source
-    )
-    tokenizer = load_tokenizer(source)
-    growth, notes = add_tokens(tokenizer, model.add_tokens) if resumed is None else (None, [])
-    found: HostModel | ModelFolder = (
-        resumed.home
-        if resumed is not None
-        else read_model_folder(
-            source, dtype=model.dtype, frozen=model.frozen, attn=model.attn, growth=growth
-        )
-    )
-    check_patterns("optim.no_decay", config.optim.no_decay, found.decoder.names)
-    router_aux_loss(config, found.decoder)
-    if config.data.packing:
-        check_packing(found.decoder.config.model_type, model.attn)
-    rows = gather(config, tokenizer)
-    notes += check_rows(rows.prepared, found.decoder)
-    measured = with_longest_step(config, rows)
-    resolved = resolve(measured, device, name)
-    if resumed is None:
-        resolved, plan = plan_run(measured, device, resolved, found.decoder)
-    else:
-        resolved = as_it_began(resolved, config, resumed)
-        resolved, plan = plan_resumed(measured, device, resolved, found.decoder, base_bytes)
-    data = open_data(config, tokenizer, resolved, rows)
-    try:
-        if resumed is None:  # weights come last: all else is cheaper to find wanting
-            find_model(model.name_or_path, model.revision)
-        home = found.load(kinds) if isinstance(found, ModelFolder) else found
-        template = exported_template(tokenizer, config.data.chat_template)
-        home = replace(home, carried={**home.carried, **template})
-    except BaseException:
-        data.close()
-        raise
-    return Opened(
-        device=device,
-        resolved=resolved,
-        plan=plan,
-        tokenizer=tokenizer,
-        data=data,
-        home=home,
-        resumed=resumed,
-        notes=tuple(notes),
-    )

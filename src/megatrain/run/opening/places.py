@@ -41,12 +41,12 @@ def check_places(config: Config, config_file: Path) -> None:
             )
 
 
-def pinned(config: Config, run: Path, *, resumes: bool) -> tuple[Config, Pins]:
+def pin_commits(config: Config, *, resumes: bool) -> tuple[Config, Pins]:
     """Return the config with commits in place of branches, and which commit each of them was.
 
     A resumed run takes the commits that its folder names. Raises HubError.
     """
-    pins = _read(run / FILE) if resumes else {}
+    pins = _read(Path(config.run_dir) / FILE) if resumes else {}
     model = config.model
     revision = model.revision
     if not Path(model.name_or_path).exists() and is_id(model.name_or_path):

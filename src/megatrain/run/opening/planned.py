@@ -1,7 +1,7 @@
 """The plan of a run: what `auto` becomes, and whether the run fits.
 
 On a machine that `megatrain doctor` has measured the planner decides, and every run is held to its
-prediction: plan.json has both. Elsewhere simple rules decide (resolve.py), unless memory is too
+prediction: plan.json has both. Elsewhere simple rules decide, unless memory is too
 small for them and the planner finds settings that fit; memory needs no measuring.
 
 Laws (tests/run/opening/test_planned.py)
@@ -13,21 +13,23 @@ Laws (tests/run/opening/test_planned.py)
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config
 from megatrain.devices.device import Device
+from megatrain.errors import ConfigError
 from megatrain.memory.host import free_bytes, give_back_at_once, peak_resident_bytes, resident_bytes
 from megatrain.models.decoder import Decoder
-from megatrain.planning.from_config import fixed_by, within, workload_of
+from megatrain.planning.from_config import pins_of, settings_of, within, workload_of
 from megatrain.planning.machine.examination import measured_profile
 from megatrain.planning.machine.profile import MachineProfile, unmeasured
 from megatrain.planning.plan import Plan, make_plan
-from megatrain.planning.search import HOST_HEADROOM, Fixed
-from megatrain.planning.workload import shape_of
-from megatrain.run.opening.resolve import Resolved
+from megatrain.planning.search import HOST_HEADROOM
+from megatrain.planning.workload import Workload, shape_of
+from megatrain.run.opening.balancing import router_aux_loss
+from megatrain.run.opening.resumption import Resumed
+from megatrain.step.settings import StepSettings
 from megatrain.text import duration
 
 LATER_BYTES = 96 << 20
@@ -36,69 +38,59 @@ UNMEASURED = (
     "this machine was not measured: auto is by simple rules, and no time can be predicted nor\n"
     "held against a bound. `megatrain doctor` measures it"
 )
+_KEPT = ("micro_batch_tokens", "chunk_tokens")
 TIGHT = 1.3
 """With less than this, in shares of the ledger, malloc must not keep what is freed."""
 
 
 def plan_run(
-    config: Config, device: Device, resolved: Resolved, decoder: Decoder
-) -> tuple[Resolved, Plan]:
-    """Return settings that fit, and their plan. Raises DoesNotFit, with what would fit."""
-    base_bytes = resident_bytes() + LATER_BYTES
-    plan = _planned(config, device, resolved, decoder, fixed_by(config), base_bytes)
-    _require(plan, config)
-    return _adopted(plan, device, resolved), plan
+    config: Config, device: Device, decoder: Decoder, resumed: Resumed | None = None
+) -> Plan:
+    """Return the plan of a run. Raises DoesNotFit, with changes that would fit.
 
-
-def plan_resumed(
-    config: Config, device: Device, resolved: Resolved, decoder: Decoder, base_bytes: int
-) -> tuple[Resolved, Plan]:
-    """Return the plan of a run that continues, its model loaded already, and its settings.
-
-    Micro-batches and chunks stay as in `resolved`: others would give other bits. `base_bytes` is
-    what the process held before its model. What ran before is not refused for its memory.
+    A resumed run keeps the sizes that its bits depend on. It is not refused: it ran before.
     """
-    fixed = replace(
-        fixed_by(config),
-        micro_batch_tokens=resolved.micro_batch_tokens,
-        chunk_tokens=resolved.chunk_tokens,
-        kept=frozenset({"micro_batch_tokens", "chunk_tokens"}),
-    )
-    plan = _planned(config, device, resolved, decoder, fixed, base_bytes + LATER_BYTES)
-    return _adopted(plan, device, resolved), plan
+    coefficient = router_aux_loss(config, decoder)
+    settings = settings_of(config, unified=not device.own_memory, router_aux_loss=coefficient)
+    pins = pins_of(config)
+    base_bytes = resident_bytes()
+    if resumed is not None:
+        base_bytes = resumed.base_bytes
+        kept = {name: getattr(resumed.known, name) for name in _KEPT if name not in pins}
+        settings, pins = (
+            settings.changed(**kept),
+            pins | dict.fromkeys(kept, "unchanged since the start of the run"),
+        )
+    workload = workload_of(config, shape_of(decoder, Path(config.model.name_or_path).name))
+    plan = _planned(config, device, workload, settings, pins, base_bytes + LATER_BYTES)
+    if resumed is None:
+        _require(plan, config)
+    if settings.gather_embedding and not plan.settings.gather_embedding:
+        raise ConfigError(
+            "memory.gather_embedding is true, which needs a device with memory of its own and a "
+            "model whose head has its own table. Leave the key out."
+        )
+    if not device.own_memory and plan.profile.ram_bytes < TIGHT * plan.ledger.total("host"):
+        give_back_at_once()
+    return plan
 
 
 def _planned(
     config: Config,
     device: Device,
-    resolved: Resolved,
-    decoder: Decoder,
-    fixed: Fixed,
+    workload: Workload,
+    settings: StepSettings,
+    pins: dict[str, str],
     base_bytes: int,
 ) -> Plan:
-    workload = workload_of(config, shape_of(decoder, Path(config.model.name_or_path).name))
     measured = measured_profile()
     if measured is not None and measured.unified != device.own_memory:
-        return make_plan(_as_now(measured, config, base_bytes), workload, fixed)
+        return make_plan(_as_now(measured, config, base_bytes), workload, settings, pins)
     unknown = unmeasured(ram_bytes=1, base_bytes=0, device_bytes=device.free_bytes)
     machine = _as_now(unknown, config, base_bytes)
-    plan = make_plan(machine, workload, _by_rules(fixed, resolved))
-    return plan if plan.fits else make_plan(machine, workload, fixed)
-
-
-def _adopted(plan: Plan, device: Device, resolved: Resolved) -> Resolved:
-    """Return the settings with what the plan decided; where memory is tight, malloc is told."""
-    if not device.own_memory and plan.profile.ram_bytes < TIGHT * plan.ledger.total("host"):
-        give_back_at_once()
-    chosen = plan.settings
-    return replace(
-        resolved,
-        micro_batch_tokens=chosen.micro_batch_tokens,
-        slots=chosen.slots,
-        tape=chosen.tape,
-        chunk_tokens=chosen.chunk_tokens,
-        gather_embedding=chosen.gather_embedding or resolved.gather_embedding,
-    )
+    by_rules = dict.fromkeys(settings.facts(), "by a simple rule")
+    plan = make_plan(machine, workload, settings, by_rules)
+    return plan if plan.fits else make_plan(machine, workload, settings, pins)
 
 
 def _require(plan: Plan, config: Config) -> None:
@@ -129,15 +121,14 @@ def predicted_against_measured(plan: Plan, step_seconds: list[float]) -> str:
     )
 
 
-def facts(
-    plan: Plan, device: Device, resolved: Resolved, step_seconds: list[float]
-) -> dict[str, Any]:
-    """Return plan.json: the plan, the settings in use, and what was measured until now."""
+def facts(plan: Plan, device: Device, step_seconds: list[float]) -> dict[str, Any]:
+    """Return plan.json: the plan, the device, and what was measured until now."""
     measured = {
         "host_peak_bytes": peak_resident_bytes(),
         "device_peak_bytes": device.peak_bytes,
     }
-    found = plan.facts() | {"measured": measured, "settings": resolved.facts()}
+    settings = {"device": device.name, **plan.settings.facts()}
+    found = plan.facts() | {"measured": measured, "settings": settings}
     if step_seconds:
         found["measured_step_s"] = _median(step_seconds)
     return found
@@ -151,18 +142,6 @@ def _as_now(profile: MachineProfile, config: Config, base_bytes: int) -> Machine
 def _free_for_us() -> int:
     """Return what this process holds and could still have."""
     return free_bytes() + resident_bytes()
-
-
-def _by_rules(fixed: Fixed, resolved: Resolved) -> Fixed:
-    """Return what the config decides, and for the rest what the simple rules say."""
-    return replace(
-        fixed,
-        micro_batch_tokens=resolved.micro_batch_tokens,
-        slots=resolved.slots,
-        tape=resolved.tape,
-        chunk_tokens=resolved.chunk_tokens,
-        gather_embedding=resolved.gather_embedding,
-    )
 
 
 def _median(seconds: list[float]) -> float:

@@ -17,14 +17,17 @@ from megatrain.disk.checkpoint.manifest import Manifest, read_manifest
 from megatrain.disk.checkpoint.parts import checkpoint_parts
 from megatrain.disk.checkpoint.restore import restore
 from megatrain.disk.checkpoint.retention import finished, step_of
-from megatrain.disk.hf.model import HostModel, read_model_folder
+from megatrain.disk.hf.growth import Growth
+from megatrain.disk.hf.model import HostModel, ModelFolder, read_model_folder
 from megatrain.disk.hf.source_mark import source_mark
 from megatrain.errors import CheckpointDamaged, CheckpointMismatch, DiskError
-from megatrain.losses.head import CHUNK_TOKENS
 from megatrain.memory.direct import digests
-from megatrain.memory.kinds import Kind
+from megatrain.memory.host import resident_bytes
+from megatrain.memory.kinds import Kind, store_kinds
 from megatrain.models.config_json import CONFIG_NAME
+from megatrain.optim.states import STATES
 from megatrain.run.state import RunState, as_count, as_loss
+from megatrain.step.settings import StepSettings
 
 FIXED = {
     "model": ("dtype", "frozen", "add_tokens"),
@@ -69,12 +72,32 @@ class Resumed:
     manifest: Manifest
     known: Known
     path: Path
+    base_bytes: int
+    """What the process held before this model."""
     skipped: list[str] = field(default_factory=list)
     """Why newer checkpoints are passed over."""
     damaged: list[Path] = field(default_factory=list)
     """Those checkpoints."""
     changed: list[str] = field(default_factory=list)
     """Settings that are not as they were."""
+
+
+def kinds_of(config: Config) -> tuple[Kind, ...]:
+    """Return what the store of a run holds: gradients too, if updates wait for the norm."""
+    return store_kinds(STATES[config.optim.name], waits=config.train.max_grad_norm is not None)
+
+
+def read_model(config: Config, folder: Path, growth: Growth | None = None) -> ModelFolder:
+    """Return the model in `folder`, without weights, as the config wants it."""
+    model = config.model
+    return read_model_folder(
+        folder, dtype=model.dtype, frozen=model.frozen, attn=model.attn, growth=growth
+    )
+
+
+def find_checkpoint(config: Config, folder: Path, *, resumes: bool) -> Resumed | None:
+    """Return the newest complete checkpoint, loaded, of a run that `resumes`; None without one."""
+    return resume(folder, config, kinds_of(config)) if resumes else None
 
 
 def resume(
@@ -85,7 +108,7 @@ def resume(
     It is loaded `into` a model whose weights nobody uses now, or else into a new one.
     Raises CheckpointDamaged if there are some and none is whole, and CheckpointMismatch.
     """
-    candidates = finished(folder)
+    candidates, base_bytes = finished(folder), resident_bytes()
     skipped: list[str] = []
     damaged: list[Path] = []
     for path in candidates:
@@ -106,6 +129,7 @@ def resume(
             manifest=manifest,
             known=known,
             path=path,
+            base_bytes=base_bytes,
             skipped=skipped,
             damaged=damaged,
             changed=changed,
@@ -136,7 +160,7 @@ def known_of(manifest: Manifest) -> Known:
             },
             lines={str(name): as_count(size) for name, size in training["lines"].items()},
             micro_batch_tokens=as_count(training["micro_batch_tokens"]),
-            chunk_tokens=as_count(training.get("chunk_tokens", CHUNK_TOKENS)),
+            chunk_tokens=as_count(training.get("chunk_tokens", StepSettings().chunk_tokens)),
             learning_rate=as_loss(training.get("learning_rate")),
             source_mark=_as_text(training.get("source_mark")),
         )
@@ -206,7 +230,4 @@ def _opened(path: Path, manifest: Manifest, config: Config, kinds: tuple[Kind, .
             raise CheckpointDamaged(f"{path / name}: is not what was written")
     if f"model/{CONFIG_NAME}" not in manifest.files:
         raise CheckpointDamaged(f"{path}: has no {CONFIG_NAME}")
-    model = config.model
-    return read_model_folder(
-        path / "model", dtype=model.dtype, frozen=model.frozen, attn=model.attn
-    ).empty(kinds)
+    return read_model(config, path / "model").empty(kinds)

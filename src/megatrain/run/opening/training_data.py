@@ -5,28 +5,32 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from megatrain.config import Config
+from megatrain.data.steps.isolation import check_packing
 from megatrain.data.steps.loader import Loader
 from megatrain.data.steps.order import InOrder, Order
 from megatrain.data.steps.steps import Position, State, Steps
 from megatrain.data.tokens.documents import Documents, Subset, num_rows
 from megatrain.data.training_rows import TrainingRows, by_tokens, gather, one_of
 from megatrain.engine.batch import MicroBatch
-from megatrain.errors import DataError, ModelFolderError
-from megatrain.model_files import VOCABULARY, is_lfs_pointer, lfs_pointer_text
+from megatrain.errors import DataError
+from megatrain.models.decoder import Decoder
 from megatrain.run.evaluation.answers import Question
-from megatrain.run.opening.resolve import Resolved
+from megatrain.run.opening.model_limits import check_rows
+from megatrain.step.settings import StepSettings
 
 
 class TrainingData:
     """Steps to train on, batches to evaluate on, prompts. Close it when done."""
 
-    def __init__(self, steps: Steps, evaluation: Steps | None, rows: TrainingRows) -> None:
+    def __init__(
+        self, config: Config, steps: Steps, evaluation: Steps | None, rows: TrainingRows
+    ) -> None:
+        self._train = config.train
         self._steps, self._evaluation, self.rows = steps, evaluation, rows
         self._shown = rows.held[0] if rows.held else rows.train
         self._digest = rows.digest
@@ -46,6 +50,11 @@ class TrainingData:
     def steps_in_epoch(self) -> int:
         """Steps of the first epoch; by tokens, others may have a few more or less."""
         return self._steps.count()
+
+    @cached_property
+    def num_steps(self) -> int:
+        """Steps of the run."""
+        return self._train.steps or self.steps_of(self._train.epochs or 1.0)
 
     def steps_of(self, epochs: float) -> int:
         """Return how many steps so many epochs have; a part of a step counts as one."""
@@ -91,71 +100,53 @@ class TrainingData:
     def close(self) -> None:
         self._loader.close()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_rows(config: Config, tokenizer: Any, decoder: Decoder, notes: list[str]) -> TrainingRows:
+    """Return the rows that the config names, as tokens that the model can read."""
+    if config.data.packing:
+        check_packing(decoder.config.model_type, config.model.attn)
+    rows = gather(config, tokenizer)
+    notes += check_rows(rows.prepared, decoder)
+    return rows
+
 
 def open_data(
-    config: Config, tokenizer: Any, resolved: Resolved, rows: TrainingRows | None = None
+    config: Config, tokenizer: Any, settings: StepSettings, rows: TrainingRows
 ) -> TrainingData:
-    """Cut the rows that the config names into steps. Raises DataError, with the file and line."""
-    rows = rows or gather(config, tokenizer)
-    steps = _steps(config, rows.train, rows.order, tokenizer, resolved)
+    """Cut the rows into steps."""
+    steps = _steps(config, rows.train, rows.order, tokenizer, settings)
     # An evaluation has no number of steps to match: only its memory counts.
     judged = by_tokens(config, rows)
-    evaluation = _evaluation(judged, rows.held, tokenizer, resolved) if rows.held else None
-    return TrainingData(steps, evaluation, rows)
+    evaluation = _evaluation(judged, rows.held, tokenizer, settings) if rows.held else None
+    return TrainingData(config, steps, evaluation, rows)
 
 
 def _evaluation(
-    config: Config, held: Sequence[Documents], tokenizer: Any, resolved: Resolved
+    config: Config, held: Sequence[Documents], tokenizer: Any, settings: StepSettings
 ) -> Steps:
     judged = one_of(held)
     if (most := config.eval.max_rows) is not None:
         judged = Subset(judged, np.arange(min(most, num_rows(judged)), dtype=np.int64))
-    return _steps(config, judged, InOrder(num_rows(judged)), tokenizer, resolved)
-
-
-def load_tokenizer(folder: str | Path) -> Any:
-    """Return the tokenizer of a model folder. Raises ModelFolderError, whatever goes wrong."""
-    from transformers import AutoTokenizer
-
-    if not Path(folder).is_dir():
-        raise ModelFolderError(f"{folder} is not a directory. Give the folder of a model.")
-    _require_vocabulary(Path(folder))
-    try:
-        return AutoTokenizer.from_pretrained(
-            str(folder), trust_remote_code=False, local_files_only=True
-        )
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # tokenizers raise some that are no Exception
-        raise ModelFolderError(
-            f"{folder}: its tokenizer cannot be read: {type(error).__name__}: {str(error)[:300]}"
-        ) from error
-
-
-def _require_vocabulary(folder: Path) -> None:
-    """Raise ModelFolderError where transformers would make up an empty tokenizer."""
-    files = [path for path in sorted(folder.iterdir()) if VOCABULARY.fullmatch(path.name)]
-    if not files:
-        raise ModelFolderError(
-            f"{folder}: has no tokenizer: no tokenizer.json, tokenizer.model or vocabulary. Copy "
-            "the tokenizer's files there from where the model came from."
-        )
-    for path in files:
-        if path.is_file() and is_lfs_pointer(path):
-            raise ModelFolderError(lfs_pointer_text(path))
+    return _steps(config, judged, InOrder(num_rows(judged)), tokenizer, settings)
 
 
 def _steps(
-    config: Config, documents: Documents, order: Order, tokenizer: Any, resolved: Resolved
+    config: Config, documents: Documents, order: Order, tokenizer: Any, settings: StepSettings
 ) -> Steps:
-    pad, micro = tokenizer.pad_token_id, resolved.micro_batch_tokens
+    pad = tokenizer.pad_token_id
     tokens, rows = config.train.batch_tokens, config.train.batch_rows
     return Steps(
         documents,
         order,
-        batch_tokens=None if tokens is None else max(tokens, micro),
+        batch_tokens=None if tokens is None else max(tokens, settings.micro_batch_tokens),
         batch_rows=rows,
-        micro_batch_tokens=micro,
+        micro_batch_tokens=settings.micro_batch_tokens,
         max_length=config.data.max_length,
         packing=config.data.packing,
         shuffle=config.data.shuffle,
