@@ -43,7 +43,7 @@ from megatrain.errors import (
 )
 from megatrain.files import write_file
 from megatrain.memory.kinds import Kind
-from megatrain.planning.from_config import settings_of
+from megatrain.planning.from_config import step_settings_of
 from megatrain.report.page import write_report
 from megatrain.run.checkpoints import FOLDER
 from megatrain.run.evaluation.answers import answer_all, questions
@@ -153,7 +153,7 @@ def evaluate_model(
     home = read.load(READ_ONLY)
     lines += check_rows(rows.sources, home.decoder)
     coefficient = router_aux_loss(config, home.decoder)
-    settings = settings_of(config, unified=not device.own_memory, router_aux_loss=coefficient)
+    settings = step_settings_of(config, unified=not device.own_memory, router_aux_loss=coefficient)
     with (
         open_data(config, tokenizer, settings, rows) as opened,
         Engine(home.decoder, home.store, settings=settings, device=device) as engine,

@@ -33,7 +33,7 @@ from megatrain.planning.catalog.asked_machines import find_machine
 from megatrain.planning.catalog.asked_models import shape_for
 from megatrain.planning.catalog.known_models import known_models
 from megatrain.planning.catalog.reference_machines import MACHINES
-from megatrain.planning.from_config import pins_of, settings_of, within, workload_of
+from megatrain.planning.from_config import pins_of, step_settings_of, within, workload_of
 from megatrain.planning.machine.examination import kept_examination
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.plan import Plan, make_plan
@@ -161,7 +161,7 @@ def estimate(
         plan=make_plan(
             within(profile, config),
             workload,
-            settings_of(config, unified=profile.unified),
+            step_settings_of(config, unified=profile.unified),
             pins_of(config),
         ),
         machine=machine,

@@ -32,7 +32,9 @@ def workload_of(config: Config, model: ModelShape) -> Workload:
     )
 
 
-def settings_of(config: Config, *, unified: bool, router_aux_loss: float = 0.0) -> StepSettings:
+def step_settings_of(
+    config: Config, *, unified: bool, router_aux_loss: float = 0.0
+) -> StepSettings:
     """Return the config's settings of a step; where it has `auto`, simple rules decide."""
     train = config.train
     by_rules = {

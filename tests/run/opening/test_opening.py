@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
+from megatrain.cli.verbs import evaluate_model, export_model, sample_from
 from megatrain.disk.hf.model import ModelFolder
 from megatrain.errors import ConfigError, DataError
 from megatrain.models import config_json as model_config
 from megatrain.models import decoder
+from megatrain.run.opening import opening
 from megatrain.run.opening.tokenizer import load_tokenizer
 from megatrain.run.trainer import Trainer
 from testkit.runs import Setting, config_of, run, write_world
@@ -34,7 +40,11 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     count(model_config, "_check_single")
     count(decoder, "build_skeleton")
+    count(AutoTokenizer, "from_pretrained")
     return calls
+
+
+ONCE = {"_check_single": 1, "build_skeleton": 1, "from_pretrained": 1}
 
 
 @pytest.mark.parametrize("resumes", [False, True])
@@ -47,7 +57,64 @@ def test_config_is_read_and_the_skeleton_built_once(
         run(config, die=2)
         counted.clear()
     Trainer(config, resume=resumes).close()
-    assert counted == {"_check_single": 1, "build_skeleton": 1}
+    assert counted == ONCE
+
+
+@pytest.mark.parametrize("verb", ["eval", "sample", "export"])
+def test_other_verbs_read_the_model_once_too(
+    tmp_path: Path, counted: Counter[str], verb: str
+) -> None:
+    write_world(tmp_path)
+    model, rows = tmp_path / "model-0.0", tmp_path / "rows.jsonl"
+    if verb == "eval":
+        evaluate_model(model, rows, 2)
+    elif verb == "sample":
+        sample_from(model, ["1 + 1"], 2)
+    else:
+        export_model(model, tmp_path / "exported")
+    assert counted == (ONCE if verb != "export" else Counter(ONCE) - Counter(["from_pretrained"]))
+
+
+def test_a_second_read_would_be_noticed(
+    tmp_path: Path, counted: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_world(tmp_path)
+    original = vars(opening)["open_model"]
+
+    def twice(*arguments: Any) -> Any:
+        original(*arguments)
+        return original(*arguments)
+
+    monkeypatch.setattr(opening, "open_model", twice)
+    Trainer(config_of(tmp_path, tmp_path / "run", Setting())).close()
+    assert counted == {"_check_single": 2, "build_skeleton": 2, "from_pretrained": 1}
+
+
+def _steps_in_docs(text: str) -> list[tuple[str, str]]:
+    section = text.partition("## How a run opens")[2].partition("\n## ")[0]
+    return re.findall(r"^\d+\. `(\w+)` \(`(\w+)\.py`\): ", section, re.M)
+
+
+def _steps_in_code() -> list[tuple[str, str]]:
+    """The functions whose results `open_run` takes, in order, and their modules."""
+    function = ast.parse(inspect.getsource(opening.open_run)).body[0]
+    lines = next(node for node in ast.walk(function) if isinstance(node, ast.With)).body
+    calls = [line.value for line in lines if isinstance(line, ast.Assign)]
+    names = [re.sub(r"^opened\.enter_context\(", "", ast.unparse(call)) for call in calls]
+    found = [name.partition("(")[0] for name in names]
+    return [(name, getattr(opening, name).__module__.rpartition(".")[2]) for name in found]
+
+
+def test_the_docs_list_the_steps_in_order() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "engine.md").read_text()
+    assert _steps_in_docs(text) == _steps_in_code()
+    assert len(_steps_in_code()) <= 12
+
+
+def test_a_step_missing_in_the_docs_would_be_noticed() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "engine.md").read_text()
+    without = re.sub(r"\n\d+\. `plan_run`[^\n]*", "", text)
+    assert _steps_in_docs(without) != _steps_in_code()
 
 
 @pytest.mark.parametrize(

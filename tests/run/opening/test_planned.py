@@ -18,7 +18,7 @@ from megatrain.devices.device import CpuDevice
 from megatrain.disk.hf.model import ModelFolder
 from megatrain.errors import DoesNotFit
 from megatrain.models.decoder import Decoder
-from megatrain.planning.from_config import settings_of
+from megatrain.planning.from_config import step_settings_of
 from megatrain.planning.machine.profile import MachineProfile, unmeasured
 from megatrain.planning.plan import Plan
 from megatrain.report.run import read_run
@@ -118,7 +118,7 @@ def test_elsewhere_simple_rules_decide(path: Path) -> None:
     plan = plan_of(path)
     assert not plan.knows_time
     assert plan.facts()["predicted"] is None
-    assert plan.settings == settings_of(config, unified=True)
+    assert plan.settings == step_settings_of(config, unified=True)
 
 
 def test_where_the_rules_do_not_fit_something_that_does_is_found(path: Path) -> None:

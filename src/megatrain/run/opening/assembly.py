@@ -43,7 +43,7 @@ def open_model(
     return model
 
 
-def load_weights(config: Config, model: HostModel | ModelFolder, tokenizer: Any) -> HostModel:
+def load_home(config: Config, model: HostModel | ModelFolder, tokenizer: Any) -> HostModel:
     """Return the model with its weights: everything else is cheaper to find wanting."""
     home = model
     if isinstance(home, ModelFolder):

@@ -26,7 +26,7 @@ from megatrain.files import remove_folder
 from megatrain.planning.plan import Plan
 from megatrain.run.checkpoints import FOLDER
 from megatrain.run.folder import RunFolder
-from megatrain.run.opening.assembly import find_source, load_weights, make_engine, open_model
+from megatrain.run.opening.assembly import find_source, load_home, make_engine, open_model
 from megatrain.run.opening.places import Pins, pin_commits
 from megatrain.run.opening.planned import plan_run
 from megatrain.run.opening.resumption import Resumed, find_checkpoint
@@ -79,7 +79,7 @@ def open_run(config: Config, *, resumes: bool = False, dry_run: bool = False) ->
         rows = open_rows(config, tokenizer, model.decoder, notes)
         plan = plan_run(with_longest_step(config, rows), device, model.decoder, resumed)
         data = opened.enter_context(open_data(config, tokenizer, plan.settings, rows))
-        home = load_weights(config, model, tokenizer)
+        home = load_home(config, model, tokenizer)
         engine = make_engine(config, plan.settings, home, device, data.num_steps)
         opened.pop_all()
     return Opening(

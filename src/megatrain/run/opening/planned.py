@@ -21,7 +21,7 @@ from megatrain.devices.device import Device
 from megatrain.errors import ConfigError
 from megatrain.memory.host import free_bytes, give_back_at_once, peak_resident_bytes, resident_bytes
 from megatrain.models.decoder import Decoder
-from megatrain.planning.from_config import pins_of, settings_of, within, workload_of
+from megatrain.planning.from_config import pins_of, step_settings_of, within, workload_of
 from megatrain.planning.machine.examination import measured_profile
 from megatrain.planning.machine.profile import MachineProfile, unmeasured
 from megatrain.planning.plan import Plan, make_plan
@@ -51,7 +51,7 @@ def plan_run(
     A resumed run keeps the sizes that its bits depend on. It is not refused: it ran before.
     """
     coefficient = router_aux_loss(config, decoder)
-    settings = settings_of(config, unified=not device.own_memory, router_aux_loss=coefficient)
+    settings = step_settings_of(config, unified=not device.own_memory, router_aux_loss=coefficient)
     pins = pins_of(config)
     base_bytes = resident_bytes()
     if resumed is not None:
