@@ -23,7 +23,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import NoReturn, Self
 
 from megatrain.errors import LaneStuck, PlayerStopped, ScheduleError
@@ -110,12 +109,7 @@ class Player:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         try:
             if error is None and not self._told:
                 self.settle()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import queue
 import threading
-from types import TracebackType
 
 from megatrain.data.steps.steps import Position, State, Steps
 from megatrain.engine.batch import MicroBatch
@@ -72,12 +71,7 @@ class Loader:
     def __enter__(self) -> Loader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
