@@ -21,6 +21,9 @@ from megatrain.config.value_types import (
     as_list,
 )
 
+FormatName = Literal["auto", "messages", "alpaca", "prompt_completion", "text"]
+"""The formats of rows; data/rows/formats.py has everything else about each."""
+
 
 class DataSource(Section):
     """Rows from one place."""
@@ -37,7 +40,7 @@ class DataSource(Section):
     revision: Annotated[Name | None, TypeName("branch, tag or commit, or null")] = Field(
         default=None, description="Which version of a dataset on the Hub; null is main."
     )
-    format: Literal["auto", "messages", "alpaca", "prompt_completion", "text"] = Field(
+    format: FormatName = Field(
         default="auto",
         description="How a row is written; auto detects it and prints what was found.",
     )

@@ -5,13 +5,14 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.data.rows.formats import detect_format, format_of
+from megatrain.config.data_settings import FormatName
+from megatrain.data.rows.formats import FORMATS, detect_format, format_of
 from megatrain.data.rows.rows import Row, canonical
 from megatrain.data.rows.skipped import BadRow, SkippedRows
 from megatrain.data.rows.source import open_source
@@ -238,3 +239,19 @@ def test_a_function_alone_is_a_tool() -> None:
         assert row.unused == ()
     other = {"type": "web_search", "name": "search"}
     assert canonical({**GOOD[0], "tools": [other]}, detect_format(GOOD)).tools == (other,)
+
+
+def test_a_format_is_described_in_one_place_and_named_in_the_config() -> None:
+    assert ["auto", *(spec.name for spec in FORMATS.values())] == list(get_args(FormatName))
+    for kind, spec in FORMATS.items():
+        for row in ROWS_OF_FORMATS[kind]:
+            (found, *_) = spec.find(row, set(row))
+            assert (found.kind, found.is_text) == (kind, spec.turns is None)
+
+
+ROWS_OF_FORMATS: dict[str, list[dict[str, Any]]] = {
+    "messages": [{"messages": [{"role": "user", "content": "a"}]}],
+    "alpaca": [{"instruction": "a", "output": "b"}],
+    "pair": [{"prompt": "a", "completion": "b"}, {"question": "a", "answer": "b"}],
+    "text": [{"text": "a"}],
+}

@@ -55,6 +55,21 @@ def read_text(value: object, name: str, *, allow_empty: bool = False) -> str:
     return value
 
 
+def read_cell(value: Mapping[str, Any], name: str) -> object:
+    """Return a cell that must be there and not be null."""
+    if name not in value:
+        raise BadRow(OTHER_SHAPE, f"no {name}")
+    if value[name] is None:
+        raise BadRow(IS_NULL, name)
+    return value[name]
+
+
+def optional_text(value: Mapping[str, Any], name: str) -> str:
+    """Return a cell's text; an empty one where it is missing or null."""
+    cell = value.get(name)
+    return "" if cell is None else read_text(cell, name, allow_empty=True)
+
+
 def read_list(value: object, name: str) -> Sequence[Any]:
     """Return a list, also from JSON text."""
     value = decoded(value)

@@ -13,21 +13,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatrain.data.rows.cells import (
-    EMPTY,
     IS_NULL,
     MEDIA,
     NO_ANSWER,
-    OTHER_SHAPE,
     WRONG_TYPE,
     check_encodable,
     decoded,
     kind_of,
+    read_cell,
     read_list,
     read_mapping,
     read_text,
 )
 from megatrain.data.rows.formats import Format
-from megatrain.data.rows.messages import Message, Turn, read_turn
+from megatrain.data.rows.messages import Message
 from megatrain.data.rows.skipped import BadRow
 
 RESERVED = (
@@ -70,17 +69,17 @@ def canonical(value: object, shape: Format) -> Row:
         raise BadRow(IS_NULL, "the row")
     if not isinstance(value, Mapping):
         raise BadRow(WRONG_TYPE, f"the row is {kind_of(value)}")
-    if shape.kind == "text":
-        text = read_text(_cell(value, shape.columns[0]), shape.columns[0])
-        return Row(text=text, unused=_unused(value, shape.columns))
-    return _conversation(value, shape)
+    if not shape.is_text:
+        return _conversation(value, shape)
+    (column,) = shape.columns
+    return Row(text=read_text(read_cell(value, column), column), unused=_unused(value, (column,)))
 
 
 def _conversation(value: Mapping[str, Any], shape: Format) -> Row:
     for name in _MEDIA_COLUMNS:
         if value.get(name):
             raise BadRow(MEDIA, f"column {name}")
-    num_prompt, turns = _turns_of(value, shape)
+    num_prompt, turns = shape.turns(value)
     if not any(turn.message["role"] == "assistant" for turn in turns[num_prompt:]):
         raise BadRow(NO_ANSWER)
     used = (*shape.columns, "system", _TOOLS, _FUNCTIONS, _KWARGS)
@@ -94,63 +93,6 @@ def _conversation(value: Mapping[str, Any], shape: Format) -> Row:
         others=tuple(dict.fromkeys(key for turn in turns for key in turn.others)),
         unused=_unused(value, used),
     )
-
-
-def _turns_of(value: Mapping[str, Any], shape: Format) -> tuple[int, list[Turn]]:
-    """Return the number of turns that are the prompt of a prompt and completion, and all turns."""
-    if shape.kind == "alpaca":
-        return 0, _alpaca(value)
-    if shape.kind == "messages":
-        return 0, _with_system(value, _turns(_cell(value, shape.columns[0]), shape))
-    prompt, answer = _pair(value, shape)
-    prompt = _with_system(value, prompt)
-    return len(prompt), [*prompt, *answer]
-
-
-def _with_system(value: Mapping[str, Any], turns: list[Turn]) -> list[Turn]:
-    """Prepend the system prompt that some tools keep in its own column."""
-    system = _optional(value, "system") if turns[0].message["role"] != "system" else ""
-    return [_said("system", system), *turns] if system.strip() else turns
-
-
-def _pair(value: Mapping[str, Any], shape: Format) -> tuple[list[Turn], list[Turn]]:
-    prompt, answer = (_cell(value, name) for name in shape.columns)
-    if isinstance(prompt, list) and isinstance(answer, list):
-        return _turns(prompt, shape), _turns(answer, shape)
-    said = [
-        _said(role, read_text(cell, name))
-        for role, cell, name in zip(
-            ("user", "assistant"), (prompt, answer), shape.columns, strict=True
-        )
-    ]
-    return said[:1], said[1:]
-
-
-def _turns(value: object, shape: Format) -> list[Turn]:
-    turns = read_list(value, shape.columns[0])
-    if not turns:
-        raise BadRow(EMPTY, f"{shape.columns[0]} has no turns")
-    return [read_turn(turn, number, shape.turn_keys) for number, turn in enumerate(turns)]
-
-
-def _alpaca(value: Mapping[str, Any]) -> list[Turn]:
-    turns = []
-    if system := _optional(value, "system"):
-        turns.append(_said("system", system))
-    for number, pair in enumerate(_history(value.get("history"))):
-        if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
-            raise BadRow(WRONG_TYPE, f"history {number} is not a pair")
-        for role, text in zip(("user", "assistant"), pair, strict=True):
-            turns.append(_said(role, read_text(text, f"history {number}")))
-    instruction = read_text(_cell(value, "instruction"), "instruction")
-    extra = _optional(value, "input")
-    turns.append(_said("user", f"{instruction}\n{extra}" if extra else instruction))
-    turns.append(_said("assistant", read_text(_cell(value, "output"), "output")))
-    return turns
-
-
-def _history(value: object) -> Sequence[Any]:
-    return () if value is None or value == "" else read_list(value, "history")
 
 
 def _tools(value: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
@@ -188,20 +130,3 @@ def _template_kwargs(value: Mapping[str, Any]) -> Mapping[str, Any]:
 def _unused(value: Mapping[str, Any], used: Sequence[str]) -> tuple[str, ...]:
     cells = ((str(name), cell) for name, cell in value.items() if name not in used)
     return tuple(name for name, cell in cells if cell is not None and cell != "" and cell != [])
-
-
-def _cell(value: Mapping[str, Any], name: str) -> object:
-    if name not in value:
-        raise BadRow(OTHER_SHAPE, f"no {name}")
-    if value[name] is None:
-        raise BadRow(IS_NULL, name)
-    return value[name]
-
-
-def _optional(value: Mapping[str, Any], name: str) -> str:
-    cell = value.get(name)
-    return "" if cell is None else read_text(cell, name, allow_empty=True)
-
-
-def _said(role: str, content: str) -> Turn:
-    return Turn(message={"role": role, "content": content})

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from megatrain.data.rows.formats import FIRST_ROWS, Format, FormatName, detect_format
+from megatrain.config.data_settings import FormatName
+from megatrain.data.rows.formats import FIRST_ROWS, Format, detect_format
 from megatrain.data.rows.hub_rows import HubRows, Where, located
 from megatrain.data.rows.reading import data_files, parsed, read_unparsed
 from megatrain.data.rows.rows import Row, canonical

@@ -22,10 +22,10 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
+from megatrain.config.data_settings import FormatName
 from megatrain.data.chat.probe import probe_template, require_children
 from megatrain.data.chat.render import TrainOn
 from megatrain.data.chat.template import check_kwargs
-from megatrain.data.rows.formats import FormatName
 from megatrain.data.rows.hub_rows import Where
 from megatrain.data.rows.skipped import SkippedRows
 from megatrain.data.rows.source import RowSource, open_source
@@ -128,7 +128,7 @@ def _probe(
     source: RowSource, tokenizer: Any, template_kwargs: Mapping[str, Any], num_workers: int
 ) -> None:
     """Render the first conversation in a child process, where it can do no harm."""
-    if source.format.kind == "text" or not tokenizer.chat_template:
+    if source.format.is_text or not tokenizer.chat_template:
         if num_workers > 1:
             require_children()
         return
