@@ -13,11 +13,11 @@ from megatrain.config import Config
 from megatrain.config.data_settings import DataSource
 from megatrain.config.other_tools.names import NAMES
 from megatrain.config.settings import FIELDS, SECTIONS
-from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
 from megatrain.losses.head import CHUNK_TOKENS
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.learning_rate import LearningRate, Shape
+from megatrain.step.settings import StepSettings
 
 
 def make(**sections: Any) -> Config:
@@ -66,8 +66,8 @@ def test_defaults_and_choices_are_those_of_the_engine() -> None:
     config = make()
     assert config.memory.chunk_tokens == "auto"
     assert f"at most {CHUNK_TOKENS}" in str(SECTIONS["memory"].model_fields["chunk_tokens"])
-    assert config.train.on_nonfinite == _default(Engine, "on_nonfinite")
-    assert config.train.compile == _default(Engine, "compile")
+    assert config.train.on_nonfinite == StepSettings().on_nonfinite
+    assert config.train.compile == StepSettings().compile
     assert config.memory.gather_embedding == "auto"
     for key in ("betas", "eps", "weight_decay", "no_decay"):
         assert getattr(config.optim, key) == _default(AdamW, key), key
