@@ -17,7 +17,7 @@ TOO_SMALL = [
     ("Llama-3.1-70B", "5090", "870GB", []),
     ("Qwen3-14B", "24GB", "210GB", ["data.max_length=4k"]),
     ("Qwen2.5-7B", "GH200", "480GB", ["data.max_length=128k", "train.batch_tokens=512k"]),
-    ("Qwen3-8B", "3080", "256GB", ["model.dtype=fp32"]),
+    pytest.param("Qwen3-8B", "3080", "256GB", ["model.dtype=fp32"], marks=pytest.mark.nightly),
 ]
 
 
