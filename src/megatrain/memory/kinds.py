@@ -5,6 +5,9 @@
     others   the states that an optimizer declares (optim/states.py)
 
 Without torch: a plan counts the bytes of a store from the same declarations that allocate it.
+
+Law (tests/memory/test_kinds.py, tests/planning/test_bytes.py): bytes and traffic follow from the
+declared states, in the plan as in the store.
 """
 
 from __future__ import annotations

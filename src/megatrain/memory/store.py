@@ -1,8 +1,8 @@
-"""The store: host home of every weight, master, moment and waiting gradient.
+"""The store: host home of every weight, master, optimizer state and waiting gradient.
 
 One arena per kind, addressed as (block, kind, byte range) by the layout. Views handed out are the
-bytes themselves, never copies, and stay valid as long as they are held. The store makes no promise
-about who writes when: that is the schedule's part.
+bytes themselves, never copies, and stay valid as long as they are held. The store does not control
+who writes when: the schedule does.
 
 Laws (tests/memory/test_store.py)
     1. A param's views in all kinds are disjoint from every other param's.

@@ -1,1 +1,1 @@
-"""How weights change: the host kernel and the learning rate."""
+"""How weights change: optimizers, the host kernel and the learning rate."""

@@ -4,6 +4,9 @@ An optimizer declares its states: the numbers that it keeps for each element bes
 The store holds them, a checkpoint saves them, a plan counts them. For an update the engine hands
 over views (views.py). An optimizer keeps nothing between updates, takes no tensor out of the store,
 and does not know where the bytes live or which part of a segment it was given.
+
+Law (tests/optim/test_optimizer.py): another optimizer needs no other change. Lion, with one state,
+trains to the bits of plain PyTorch.
 """
 
 from __future__ import annotations
