@@ -5,8 +5,8 @@ The store holds them, a checkpoint saves them, a plan counts them. For an update
 over views (views.py). An optimizer keeps nothing between updates, takes no tensor out of the store,
 and does not know where the bytes live or which part of a segment it was given.
 
-Law (tests/optim/test_optimizer.py): another optimizer needs no other change. Lion, with one state,
-trains to the bits of plain PyTorch.
+Law (tests/optim/test_optimizer.py): a new optimizer needs no change in the engine. Lion, with one
+state, trains to the bits of plain PyTorch.
 """
 
 from __future__ import annotations
