@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 
 from megatrain.cli.app import app
-from megatrain.errors import MegaTrainError
+from megatrain.errors import ConfigError, MegaTrainError
 from megatrain.output import lasting_output, say_last
 
 
@@ -26,6 +27,13 @@ def _run() -> None:
     except SystemExit as ended:
         if ended.code:
             raise
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        name = str(error.filename)
+        raise ConfigError(
+            f"{name[:60]}...: a path of {len(name):,} characters is too long."
+        ) from None
 
 
 if __name__ == "__main__":

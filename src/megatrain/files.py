@@ -27,8 +27,15 @@ from megatrain.errors import ConfigError, DiskError, DiskFull, RunFolderError
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _HEAD_BYTES = 1 << 14
+_MOST_NAME_BYTES, _MOST_PATH_BYTES = 255, 4095
 PNG_SIGNS = (b"\x89PNG", b"MegaTrain")
 """In the header of our pictures, which names its software."""
+
+
+def is_too_long(name: str) -> bool:
+    """Return whether no file can have this name: asking the system for it would be an OSError."""
+    longest = max(len(os.fsencode(part)) for part in name.split("/"))
+    return longest > _MOST_NAME_BYTES or len(os.fsencode(name)) > _MOST_PATH_BYTES
 
 
 def open_direct(path: Path, flags: int) -> tuple[int, bool]:

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatrain.errors import ConfigError, HubError, ModelConfigError, ModelFolderError, listing
+from megatrain.files import is_too_long
 from megatrain.model_files import CARRIED, INDEX_NAME, SHARD_NAME, SINGLE_NAME
 from megatrain.progress import Advance, byte_progress
 from megatrain.text import size
@@ -80,6 +81,8 @@ def find_model(name: str, revision: str | None = None, need: Need = "weights") -
     model cannot be trained, HubError if the Hub lacks it, ConfigError for a revision of a
     folder.
     """
+    if is_too_long(name):
+        raise ModelFolderError(f"{name[:60]}...: the name is too long for a folder and for an id.")
     if Path(name).is_dir():
         if revision is not None:
             raise ConfigError(

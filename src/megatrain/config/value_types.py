@@ -16,6 +16,7 @@ from megatrain.config.quantities import (
     read_whole,
 )
 from megatrain.config.template_settings import Arguments, read_arguments, read_template
+from megatrain.files import is_too_long
 
 
 class TypeName(str):
@@ -27,6 +28,8 @@ class TypeName(str):
 def _path(value: object) -> object:
     if not isinstance(value, str) or not value.strip() or not value.isprintable():
         raise ValueError("give a path or a name")
+    if is_too_long(value):
+        raise ValueError("give a path or a name of at most 255 bytes between slashes")
     return value
 
 
