@@ -191,7 +191,7 @@ def test_answers_to_other_questions_are_refused(monkeypatch: pytest.MonkeyPatch)
     with there.lane():
         there.front(there.micro("plain", 1))
         monkeypatch.setattr(there.edges, "_ask_host", lambda inputs: answers)
-        with pytest.raises(AssertionError, match="the device was asked something else than"):
+        with pytest.raises(AssertionError, match="the device got another question than"):
             there.front(there.micro("plain", 2))
 
 
@@ -280,7 +280,7 @@ def test_tails_and_scores_are_those_of_the_host_and_ask_once_for_a_shape(family:
     assert asked[0] >= asked[2] > 0
 
 
-# Law 2: without memory of its own there is one run.
+# Law 2: a device without its own memory has one run.
 
 
 def test_without_memory_of_its_own_there_is_one_run_and_nothing_to_answer(

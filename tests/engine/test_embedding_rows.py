@@ -84,7 +84,7 @@ def test_a_table_that_the_head_reads_is_refused() -> None:
 
 def test_unified_memory_has_nothing_to_gather_for() -> None:
     world = world_of("llama", "bf16")
-    with pytest.raises(ConfigError, match="needs a device with memory of its own"):
+    with pytest.raises(ConfigError, match="needs a device with its own memory"):
         make_engine(world.decoder, world.store, gather_embedding=True)
 
 

@@ -22,7 +22,7 @@ def test_without_a_library_torch_computes_and_says_why(tmp_path: Path) -> None:
     kernel = load_kernel(tmp_path / "libkernel.so")
     assert isinstance(kernel, TorchKernel)
     assert kernel.description == (
-        "torch (libkernel.so was not built: no C compiler when it was installed)"
+        "torch (libkernel.so was not built, because there was no C compiler at installation)"
     )
 
 

@@ -41,7 +41,7 @@ def test_backward_ends_at_the_lowest_trained_block(
         ({"tape_slots": 1}, "tape_slots is 1, must be at least 2"),
         ({"host_grads": 1}, "host_grads is 1, must be at least 2"),
         ({"trained": (True, True)}, "trained has 2 flags for 4 blocks"),
-        ({"trained": (False,) * 4}, "no block is trained: a step would have nothing to do"),
+        ({"trained": (False,) * 4}, "no block is trained, so a step would have nothing to do"),
     ],
 )
 def test_impossible_shapes_are_refused(numbers: dict[str, Any], text: str) -> None:

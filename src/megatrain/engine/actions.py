@@ -1,6 +1,6 @@
-"""What each op does to tensors.
+"""The actions of ops: the tensor work of each kind.
 
-An op says what, its action does it, and touches nothing that the op does not declare. What belongs
+An op is data, its action does the work and touches only what the op declares. State that belongs
 to one step (hidden states, their gradients, losses, the layers' arguments) lives here, by
 micro-batch, and is dropped as it is used up.
 
@@ -56,7 +56,7 @@ class StepActions:
         """Where experts are balanced: the load-balancing loss, once the first HEAD is complete."""
         self._routing = machine.routing()
         self.caches: Sequence[Any] | None = None
-        """In a prediction: keys and values of what was read before, by micro-batch."""
+        """In a prediction: keys and values of earlier tokens, by micro-batch."""
 
     def table(self) -> dict[OpKind, Action]:
         """Return the action of each kind of op."""

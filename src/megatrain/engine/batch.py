@@ -134,7 +134,7 @@ class StepResult:
     grad_norm: float | None
     """Before clipping; None where updates ran before it was known."""
     aux_loss: float | None = None
-    """Load-balancing loss over the whole step, not yet multiplied; None if it is not trained on."""
+    """Load-balancing loss over the full step, not yet multiplied; None if it is not trained on."""
     figures: Mapping[str, float] = field(default_factory=dict)
     """What else the loss reports, by name: means over the units of the step."""
     fault: Fault | None = None

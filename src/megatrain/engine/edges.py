@@ -1,18 +1,18 @@
 """The edges of a model, front, tail and scores, without asking the device anything.
 
-Models look at their inputs to decide what to do: is there padding at all, is this a packed row? On
-a device with memory of its own each such question stops the host until the device has answered,
+Models inspect their inputs to decide what to do: is there padding at all, is this a packed row? On
+a device with its own memory each such question stops the host until the device has answered,
 once per micro-batch and edge, and the pipeline runs dry. But the answers are known:
 
     front         the host has the inputs too. It runs the front first, with weights of zero, and
                   its answers are given to the run on the device
-    tail, scores  what the model sees before its last layer are our stand-ins, the same for every
-                  input of a shape: what was said once would be said again
+    tail, scores  before its last layer the model sees our stand-ins, the same for every input
+                  of a shape: the first answers hold for all of them
 
 Laws (tests/engine/test_edges.py)
     1. The first time, for each set of inputs and each mode (train, eval), the device is asked too:
        answers are used only where host and device have asked the same and got the same answers.
-    2. Without memory of its own there is one run and nothing to answer.
+    2. A device without its own memory has one run and no questions.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Edges:
         return self._repeated(("scores",), lambda: self._template.scores(logits), on_host)
 
     def _ask_host(self, run: Callable[[], object]) -> Answers:
-        """Return the host's answers; its random numbers go on as if nobody had asked."""
+        """Return the host's answers; its random numbers continue as if it had not run."""
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             return _listened(run)[1]
 
@@ -127,7 +127,7 @@ class _Filling(TorchFunctionMode):
 
 
 class _Listening(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes every question that is asked of a tensor, with its answer."""
+    """Records every question about a tensor, with its answer."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -151,5 +151,5 @@ class _Answering(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is not _QUESTION:
             return func(*args, **(kwargs or {}))
         dtype, answer = next(self._answers, (None, None))
-        assert dtype is args[0].dtype, "the device was asked something else than the host"
+        assert dtype is args[0].dtype, "the device got another question than the host"
         return answer

@@ -12,7 +12,7 @@ looked up, scaled and summed as before. Only where the head does not read the sa
 Only the doors know of it: weights.py reads the rows here, gradients.py drains and spreads them.
 
 Laws (tests/engine/test_embedding_rows.py)
-    1. Losses, gradients and updates are those of the whole table on the device.
+    1. Losses, gradients and updates are those of the full table on the device.
     2. Device memory for the table is that of the step's distinct tokens.
 """
 
@@ -93,7 +93,7 @@ class EmbeddingRows:
         return self._num_bytes + sum(other.nbytes for other in self._others.values())
 
     def drained(self) -> Tensor:
-        """Return where the rows' gradient goes on the host, flat."""
+        """Return the host memory for the rows' gradient, flat."""
         return self._rows(self._coming).view(-1)
 
     def spread(self, gradient: Tensor) -> None:

@@ -11,7 +11,7 @@ oracle for bisecting a bug). The engine owns no weights: they live in the store,
 
 Laws (tests/engine/test_engine.py, test_exactness.py)
     1. Lanes give the bits of the reference, whatever their timing.
-    2. A step that fails raises the lane's own error; `torn` says whether weights were touched.
+    2. A step that fails raises the lane's own error; `torn` tells whether weights were touched.
     3. A late update is finished by settle, evaluate and close, before anyone reads weights.
     4. No gradient that is not finite reaches a weight (test_guards.py).
 """
@@ -64,7 +64,7 @@ from megatrain.step.shape import StepShape
 
 LEAST_CACHE_BYTES = 64 << 20
 _UNTIL_KNOWN = (OpKind.HEAD, OpKind.BACKWARD, OpKind.DRAIN, OpKind.NORM, OpKind.CLIP)
-"""A step's caller waits for these: losses and norms. Updates go on."""
+"""A step's caller waits for these: losses and norms. Updates continue."""
 
 
 class Engine:
@@ -84,7 +84,7 @@ class Engine:
     ) -> None:
         """Without an optimizer gradients stay in the store, in kind `grad`.
 
-        A `player` is for tests: it has lanes and a trace of its own, and the engine closes it.
+        A `player` is for tests: it has its own lanes and trace, and the engine closes it.
         """
         device = device or CpuDevice()
         _check_possible(decoder, device, settings)
@@ -224,7 +224,7 @@ class Engine:
         return room // bytes_per_token(self.model_config, element_bytes)
 
     def _forward(self, actions: StepActions, batch: Sequence[MicroBatch]) -> None:
-        """Play an evaluation, without dropout; after settle nobody computes."""
+        """Play an evaluation, without dropout; after settle no lane computes."""
         self.settle()
         self._machine.reserve(batch, trains=False)
         models = {self._machine.decoder.model, self._machine.template.model}
@@ -241,10 +241,10 @@ class Engine:
         self._num_steps += 1
 
     def snapshot(self) -> Snapshot:
-        """Return the state after the last step, to be read while training goes on.
+        """Return the state after the last step, to be read while training continues.
 
-        Close it before asking for another. A late update that no further step or `settle` brings
-        about is waited for in vain: call `settle` if there is no further step.
+        Close it before asking for another. A late update happens in the next step or in `settle`:
+        call `settle` if there is no further step, or the reader waits without end.
         """
         trained = list(self._expected)
         frozen = [b for b in range(self._shape().num_blocks) if b not in self._expected]
@@ -253,7 +253,7 @@ class Engine:
         return updates.snapshot([*order, *frozen], self._num_steps, self._expected)
 
     def restore(self, num_steps: int, num_updates: Mapping[int, int]) -> None:
-        """Go on after a snapshot whose bytes are in the store again."""
+        """Continue after a snapshot whose bytes are in the store again."""
         self.settle()
         if num_updates.keys() != self._expected.keys():
             raise CheckpointMismatch("other blocks were trained when the state was saved")
@@ -300,7 +300,7 @@ class Engine:
         self._play_ops(self._schedule(kind, self._shape(num_micro=num_micro)), actions, until)
 
     def _play_ops(self, ops: list[Op], actions: StepActions, until: tuple[OpKind, ...]) -> None:
-        # Layers draw from the global generator, seeded for each op; the caller's draws go on.
+        # Layers draw from the global generator, seeded for each op; the caller's draws continue.
         random_state = self.device.random_state()
         try:
             self._guarded(lambda: self._player.play(ops, actions.table()).wait(*until))
@@ -342,7 +342,7 @@ def _check_possible(decoder: Decoder, device: Device, settings: StepSettings) ->
     """Raise ConfigError for what the device or the model cannot do."""
     router_aux_loss = settings.router_aux_loss
     if settings.gather_embedding and not device.own_memory:
-        raise ConfigError("gather_embedding needs a device with memory of its own")
+        raise ConfigError("gather_embedding needs a device with its own memory")
     if router_aux_loss and decoder.balancing is None:
         raise ConfigError(
             f"router_aux_loss is {router_aux_loss:g}: the code of {decoder.config.model_type} "

@@ -37,7 +37,7 @@ class GradSlots:
         *,
         keeps_first: bool,
     ) -> None:
-        """`users` says which blocks visit each slot; it is as large as the largest of them.
+        """`users` are the blocks that visit each slot; it is as large as the largest of them.
 
         `keeps_first` keeps the first part of a sum instead of a copy of it in the buffer.
         """
@@ -96,7 +96,7 @@ class GradSlots:
 
         None is zero; padding has no name.
 
-        The sums are the slot's own memory: read them before the slot begins anew.
+        The sums are the slot's own memory: read them before the slot begins again.
         """
         sums = self._sums[slot]
         self.begin(slot)

@@ -2,7 +2,7 @@
 
     HEAD, BACKWARD   begin(op), add(grads)   compute lane: sums in fp32, in gradient slots
     DRAIN(b)         drain(op)               out lane: queue the copies to the host, in its dtype
-    NORM(b)          finish(op)              host lane: the drained bytes are the whole gradient now
+    NORM(b)          finish(op)              host lane: the drained bytes are the full gradient now
     NORM, UPDATE     flat(op)                host lane: where it is, one flat view per segment
 
 On the host a gradient is in the store (kind `grad`) until the norm of the step is known, or, where
@@ -114,7 +114,7 @@ class Gradients:
         return sum(target.nbytes for target in targets)
 
     def finish(self, op: Op) -> None:
-        """Make the drained bytes of the op's block its whole gradient: rows become a table."""
+        """Make the drained bytes of the op's block its full gradient: rows become a table."""
         if op.block == 0 and self._rows is not None:
             self._rows.spread(self._param(op, self._rows.name))
 

@@ -44,7 +44,7 @@ class Machine:
     device: Device
     on_host: Template
     template: Template
-    """What computes: `on_host`, or its likeness on a device with memory of its own."""
+    """The model that computes: `on_host`, or its copy on a device with its own memory."""
     edges: Edges
     settings: StepSettings
 

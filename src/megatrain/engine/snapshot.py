@@ -10,10 +10,10 @@ Training and the reader meet only at a block that the next update reaches before
 it go; then the update waits. A reader that stops early closes the snapshot.
 
 Laws (tests/engine/test_snapshot.py)
-    1. What is read between `wait` and `let_go` is the state after the step, bit for bit, whatever
+    1. Bytes read between `wait` and `let_go` are the state after the step, bit for bit, whatever
        the timing: never a later update, never without one that was still on its way.
     2. Updates wait for held blocks only, and for no longer than they are held.
-    3. If the engine fails, the reader is told; nobody waits for ever.
+    3. If the engine fails, the reader gets an error; no wait is endless.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ class Snapshot:
         self._gate.wait(block)
 
     def let_go(self, block: int) -> None:
-        """Allow the next update of the block. Raises SnapshotLost: what was read is no state."""
+        """Allow the next update of the block. Raises SnapshotLost: the bytes that were read are "
+        "not a state."""
         self._gate.release(block)
 
     def close(self) -> None:

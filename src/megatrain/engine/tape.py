@@ -3,10 +3,10 @@
 Where compute shares the host's memory, it is a dictionary of tensors that exist anyway. Where it
 does not, an input is copied into room that was reserved before the step: on the device, or in a
 ring of a few places from which the out lane copies it away (stash) and into which the in lane
-brings it back just before backward wants it (restore). Nothing is allocated during a step.
+brings it back just before backward needs it (restore). Nothing is allocated during a step.
 
 Laws (tests/engine/test_tape.py)
-    1. What is taken is what was kept, bit for bit, with its strides: a layer may compute other bits
+    1. A tensor is returned bit for bit, with its strides: a layer may compute other bits
        from a transposed input than from its copy.
     2. With the tape on the host, no more inputs are on the device than the ring has places.
     3. Room is allocated by `reserve` alone, and only if a step needs more than any before.
@@ -87,7 +87,7 @@ class Tape:
         view = self._view(key, ring_slot)
         del self._forms[key]
         # Autograd counts writes per buffer, and the next place of the ring is filled while this one
-        # is in use. `data` has a count of its own.
+        # is in use. `data` has its own count.
         return view.data
 
     def stash(self, key: Key, ring_slot: int) -> int:
@@ -119,7 +119,7 @@ class Tape:
 
 
 class _Room:
-    """One buffer, cut anew for each step."""
+    """One buffer, divided again for each step."""
 
     def __init__(
         self,

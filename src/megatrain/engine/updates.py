@@ -101,7 +101,7 @@ class Updates:
         self._verdicts = dict.fromkeys(self._blocks, verdict)
 
     def apply(self, op: Op, gradient: Gradient) -> int:
-        """Update the op's block, as its verdict says; return the bytes of gradient it read."""
+        """Update the op's block, by its verdict; return the bytes of gradient it read."""
         block, num_bytes = op.block, 0
         assert block is not None
         assert self._optimizer is not None

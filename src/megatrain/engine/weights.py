@@ -10,7 +10,7 @@ The store owns all weights. Compute reads each block from a source that is chose
     EmbeddingRows   of the embedding, the rows of the step's tokens alone (embedding_rows.py)
 
 Who waits: nothing here does. A fetch queues its copy on the stream of its lane. The schedule orders
-it after the last op that reads the slot, and compute after the fetch, so nobody releases a slot.
+it after the last op that reads the slot, and compute after the fetch, so no op releases a slot.
 Views are valid until the next fetch into their slot: an action keeps none beyond its op.
 
 To come, as further sources: blocks in parts (pages of experts), and blocks that several ranks own

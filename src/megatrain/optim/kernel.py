@@ -7,7 +7,7 @@ Weights are a split master (`hi` bf16 and `lo` int16, together one fp32 number: 
 plain fp32 (`lo` is None).
 
 Every method works in place on 1-D contiguous host tensors, lets other Python threads run, and
-returns when the work is done. The caller sees to it that nobody else touches the tensors
+returns when the work is done. The caller ensures that no other thread touches the tensors
 meanwhile. Gradients must be finite: ask `squared_norm` first.
 
 Laws (tests/optim/test_kernel.py, test_squared_norm.py)
@@ -86,7 +86,7 @@ class AdamWScalars:
 
 
 class Kernel(abc.ABC):
-    """Checks what it is given; a subclass computes."""
+    """Checks its arguments; a subclass computes."""
 
     description: str
     """For people: which implementation this is and, if it is the slow one, why."""

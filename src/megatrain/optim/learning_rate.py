@@ -44,7 +44,7 @@ class LearningRate:
     peak: float
     shape: Shape
     num_steps: int
-    """Steps of the whole run, warm-up included."""
+    """Steps of the run, warm-up included."""
     warmup: int | float = 0
     """Steps if an integer; a fraction of the run, below 1, if not."""
     decay: int | float = 0.1
@@ -93,7 +93,7 @@ class LearningRate:
         if isinstance(self.decay, int):
             return self.decay
         decay = round(self.num_steps * self.decay)
-        # Two fractions that make up the whole run may be rounded to a step more.
+        # Two fractions that add up to the run may be rounded to a step more.
         return min(decay, longest) if isinstance(self.warmup, float) else decay
 
     def rate(self, step: int) -> float:
@@ -113,7 +113,7 @@ _CURVES: dict[Shape, Callable[[int, int], float]] = {
     "cosine": lambda done, length: 0.5 * (1 + math.cos(math.pi * (done / length))),
     "wsd": lambda done, length: 1 - done / length,
 }
-"""What is left of the way from peak to final, by the steps of the decay that are done."""
+"""The remaining share of the decay from peak to final, by its completed steps."""
 
 
 def _check_length(name: str, length: int | float) -> None:
@@ -122,6 +122,6 @@ def _check_length(name: str, length: int | float) -> None:
             raise ConfigError(f"learning rate: {name} is {length} steps; give 0 or more.")
     elif not 0 <= length < 1:
         raise ConfigError(
-            f"learning rate: {name} is {length}; an integer means steps, a fraction of the run "
-            "lies between 0 and 1."
+            f"learning rate: {name} is {length}; give a number of steps, or a fraction of "
+            "the run between 0 and 1."
         )

@@ -1,7 +1,7 @@
 """The kernel by kernel.c: loads the library beside this file and calls it.
 
 The library is built when the package is (setup.py), never at run time. Where it is missing or does
-not fit, `load_kernel` gives the torch kernel, which computes the same bits, and says why.
+not fit, `load_kernel` gives the torch kernel, which computes the same bits, and reports why.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
 
 
 class LibraryError(Exception):
-    """The library is missing, does not load, or is of another version; the text says which."""
+    """The library is missing, does not load, or is of another version; the text names the "
+    "reason."""
 
 
 class NativeKernel(Kernel):
@@ -114,7 +115,9 @@ _ARGUMENTS = {
 
 def _load(path: Path) -> ctypes.CDLL:
     if not path.exists():
-        raise LibraryError(f"{path.name} was not built: no C compiler when it was installed")
+        raise LibraryError(
+            f"{path.name} was not built, because there was no C compiler at installation"
+        )
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:

@@ -1,10 +1,10 @@
 """The kernel by torch: the bits of kernel.c from operations that round once each.
 
 Torch's fused operations (lerp, addcmul, addcdiv) round differently from build to build, so each
-product, sum, quotient and root is its own operation. The work goes block by block, so that what
-lies between two operations stays in the cache.
+product, sum, quotient and root is its own operation. The work goes block by block, so that
+intermediate results stay in the cache.
 
-`num_threads` is not heard: torch shares the work among its own threads. Denormals are kept unless
+`num_threads` is ignored: torch shares the work among its own threads. Denormals are kept unless
 the process asked torch to flush them.
 """
 

@@ -75,7 +75,7 @@ class UpdateViews:
             )
 
     def _segment(self, segment: Segment, kind: Kind) -> Tensor:
-        # `.data` has a version of its own. Weights of all blocks are views of one arena, and
+        # `.data` has its own version. Weights of all blocks are views of one arena, and
         # autograd would take an update of one block for a change of weights that another needs.
         return self._store.segment(segment, kind).data
 

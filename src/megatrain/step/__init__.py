@@ -1,1 +1,1 @@
-"""A step as data: what is done, in which order, and what waits for what."""
+"""A step as data: its ops, their order, and their waits."""

@@ -1,16 +1,16 @@
-"""Who must wait for whom, derived from what ops say they read and write.
+"""Waits between ops, derived from the resources that they read and write.
 
     read after write     a reader waits for the last writer
     write after read     a writer waits for all who read since
     write after write    a writer waits for the last writer
 
 `Hazards` remembers the last writer and the readers since of every resource, over as many steps
-as are fed to it, whatever their shapes: what one step leaves behind the next one finds.
+as are fed to it, whatever their shapes: the next step finds the state that one step leaves.
 
 Laws (tests/step/test_hazards.py)
     1. Any two ops that conflict are ordered by lane order and waits, as they were fed.
-    2. An op waits for at most one op of each other lane, and none of its own: lanes are in order.
-    3. No op waits for what an earlier op of its lane has waited for.
+    2. An op waits for at most one op of each other lane, and none of its lane: lanes are in order.
+    3. No op waits for an op that an earlier op of its lane has waited for.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """One action of a step, as data.
 
 An op names its lane, the device places it uses, and every resource it reads or writes. A
-resource is a tuple: a family and where in it. Nothing else in the engine says who waits for
-whom: waits are derived from these declarations (hazards.py), so an action may touch what its op
-declares and nothing more.
+resource is a tuple: a family and where in it. Nothing else in the engine orders
+ops: waits are derived from these declarations (hazards.py), so an action may touch only the
+resources that its op declares.
 
     on the host    weights[b]     what compute sees of block b
                    master[b]      its master and moments
@@ -51,7 +51,7 @@ PARTS: Mapping[str, str] = {
     "drain": "draining gradients",
     "update": "updating weights",
 }
-"""The parts into which the time of a step is split, and what is done in each."""
+"""The parts into which the time of a step is split, and the work of each."""
 
 
 class OpKind(StrEnum):
@@ -75,7 +75,7 @@ class OpKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpSpec:
-    """Everything about a kind of op but what it does and what it costs.
+    """Everything about a kind of op except its action and its cost.
 
     The plan, the step's metrics and the report read it here. A new kind needs a line in SPECS, its
     resources (resources.py), its place in the schedule, its action and its cost.

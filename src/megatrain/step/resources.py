@@ -1,16 +1,16 @@
-"""What each op of a shape reads and writes, and which places it uses.
+"""The resources that each op of a shape reads and writes, and the places it uses.
 
-The one spot where an op gets its declarations. Waits follow from them, so a line missing here is
-a race: testkit/schedule_laws.py holds them against an independent account of what ops do,
+The only module that gives an op its declarations. Waits follow from them, so a line missing here is
+a race: testkit/schedule_laws.py compares them with an independent model of ops,
 testkit/oracle.py.
 
 Places (tests/step/test_resources.py)
     1. Layer b lives in slot (b-1) % slots, in forward and in backward, so at the turn the last
-       slots layers are where backward wants them.
-    2. Embedding and head never take a layer's place. Each has a slot of its own. They share the
+       slots layers are where backward needs them.
+    2. Embedding and head never take a layer's place. Each has its own slot. They share the
        gradient slot "edge"; if they are tied, the table's gradient stays in "edge" from the first
        HEAD to DRAIN(0), the head's parts first, and the head's other params use "head".
-    3. The rings of tape, gradients and host gradients start anew in each step, so all steps of a
+    3. The rings of tape, gradients and host gradients restart in each step, so all steps of a
        shape are the same ops.
 """
 
@@ -37,9 +37,9 @@ class BlockPlaces:
     grad_slot: SlotId | None
     """None: frozen."""
     host_grad: SlotId | None
-    """None: frozen, or the gradient has a home of its own, grad[b]."""
+    """None: frozen, or the gradient has its own place, grad[b]."""
     drained: Resource
-    """Where the gradient goes on the host: grad[b], or the ring."""
+    """The place of the gradient on the host: grad[b], or the ring."""
 
 
 def block_places(shape: StepShape) -> list[BlockPlaces]:
@@ -249,7 +249,7 @@ class OpTable:
     def _ring(self, layer: int, micro: int, *, backward: bool) -> int | None:
         """Return the ring slot of a layer's input, in forward or in backward.
 
-        The ring turns by one with every input of forward, and goes on turning in backward.
+        The ring turns by one with every input of forward, and continues to turn in backward.
         """
         shape = self.shape
         if shape.tape == "device":

@@ -12,13 +12,13 @@ and "the last writer" of anything means the last one above. Per lane it is that 
 Laws (tests/step/test_schedule.py)
     1. Waits point upwards, so the first unfinished op of a list, and of lists one after another,
        waits for nothing that is unfinished: no shape can deadlock.
-    2. Ops of lane `in` stand in the order in which compute frees their places: a FETCH below the
+    2. Ops of lane `in` are in the order in which compute frees their places: a FETCH below the
        last use of its slot, a RESTORE below the last use of its ring slot. So none is stuck behind
        one whose place is freed later. Freed by the same op, the RESTORE goes first: it is short,
-       and needed first. (Those whose places were freed before stand on top of the list, and the
+       and needed first. (Those whose places were freed before are on top of the list, and the
        first restores at the turn, where the first inputs to restore have just been stashed.)
        The exception is the head, fetched behind the last layer although its slot is free all the
-       time: what is needed last must not hold up the layers.
+       time: a fetch that is needed last must not delay the layers.
     3. At the turn the last slots layers are still in their slots and are not fetched again.
     4. Per step each other layer is fetched twice and each gradient drained once, whatever the
        number of micro-batches.

@@ -24,7 +24,7 @@ class StepShape:
     num_micro: int = 1
     """Micro-batches of the step. Each block serves all of them before the next block."""
     slots: int = 2
-    """Slots that the layers rotate through. Embedding and head have slots of their own."""
+    """Slots that the layers rotate through. Embedding and head have their own slots."""
     grad_slots: int = 2
     """Gradient slots that the layers rotate through. One lets nothing overlap with a drain."""
     tape: Literal["device", "host"] = "device"
@@ -56,7 +56,7 @@ class StepShape:
                 f"trained has {len(self.trained)} flags for {self.num_blocks} blocks"
             )
         if not any(self.trained):
-            raise ScheduleError("no block is trained: a step would have nothing to do")
+            raise ScheduleError("no block is trained, so a step would have nothing to do")
 
     def role(self, block: int) -> Role:
         """Return what a block is for. Ask this and not its number: roles may get more blocks."""
