@@ -22,7 +22,7 @@ class Plays(Protocol):
 
     @property
     def trace(self) -> Trace | None:
-        """What was played and when, if it is recorded."""
+        """The trace of the played ops, if it is recorded."""
 
     def play(self, ops: Sequence[Op], actions: Mapping[OpKind, Action]) -> Playing:
         """Do the ops behind all that were played before."""

@@ -42,7 +42,7 @@ class Store:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """What it has an arena for."""
+        """The kinds that have an arena."""
         return self.layout.kinds
 
     def arena(self, kind: Kind) -> Tensor:

@@ -199,7 +199,7 @@ def _taped(workload: Workload, settings: StepSettings) -> list[int]:
 
 
 def working_bytes(workload: Workload, settings: StepSettings, *, widens: bool = False) -> float:
-    """Return the most that compute holds at once, beside what is reserved before a step."""
+    """Return the most that compute holds at once, besides the memory reserved before a step."""
     sizes = workload.micro_sizes(settings.micro_batch_tokens)
     tokens = max(sizes)
     model, width = workload.model, _width(workload.dtype)
@@ -268,7 +268,8 @@ def _given_bytes(workload: Workload, tokens: int) -> float:
 
 
 def _layer_bytes(block: BlockShape, workload: Workload, tokens: int) -> float:
-    """Return a layer's backward at its largest: what forward kept, and what is made of it."""
+    """Return a layer's backward at its largest: the tensors kept by forward, and their "
+      "gradients."""
     hidden, width = workload.model.hidden, _width(workload.dtype)
     kept, attending = _kept_per_token(block, workload, tokens)
     out = width * max(_largest_matrix(block, "down"), 0)

@@ -1,4 +1,4 @@
-"""How long each op takes when it has the machine to itself, and what it takes of what is shared.
+"""The cost of each op: its time alone on the machine, and its use of shared resources.
 
 A cost is seconds alone, and the rates at which it uses what lanes share meanwhile: host memory
 traffic, the two directions of the link, and cores where compute is on the host's. Who slows whom is
@@ -154,7 +154,7 @@ class Costs:
         return seconds / profile.head_efficiency
 
     def _embedding_seconds(self, block: BlockShape, tokens: int, *, backward: bool) -> float:
-        """Look-ups move rows; backward makes a gradient of the whole table, mostly zeros."""
+        """Look-ups move rows; backward makes a gradient of the full table, mostly zeros."""
         rows = 2 * tokens * self._width * self._element_bytes
         table = 0
         if backward and not self.settings.gather_embedding:

@@ -8,7 +8,7 @@ at the memory that its run needs, right of the line of host memory if it does no
 matplotlib is optional (`pip install matplotlib`) and imported only here.
 
 Laws (tests/planning/test_plots.py)
-    1. A plan that does not fit says so in its title, and has no dot on the curve of speeds.
+    1. A plan that does not fit has that in its title, and has no dot on the curve of speeds.
     2. No known model is named beside one of nearly its size.
 """
 

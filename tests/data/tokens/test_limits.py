@@ -67,7 +67,7 @@ def test_bad_rows_name_their_key() -> None:
 def test_all_rows_bad_gives_the_reasons() -> None:
     card = _card(**_lost("bad", "null", 100), kept=0, documents=0)
     assert _refusal(card, max_bad=1.0) == (
-        "a.jsonl: none of its 100 rows is left:\n  100 x null: a.jsonl:3, ..."
+        "a.jsonl: no row is left of 100:\n  100 x null: a.jsonl:3, ..."
     )
 
 

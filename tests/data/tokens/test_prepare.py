@@ -151,7 +151,7 @@ def test_the_digest_is_of_every_token_and_what_is_trained_of_it(tmp_path: Path) 
 def test_the_told_format_is_prepared(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{**row, "text": "some words"} for row in ROWS])
     as_text, as_talk = _prepare(path, wanted="text"), _prepare(path, wanted="messages")
-    assert as_text.card["format"] == "told: text (text)"
+    assert as_text.card["format"] == "given: text (text)"
     assert as_text.tokens(0)[1].all()
     assert not as_talk.tokens(0)[1].all()
     assert as_talk.folder == _prepare(path).folder  # what is detected is the same
@@ -228,7 +228,7 @@ def test_answers_truncated_away_are_an_error_when_told(tmp_path: Path) -> None:
 
 def test_data_of_which_nothing_is_left_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        DataError, match=r"(?s)none of its 1 rows is left:.*longer than max_length: a\.jsonl:1"
+        DataError, match=r"(?s)no row is left of 1:.*longer than max_length: a\.jsonl:1"
     ):
         _prepare(write(tmp_path / "a.jsonl", LONG[1:2]), max_dropped=1.0)
 

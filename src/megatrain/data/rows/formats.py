@@ -53,11 +53,11 @@ class Format:
     columns: tuple[str, ...]
     turn_keys: tuple[str, str] = ("role", "content")
     """Keys of role and content in a turn, for `messages`."""
-    is_told: bool = field(default=False, repr=False, compare=False)
+    is_given: bool = field(default=False, repr=False, compare=False)
     """Whether the user named it. It is not part of the rows' fingerprint."""
 
     def __str__(self) -> str:
-        how = "told" if self.is_told else "detected"
+        how = "given" if self.is_given else "detected"
         return f"{how}: {FORMATS[self.kind].describe(self)}"
 
     @property
@@ -110,7 +110,7 @@ def _told(first: list[object], where: str, wanted: str) -> Format:
     shapes = Counter(shape for value in first for shape in formats_of(value))
     for shape, _ in shapes.most_common():
         if FORMATS[shape.kind].name == wanted:
-            return replace(shape, is_told=True)
+            return replace(shape, is_given=True)
     needed = next(spec.columns for spec in FORMATS.values() if spec.name == wanted)
     fitting = listing({FORMATS[shape.kind].name for shape in shapes})
     raise DataError(

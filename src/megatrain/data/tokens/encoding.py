@@ -138,7 +138,7 @@ class ChunkEncoder:
     def _kept(
         self, encoded: EncodedChunk, place: str, row: Row, documents: Sequence[Tokens]
     ) -> list[Tokens]:
-        """Return what is left of a row; count it if something is lost, cut or split."""
+        """Return the documents of a row; count the row if a document is lost, cut or split."""
         kept: list[Tokens] = []
         lost: list[BadRow] = []
         for document in documents:

@@ -41,7 +41,7 @@ def check_limits(card: Mapping[str, Any], *, max_bad: float, max_dropped: float)
         )
     if card["documents"] == 0:
         lost = "\n".join(str(skipped) for skipped in (bad, dropped) if skipped.total)
-        raise DataError(f"{card['source']}: none of its {rows:,} rows is left:\n{lost}")
+        raise DataError(f"{card['source']}: no row is left of {rows:,}:\n{lost}")
 
 
 def _percent(count: int, rows: int) -> str:
