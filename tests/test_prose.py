@@ -20,12 +20,8 @@ PAGES = sorted(
     str(path.relative_to(ROOT))
     for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md"))
 )
-UNREVISED = r"/losses/|/run/opening/|run/trainer|planning/from_config"
-MODULES = sorted(
-    str(path.relative_to(ROOT))
-    for path in ROOT.glob("src/**/*.py")
-    if not re.search(UNREVISED, path.as_posix())
-)
+
+MODULES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("src/**/*.py"))
 STYLE = (ROOT / "docs" / "style.md").read_text()
 
 _BE = r"\b(?:is|are|was|were|be|been|being)"

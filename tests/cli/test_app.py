@@ -91,7 +91,7 @@ def test_lengths_are_read_as_in_a_config(text: str, code: int, tmp_path: Path) -
     [
         ("model: m\ndata: {trian: a.jsonl}\n", (), "unknown key data.trian"),
         ("model: m\ndata: a.jsonl\n", ("optim.lr=1e-5",), "optim.lr"),
-        ("model: beside\ndata: a.jsonl\n", (), "relative paths begin at the working directory"),
+        ("model: beside\ndata: a.jsonl\n", (), "relative paths start at the working directory"),
     ],
 )
 def test_a_fault_of_the_config_is_told_before_torch_is_imported(

@@ -88,7 +88,7 @@ def test_runs_are_compared(demo: Path) -> None:
     [
         (("train", "missing.yaml"), 2, "missing.yaml"),
         (("train", "d/demo.yaml", "train.stepz=3"), 2, "train.steps"),
-        (("train", "d/demo.yaml"), 5, "holds a run already"),
+        (("train", "d/demo.yaml"), 5, "already has a run"),
         (("report", "d/model"), 5, "has no metrics.jsonl"),
         (("sample", "d/no/where", "hello"), 4, "d/no/where"),
         (("sample", "d/run", "hi", "--temperature", "-1"), 2, "temperature is -1; give 0 or"),

@@ -173,7 +173,7 @@ def _renaming() -> None:
     try:
         os.kill(os.getpid(), signal.SIGTERM)
     except BaseException as error:
-        raise ModelFolderError("its tokenizer cannot be read") from error
+        raise ModelFolderError("cannot read its tokenizer") from error
 
 
 @pytest.mark.parametrize("library", [_swallowing, _renaming])

@@ -49,7 +49,7 @@ def test_the_model_that_is_trained_from_is_never_written_over(
     config = config_of(world, tmp_path / "run", SETTING, model={"name_or_path": str(target)})
     before = everything(tmp_path)
     for dry_run in (False, True):
-        with pytest.raises(RunFolderError, match=r"is in there\. Give save\.dir another folder"):
+        with pytest.raises(RunFolderError, match=r"is in there\. Set save\.dir to another folder"):
             Trainer(config, dry_run=dry_run)
     assert everything(tmp_path) == before
 
@@ -102,5 +102,5 @@ def test_a_resume_that_finds_nothing_says_so(
     assert run(config, die=2) is None
     run(config, resume=True)
     said = capsys.readouterr().err
-    assert "Starting at step 0; the lines of steps that were never saved are dropped" in said
+    assert "Starting at step 0; the lines of unsaved steps are dropped" in said
     assert [line["step"] for line in lines_of(tmp_path / "run") if "loss" in line][:2] == [1, 2]

@@ -167,7 +167,7 @@ def test_a_run_that_died_before_its_first_save_begins_again(world: Path, tmp_pat
 def test_a_run_in_the_folder_is_not_overwritten(world: Path, tmp_path: Path) -> None:
     config = config_of(world, tmp_path / "run", Setting())
     assert run(config, die=3) is None
-    with pytest.raises(RunFolderError, match=r"holds a run already\. Continue it with --resume"):
+    with pytest.raises(RunFolderError, match=r"already has a run\. Continue it with --resume"):
         run(config)
 
 
@@ -215,7 +215,7 @@ def test_other_rows_are_refused(world: Path, tmp_path: Path) -> None:
     other = tmp_path / "rows.jsonl"
     other.write_text("".join(line.replace("1", "2") for line in lines))
     changed = config_of(world, tmp_path / "run", setting, data={"train": str(other)})
-    with pytest.raises(DataError, match="the rows are not those that the run was trained on"):
+    with pytest.raises(DataError, match="the rows differ from those of the run"):
         run(changed, resume=True)
 
 
@@ -229,7 +229,7 @@ def test_one_changed_row_of_many_is_noticed(world: Path, tmp_path: Path) -> None
     for number in (1, 150, 299):
         other = lines[number].translate(str.maketrans("0123456789", "1234567890"))
         rows.write_text("".join([*lines[:number], other, *lines[number + 1 :]]))
-        with pytest.raises(DataError, match="the rows are not those that the run was trained on"):
+        with pytest.raises(DataError, match="the rows differ from those of the run"):
             run(config, resume=True)
     rows.write_text("".join(lines))
     assert run(config, resume=True) is not None
@@ -268,7 +268,7 @@ def test_if_all_are_damaged_nothing_is_begun_again(world: Path, tmp_path: Path) 
     assert run(config, die=7) is None
     for folder in finished(tmp_path / "run" / FOLDER):
         (folder / "state" / "block-00001.safetensors").unlink()
-    with pytest.raises(CheckpointDamaged, match="none of 2 checkpoints is whole"):
+    with pytest.raises(CheckpointDamaged, match="none of 2 checkpoints is complete"):
         run(config, resume=True)
 
 
@@ -394,7 +394,7 @@ def test_a_rollback_without_a_checkpoint_stops(
     _poison_at(monkeypatch, 2, float("nan"))
     setting = Setting(save_every=None)
     config = config_of(world, tmp_path / "run", setting, train={"on_nonfinite": "rollback"})
-    with pytest.raises(NonFiniteStep, match="no checkpoint to go back to"):
+    with pytest.raises(NonFiniteStep, match="no checkpoint to return to"):
         run(config)
 
 

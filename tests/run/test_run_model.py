@@ -245,7 +245,7 @@ def test_without_an_evaluation_there_is_no_best_and_that_is_said(
 ) -> None:
     setting = Setting(save_every=None, best=True, eval_every=None)
     with Trainer(config_of(world, tmp_path / "run", setting, data={"eval": None})) as trainer:
-        said = "save.best: data.eval is null, so no model is the best; the last is the result"
+        said = "save.best: data.eval is null, so there is no best model; the last is used"
         assert said in trainer.notes
         trainer.train()
         assert trainer.export(tmp_path / "run" / "model") == "model of step 9"

@@ -3,8 +3,8 @@
 Logits are the largest tensor of a step: tokens x vocabulary. Here they exist for CHUNK_TOKENS rows
 at a time, once and in the dtype of the weights: project, take the log-probability of each target,
 write the gradient of the logits over them, go back through the projection, and free the chunk.
-Between the two projections rows do not meet, so that part goes PART_ELEMENTS at a time: what it
-needs in fp32 stays in the cache. Memory does not grow with the batch.
+Between the two projections rows do not meet, so that part runs PART_ELEMENTS at a time: its
+fp32 values stay in the cache. Memory does not grow with the batch.
 
 What goes back is one weight per token: the gradient of the loss with respect to the token's
 log-probability (loss.py).

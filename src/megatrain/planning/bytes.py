@@ -269,7 +269,7 @@ def _given_bytes(workload: Workload, tokens: int) -> float:
 
 def _layer_bytes(block: BlockShape, workload: Workload, tokens: int) -> float:
     """Return a layer's backward at its largest: the tensors kept by forward, and their "
-      "gradients."""
+    "gradients."""
     hidden, width = workload.model.hidden, _width(workload.dtype)
     kept, attending = _kept_per_token(block, workload, tokens)
     out = width * max(_largest_matrix(block, "down"), 0)

@@ -1,6 +1,6 @@
 """The run that a config describes, as the planner sees it: one reading for `estimate` and `train`.
 
-Law (tests/planning/test_from_config.py): on one machine, one config has one plan, whoever asks.
+Law (tests/planning/test_from_config.py): on one machine, one config has one plan everywhere.
 """
 
 from __future__ import annotations

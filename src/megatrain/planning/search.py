@@ -8,7 +8,7 @@ played whole.
     2. around the fastest of those: more slots, rows in place of the table
 
 Laws (tests/planning/test_search.py)
-    1. What is returned fits; if anything on the grid fits, something is returned.
+    1. A returned setting fits; if any setting on the grid fits, one is returned.
     2. On a small grid its simulated time is within 2 % of the best of all settings.
 """
 
@@ -38,7 +38,7 @@ _WORTH = 0.995
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tried:
+class Candidate:
     """StepSettings that fit, and the time of a step with them."""
 
     settings: StepSettings
@@ -91,7 +91,7 @@ class Search:
         self.few = _with_layers(workload, _FEW)
         self._more = _with_layers(workload, _MORE)
 
-    def best(self) -> Tried | None:
+    def best(self) -> Candidate | None:
         """Return the fastest that fits, or None if nothing does."""
         starts = [self._try(settings) for settings in self._starts() if self.fits(settings)]
         if not starts:
@@ -123,16 +123,16 @@ class Search:
         ]
 
     def _lack(self, settings: StepSettings) -> float:
-        """Return what is missing, each place in shares of what it has."""
+        """Return the missing memory of each place, as a share of its size."""
         ledger = predicted_ledger(self.profile, self.workload, settings)
         has = {"host": self.profile.ram_bytes, "device": self.profile.device_bytes}
         lacks = shortfalls(self.profile, ledger)
         return sum(num_bytes / has[place] for place, num_bytes in lacks.items())
 
-    def _try(self, settings: StepSettings) -> Tried:
+    def _try(self, settings: StepSettings) -> Candidate:
         if settings not in self.tried:
             self.tried[settings] = self.seconds(settings)
-        return Tried(settings=settings, step_s=self.tried[settings])
+        return Candidate(settings=settings, step_s=self.tried[settings])
 
     def seconds(self, settings: StepSettings) -> float:
         """Return the time of a step, from those of two steps of few layers."""
@@ -193,7 +193,7 @@ class Search:
         return wanted and not self.workload.model.tied and not self.profile.unified
 
     def _micro_sizes(self) -> list[int]:
-        """Return whole rows, twice as many each time, up to the step's tokens.
+        """Return full rows, twice as many each time, up to the step's tokens.
 
         One row is always offered, however long; beyond MAX_MICRO_TOKENS no second one joins it.
         """
@@ -217,7 +217,7 @@ class Search:
         )
 
 
-def _frugal(tried: list[Tried]) -> Tried:
+def _frugal(tried: list[Candidate]) -> Candidate:
     """Return the fastest; of those hardly slower, the one with the smallest micro-batches."""
     fastest = min(one.step_s for one in tried)
     near = [one for one in tried if one.step_s * _WORTH <= fastest]

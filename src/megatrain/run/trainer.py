@@ -12,7 +12,7 @@ Laws (tests/run/test_trainer.py, test_resume.py)
     2. Every step has its line in metrics.jsonl, also in a run that dies.
     3. Counts are of real tokens; a step's split adds up to its time.
     4. A run that was stopped and resumed, however often, ends in the bits of one that was not, and
-       says the same in every line, times apart.
+       has the same lines, except for times.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from megatrain.run.opening.balancing import balancing_note
 from megatrain.run.opening.first_lines import data_lines, opening_line
 from megatrain.run.opening.opening import Opening, open_run
 from megatrain.run.opening.planned import facts, in_words, predicted_against_measured
-from megatrain.run.opening.resumption import Resumed, resume
+from megatrain.run.opening.resumption import LoadedCheckpoint, resume
 from megatrain.run.saving import Saving
 from megatrain.run.sinks import Sinks
 from megatrain.run.state import Outcome, RunState
 from megatrain.run.step_time import step_metrics, step_split
 
 KEPT_FOR_PATIENCE = "eval.patience: the best checkpoint is kept and exported, as with save.best"
-NOTHING_TO_JUDGE = "save.best: data.eval is null, so no model is the best; the last is the result"
+NOTHING_TO_JUDGE = "save.best: data.eval is null, so there is no best model; the last is used"
 TRACED_STEP = 3
 """The first ones warm up."""
 MOST_ROLLBACKS = 3
@@ -68,9 +68,9 @@ class Trainer:
     ) -> None:
         """Open the run folder, read the data and load the model: all that can fail early.
 
-        With `resume` continue from the newest whole checkpoint in the folder, or begin if it has
-        none. With `dry_run` nothing is written, and `train` may not be called. Whoever gives
-        `interrupts` has opened them, and `train` then ends early when they say so.
+        With `resume` continue from the newest complete checkpoint in the folder, or start if it
+        has none. With `dry_run` nothing is written, and `train` may not be called. `interrupts`
+        are open already, and `train` ends early on their request.
         """
         self.interrupts = interrupts or Interrupts()
         opened = open_run(config, resumes=resume, dry_run=dry_run)
@@ -84,7 +84,7 @@ class Trainer:
             raise
 
     def _begin(self, opened: Opening, wants_resume: bool) -> None:
-        """Set the state of the run, and write what is known of it into its folder."""
+        """Set the state of the run, and write the known facts into its folder."""
         config, folder = self.config, self.folder
         self.num_steps = self.data.num_steps
         self._rate = learning_rate(config, self.num_steps)
@@ -106,7 +106,7 @@ class Trainer:
             *data_lines(self.data, needs_count=config.train.steps is None),
             *opened.notes,
         ]
-        """What was decided or found while opening, in words."""
+        """Notes on choices and findings while opening."""
         self._rollbacks: list[int] = []
         self._step_seconds: list[float] = []
         self._has_ended = False
@@ -132,8 +132,8 @@ class Trainer:
             self.notes += places.commits_in_words(opened.pins)
         self._write_plan()
 
-    def _take_up(self, resumed: Resumed | None) -> None:
-        """Set all that is not tensors to what the checkpoint says."""
+    def _take_up(self, resumed: LoadedCheckpoint | None) -> None:
+        """Restore everything but tensors from the checkpoint."""
         if resumed is None:
             self.notes += self.folder.cut({})
             return
@@ -143,7 +143,7 @@ class Trainer:
         self.state = known.state
         lost = self.folder.cut(known.lines)
         self.checkpoints.took_up(self.state.step, resumed.path, resumed.damaged)
-        self.notes += [f"passed over: {reason}" for reason in resumed.skipped]
+        self.notes += [f"skipped: {reason}" for reason in resumed.skipped]
         self.notes += [f"changed: {text}" for text in resumed.changed]
         self.notes += lost
         self.notes += self._rate_jump(known.learning_rate)
@@ -163,7 +163,7 @@ class Trainer:
         ]
 
     def train(self) -> Outcome:
-        """Run all steps; return what came of it. The run folder then explains itself.
+        """Run all steps; return the result. The run folder then has all facts.
 
         Raises Interrupted, once the state is saved, if the run is to end early.
         """
@@ -355,7 +355,7 @@ class Trainer:
         found = resume(self.checkpoints.folder, self.config, self.home.store.kinds, self.home)
         if found is None or self._rollbacks.count(found.manifest.step) == MOST_ROLLBACKS:
             raise NonFiniteStep(
-                f"step {step}: {reason}. There is no checkpoint to go back to"
+                f"step {step}: {reason}. There is no checkpoint to return to"
                 + (f" that was not tried {MOST_ROLLBACKS} times." if found else ".")
             )
         self._rollbacks.append(found.manifest.step)
@@ -378,5 +378,5 @@ class Trainer:
 
 
 def _nothing_to_resume(folder: RunFolder) -> str:
-    dropped = "; the lines of steps that were never saved are dropped" if folder.has_run else ""
+    dropped = "; the lines of unsaved steps are dropped" if folder.has_run else ""
     return f"nothing to resume: {folder.path} has no checkpoint. Starting at step 0{dropped}"

@@ -161,9 +161,7 @@ def test_looking_at_data_says_what_train_would_do(
 def test_looking_at_data_of_bad_rows_gives_the_reasons(world: Path, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "a", "completion": ""}\n' * 50)
-    with pytest.raises(
-        DataError, match=r"(?s)no row is left of 50:\n  50 x empty: a\.jsonl:1"
-    ):
+    with pytest.raises(DataError, match=r"(?s)no row is left of 50:\n  50 x empty: a\.jsonl:1"):
         look_at_data(path, world / "model-0.0", 64, 1)
 
 

@@ -56,7 +56,7 @@ def test_rows_beyond_a_table_of_positions_are_refused(rows: PreparedData, family
 def test_rows_beyond_rotary_positions_are_a_warning(rows: PreparedData) -> None:
     (note,) = check_rows([rows], _decoder("llama", vocab_size=1000))
     assert "1 of 3 documents are longer than the 128 positions of the model" in note
-    assert note.endswith("It was not trained there; data.max_length: 128 leaves them out")
+    assert note.endswith("The model was not trained there; data.max_length: 128 leaves them out")
 
 
 def test_rows_within_the_positions_are_not_mentioned(rows: PreparedData) -> None:

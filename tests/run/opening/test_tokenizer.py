@@ -106,7 +106,7 @@ def test_a_token_that_is_there_already_is_kept_and_reported() -> None:
     end, size = tokenizer.eos_token, len(tokenizer)
     growth, notes = add_tokens(tokenizer, [end, "<new>", "<new>"])
     assert notes == [
-        f"model.add_tokens: {end} is token {tokenizer.eos_token_id} already",
+        f"model.add_tokens: {end} already is token {tokenizer.eos_token_id}",
         f"new tokens: <new> {size}",
     ]
     assert growth is not None

@@ -1,4 +1,4 @@
-"""The model of a run and its engine, put together from what was opened before."""
+"""The model of a run and its engine, assembled from the opened parts."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from megatrain.models.patterns import check_patterns
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.learning_rate import LearningRate
 from megatrain.run.opening.balancing import router_aux_loss
-from megatrain.run.opening.resumption import Resumed, kinds_of, read_model
+from megatrain.run.opening.resumption import LoadedCheckpoint, kinds_of, read_model
 from megatrain.step.settings import StepSettings
 
 OPTIMIZERS = {"adamw": AdamW}
 
 
-def find_source(config: Config, resumed: Resumed | None) -> Path:
+def find_source(config: Config, resumed: LoadedCheckpoint | None) -> Path:
     """Return the folder with the run's config.json and tokenizer, fetched if it is on the Hub."""
     if resumed is not None:
         return resumed.home.source
@@ -32,7 +32,7 @@ def find_source(config: Config, resumed: Resumed | None) -> Path:
 
 
 def open_model(
-    config: Config, source: Path, growth: Growth | None, resumed: Resumed | None
+    config: Config, source: Path, growth: Growth | None, resumed: LoadedCheckpoint | None
 ) -> HostModel | ModelFolder:
     """Return the model of a run without its weights, checked against the config."""
     model: HostModel | ModelFolder = (
@@ -56,7 +56,7 @@ def load_home(config: Config, model: HostModel | ModelFolder, tokenizer: Any) ->
 def make_engine(
     config: Config, settings: StepSettings, home: HostModel, device: Device, num_steps: int
 ) -> Engine:
-    """Return the engine that trains `home` as the config says."""
+    """Return the engine that trains `home` by the config."""
     optim = config.optim
     optimizer = OPTIMIZERS[optim.name](
         learning_rate=learning_rate(config, num_steps).rate,

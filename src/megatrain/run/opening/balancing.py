@@ -17,9 +17,8 @@ def router_aux_loss(config: Config, decoder: Decoder) -> float:
     wanted, own, family = config.train.router_aux_loss, decoder.balancing, decoder.config.model_type
     if own is None and decoder.asks_balancing and isinstance(wanted, str):
         raise ConfigError(
-            f"config.json asks for output_router_logits: the load-balancing loss of {family} has "
-            f"another form than the usual, and cannot be trained on. Set {KEY} to 0 to train "
-            "without it."
+            f"config.json sets output_router_logits, but the load-balancing loss of {family} has "
+            f"an unusual form and is not supported. Set {KEY} to 0 to train without it."
         )
     if isinstance(wanted, str):
         counts = decoder.asks_balancing or wanted == "model"
@@ -27,13 +26,13 @@ def router_aux_loss(config: Config, decoder: Decoder) -> float:
     if wanted and own is None:
         raise ConfigError(
             f"{KEY} is {wanted:g}: transformers' code of {family} has no load-balancing loss, or "
-            "one of another form than the usual. Leave the key out."
+            "one of an unusual form. Remove the key."
         )
     return wanted
 
 
 def balancing_note(config: Config, decoder: Decoder) -> str | None:
-    """Return what was decided for the user, in words; None where there was nothing to decide."""
+    """Return a note on the choice made for the user; None if there was no choice."""
     own = decoder.balancing
     if own is None or not isinstance(config.train.router_aux_loss, str):
         return None
@@ -41,6 +40,6 @@ def balancing_note(config: Config, decoder: Decoder) -> str | None:
     if coefficient:
         return f"experts are balanced: loss + {coefficient:g} x aux_loss is minimised ({KEY})"
     return (
-        "experts are not balanced: the model's config.json does not ask for output_router_logits. "
+        "experts are not balanced: the model's config.json does not set output_router_logits. "
         f"{KEY}: {own.coefficient:g} would add the model's own loss."
     )

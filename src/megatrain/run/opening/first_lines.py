@@ -14,7 +14,7 @@ COUNTED_ROWS = 1_000_000
 
 
 def opening_line(config: Config, device: Device, home: HostModel, num_steps: int) -> str:
-    """Return what is trained, where, and for how long."""
+    """Return the line with the model, the device and the length of the run."""
     num_params = sum(param.num_elements for param in home.decoder.params)
     tokens, rows = config.train.batch_tokens, config.train.batch_rows
     size = f"{rows:,} rows" if tokens is None else f"{tokens:,} tokens"

@@ -5,7 +5,7 @@ table of positions would end a run at the first batch that has one, maybe hours 
 assertion of the device. Rotary positions have no such end: the model only was never trained there.
 
 Laws (tests/run/opening/test_model_limits.py)
-    1. What is accepted can be trained; what would fail in the model is refused with its place.
+    1. Accepted rows can be trained; rows that would fail in the model are refused with their place.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TABLE = re.compile(r"(wpe|pos\w*)$", re.IGNORECASE)
 
 
 def check_rows(sources: Iterable[PreparedData], decoder: Decoder) -> list[str]:
-    """Return what should be said of the rows and the model.
+    """Return the remarks about the rows and the model.
 
     Raises DataError if the model has no embedding for a token, or no place for a position.
     """
@@ -62,7 +62,7 @@ def check_positions(source: PreparedData, decoder: Decoder) -> list[str]:
     )
     if has_position_table(decoder.model):
         raise DataError(f"{text}. It has no embedding beyond them: set data.max_length to {most}.")
-    return [f"{text}. It was not trained there; data.max_length: {most} leaves them out"]
+    return [f"{text}. The model was not trained there; data.max_length: {most} leaves them out"]
 
 
 def num_positions(config: Any) -> int | None:

@@ -29,7 +29,7 @@ from megatrain.run.folder import RunFolder
 from megatrain.run.opening.assembly import find_source, load_home, make_engine, open_model
 from megatrain.run.opening.places import Pins, pin_commits
 from megatrain.run.opening.planned import plan_run
-from megatrain.run.opening.resumption import Resumed, find_checkpoint
+from megatrain.run.opening.resumption import LoadedCheckpoint, find_checkpoint
 from megatrain.run.opening.tokenizer import open_tokenizer
 from megatrain.run.opening.training_data import TrainingData, open_data, open_rows
 from megatrain.run.sinks import check_sinks
@@ -47,7 +47,7 @@ class Opening:
     pins: Pins
     folder: RunFolder
     device: Device
-    resumed: Resumed | None
+    resumed: LoadedCheckpoint | None
     tokenizer: Any
     plan: Plan
     data: TrainingData
@@ -105,7 +105,7 @@ def open_folder(config: Config, opened: ExitStack, *, resumes: bool, dry_run: bo
     opened.callback(folder.close)
     if folder.has_run and not resumes:
         raise RunFolderError(
-            f"{folder.path}: holds a run already. Continue it with --resume, or give save.dir "
+            f"{folder.path} already has a run. Continue it with --resume, or set save.dir to "
             "another folder."
         )
     if not dry_run:
@@ -126,8 +126,9 @@ def _require_apart(config: Config) -> None:
     for written in (run, result):
         if model.is_relative_to(written):
             raise RunFolderError(
-                f"save.dir {config.run_dir}: the run writes into {written}, and the model it would "
-                f"be trained from, {config.model.name_or_path}, is in there. Give save.dir another "
+                f"save.dir {config.run_dir}: the run writes into {written}, but the model to "
+                f"train, "
+                f"{config.model.name_or_path}, is in there. Set save.dir to another "
                 "folder."
             )
 

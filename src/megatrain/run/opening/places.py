@@ -23,7 +23,7 @@ Pins = dict[str, dict[str, str]]
 
 
 def read_config(path: Path, overrides: Sequence[str]) -> Config:
-    """Return the config of a run, its names checked. Needs no torch: faults are told at once."""
+    """Return the config of a run, its names checked. Needs no torch, so errors appear at once."""
     config = load_config(path, list(overrides))
     check_places(config, path)
     return config
@@ -37,7 +37,7 @@ def check_places(config: Config, config_file: Path) -> None:
             raise ConfigError(
                 f"{config_file}: {key} is {name}, which is not in the working directory "
                 f"{Path.cwd()} but beside this file. Give {beside}, or change to "
-                f"{config_file.parent}: relative paths begin at the working directory."
+                f"{config_file.parent}: relative paths start at the working directory."
             )
 
 
@@ -91,12 +91,12 @@ def _pin(
     revision: str | None,
     ask: Callable[[str, str | None], str | None],
 ) -> str | None:
-    """Return the commit of a name, asked for unless it is known; note what it is."""
+    """Return the commit of a name, from the Hub unless it is known; record it."""
     if is_commit(revision):
         return revision
     key = f"{name}@{revision or MAIN}"
     commit = pins.get(kind, {}).get(key) or ask(name, revision)
-    if commit is None:  # nobody knows; the cache decides
+    if commit is None:  # unknown; the cache decides
         return revision
     pins.setdefault(kind, {})[key] = commit
     return commit

@@ -5,9 +5,9 @@ prediction: plan.json has both. Elsewhere simple rules decide, unless memory is 
 small for them and the planner finds settings that fit; memory needs no measuring.
 
 Laws (tests/run/opening/test_planned.py)
-    1. What the config decides, the plan keeps; what it leaves open, the plan decides with a reason.
+    1. The plan keeps the choices of the config and makes the open ones, with a reason.
     2. A run that cannot fit is refused before its weights are read, with changes that would fit.
-    3. Memory that is free, `memory.ram` and `memory.vram` are what it has to fit into.
+    3. It fits into free memory, `memory.ram` and `memory.vram`.
     4. No run that was started is killed for its memory (`python -m benchmarks.plan --cap`).
 """
 
@@ -28,23 +28,23 @@ from megatrain.planning.plan import Plan, make_plan
 from megatrain.planning.search import HOST_HEADROOM
 from megatrain.planning.workload import Workload, shape_of
 from megatrain.run.opening.balancing import router_aux_loss
-from megatrain.run.opening.resumption import Resumed
+from megatrain.run.opening.resumption import LoadedCheckpoint
 from megatrain.step.settings import StepSettings
 from megatrain.text import duration
 
 LATER_BYTES = 96 << 20
 """What Python and libraries come to hold once a run has begun: modules, threads, their caches."""
 UNMEASURED = (
-    "this machine was not measured: auto is by simple rules, and no time can be predicted nor\n"
-    "held against a bound. `megatrain doctor` measures it"
+    "this machine was not measured: auto uses simple rules, and there is no prediction\n"
+    "of time or bound. `megatrain doctor` measures it"
 )
 _KEPT = ("micro_batch_tokens", "chunk_tokens")
 TIGHT = 1.3
-"""With less than this, in shares of the ledger, malloc must not keep what is freed."""
+"""With less than this, in shares of the ledger, malloc must not keep freed memory."""
 
 
 def plan_run(
-    config: Config, device: Device, decoder: Decoder, resumed: Resumed | None = None
+    config: Config, device: Device, decoder: Decoder, resumed: LoadedCheckpoint | None = None
 ) -> Plan:
     """Return the plan of a run. Raises DoesNotFit, with changes that would fit.
 
@@ -67,8 +67,8 @@ def plan_run(
         _require(plan, config)
     if settings.gather_embedding and not plan.settings.gather_embedding:
         raise ConfigError(
-            "memory.gather_embedding is true, which needs a device with memory of its own and a "
-            "model whose head has its own table. Leave the key out."
+            "memory.gather_embedding is true, which needs a device with its own memory and a "
+            "model whose head has its own table. Remove the key."
         )
     if not device.own_memory and plan.profile.ram_bytes < TIGHT * plan.ledger.total("host"):
         give_back_at_once()
@@ -103,7 +103,7 @@ def _require(plan: Plan, config: Config) -> None:
 
 
 def in_words(plan: Plan, num_steps: int) -> str:
-    """Return the plan for people, with the time of the whole run where the machine is known."""
+    """Return the plan for people, with the time of the run if the machine is known."""
     if not plan.knows_time:
         return f"{plan}\n{UNMEASURED}"
     if not plan.fits:
@@ -122,7 +122,7 @@ def predicted_against_measured(plan: Plan, step_seconds: list[float]) -> str:
 
 
 def facts(plan: Plan, device: Device, step_seconds: list[float]) -> dict[str, Any]:
-    """Return plan.json: the plan, the device, and what was measured until now."""
+    """Return plan.json: the plan, the device, and the measurements until now."""
     measured = {
         "host_peak_bytes": peak_resident_bytes(),
         "device_peak_bytes": device.peak_bytes,

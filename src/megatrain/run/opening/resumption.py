@@ -1,7 +1,7 @@
 """Resuming: the newest checkpoint that verifies, if it belongs to this run.
 
-What may change between stop and resume, and what may not, is one table below. Whatever changed is
-said. A damaged checkpoint is passed over, and that is said too; one of another model, data or
+One table below has the settings that may change between stop and resume. Every change is printed.
+A damaged checkpoint is skipped, with a message; one of another model, data or
 version is refused, because it is not damage but a mistake.
 """
 
@@ -47,8 +47,8 @@ FIXED = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
-    """What a checkpoint says of its run, besides tensors."""
+class RunRecord:
+    """The state of a run in a checkpoint, besides tensors."""
 
     state: RunState
     num_updates: dict[int, int]
@@ -65,17 +65,17 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resumed:
-    """A model as it was, and what the run knew then."""
+class LoadedCheckpoint:
+    """A model from a checkpoint, and the record of its run."""
 
     home: HostModel
     manifest: Manifest
-    known: Known
+    known: RunRecord
     path: Path
     base_bytes: int
     """What the process held before this model."""
     skipped: list[str] = field(default_factory=list)
-    """Why newer checkpoints are passed over."""
+    """Why newer checkpoints are skipped."""
     damaged: list[Path] = field(default_factory=list)
     """Those checkpoints."""
     changed: list[str] = field(default_factory=list)
@@ -95,18 +95,18 @@ def read_model(config: Config, folder: Path, growth: Growth | None = None) -> Mo
     )
 
 
-def find_checkpoint(config: Config, folder: Path, *, resumes: bool) -> Resumed | None:
+def find_checkpoint(config: Config, folder: Path, *, resumes: bool) -> LoadedCheckpoint | None:
     """Return the newest complete checkpoint, loaded, of a run that `resumes`; None without one."""
     return resume(folder, config, kinds_of(config)) if resumes else None
 
 
 def resume(
     folder: Path, config: Config, kinds: tuple[Kind, ...], into: HostModel | None = None
-) -> Resumed | None:
-    """Return the newest whole checkpoint of `folder`, loaded; None if no save ever ended.
+) -> LoadedCheckpoint | None:
+    """Return the newest complete checkpoint of `folder`, loaded; None if no save finished.
 
-    It is loaded `into` a model whose weights nobody uses now, or else into a new one.
-    Raises CheckpointDamaged if there are some and none is whole, and CheckpointMismatch.
+    It is loaded `into` a model whose weights are unused now, or else into a new one.
+    Raises CheckpointDamaged if there are some and none is complete, and CheckpointMismatch.
     """
     candidates, base_bytes = finished(folder), resident_bytes()
     skipped: list[str] = []
@@ -115,7 +115,7 @@ def resume(
         try:
             manifest = read_manifest(path)
             if manifest.step != step_of(path):
-                raise CheckpointDamaged(f"{path}: holds step {manifest.step}: files were mixed up")
+                raise CheckpointDamaged(f"{path} has step {manifest.step}: its files were mixed up")
             changed, known = changed_settings(config, manifest), known_of(manifest)
             require_same_model(config, manifest, known.source_mark)
             home = into or _opened(path, manifest, config, kinds)
@@ -124,7 +124,7 @@ def resume(
             skipped.append(str(error))
             damaged.append(path)
             continue
-        return Resumed(
+        return LoadedCheckpoint(
             home=home,
             manifest=manifest,
             known=known,
@@ -137,21 +137,21 @@ def resume(
     if skipped:
         reasons = "\n  ".join(skipped)
         raise CheckpointDamaged(
-            f"{folder}: none of {len(skipped)} checkpoints is whole:\n  {reasons}\n"
-            "Restore one from a backup, or remove the folder to begin again."
+            f"{folder}: none of {len(skipped)} checkpoints is complete:\n  {reasons}\n"
+            "Restore one from a backup, or remove the folder to start again."
         )
     return None
 
 
-def known_of(manifest: Manifest) -> Known:
-    """Return what a manifest says of its run. Raises CheckpointMismatch if it is not as we say it.
+def known_of(manifest: Manifest) -> RunRecord:
+    """Return the state of the run in a manifest. Raises CheckpointMismatch if it is invalid.
 
-    The manifest is foreign input, and another version of us may have said other things in it.
+    The manifest is untrusted input, and another version may have written other fields.
     """
     training = manifest.training
     try:
         state = RunState.from_json(training["run"])
-        known = Known(
+        known = RunRecord(
             state=state,
             num_updates={as_count(block): as_count(n) for block, n in training["num_updates"]},
             data={
@@ -168,7 +168,7 @@ def known_of(manifest: Manifest) -> Known:
             raise ValueError(f"step {state.step} of a run in a checkpoint of step {manifest.step}")
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointMismatch(
-            "the checkpoint's state of the run is not of this version: "
+            "the checkpoint has a state of another version: "
             f"{type(error).__name__} {str(error)[:100]}"
         ) from None
     return known
@@ -176,7 +176,7 @@ def known_of(manifest: Manifest) -> Known:
 
 def _as_text(value: Any) -> str | None:
     if value is not None and not isinstance(value, str):
-        raise TypeError(f"{str(value)[:40]!r} is not a text")
+        raise TypeError(f"{str(value)[:40]!r} is not text")
     return value
 
 
@@ -189,7 +189,7 @@ def require_same_model(config: Config, manifest: Manifest, mark: str | None) -> 
     raise CheckpointMismatch(
         f"model.name_or_path was {str(old)[:200]} and is {now}, which is another model: its config "
         "or its weights differ. A resumed run continues with its own weights. To train the other "
-        "model, give save.dir another folder; to continue this run, name its own model."
+        "model, set save.dir to another folder; to continue this run, give its own model."
     )
 
 
@@ -197,7 +197,7 @@ def changed_settings(config: Config, manifest: Manifest) -> list[str]:
     """Return what changed since the checkpoint. Raises CheckpointMismatch for what may not."""
     before = manifest.training.get("config")
     if not isinstance(before, Mapping):
-        raise CheckpointMismatch("the checkpoint says nothing of its settings")
+        raise CheckpointMismatch("the checkpoint has no settings")
     now = config.model_dump(mode="json")
     changed: list[str] = []
     refused: list[str] = []
@@ -211,7 +211,7 @@ def changed_settings(config: Config, manifest: Manifest) -> list[str]:
             (refused if key in FIXED.get(section, ()) else changed).append(text)
     if refused:
         raise CheckpointMismatch(
-            "a resumed run must keep these settings, or start anew in another folder:\n  "
+            "a resumed run must keep these settings. Restore them, or use another save.dir:\n  "
             + "\n  ".join(refused)
         )
     return changed
@@ -227,7 +227,7 @@ def _opened(path: Path, manifest: Manifest, config: Config, kinds: tuple[Kind, .
         except OSError as error:
             raise CheckpointDamaged(f"{path / name}: {error.strerror}") from None
         if record.digests != digests(data):
-            raise CheckpointDamaged(f"{path / name}: is not what was written")
+            raise CheckpointDamaged(f"{path / name} does not match its hash")
     if f"model/{CONFIG_NAME}" not in manifest.files:
-        raise CheckpointDamaged(f"{path}: has no {CONFIG_NAME}")
+        raise CheckpointDamaged(f"{path} has no {CONFIG_NAME}")
     return read_model(config, path / "model").empty(kinds)

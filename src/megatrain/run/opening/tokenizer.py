@@ -11,11 +11,11 @@ from megatrain.config import Config
 from megatrain.disk.hf.growth import Growth
 from megatrain.errors import ConfigError, ModelFolderError
 from megatrain.model_files import CARRIED, VOCABULARY, is_lfs_pointer, lfs_pointer_text
-from megatrain.run.opening.resumption import Resumed
+from megatrain.run.opening.resumption import LoadedCheckpoint
 
 
 def open_tokenizer(
-    config: Config, source: Path, notes: list[str], resumed: Resumed | None
+    config: Config, source: Path, notes: list[str], resumed: LoadedCheckpoint | None
 ) -> tuple[Any, Growth | None]:
     """Return the tokenizer of a run, and the tokens that its model does not have yet."""
     tokenizer = load_tokenizer(source)
@@ -39,9 +39,9 @@ def load_tokenizer(folder: str | Path) -> Any:
         )
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # tokenizers raise some that are no Exception
+    except BaseException as error:  # tokenizers raise some that are not an Exception
         raise ModelFolderError(
-            f"{folder}: its tokenizer cannot be read: {type(error).__name__}: {str(error)[:300]}"
+            f"{folder}: cannot read its tokenizer: {type(error).__name__}: {str(error)[:300]}"
         ) from error
 
 
@@ -50,8 +50,8 @@ def _require_vocabulary(folder: Path) -> None:
     files = [path for path in sorted(folder.iterdir()) if VOCABULARY.fullmatch(path.name)]
     if not files:
         raise ModelFolderError(
-            f"{folder}: has no tokenizer: no tokenizer.json, tokenizer.model or vocabulary. Copy "
-            "the tokenizer's files there from where the model came from."
+            f"{folder} has no tokenizer.json, tokenizer.model or vocabulary. Copy the "
+            "tokenizer files of the model to it."
         )
     for path in files:
         if path.is_file() and is_lfs_pointer(path):
@@ -59,12 +59,12 @@ def _require_vocabulary(folder: Path) -> None:
 
 
 def add_tokens(tokenizer: Any, tokens: Sequence[str]) -> tuple[Growth | None, list[str]]:
-    """Add tokens to the tokenizer; return what the model must grow by, and what to say of it.
+    """Add tokens to the tokenizer; return the growth of the model, and notes.
 
     None: it has all of them already. Raises ConfigError for one that cannot be a token.
     """
     known = {token: number for token, number in tokenizer.get_vocab().items() if token in tokens}
-    notes = [f"model.add_tokens: {t} is token {n} already" for t, n in sorted(known.items())]
+    notes = [f"model.add_tokens: {t} already is token {n}" for t, n in sorted(known.items())]
     num_tokens = len(tokenizer)
     new = [token for token in dict.fromkeys(tokens) if token not in known]
     tokenizer.add_tokens(new, special_tokens=True)

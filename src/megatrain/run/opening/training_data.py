@@ -1,4 +1,4 @@
-"""The data of a run: what is trained on, what is judged by, and prompts to answer."""
+"""The data of a run: rows to train on, rows to evaluate on, and prompts to answer."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class TrainingData:
         order, _, digest = str(state["order"]).partition("-")
         if digest != self._digest:
             raise DataError(
-                "the rows are not those that the run was trained on: their tokens, their order or "
-                "what is trained of them has changed. Resume with the same files, tokenizer and "
+                "the rows differ from those of the run: their tokens, their order or the trained "
+                "tokens have changed. Resume with the same files, tokenizer and "
                 "data settings, or start a new run from the exported model with another save.dir."
             )
         self._loader.seek(state | {"order": order})
