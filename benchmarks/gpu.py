@@ -185,7 +185,7 @@ def copy_rates(place: Place, num_bytes: int) -> dict[str, float]:
     def copy(way: str) -> None:
         with place.new_stream():
             for _ in range(NUM_COPIES):
-                device.fill(*ways[way])
+                device.copy(*ways[way])
 
     def rate(*chosen: str) -> float:
         threads = [threading.Thread(target=copy, args=(way,)) for way in chosen]
@@ -211,7 +211,7 @@ def compute_seconds(
     device = place.new_device()
 
     def without_copies() -> None:
-        device.fill = lambda target, source: None  # type: ignore[method-assign]
+        device.copy = lambda target, source: None  # type: ignore[method-assign]
 
     with Engine(
         decoder,

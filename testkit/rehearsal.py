@@ -204,16 +204,16 @@ class _MetaDevice:
         with self.meter.counting():
             return tensor.to("meta")
 
-    def keep(self, tensor: Tensor, purpose: str) -> Tensor:
+    def counted(self, tensor: Tensor, purpose: str) -> Tensor:
         return tensor
 
-    def fill(self, target: Tensor, source: Tensor) -> None:
+    def copy(self, target: Tensor, source: Tensor) -> None:
         pass
 
-    def give(self, tensor: Tensor) -> Tensor:
+    def to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to("meta")
 
-    def bring(self, tensor: Tensor) -> Tensor:
+    def to_host(self, tensor: Tensor) -> Tensor:
         return tensor
 
     def seed(self, seed: int) -> None:

@@ -57,8 +57,8 @@ def test_what_is_given_and_brought_back_is_the_same(name: str, policy: Policy) -
     device = device_on(simulator)
     with lane(simulator):
         pinned = device.pinned(tensor)
-        given = device.give(pinned)
-        brought = device.bring(given)
+        given = device.to_device(pinned)
+        brought = device.to_host(given)
         assert simulator.num_syncs == 0  # nobody waited
         simulator.synchronize()
     assert simulator.is_device(given) or tensor.numel() == 0
@@ -74,7 +74,7 @@ def test_a_value_that_is_read_before_its_op_is_complete_would_be_noticed() -> No
     simulator = Simulator(policy="late")
     device = device_on(simulator)
     with lane(simulator):
-        brought = device.bring(device.give(device.pinned(TENSORS["ids"])))
+        brought = device.to_host(device.to_device(device.pinned(TENSORS["ids"])))
         early = brought.clone()
         simulator.synchronize()
     assert not torch.equal(early, TENSORS["ids"])
@@ -110,8 +110,8 @@ def test_fills_are_exact_both_ways_and_wait_for_nobody(
         with simulator.bypassed:
             arena.copy_(torch.arange(4 * PIECE) % 251)
         there = device.allocate(stop - start, "weight slots")
-        device.fill(there.view(torch.int32), arena[start:stop].view(torch.int32))
-        device.fill(back[start:stop], there)
+        device.copy(there.view(torch.int32), arena[start:stop].view(torch.int32))
+        device.copy(back[start:stop], there)
         assert simulator.num_syncs == 0
         simulator.synchronize()
     expected = torch.zeros_like(back)
@@ -128,14 +128,14 @@ def test_a_copy_that_is_not_cut_would_be_noticed(monkeypatch: pytest.MonkeyPatch
         there = device.allocate(2 * PIECE, "weight slots")
         monkeypatch.setattr(device._registry, "pieces", lambda tensor: [slice(0, tensor.nbytes)])
         with pytest.raises(AssertionError, match="a copy across two registered pieces"):
-            device.fill(there, arena)
+            device.copy(there, arena)
 
 
 def test_copies_of_memory_that_was_never_pinned_are_refused() -> None:
     simulator = Simulator()
     device = device_on(simulator)
     with lane(simulator), pytest.raises(AssertionError, match="memory that went through `pin`"):
-        device.fill(device.allocate(8, "weight slots"), torch.zeros(8, dtype=torch.uint8))
+        device.copy(device.allocate(8, "weight slots"), torch.zeros(8, dtype=torch.uint8))
 
 
 # Memory.
@@ -158,7 +158,7 @@ def test_what_does_not_fit_is_told_by_purpose() -> None:
 def test_what_compute_made_is_kept_as_it_is() -> None:
     simulator = Simulator()
     hidden = simulator.empty(64)
-    assert device_on(simulator).keep(hidden, "hidden states") is hidden
+    assert device_on(simulator).counted(hidden, "hidden states") is hidden
 
 
 def test_host_memory_is_zero_and_registered_until_it_is_taken_back() -> None:

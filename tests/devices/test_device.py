@@ -38,7 +38,7 @@ HOLDERS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_whatever_holds_the_memory_keeps_it_counted(holder: str) -> None:
     device = CpuDevice()
-    hidden = device.keep(torch.ones(25, requires_grad=True), "hidden states")
+    hidden = device.counted(torch.ones(25, requires_grad=True), "hidden states")
     held = HOLDERS[holder](hidden)
     del hidden
     assert device.meter.live_bytes == 100
@@ -85,7 +85,7 @@ def test_garbage_that_is_collected_while_counting_is_counted_off() -> None:
             return str(self)
 
     def work() -> None:
-        cycle: list[object] = [device.keep(torch.ones(10), "hidden states")]
+        cycle: list[object] = [device.counted(torch.ones(10), "hidden states")]
         cycle.append(cycle)
         del cycle
         with pytest.raises(DeviceFull, match=r"^device memory: tape needs"):
@@ -123,7 +123,7 @@ def test_copies_have_the_bits_and_touch_nothing_else(name: str) -> None:
     source = TENSORS[name]
     around = torch.full((source.numel() + 8,), 7, dtype=source.dtype)
     target = around[4:-4].view(source.shape)
-    CpuDevice(copying=True).fill(target, source)
+    CpuDevice(copying=True).copy(target, source)
     assert torch.equal(bits(target), bits(source))
     assert (around[:4] == 7).all()
     assert (around[-4:] == 7).all()
@@ -141,14 +141,14 @@ def test_copies_that_convert_would_be_noticed() -> None:
 def test_fill_writes_the_bytes_and_nothing_beside() -> None:
     device = CpuDevice(copying=True)
     target = torch.zeros(8, dtype=torch.uint8)
-    device.fill(target[2:5], torch.tensor([1, 2, 255], dtype=torch.uint8))
+    device.copy(target[2:5], torch.tensor([1, 2, 255], dtype=torch.uint8))
     assert target.tolist() == [0, 0, 1, 2, 255, 0, 0, 0]
 
 
 @pytest.mark.parametrize("copying", [True, False])
 def test_host_and_device_are_one_memory(copying: bool) -> None:
     device, tensor = CpuDevice(copying=copying), torch.randn(3)
-    for way in (device.pinned, device.place, device.give, device.bring):
+    for way in (device.pinned, device.place, device.to_device, device.to_host):
         assert way(tensor) is tensor
     device.pin("weights", tensor.view(torch.uint8))
     device.synchronize()

@@ -123,8 +123,8 @@ def test_copies_of_a_refused_arena_are_exact(refused: int, policy: Policy) -> No
             device.pin("weights", arena)
         device.pin("gradients", back)
         there = device.allocate(arena.nbytes, "weight slots")
-        device.fill(there, arena)
-        device.fill(back, there)
+        device.copy(there, arena)
+        device.copy(back, there)
         simulator.synchronize()
     assert torch.equal(back, arena)
     assert simulator.races == []

@@ -40,7 +40,7 @@ class SlowDevice(CpuDevice):
         self.inward.add(made.data_ptr())
         return made
 
-    def fill(self, target: Tensor, source: Tensor) -> None:
+    def copy(self, target: Tensor, source: Tensor) -> None:
         seconds = target.nbytes / self._rates[target.data_ptr() in self.inward]
         with self._lock:
             begin = self.now if self._shared else self._begin

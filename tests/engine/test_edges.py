@@ -61,7 +61,7 @@ class There:
         """Queue what follows, as lane compute does."""
         with watched(self.simulator), self.simulator.stream(), torch.no_grad():
             for name, weight in self.weights.items():
-                self._there[name] = self.device.give(self.device.pinned(weight))
+                self._there[name] = self.device.to_device(self.device.pinned(weight))
             yield
             self._there.clear()
 
@@ -71,7 +71,7 @@ class There:
             return micro_of(kind, seed)
 
     def front(self, micro: MicroBatch) -> tuple[Tensor, list[Call]]:
-        inputs = {n: self.device.give(self.device.pinned(t)) for n, t in micro.inputs.items()}
+        inputs = {n: self.device.to_device(self.device.pinned(t)) for n, t in micro.inputs.items()}
         return self.edges.front(self._there, micro.inputs, inputs)
 
     def num_questions(self, micro: MicroBatch) -> int:
@@ -82,7 +82,7 @@ class There:
 
     def back(self, tensor: Tensor) -> Tensor:
         """Return what a device tensor holds."""
-        brought = self.device.bring(tensor)
+        brought = self.device.to_host(tensor)
         self.simulator.synchronize()
         return brought
 
@@ -219,7 +219,7 @@ def test_a_tail_in_training_does_not_rely_on_what_an_evaluation_asked() -> None:
     there, asked = There("opt"), []
     hidden = torch.zeros(1, 5, there.on_host.bytes_per_token // 2).bfloat16()
     with there.lane():
-        given = there.device.give(there.device.pinned(hidden))
+        given = there.device.to_device(there.device.pinned(hidden))
         for training in (False, True, True):
             there.placed.model.train(training)
             before = there.simulator.num_syncs
@@ -268,8 +268,8 @@ def test_tails_and_scores_are_those_of_the_host_and_ask_once_for_a_shape(family:
                 logits = torch.randn(shape[1], 320).bfloat16()
                 rows = template.tail(there.weights, hidden)
                 scores = template.scores(logits)
-            given = there.device.give(there.device.pinned(hidden))
-            given_logits = there.device.give(there.device.pinned(logits))
+            given = there.device.to_device(there.device.pinned(hidden))
+            given_logits = there.device.to_device(there.device.pinned(logits))
             before = there.simulator.num_syncs
             found = there.edges.tail(there._there, given)
             found_scores = there.edges.scores(given_logits)

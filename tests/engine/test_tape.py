@@ -104,11 +104,11 @@ def test_a_copy_is_no_longer_the_callers(on_host: bool) -> None:
 
 def test_a_device_that_mixes_up_bytes_would_be_noticed() -> None:
     class Wrong(CpuDevice):
-        def fill(self, target: Tensor, source: Tensor) -> None:
-            super().fill(target, source.roll(1))
+        def copy(self, target: Tensor, source: Tensor) -> None:
+            super().copy(target, source.roll(1))
 
     class Forgetful(CpuDevice):
-        def fill(self, target: Tensor, source: Tensor) -> None:
+        def copy(self, target: Tensor, source: Tensor) -> None:
             pass
 
     for device in (Wrong(copying=True), Forgetful(copying=True)):
@@ -234,7 +234,7 @@ def test_places_are_aligned_and_apart(on_host: bool) -> None:
 def test_unified_memory_copies_nothing_and_keeps_no_input_beyond_its_use(on_host: bool) -> None:
     device = CountingDevice(copying=False)
     tape = tape_for(device, on_host=on_host)
-    kept = {key: device.keep(hidden, "hidden states") for key, hidden in inputs(0).items()}
+    kept = {key: device.counted(hidden, "hidden states") for key, hidden in inputs(0).items()}
     assert all(found is kept[key] for key, found in WAYS[on_host](tape, kept))
     assert (tape.stash((1, 0), 0), tape.restore((1, 0), 0)) == (0, 0)
     assert device.rooms == []
@@ -247,9 +247,9 @@ def test_what_a_failed_step_left_is_forgotten(copying: bool) -> None:
     device = CountingDevice(copying=copying)
     tape = tape_for(device, on_host=True)
     at_rest, hidden = device.meter.live_bytes, inputs(0)[1, 0]
-    tape.keep((1, 0), 0, device.keep(hidden.clone(), "hidden states"))
+    tape.keep((1, 0), 0, device.counted(hidden.clone(), "hidden states"))
     tape.stash((1, 0), 0)
-    tape.keep((2, 0), 1, device.keep(hidden.clone(), "hidden states"))
+    tape.keep((2, 0), 1, device.counted(hidden.clone(), "hidden states"))
     tape.clear()
     assert device.meter.live_bytes == at_rest
     with pytest.raises(KeyError):

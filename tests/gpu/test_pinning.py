@@ -42,15 +42,15 @@ def test_registered_and_staged_copies_are_exact(
 
 def test_a_wrong_copy_would_be_noticed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """One byte of one copy to the device is left out."""
-    world, fill = world_of(SORT), Accelerator.fill
+    world, copy = world_of(SORT), Accelerator.copy
     with rig.running(world.store) as accelerator:
         expected = play(rig, world, CASE, accelerator, reference=True)
 
     def short(accelerator: Accelerator, target: Tensor, source: Tensor) -> None:
         less = slice(0, target.numel() - (target.dtype is torch.uint8))
-        fill(accelerator, target[less], source[less])
+        copy(accelerator, target[less], source[less])
 
-    monkeypatch.setattr(Accelerator, "fill", short)
+    monkeypatch.setattr(Accelerator, "copy", short)
     with rig.running(world.store, seed=1) as accelerator:
         outcome = play(rig, world, CASE, accelerator)
     assert outcome.differences(expected) != []
@@ -67,7 +67,7 @@ def test_small_host_tensors_are_pinned(rig: Rig) -> None:
         placed = accelerator.place(ids)
         assert rig.runtime.is_device(placed)
         with rig.runtime.stream():
-            brought = accelerator.bring(placed + 1)
+            brought = accelerator.to_host(placed + 1)
         accelerator.synchronize()
         assert rig.is_pinned(brought)
         assert torch.equal(brought, ids + 1)
@@ -112,7 +112,7 @@ def test_a_wait_for_the_device_would_be_noticed(rig: Rig, monkeypatch: pytest.Mo
         engine = world.engine(case, device=accelerator)
         try:
             engine.step(make_batch(((1, 6),), seed=0))
-            monkeypatch.setattr(Accelerator, "keep", asks)
+            monkeypatch.setattr(Accelerator, "counted", asks)
             with (
                 pytest.raises((AssertionError, RuntimeError), match="synchronizing"),
                 rig.without_waits(),

@@ -149,7 +149,7 @@ def a_closed_device(deadline_s: float) -> list[str]:
         arena = world.store.arena(Kind.HI)
         device.pin("weights", arena)
         with simulator.stream():
-            device.fill(device.allocate(arena.nbytes, "slot"), arena)
+            device.copy(device.allocate(arena.nbytes, "slot"), arena)
         device.close()
         simulator.touch(arena, writes=True, what="the caller")
     return simulator.races

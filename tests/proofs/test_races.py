@@ -75,8 +75,10 @@ def test_a_wait_of_the_host_would_be_noticed(
     simulated: Simulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case(sort="", steps=(), update="none")
-    give = Accelerator.give
-    monkeypatch.setattr(Accelerator, "give", lambda self, tensor: _looked_at(give(self, tensor)))
+    real = Accelerator.to_device
+    monkeypatch.setattr(
+        Accelerator, "to_device", lambda self, tensor: _looked_at(real(self, tensor))
+    )
     with engine_on(simulated, world_of("llama", "bf16"), case) as engine:
         engine.step(make_batch(SHAPES, seed=1))
         before = simulated.num_syncs

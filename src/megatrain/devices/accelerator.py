@@ -105,10 +105,10 @@ class Accelerator:
         self.synchronize()
         return placed
 
-    def keep(self, tensor: Tensor, purpose: str) -> Tensor:
+    def counted(self, tensor: Tensor, purpose: str) -> Tensor:
         return tensor
 
-    def fill(self, target: Tensor, source: Tensor) -> None:
+    def copy(self, target: Tensor, source: Tensor) -> None:
         to_device = self._runtime.is_device(target)
         target, source = target.view(torch.uint8), source.view(torch.uint8)
         pieces = self._registry.pieces(source if to_device else target)
@@ -123,10 +123,10 @@ class Accelerator:
         else:
             outbound.receive(target, source)
 
-    def give(self, tensor: Tensor) -> Tensor:
+    def to_device(self, tensor: Tensor) -> Tensor:
         return self._given(tensor, "inputs")
 
-    def bring(self, tensor: Tensor) -> Tensor:
+    def to_host(self, tensor: Tensor) -> Tensor:
         source = tensor.detach().contiguous()
         return self._like(self._runtime.pinned(source.nbytes), source).copy_(
             source, non_blocking=True

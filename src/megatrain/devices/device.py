@@ -4,9 +4,9 @@
     CpuDevice(copying=True)    slots and real copies on a CPU: what an accelerator does, tested here
     Accelerator                a device with its own memory and streams (accelerator.py)
 
-A device hands out memory and counts it. `keep` counts the memory of a tensor that compute made for
-as long as anything uses it, be it a view. A cap turns the count into a law: what would exceed it is
-a DeviceFull naming the purpose.
+A device hands out memory and counts it. `counted` counts the memory of a tensor that compute made
+for as long as anything uses it, be it a view. A cap turns the count into a law: an allocation that
+would exceed it raises DeviceFull, which names the purpose.
 """
 
 from __future__ import annotations
@@ -70,22 +70,22 @@ class Device(Protocol):
         """Let copies reach this host memory at full speed, if they can."""
 
     def pinned(self, tensor: Tensor) -> Tensor:
-        """Return a small host tensor, or its copy, in memory that `give` need not wait for."""
+        """Return a small host tensor, or its copy, where `to_device` need not wait for it."""
 
     def place(self, tensor: Tensor) -> Tensor:
-        """Return a copy on the device that stays; not inside an op."""
+        """Return a copy on the device that stays. The caller waits for it: not inside an op."""
 
-    def keep(self, tensor: Tensor, purpose: str) -> Tensor:
+    def counted(self, tensor: Tensor, purpose: str) -> Tensor:
         """Count what compute made until nothing uses it any more, and return it."""
 
-    def fill(self, target: Tensor, source: Tensor) -> None:
-        """Copy flat bits, one side on the host and one on the device."""
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Queue a copy of flat bits, one side on the device, one in mapped or pinned memory."""
 
-    def give(self, tensor: Tensor) -> Tensor:
-        """Return a small host tensor on the device."""
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """Return a small tensor, which is `pinned`, on the device: the copy is queued."""
 
-    def bring(self, tensor: Tensor) -> Tensor:
-        """Return a small device tensor on the host: it holds its value when the op is complete."""
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """Return a small device tensor on the host; its value is there once the op is complete."""
 
     def seed(self, seed: int) -> None:
         """Set what layers draw their random numbers from."""
@@ -150,7 +150,7 @@ class CpuDevice:
         return [Lane(name) for name in LANES]
 
     def allocate(self, num_bytes: int, purpose: str) -> Tensor:
-        return self.keep(torch.empty(num_bytes, dtype=torch.uint8), purpose)
+        return self.counted(torch.empty(num_bytes, dtype=torch.uint8), purpose)
 
     def map_host(self, num_bytes: int, purpose: str) -> Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
@@ -167,19 +167,19 @@ class CpuDevice:
     def place(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def keep(self, tensor: Tensor, purpose: str) -> Tensor:
+    def counted(self, tensor: Tensor, purpose: str) -> Tensor:
         storage = tensor.untyped_storage()
         self.meter.add(storage.nbytes(), purpose)
         weakref.finalize(storage, self.meter.remove, storage.nbytes())
         return tensor
 
-    def fill(self, target: Tensor, source: Tensor) -> None:
+    def copy(self, target: Tensor, source: Tensor) -> None:
         copy_bits(target, source)
 
-    def give(self, tensor: Tensor) -> Tensor:
+    def to_device(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def bring(self, tensor: Tensor) -> Tensor:
+    def to_host(self, tensor: Tensor) -> Tensor:
         return tensor
 
     def seed(self, seed: int) -> None:

@@ -175,11 +175,11 @@ def copy_rates(
         host.fill_(1)  # pages that were never written are one zero page, and copy faster
     devices = [device.allocate(num_bytes, "the copies of doctor") for _ in range(2)]
     try:
-        into = bench.seconds(lambda: device.fill(devices[0], hosts[0]))
-        out = bench.seconds(lambda: device.fill(hosts[1], devices[1]))
+        into = bench.seconds(lambda: device.copy(devices[0], hosts[0]))
+        out = bench.seconds(lambda: device.copy(hosts[1], devices[1]))
         works = (
-            lambda: device.fill(devices[0], hosts[0]),
-            lambda: device.fill(hosts[1], devices[1]),
+            lambda: device.copy(devices[0], hosts[0]),
+            lambda: device.copy(hosts[1], devices[1]),
         )
         both = bench.seconds(lambda: _together(works, stream))
     finally:

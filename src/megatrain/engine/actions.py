@@ -92,7 +92,7 @@ class StepActions:
                     self._routing.add(logits, self._mask(micro), num_tokens)
                 if op.keeps_input:
                     machine.tape.keep((block, micro), op.tape_slot, given)
-        self._hidden[micro] = machine.device.keep(hidden, "hidden states")
+        self._hidden[micro] = machine.device.counted(hidden, "hidden states")
 
     def _stash(self, op: Op) -> int:
         assert op.tape_slot is not None
@@ -105,7 +105,7 @@ class StepActions:
     def _head(self, op: Op) -> None:
         if self._routing is not None and op.micro == 0:
             with torch.no_grad():
-                self.aux_loss = self._machine.device.bring(self._routing.loss())
+                self.aux_loss = self._machine.device.to_host(self._routing.loss())
         micro = _micro(op)
         if op.trains:
             self._seed(_block(op), micro)
@@ -167,8 +167,8 @@ class StepActions:
 
     def _pass_gradient(self, micro: int, gradient: Tensor | None) -> None:
         if gradient is not None:
-            keep = self._machine.device.keep
-            self._d_hidden[micro] = keep(gradient, "gradients of hidden states")
+            counted = self._machine.device.counted
+            self._d_hidden[micro] = counted(gradient, "gradients of hidden states")
         else:
             self._calls.pop(micro, None)
 
@@ -183,9 +183,9 @@ class StepActions:
             cache = None if self.caches is None else self.caches[micro]
             host = machine.inputs(self._batch[micro]) | inputs_with(cache)
             self._host_inputs[micro] = host
-            give = machine.device.give
+            to_device = machine.device.to_device
             self._inputs[micro] = {
-                name: give(value) if isinstance(value, Tensor) else value
+                name: to_device(value) if isinstance(value, Tensor) else value
                 for name, value in host.items()
             }
             self._rows[micro] = machine.weights.rows(micro)

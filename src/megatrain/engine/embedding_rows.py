@@ -87,9 +87,9 @@ class EmbeddingRows:
         """Gather the rows on the host, queue their copy, and return the bytes."""
         assert self._on_device is not None
         gather_rows(self._rows(self._going), self._table, self._ids)
-        self._device.fill(self._on_device[: self._num_bytes], self._going[: self._num_bytes])
+        self._device.copy(self._on_device[: self._num_bytes], self._going[: self._num_bytes])
         for name, target in self._others.items():
-            self._device.fill(target.view(-1), self._store.param(name, Kind.HI).view(-1))
+            self._device.copy(target.view(-1), self._store.param(name, Kind.HI).view(-1))
         return self._num_bytes + sum(other.nbytes for other in self._others.values())
 
     def drained(self) -> Tensor:

@@ -159,7 +159,7 @@ class _Outbox:
                 piece.zero_()
             else:
                 piece.copy_(total[span])
-            self._device.fill(target[span], piece)
+            self._device.copy(target[span], piece)
 
 
 def _users(slot_of: Mapping[int, SlotId]) -> dict[SlotId, list[int]]:

@@ -57,8 +57,8 @@ class Head:
             *machine.weights.projection(op),
         )
         loss = result.loss if found.loss is None else found.loss
-        self.losses[micro] = machine.device.bring(loss)
-        self.figures[micro] = {n: machine.device.bring(f) for n, f in found.figures.items()}
+        self.losses[micro] = machine.device.to_host(loss)
+        self.figures[micro] = {n: machine.device.to_host(f) for n, f in found.figures.items()}
         projection = (machine.weights.head_weight, machine.weights.head_bias)
         tail = {name: tensor for name, tensor in leaves.items() if name not in projection}
         grads = gradients_of([(rows, result.rows)], tail, given)
@@ -73,16 +73,16 @@ class Head:
         del hidden  # before there are logits
         inputs, spans = self._inputs(micro)
         logprobs = self._logprobs(rows, *machine.weights.projection(op), inputs, spans)
-        self.logprobs[micro] = machine.device.bring(logprobs)
+        self.logprobs[micro] = machine.device.to_host(logprobs)
 
     def predict(self, op: Op, hidden: Tensor) -> None:
         """Compute the logits after the last token of each row of a micro-batch."""
         machine, micro = self._machine, _micro(op)
         with torch.no_grad():
             rows = machine.edges.tail(machine.weights.of(op), hidden)
-            last = machine.device.give(machine.device.pinned(self._batch[micro].last_tokens()))
+            last = machine.device.to_device(machine.device.pinned(self._batch[micro].last_tokens()))
             logits = F.linear(rows.index_select(0, last), *machine.weights.projection(op))
-            self.predictions[micro] = machine.device.bring(machine.edges.scores(logits).float())
+            self.predictions[micro] = machine.device.to_host(machine.edges.scores(logits).float())
 
     def evaluated(self) -> float:
         """Return the loss of an evaluation summed over all units, in double precision."""
@@ -139,7 +139,7 @@ class Head:
         """Return what the loss sees, on the device, and the chunks that have a target."""
         batch, machine = self._batch[micro], self._machine
         spans = trained_spans(next_token_targets(batch.labels), machine.settings.chunk_tokens)
-        return batch.loss_inputs(machine.device.give), spans
+        return batch.loss_inputs(machine.device.to_device), spans
 
     @functools.cached_property
     def num_units(self) -> int:

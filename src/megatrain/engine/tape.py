@@ -37,7 +37,7 @@ class Home(Protocol):
 
     def unmap_host(self, arena: Tensor) -> None: ...
 
-    def fill(self, target: Tensor, source: Tensor) -> None: ...
+    def copy(self, target: Tensor, source: Tensor) -> None: ...
 
 
 class _Form(NamedTuple):
@@ -95,7 +95,7 @@ class Tape:
         if not self._home.copying:
             return 0
         size = self._forms[key].num_bytes
-        self._home.fill(self._host.at(key, size), self._device.at((-1, ring_slot), size))
+        self._home.copy(self._host.at(key, size), self._device.at((-1, ring_slot), size))
         return size
 
     def restore(self, key: Key, ring_slot: int) -> int:
@@ -103,7 +103,7 @@ class Tape:
         if not self._home.copying:
             return 0
         size = self._forms[key].num_bytes
-        self._home.fill(self._device.at((-1, ring_slot), size), self._host.at(key, size))
+        self._home.copy(self._device.at((-1, ring_slot), size), self._host.at(key, size))
         return size
 
     def clear(self) -> None:

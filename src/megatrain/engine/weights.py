@@ -108,7 +108,7 @@ class Weights:
 
     def rows(self, micro: int) -> Tensor | None:
         """Return the row of each token of a micro-batch, on the device; None: its own number."""
-        return None if self._rows is None else self._device.give(self._rows.places(micro))
+        return None if self._rows is None else self._device.to_device(self._rows.places(micro))
 
     def _leaf(self, name: str, weight: Tensor) -> Tensor:
         return weight.detach().requires_grad_(name in self._trained)
@@ -150,7 +150,7 @@ class Slots:
     def fetch(self, block: int, slot: SlotId | None) -> int:
         assert slot is not None
         source = self._store.block_bytes(block, Kind.HI)
-        self._device.fill(self._buffers[slot][: source.nbytes], source)
+        self._device.copy(self._buffers[slot][: source.nbytes], source)
         return source.nbytes
 
     def weights(self, block: int, slot: SlotId | None) -> dict[str, Tensor]:
