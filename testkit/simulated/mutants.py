@@ -375,14 +375,6 @@ MUTANTS = [
         scene="a failed step",
     ),
     Mutant(
-        where="engine.engine.Engine.__init__",
-        what="the reference does not wait for the device",
-        old="synchronize=device.synchronize",
-        new="synchronize=lambda: None",
-        call="synchronize",
-        scene="by the reference",
-    ),
-    Mutant(
         where="lanes.reference.Reference.play",
         what="the reference plays on before an op is done",
         old="self._synchronize()",
