@@ -194,7 +194,7 @@ INDEX_CASES: list[Case] = [
             "ten thousand files": (_many_files, "names 10001 files"),
             "a thousand links to one": (_many_links, "which lacks them"),
             "all in one shard": (_index({"weight_map": _GOOD_MAP}), "which lacks them"),
-            "a tensor it does not know": (_half, "says otherwise"),
+            "a tensor it does not know": (_half, "disagrees"),
             "a tensor nobody has": (
                 lambda folder: write_shards(folder, nobody="b.safetensors"), "lacks them: nobody",
             ),

@@ -45,6 +45,6 @@ def test_a_plot_replaces_a_plot_and_nothing_else(tmp_path: Path) -> None:
     found.draw(path)
     found.draw(path)
     path.write_text("rows of somebody")
-    with pytest.raises(ConfigError, match=r"plan\.png: exists and was not written by megatrain"):
+    with pytest.raises(ConfigError, match=r"plan\.png exists and was not written by megatrain"):
         found.draw(path)
     assert path.read_text() == "rows of somebody"

@@ -42,7 +42,7 @@ def test_an_id_that_is_not_in_the_table_is_asked_of_the_hub(
         assert shape.renamed(known.name) == find_shape("qwen3-8b")
         assert shape.name == "fresh"
         assert hub.fetched() == ["config.json"]
-        with pytest.raises(ConfigError, match=r"acme/qwen: not a folder, .*the Hub has no model"):
+        with pytest.raises(ConfigError, match=r"acme/qwen is not a folder, .*the Hub has no model"):
             find_shape("acme/qwen")
         hub.requests.clear()
         find_shape("Qwen/Qwen3-8B")

@@ -79,5 +79,7 @@ def test_what_is_not_known_is_said() -> None:
         shape_from_config(KNOWN["llama 3.1"] | {"num_hidden_layers": 10**9})
     with pytest.raises(ModelConfigError, match=r"'jamba': its tensors do not follow .* llama"):
         shape_from_config({"model_type": "jamba"})
-    with pytest.raises(ModelConfigError, match=r"config of a llama: dimension missing.*vocab_size"):
+    with pytest.raises(
+        ModelConfigError, match=r"config of a llama: a dimension is missing.*vocab_size"
+    ):
         shape_from_config({"model_type": "llama", "hidden_size": 64})

@@ -66,7 +66,11 @@ def test_if_none_can_be_read_all_reasons_are_told(world: Path) -> None:
     config = config_of(world, world / "run", SETTING)
     with (
         faulty(fail_at=0, persistent=True, error=5, counted=READS),
-        pytest.raises(CheckpointDamaged, match=r"none of 2 checkpoints is whole:\n  .*Input/out"),
+        pytest.raises(
+            CheckpointDamaged,
+            match=r"none of 2 checkpoints is complete:\n  "
+            r".*Input/out",
+        ),
     ):
         resume(world / "run" / FOLDER, config, WITH_CLIP)
 

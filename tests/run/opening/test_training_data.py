@@ -142,5 +142,5 @@ def test_a_folder_without_a_tokenizer_is_refused_by_name(tmp_path: Path) -> None
 def test_a_tokenizer_that_git_lfs_left_behind_is_named(tmp_path: Path) -> None:
     byte_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text(POINTER)
-    with pytest.raises(ModelFolderError, match=r"tokenizer\.json: is a Git LFS pointer"):
+    with pytest.raises(ModelFolderError, match=r"tokenizer\.json is a Git LFS pointer"):
         load_tokenizer(tmp_path)
