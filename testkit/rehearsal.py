@@ -28,7 +28,6 @@ from megatrain.engine.batch import MicroBatch
 from megatrain.engine.machine import build_machine
 from megatrain.lanes.lane import Lane
 from megatrain.lanes.reference import Reference
-from megatrain.losses.head import CHUNK_TOKENS
 from megatrain.losses.loss import Loss
 from megatrain.losses.next_token import NEXT_TOKEN
 from megatrain.memory.layout import Layout
@@ -36,7 +35,7 @@ from megatrain.memory.ledger import Ledger, Line
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
 from megatrain.step.schedule import build_step
-from megatrain.step.settings import StepSettings
+from megatrain.step.settings import CHUNK_TOKENS, StepSettings
 from megatrain.step.shape import StepShape
 
 _GROUPED = torch.ops.aten._grouped_mm.default

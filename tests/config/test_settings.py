@@ -14,10 +14,9 @@ from megatrain.config.data_settings import DataSource
 from megatrain.config.other_tools.names import NAMES
 from megatrain.config.settings import FIELDS, SECTIONS
 from megatrain.errors import ConfigError
-from megatrain.losses.head import CHUNK_TOKENS
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.learning_rate import LearningRate, Shape
-from megatrain.step.settings import StepSettings
+from megatrain.step.settings import CHUNK_TOKENS, StepSettings
 
 
 def make(**sections: Any) -> Config:

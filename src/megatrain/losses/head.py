@@ -24,7 +24,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-CHUNK_TOKENS = 4096
+from megatrain.step.settings import CHUNK_TOKENS
+
 PART_ELEMENTS = 2**22
 """Logits that are scored at once: 16 MiB in fp32, a size that malloc does not map each time."""
 IGNORED = -100

@@ -11,6 +11,9 @@ from typing import Any, Literal
 
 from megatrain.step.shape import StepShape
 
+CHUNK_TOKENS = 4096
+"""Larger chunks of logits are not faster."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSettings:
@@ -25,7 +28,7 @@ class StepSettings:
     """Device ring between compute and a host tape."""
     update: Literal["in_backward", "late"] = "late"
     """When the optimizer updates a block: as its gradient arrives, or once all norms are known."""
-    chunk_tokens: int = 4096
+    chunk_tokens: int = CHUNK_TOKENS
     """Tokens whose logits exist at a time."""
     gather_embedding: bool = False
     """Send the rows of a step's tokens to the device, not the full table."""

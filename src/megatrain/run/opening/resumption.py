@@ -27,7 +27,7 @@ from megatrain.memory.kinds import Kind, store_kinds
 from megatrain.models.config_json import CONFIG_NAME
 from megatrain.optim.states import STATES
 from megatrain.run.state import RunState, as_count, as_loss
-from megatrain.step.settings import StepSettings
+from megatrain.step.settings import CHUNK_TOKENS
 
 FIXED = {
     "model": ("dtype", "frozen", "add_tokens"),
@@ -160,7 +160,7 @@ def known_of(manifest: Manifest) -> RunRecord:
             },
             lines={str(name): as_count(size) for name, size in training["lines"].items()},
             micro_batch_tokens=as_count(training["micro_batch_tokens"]),
-            chunk_tokens=as_count(training.get("chunk_tokens", StepSettings().chunk_tokens)),
+            chunk_tokens=as_count(training.get("chunk_tokens", CHUNK_TOKENS)),
             learning_rate=as_loss(training.get("learning_rate")),
             source_mark=_as_text(training.get("source_mark")),
         )
