@@ -63,7 +63,7 @@ from megatrain.step.settings import StepSettings
 from megatrain.step.shape import StepShape
 
 LEAST_CACHE_BYTES = 64 << 20
-_UNTIL_KNOWN = (OpKind.HEAD, OpKind.BACKWARD, OpKind.DRAIN, OpKind.NORM, OpKind.CLIP)
+_UNTIL_KNOWN = tuple(kind for kind in OpKind if kind.spec.ends_step)
 """A step's caller waits for these: losses and norms. Updates continue."""
 
 
