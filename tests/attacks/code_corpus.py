@@ -110,7 +110,7 @@ PICKLES = [
         "ModelFolderError",
         {
             "a pickle": (_instead("pytorch_model.bin", pickled), "It has pytorch_model.bin"),
-            "what torch saves": (_instead("pytorch_model.bin", torch_saved), "not read"),
+            "what torch saves": (_instead("pytorch_model.bin", torch_saved), "not supported"),
             "shards of pickles": (
                 _instead(
                     "pytorch_model-1.bin", pickled, {"pytorch_model.bin.index.json": _INDEX}
@@ -128,7 +128,7 @@ PICKLES = [
                 "It has adapter_model.bin",
             ),
             "an adapter in safetensors": (
-                _instead("adapter_model.safetensors", b"\x02\0\0\0\0\0\0\0{}"), "not read",
+                _instead("adapter_model.safetensors", b"\x02\0\0\0\0\0\0\0{}"), "not supported",
             ),
             "Keras": (_instead("tf_model.h5", b"\x89HDF\r\n\x1a\n"), "neither"),
             "Flax": (_instead("flax_model.msgpack", b"\x81"), "neither"),
@@ -142,7 +142,7 @@ PICKLES = [
         {
             "a pickle": (_instead("model.safetensors", pickled), "header of"),
             "what torch saves": (_instead("model.safetensors", torch_saved), "header of"),
-            "a zip behind an empty header": (_instead("model.safetensors", _zipped), "appended"),
+            "a zip behind an empty header": (_instead("model.safetensors", _zipped), "or extended"),
             "a shard that is a pickle": (_shard, "header of"),
             "a script": (_instead("model.safetensors", _script), "header of"),
             "Python": (_instead("model.safetensors", _python), "header of"),

@@ -119,10 +119,10 @@ SIZES = config_cases(
         ),
         "labels": ({"num_labels": 1 << 24}, "num_labels is 16777216"),
         "attention repeated": (
-            _of("gpt_neo", num_layers=2, attention_types=[[["global"], 1 << 19]]), "of 524288",
+            _of("gpt_neo", num_layers=2, attention_types=[[["global"], 1 << 19]]), "524288 layers",
         ),
         "attention repeated in many": (
-            _of("gpt_neo", attention_types=[[["global"] * 9000, 500]] * 10), "of 45000000 layers",
+            _of("gpt_neo", attention_types=[[["global"] * 9000, 500]] * 10), "45000000 layers",
         ),
         "attention repeated as text": (
             _of("gpt_neo", attention_types=[["x" * 60_000, "y" * 60_000]]), "rejects it",

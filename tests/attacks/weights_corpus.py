@@ -172,9 +172,9 @@ FORMAT = cases(
         "dtype unknown": (_entry(dtype="PICKLE"), "unknown dtype"),
         "dtype object": (_entry(dtype={"a": 1}), "unknown dtype"),
         "dtype in small letters": (_entry(dtype="bf16"), "unknown dtype"),
-        "one field more": (_entry(loader="evil"), "nothing else"),
-        "one field less": (_header(HEADER | {FIRST: {"dtype": "BF16"}}), "nothing else"),
-        "entry that is a number": (_header(HEADER | {FIRST: 1}), "nothing else"),
+        "one field more": (_entry(loader="evil"), "data_offsets only"),
+        "one field less": (_header(HEADER | {FIRST: {"dtype": "BF16"}}), "data_offsets only"),
+        "entry that is a number": (_header(HEADER | {FIRST: 1}), "data_offsets only"),
         "name without end": (_header(HEADER | {"x" * 100_000: HEADER[FIRST]}), "100000 char"),
     },
 )  # fmt: skip
