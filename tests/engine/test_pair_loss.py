@@ -1,8 +1,8 @@
 """The loss is a seam: preferences between pairs of answers train as under ordinary autograd.
 
 Three chained steps against the resident model: one micro-batch, two unequal ones with padding, one
-with two answers packed into each row. Losses, gradients, weights, masters and moments are compared
-bit by bit.
+with two answers packed into each row. Losses, gradients (where they wait for the clip factor) and
+weights are compared bit by bit.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from megatrain.losses.next_token import NEXT_TOKEN
 from megatrain.models.balance import probability_sums
 from megatrain.models.key_values import inputs_with
 from megatrain.models.stand_ins import Call
-from megatrain.step.ops import Op, OpKind
+from megatrain.step.ops import Op, OpKind, Role
 
 
 class StepActions:
@@ -81,7 +81,7 @@ class StepActions:
         weights = machine.weights.of(op)
         self._seed(block, micro)
         with torch.no_grad():
-            if block == 0:
+            if op.role is Role.EMBEDDING:
                 hidden, self._calls[micro] = self._front(weights, micro)
             else:
                 given = self._hidden.pop(micro)
@@ -121,7 +121,7 @@ class StepActions:
         d_hidden = self._d_hidden.pop(micro)
         self._seed(block, micro)
         with torch.enable_grad():
-            if block == 0:
+            if op.role is Role.EMBEDDING:
                 hidden, _ = self._front(leaves, micro)
                 given, balance = None, []
             else:

@@ -33,7 +33,7 @@ from megatrain.engine.grad_slots import GradSlots
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import Segment
 from megatrain.memory.store import Store
-from megatrain.step.ops import Op, SlotId
+from megatrain.step.ops import Op, Role, SlotId
 from megatrain.step.resources import block_places
 from megatrain.step.shape import StepShape
 
@@ -115,7 +115,7 @@ class Gradients:
 
     def finish(self, op: Op) -> None:
         """Make the drained bytes of the op's block its full gradient: rows become a table."""
-        if op.block == 0 and self._rows is not None:
+        if op.role is Role.EMBEDDING and self._rows is not None:
             self._rows.spread(self._param(op, self._rows.name))
 
     def flat(self, op: Op) -> list[tuple[Segment, Tensor]]:
