@@ -40,12 +40,16 @@ def make_engine(
         if reference
         else Player(lanes or device.lanes(), deadline_s=deadline_s, trace=spans)
     )
-    return Engine(
-        decoder,
-        store,
-        optimizer=optimizer,
-        loss=loss,
-        settings=StepSettings(**settings),
-        device=device,
-        player=player,
-    )
+    try:
+        return Engine(
+            decoder,
+            store,
+            optimizer=optimizer,
+            loss=loss,
+            settings=StepSettings(**settings),
+            device=device,
+            player=player,
+        )
+    except BaseException:
+        player.close()  # its lanes have started
+        raise

@@ -457,6 +457,6 @@ def test_a_backend_that_fails_is_named_with_the_way_out() -> None:
         raise RuntimeError("no compiler found")
 
     world = world_of("llama")
-    text = r"cannot compile layer 0 \(LlamaDecoderLayer\)(?s:.*)no compiler found(?s:.*)Without"
+    text = r"cannot compile layer 0 \(LlamaDecoderLayer\)(?s:.*)no compiler(?s:.*)Set train.compile"
     with pytest.raises(ConfigError, match=text):
         world.run(world.template(fail), grad=False)
