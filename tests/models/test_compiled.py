@@ -245,7 +245,7 @@ def test_structures_do_not_learn_each_others_sizes() -> None:
 
 
 @pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.nightly), "aot_eager"])
-@pytest.mark.parametrize("family", of_the_day(list(FAMILIES), 2))
+@pytest.mark.parametrize("family", of_the_day(list(FAMILIES), 1))
 def test_outputs_and_gradients_are_those_of_the_uncompiled_layers(
     family: str, backend: str
 ) -> None:

@@ -59,7 +59,7 @@ def test_the_store_to_the_byte(family: str, dtype: str) -> None:
             assert lines == store_ledger(build_layout(decoder.blocks, kinds)).lines
 
 
-@pytest.mark.parametrize("batch", of_the_day(BATCHES, 2), ids=str)
+@pytest.mark.parametrize("batch", of_the_day(BATCHES, 1), ids=str)
 @pytest.mark.parametrize("family", SMALL)
 def test_the_device_against_its_rehearsal(
     family: str, batch: tuple[str, int, int, int, int, str, int]

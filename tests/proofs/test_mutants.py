@@ -188,7 +188,9 @@ def is_found(mutant: Mutant, scene: str, deadline_s: float) -> bool:
             return True
 
 
-@pytest.mark.parametrize("mutant", [m for m in MUTANTS if not m.equivalent], ids=str)
+@pytest.mark.parametrize(
+    "mutant", of_the_day([m for m in MUTANTS if not m.equivalent], 16), ids=str
+)
 def test_a_mutant_is_found(mutant: Mutant) -> None:
     assert is_found(mutant, mutant.scene, STUCK_S)
 

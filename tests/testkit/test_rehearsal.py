@@ -65,7 +65,7 @@ def test_there_are_thirty() -> None:
     assert len(CONFIGURATIONS) >= 30
 
 
-@pytest.mark.parametrize("configuration", of_the_day(CONFIGURATIONS, 12), ids=str)
+@pytest.mark.parametrize("configuration", of_the_day(CONFIGURATIONS, 8), ids=str)
 def test_the_rehearsed_peak_is_the_real_one(configuration: tuple[object, ...]) -> None:
     planned = rehearsed(*configuration).total("device")  # type: ignore[arg-type]
     assert played(*configuration) == pytest.approx(planned, rel=0.02)  # type: ignore[arg-type]

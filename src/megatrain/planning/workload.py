@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatrain.memory.kinds import Kind
@@ -80,9 +81,9 @@ class AttentionShape:
         return 2.0 * self.heads * (self.head_dim + self.value_dim) * seen
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class BlockShape:
-    """The embedding, a layer or the head."""
+    """The embedding, a layer or the head. Its sums are made once: a search asks for them often."""
 
     tensors: tuple[TensorShape, ...]
     attention: AttentionShape | None = None
@@ -92,23 +93,23 @@ class BlockShape:
     num_experts: int = 0
     experts_per_token: int = 0
 
-    @property
+    @cached_property
     def params(self) -> int:
         return sum(tensor.num_elements for tensor in self.tensors)
 
-    @property
+    @cached_property
     def active_params(self) -> float:
         """Params that one token uses."""
         return sum(tensor.num_elements * self._share(tensor) for tensor in self.tensors)
 
-    @property
+    @cached_property
     def matmul_flops_per_token(self) -> float:
         """FLOPs of the products of forward, without attention."""
         roles = ("matrix", "experts")
         used = (t.num_elements * self._share(t) for t in self.tensors if t.role in roles)
         return 2.0 * sum(used)
 
-    @property
+    @cached_property
     def is_trained(self) -> bool:
         return any(tensor.trained for tensor in self.tensors)
 
@@ -120,10 +121,19 @@ class BlockShape:
     def elements(self, dtype: Dtype, *, fp32: bool, trained: bool | None = None) -> int:
         """Return the padded elements of the tensors that compute sees in fp32, or in bf16."""
         return sum(
-            tensor.padded
-            for tensor in self.tensors
-            if (tensor.fp32 or dtype == "fp32") is fp32 and trained in (None, tensor.trained)
+            padded
+            for (kept_fp32, is_trained), padded in self._padded.items()
+            if (kept_fp32 or dtype == "fp32") is fp32 and trained in (None, is_trained)
         )
+
+    @cached_property
+    def _padded(self) -> dict[tuple[bool, bool], int]:
+        """Padded elements by whether they are kept in fp32 and whether they are trained."""
+        found: dict[tuple[bool, bool], int] = {}
+        for tensor in self.tensors:
+            key = tensor.fp32, tensor.trained
+            found[key] = found.get(key, 0) + tensor.padded
+        return found
 
     def weight_bytes(self, dtype: Dtype) -> int:
         """Return what a fetch of the block moves."""
@@ -136,7 +146,7 @@ class BlockShape:
 
     def trained_elements(self) -> int:
         """Return what an update of the block walks, padding included."""
-        return sum(tensor.padded for tensor in self.tensors if tensor.trained)
+        return sum(padded for (_, trained), padded in self._padded.items() if trained)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
