@@ -1,4 +1,4 @@
-"""Runs in this folder start the children that prepare data from a process that is warm.
+"""Runs of this folder: a tiny model with rows, and children that start from a warm process.
 
 A child of `multiprocessing`'s spawn method imports transformers for a second, and every run with a
 new cache starts some. Those of a fork server do the same work. Children that are new interpreters
@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from testkit.runs import write_world
 
 PRELOADED = ["megatrain.data.chat.probe", "megatrain.data.tokens.prepare", "transformers"]
 
@@ -27,3 +30,17 @@ def _warm_children() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multiprocessing, "get_context", warm)
         yield
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model and rows to train it on."""
+    folder = tmp_path_factory.mktemp("world")
+    write_world(folder)
+    return folder
+
+
+@pytest.fixture
+def cache_in_world(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prepare the rows of a world once for all tests of a module."""
+    monkeypatch.setenv("MEGATRAIN_CACHE", str(world / "cache"))

@@ -21,21 +21,11 @@ from megatrain.run import checkpoints as module
 from megatrain.run.checkpoints import FOLDER, Checkpoints
 from megatrain.run.trainer import Trainer
 from testkit.patience import HANG_S, eventually
-from testkit.runs import Setting, config_of, lines_of, write_world
+from testkit.runs import Setting, config_of, lines_of
 from testkit.warm_python import warm_python
 from tests.disk.checkpoint.saving import restored, same, state_of, tiny_model, train, training
 
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("world")
-    write_world(folder)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def _cache(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEGATRAIN_CACHE", str(world / "cache"))
+pytestmark = pytest.mark.usefixtures("cache_in_world")
 
 
 def test_steps_are_taken_while_a_save_is_under_way(

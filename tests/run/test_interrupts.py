@@ -23,7 +23,7 @@ from megatrain.run import interrupts as interrupts_module
 from megatrain.run.checkpoints import FOLDER
 from megatrain.run.interrupts import SIGNALS, Interrupts
 from testkit.patience import HANG_S, eventually
-from testkit.runs import Setting, config_of, lines_of, run, write_world
+from testkit.runs import Setting, config_of, lines_of, run
 
 HELD = (
     "import os, sys, time; from megatrain.run.trainer import Trainer; real = Trainer._step\n"
@@ -39,16 +39,7 @@ HELD = (
 """The command line. Its third step makes RUN.held and does not end before RUN.go is there."""
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("world")
-    write_world(folder)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def _cache(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEGATRAIN_CACHE", str(world / "cache"))
+pytestmark = pytest.mark.usefixtures("cache_in_world")
 
 
 def _start(world: Path, path: Path, **settings: Any) -> subprocess.Popen[str]:

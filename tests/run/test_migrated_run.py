@@ -11,14 +11,6 @@ import pytest
 from megatrain.cli.verbs import init_config
 from megatrain.config import load_config
 from megatrain.run.trainer import Trainer
-from testkit.runs import write_world
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("world")
-    write_world(folder)
-    return folder
 
 
 def test_a_file_of_trl_is_run_with_its_rows_and_steps(

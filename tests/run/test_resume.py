@@ -37,20 +37,9 @@ from testkit.runs import (
     lines_of,
     run,
     setting_of,
-    write_world,
 )
 
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("world")
-    write_world(folder)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def _cache(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEGATRAIN_CACHE", str(world / "cache"))
+pytestmark = pytest.mark.usefixtures("cache_in_world")
 
 
 def _whole(world: Path, path: Path, setting: Setting) -> tuple[State, Path]:

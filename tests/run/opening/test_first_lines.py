@@ -17,14 +17,7 @@ from megatrain.data.tokens import prepare as prepare_module
 from megatrain.disk.hf import model as hf
 from megatrain.errors import DataError
 from megatrain.run.trainer import Trainer
-from testkit.runs import Setting, config_of, write_world
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("world")
-    write_world(folder)
-    return folder
+from testkit.runs import Setting, config_of
 
 
 @pytest.fixture(autouse=True)

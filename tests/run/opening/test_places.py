@@ -17,16 +17,9 @@ from megatrain.config import Config, load_config
 from megatrain.errors import ConfigError, DataError, HubError
 from megatrain.run.opening.places import check_places, pin_commits
 from testkit.hub_on_loopback import Files, Hub, serving, use, use_for_datasets
-from testkit.runs import Setting, State, config_of, lines_of, run, write_world
+from testkit.runs import Setting, State, config_of, lines_of, run
 
 MODEL, ROWS = "acme/tiny", "acme/sums"
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("world")
-    write_world(folder)
-    return folder
 
 
 @pytest.fixture

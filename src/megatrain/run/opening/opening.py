@@ -127,9 +127,7 @@ def _require_apart(config: Config) -> None:
         if model.is_relative_to(written):
             raise RunFolderError(
                 f"save.dir {config.run_dir}: the run writes into {written}, but the model to "
-                f"train, "
-                f"{config.model.name_or_path}, is in there. Set save.dir to another "
-                "folder."
+                f"train, {config.model.name_or_path}, is in there. Set save.dir to another folder."
             )
 
 
