@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatrain.engine.grad_slots import GradSlots
-from megatrain.memory.layout import build_layout
+from megatrain.memory.layout import ALIGN, build_layout
 from megatrain.models.decoder import Block, Param
 from megatrain.optim.states import WITH_CLIP
 from megatrain.step.ops import Role
@@ -34,7 +34,7 @@ def block(index: int, *shapes: tuple[int, ...], dtypes: tuple[torch.dtype, ...] 
 # Sizes that are no multiples of the alignment; a frozen param; one in fp32 among bf16.
 BLOCKS = [
     block(0, (5, 7), (13,), (3,), (130,)),
-    block(1, (9, 31), (2, 2), dtypes=(BF16, FP32)),
+    block(1, (9, 61), (2, 2), dtypes=(BF16, FP32)),
 ]
 LAYOUT = build_layout(BLOCKS, WITH_CLIP)
 NAMES = ["0.0", "0.2", "0.3"]
@@ -137,7 +137,7 @@ def test_padding_is_zero_also_in_fresh_memory(slots: GradSlots) -> None:
     for name in NAMES:
         place = LAYOUT.places[name]
         padding[place.start : place.start + place.param.num_elements] = False
-    assert padding.sum() == 3 * 128 + 128 - 35 - 3 - 130
+    assert padding.sum() == 3 * ALIGN - 35 - 3 - 130
     assert not flat[padding].any()
     assert flat.isfinite().all()
 
@@ -150,4 +150,4 @@ def test_a_slot_is_as_large_as_its_largest_user() -> None:
         return empty(num_bytes)
 
     GradSlots(LAYOUT, {0: [0, 1], "edge": [0]}, allocate, keeps_first=False)
-    assert sizes == [4 * max(512, 384 + 128), 4 * 512]
+    assert sizes == [4 * 4 * ALIGN, 4 * 3 * ALIGN]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatrain.errors import ConfigError
 from megatrain.memory.kinds import Kind
-from megatrain.memory.layout import build_layout
+from megatrain.memory.layout import ALIGN, build_layout
 from megatrain.memory.master import split_into
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Block, Param, build_decoder
@@ -220,11 +220,11 @@ def test_neighbours_of_equal_decay_are_one_pass(store: Store) -> None:
     update(store, AdamW(learning_rate=1e-2, kernel=Counting(), **SETTINGS), 1)  # type: ignore[arg-type]
     shrinks = pytest.approx(1 - 1e-2 * 0.1)
     assert passes == [
-        (256 + 128, shrinks),
-        (128 + 128, 1.0),
-        (256, shrinks),
-        (128, shrinks),
-        (128, 1),
+        (2 * ALIGN, shrinks),
+        (2 * ALIGN, 1.0),
+        (ALIGN, shrinks),
+        (ALIGN, shrinks),
+        (ALIGN, 1),
     ]
 
 

@@ -52,10 +52,10 @@ def test_the_store_to_the_byte(family: str, dtype: str) -> None:
     decoder = decoder_of(family, dtype)
     workload = Workload(model=shape_of(decoder), step_tokens=1, dtype=dtype)  # type: ignore[arg-type]
     for states in (ADAMW, LION, EIGHT_BIT):
-        planned = replace(workload, states=states)
+        planned = replace(workload, states={"fp32": states})
         for update in ("late", "in_backward"):
             kinds = store_kinds(states, waits=update == "late")
-            lines = Ledger(store_lines(planned, update)).lines
+            lines = Ledger(store_lines(planned, StepSettings(update=update))).lines
             assert lines == store_ledger(build_layout(decoder.blocks, kinds)).lines
 
 

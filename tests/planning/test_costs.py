@@ -21,7 +21,7 @@ PROFILE = replace(DESKTOP, op_overhead_s=1e-12)
 
 
 def cost_of(kind: OpKind, states: tuple[Kind, ...]) -> Cost:
-    workload = Workload(model=SMALL, step_tokens=2048, states=states)
+    workload = Workload(model=SMALL, step_tokens=2048, states={"fp32": states})
     ops = steady_step(step_shape(SETTINGS, workload, unified=False))
     return Costs(PROFILE, workload, SETTINGS).of(next(op for op in ops if op.kind is kind))
 

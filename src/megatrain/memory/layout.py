@@ -29,8 +29,8 @@ from megatrain.memory.kinds import Kind
 from megatrain.models.decoder import Block, Param
 
 PAGE = 4096
-ALIGN = 128
-"""Elements. 256 bytes in bf16: the matrix alignment of devices, and full cache lines."""
+ALIGN = 256
+"""Elements: full blocks of 8-bit states, the matrix alignment of devices, and full cache lines."""
 
 
 def kind_dtype(kind: Kind, param_dtype: torch.dtype) -> torch.dtype:

@@ -1,14 +1,39 @@
-"""The states that each optimizer keeps beside the fp32 master. Plain data, without torch."""
+"""The states that each optimizer keeps beside the fp32 master. Plain data, without torch.
+
+A state is kept in fp32, in bf16, or in 8 bits with one scale for SHARED elements. In bf16 and in
+8 bits an update rounds stochastically (optim/kernel.py). Bytes of zero mean a moment of zero in
+all of them: a new store needs no first write.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from megatrain.memory.kinds import Kind, state, store_kinds
+
+SHARED = 256
+"""Elements that share a scale."""
 
 M = state("m", "first moment (m)")
 V = state("v", "second moment (v)")
 ADAMW = (M, V)
+ADAMW_BF16 = (
+    state("m", "first moment (m)", "bfloat16"),
+    state("v", "second moment (v)", "bfloat16"),
+)
+ADAMW_8BIT = (
+    state("m", "first moment (m)", "int8"),
+    state("m_scale", "scales of m", "float32", SHARED),
+    state("v", "second moment (v)", "uint8"),
+    state("v_scale", "scales of v", "float32", SHARED),
+)
 
-STATES: dict[str, tuple[Kind, ...]] = {"adamw": ADAMW}
+StatesByName = Mapping[str, tuple[Kind, ...]]
+"""By `optim.state`, the most exact first."""
+
+STATES: Mapping[str, StatesByName] = {
+    "adamw": {"fp32": ADAMW, "bf16": ADAMW_BF16, "8bit": ADAMW_8BIT}
+}
 """By `optim.name`."""
 
 WITHOUT_CLIP = store_kinds(ADAMW, waits=False)

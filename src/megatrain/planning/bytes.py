@@ -43,15 +43,16 @@ def predicted_ledger(profile: MachineProfile, workload: Workload, settings: Step
     """Return all bytes of a run."""
     host = [
         Line(place="host", purpose="Python and libraries", num_bytes=profile.base_bytes),
-        *store_lines(workload, settings.update),
+        *store_lines(workload, settings),
         *_ring_lines(profile, workload, settings),
         Line(place="host", purpose="save buffers", num_bytes=SAVE_BYTES),
     ]
     on_host = profile.unified or not profile.device_bytes
     device = list(device_lines(workload, settings, unified=profile.unified, on_host=on_host))
+    disk = _disk_lines(workload, settings)
     if on_host:
-        return Ledger([*host, *(_moved(line) for line in device), *_disk_lines(workload)])
-    return Ledger([*host, *_pinned_lines(workload, settings), *device, *_disk_lines(workload)])
+        return Ledger([*host, *(_moved(line) for line in device), *disk])
+    return Ledger([*host, *_pinned_lines(workload, settings), *device, *disk])
 
 
 def _moved(line: Line) -> Line:
@@ -61,10 +62,10 @@ def _moved(line: Line) -> Line:
 # The host.
 
 
-def store_lines(workload: Workload, update: str) -> Iterator[Line]:
+def store_lines(workload: Workload, settings: StepSettings) -> Iterator[Line]:
     """Yield the arenas of the store."""
     blocks = list(_counted(workload.model))
-    for kind in store_kinds(workload.states, waits=update == "late"):
+    for kind in store_kinds(workload.states[settings.state], waits=settings.update == "late"):
         total = sum(
             count * _pages(_arena_bytes(kind, block, workload.dtype)) for block, count in blocks
         )
@@ -109,14 +110,14 @@ def _ring_lines(
 
 def _pinned_lines(workload: Workload, settings: StepSettings) -> Iterator[Line]:
     pinned = (Kind.HI.purpose, Kind.GRAD.purpose)
-    for line in store_lines(workload, settings.update):
+    for line in store_lines(workload, settings):
         if line.purpose in pinned:
             yield replace(line, place="pinned")
 
 
-def _disk_lines(workload: Workload) -> Iterator[Line]:
+def _disk_lines(workload: Workload, settings: StepSettings) -> Iterator[Line]:
     """Yield what a run writes: checkpoints that are kept, one that is being written, an export."""
-    lines = list(store_lines(workload, "in_backward"))
+    lines = list(store_lines(workload, settings.changed(update="in_backward")))
     whole = sum(line.num_bytes for line in lines)
     checkpoints = (KEPT_CHECKPOINTS + 1) * whole
     yield Line(place="disk", purpose="checkpoints", num_bytes=checkpoints)

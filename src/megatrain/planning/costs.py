@@ -231,7 +231,8 @@ class Costs:
     def _update(self, block: BlockShape) -> Cost:
         params = block.trained_elements()
         is_fp32 = self.workload.dtype == "fp32"
-        moved = params * update_traffic(self.workload.states, is_fp32=is_fp32)
+        states = self.workload.states[self.settings.state]
+        moved = params * update_traffic(states, is_fp32=is_fp32)
         seconds = moved / self._update_rate
         return self._host(seconds, moved, block.gradient_bytes(self.workload.dtype))
 

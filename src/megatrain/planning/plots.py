@@ -141,7 +141,7 @@ def _draw_memory(axes: Any, plan: Plan) -> None:
     model, shapes = plan.workload.model, marked_beside(plan.workload.model)
     params = sorted(shape.params for shape in (*shapes, model))
     span = [params[0] / 2, params[-1] * 2]
-    states = plan.workload.states
+    states = plan.workload.states[plan.settings.state]
     clipped, unclipped = (
         bytes_per_param(store_kinds(states, waits=waits)) for waits in (True, False)
     )

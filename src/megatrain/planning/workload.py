@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatrain.memory.kinds import Kind
-from megatrain.optim.states import ADAMW
+from megatrain.optim.states import STATES, StatesByName
 
 if TYPE_CHECKING:
     from megatrain.models.decoder import Decoder
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 Dtype = Literal["bf16", "fp32"]
 ParamRole = Literal["matrix", "experts", "table", "vector"]
 PLANNED_PAGE = 4096
-PLANNED_ALIGN = 128
+PLANNED_ALIGN = 256
 """As in memory/layout.py, which needs torch; a test holds them equal."""
 
 
@@ -229,8 +228,8 @@ class Workload:
     """Rows hold several documents, which must not see each other."""
     max_grad_norm: float | None = 1.0
     """None: no clipping, so that updates may run in backward."""
-    states: tuple[Kind, ...] = ADAMW
-    """What the optimizer keeps beside the fp32 master."""
+    states: StatesByName = field(default_factory=lambda: STATES["adamw"], hash=False)
+    """What the optimizer keeps beside the fp32 master, by StepSettings.state."""
 
     def with_step(self, tokens: int) -> Workload:
         """Return the workload with steps of so many tokens, and rows in proportion."""

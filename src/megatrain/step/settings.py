@@ -1,6 +1,7 @@
 """How a step runs: one set of settings for config, plan, schedule, engine and report.
 
-A field has the name of its key in `train` or `memory`; `update` follows from train.max_grad_norm.
+A field has the name of its key in `train`, `memory` or `optim`; `update` follows from
+train.max_grad_norm, and `tier` is possible with memory.disk.
 The config gives some of them, the plan chooses the others, the engine takes them all.
 """
 
@@ -28,6 +29,10 @@ class StepSettings:
     """Device ring between compute and a host tape."""
     update: Literal["in_backward", "late"] = "late"
     """When the optimizer updates a block: as its gradient arrives, or once all norms are known."""
+    state: Literal["fp32", "bf16", "8bit"] = "fp32"
+    """How exactly the optimizer keeps its states; masters are fp32 in all of them."""
+    tier: Literal["none", "states", "gradients"] = "none"
+    """What is on disk between updates: nothing, remainders and states, or gradients as well."""
     chunk_tokens: int = CHUNK_TOKENS
     """Tokens whose logits exist at a time."""
     gather_embedding: bool = False

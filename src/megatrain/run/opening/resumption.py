@@ -84,7 +84,8 @@ class LoadedCheckpoint:
 
 def kinds_of(config: Config) -> tuple[Kind, ...]:
     """Return what the store of a run holds: gradients too, if updates wait for the norm."""
-    return store_kinds(STATES[config.optim.name], waits=config.train.max_grad_norm is not None)
+    states = STATES[config.optim.name]["fp32"]
+    return store_kinds(states, waits=config.train.max_grad_norm is not None)
 
 
 def read_model(config: Config, folder: Path, growth: Growth | None = None) -> ModelFolder:
