@@ -122,7 +122,7 @@ def test_a_param_without_a_gradient_counts_as_zero_and_shifts_nothing(
 
 def test_what_another_block_left_is_never_seen_again(slots: GradSlots) -> None:
     slots.begin(0)
-    slots.add(0, 1, {"1.0": torch.full((9, 31), 9.0), "1.1": torch.full((2, 2), 9.0)})
+    slots.add(0, 1, {"1.0": torch.full((9, 61), 9.0), "1.1": torch.full((2, 2), 9.0)})
     written(slots, 1)
     sum_up(slots, [parts(2), parts(3)])
     total = sum(flat.abs().sum() for flat in written(slots))

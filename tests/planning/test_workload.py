@@ -59,3 +59,12 @@ def test_the_last_micro_batch_may_be_smaller() -> None:
     assert workload.micro_sizes(4) == [4, 4, 2]
     assert workload.num_micro(4) == 3
     assert workload.micro_sizes(5) == [5, 5]
+
+
+@pytest.mark.parametrize(
+    ("family", "gated"),
+    [("llama", True), ("qwen3_moe", True), ("phi3", True), ("phi", False), ("nemotron", False)],
+)
+def test_a_feed_forward_with_a_gate_is_recognised(family: str, gated: bool) -> None:
+    shape = shape_of(decoder_of(family, "bf16"))
+    assert {layer.gated for layer in shape.structures} == {gated}

@@ -263,8 +263,7 @@ def shape_of(decoder: Decoder, name: str = "") -> ModelShape:
     config = decoder.config
     facts = dict(config.to_dict())
     first, *layers, last = decoder.blocks
-    structures: list[BlockShape] = []
-    kinds: list[int] = []
+    structures, kinds = list[BlockShape](), list[int]()
     windows = layer_windows(facts, len(layers))
     table = decoder.model.get_input_embeddings().weight
     hidden = int(facts.get("hidden_size") or table.shape[1])
@@ -291,14 +290,15 @@ def _structure(
     params: Iterable[Any], prefix: str, facts: dict[str, Any], window: int | None, hidden: int
 ) -> BlockShape:
     tensors = tuple(_tensor(param, prefix, None) for param in params)
-    num_experts, per_token = expert_counts(facts)
-    experts = [tensor for tensor in tensors if tensor.role == "experts"]
+    has_experts = any(tensor.role == "experts" for tensor in tensors)
+    experts = expert_counts(facts) if has_experts else (0, 0)
     return BlockShape(
         tensors=tensors,
         attention=attention_of(facts, window),
-        inner=_inner_width(tensors, num_experts, per_token, hidden),
-        num_experts=num_experts if experts else 0,
-        experts_per_token=per_token if experts else 0,
+        inner=_inner_width(tensors, experts, hidden),
+        gated=_is_gated(tensors),
+        num_experts=experts[0],
+        experts_per_token=experts[1],
     )
 
 
@@ -314,11 +314,7 @@ def _tensor(param: Any, prefix: str, role: ParamRole | None) -> TensorShape:
 
 
 def role_of(name: str, shape: tuple[int, ...]) -> ParamRole:
-    """Return the use of a layer's param: biases of experts are shaped like matrices, but are not.
-
-    >>> role_of("mlp.experts.down_proj", (8, 64, 128))
-    'experts'
-    """
+    """Return the use of a layer's param; biases of experts only look like matrices."""
     if "experts" in name and "shared" not in name and len(shape) > 1:
         return "experts"
     return "matrix" if len(shape) == 2 else "vector"
@@ -328,16 +324,23 @@ _OUTWARD = ("down_proj", "mlp.c_proj", "fc2", "dense_4h_to_h", "fc_out")
 """How families call the matrix that leads out of the feed-forward."""
 
 
-def _inner_width(
-    tensors: Iterable[TensorShape], num_experts: int, per_token: int, hidden: int
-) -> int:
+def _leads_out(tensor: TensorShape) -> bool:
+    return any(name in tensor.name for name in _OUTWARD) and "bias" not in tensor.name
+
+
+def _inner_width(tensors: Iterable[TensorShape], experts: tuple[int, int], hidden: int) -> int:
     width = 0
-    for tensor in tensors:
-        if any(name in tensor.name for name in _OUTWARD) and "bias" not in tensor.name:
-            per_expert = tensor.role == "experts"
-            share = (per_token, num_experts) if per_expert else (1, 1)
-            width += tensor.num_elements * share[0] // (share[1] * hidden)
+    for tensor in filter(_leads_out, tensors):
+        among, used = experts if tensor.role == "experts" else (1, 1)
+        width += tensor.num_elements * used // (among * hidden)
     return width
+
+
+def _is_gated(tensors: Iterable[TensorShape]) -> bool:
+    """Return whether two matrices, or one of twice the size, lead into the feed-forward."""
+    inside = [tensor for tensor in tensors if "att" not in tensor.name]
+    outward = sum(tensor.num_elements for tensor in inside if _leads_out(tensor))
+    return sum(tensor.num_elements for tensor in inside) > 2.5 * outward
 
 
 def expert_counts(facts: dict[str, Any]) -> tuple[int, int]:
@@ -387,11 +390,10 @@ def layer_windows(facts: dict[str, Any], num_layers: int) -> list[int | None]:
     if not window or facts.get("use_sliding_window") is False:
         return [None] * num_layers
     types = facts.get("layer_types")
-    family = facts.get("model_type")
     if isinstance(types, list | tuple) and len(types) == num_layers:
         full = [kind == "full_attention" for kind in types]
-    elif family in _PERIODS:
-        period = int(facts.get("sliding_window_pattern") or _PERIODS[family])
+    elif default := _PERIODS.get(str(facts.get("model_type"))):
+        period = int(facts.get("sliding_window_pattern") or default)
         full = [(layer + 1) % period == 0 for layer in range(num_layers)]
     else:
         full = [False] * num_layers
