@@ -73,7 +73,7 @@ def contestants(n: int, kernel: NativeKernel, num_threads: int) -> dict[str, Cal
         copy.copy_(master.detach())
 
     return {
-        "ours": lambda: kernel.adamw(hi, lo, m, v, grad, scalars, num_threads=num_threads),
+        "ours": lambda: kernel.adamw(hi, lo, (m, v), grad, scalars, num_threads=num_threads),
         "torch_fused": lambda: optimizer.step(),
         "master_plus_copy": master_plus_copy,
         "triad": lambda: kernel.triad(a, b, c, num_threads=num_threads),

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -34,9 +33,11 @@ EIGHT_BIT = (
 class Lion(HostOptimizer):
     """Lion with decoupled weight decay."""
 
-    states: ClassVar[tuple[Kind, ...]] = LION
-
     betas: tuple[float, float] = (0.9, 0.99)
+
+    @property
+    def states(self) -> tuple[Kind, ...]:
+        return LION
 
     def update(
         self, views: Views, gradient: Tensor, *, step: int, number: int, scale: float

@@ -213,9 +213,9 @@ def test_neighbours_of_equal_decay_are_one_pass(store: Store) -> None:
     passes: list[tuple[int, float]] = []
 
     class Counting(TorchKernel):
-        def _adamw(self, weight, lo, m, v, grad, scalars, num_threads):  # type: ignore[no-untyped-def]
+        def _adamw(self, weight, lo, states, grad, scalars, *rest):  # type: ignore[no-untyped-def]
             passes.append((grad.numel(), scalars.decay))
-            super()._adamw(weight, lo, m, v, grad, scalars, num_threads)
+            super()._adamw(weight, lo, states, grad, scalars, *rest)
 
     update(store, AdamW(learning_rate=1e-2, kernel=Counting(), **SETTINGS), 1)  # type: ignore[arg-type]
     shrinks = pytest.approx(1 - 1e-2 * 0.1)
@@ -226,6 +226,20 @@ def test_neighbours_of_equal_decay_are_one_pass(store: Store) -> None:
         (ALIGN, shrinks),
         (ALIGN, 1),
     ]
+
+
+def test_runs_number_the_trained_elements_of_the_store(store: Store) -> None:
+    """One after the other, over all segments, padding included: no two elements share a number."""
+    update_views = UpdateViews(store, AdamW(learning_rate=1e-2).states, frozenset(DECAYED))
+    numbers = [
+        (views.first, views.first + views.weight.numel())
+        for segment in store.layout.segments
+        if segment.trained
+        for _, views in update_views.of(segment)
+    ]
+    stops = [stop for _, stop in numbers]
+    assert [first for first, _ in numbers] == [0, *stops[:-1]]
+    assert stops[-1] == sum(s.num_elements for s in store.layout.segments if s.trained)
 
 
 @pytest.mark.parametrize(

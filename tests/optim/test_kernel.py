@@ -53,7 +53,8 @@ class State:
         return cls(weight=hi, lo=lo, m=m, v=v)
 
     def update(self, kernel: Kernel, grad: Tensor, s: AdamWScalars, num_threads: int = 1) -> None:
-        kernel.adamw(self.weight, self.lo, self.m, self.v, grad, s, num_threads=num_threads)
+        states = (self.m, self.v)
+        kernel.adamw(self.weight, self.lo, states, grad, s, num_threads=num_threads)
 
     def bits(self) -> list[Tensor]:
         """Bits of master, m and v."""
@@ -278,8 +279,10 @@ def test_refuses_tensors_that_do_not_match(broken: str) -> None:
         "grad": torch.zeros(8).bfloat16(),
     }
     for wrong in (good[broken][:4], good[broken].double(), good[broken].repeat(2)[::2]):
+        tensors = good | {broken: wrong}
+        state = State(**{name: tensors[name] for name in ("weight", "lo", "m", "v")})
         with pytest.raises(AssertionError):
-            TorchKernel().adamw(**good | {broken: wrong}, scalars=scalars_at(1), num_threads=1)
+            state.update(TorchKernel(), tensors["grad"], scalars_at(1))
 
 
 def test_an_update_of_nothing_changes_no_bit_of_any_master(kernels: list[Kernel]) -> None:

@@ -200,7 +200,7 @@ def _update_rate(kernel: Kernel, num_threads: int) -> float:
     scalars = AdamWScalars.at(10, lr=1e-5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     bench = Bench(place=torch.device("cpu"), synchronize=lambda: None)
     return bench.rate(
-        lambda: kernel.adamw(hi, lo, m, v, grad, scalars, num_threads=num_threads), PARAMS
+        lambda: kernel.adamw(hi, lo, (m, v), grad, scalars, num_threads=num_threads), PARAMS
     )
 
 

@@ -1,4 +1,4 @@
-"""AdamW: fp32 masters and two moments, one pass of the kernel per run of params.
+"""AdamW: fp32 masters, moments in fp32, bf16 or 8 bits, one pass of the kernel per run of params.
 
 The learning rate follows the step of the run, which also counts steps that were skipped or left
 out; the bias correction of the moments follows the updates that the elements have had.
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
 from megatrain.memory.kinds import Kind
 from megatrain.optim.kernel import AdamWScalars
 from megatrain.optim.optimizer import HostOptimizer
-from megatrain.optim.states import ADAMW
+from megatrain.optim.rounding import Rounding
+from megatrain.optim.states import STATES
 from megatrain.optim.views import Views
 
 
@@ -23,10 +23,16 @@ from megatrain.optim.views import Views
 class AdamW(HostOptimizer):
     """AdamW with decoupled weight decay; norms and biases are not decayed."""
 
-    states: ClassVar[tuple[Kind, ...]] = ADAMW
-
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
+    state: str = "fp32"
+    """How the moments are stored: a key of STATES["adamw"]."""
+    seed: int = 0
+    """Of stochastic rounding, where the moments are not fp32."""
+
+    @property
+    def states(self) -> tuple[Kind, ...]:
+        return STATES["adamw"][self.state]
 
     def update(
         self, views: Views, gradient: Tensor, *, step: int, number: int, scale: float
@@ -41,7 +47,12 @@ class AdamW(HostOptimizer):
             weight_decay=self.weight_decay if views.decays else 0.0,
             grad_scale=scale,
         )
-        m, v = views.states
         self.kernel.adamw(
-            views.weight, views.lo, m, v, gradient, scalars, num_threads=self.num_threads
+            views.weight,
+            views.lo,
+            views.states,
+            gradient,
+            scalars,
+            Rounding(seed=self.seed, update=number, first=views.first),
+            num_threads=self.num_threads,
         )

@@ -4,7 +4,8 @@
     torch_kernel.py   the same bits by torch, where kernel.c was not built
 
 Weights are a split master (`hi` bf16 and `lo` int16, together one fp32 number: memory/master.py) or
-plain fp32 (`lo` is None).
+plain fp32 (`lo` is None). Moments are states as optim/states.py declares them: an update computes
+in fp32, moves the weight by moments that are not rounded, and then stores them (state_codes.py).
 
 Every method works in place on 1-D contiguous host tensors, lets other Python threads run, and
 returns when the work is done. The caller ensures that no other thread touches the tensors
@@ -13,7 +14,8 @@ meanwhile. Gradients must be finite: ask `squared_norm` first.
 Laws (tests/optim/test_kernel.py, test_squared_norm.py)
     1. Native, for every instruction set and number of threads, gives the bits of torch.
     2. A split master equals a separate fp32 master, bit for bit.
-    3. Finite gradients leave weights finite (beta1 >= 0.5, eps > 0).
+    3. Finite gradients leave weights finite (beta1 >= 0.5, eps > 0), and stored moments too unless
+       they are fp32, where v may overflow.
     4. The squared norm is finite exactly when every element is.
 """
 
@@ -23,13 +25,19 @@ import abc
 import ctypes
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megatrain.optim.rounding import Rounding
+
 CHUNK = 65536
 """Elements per partial sum of a squared norm. Part of the result: it fixes the order of the sum."""
+
+_EXACT = Rounding(seed=0, update=0, first=0)
+"""For states in fp32, which are not rounded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,17 +103,18 @@ class Kernel(abc.ABC):
         self,
         weight: Tensor,
         lo: Tensor | None,
-        m: Tensor,
-        v: Tensor,
+        states: Sequence[Tensor],
         grad: Tensor,
         scalars: AdamWScalars,
+        rounding: Rounding | None = None,
         *,
         num_threads: int,
     ) -> None:
-        """Update `weight` (with its `lo`), `m` and `v` in one pass.
+        """Update `weight` (with its `lo`) and the moments in one pass.
 
-        A moment below the smallest normal fp32 number counts as zero. `grad` is bf16 or fp32 for a
-        split master, fp32 for an fp32 weight.
+        The dtypes of `states` tell how moments are stored; `rounding` is needed unless that is
+        fp32. A moment below the smallest normal fp32 number counts as zero. `grad` is bf16 or fp32
+        for a split master, fp32 for an fp32 weight.
         """
         if lo is None:
             _check(weight, torch.float32, like=grad)
@@ -114,10 +123,12 @@ class Kernel(abc.ABC):
             _check(weight, torch.bfloat16, like=grad)
             _check(lo, torch.int16, like=grad)
             _check(grad, torch.bfloat16, torch.float32, like=grad)
-        _check(m, torch.float32, like=grad)
-        _check(v, torch.float32, like=grad)
+        m, v = states
+        _check(m, torch.float32, torch.bfloat16, like=grad)
+        _check(v, m.dtype, like=grad)
+        assert rounding is not None or m.dtype == torch.float32, m.dtype
         assert num_threads >= 1, num_threads
-        self._adamw(weight, lo, m, v, grad, scalars, num_threads)
+        self._adamw(weight, lo, states, grad, scalars, rounding or _EXACT, num_threads)
 
     def squared_norm(self, grad: Tensor, *, num_threads: int) -> float:
         """The sum of squares of `grad`, bf16 or fp32, in double precision.
@@ -137,10 +148,10 @@ class Kernel(abc.ABC):
         self,
         weight: Tensor,
         lo: Tensor | None,
-        m: Tensor,
-        v: Tensor,
+        states: Sequence[Tensor],
         grad: Tensor,
         scalars: AdamWScalars,
+        rounding: Rounding,
         num_threads: int,
     ) -> None: ...
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+from collections.abc import Sequence
 from ctypes import c_int, c_size_t, c_void_p
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatrain.optim.kernel import AdamWScalars, Kernel
+from megatrain.optim.rounding import Rounding
 from megatrain.optim.torch_kernel import TorchKernel
 
 LIBRARY = Path(__file__).with_name("libkernel.so")
@@ -52,12 +54,16 @@ class NativeKernel(Kernel):
         self,
         weight: Tensor,
         lo: Tensor | None,
-        m: Tensor,
-        v: Tensor,
+        states: Sequence[Tensor],
         grad: Tensor,
         scalars: AdamWScalars,
+        rounding: Rounding,
         num_threads: int,
     ) -> None:
+        m, v = states
+        if m.dtype != torch.float32:
+            TorchKernel()._adamw(weight, lo, states, grad, scalars, rounding, num_threads)
+            return
         self._library.megatrain_adamw(
             self._chosen,
             num_threads,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -59,8 +59,6 @@ class HostOptimizer(abc.ABC):
     Safe to call from one thread at a time.
     """
 
-    states: ClassVar[tuple[Kind, ...]]
-
     learning_rate: Callable[[int], float] | float
     """A number, or a function of the run's step, counted from 0."""
     weight_decay: float = 0.0
@@ -69,6 +67,11 @@ class HostOptimizer(abc.ABC):
     max_grad_norm: float | None = None
     num_threads: int = 1
     kernel: Kernel = field(default_factory=load_kernel)
+
+    @property
+    @abc.abstractmethod
+    def states(self) -> tuple[Kind, ...]:
+        """The states that `update` is handed, in this order."""
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step of the run, counted from 1."""

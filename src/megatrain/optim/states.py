@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from megatrain.memory.kinds import Kind, state, store_kinds
 
 SHARED = 256
-"""Elements that share a scale."""
+"""Elements that share a scale, and a key of the random bits that round them. Divides layout.ALIGN,
+so a run of elements starts at a multiple of it."""
 
 M = state("m", "first moment (m)")
 V = state("v", "second moment (v)")

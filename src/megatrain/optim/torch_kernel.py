@@ -10,11 +10,16 @@ the process asked torch to flush them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from megatrain.memory.master import join, split_into
 from megatrain.optim.kernel import CHUNK, AdamWScalars, Kernel
+from megatrain.optim.rounding import Rounding
+from megatrain.optim.state_codes import decode, encode
 
 BLOCK = 131072
 """Elements per block: with its five temporaries about 4 MiB, within the cache of two cores."""
@@ -33,15 +38,18 @@ class TorchKernel(Kernel):
         self,
         weight: Tensor,
         lo: Tensor | None,
-        m: Tensor,
-        v: Tensor,
+        states: Sequence[Tensor],
         grad: Tensor,
         scalars: AdamWScalars,
+        rounding: Rounding,
         num_threads: int,
     ) -> None:
         for begin in range(0, grad.numel(), BLOCK):
             block = slice(begin, begin + BLOCK)
-            change = _change(m[block], v[block], grad[block], scalars)
+            stored = [state[block] for state in states]
+            m, v = decode(stored)
+            change = _change(m, v, grad[block], scalars)
+            encode(m, v, stored, replace(rounding, first=rounding.first + begin))
             if lo is None:
                 weight[block].mul_(scalars.decay).sub_(change)
             else:

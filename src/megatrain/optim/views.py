@@ -30,6 +30,9 @@ class Views:
     """In the order in which the optimizer declares them; shorter where elements share a number."""
     decays: bool
     """Whether weight decay applies."""
+    first: int
+    """Number of the first element among the trained elements of the store, padding included. The
+    same for any number of threads and ranks: a part of a run counts from its own first element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +54,14 @@ class UpdateViews:
                 "kinds the optimizer's states."
             )
         self._store, self._states, layout = store, states, store.layout
-        self._runs = {
-            id(segment): _runs(layout, segment, decayed)
-            for segment in layout.segments
-            if segment.trained
-        }
+        self._runs: dict[int, list[_Run]] = {}
+        self._firsts: dict[int, int] = {}
+        first = 0
+        for segment in layout.segments:
+            if segment.trained:
+                self._runs[id(segment)] = _runs(layout, segment, decayed)
+                self._firsts[id(segment)] = first
+                first += segment.num_elements
 
     def of(self, segment: Segment) -> Iterator[tuple[slice, Views]]:
         """Yield the runs of a segment: where each is in the segment's gradient, and its views."""
@@ -71,6 +77,7 @@ class UpdateViews:
                     lo=None if lo is None else lo[span],
                     states=tuple(_part(*state, span) for state in states),
                     decays=run.decays,
+                    first=self._firsts[id(segment)] + run.start,
                 ),
             )
 

@@ -1,0 +1,105 @@
+"""Laws of the codes of moments: zero bytes are zeros, and rounding is right on average."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain.optim.rounding import Rounding
+from megatrain.optim.state_codes import decode, encode
+from megatrain.optim.states import SHARED, STATES
+
+CODES = ["fp32", "bf16"]
+
+
+def zero_states(code: str, n: int) -> list[Tensor]:
+    return [
+        torch.zeros(-(-n // kind.elements_per_number), dtype=getattr(torch, str(kind.bf16)))
+        for kind in STATES["adamw"][code]
+    ]
+
+
+def coded(code: str, m: Tensor, v: Tensor, update: int = 1) -> tuple[Tensor, Tensor]:
+    """m and v after one way through the code."""
+    states = zero_states(code, m.numel())
+    encode(m, v, states, Rounding(seed=0, update=update, first=0))
+    return decode(states)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_zero_bytes_are_zeros(code: str) -> None:
+    for moment in decode(zero_states(code, 1000)):
+        assert moment.dtype == torch.float32
+        assert moment.shape == (1000,)
+        assert not moment.any()
+
+
+def test_fp32_states_are_the_moments_themselves() -> None:
+    states = [torch.randn(300), torch.rand(300)]
+    assert decode(states)[0] is states[0]
+    assert decode(states)[1] is states[1]
+    m, v = torch.randn(300), torch.rand(300)
+    assert all(map(torch.equal, coded("fp32", m, v), (m, v)))
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_coding_twice_changes_nothing_more(code: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    m = torch.randn(3 * SHARED + 100, generator=generator) * 1e-3
+    once = coded(code, m, m.square())
+    assert all(map(torch.equal, coded(code, *once, update=2), once))
+
+
+def test_every_bf16_number_stays() -> None:
+    bits = torch.arange(-(2**15), 2**15).short()
+    numbers = bits.view(torch.bfloat16).float()
+    numbers = numbers[numbers.isfinite() & (numbers.abs() >= torch.finfo(torch.float32).tiny)]
+    m, v = coded("bf16", numbers, numbers.abs())
+    assert torch.equal(m, numbers)
+    assert torch.equal(v, numbers.abs())
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_numbers_too_large_become_the_largest(code: str) -> None:
+    largest = torch.finfo(torch.float32).max
+    m = torch.tensor([largest, -largest, 1.0, 0.0]).repeat(64)
+    for moment in coded(code, m, m.abs().mul_(2)) if code != "fp32" else ():
+        assert moment.isfinite().all()
+        assert float(moment.max()) > 0.99 * largest
+
+
+def error_in_deviations(code: str, n: int = 64, num_draws: int = 4000) -> Tensor:
+    """The mean error of each moment over many draws, in deviations of that mean."""
+    generator = torch.Generator().manual_seed(1)
+    m = torch.randn(n, generator=generator) * 1e-4
+    v = torch.rand(n, generator=generator).square() * 1e-8
+    draws = [coded(code, m, v, update=update) for update in range(num_draws)]
+    means = []
+    for moment, values in zip((m, v), zip(*draws, strict=True), strict=True):
+        errors = torch.stack(values).double() - moment.double()
+        deviation = errors.std(0).clamp(min=1e-300) / math.sqrt(num_draws)
+        means.append(errors.mean(0) / deviation)
+    return torch.cat(means)
+
+
+def test_rounding_is_right_on_average() -> None:
+    errors = error_in_deviations("bf16")
+    assert float(errors.abs().max()) < 5
+    assert float(errors.square().mean()) < 1.5
+
+
+def v_after(num_updates: int, *, nearest: bool, beta2: float = 0.999) -> float:
+    """The mean of v in bf16, that starts at 1 and gets no gradient."""
+    v = torch.ones(SHARED * 16)
+    for update in range(num_updates):
+        v = v * beta2
+        v = v.bfloat16().float() if nearest else coded("bf16", v, v, update)[1]
+    return float(v.double().mean())
+
+
+def test_rounded_to_nearest_v_would_never_fall() -> None:
+    assert v_after(300, nearest=True) == 1.0
+    assert v_after(300, nearest=False) == pytest.approx(0.999**300, rel=5e-3)
