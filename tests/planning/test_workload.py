@@ -7,6 +7,7 @@ import pytest
 from megatrain.memory import layout
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout
+from megatrain.models.decoder import build_decoder
 from megatrain.optim.states import WITH_CLIP
 from megatrain.planning.workload import (
     PLANNED_ALIGN,
@@ -15,6 +16,7 @@ from megatrain.planning.workload import (
     Workload,
     shape_of,
 )
+from testkit.families import tiny_config
 from testkit.machines import EIGHT, EXPERTS
 from testkit.rehearsed import SMALL, decoder_of
 
@@ -66,5 +68,5 @@ def test_the_last_micro_batch_may_be_smaller() -> None:
     [("llama", True), ("qwen3_moe", True), ("phi3", True), ("phi", False), ("nemotron", False)],
 )
 def test_a_feed_forward_with_a_gate_is_recognised(family: str, gated: bool) -> None:
-    shape = shape_of(decoder_of(family, "bf16"))
+    shape = shape_of(build_decoder(tiny_config(family), "bf16"))
     assert {layer.gated for layer in shape.structures} == {gated}
