@@ -180,6 +180,12 @@ class HubError(MegaTrainError):
     exit_code = 5
 
 
+class TierDamaged(DiskError):
+    """Bytes of the disk tier's scratch file changed on the disk; no checkpoint is affected."""
+
+    code = "MT508"
+
+
 class Interrupted(MegaTrainError):
     """A signal or low memory ended the run; the message says whether it was saved."""
 

@@ -80,6 +80,12 @@ def store_kinds(states: Iterable[Kind], *, waits: bool) -> tuple[Kind, ...]:
     return (Kind.HI, Kind.LO, *states, *([Kind.GRAD] if waits else []))
 
 
+def kinds_on_disk(kinds: Iterable[Kind], tier: str) -> tuple[Kind, ...]:
+    """Return those of a store's `kinds` that `StepSettings.tier` keeps on disk between updates."""
+    at_home = {"none": None, "states": (Kind.HI, Kind.GRAD), "gradients": (Kind.HI,)}[tier]
+    return () if at_home is None else tuple(kind for kind in kinds if kind not in at_home)
+
+
 def bytes_per_param(kinds: Iterable[Kind], *, is_fp32: bool = False) -> float:
     """Return the bytes of all `kinds` for a trained element."""
     return sum(kind.bytes_per_element(is_fp32=is_fp32) for kind in kinds)

@@ -1,13 +1,16 @@
-"""The store: host home of every weight, master, optimizer state and waiting gradient.
+"""The store: home of every weight, master, optimizer state and waiting gradient.
 
-One arena per kind, addressed as (block, kind, byte range) by the layout. Views handed out are the
-bytes themselves, never copies, and stay valid as long as they are held. The store does not control
-who writes when: the schedule does.
+In memory a kind is one arena, addressed as (block, kind, byte range) by the layout. Views handed
+out are the bytes themselves, never copies, and stay valid as long as they are held. The store does
+not control who writes when: the schedule does.
+
+Kinds of the disk tier have no arena. An update brings the region of its block into a buffer
+(tier.py) and gets views into that.
 
 Laws (tests/memory/test_store.py)
     1. A param's views in all kinds are disjoint from every other param's.
     2. Nothing is resident before it is written.
-    3. The arenas have exactly the bytes that the ledger names.
+    3. The arenas have exactly the bytes that the ledger names, and so has the scratch file.
 """
 
 from __future__ import annotations
@@ -16,63 +19,117 @@ import torch
 from torch import Tensor
 
 from megatrain.memory.arena import map_arena
+from megatrain.memory.direct import aligned_buffer
 from megatrain.memory.host import free_bytes
 from megatrain.memory.kinds import Kind
-from megatrain.memory.layout import Layout, Segment, kind_dtype
+from megatrain.memory.layout import Extent, Layout, Place, Segment, kind_dtype
 from megatrain.memory.ledger import Ledger, Line
 from megatrain.memory.master import join
+from megatrain.memory.tier import Tier
+from megatrain.memory.tier_regions import TierRegions
 
 
-def store_ledger(layout: Layout) -> Ledger:
+def store_ledger(layout: Layout, regions: TierRegions | None = None) -> Ledger:
     """Return the bytes that a store of `layout` occupies once all of it was written."""
-    return Ledger(
+    on_disk = () if regions is None else regions.kinds
+    lines = [
         Line(place="host", purpose=kind.purpose, num_bytes=layout.kind_bytes[kind])
         for kind in layout.kinds
-    )
+        if kind not in on_disk
+    ]
+    if regions is not None:
+        lines.append(Line(place="disk", purpose="tier", num_bytes=regions.num_bytes))
+    return Ledger(lines)
 
 
 class Store:
-    """The arenas of a layout."""
+    """The arenas of a layout, and its scratch file if some kinds are on disk."""
 
-    def __init__(self, layout: Layout) -> None:
-        """Map the arenas. Raises DoesNotFit if their bytes are not free; touches none of them."""
-        store_ledger(layout).require("host", free_bytes())
-        self.layout = layout
-        self._arenas = {kind: map_arena(kind.name, layout.kind_bytes[kind]) for kind in self.kinds}
+    def __init__(self, layout: Layout, tier: Tier | None = None) -> None:
+        """Map the arenas. Raises DoesNotFit if their bytes are not free; touches none of them.
+
+        The kinds of `tier` get no arena. The store closes it.
+        """
+        store_ledger(layout, None if tier is None else tier.regions).require("host", free_bytes())
+        self.layout, self.tier = layout, tier
+        self._arenas = {
+            kind: map_arena(kind.name, layout.kind_bytes[kind])
+            for kind in self.kinds
+            if kind not in self.on_disk
+        }
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """The kinds that have an arena."""
+        """The kinds that it keeps, in memory or on disk."""
         return self.layout.kinds
 
+    @property
+    def on_disk(self) -> tuple[Kind, ...]:
+        """The kinds that are in the scratch file between updates."""
+        return () if self.tier is None else self.tier.regions.kinds
+
     def arena(self, kind: Kind) -> Tensor:
-        """Return all bytes of a kind, as uint8."""
+        """Return all bytes of a kind in memory, as uint8."""
+        self._require_in_memory(kind)
         return self._arenas[kind]
 
     def block_bytes(self, block: int, kind: Kind) -> Tensor:
         """Return the bytes of `block` in `kind`, as uint8: what a fetch or drain moves."""
         extent = self.layout.block_extents[block, kind]
-        return self._arenas[kind][extent.start : extent.stop]
+        return self.arena(kind)[extent.start : extent.stop]
 
-    def param(self, name: str, kind: Kind) -> Tensor:
+    def param(self, name: str, kind: Kind, region: Tensor | None = None) -> Tensor:
         """Return the param's view in `kind`, in the kind's dtype and the param's shape.
 
-        It is flat where several elements share a number.
+        It is flat where several elements share a number. `region` has the bytes of the param's
+        block, if the kind is on disk.
         """
         place = self.layout.places[name]
-        extent = place.extent(kind)
-        flat = self._arenas[kind][extent.start : extent.stop]
-        numbers = flat.view(kind_dtype(kind, place.param.dtype))
+        numbers = self._numbers(place, kind, region).view(kind_dtype(kind, place.param.dtype))
         return numbers.view(place.param.shape) if kind.elements_per_number == 1 else numbers
 
-    def segment(self, segment: Segment, kind: Kind) -> Tensor:
-        """Return a segment's flat view in `kind`, padding included: what one update pass walks."""
-        extent = segment.extent(kind)
-        return self._arenas[kind][extent.start : extent.stop].view(kind_dtype(kind, segment.dtype))
+    def segment(self, segment: Segment, kind: Kind, region: Tensor | None = None) -> Tensor:
+        """Return a segment's flat view in `kind`, padding included: what one update pass walks.
+
+        `region` has the bytes of the segment's block, if the kind is on disk.
+        """
+        return self._numbers(segment, kind, region).view(kind_dtype(kind, segment.dtype))
 
     def master(self, name: str) -> Tensor:
         """Return a copy of the fp32 master of `name`. Frozen params have none but their weight."""
         weight = self.param(name, Kind.HI)
         if self.layout.places[name].has(Kind.LO):
-            return join(weight, self.param(name, Kind.LO))
+            return join(weight, self.at_rest(name, Kind.LO))
         return weight.to(torch.float32, copy=True)
+
+    def at_rest(self, name: str, kind: Kind) -> Tensor:
+        """Return what `param` does, from the disk if the kind is there. No update may be pending.
+
+        Reads the kind's bytes of the whole block.
+        """
+        if kind not in self.on_disk:
+            return self.param(name, kind)
+        assert self.tier is not None
+        block = self.layout.places[name].segment.block
+        region = aligned_buffer(self.tier.regions.region_bytes(block))
+        self.tier.read(block, self.tier.regions.parts(block, region, [kind]))
+        return self.param(name, kind, region)
+
+    def close(self) -> None:
+        """Let go of the scratch file, if there is one."""
+        if self.tier is not None:
+            self.tier.close()
+
+    def _numbers(self, where: Segment | Place, kind: Kind, region: Tensor | None) -> Tensor:
+        extent: Extent
+        if self.tier is not None and region is not None and kind in self.on_disk:
+            extent = self.tier.regions.numbers(where, kind)
+            return region[extent.start : extent.stop]
+        extent = where.extent(kind)
+        return self.arena(kind)[extent.start : extent.stop]
+
+    def _require_in_memory(self, kind: Kind) -> None:
+        if kind in self.on_disk:
+            raise LookupError(
+                f"{kind} is on disk: read the region of its block, and give it to the call"
+            )

@@ -63,11 +63,14 @@ class UpdateViews:
                 self._firsts[id(segment)] = first
                 first += segment.num_elements
 
-    def of(self, segment: Segment) -> Iterator[tuple[slice, Views]]:
-        """Yield the runs of a segment: where each is in the segment's gradient, and its views."""
+    def of(self, segment: Segment, region: Tensor | None = None) -> Iterator[tuple[slice, Views]]:
+        """Yield the runs of a segment: where each is in the segment's gradient, and its views.
+
+        `region` has what the segment's block has on disk; None if that is nothing.
+        """
         weight = self._segment(segment, Kind.HI)
-        lo = self._segment(segment, Kind.LO) if Kind.LO in segment.starts else None
-        states = [(kind, self._segment(segment, kind)) for kind in self._states]
+        lo = self._segment(segment, Kind.LO, region) if Kind.LO in segment.starts else None
+        states = [(kind, self._segment(segment, kind, region)) for kind in self._states]
         for run in self._runs[id(segment)]:
             span = slice(run.start, run.stop)
             yield (
@@ -81,10 +84,10 @@ class UpdateViews:
                 ),
             )
 
-    def _segment(self, segment: Segment, kind: Kind) -> Tensor:
+    def _segment(self, segment: Segment, kind: Kind, region: Tensor | None = None) -> Tensor:
         # `.data` has its own version. Weights of all blocks are views of one arena, and
         # autograd would take an update of one block for a change of weights that another needs.
-        return self._store.segment(segment, kind).data
+        return self._store.segment(segment, kind, region).data
 
 
 def _part(kind: Kind, numbers: Tensor, span: slice) -> Tensor:

@@ -1,0 +1,171 @@
+"""The disk tier: master remainders, optimizer states and waiting gradients in a scratch file.
+
+The file has one region per block (tier_regions.py). A step reads a block's region into a buffer,
+updates it there and writes it back. Bytes are hashed on the way to the disk and compared on the
+way back; the hashes are in memory. What was never written reads as zeros, without a visit to the
+disk.
+
+The file is scratch. It loses its name as soon as it is open, so no crash leaves it behind, and
+nothing in it outlives the process: a run resumes from its last checkpoint.
+
+Who waits: `read` and `write` return when all bytes have moved, over several threads at once. Calls
+for different blocks, and several reads of one block, may overlap. A write of a block excludes every
+other call for the same kinds of it; the schedule sees to that, and the gate of a snapshot: it must
+count an update only when the block is back in the file, because a save reads it from there.
+
+Laws (tests/memory/test_tier.py)
+    1. A part reads as it was last written, or as zeros.
+    2. A byte that changed on the disk is an error, never a number.
+    3. Every failed call is a DiskError that names the file and what remains: the last checkpoint.
+    4. A file that was not made, or a process that was killed, leaves no bytes on the disk.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from torch import Tensor
+
+from megatrain import files
+from megatrain.errors import DiskError, DiskFull, TierDamaged
+from megatrain.memory.direct import as_memory, digest
+from megatrain.memory.kinds import Kind
+from megatrain.memory.ledger import gib
+from megatrain.memory.tier_regions import TierRegions
+
+TIER_CHUNK_BYTES = 4 << 20
+"""The size of one call to the system, and of the data of one hash."""
+TIER_THREADS = 4
+_NAME = "megatrain-scratch"
+_WAY_OUT = (
+    "The disk tier holds scratch data only: the last checkpoint is complete, and `--resume` "
+    "continues from it."
+)
+
+
+class Tier:
+    """The scratch file of one store."""
+
+    def __init__(self, folder: Path, regions: TierRegions) -> None:
+        """Make the file in `folder` and reserve its bytes. Raises DiskFull or DiskError."""
+        self.regions, self.folder = regions, folder
+        self._digests: dict[tuple[int, Kind, int], str] = {}
+        """By block, kind and number of the chunk; of those that were written."""
+        self._fd, self._direct = _scratch_file(folder, regions.num_bytes)
+        self._pool = ThreadPoolExecutor(TIER_THREADS, thread_name_prefix="tier")
+
+    def read(self, block: int, parts: Mapping[Kind, Tensor]) -> int:
+        """Fill `parts` (TierRegions.parts) with the block's bytes; return their number.
+
+        Raises TierDamaged or DiskError.
+        """
+        return self._over_chunks(block, parts, self.get)
+
+    def write(self, block: int, parts: Mapping[Kind, Tensor]) -> int:
+        """Write `parts` of a block, whole pages in page-aligned memory; return their bytes.
+
+        Raises DiskError.
+        """
+        return self._over_chunks(block, parts, self.put)
+
+    def chunks(self, block: int, kind: Kind) -> Iterator[tuple[int, int, int]]:
+        """Yield number, first and last byte of each chunk in the part of `kind`."""
+        num_bytes = self.regions.part(block, kind).num_bytes
+        for number, start in enumerate(range(0, num_bytes, TIER_CHUNK_BYTES)):
+            yield number, start, min(start + TIER_CHUNK_BYTES, num_bytes)
+
+    def get(self, block: int, kind: Kind, chunk: int, buffer: Tensor) -> None:
+        """Fill `buffer` with one chunk of a part. Raises TierDamaged or DiskError."""
+        expected = self._digests.get((block, kind, chunk))
+        memory = as_memory(buffer)
+        if expected is None:
+            buffer.numpy().fill(0)
+            return
+        start, have = self._offset(block, kind, chunk), 0
+        with self._explained("read"):
+            while have < len(memory):
+                count = files.read_at(self._fd, memory[have:], start + have)
+                if count == 0:
+                    raise DiskError(
+                        f"the scratch file in {self.folder} ends at byte {start + have}; bytes up "
+                        f"to {start + len(memory)} were expected"
+                    )
+                have += count
+            if not self._direct:
+                files.drop_cache(self._fd, start, len(memory))
+        if digest(memory) != expected:
+            raise TierDamaged(
+                f"the scratch file in {self.folder}: bytes {start} to {start + len(memory)} "
+                f"({kind} of block {block}) are not those that were written. The disk or its cable "
+                f"may be failing. {_WAY_OUT}"
+            )
+
+    def put(self, block: int, kind: Kind, chunk: int, buffer: Tensor) -> None:
+        """Write one chunk of a part. Raises DiskError."""
+        memory = as_memory(buffer)
+        self._digests[block, kind, chunk] = digest(memory)
+        with self._explained("write"):
+            files.write_at(self._fd, memory, self._offset(block, kind, chunk))
+
+    def close(self) -> None:
+        """Let go of the file, and with it of its bytes."""
+        self._pool.shutdown(wait=True)
+        files.close(self._fd)
+
+    def _offset(self, block: int, kind: Kind, chunk: int) -> int:
+        start = self.regions.start(block) + self.regions.part(block, kind).start
+        return start + chunk * TIER_CHUNK_BYTES
+
+    def _over_chunks(
+        self,
+        block: int,
+        parts: Mapping[Kind, Tensor],
+        move: Callable[[int, Kind, int, Tensor], None],
+    ) -> int:
+        """Move all chunks; returns when no thread works on the parts any more, also on failure."""
+        futures: list[Future[None]] = []
+        for kind, part in parts.items():
+            for number, start, stop in self.chunks(block, kind):
+                futures.append(self._pool.submit(move, block, kind, number, part[start:stop]))
+        wait(futures)
+        for future in futures:
+            future.result()
+        return sum(part.nbytes for part in parts.values())
+
+    @contextmanager
+    def _explained(self, action: str) -> Iterator[None]:
+        """Turn a failed call into an error that names the file and the way out."""
+        try:
+            with files.explained(action, self.folder / _NAME):
+                yield
+        except DiskError as error:
+            raise type(error)(f"{error}. {_WAY_OUT}") from error
+
+
+def _scratch_file(folder: Path, num_bytes: int) -> tuple[int, bool]:
+    """Return a new file without a name, its bytes reserved, and whether it is past the cache."""
+    path = files.temporary_name(folder / _NAME)
+    try:
+        with files.explained("create", path):
+            fd, direct = files.open_direct(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    except FileNotFoundError as error:
+        raise DiskError(f"memory.disk: the folder {folder} does not exist") from error
+    try:
+        files.remove(path)
+        with files.explained("reserve space in", folder):
+            files.reserve(fd, num_bytes)
+    except BaseException as error:
+        files.close(fd)
+        with suppress(DiskError):  # the first failure is the one to report
+            files.remove(path)
+        if isinstance(error, DiskFull):
+            raise DiskFull(
+                f"memory.disk: {folder} has no room for {gib(num_bytes)} of scratch data. Free "
+                "space, or set memory.disk to a folder on a larger disk."
+            ) from error
+        raise
+    return fd, direct
