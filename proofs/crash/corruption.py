@@ -108,8 +108,7 @@ class Victim:
                 found = resumption.resume(
                     self._run.checkpoints,
                     self._config,
-                    (),
-                    into=self._run,  # type: ignore[arg-type]
+                    self._run,  # type: ignore[arg-type]
                 )
             self._judge(number, damages, hurt, found)
         except MegaTrainError as error:

@@ -170,6 +170,12 @@ class OptimSettings(Section):
         default=(),
         description="More params without decay; a pattern without a match is an error.",
     )
+    state: Literal["auto", "fp32", "bf16", "8bit"] = Field(
+        default="auto",
+        description="How exactly the moments are kept: in 8, 4 or 2.03 bytes per parameter. auto "
+        "is the first of them that fits; a resumed run keeps the one it has. Masters are fp32 in "
+        "all of them.",
+    )
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
         default="cosine", description="Shape of the learning rate; wsd holds the peak, then decays."
     )

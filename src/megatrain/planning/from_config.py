@@ -63,6 +63,7 @@ def _given(config: Config) -> dict[str, Any]:
         "tape": memory.tape,
         "chunk_tokens": memory.chunk_tokens,
         "gather_embedding": memory.gather_embedding,
+        "state": config.optim.state,
     }
     return {name: value for name, value in values.items() if value != "auto"}
 

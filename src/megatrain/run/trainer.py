@@ -41,7 +41,7 @@ from megatrain.run.opening.balancing import balancing_note
 from megatrain.run.opening.first_lines import data_lines, opening_line
 from megatrain.run.opening.opening import Opening, open_run
 from megatrain.run.opening.planned import facts, in_words, predicted_against_measured
-from megatrain.run.opening.resumption import LoadedCheckpoint, resume
+from megatrain.run.opening.resumption import KEPT, LoadedCheckpoint, resume
 from megatrain.run.saving import Saving
 from megatrain.run.sinks import Sinks
 from megatrain.run.state import Outcome, RunState
@@ -314,8 +314,7 @@ class Trainer:
             "eval_loss": self.state.eval_loss,
             "data": self.data.state(),
             "config": self.config.model_dump(mode="json"),
-            "micro_batch_tokens": self.plan.settings.micro_batch_tokens,
-            "chunk_tokens": self.plan.settings.chunk_tokens,
+            **{name: getattr(self.plan.settings, name) for name in KEPT},
             "learning_rate": self._rate.rate(self.state.step - 1) if self.state.step else None,
             "source_mark": self._source_mark,
         }
@@ -352,7 +351,7 @@ class Trainer:
         self.engine.settle()
         self.checkpoints.wait()
         self.saving.report(self._live.say)
-        found = resume(self.checkpoints.folder, self.config, self.home.store.kinds, self.home)
+        found = resume(self.checkpoints.folder, self.config, self.home)
         if found is None or self._rollbacks.count(found.manifest.step) == MOST_ROLLBACKS:
             raise NonFiniteStep(
                 f"step {step}: {reason}. There is no checkpoint to return to"

@@ -23,7 +23,7 @@ from megatrain.planning.machine.profile import MachineProfile, unmeasured
 from megatrain.planning.plan import Plan
 from megatrain.report.run import read_run
 from megatrain.report.summary import run_facts as report_facts
-from megatrain.run.opening import planned, resumption
+from megatrain.run.opening import planned
 from megatrain.run.opening.planned import facts, plan_run
 from megatrain.run.opening.resumption import read_model
 from megatrain.run.trainer import Trainer
@@ -36,7 +36,6 @@ PLENTY = 1 << 28
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(planned, "resident_bytes", lambda: BASE)
-    monkeypatch.setattr(resumption, "resident_bytes", lambda: BASE)
     monkeypatch.setattr(planned, "free_bytes", lambda: PLENTY)
     monkeypatch.setattr(planned, "LATER_BYTES", 0)
     monkeypatch.setattr(planned, "give_back_at_once", lambda: None)
@@ -100,10 +99,10 @@ def test_a_run_that_continues_has_its_prediction_and_keeps_its_bits(
     path: Path, machine: str
 ) -> None:
     config, device = config_of(path), CpuDevice()
-    known = SimpleNamespace(micro_batch_tokens=128, chunk_tokens=64)
-    resumed: Any = SimpleNamespace(known=known, base_bytes=BASE)
+    kept = {"micro_batch_tokens": 128, "chunk_tokens": 64, "state": "bf16"}
+    resumed: Any = SimpleNamespace(known=SimpleNamespace(kept=kept))
     plan = plan_run(config, device, decoder_of(config), resumed)
-    assert (plan.settings.micro_batch_tokens, plan.settings.chunk_tokens) == (128, 64)
+    assert {name: getattr(plan.settings, name) for name in kept} == kept
     found = facts(plan, device, [])
     assert found["settings"]["chunk_tokens"] == 64
     if machine == "measured":

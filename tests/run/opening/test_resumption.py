@@ -11,12 +11,20 @@ from typing import Any
 
 import pytest
 
+from megatrain.config import Config
 from megatrain.disk.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from megatrain.disk.checkpoint.retention import finished
 from megatrain.errors import CheckpointDamaged, CheckpointMismatch
 from megatrain.optim.states import WITH_CLIP
 from megatrain.run.checkpoints import FOLDER
-from megatrain.run.opening.resumption import FIXED, changed_settings, known_of, resume
+from megatrain.run.opening.resumption import (
+    FIXED,
+    LoadedCheckpoint,
+    changed_settings,
+    find_checkpoint,
+    known_of,
+    resume,
+)
 from megatrain.run.trainer import Trainer
 from testkit.faulty_os import READS, faulty
 from testkit.runs import Setting, config_of, run, write_world
@@ -39,13 +47,19 @@ def manifest(world: Path) -> Manifest:
     return read_manifest(finished(world / "run" / FOLDER)[0])
 
 
+def _resumed(folder: Path, config: Config) -> LoadedCheckpoint | None:
+    """Find a checkpoint, and load it, as a run does."""
+    found = find_checkpoint(config, folder, resumes=True)
+    return None if found is None else resume(folder, config, found.model.empty(WITH_CLIP))
+
+
 def test_nothing_saved_is_nothing_to_resume(world: Path, tmp_path: Path) -> None:
     config = config_of(world, tmp_path / "run", SETTING)
-    assert resume(tmp_path / "run" / FOLDER, config, WITH_CLIP) is None
+    assert _resumed(tmp_path / "run" / FOLDER, config) is None
 
 
 def test_the_newest_is_taken(world: Path) -> None:
-    found = resume(world / "run" / FOLDER, config_of(world, world / "run", SETTING), WITH_CLIP)
+    found = _resumed(world / "run" / FOLDER, config_of(world, world / "run", SETTING))
     assert found is not None
     assert (found.manifest.step, found.known.state.step) == (9, 9)
     assert found.skipped == found.changed == []
@@ -55,7 +69,7 @@ def test_the_newest_is_taken(world: Path) -> None:
 def test_a_disk_that_cannot_read_the_newest_gives_the_one_before(world: Path) -> None:
     config = config_of(world, world / "run", SETTING)
     with faulty(fail_at=0, error=5, counted=READS):
-        found = resume(world / "run" / FOLDER, config, WITH_CLIP)
+        found = _resumed(world / "run" / FOLDER, config)
     assert found is not None
     assert found.manifest.step == 6
     assert len(found.skipped) == 1
@@ -72,7 +86,7 @@ def test_if_none_can_be_read_all_reasons_are_told(world: Path) -> None:
             r".*Input/out",
         ),
     ):
-        resume(world / "run" / FOLDER, config, WITH_CLIP)
+        _resumed(world / "run" / FOLDER, config)
 
 
 def _changed(manifest: Manifest, section: str, key: str, value: Any) -> Manifest:
@@ -149,7 +163,7 @@ def test_a_checkpoint_of_another_version_is_refused_and_not_passed_over(
     fields["schema"] = 2
     (newest / MANIFEST_NAME).write_bytes(signed(json.dumps(fields, indent=1).encode()))
     with pytest.raises(CheckpointMismatch, match=r"another version \(schema 2, this is 1\)"):
-        resume(tmp_path / "run" / FOLDER, config, WITH_CLIP)
+        _resumed(tmp_path / "run" / FOLDER, config)
 
 
 def test_the_same_model_under_another_name_is_resumed(world: Path, tmp_path: Path) -> None:
@@ -157,7 +171,7 @@ def test_the_same_model_under_another_name_is_resumed(world: Path, tmp_path: Pat
     text = (copy / "config.json").read_text()
     (copy / "config.json").write_text(text.replace("{", '{"_name_or_path": "elsewhere",', 1))
     config = config_of(world, world / "run", SETTING, model={"name_or_path": str(copy)})
-    found = resume(world / "run" / FOLDER, config, WITH_CLIP)
+    found = _resumed(world / "run" / FOLDER, config)
     assert found is not None
     assert found.changed == [f"model.name_or_path: {world}/model-0.0 -> {copy}"]
 
@@ -174,7 +188,7 @@ def test_another_model_is_refused(world: Path, tmp_path: Path, other: str) -> No
         (copy / "model.safetensors").write_bytes(data)
     config = config_of(world, world / "run", SETTING, model={"name_or_path": str(copy)})
     with pytest.raises(CheckpointMismatch, match=r"model\.name_or_path was .* is another model"):
-        resume(world / "run" / FOLDER, config, WITH_CLIP)
+        _resumed(world / "run" / FOLDER, config)
 
 
 def test_a_learning_rate_that_jumps_is_said(world: Path, tmp_path: Path) -> None:

@@ -18,39 +18,55 @@ from megatrain.models.patterns import check_patterns
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.learning_rate import LearningRate
 from megatrain.run.opening.balancing import router_aux_loss
-from megatrain.run.opening.resumption import LoadedCheckpoint, kinds_of, read_model
+from megatrain.run.opening.resumption import (
+    LoadedCheckpoint,
+    OpenedCheckpoint,
+    kinds_of,
+    read_model,
+    resume,
+)
 from megatrain.step.settings import StepSettings
 
 OPTIMIZERS = {"adamw": AdamW}
 
 
-def find_source(config: Config, resumed: LoadedCheckpoint | None) -> Path:
+def find_source(config: Config, found: OpenedCheckpoint | None) -> Path:
     """Return the folder with the run's config.json and tokenizer, fetched if it is on the Hub."""
-    if resumed is not None:
-        return resumed.home.source
+    if found is not None:
+        return found.model.source
     return find_model(config.model.name_or_path, config.model.revision, "tokenizer").folder
 
 
 def open_model(
-    config: Config, source: Path, growth: Growth | None, resumed: LoadedCheckpoint | None
-) -> HostModel | ModelFolder:
+    config: Config, source: Path, growth: Growth | None, found: OpenedCheckpoint | None
+) -> ModelFolder:
     """Return the model of a run without its weights, checked against the config."""
-    model: HostModel | ModelFolder = (
-        read_model(config, source, growth) if resumed is None else resumed.home
-    )
+    model = read_model(config, source, growth) if found is None else found.model
     check_patterns("optim.no_decay", config.optim.no_decay, model.decoder.names)
     router_aux_loss(config, model.decoder)
     return model
 
 
-def load_home(config: Config, model: HostModel | ModelFolder, tokenizer: Any) -> HostModel:
-    """Return the model with its weights: everything else is cheaper to find wanting."""
-    home = model
-    if isinstance(home, ModelFolder):
+def load_home(
+    config: Config,
+    settings: StepSettings,
+    model: ModelFolder,
+    tokenizer: Any,
+    found: OpenedCheckpoint | None,
+) -> tuple[HostModel, LoadedCheckpoint | None]:
+    """Return the model with its tensors, and the checkpoint that has them, if it is one.
+
+    Everything else is cheaper to find wanting.
+    """
+    kinds, resumed = kinds_of(config, settings), None
+    if found is None:
         find_model(config.model.name_or_path, config.model.revision)
-        home = home.load(kinds_of(config))
+        home = model.load(kinds)
+    else:
+        home = model.empty(kinds)
+        resumed = resume(found.among, config, home)
     template = exported_template(tokenizer, config.data.chat_template)
-    return replace(home, carried={**home.carried, **template})
+    return replace(home, carried={**home.carried, **template}), resumed
 
 
 def make_engine(

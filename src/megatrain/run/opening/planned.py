@@ -28,7 +28,7 @@ from megatrain.planning.plan import Plan, make_plan
 from megatrain.planning.search import HOST_HEADROOM
 from megatrain.planning.workload import Workload, shape_of
 from megatrain.run.opening.balancing import router_aux_loss
-from megatrain.run.opening.resumption import LoadedCheckpoint
+from megatrain.run.opening.resumption import OpenedCheckpoint
 from megatrain.step.settings import StepSettings
 from megatrain.text import duration
 
@@ -38,32 +38,34 @@ UNMEASURED = (
     "this machine was not measured: auto uses simple rules, and there is no prediction\n"
     "of time or bound. `megatrain doctor` measures it"
 )
-_KEPT = ("micro_batch_tokens", "chunk_tokens")
+UNCHANGED = "unchanged since the start of the run"
 TIGHT = 1.3
 """With less than this, in shares of the ledger, malloc must not keep freed memory."""
 
 
 def plan_run(
-    config: Config, device: Device, decoder: Decoder, resumed: LoadedCheckpoint | None = None
+    config: Config, device: Device, decoder: Decoder, found: OpenedCheckpoint | None = None
 ) -> Plan:
     """Return the plan of a run. Raises DoesNotFit, with changes that would fit.
 
-    A resumed run keeps the sizes that its bits depend on. It is not refused: it ran before.
+    A resumed run keeps the settings that its bits depend on, its optimizer's state only where that
+    fits. It is not refused: it ran before.
     """
     coefficient = router_aux_loss(config, decoder)
     settings = step_settings_of(config, unified=not device.own_memory, router_aux_loss=coefficient)
     pins = pins_of(config)
-    base_bytes = resident_bytes()
-    if resumed is not None:
-        base_bytes = resumed.base_bytes
-        kept = {name: getattr(resumed.known, name) for name in _KEPT if name not in pins}
-        settings, pins = (
-            settings.changed(**kept),
-            pins | dict.fromkeys(kept, "unchanged since the start of the run"),
-        )
+    if found is not None:
+        kept = {name: value for name, value in found.known.kept.items() if name not in pins}
+        settings = settings.changed(**kept)
+        pins |= dict.fromkeys(kept, UNCHANGED)
     workload = workload_of(config, shape_of(decoder, Path(config.model.name_or_path).name))
-    plan = _planned(config, device, workload, settings, pins, base_bytes + LATER_BYTES)
-    if resumed is None:
+    base_bytes = resident_bytes() + LATER_BYTES
+    plan = _planned(config, device, workload, settings, pins, base_bytes)
+    if not plan.fits and pins.get("state") == UNCHANGED:
+        del pins["state"]
+        other = _planned(config, device, workload, settings, pins, base_bytes)
+        plan = other if other.fits else plan
+    if found is None:
         _require(plan, config)
     if settings.gather_embedding and not plan.settings.gather_embedding:
         raise ConfigError(

@@ -1,5 +1,8 @@
 """Resuming: the newest checkpoint that verifies, if it belongs to this run.
 
+`find_checkpoint` reads its small files, which is enough to plan the run; `resume` reads its tensors
+into the store that the plan asks for.
+
 One table below has the settings that may change between stop and resume. Every change is printed.
 A damaged checkpoint is skipped, with a message; one of another model, data or
 version is refused, because it is not damage but a mistake.
@@ -7,10 +10,10 @@ version is refused, because it is not damage but a mistake.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatrain.config import Config
 from megatrain.disk.checkpoint.manifest import Manifest, read_manifest
@@ -22,12 +25,13 @@ from megatrain.disk.hf.model import HostModel, ModelFolder, read_model_folder
 from megatrain.disk.hf.source_mark import source_mark
 from megatrain.errors import CheckpointDamaged, CheckpointMismatch, DiskError
 from megatrain.memory.direct import digests
-from megatrain.memory.host import resident_bytes
 from megatrain.memory.kinds import Kind, store_kinds
 from megatrain.models.config_json import CONFIG_NAME
 from megatrain.optim.states import STATES
 from megatrain.run.state import RunState, as_count, as_loss
-from megatrain.step.settings import CHUNK_TOKENS
+from megatrain.step.settings import CHUNK_TOKENS, StepSettings
+
+T = TypeVar("T")
 
 FIXED = {
     "model": ("dtype", "frozen", "add_tokens"),
@@ -44,6 +48,8 @@ FIXED = {
     "train": ("batch_rows", "seed"),
 }
 """What must stay. The rows themselves are known by the mark of their order."""
+KEPT = ("micro_batch_tokens", "chunk_tokens", "state")
+"""The StepSettings that the bits of a run depend on: they stay unless the config sets them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,24 +62,31 @@ class RunRecord:
     data: dict[str, Any]
     lines: dict[str, int]
     """How long the step's files were."""
-    micro_batch_tokens: int
+    kept: dict[str, Any]
+    """The StepSettings that the bits of the run depend on, by name."""
     learning_rate: float | None = None
     """Of the last step."""
     source_mark: str | None = None
     """Of the model folder that the run began with."""
-    chunk_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedCheckpoint:
+    """A checkpoint whose small files are correct: enough to plan with, before memory is taken."""
+
+    model: ModelFolder
+    known: RunRecord
+    among: Path
+    """The folder with all checkpoints of the run: if this one is damaged, an older one is used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedCheckpoint:
-    """A model from a checkpoint, and the record of its run."""
+    """A checkpoint whose tensors are in the store."""
 
-    home: HostModel
     manifest: Manifest
     known: RunRecord
     path: Path
-    base_bytes: int
-    """What the process held before this model."""
     skipped: list[str] = field(default_factory=list)
     """Why newer checkpoints are skipped."""
     damaged: list[Path] = field(default_factory=list)
@@ -82,9 +95,9 @@ class LoadedCheckpoint:
     """Settings that are not as they were."""
 
 
-def kinds_of(config: Config) -> tuple[Kind, ...]:
+def kinds_of(config: Config, settings: StepSettings) -> tuple[Kind, ...]:
     """Return what the store of a run holds: gradients too, if updates wait for the norm."""
-    states = STATES[config.optim.name]["fp32"]
+    states = STATES[config.optim.name][settings.state]
     return store_kinds(states, waits=config.train.max_grad_norm is not None)
 
 
@@ -96,47 +109,60 @@ def read_model(config: Config, folder: Path, growth: Growth | None = None) -> Mo
     )
 
 
-def find_checkpoint(config: Config, folder: Path, *, resumes: bool) -> LoadedCheckpoint | None:
-    """Return the newest complete checkpoint, loaded, of a run that `resumes`; None without one."""
-    return resume(folder, config, kinds_of(config)) if resumes else None
+def find_checkpoint(config: Config, folder: Path, *, resumes: bool) -> OpenedCheckpoint | None:
+    """Return the newest checkpoint of a run that `resumes`, without tensors; None without one.
+
+    Raises CheckpointDamaged if there are some and none can be opened, and CheckpointMismatch.
+    """
+
+    def opened(path: Path, manifest: Manifest, known: RunRecord) -> OpenedCheckpoint:
+        changed_settings(config, manifest)
+        require_same_model(config, manifest, known.source_mark)
+        _require_small_files(path, manifest)
+        model = read_model(config, path / "model")
+        return OpenedCheckpoint(model=model, known=known, among=folder)
+
+    found = _newest(folder, opened) if resumes else None
+    return None if found is None else found[0]
 
 
-def resume(
-    folder: Path, config: Config, kinds: tuple[Kind, ...], into: HostModel | None = None
-) -> LoadedCheckpoint | None:
-    """Return the newest complete checkpoint of `folder`, loaded; None if no save finished.
+def resume(folder: Path, config: Config, home: HostModel) -> LoadedCheckpoint | None:
+    """Fill `home` from the newest complete checkpoint of `folder`; None if no save finished.
 
-    It is loaded `into` a model whose weights are unused now, or else into a new one.
     Raises CheckpointDamaged if there are some and none is complete, and CheckpointMismatch.
     """
-    candidates, base_bytes = finished(folder), resident_bytes()
-    skipped: list[str] = []
-    damaged: list[Path] = []
-    for path in candidates:
+
+    def loaded(path: Path, manifest: Manifest, known: RunRecord) -> LoadedCheckpoint:
+        changed = changed_settings(config, manifest)
+        require_same_model(config, manifest, known.source_mark)
+        restore(path, manifest, checkpoint_parts(home))
+        return LoadedCheckpoint(manifest=manifest, known=known, path=path, changed=changed)
+
+    found = _newest(folder, loaded)
+    if found is None:
+        return None
+    checkpoint, skipped = found
+    return replace(checkpoint, skipped=list(skipped.values()), damaged=list(skipped))
+
+
+def _newest(
+    folder: Path, use: Callable[[Path, Manifest, RunRecord], T]
+) -> tuple[T, dict[Path, str]] | None:
+    """Return what `use` makes of the newest checkpoint that is not damaged, and why others are.
+
+    Raises CheckpointDamaged if all are.
+    """
+    skipped: dict[Path, str] = {}
+    for path in finished(folder):
         try:
             manifest = read_manifest(path)
             if manifest.step != step_of(path):
                 raise CheckpointDamaged(f"{path} has step {manifest.step}: its files were mixed up")
-            changed, known = changed_settings(config, manifest), known_of(manifest)
-            require_same_model(config, manifest, known.source_mark)
-            home = into or _opened(path, manifest, config, kinds)
-            restore(path, manifest, checkpoint_parts(home))
+            return use(path, manifest, known_of(manifest)), skipped
         except (CheckpointDamaged, DiskError) as error:  # a sector that cannot be read is damage
-            skipped.append(str(error))
-            damaged.append(path)
-            continue
-        return LoadedCheckpoint(
-            home=home,
-            manifest=manifest,
-            known=known,
-            path=path,
-            base_bytes=base_bytes,
-            skipped=skipped,
-            damaged=damaged,
-            changed=changed,
-        )
+            skipped[path] = str(error)
     if skipped:
-        reasons = "\n  ".join(skipped)
+        reasons = "\n  ".join(skipped.values())
         raise CheckpointDamaged(
             f"{folder}: none of {len(skipped)} checkpoints is complete:\n  {reasons}\n"
             "Restore one from a backup, or remove the folder to start again."
@@ -160,8 +186,11 @@ def known_of(manifest: Manifest) -> RunRecord:
                 **{name: as_count(training["data"][name]) for name in ("epoch", "window", "row")},
             },
             lines={str(name): as_count(size) for name, size in training["lines"].items()},
-            micro_batch_tokens=as_count(training["micro_batch_tokens"]),
-            chunk_tokens=as_count(training.get("chunk_tokens", CHUNK_TOKENS)),
+            kept={
+                "micro_batch_tokens": as_count(training["micro_batch_tokens"]),
+                "chunk_tokens": as_count(training.get("chunk_tokens", CHUNK_TOKENS)),
+                "state": _as_state(training.get("state", "fp32")),
+            },
             learning_rate=as_loss(training.get("learning_rate")),
             source_mark=_as_text(training.get("source_mark")),
         )
@@ -173,6 +202,12 @@ def known_of(manifest: Manifest) -> RunRecord:
             f"{type(error).__name__} {str(error)[:100]}"
         ) from None
     return known
+
+
+def _as_state(value: Any) -> str:
+    if not isinstance(value, str) or not any(value in states for states in STATES.values()):
+        raise ValueError(f"{str(value)[:40]!r} is not a state of an optimizer")
+    return value
 
 
 def _as_text(value: Any) -> str | None:
@@ -218,8 +253,8 @@ def changed_settings(config: Config, manifest: Manifest) -> list[str]:
     return changed
 
 
-def _opened(path: Path, manifest: Manifest, config: Config, kinds: tuple[Kind, ...]) -> HostModel:
-    """Return the checkpoint's model without weights; its small files are checked before use."""
+def _require_small_files(path: Path, manifest: Manifest) -> None:
+    """Raise CheckpointDamaged unless the files that describe the model are as they were written."""
     for name, record in manifest.files.items():
         if not name.startswith("model/") or name.endswith(".safetensors"):
             continue
@@ -231,4 +266,3 @@ def _opened(path: Path, manifest: Manifest, config: Config, kinds: tuple[Kind, .
             raise CheckpointDamaged(f"{path / name} does not match its hash")
     if f"model/{CONFIG_NAME}" not in manifest.files:
         raise CheckpointDamaged(f"{path} has no {CONFIG_NAME}")
-    return read_model(config, path / "model").empty(kinds)

@@ -11,18 +11,18 @@ from megatrain.config import Config
 from megatrain.disk.hf.growth import Growth
 from megatrain.errors import ConfigError, ModelFolderError
 from megatrain.model_files import CARRIED, VOCABULARY, is_lfs_pointer, lfs_pointer_text
-from megatrain.run.opening.resumption import LoadedCheckpoint
+from megatrain.run.opening.resumption import OpenedCheckpoint
 
 
 def open_tokenizer(
-    config: Config, source: Path, notes: list[str], resumed: LoadedCheckpoint | None
+    config: Config, source: Path, notes: list[str], found: OpenedCheckpoint | None
 ) -> tuple[Any, Growth | None]:
     """Return the tokenizer of a run, and the tokens that its model does not have yet."""
     tokenizer = load_tokenizer(source)
-    if resumed is not None:  # its model and tokenizer have them
+    if found is not None:  # its model and tokenizer have them
         return tokenizer, None
-    growth, found = add_tokens(tokenizer, config.model.add_tokens)
-    notes += found
+    growth, more = add_tokens(tokenizer, config.model.add_tokens)
+    notes += more
     return tokenizer, growth
 
 
