@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from megatrain.cli.demo import byte_tokenizer
 from megatrain.config import Config
 from megatrain.memory.kinds import Kind
-from megatrain.optim.states import M, V
 from megatrain.run.evaluation.mean_loss import MeanLoss
 from megatrain.run.interrupts import Interrupts
 from megatrain.run.trainer import Trainer
@@ -45,6 +44,7 @@ class Setting:
     eval_every: int | None = 3
     tape: str = "device"
     frozen: bool = False
+    state: str = "fp32"
 
 
 def setting_of(number: int) -> Setting:
@@ -62,6 +62,7 @@ def setting_of(number: int) -> Setting:
         eval_every=draw.choice([2, 3, None]),
         tape=draw.choice(["device", "host"]),
         frozen=draw.random() < 0.2,
+        state=draw.choice(["fp32", "bf16"]),
     )
 
 
@@ -111,7 +112,7 @@ def config_of(world: Path, run: Path, setting: Setting, **changes: Any) -> Confi
             "packing": setting.packing,
         },
         "train": train,
-        "optim": {"learning_rate": 1e-2, "schedule": "cosine", "warmup": 2},
+        "optim": {"learning_rate": 1e-2, "schedule": "cosine", "warmup": 2, "state": setting.state},
         "memory": {"device": "cpu", "tape": setting.tape},
         "eval": {"every": setting.eval_every, "samples": 1},
         "save": {
@@ -160,8 +161,8 @@ def state_of(trainer: Trainer) -> State:
     return {
         (name, kind): store.param(name, kind).clone()
         for name, place in store.layout.places.items()
-        for kind in (Kind.HI, Kind.LO, M, V)
-        if place.has(kind)
+        for kind in store.kinds
+        if kind is not Kind.GRAD and place.has(kind)
     }
 
 

@@ -131,6 +131,14 @@ class Layout:
         """Return the segments of a block that get gradients."""
         return [s for s in self.segments if s.block == block and s.trained]
 
+    def first_trained(self, segment: Segment) -> int:
+        """Return the number of a trained segment's first element, padding counted.
+
+        It depends on the model alone, not on threads or ranks.
+        """
+        earlier = self.segments[: self.segments.index(segment)]
+        return sum(other.num_elements for other in earlier if other.trained)
+
     def block_params(self, block: int, kind: Kind, buffer: Tensor) -> dict[str, Tensor]:
         """Return the params of a block as views into `buffer`, a copy of its bytes in `kind`."""
         origin = self.block_extents[block, kind].start

@@ -56,12 +56,10 @@ class UpdateViews:
         self._store, self._states, layout = store, states, store.layout
         self._runs: dict[int, list[_Run]] = {}
         self._firsts: dict[int, int] = {}
-        first = 0
         for segment in layout.segments:
             if segment.trained:
                 self._runs[id(segment)] = _runs(layout, segment, decayed)
-                self._firsts[id(segment)] = first
-                first += segment.num_elements
+                self._firsts[id(segment)] = layout.first_trained(segment)
 
     def of(self, segment: Segment, region: Tensor | None = None) -> Iterator[tuple[slice, Views]]:
         """Yield the runs of a segment: where each is in the segment's gradient, and its views.

@@ -82,6 +82,8 @@ def make_engine(
         no_decay=optim.no_decay,
         max_grad_norm=config.train.max_grad_norm,
         num_threads=max(1, num_cores() // 2),
+        state=settings.state,
+        seed=config.train.seed,
     )
     return Engine(
         home.decoder,
