@@ -89,6 +89,12 @@ def _memory(config: Config) -> Iterator[ConfigFault]:
             "memory.gather_embedding is true and memory.device is cpu: it needs a device with "
             "its own memory. Set it to auto.",
         )
+    if config.memory.disk is None and config.memory.disk_bytes != "auto":
+        yield _fault(
+            "memory.disk_bytes",
+            f"memory.disk_bytes is {config.memory.disk_bytes} and memory.disk is null: there is no "
+            "folder for a scratch file. Set memory.disk, or memory.disk_bytes to auto.",
+        )
 
 
 def _patience(config: Config) -> Iterator[ConfigFault]:

@@ -209,6 +209,16 @@ class MemorySettings(Section):
         description="Most host memory to use; auto is all free memory within the limits of the "
         "control group.",
     )
+    disk: Annotated[Name | None, TypeName("folder or null")] = Field(
+        default=None,
+        description="Folder on a fast disk for a scratch file, for runs that do not fit into host "
+        "memory: between updates it holds master remainders and optimizer states, and gradients "
+        "where memory is shortest. The plan decides whether it is used. null uses no disk.",
+    )
+    disk_bytes: Size = Field(
+        default="auto",
+        description="Most bytes of the scratch file in memory.disk; auto is all free space.",
+    )
     slots: Annotated[
         int | Literal["auto"],
         PlainValidator(or_auto(read_whole, least=2)),

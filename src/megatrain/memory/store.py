@@ -15,6 +15,9 @@ Laws (tests/memory/test_store.py)
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -109,11 +112,28 @@ class Store:
         """
         if kind not in self.on_disk:
             return self.param(name, kind)
-        assert self.tier is not None
         block = self.layout.places[name].segment.block
+        return self.param(name, kind, self._brought(block, kind))
+
+    @contextmanager
+    def changing(self, block: int, kind: Kind) -> Iterator[Tensor | None]:
+        """Yield a region to give to `param`: a copy of the kind's bytes, written back at the end.
+
+        It is None if the kind is in memory. No update may be pending.
+        """
+        if kind not in self.on_disk:
+            yield None
+            return
+        assert self.tier is not None
+        region = self._brought(block, kind)
+        yield region
+        self.tier.write(block, self.tier.regions.parts(block, region, [kind]))
+
+    def _brought(self, block: int, kind: Kind) -> Tensor:
+        assert self.tier is not None
         region = aligned_buffer(self.tier.regions.region_bytes(block))
         self.tier.read(block, self.tier.regions.parts(block, region, [kind]))
-        return self.param(name, kind, region)
+        return region
 
     def close(self) -> None:
         """Let go of the scratch file, if there is one."""

@@ -23,17 +23,20 @@ Laws (tests/memory/test_tier.py)
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
 from megatrain import files
 from megatrain.errors import DiskError, DiskFull, TierDamaged
-from megatrain.memory.direct import as_memory, digest
+from megatrain.memory.direct import aligned_buffer, as_memory, digest
 from megatrain.memory.kinds import Kind
+from megatrain.memory.layout import Layout
 from megatrain.memory.ledger import gib
 from megatrain.memory.tier_regions import TierRegions
 
@@ -45,6 +48,26 @@ _WAY_OUT = (
     "The disk tier holds scratch data only: the last checkpoint is complete, and `--resume` "
     "continues from it."
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scratch:
+    """Where a tier may be made, and for which kinds."""
+
+    folder: Path
+    kinds: tuple[Kind, ...]
+    most_bytes: int | None = None
+    """None: as many as the disk has."""
+
+    def open(self, layout: Layout) -> Tier:
+        """Return the tier of a layout. Raises DiskFull or DiskError."""
+        regions = TierRegions(layout, self.kinds)
+        if self.most_bytes is not None and regions.num_bytes > self.most_bytes:
+            raise DiskFull(
+                f"memory.disk_bytes allows {gib(self.most_bytes)} of scratch data, and this run "
+                f"needs {gib(regions.num_bytes)}. Raise it, or set it to auto."
+            )
+        return Tier(self.folder, regions)
 
 
 class Tier:
@@ -72,11 +95,14 @@ class Tier:
         """
         return self._over_chunks(block, parts, self.put)
 
-    def chunks(self, block: int, kind: Kind) -> Iterator[tuple[int, int, int]]:
-        """Yield number, first and last byte of each chunk in the part of `kind`."""
-        num_bytes = self.regions.part(block, kind).num_bytes
-        for number, start in enumerate(range(0, num_bytes, TIER_CHUNK_BYTES)):
-            yield number, start, min(start + TIER_CHUNK_BYTES, num_bytes)
+    def chunks(
+        self, block: int, kind: Kind, start: int = 0, stop: int | None = None
+    ) -> Iterator[tuple[int, int, int]]:
+        """Yield number, first and last byte of each chunk that has bytes of [start, stop)."""
+        end, size = self.regions.part(block, kind).num_bytes, TIER_CHUNK_BYTES
+        stop = end if stop is None else stop
+        for number in range(start // size, -(-stop // size)):
+            yield number, number * size, min((number + 1) * size, end)
 
     def get(self, block: int, kind: Kind, chunk: int, buffer: Tensor) -> None:
         """Fill `buffer` with one chunk of a part. Raises TierDamaged or DiskError."""
@@ -111,6 +137,21 @@ class Tier:
         with self._explained("write"):
             files.write_at(self._fd, memory, self._offset(block, kind, chunk))
 
+    def pieces(self, block: int, kind: Kind, start: int, stop: int) -> Iterator[Tensor]:
+        """Yield the bytes [start, stop) of a part, in order and in pieces, reading ahead.
+
+        Each piece has its own memory. Raises TierDamaged or DiskError.
+        """
+        pending: deque[tuple[Tensor, slice, Future[None]]] = deque()
+        for number, first, last in self.chunks(block, kind, start, stop):
+            buffer = aligned_buffer(last - first)
+            future = self._pool.submit(self.get, block, kind, number, buffer[: last - first])
+            pending.append((buffer, slice(max(start - first, 0), min(stop, last) - first), future))
+            if len(pending) > TIER_THREADS:
+                yield _arrived(*pending.popleft())
+        while pending:
+            yield _arrived(*pending.popleft())
+
     def close(self) -> None:
         """Let go of the file, and with it of its bytes."""
         self._pool.shutdown(wait=True)
@@ -144,6 +185,11 @@ class Tier:
                 yield
         except DiskError as error:
             raise type(error)(f"{error}. {_WAY_OUT}") from error
+
+
+def _arrived(buffer: Tensor, span: slice, future: Future[None]) -> Tensor:
+    future.result()
+    return buffer[span]
 
 
 def _scratch_file(folder: Path, num_bytes: int) -> tuple[int, bool]:

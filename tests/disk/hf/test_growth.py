@@ -13,6 +13,7 @@ from megatrain.disk.hf.growth import Growth, tables
 from megatrain.disk.hf.model import HostModel, load_model, read_model_folder
 from megatrain.errors import ConfigError, WeightsMismatch
 from megatrain.memory.kinds import Kind
+from megatrain.memory.tier import Scratch
 from testkit.families import save_tiny
 
 ROWS = 320
@@ -26,12 +27,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def grown(
-    folder: Path, num_tokens: int, count: int, dtype: Any = "bf16", frozen: tuple[str, ...] = ()
+    folder: Path,
+    num_tokens: int,
+    count: int,
+    dtype: Any = "bf16",
+    frozen: tuple[str, ...] = (),
+    scratch: Scratch | None = None,
 ) -> HostModel:
     ids = tuple(range(num_tokens, num_tokens + count))
     growth = Growth(num_tokens=num_tokens, new_ids=ids, files={"tokenizer.json": b"new"})
     found = read_model_folder(folder, dtype=dtype, frozen=frozen, attn=None, growth=growth)
-    return found.load((Kind.HI, Kind.LO))
+    return found.load((Kind.HI, Kind.LO), scratch)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -60,6 +66,18 @@ def test_new_rows_are_the_mean_and_the_others_stay(
         for row in fresh:
             assert torch.allclose(after[row], mean, rtol=1e-6, atol=1e-9), param.name
             assert torch.equal(after[row], after[fresh[0]])
+
+
+@pytest.mark.parametrize("case", ["untied", "tied"])
+def test_new_rows_are_the_same_where_remainders_are_on_disk(tmp_path: Path, case: str) -> None:
+    family, changes = CASES[case]
+    save_tiny(tmp_path / "model", family, torch.float32, **changes)
+    expected = grown(tmp_path / "model", ROWS, 3).store
+    scratch = Scratch(folder=tmp_path, kinds=(Kind.LO,))
+    found = grown(tmp_path / "model", ROWS, 3, scratch=scratch).store
+    for name in expected.layout.places:
+        assert torch.equal(found.master(name), expected.master(name)), name
+    found.close()
 
 
 def test_an_export_of_a_grown_model_loads(tmp_path: Path) -> None:

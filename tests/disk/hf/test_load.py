@@ -17,11 +17,15 @@ from safetensors.torch import load_file, save_file
 
 from megatrain import load_model
 from megatrain.disk.hf import load as load_module
+from megatrain.disk.hf.model import read_model_folder
 from megatrain.errors import DiskError, WeightsMismatch
 from megatrain.memory.direct import DirectReader
 from megatrain.memory.host import resident_bytes
 from megatrain.memory.kinds import Kind
+from megatrain.memory.tier import Scratch
+from megatrain.optim.states import WITH_CLIP, M, V
 from testkit.families import save_tiny, tiny_model
+from testkit.faulty_os import faulty
 
 
 @pytest.fixture
@@ -47,6 +51,21 @@ def test_masters_are_the_stored_values_exactly(
     store = load_model(tmp_path, dtype=dtype).store
     for name in store.layout.places:
         assert torch.equal(store.master(name), values[name].float()), name
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
+def test_masters_on_disk_are_the_stored_values_and_bf16_writes_nothing(
+    stored: torch.dtype, tmp_path: Path
+) -> None:
+    save_tiny(tmp_path / "model", "mixtral", stored)
+    values = load_model(tmp_path / "model").store
+    folder = read_model_folder(tmp_path / "model", dtype="bf16")
+    with faulty(counted=frozenset({"pwrite"})) as calls:
+        store = folder.load(WITH_CLIP, Scratch(folder=tmp_path, kinds=(Kind.LO, M, V))).store
+    assert bool(calls.num_calls) == (stored is not torch.bfloat16)
+    for name in store.layout.places:
+        assert torch.equal(store.master(name), values.master(name)), name
+    store.close()
 
 
 def test_masters_would_show_a_lost_remainder(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@
     state/   lo and the optimizer's states of each block that is trained, by param name
 
 A block is the unit of saving: its files are written while its bytes are held still. It is also what
-a rank, or a disk tier, would own.
+a rank would own. State that is on disk is copied from file to file in pieces.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from megatrain.disk.hf.export import config_bytes, index_bytes, shard_names
 from megatrain.disk.hf.model import HostModel
-from megatrain.disk.hf.weights_file import NamedTensor, WeightsFile, folder_tensors
+from megatrain.disk.hf.weights_file import NamedTensor, WeightsFile, folder_tensors, state_tensor
 from megatrain.memory.kinds import Kind
 from megatrain.memory.store import Store
 from megatrain.model_files import INDEX_NAME
@@ -30,6 +30,8 @@ class Parts:
     small: dict[str, bytes]
     model: str
     """Names the params: shapes, dtypes, and which are trained."""
+    store: Store | None = None
+    """Of the tensors, if it has a disk tier to fill."""
 
     @property
     def num_bytes(self) -> int:
@@ -62,6 +64,7 @@ def checkpoint_parts(home: HostModel) -> Parts:
     return Parts(
         blocks=blocks,
         small={f"model/{name}": data for name, data in sorted(small.items())},
+        store=store,
         model=model_mark(store),
     )
 
@@ -76,14 +79,13 @@ def model_mark(store: Store) -> str:
 
 
 def _state_tensors(store: Store, block: int) -> list[NamedTensor]:
-    tensors = []
-    for kind in _state_kinds(store):
-        for place in store.layout.block_places(block):
-            if place.has(kind):
-                values = store.param(place.param.name, kind)
-                name, shape = f"{kind}.{place.param.name}", tuple(values.shape)
-                tensors.append(NamedTensor(name=name, shape=shape, values=values.view(-1)))
-    return tensors
+    places = store.layout.block_places(block)
+    return [
+        state_tensor(store, place.param.name, kind)
+        for kind in _state_kinds(store)
+        for place in places
+        if place.has(kind)
+    ]
 
 
 def _state_kinds(store: Store) -> list[Kind]:

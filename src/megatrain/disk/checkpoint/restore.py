@@ -13,6 +13,7 @@ Laws (tests/disk/checkpoint/test_restore.py)
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -30,7 +31,8 @@ from megatrain.errors import (
     WeightsFormatError,
     listing,
 )
-from megatrain.memory.direct import copy_bytes
+from megatrain.memory.store import Store
+from megatrain.memory.tier_filling import TierFilling
 
 
 def verify(folder: Path) -> Manifest:
@@ -67,8 +69,9 @@ def restore(folder: Path, manifest: Manifest, parts: Parts) -> None:
         if record is None or record.num_bytes != file.num_bytes:
             _require_states(folder / name, file)
             raise CheckpointDamaged(f"{folder / name} does not match the model of the manifest")
-    takes = {name: _filling(folder / name, file) for name, file in files.items()}
-    read_checked(folder, manifest.files, "resuming", takes)
+    with _filling(parts.store) as filling:
+        takes = {name: _take(folder / name, file, filling) for name, file in files.items()}
+        read_checked(folder, manifest.files, "resuming", takes)
 
 
 def _require_states(path: Path, file: WeightsFile) -> None:
@@ -93,23 +96,25 @@ def _states(tensors: Iterable[tuple[str, str]]) -> set[str]:
     return {f"{name.partition('.')[0]} ({dtype})" for name, dtype in tensors}
 
 
-def _filling(path: Path, file: WeightsFile) -> Take:
+def _filling(store: Store | None) -> AbstractContextManager[TierFilling | None]:
+    if store is None or store.tier is None:
+        return nullcontext()
+    return TierFilling(store.layout, store.tier)
+
+
+def _take(path: Path, file: WeightsFile, filling: TierFilling | None) -> Take:
     """Return what puts a file's chunks into its tensors."""
     header = torch.frombuffer(bytearray(file.header), dtype=torch.uint8)
-    places = [(0, header.clone(), True)]
-    places += [(start, tensor.memory, False) for start, tensor in file.placed()]
+    places = [(start, start + tensor.num_bytes, tensor) for start, tensor in file.placed()]
 
     def take(start: int, data: Tensor) -> None:
         stop = start + len(data)
-        for first, memory, is_header in places:
-            begin, end = max(start, first), min(stop, first + len(memory))
-            if begin >= end:
-                continue
-            found, there = data[begin - start : end - start], memory[begin - first : end - first]
-            if not is_header:
-                copy_bytes(there, found)
-            elif not torch.equal(there, found):
-                _require_states(path, file)
-                raise CheckpointMismatch(f"{file.name}: its tensors do not match this model")
+        if start < len(header) and not torch.equal(header[start:stop], data[: len(header) - start]):
+            _require_states(path, file)
+            raise CheckpointMismatch(f"{file.name}: its tensors do not match this model")
+        for first, last, tensor in places:
+            begin, end = max(start, first), min(stop, last)
+            if begin < end:
+                tensor.put(begin - first, data[begin - start : end - start], filling)
 
     return take

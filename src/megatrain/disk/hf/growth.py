@@ -80,14 +80,16 @@ class Growth:
     def fill(self, decoder: Decoder, store: Store, num_rows: int) -> None:
         """Give the new tokens their rows; the folder has filled the first `num_rows`."""
         for name in tables(decoder):
-            hi = store.param(name, Kind.HI)
-            has_lo = store.layout.places[name].has(Kind.LO)
-            lo = store.param(name, Kind.LO) if has_lo else None
-            mean = _mean(hi, lo, min(self.num_tokens, num_rows))
-            for row in {*self.new_ids, *range(num_rows, len(hi))}:
-                if lo is None:
-                    hi[row] = mean
-                else:
+            hi, place = store.param(name, Kind.HI), store.layout.places[name]
+            rows = {*self.new_ids, *range(num_rows, len(hi))}
+            num_old = min(self.num_tokens, num_rows)
+            if not place.has(Kind.LO):
+                hi[sorted(rows)] = _mean(hi, None, num_old)
+                continue
+            with store.changing(place.segment.block, Kind.LO) as region:
+                lo = store.param(name, Kind.LO, region)
+                mean = _mean(hi, lo, num_old)
+                for row in rows:
                     split_into(mean, hi[row : row + 1], lo[row : row + 1])
 
 

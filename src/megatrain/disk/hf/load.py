@@ -4,7 +4,8 @@
 
 Nothing is held twice: a worker owns one buffer of CHUNK_BYTES, reads a run of a tensor into it past
 the page cache, and writes it where it belongs. bf16 goes to `hi` as it is and leaves `lo` zero,
-which costs no memory; fp32 and fp16 are split exactly into `hi` and `lo`.
+which costs no memory; fp32 and fp16 are split exactly into `hi` and `lo`. Where `lo` is on disk,
+bf16 leaves the disk alone, and other pieces go there chunk by chunk.
 
 Laws (tests/disk/hf/test_load.py)
     1. Loaded masters have exactly the values of the folder.
@@ -34,6 +35,7 @@ from megatrain.memory.direct import DISK_PAGE, DirectReader, aligned_buffer, cop
 from megatrain.memory.kinds import Kind
 from megatrain.memory.master import split_into
 from megatrain.memory.store import Store
+from megatrain.memory.tier_filling import TierFilling
 from megatrain.models.decoder import Decoder
 from megatrain.progress import Advance, byte_progress
 
@@ -66,7 +68,10 @@ def load_weights(
         advance = stack.enter_context(byte_progress(f"loading {folder.name}", total_bytes))
         paths = {match.stored.path for match in (*matches, *aliases)}
         readers = {path: stack.enter_context(DirectReader(path)) for path in sorted(paths)}
-        places = _Places(decoder, store)
+        filling = None
+        if store.tier is not None:
+            filling = stack.enter_context(TierFilling(store.layout, store.tier))
+        places = _Places(decoder, store, filling)
         _run(matches, readers, places.put, advance)
         _run(aliases, readers, places.compare, advance)
     if growth is not None:
@@ -154,8 +159,8 @@ def _ignorable(decoder: Decoder, name: str) -> bool:
 class _Places:
     """Takes runs of a folder's tensors and puts them where they belong."""
 
-    def __init__(self, decoder: Decoder, store: Store) -> None:
-        self._store = store
+    def __init__(self, decoder: Decoder, store: Store, filling: TierFilling | None) -> None:
+        self._store, self._filling = store, filling
         self._buffers = decoder.persistent_buffers()
 
     def put(self, tensor: FolderTensor, start: int, values: Tensor) -> None:
@@ -170,6 +175,10 @@ class _Places:
             copy_bytes(hi.view(torch.uint8), values.view(torch.uint8))
         elif not self._store.layout.places[tensor.param].has(Kind.LO):
             hi.copy_(values)
+        elif self._filling is not None and Kind.LO in self._store.on_disk:
+            lo = torch.empty(len(values), dtype=torch.int16)
+            split_into(values.float(), hi, lo)
+            self._filling.put(tensor.param, Kind.LO, 2 * begin, lo.view(torch.uint8))
         else:
             lo = self._store.param(tensor.param, Kind.LO).view(-1)[span]
             split_into(values.float(), hi, lo)

@@ -17,6 +17,7 @@ from megatrain.hub import find_model
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
+from megatrain.memory.tier import Scratch
 from megatrain.models.config_json import parse_config
 from megatrain.models.decoder import Decoder, build_decoder
 from megatrain.optim.states import WITH_CLIP
@@ -74,20 +75,31 @@ class ModelFolder:
     growth: Growth | None = None
     """New tokens, of which the folder's weights know nothing."""
 
-    def empty(self, kinds: tuple[Kind, ...]) -> HostModel:
-        """Return the model with weights that are all zeros. Raises DoesNotFit."""
+    def empty(self, kinds: tuple[Kind, ...], scratch: Scratch | None = None) -> HostModel:
+        """Return the model with weights that are all zeros; `scratch`: some kinds are on disk.
+
+        Raises DoesNotFit, DiskFull or DiskError.
+        """
+        layout = build_layout(self.decoder.blocks, kinds)
         return HostModel(
             decoder=self.decoder,
-            store=Store(build_layout(self.decoder.blocks, kinds)),
+            store=Store(layout, None if scratch is None else scratch.open(layout)),
             source=self.source,
             config_json=self.config_json,
             carried=self.carried,
         )
 
-    def load(self, kinds: tuple[Kind, ...]) -> HostModel:
-        """Return the model with its weights in host memory. Raises what `load_model` does."""
-        home = self.empty(kinds)
-        load_weights(home.source, home.decoder, home.store, self.growth)
+    def load(self, kinds: tuple[Kind, ...], scratch: Scratch | None = None) -> HostModel:
+        """Return the model with its weights at home.
+
+        Raises what `load_model` does, and DiskFull if the scratch file has no room.
+        """
+        home = self.empty(kinds, scratch)
+        try:
+            load_weights(home.source, home.decoder, home.store, self.growth)
+        except BaseException:
+            home.store.close()
+            raise
         return home
 
 

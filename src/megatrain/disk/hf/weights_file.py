@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -12,10 +12,12 @@ from torch import Tensor
 
 from megatrain.disk.hf.names import FolderTensor, NameMap
 from megatrain.disk.hf.safetensors_format import format_header
-from megatrain.memory.direct import DirectWriter, WriteQueue
+from megatrain.memory.direct import DirectWriter, WriteQueue, copy_bytes
 from megatrain.memory.kinds import Kind
+from megatrain.memory.layout import kind_dtype
 from megatrain.memory.master import join
 from megatrain.memory.store import Store
+from megatrain.memory.tier_filling import TierFilling
 from megatrain.models.decoder import Decoder
 from megatrain.progress import Advance
 
@@ -49,23 +51,48 @@ class NamedTensor:
         """Yield the bytes to write, one piece behind the other."""
         yield self.memory
 
+    def put(self, start: int, data: Tensor, filling: TierFilling | None) -> None:
+        """Take bytes that were read, from byte `start` of the tensor on."""
+        copy_bytes(self.memory[start : start + len(data)], data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierTensor(NamedTensor):
+    """A param in a kind that is on disk; `values` has its dtype and size, and no memory."""
+
+    store: Store
+    param: str
+    kind: Kind
+
+    def pieces(self) -> Iterator[Tensor]:
+        tier, place = self.store.tier, self.store.layout.places[self.param]
+        assert tier is not None
+        block = place.segment.block
+        extent, part = tier.regions.numbers(place, self.kind), tier.regions.part(block, self.kind)
+        return tier.pieces(block, self.kind, extent.start - part.start, extent.stop - part.start)
+
+    def put(self, start: int, data: Tensor, filling: TierFilling | None) -> None:
+        assert filling is not None
+        filling.put(self.param, self.kind, start, data)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MasterTensor(NamedTensor):
     """A tensor that is written as its fp32 master."""
 
-    lo: Tensor | None
-    """What the master has beyond `values`; None: nothing."""
+    lo: Callable[[], Tensor] | None
+    """What the master has beyond `values`, brought from the disk if it is there; None: nothing."""
 
     @property
     def dtype(self) -> torch.dtype:
         return torch.float32
 
     def pieces(self) -> Iterator[Tensor]:
+        lo = None if self.lo is None else self.lo()
         for start in range(0, self.values.numel(), PIECE_ELEMENTS):
             span = slice(start, start + PIECE_ELEMENTS)
             hi = self.values[span]
-            master = hi.float() if self.lo is None else join(hi, self.lo[span])
+            master = hi.float() if lo is None else join(hi, lo[span])
             yield master.view(torch.uint8)
 
 
@@ -118,6 +145,19 @@ class WeightsFile:
         return writer
 
 
+def state_tensor(store: Store, param: str, kind: Kind) -> NamedTensor:
+    """Return a param in `kind` as a tensor of a state file, named `kind.param`."""
+    place, name = store.layout.places[param], f"{kind}.{param}"
+    if kind not in store.on_disk:
+        values = store.param(param, kind)
+        return NamedTensor(name=name, shape=tuple(values.shape), values=values.view(-1))
+    dtype = kind_dtype(kind, place.param.dtype)
+    size = place.extent(kind).num_bytes // dtype.itemsize
+    values = torch.empty(size, dtype=dtype, device="meta")
+    shape = place.param.shape if kind.elements_per_number == 1 else (size,)
+    return TierTensor(name=name, shape=shape, values=values, store=store, param=param, kind=kind)
+
+
 def folder_tensors(decoder: Decoder, store: Store) -> list[tuple[FolderTensor, NamedTensor]]:
     """Return the tensors of the model's folder as views of the store, no copies."""
     buffers = decoder.persistent_buffers()
@@ -141,9 +181,13 @@ def master_tensors(decoder: Decoder, store: Store) -> list[NamedTensor]:
             continue
         lo = None
         if place.has(Kind.LO):
-            lo = _part(store.param(tensor.param, Kind.LO), tensor)
+            lo = partial(_remainder, store, tensor)
         result.append(MasterTensor(name=plain.name, shape=plain.shape, values=plain.values, lo=lo))
     return result
+
+
+def _remainder(store: Store, tensor: FolderTensor) -> Tensor:
+    return _part(store.at_rest(tensor.param, Kind.LO), tensor)
 
 
 def _part(param: Tensor, tensor: FolderTensor) -> Tensor:
