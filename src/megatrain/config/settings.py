@@ -172,9 +172,9 @@ class OptimSettings(Section):
     )
     state: Literal["auto", "fp32", "bf16", "8bit"] = Field(
         default="auto",
-        description="How exactly the moments are kept: in 8, 4 or 2.03 bytes per parameter. auto "
-        "is the first of them that fits; a resumed run keeps the one it has. Masters are fp32 in "
-        "all of them.",
+        description="How exactly the moments are kept, in 8, 4 or 2.03 bytes per parameter beside "
+        "fp32 masters; auto is the first of them that fits, and a resumed run keeps the one it "
+        "has.",
     )
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
         default="cosine", description="Shape of the learning rate; wsd holds the peak, then decays."
@@ -211,9 +211,9 @@ class MemorySettings(Section):
     )
     disk: Annotated[Name | None, TypeName("folder or null")] = Field(
         default=None,
-        description="Folder on a fast disk for a scratch file, for runs that do not fit into host "
-        "memory: between updates it holds master remainders and optimizer states, and gradients "
-        "where memory is shortest. The plan decides whether it is used. null uses no disk.",
+        description="Folder on a fast disk for a scratch file, which the plan uses for runs that "
+        "do not fit into host memory: between updates it holds master remainders and optimizer "
+        "states, and gradients where memory is shortest; null uses no disk.",
     )
     disk_bytes: Size = Field(
         default="auto",

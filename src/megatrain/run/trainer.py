@@ -38,7 +38,7 @@ from megatrain.run.interrupts import Interrupts
 from megatrain.run.opening import places
 from megatrain.run.opening.assembly import learning_rate
 from megatrain.run.opening.balancing import balancing_note
-from megatrain.run.opening.first_lines import data_lines, opening_line
+from megatrain.run.opening.first_lines import data_lines, opening_line, tier_lines
 from megatrain.run.opening.opening import Opening, open_run
 from megatrain.run.opening.planned import facts, in_words, predicted_against_measured
 from megatrain.run.opening.resumption import KEPT, LoadedCheckpoint, resume
@@ -104,6 +104,7 @@ class Trainer:
         self.notes = [
             samples_in_words(config, self.plan, self.num_steps, weight_bytes),
             *data_lines(self.data, needs_count=config.train.steps is None),
+            *tier_lines(self.home, self.plan),
             *opened.notes,
         ]
         """Notes on choices and findings while opening."""
@@ -229,6 +230,7 @@ class Trainer:
             self.engine.close()
         finally:
             self.checkpoints.wait()
+            self.home.store.close()
             self.data.close()
             self.folder.close()
 

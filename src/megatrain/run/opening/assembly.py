@@ -14,6 +14,8 @@ from megatrain.disk.hf.model import HostModel, ModelFolder
 from megatrain.engine.engine import Engine
 from megatrain.hub import find_model
 from megatrain.memory.host import num_cores
+from megatrain.memory.kinds import Kind, kinds_on_disk
+from megatrain.memory.tier import Scratch
 from megatrain.models.patterns import check_patterns
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.learning_rate import LearningRate
@@ -59,14 +61,29 @@ def load_home(
     Everything else is cheaper to find wanting.
     """
     kinds, resumed = kinds_of(config, settings), None
+    scratch = scratch_of(config, settings, kinds)
     if found is None:
         find_model(config.model.name_or_path, config.model.revision)
-        home = model.load(kinds)
+        home = model.load(kinds, scratch)
     else:
-        home = model.empty(kinds)
-        resumed = resume(found.among, config, home)
+        home = model.empty(kinds, scratch)
+        try:
+            resumed = resume(found.among, config, home)
+        except BaseException:
+            home.store.close()
+            raise
     template = exported_template(tokenizer, config.data.chat_template)
     return replace(home, carried={**home.carried, **template}), resumed
+
+
+def scratch_of(config: Config, settings: StepSettings, kinds: tuple[Kind, ...]) -> Scratch | None:
+    """Return where the plan's disk tier goes; None if the run has none."""
+    folder, most = config.memory.disk, config.memory.disk_bytes
+    on_disk = kinds_on_disk(kinds, settings.tier)
+    if folder is None or not on_disk:
+        return None
+    most_bytes = most if isinstance(most, int) else None
+    return Scratch(folder=Path(folder), kinds=on_disk, most_bytes=most_bytes)
 
 
 def make_engine(

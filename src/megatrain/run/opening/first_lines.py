@@ -6,7 +6,9 @@ from megatrain.config import Config
 from megatrain.data.preview import card_lines
 from megatrain.devices.device import Device
 from megatrain.disk.hf.model import HostModel
+from megatrain.planning.plan import Plan
 from megatrain.run.opening.training_data import TrainingData
+from megatrain.text import size
 
 MOST_REASONS = 3
 COUNTED_ROWS = 1_000_000
@@ -17,10 +19,10 @@ def opening_line(config: Config, device: Device, home: HostModel, num_steps: int
     """Return the line with the model, the device and the length of the run."""
     num_params = sum(param.num_elements for param in home.decoder.params)
     tokens, rows = config.train.batch_tokens, config.train.batch_rows
-    size = f"{rows:,} rows" if tokens is None else f"{tokens:,} tokens"
+    length = f"{rows:,} rows" if tokens is None else f"{tokens:,} tokens"
     return (
         f"{num_params:,} params of {config.model.name_or_path} on {device.name}, "
-        f"{num_steps} steps of {size}; run folder {config.run_dir}"
+        f"{num_steps} steps of {length}; run folder {config.run_dir}"
     )
 
 
@@ -41,3 +43,21 @@ def data_lines(data: TrainingData, *, needs_count: bool) -> list[str]:
         length += f" in {data.steps_in_epoch:,} steps"
     held = f"; {data.num_judged:,} rows to evaluate on" if rows.held else ""
     return [*lines, f"an epoch: {length}{held}"]
+
+
+def tier_lines(home: HostModel, plan: Plan) -> list[str]:
+    """Return where the disk tier is and how much the run writes to it, if it has one."""
+    tier = home.store.tier
+    if tier is None:
+        return []
+    num_bytes = tier.regions.num_bytes  # an update writes each part once
+    kinds = ", ".join(map(str, tier.regions.kinds))
+    line = f"disk tier: {kinds} in {tier.folder}, {size(num_bytes)}, written once a step"
+    if plan.knows_time and plan.step_s > 0:
+        line += f": {terabytes_per_day(num_bytes, plan.step_s):.3g} TB a day"
+    return [f"{line}. Compare it with the disk's rated endurance (TBW)"]
+
+
+def terabytes_per_day(bytes_per_step: int, step_s: float) -> float:
+    """Return what a disk is written, in units of 10^12 bytes, which ratings of disks use."""
+    return bytes_per_step / step_s * 86400 / 1e12

@@ -57,10 +57,11 @@ class Opening:
     """What the user should know of the rows and the model."""
 
     def close(self) -> None:
-        """End the engine, and let go of the data and the folder."""
+        """End the engine, and let go of the scratch file, the data and the folder."""
         try:
             self.engine.close()
         finally:
+            self.home.store.close()
             self.data.close()
             self.folder.close()
 
@@ -80,6 +81,7 @@ def open_run(config: Config, *, resumes: bool = False, dry_run: bool = False) ->
         plan = plan_run(with_longest_step(config, rows), device, model.decoder, found)
         data = opened.enter_context(open_data(config, tokenizer, plan.settings, rows))
         home, resumed = load_home(config, plan.settings, model, tokenizer, found)
+        opened.callback(home.store.close)
         engine = make_engine(config, plan.settings, home, device, data.num_steps)
         opened.pop_all()
     return Opening(
