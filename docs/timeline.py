@@ -18,6 +18,7 @@ TITLES = {
     "compute": "forward, backward",
     "out": "gradients to host",
     "host": "AdamW on the host",
+    "disk": "states from and to disk",
 }
 LEFT, TOP, RIGHT, LANE = 216, 64, 24, 48
 WIDE = 1000

@@ -29,6 +29,7 @@ FACT_TEXT = {
     "dinput": "the input gradient of block {1} for micro-batch {2} in step {0}",
     "loss": "the loss of micro-batch {1} in list {0}",
     "routing": "the routing of list {0} up to block {1} and micro-batch {2}",
+    "read": "the master of block {} at version {} with the gradient of step {}",
     "gradient": "the gradient of block {1} in step {0} with {2} of its parts",
     "norm": "the norm of block {1} in step {0}",
     "clip": "the clip factor of step {0}",
@@ -95,13 +96,19 @@ class Meaning:
             OpKind.NORM: self._norm,
             OpKind.CLIP: self._clip,
             OpKind.UPDATE: self._update,
+            OpKind.SPILL: self._spill,
+            OpKind.READ: self._read,
+            OpKind.WRITE: self._write,
         }
         self._num_places: Mapping[str | int, int] = {
             "slot": shape.slots,
             "grad_slot": shape.grad_slots,
             "tape_slot": shape.tape_slots,
             "host_grad": shape.host_grads,
+            "tier_slot": shape.tier_slots,
         }
+        self._ahead: dict[int, Resource] = {}
+        """By block: the place of what was read for an update that is still to come."""
 
     def begin(self, ops: Sequence[Op]) -> None:
         """Open a list. It is a training step if it has gradients."""
@@ -140,10 +147,16 @@ class Meaning:
         if has_loss:
             for micro in range(self.shape.num_micro):
                 outcome["loss", micro] = ("loss", self._list, micro)
+        if self.shape.update == "late":
+            for block in self.shape.trained_blocks:
+                outcome["master", block] = ("master", block, self._step)
         if self._training:
             for block in self.shape.trained_blocks:
                 if self.shape.update == "in_backward":
                     outcome["weights", block] = ("weights", block, self._step + 1)
+                    outcome["master", block] = ("master", block, self._step + 1)
+                elif self.shape.spills and block in self._ahead:
+                    outcome[self._ahead[block]] = ("read", block, self._step, self._step)
                 else:
                     outcome["grad", block] = self._whole_gradient(block, self._step)
             if self.shape.update == "late":
@@ -251,10 +264,31 @@ class Meaning:
             self.memory.use(("clip",), ("clip", step))
         else:
             self.memory.use(("norm", block), ("norm", step, block))
-        self.memory.take(self._drained_at(op, block), self._whole_gradient(block, step))
-        self.memory.use(("master", block), ("master", block, step))
-        self.memory.put(("master", block), ("master", block, step + 1))
+        if not self.shape.spills:
+            self.memory.take(self._drained_at(op, block), self._whole_gradient(block, step))
+        master = _at("tier_slot", op.tier_slot) if self.shape.has_tier else ("master", block)
+        self.memory.use(master, self._read_for(block, step))
+        self.memory.put(master, ("master", block, step + 1))
         self.memory.put(("weights", block), ("weights", block, step + 1))
+        self._ahead.pop(block, None)
+
+    def _spill(self, op: Op, block: int, micro: int) -> None:
+        gradient = self._whole_gradient(block, self._step)
+        self.memory.take(_at("host_grad", op.host_grad), gradient)
+        self.memory.put(("grad", block), gradient)
+
+    def _read(self, op: Op, block: int, micro: int) -> None:
+        step = int(self.memory.facts["weights", block][2])  # the first whose update they lack
+        self.memory.use(("master", block), ("master", block, step))
+        if self.shape.spills:
+            self.memory.take(("grad", block), self._whole_gradient(block, step))
+        self._ahead[block] = _at("tier_slot", op.tier_slot)
+        self.memory.put(self._ahead[block], self._read_for(block, step))
+
+    def _write(self, op: Op, block: int, micro: int) -> None:
+        step = self._step if self.shape.update == "late" else self._step + 1
+        self.memory.use(_at("tier_slot", op.tier_slot), ("master", block, step))
+        self.memory.put(("master", block), ("master", block, step))
 
     # Facts and places that the shape decides.
 
@@ -277,12 +311,16 @@ class Meaning:
         twice = self.shape.tied and block == 0
         return ("gradient", step, block, self.shape.num_micro * (2 if twice else 1))
 
+    def _read_for(self, block: int, step: int) -> Fact:
+        """What the update of a step finds: the master, and a gradient that waited on disk."""
+        return ("read", block, step, step) if self.shape.spills else ("master", block, step)
+
     def _kept_at(self, op: Op, block: int, micro: int) -> Resource:
         on_host = self.shape.tape == "host"
         return _at("tape_slot", op.tape_slot) if on_host else ("tape", block, micro)
 
     def _drained_at(self, op: Op, block: int) -> Resource:
-        in_ring = self.shape.update == "in_backward"
+        in_ring = self.shape.update == "in_backward" or self.shape.spills
         return _at("host_grad", op.host_grad) if in_ring else ("grad", block)
 
 

@@ -206,11 +206,11 @@ def test_close_gives_host_memory_back_and_another_engine_may_follow() -> None:
 # Lanes and random numbers.
 
 
-def test_every_lane_but_the_hosts_has_a_stream_of_its_own() -> None:
+def test_every_lane_but_those_of_the_host_has_a_stream_of_its_own() -> None:
     lanes = device_on(Simulator()).lanes()
     streams = {lane.name: lane._stream for lane in lanes}
     assert list(streams) == list(LANES)
-    assert streams.pop("host") is None
+    assert [streams.pop(name) for name in ("host", "disk")] == [None, None]
     assert None not in streams.values()
     assert len(set(map(id, streams.values()))) == 3
 

@@ -18,12 +18,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatrain.devices.accelerator import HOST_LANE, Accelerator
+from megatrain.devices.accelerator import Accelerator
 from megatrain.devices.runtime import PinningFailed, Runtime, TorchRuntime
 from megatrain.lanes.lane import Action, Lane, Stream
 from megatrain.memory.store import Store
 from megatrain.optim.optimizer import Optimizer
-from megatrain.step.ops import LANES, Op
+from megatrain.step.ops import DEVICE_LANES, LANES, Op
 from testkit.simulated.accelerator import Policy, Simulator
 from testkit.simulated.watched import WatchedOptimizer, watched
 from testkit.worlds import Case, Outcome, World
@@ -118,7 +118,9 @@ class SimulatedRig:
     def reference_lanes(self) -> Sequence[Lane]:
         # Memory that an op makes is on the device only in a thread that has entered a stream.
         stream = self.runtime.stream("reference")
-        return [_EnteredLane(name, stream=None if name == HOST_LANE else stream) for name in LANES]
+        return [
+            _EnteredLane(name, stream=stream if name in DEVICE_LANES else None) for name in LANES
+        ]
 
     @contextmanager
     def without_waits(self) -> Iterator[None]:
@@ -267,7 +269,7 @@ def delayed_lanes(
     for name in LANES:
         how_often = source.choice((0.0, 0.3, 0.3, 1.0))
         dawdles = random.Random(source.random())
-        if name == HOST_LANE:
+        if name not in DEVICE_LANES:
             lanes.append(Lane(name, delay=_dawdling(dawdles)))
             continue
         stream = change(name, rig.runtime.stream())

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from megatrain.step.ops import Op, OpKind
-from megatrain.step.resources import OpTable
+from megatrain.step.resources import OpTable, block_places
 from megatrain.step.schedule import build_step
 from megatrain.step.shape import StepShape
 
@@ -96,6 +96,40 @@ def test_the_lowest_trained_block_passes_nothing_on() -> None:
     table = OpTable(StepShape(num_blocks=4, trained=(False, True, True, True)))
     assert table.backward(2, 0).writes == (("dhidden", 0), ("grad_slot", 0))
     assert table.backward(1, 0).writes == (("grad_slot", 1),)
+
+
+def test_layers_take_turns_between_disk_and_update_and_the_edges_share_a_place() -> None:
+    late = StepShape(num_blocks=6, update="late", tier="states")
+    assert [p.tier_slot for p in block_places(late)] == ["edge", 0, 1, 0, 1, "edge"]
+    early = StepShape(num_blocks=6, update="in_backward", tier="states", tier_slots=3)
+    assert [p.tier_slot for p in block_places(early)] == ["edge", 0, 2, 1, 0, "edge"]
+    frozen = StepShape(
+        num_blocks=6, update="late", tier="states", trained=(False, True, False, True, True, True)
+    )
+    assert [p.tier_slot for p in block_places(frozen)] == [None, 0, None, 1, 0, "edge"]
+
+
+def test_an_update_works_between_its_read_and_its_write() -> None:
+    table = OpTable(StepShape(num_blocks=4, update="late", tier="states"))
+    place = ("tier_slot", 0)
+    assert (table.read(1).reads, table.read(1).writes) == ((("master", 1),), (place,))
+    assert table.update(1).reads == (("grad", 1), ("clip",), place)
+    assert table.update(1).writes == (place, ("weights", 1))
+    assert (table.write(1).reads, table.write(1).writes) == ((place,), (("master", 1),))
+
+
+def test_a_gradient_that_waits_on_disk_comes_back_with_the_master() -> None:
+    table = OpTable(StepShape(num_blocks=4, update="late", tier="gradients"))
+    assert table.drain(1).writes == table.norm(1).reads == table.spill(1).reads
+    assert table.spill(1).writes == (("grad", 1),)
+    assert table.read(1).reads == (("master", 1), ("grad", 1))
+    assert table.update(1).reads == (("clip",), ("tier_slot", 0))
+
+
+def test_no_gradient_waits_if_updates_run_in_backward() -> None:
+    states = StepShape(num_blocks=4, update="in_backward", tier="states")
+    gradients = StepShape(num_blocks=4, update="in_backward", tier="gradients")
+    assert block_places(states) == block_places(gradients)
 
 
 def test_an_update_reads_what_says_that_its_gradient_is_finite() -> None:

@@ -11,7 +11,7 @@ from megatrain.errors import ScheduleError
 from megatrain.step.hazards import Hazards
 from megatrain.step.ops import Op, OpKind
 from megatrain.step.schedule import build_flush, build_forward, build_step
-from megatrain.step.shape import StepShape
+from megatrain.step.shape import StepShape, Update
 from testkit.effort import require_effort
 from testkit.toys import compute_waited, virtual_times
 
@@ -84,6 +84,52 @@ def test_only_late_updates_can_be_pending(update: str) -> None:
         build_step(shape, pending=True)
     with pytest.raises(ScheduleError, match="no update is ever pending"):
         build_flush(shape)
+
+
+DISK = (OpKind.READ, OpKind.UPDATE, OpKind.WRITE, OpKind.SPILL)
+
+
+def test_the_disk_is_read_ahead_and_written_behind_late_updates() -> None:
+    shape = StepShape(num_blocks=6, update="late", tier="states")
+    assert texts(build_step(shape), *DISK, OpKind.CLIP) == "READ(0) READ(1) READ(2) CLIP"
+    assert texts(build_flush(shape), *DISK) == (
+        "UPDATE(0) WRITE(0) UPDATE(1) WRITE(1) READ(3) UPDATE(2) WRITE(2) READ(4) READ(5) "
+        "UPDATE(3) WRITE(3) UPDATE(4) WRITE(4) UPDATE(5) WRITE(5)"
+    )
+
+
+def test_the_disk_is_read_during_forward_for_updates_in_backward() -> None:
+    ops = build_step(StepShape(num_blocks=6, update="in_backward", tier="states"))
+    assert texts(ops[:3], *DISK) == "READ(5) READ(4) READ(3)"
+    assert texts(ops[3:], *DISK) == (
+        "UPDATE(5) WRITE(5) UPDATE(4) WRITE(4) READ(2) UPDATE(3) WRITE(3) READ(1) READ(0) "
+        "UPDATE(2) WRITE(2) UPDATE(1) WRITE(1) UPDATE(0) WRITE(0)"
+    )
+
+
+def test_gradients_spill_behind_their_norm_and_before_they_are_read() -> None:
+    ops = build_step(StepShape(num_blocks=4, update="late", tier="gradients", tier_slots=1))
+    assert texts(ops, OpKind.NORM, *DISK) == (
+        "NORM(3) SPILL(3) NORM(2) SPILL(2) NORM(1) SPILL(1) NORM(0) SPILL(0) READ(0) READ(1)"
+    )
+
+
+@pytest.mark.parametrize("update", ["in_backward", "late"])
+@pytest.mark.parametrize("tier_slots", [1, 2, 3])
+def test_a_ring_of_two_keeps_the_disk_busy(update: Update, tier_slots: int) -> None:
+    """Behind the first reads, the disk never waits for updates that are shorter than its work."""
+    shape = StepShape(num_blocks=34, update=update, tier="states", tier_slots=tier_slots)
+    cost = {OpKind.READ: 2.0, OpKind.WRITE: 2.0, OpKind.UPDATE: 3.0}
+    steps = (
+        [build_step(shape)] if update == "in_backward" else [build_step(shape), build_flush(shape)]
+    )
+    times = virtual_times(steps, cost)
+    disk_s = sum(end - start for op, start, end in times if op.lane == "disk")
+    layers_s = 32 * 3.0
+    edges_s = 2.0 + 3.0 + 2 * (3.0 + 2.0)
+    waited_s = total_s(times) - disk_s
+    assert (waited_s > layers_s / 2) == (tier_slots == 1)
+    assert waited_s <= edges_s or tier_slots == 1
 
 
 def test_an_evaluation_keeps_nothing() -> None:

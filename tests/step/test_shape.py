@@ -40,6 +40,8 @@ def test_backward_ends_at_the_lowest_trained_block(
         ({"grad_slots": 0}, "grad_slots is 0, must be at least 1"),
         ({"tape_slots": 1}, "tape_slots is 1, must be at least 2"),
         ({"host_grads": 1}, "host_grads is 1, must be at least 2"),
+        ({"tier_slots": 0}, "tier_slots is 0, must be at least 1"),
+        ({"tier": "states"}, "nothing is updated, so nothing is to be read from disk"),
         ({"trained": (True, True)}, "trained has 2 flags for 4 blocks"),
         ({"trained": (False,) * 4}, "no block is trained, so a step would have nothing to do"),
     ],

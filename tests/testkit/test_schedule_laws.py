@@ -36,6 +36,9 @@ def frozen_patterns(num_blocks: int) -> set[tuple[bool, ...]]:
     }
 
 
+TIERS = ("none", "states", "gradients")
+
+
 def small_shapes(num_layers: int) -> Iterator[StepShape]:
     rings: list[dict[str, Any]] = [
         {"tape": "device"},
@@ -46,18 +49,23 @@ def small_shapes(num_layers: int) -> Iterator[StepShape]:
         {"copying": False},
         *({"copying": True, "slots": slots} for slots in (2, 3, 4)),
     ]
-    for trained, num_micro, ring, copies, update, tied in itertools.product(
+    updates = [("none", "none"), *itertools.product(("in_backward", "late"), TIERS)]
+    for trained, num_micro, ring, copies, (update, tier), tied in itertools.product(
         sorted(frozen_patterns(num_layers + 2)),
         (1, 2, 3, 4),
         rings,
         copying,
-        ("none", "in_backward", "late"),
+        updates,
         (False, True),
     ):
+        if tier != "none" and (ring["tape"] == "host" or copies.get("slots", 2) > 2):
+            continue  # tape and slots are far from the disk
         yield StepShape(
             num_blocks=num_layers + 2,
             num_micro=num_micro,
             update=update,
+            tier=tier,
+            tier_slots=1 + (num_micro + num_layers) % 3,
             grad_slots=1 + (num_micro + num_layers) % 2,
             host_grads=2 + num_micro % 2,
             tied=tied,
@@ -91,6 +99,8 @@ def test_declarations_alone_order_the_ops(num_layers: int) -> None:
 
 LATE = StepShape(num_blocks=6, num_micro=2, tape="host", update="late", tied=True)
 IN_BACKWARD = StepShape(num_blocks=6, num_micro=2, update="in_backward")
+TIERED = replace(LATE, tape="device", tied=False, tier="states", tier_slots=2)
+SPILLING = replace(TIERED, tier="gradients")
 FROZEN = StepShape(num_blocks=6, update="late", trained=(True, True, False, True, True, True))
 Edit = Callable[[list[Op]], list[Op]]
 
@@ -273,6 +283,54 @@ BROKEN: list[tuple[StepShape, Edit, str]] = [
         "micro-batch 0 in step 1, needed is the input gradient of block 2 for micro-batch 0 in "
         "step 1",
     ),
+    # the disk: read at the right version, before its update, and written back behind it
+    (
+        TIERED,
+        without("READ(3)"),
+        "list 1, at UPDATE(3): tier_slot[0] holds the master of block 1 at version 1, "
+        "needed is the master of block 3 at version 0",
+    ),
+    (
+        TIERED,
+        without("WRITE(2)"),
+        "list 1, at READ(2): master[2] holds the master of block 2 at version 0, "
+        "needed is the master of block 2 at version 1",
+    ),
+    (
+        TIERED,
+        first("WRITE(1)"),
+        "list 1, at WRITE(1): tier_slot[0] holds the master of block 1 at version 0, "
+        "needed is the master of block 1 at version 1",
+    ),
+    (
+        TIERED,
+        first("READ(3)"),
+        "list 1, at UPDATE(1): tier_slot[0] holds the master of block 3 at version 0, "
+        "needed is the master of block 1 at version 0",
+    ),
+    (
+        TIERED,
+        changed("READ(4)", tier_slot=2),
+        "list 1, at READ(4): tier_slot[2] does not exist, the plan has 2",
+    ),
+    (
+        replace(IN_BACKWARD, tier="states"),
+        without("WRITE(0)"),
+        "list 1, at the end: master[0] holds the master of block 0 at version 1, "
+        "needed is the master of block 0 at version 2",
+    ),
+    (
+        SPILLING,
+        without("SPILL(3)"),
+        "list 1, at DRAIN(1): host_grad[1] still holds the gradient of block 3 in step 1 with 2 "
+        "of its parts, there is no room for the gradient of block 1 in step 1 with 2 of its parts",
+    ),
+    (
+        SPILLING,
+        swapped("SPILL(4)", "READ(0)"),
+        "list 1, at READ(0): grad[0] holds nothing, "
+        "needed is the gradient of block 0 in step 1 with 2 of its parts",
+    ),
     # hidden states
     (
         IN_BACKWARD,
@@ -322,6 +380,9 @@ MUTANT_SHAPES = [
     StepShape(num_blocks=5, num_micro=2, update="late", tied=True, copying=False),
     StepShape(num_blocks=4, copying=False, trained=(True, True, True, False)),
     StepShape(num_blocks=5, num_micro=2, update="in_backward", balances=True),
+    StepShape(num_blocks=6, update="in_backward", tier="states", copying=False),
+    StepShape(num_blocks=7, update="late", tier="states", tier_slots=1),
+    StepShape(num_blocks=7, update="late", tier="gradients", copying=False),
     StepShape(
         num_blocks=4, num_micro=2, copying=False, balances=True, trained=(False, *[True] * 3)
     ),
@@ -338,6 +399,12 @@ EQUIVALENT: dict[Mutant, str] = {
     (OpKind.BACKWARD, "reads", "grad_slot"): "writes it too",
     (OpKind.FORWARD, "reads", "routing"): "writes it too",
     (OpKind.UPDATE, "reads", "master"): "writes it too",
+    (OpKind.UPDATE, "reads", "tier_slot"): "writes it too",
+    (OpKind.READ, "reads", "master"): (
+        "a block has one tier slot, and by that its READ is behind its last WRITE and before its "
+        "next one"
+    ),
+    (OpKind.WRITE, "writes", "master"): "the same, from the other side",
     (OpKind.UPDATE, "writes", "master"): "touched by UPDATE alone, and a lane is in order",
     (OpKind.HEAD, "writes", "loss"): "touched by HEAD alone; the caller waits for the HEAD itself",
     (OpKind.BACKWARD, "writes", "dhidden"): (

@@ -26,9 +26,7 @@ from megatrain.errors import DeviceFull, NoDevice
 from megatrain.lanes.lane import Lane
 from megatrain.memory.arena import map_arena
 from megatrain.memory.ledger import gib
-from megatrain.step.ops import LANES
-
-HOST_LANE = "host"
+from megatrain.step.ops import DEVICE_LANES, LANES
 
 
 class Accelerator:
@@ -66,7 +64,7 @@ class Accelerator:
 
     def lanes(self) -> list[Lane]:
         return [
-            Lane(name, stream=None if name == HOST_LANE else self._runtime.stream())
+            Lane(name, stream=self._runtime.stream() if name in DEVICE_LANES else None)
             for name in LANES
         ]
 

@@ -9,14 +9,16 @@ the simulator's part.
     element-wise   bytes that norms, rotations and activations read and write
     copies         bytes over the link
     update         params over the kernel's rate
+    disk           bytes of masters, states and waiting gradients over the disk's rates
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatrain.memory.kinds import update_traffic
+from megatrain.memory.kinds import Kind, bytes_per_param, update_traffic
 from megatrain.optim.states import ADAMW
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.workload import BlockShape, Workload
@@ -88,6 +90,13 @@ class Costs:
                 return self._norm(op, block)
             case OpKind.UPDATE:
                 return self._update(block)
+            case OpKind.READ:
+                kinds = (*self._master, *([Kind.GRAD] if self._spills else []))
+                return self._disk(block, kinds, self.profile.disk_read_bytes_per_s)
+            case OpKind.WRITE:
+                return self._disk(block, self._master, self.profile.disk_write_bytes_per_s)
+            case OpKind.SPILL:
+                return self._disk(block, (Kind.GRAD,), self.profile.disk_write_bytes_per_s)
             case OpKind.CLIP:
                 return Cost(seconds=self.profile.op_overhead_s)
         return self._compute(self._compute_seconds(op, block, tokens))
@@ -199,6 +208,25 @@ class Costs:
         """Return the cost of a copy over the link; host memory is read or written once."""
         profile = self.profile
         rate = profile.copy_in_bytes_per_s if way == "in" else profile.copy_out_bytes_per_s
+        return self._transfer(num_bytes, rate, way)
+
+    def _disk(self, block: BlockShape, kinds: Sequence[Kind], rate: float) -> Cost:
+        """Return the cost of moving the block's `kinds`: they are hashed on the way."""
+        is_fp32 = self.workload.dtype == "fp32"
+        num_bytes = int(block.trained_elements() * bytes_per_param(kinds, is_fp32=is_fp32))
+        return self._transfer(num_bytes, rate)
+
+    @property
+    def _master(self) -> tuple[Kind, ...]:
+        """The kinds that an update in the tier reads and writes back."""
+        return (Kind.LO, *self.workload.states[self.settings.state])
+
+    @property
+    def _spills(self) -> bool:
+        return self.settings.tier == "gradients" and self.settings.update == "late"
+
+    def _transfer(self, num_bytes: int, rate: float, link: str = "") -> Cost:
+        profile = self.profile
         seconds = num_bytes / rate + profile.op_overhead_s
         # Where compute is on the host's cores, a core does the copying: one that keeps up with
         # memory is busy for as long as that takes, and sleeps while a slower link is awaited.
@@ -209,7 +237,7 @@ class Costs:
             num_bytes=num_bytes,
             dram_rate=num_bytes / seconds,
             cores=cores,
-            link=way,
+            link=link,
         )
 
     def _drain(self, op: Op, block: BlockShape) -> Cost:

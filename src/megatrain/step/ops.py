@@ -6,8 +6,10 @@ ops: waits are derived from these declarations (hazards.py), so an action may to
 resources that its op declares.
 
     on the host    weights[b]     what compute sees of block b
-                   master[b]      its master and moments
-                   grad[b]        its gradient; host_grad[j], a ring, where updates run in backward
+                   master[b]      its master and moments, or where they are on disk
+                   tier_slot[k]   ring between an update and the disk: masters, moments, gradients
+                   grad[b]        its gradient, or where it waits on disk
+                   host_grad[j]   ring of gradients that have no grad[b], or are on their way there
                    norm[b]        squared norm of that gradient; finite exactly if all of it is
                    clip           the factor for all gradients of the step
     on the device  slot[k]        weights of the block that visits
@@ -34,15 +36,19 @@ LANE_NAMES: Mapping[str, str] = {
     "compute": "compute",
     "out": "link out",
     "host": "optimizer",
+    "disk": "disk",
 }
 """The lanes, in the order that data takes through them, and what users call them."""
 LANES = tuple(LANE_NAMES)
+DEVICE_LANES = ("in", "compute", "out")
+"""Those whose ops a device does; the others work on the host and have no stream."""
 LIMITS: Mapping[str, str] = {
     "compute": "compute: the device is busy; only a faster one helps",
     "link in": "link in: weights on their way to the device",
     "link out": "link out: gradients on their way to the host",
     "tape": "tape: block inputs on the link",
     "optimizer": "optimizer: updates at the speed of host memory",
+    "disk": "disk: optimizer states on their way to an update and back",
 }
 """What can limit a step, and the sentence that explains it."""
 PARTS: Mapping[str, str] = {
@@ -67,6 +73,9 @@ class OpKind(StrEnum):
     NORM = "norm"  # squared norm of a drained gradient
     CLIP = "clip"  # norms into one factor
     UPDATE = "update"  # master, moments and weights of a block
+    SPILL = "spill"  # a gradient from the host ring to the disk, where it waits
+    READ = "read"  # master and moments of a block from disk, and a gradient that waits there
+    WRITE = "write"  # master and moments of a block back to disk
 
     @property
     def spec(self) -> OpSpec:
@@ -105,6 +114,9 @@ SPECS: Mapping[OpKind, OpSpec] = {
     OpKind.UPDATE: OpSpec(
         lane="host", limit="optimizer", part="update", colour="c3", ends_step=False
     ),
+    OpKind.SPILL: OpSpec(lane="disk", limit="disk", part="update", colour="gold", ends_step=False),
+    OpKind.READ: OpSpec(lane="disk", limit="disk", part="update", colour="c5", ends_step=False),
+    OpKind.WRITE: OpSpec(lane="disk", limit="disk", part="update", colour="c4", ends_step=False),
 }
 
 
@@ -134,6 +146,9 @@ class Op:
     tape_slot: int | None = None
     """Ring slot of the layer's input; None when the tape is on the device."""
     host_grad: SlotId | None = None
+    """Buffer of the host ring where the block's gradient is; None if it is elsewhere."""
+    tier_slot: SlotId | None = None
+    """Buffer between disk and update; None where masters and moments stay in host memory."""
     adds: bool = False
     """True: adds to what its gradient slot holds. False: overwrites it."""
     trains: bool = True

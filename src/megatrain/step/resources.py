@@ -10,8 +10,11 @@ Places (tests/step/test_resources.py)
     2. Embedding and head never take a layer's place. Each has its own slot. They share the
        gradient slot "edge"; if they are tied, the table's gradient stays in "edge" from the first
        HEAD to DRAIN(0), the head's parts first, and the head's other params use "head".
-    3. The rings of tape, gradients and host gradients restart in each step, so all steps of a
-       shape are the same ops.
+    3. The rings of tape, gradients, host gradients and the tier restart in each step, so all steps
+       of a shape are the same ops.
+    4. Between disk and update layers take turns in update order. Embedding and head, often the
+       largest blocks, share the tier slot "edge": one is the first to be updated, the other the
+       last.
 """
 
 from __future__ import annotations
@@ -40,6 +43,10 @@ class BlockPlaces:
     """None: frozen, or the gradient has its own place, grad[b]."""
     drained: Resource
     """The place of the gradient on the host: grad[b], or the ring."""
+    tier_slot: SlotId | None
+    """None: frozen, or masters and moments stay in host memory."""
+    master: Resource
+    """What an update works in: master[b], or the ring between it and the disk."""
 
 
 def block_places(shape: StepShape) -> list[BlockPlaces]:
@@ -52,7 +59,10 @@ def block_places(shape: StepShape) -> list[BlockPlaces]:
     for turn, layer in enumerate(reversed(trained_layers)):
         grad_slots[layer] = turn % shape.grad_slots
         host_grads[layer] = turn % shape.host_grads
-    in_ring = shape.update == "in_backward"
+    tier_slots: dict[int, SlotId] = {0: "edge", shape.head: "edge"}
+    ordered_layers = [block for block in shape.update_order if block in shape.layers]
+    tier_slots |= {layer: turn % shape.tier_slots for turn, layer in enumerate(ordered_layers)}
+    in_ring = shape.update == "in_backward" or shape.spills
     return [
         BlockPlaces(
             role=shape.role(block),
@@ -61,6 +71,10 @@ def block_places(shape: StepShape) -> list[BlockPlaces]:
             grad_slot=grad_slots[block] if trained else None,
             host_grad=host_grads[block] if trained and in_ring else None,
             drained=("host_grad", host_grads[block]) if trained and in_ring else ("grad", block),
+            tier_slot=tier_slots[block] if trained and shape.has_tier else None,
+            master=("tier_slot", tier_slots[block])
+            if trained and shape.has_tier
+            else ("master", block),
         )
         for block, trained in enumerate(shape.trained)
     ]
@@ -222,16 +236,54 @@ class OpTable:
         return Op(kind=OpKind.CLIP, reads=norms, writes=(CLIP_FACTOR,))
 
     def update(self, block: int) -> Op:
-        """A late update takes its scale from clip; one in backward asks norm[b] if it is finite."""
-        places = self.places[block]
+        """A late update takes its scale from clip; one in backward asks norm[b] if it is finite.
+
+        A gradient that waited on disk is read with the master.
+        """
+        places, spills = self.places[block], self.shape.spills
         scale: Resource = CLIP_FACTOR if self.shape.update == "late" else ("norm", block)
         return Op(
             kind=OpKind.UPDATE,
             block=block,
             role=places.role,
+            host_grad=None if spills else places.host_grad,
+            tier_slot=places.tier_slot,
+            reads=(*(() if spills else (places.drained,)), scale, places.master),
+            writes=(places.master, ("weights", block)),
+        )
+
+    def spill(self, block: int) -> Op:
+        places = self.places[block]
+        return Op(
+            kind=OpKind.SPILL,
+            block=block,
+            role=places.role,
             host_grad=places.host_grad,
-            reads=(places.drained, scale, ("master", block)),
-            writes=(("master", block), ("weights", block)),
+            reads=(places.drained,),
+            writes=(("grad", block),),
+        )
+
+    def read(self, block: int) -> Op:
+        places = self.places[block]
+        waiting = (("grad", block),) if self.shape.spills else ()
+        return Op(
+            kind=OpKind.READ,
+            block=block,
+            role=places.role,
+            tier_slot=places.tier_slot,
+            reads=(("master", block), *waiting),
+            writes=(places.master,),
+        )
+
+    def write(self, block: int) -> Op:
+        places = self.places[block]
+        return Op(
+            kind=OpKind.WRITE,
+            block=block,
+            role=places.role,
+            tier_slot=places.tier_slot,
+            reads=(places.master,),
+            writes=(("master", block),),
         )
 
     def _spreads(self, block: int) -> bool:

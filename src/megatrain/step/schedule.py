@@ -5,6 +5,10 @@
     backward   FETCH(b)   RESTORE(b,m)   BACKWARD(b,m) for each m, then DRAIN(b) and NORM(b)
     update     UPDATE(b)  behind NORM(b), or after CLIP, on top of the next step's list in the
                           order in which its forward needs the blocks
+    disk       READ(b)    as early as the ring has room, in the order of updates: on top of a step
+                          whose updates run in backward, at its end if they are late
+               WRITE(b)   behind UPDATE(b), then the READ of a block that it makes room for
+               SPILL(b)   behind NORM(b), if gradients wait on disk
 
 A list has two readings. From top to bottom it is a serial program: the reference plays just that,
 and "the last writer" of anything means the last one above. Per lane it is that lane's queue.
@@ -20,17 +24,20 @@ Laws (tests/step/test_schedule.py)
        The exception is the head, fetched behind the last layer although its slot is free all the
        time: a fetch that is needed last must not delay the layers.
     3. At the turn the last slots layers are still in their slots and are not fetched again.
-    4. Per step each other layer is fetched twice and each gradient drained once, whatever the
+    4. So are those of lane `disk`: a READ stands below the WRITE that frees its slot, and no READ
+       overtakes one that is needed before it.
+    5. Per step each other layer is fetched twice and each gradient drained once, whatever the
        number of micro-batches.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 
 from megatrain.errors import ScheduleError
-from megatrain.step.ops import Op, Role
+from megatrain.step.ops import Op, Role, SlotId
 from megatrain.step.resources import OpTable
 from megatrain.step.shape import StepShape
 
@@ -39,7 +46,7 @@ def build_step(shape: StepShape, *, pending: bool = False) -> list[Op]:
     """Return one training step; `pending`: with the updates that the last step left to this one."""
     table = OpTable(shape)
     updates = _pending_updates(table) if pending else ()
-    return [*updates, *_forward(table, trains=True), *_backward(table)]
+    return [*updates, *_training(table)]
 
 
 def build_flush(shape: StepShape) -> list[Op]:
@@ -57,7 +64,43 @@ def build_forward(shape: StepShape) -> list[Op]:
 def _pending_updates(table: OpTable) -> Iterator[Op]:
     if table.shape.update != "late":
         raise ScheduleError(f'no update is ever pending with update="{table.shape.update}"')
-    return map(table.update, table.shape.trained_blocks)
+    reads = _reads(table)
+    next(reads)  # by the step that left the updates
+    return chain.from_iterable(_update(table, block, reads) for block in table.shape.update_order)
+
+
+def _training(table: OpTable) -> Iterator[Op]:
+    reads = _reads(table)
+    late = table.shape.update == "late"
+    if not late:
+        yield from next(reads)
+    yield from _forward(table, trains=True)
+    yield from _backward(table, reads)
+    if late:
+        yield from next(reads)
+        yield table.clip()
+
+
+def _reads(table: OpTable) -> Iterator[list[Op]]:
+    """Yield what to read at once: into an empty ring, and then behind the update of each block."""
+    order = table.shape.update_order if table.shape.has_tier else []
+    by_turn = defaultdict(list)
+    freed_by: dict[SlotId | None, int] = {}
+    turn = 0
+    for number, block in enumerate(order, start=1):
+        slot = table.places[block].tier_slot
+        turn = max(turn, freed_by.get(slot, 0))
+        freed_by[slot] = number
+        by_turn[turn].append(table.read(block))
+    for turn in range(1 + len(table.shape.update_order)):
+        yield by_turn[turn]
+
+
+def _update(table: OpTable, block: int, reads: Iterator[list[Op]]) -> Iterator[Op]:
+    yield table.update(block)
+    if table.shape.has_tier:
+        yield table.write(block)
+    yield from next(reads)
 
 
 def _forward(table: OpTable, *, trains: bool) -> Iterator[Op]:
@@ -85,26 +128,24 @@ def _fetch(table: OpTable, block: int) -> list[Op]:
     return [] if table.places[block].slot is None else [table.fetch(block)]
 
 
-def _backward(table: OpTable) -> Iterator[Op]:
+def _backward(table: OpTable, reads: Iterator[list[Op]]) -> Iterator[Op]:
     shape = table.shape
     restores = _restores(table)
     yield from islice(restores, shape.tape_slots)
     for micro in range(shape.num_micro):
         yield table.head(micro, trains=True)
-    yield from _hand_over(table, shape.head)
+    yield from _hand_over(table, shape.head, reads)
     for layer in range(shape.last_layer, shape.bottom_layer - 1, -1):
         for micro in range(shape.num_micro):
             yield table.backward(layer, micro)
             yield from islice(restores, 1)
-        yield from _hand_over(table, layer)
+        yield from _hand_over(table, layer, reads)
         if layer - shape.slots >= shape.bottom_layer:
             yield from _fetch(table, layer - shape.slots)
     if shape.trained[0]:
         for micro in range(shape.num_micro):
             yield table.backward(0, micro)
-        yield from _hand_over(table, 0)
-    if shape.update == "late":
-        yield table.clip()
+        yield from _hand_over(table, 0, reads)
 
 
 def _restores(table: OpTable) -> Iterator[Op]:
@@ -114,10 +155,12 @@ def _restores(table: OpTable) -> Iterator[Op]:
                 yield table.restore(layer, micro)
 
 
-def _hand_over(table: OpTable, block: int) -> Iterator[Op]:
+def _hand_over(table: OpTable, block: int, reads: Iterator[list[Op]]) -> Iterator[Op]:
     """Yield what follows the last part of a block's gradient."""
     if table.shape.trained[block]:
         yield table.drain(block)
         yield table.norm(block)
+        if table.shape.spills:
+            yield table.spill(block)
         if table.shape.update == "in_backward":
-            yield table.update(block)
+            yield from _update(table, block, reads)

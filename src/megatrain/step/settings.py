@@ -68,6 +68,7 @@ class StepSettings:
             tape_slots=self.tape_slots,
             copying=copying,
             update=self.update if updates else "none",
+            tier=self.tier if updates else "none",
             gather_embedding=self.gather_embedding and copying,
             **model,
         )

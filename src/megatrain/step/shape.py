@@ -35,7 +35,12 @@ class StepShape:
     """False: unified memory. There are no fetches, compute reads weights in the store."""
     update: Update = "none"
     host_grads: int = 2
-    """Host gradient buffers that the layers rotate through, with update="in_backward"."""
+    """Host gradient buffers that the layers rotate through, where gradients have no place of their
+    own in host memory: with update="in_backward", or if they wait on disk."""
+    tier: Literal["none", "states", "gradients"] = "none"
+    """What is on disk between updates: nothing, masters and moments, or gradients as well."""
+    tier_slots: int = 2
+    """Host buffers between disk and updates that the layers rotate through."""
     tied: bool = False
     """The head reads the embedding's weights too, and adds to their gradient before it does."""
     gather_embedding: bool = False
@@ -57,6 +62,8 @@ class StepShape:
             )
         if not any(self.trained):
             raise ScheduleError("no block is trained, so a step would have nothing to do")
+        if self.has_tier and self.update == "none":
+            raise ScheduleError("nothing is updated, so nothing is to be read from disk")
 
     def role(self, block: int) -> Role:
         """Return what a block is for. Ask this and not its number: roles may get more blocks."""
@@ -90,6 +97,20 @@ class StepShape:
     def trained_blocks(self) -> list[int]:
         return [block for block, trained in enumerate(self.trained) if trained]
 
+    @property
+    def update_order(self) -> list[int]:
+        """The trained blocks as the optimizer reaches them: as forward needs, or backward ends."""
+        return self.trained_blocks if self.update == "late" else self.trained_blocks[::-1]
+
+    @property
+    def has_tier(self) -> bool:
+        return self.tier != "none"
+
+    @property
+    def spills(self) -> bool:
+        """Gradients wait for the norm on disk. In backward none waits."""
+        return self.tier == "gradients" and self.update == "late"
+
 
 _LEAST = {
     "num_blocks": 3,
@@ -98,4 +119,5 @@ _LEAST = {
     "grad_slots": 1,
     "tape_slots": 2,
     "host_grads": 2,
+    "tier_slots": 1,
 }
