@@ -10,7 +10,7 @@ from megatrain.report.drawing.markup import Html, join_html, tag
 from megatrain.report.drawing.style import STYLE
 from megatrain.report.run import SpanRecord
 from megatrain.report.timeline import ROW, WIDTH, lane_row, look, time_marks
-from megatrain.step.ops import LANES, OpKind
+from megatrain.step.ops import OpKind
 
 MODEL, GPU, RAM, BATCH_TOKENS = "Qwen/Qwen3-8B", "4090", "192GB", "32k"
 TITLES = {
@@ -18,8 +18,9 @@ TITLES = {
     "compute": "forward, backward",
     "out": "gradients to host",
     "host": "AdamW on the host",
-    "disk": "states from and to disk",
 }
+LANES = tuple(TITLES)
+"""The model is all in host memory, so the disk has nothing to do."""
 LEFT, TOP, RIGHT, LANE = 216, 64, 24, 48
 WIDE = 1000
 HIGH = TOP + LANE * len(LANES) + 74

@@ -2,19 +2,20 @@
 
     python -m proofs.interleavings [--json] [--count 10000] [--first 0] [--seconds 36000]
 
-A case is a function of its number: a tiny model, places (slots, tape, ring, views or copies), an
-update policy, three steps of unequal micro-batches, perhaps an evaluation, and how each lane
-dawdles. It is played on lanes and by the reference from the same weights. Every loss and norm, and
-every byte of the store must be equal: gradients after each step, or weights, remainders and moments
-at the end. A case that differs or fails is told by its number: `--first NUMBER --count 1` plays it
-again, with the same delays (though not the same timing of the machine).
+A case is a function of its number: a tiny model, places (slots, tape, ring, views or copies, what
+is on disk), an update policy, three steps of unequal micro-batches, perhaps an evaluation, and how
+each lane dawdles. It is played on lanes, and by the reference with all in memory, from the same
+weights. Every loss and norm, and every byte of the store must be equal: gradients after each step,
+or weights, remainders and moments at the end. A case that differs or fails is told by its number:
+`--first NUMBER --count 1` plays it again, with the same delays (though not the same timing of the
+machine).
 """
 
 from __future__ import annotations
 
 import random
 import traceback
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from proofs.numbered import run as run_numbered
 from testkit.worlds import SORTS, Case, Shapes, world_of
@@ -39,6 +40,7 @@ def case_of(number: int) -> Case:
         copying=source.random() < 0.75,
         evaluates_after=tuple(n for n in range(3) if source.random() < 0.15),
         timing=number,
+        tier=source.choice(["none", "states", "gradients"]),
     )
 
 
@@ -47,7 +49,8 @@ def faults_of(number: int) -> list[str]:
     case = case_of(number)
     world = world_of(case.sort)
     try:
-        return world.play(case).differences(world.play(case, reference=True))
+        plain = world.play(replace(case, tier="none"), reference=True)
+        return world.play(case).differences(plain)
     except Exception:
         return [traceback.format_exc()]
 

@@ -156,7 +156,7 @@ class _MetaStore(Store):
     """A store without bytes."""
 
     def __init__(self, layout: Layout, device: _MetaDevice) -> None:
-        self.layout = layout
+        self.layout, self.tier = layout, None
         self._arenas = {
             kind: device.map_host(layout.kind_bytes[kind], kind.name) for kind in self.kinds
         }

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import random
+import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -24,9 +26,12 @@ from megatrain.devices.device import CpuDevice
 from megatrain.engine.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.lanes.lane import Lane
-from megatrain.memory.kinds import Kind
+from megatrain.memory.direct import aligned_buffer
+from megatrain.memory.kinds import Kind, kinds_on_disk
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
+from megatrain.memory.tier import Tier
+from megatrain.memory.tier_regions import TierRegions
 from megatrain.models.decoder import COMPUTE_DTYPES, build_decoder
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.states import WITH_CLIP, M, V
@@ -53,6 +58,7 @@ MAX_GRAD_NORM = 5.0
 Shapes = tuple[tuple[int, int], ...]
 """Rows and length of each micro-batch of a step."""
 Form = Literal["plain", "padded", "packed"]
+Tiered = Literal["none", "states", "gradients"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +114,8 @@ class Case:
     tape: Literal["device", "host"] = "device"
     tape_slots: int = 2
     copying: bool = True
+    tier: Tiered = "none"
+    """Used with an optimizer alone."""
     evaluates_after: tuple[int, ...] = ()
     """Numbers of the steps, from 0, that an evaluation follows."""
     form: Form = "plain"
@@ -136,7 +144,8 @@ class World:
     def __init__(self, sort: Sort) -> None:
         config = sort.config()
         self.decoder = build_decoder(config, sort.dtype, sort.frozen)
-        self.store = Store(build_layout(self.decoder.blocks, WITH_CLIP))
+        self._stores: dict[Tiered, Store] = {}
+        self.store = self.store_of("none")
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             torch.manual_seed(0)
@@ -146,16 +155,27 @@ class World:
                 self.store.param(param.name, Kind.HI).copy_(model.get_parameter(param.name))
         self._first = self.bytes_of(*self.store.kinds)
 
-    def rewind(self) -> None:
-        """Put the first weights back, moments and gradients of zero."""
-        for kind in self.store.kinds:
-            for block in range(len(self.decoder.blocks)):
-                self.store.block_bytes(block, kind).copy_(self._first[f"{kind} of block {block}"])
+    def store_of(self, tier: Tiered) -> Store:
+        """Return the store that has on disk what `tier` says, made once."""
+        if tier not in self._stores:
+            layout = build_layout(self.decoder.blocks, WITH_CLIP)
+            regions = TierRegions(layout, kinds_on_disk(WITH_CLIP, tier))
+            on_disk = Tier(Path(tempfile.gettempdir()), regions) if regions.kinds else None
+            self._stores[tier] = Store(layout, on_disk)
+        return self._stores[tier]
 
-    def bytes_of(self, *kinds: Kind) -> dict[str, Tensor]:
+    def rewind(self, tier: Tiered = "none") -> None:
+        """Put the first weights back, moments and gradients of zero."""
+        store = self.store_of(tier)
+        for kind in store.kinds:
+            for block in range(len(self.decoder.blocks)):
+                put_block_bytes(store, block, kind, self._first[f"{kind} of block {block}"])
+
+    def bytes_of(self, *kinds: Kind, tier: Tiered = "none") -> dict[str, Tensor]:
         """Return copies of the store's bytes by kind and block."""
+        store = self.store_of(tier)
         return {
-            f"{kind} of block {block}": self.store.block_bytes(block, kind).clone()
+            f"{kind} of block {block}": block_bytes(store, block, kind)
             for kind in kinds
             for block in range(len(self.decoder.blocks))
         }
@@ -165,8 +185,10 @@ class World:
 
     def engine(self, case: Case, **changes: Any) -> Engine:
         """Return an engine for `case`, from the first weights."""
-        self.rewind()
+        tier: Tiered = "none" if case.update == "none" else case.tier
+        self.rewind(tier)
         keywords: dict[str, Any] = {
+            "tier": tier,
             "optimizer": None if case.update == "none" else self.optimizer(),
             "update": "late" if case.update == "none" else case.update,
             "device": CpuDevice(copying=case.copying),
@@ -178,7 +200,7 @@ class World:
             "on_nonfinite": "skip",
             "router_aux_loss": 0.0 if self.decoder.balancing is None else 0.1,
         }
-        return make_engine(self.decoder, self.store, **keywords | changes)
+        return make_engine(self.decoder, self.store_of(tier), **keywords | changes)
 
     def play(self, case: Case, **changes: Any) -> Outcome:
         """Return the outcome of `case`: on lanes, unless `changes` has reference=True."""
@@ -194,8 +216,31 @@ class World:
                     outcome.states |= {f"{n}, step {number}": b for n, b in gradients.items()}
                 if number in case.evaluates_after:
                     outcome.numbers += [*engine.evaluate(batch), engine.aux_loss]
-        outcome.states |= self.bytes_of(Kind.HI, Kind.LO, M, V)
+        tier: Tiered = "none" if case.update == "none" else case.tier
+        outcome.states |= self.bytes_of(Kind.HI, Kind.LO, M, V, tier=tier)
         return outcome
+
+
+def block_bytes(store: Store, block: int, kind: Kind) -> Tensor:
+    """Return a copy of a block's bytes in a kind, wherever they are."""
+    num_bytes = store.layout.block_extents[block, kind].num_bytes
+    if store.tier is None or kind not in store.on_disk:
+        return store.block_bytes(block, kind).clone()
+    part = store.tier.regions.part(block, kind)
+    buffer = aligned_buffer(part.num_bytes)[: part.num_bytes]
+    store.tier.read(block, {kind: buffer})
+    return buffer[:num_bytes].clone()
+
+
+def put_block_bytes(store: Store, block: int, kind: Kind, data: Tensor) -> None:
+    """Set a block's bytes in a kind, wherever they are."""
+    if store.tier is None or kind not in store.on_disk:
+        store.block_bytes(block, kind).copy_(data)
+        return
+    part = store.tier.regions.part(block, kind)
+    buffer = aligned_buffer(part.num_bytes)[: part.num_bytes]
+    buffer[: len(data)] = data
+    store.tier.write(block, {kind: buffer})
 
 
 @functools.cache

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +20,7 @@ from megatrain.lanes.lane import Action, Lane
 from megatrain.lanes.player import Player
 from megatrain.lanes.reference import Reference
 from megatrain.step.hazards import Hazards, Ticket
-from megatrain.step.ops import LANES, Op, OpKind, Resource
+from megatrain.step.ops import DEVICE_LANES, LANES, Op, OpKind, Resource
 from megatrain.step.schedule import build_flush, build_forward, build_step
 from megatrain.step.shape import StepShape
 from testkit.effort import require_effort
@@ -28,10 +29,12 @@ from testkit.streams import LateStream, deferred
 from testkit.toys import IntegerMachine, short_life, shorten_deadline
 
 History = dict[Resource, list[int]]
-SMALL = StepShape(num_blocks=5, num_micro=2, tape="host", update="late", tied=True)
+SMALL = StepShape(
+    num_blocks=5, num_micro=2, tape="host", update="late", tied=True, tier="gradients"
+)
 IN_BACKWARD = StepShape(num_blocks=5, num_micro=2, update="in_backward")
 
-shapes = st.builds(
+plain_shapes = st.builds(
     StepShape,
     num_blocks=st.integers(3, 7),
     num_micro=st.integers(1, 3),
@@ -42,6 +45,11 @@ shapes = st.builds(
     copying=st.booleans(),
     update=st.sampled_from(["none", "in_backward", "late"]),
     tied=st.booleans(),
+)
+shapes = st.builds(
+    lambda shape, tier: shape if shape.update == "none" else replace(shape, tier=tier),
+    plain_shapes,
+    st.sampled_from(["none", "states", "gradients"]),
 )
 
 
@@ -70,10 +78,10 @@ def host_lanes(seed: int | None = None) -> list[Lane]:
 
 @contextmanager
 def device_lanes(seed: int) -> Iterator[list[Lane]]:
-    """All lanes but the host's have a stream that dawdles."""
+    """All lanes but those of the host have a stream that dawdles."""
     with ExitStack() as streams:
-        lanes = [Lane("host")]
-        for number, name in enumerate(("in", "compute", "out")):
+        lanes = [Lane("host"), Lane("disk")]
+        for number, name in enumerate(DEVICE_LANES):
             stream = LateStream(random_pause(seed + number))
             streams.callback(stream.close)
             lanes.append(Lane(name, stream=stream))

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatrain.errors import DeviceFull
 from megatrain.lanes.lane import Lane
+from megatrain.memory.direct import aligned_buffer
 from megatrain.memory.ledger import gib
 from megatrain.step.ops import LANES
 
@@ -61,7 +62,10 @@ class Device(Protocol):
         """Return device memory as uint8. Raises DeviceFull, naming the purpose."""
 
     def map_host(self, num_bytes: int, purpose: str) -> Tensor:
-        """Return zeroed host memory, as uint8, that copies reach at full speed if they can."""
+        """Return zeroed host memory, as uint8, that copies reach at full speed if they can.
+
+        It begins on a page, so that direct I/O can move it too.
+        """
 
     def unmap_host(self, arena: Tensor) -> None:
         """Take back what `map_host` returned, before it is dropped. No copy may be under way."""
@@ -153,7 +157,7 @@ class CpuDevice:
         return self.counted(torch.empty(num_bytes, dtype=torch.uint8), purpose)
 
     def map_host(self, num_bytes: int, purpose: str) -> Tensor:
-        return torch.zeros(num_bytes, dtype=torch.uint8)
+        return aligned_buffer(num_bytes)[:num_bytes]
 
     def unmap_host(self, arena: Tensor) -> None:
         pass

@@ -71,6 +71,9 @@ class StepActions:
             OpKind.NORM: self._norm,
             OpKind.CLIP: self._clip,
             OpKind.UPDATE: self._update,
+            OpKind.SPILL: self._spill,
+            OpKind.READ: self._read,
+            OpKind.WRITE: self._write,
         }
 
     def _fetch(self, op: Op) -> int:
@@ -163,7 +166,18 @@ class StepActions:
         self._machine.updates.judge(self._step)
 
     def _update(self, op: Op) -> int:
-        return self._machine.updates.apply(op, self._machine.gradients.flat(op))
+        region = self._machine.tier_ring.region(op)
+        gradient = self._machine.gradients.flat(op, region)
+        return self._machine.updates.apply(op, gradient, region)
+
+    def _spill(self, op: Op) -> int:
+        return self._machine.tier_ring.spill(op, self._machine.gradients.pages(op))
+
+    def _read(self, op: Op) -> int:
+        return self._machine.tier_ring.read(op)
+
+    def _write(self, op: Op) -> int:
+        return self._machine.updates.write_back(op, self._machine.tier_ring)
 
     def _pass_gradient(self, micro: int, gradient: Tensor | None) -> None:
         if gradient is not None:

@@ -53,6 +53,7 @@ from megatrain.lanes.playing import Plays
 from megatrain.lanes.trace import Trace
 from megatrain.losses.loss import Loss
 from megatrain.losses.next_token import NEXT_TOKEN
+from megatrain.memory.kinds import kinds_on_disk
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
 from megatrain.models.key_values import bytes_per_token, caches_keys_and_values
@@ -88,6 +89,8 @@ class Engine:
         """
         device = device or CpuDevice()
         _check_possible(decoder, device, settings)
+        if optimizer is not None:
+            _check_tier(store, settings)
         self._shape = functools.partial(
             settings.shape,
             num_blocks=len(decoder.blocks),
@@ -171,7 +174,7 @@ class Engine:
     def _gradient_is_finite(self, micro: MicroBatch) -> bool:
         """Return whether a micro-batch alone gives a finite gradient, without an update."""
         step = self._schedule("step", self._shape(num_micro=1))
-        ops = [op for op in step if op.kind not in (OpKind.CLIP, OpKind.UPDATE)]
+        ops = [op for op in step if op.kind.spec.ends_step and op.kind is not OpKind.CLIP]
         self._machine.reserve([micro])  # it takes the place of the first, and may be larger
         actions = StepActions(self._machine, [micro], self._num_steps, self._loss)
         self._play_ops(ops, actions, (OpKind.NORM,))
@@ -347,4 +350,17 @@ def _check_possible(decoder: Decoder, device: Device, settings: StepSettings) ->
         raise ConfigError(
             f"router_aux_loss is {router_aux_loss:g}: the code of {decoder.config.model_type} "
             "has no load-balancing loss, or none that can be computed layer by layer"
+        )
+
+
+def _check_tier(store: Store, settings: StepSettings) -> None:
+    """Raise ConfigError unless the store has on disk what the settings say."""
+    planned = kinds_on_disk(store.kinds, settings.tier)
+    if store.on_disk != planned:
+        found, wanted = (
+            ", ".join(map(str, kinds)) or "nothing" for kinds in (store.on_disk, planned)
+        )
+        raise ConfigError(
+            f"the store has {found} on disk, but StepSettings.tier is {settings.tier!r}: it needs "
+            f"{wanted} there"
         )

@@ -4,9 +4,10 @@
     DRAIN(b)         drain(op)               out lane: queue the copies to the host, in its dtype
     NORM(b)          finish(op)              host lane: the drained bytes are the full gradient now
     NORM, UPDATE     flat(op)                host lane: where it is, one flat view per segment
+    SPILL(b)         pages(op)               disk lane: its bytes, if it waits on disk
 
-On the host a gradient is in the store (kind `grad`) until the norm of the step is known, or, where
-updates run in backward, in a ring of a few buffers.
+On the host a gradient is in the store (kind `grad`) until the norm of the step is known. Where
+updates run in backward, or gradients wait on disk, it is in a ring of a few buffers.
 
 Who waits: nothing here does. `drain` queues casts and copies on the stream of the out lane, and the
 host ops run once it is complete. The schedule gives a slot to the next block after the drain, and a
@@ -31,7 +32,7 @@ from megatrain.devices.device import Device
 from megatrain.engine.embedding_rows import EmbeddingRows
 from megatrain.engine.grad_slots import GradSlots
 from megatrain.memory.kinds import Kind
-from megatrain.memory.layout import Segment
+from megatrain.memory.layout import PAGE, Segment
 from megatrain.memory.store import Store
 from megatrain.step.ops import Op, Role, SlotId
 from megatrain.step.resources import block_places
@@ -65,7 +66,7 @@ class Gradients:
             keeps_first=not device.copying,
         )
         self._ring = {
-            slot: device.map_host(max(map(self._num_bytes, blocks)), "gradients")
+            slot: device.map_host(max(map(self._num_pages, blocks)) * PAGE, "gradients")
             for slot, blocks in _users(ring_slot_of).items()
         }
         self._outbox: _Outbox | None = None
@@ -118,19 +119,31 @@ class Gradients:
         if op.role is Role.EMBEDDING and self._rows is not None:
             self._rows.spread(self._param(op, self._rows.name))
 
-    def flat(self, op: Op) -> list[tuple[Segment, Tensor]]:
-        """Return where the gradient of the op's block is on the host, segment by segment."""
+    def flat(self, op: Op, region: Tensor | None = None) -> list[tuple[Segment, Tensor]]:
+        """Return where the gradient of the op's block is on the host, segment by segment.
+
+        `region` has what the block has on disk: its gradient too, if that waited there.
+        """
         assert op.block is not None
         segments = self._store.layout.trained_segments(op.block)
         if op.host_grad is None:
-            return [(segment, self._store.segment(segment, Kind.GRAD)) for segment in segments]
+            return [(s, self._store.segment(s, Kind.GRAD, region)) for s in segments]
         return list(_cut(self._ring[op.host_grad], segments))
+
+    def pages(self, op: Op) -> Tensor:
+        """Return the drained gradient of the op's block as whole pages, laid out as in a store."""
+        assert op.block is not None
+        assert op.host_grad is not None
+        return self._ring[op.host_grad][: self._num_pages(op.block) * PAGE]
 
     def _param(self, op: Op, name: str) -> Tensor:
         """Return where the gradient of one param of the op's block is on the host, flat."""
         place = self._store.layout.places[name]
         (gradient,) = (flat for segment, flat in self.flat(op) if segment is place.segment)
         return gradient[place.start : place.start + place.param.num_elements]
+
+    def _num_pages(self, block: int) -> int:
+        return -(-self._num_bytes(block) // PAGE)
 
     def _num_bytes(self, block: int) -> int:
         segments = self._store.layout.trained_segments(block)

@@ -1,6 +1,7 @@
 """The machine: all that stays from step to step, and where actions find it.
 
 weights, gradients, updates   three doors: each hides where its bytes are and how they move
+tier_ring                     masters and states of the blocks that are on their way to or from disk
 tape                          block inputs, from forward to backward
 template, edges               the model's own code, as functions of weights
 """
@@ -22,10 +23,13 @@ from megatrain.engine.tape import Tape
 from megatrain.engine.updates import Updates
 from megatrain.engine.weights import Weights
 from megatrain.memory.store import Store
+from megatrain.memory.tier_ring import TierRing
 from megatrain.models.balance import Routing
 from megatrain.models.decoder import Decoder
 from megatrain.models.template import Template
 from megatrain.optim.optimizer import Optimizer
+from megatrain.step.ops import SlotId
+from megatrain.step.resources import block_places
 from megatrain.step.settings import StepSettings
 from megatrain.step.shape import StepShape
 
@@ -37,6 +41,7 @@ class Machine:
     weights: Weights
     gradients: Gradients
     updates: Updates
+    tier_ring: TierRing
     tape: Tape
     taped_layers: range
     """The layers whose inputs a step keeps."""
@@ -93,6 +98,7 @@ def build_machine(
         weights=Weights(decoder, store, device, shape, rows),
         gradients=Gradients(store, device, shape, rows, updates=optimizer is not None),
         updates=Updates(optimizer, decoder.params, store, shape),
+        tier_ring=TierRing(store, _tier_slots(shape)),
         tape=Tape(device, on_host=shape.tape == "host", num_ring_slots=shape.tape_slots),
         taped_layers=range(shape.bottom_layer, shape.head),
         decoder=decoder,
@@ -102,3 +108,8 @@ def build_machine(
         edges=Edges(on_host, template, answers=device.answers),
         settings=settings,
     )
+
+
+def _tier_slots(shape: StepShape) -> dict[int, SlotId]:
+    places = enumerate(block_places(shape))
+    return {block: place.tier_slot for block, place in places if place.tier_slot is not None}

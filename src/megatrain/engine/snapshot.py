@@ -27,7 +27,7 @@ _POLL_S = 1.0
 
 
 class Gate:
-    """Where updates and snapshots meet. One update at a time; at most one snapshot is open."""
+    """Where updates and snapshots meet. One update of a block at a time, at most one snapshot."""
 
     def __init__(self, blocks: Sequence[int]) -> None:
         self.num_updates = dict.fromkeys(blocks, 0)
@@ -44,7 +44,7 @@ class Gate:
             return self.num_updates[block] + 1
 
     def leave(self, block: int) -> None:
-        """Count the update, which is complete."""
+        """Count the update: all that it changed is where a reader of the store finds it."""
         with self._changed:
             self.num_updates[block] += 1
             self._changed.notify_all()

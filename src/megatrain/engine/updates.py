@@ -1,22 +1,26 @@
-"""Updates: the door through which drained gradients become new weights. Of the host lane alone.
+"""Updates: the door through which drained gradients become new weights. Of the host lane.
 
     NORM(b)     measure(op, gradient)   the squared norm of the block's gradient
     CLIP        judge(step)             all norms into one factor, and whether the step applies
     UPDATE(b)   apply(op, gradient)     master, states and weights of the block, in place
+    WRITE(b)    write_back(op, ring)    of the disk lane: what was updated there goes back to disk
 
 Late updates follow the verdict of CLIP, which waits for all norms; they may run with the next step.
 Updates in backward follow the norm of their block: it is finite, or the block is left out.
+
+An update is complete when all that it changed is where a snapshot reads it: at once, or, if the
+block has masters and states on disk, when they are back there. A block that was left out is not
+written.
 
 Who waits: `apply` waits while a snapshot holds the block (snapshot.py), and nothing else does. The
 caller of a step reads `norm` and `faulty_blocks` once NORM and CLIP are complete; they are valid
 until the next step is played.
 
-To come: optimizer states in 8 bits, states that a disk lane brings and takes back, and ranks that
-update the part they own, with one sum of norms over all ranks.
+To come: ranks that update the part they own, with one sum of norms over all ranks.
 
 Laws (tests/engine/test_updates.py)
     1. No gradient that is not finite reaches a weight.
-    2. `half_applied` is true from the first update of a step to its last.
+    2. `half_applied` is true from the first update of a step until its last one is complete.
     3. Each block counts its own updates; a block that is left out counts none.
 """
 
@@ -31,6 +35,7 @@ from torch import Tensor
 from megatrain.engine.snapshot import Gate, Snapshot
 from megatrain.memory.layout import Segment
 from megatrain.memory.store import Store
+from megatrain.memory.tier_ring import TierRing
 from megatrain.models.decoder import Param
 from megatrain.optim.optimizer import Optimizer
 from megatrain.optim.views import UpdateViews
@@ -64,9 +69,10 @@ class Updates:
         self._optimizer = optimizer
         if optimizer is not None:
             self._views = UpdateViews(store, optimizer.states, optimizer.decayed(params))
-        self._blocks = shape.trained_blocks
+        self._order = shape.update_order
         self._late = shape.update == "late"
-        self._gate = Gate(self._blocks)
+        self._gate = Gate(self._order)
+        self._unwritten: set[int] = set()
         self._squared_norms: dict[int, float] = {}
         self._verdicts: dict[int, Verdict] = {}
         self.norm = 0.0
@@ -98,10 +104,13 @@ class Updates:
         applies = math.isfinite(self.norm)
         scale = self._optimizer.clip_factor(self.norm) if applies else 0.0
         verdict = Verdict(step=step, scale=scale, applies=applies)
-        self._verdicts = dict.fromkeys(self._blocks, verdict)
+        self._verdicts = dict.fromkeys(self._order, verdict)
 
-    def apply(self, op: Op, gradient: Gradient) -> int:
-        """Update the op's block, by its verdict; return the bytes of gradient it read."""
+    def apply(self, op: Op, gradient: Gradient, region: Tensor | None = None) -> int:
+        """Update the op's block, by its verdict; return the bytes of gradient it read.
+
+        `region` has what the block has on disk, if anything.
+        """
         block, num_bytes = op.block, 0
         assert block is not None
         assert self._optimizer is not None
@@ -110,15 +119,29 @@ class Updates:
             number = self._gate.enter(block)
             self.half_applied = True
             for segment, part in gradient:
-                for span, views in self._views.of(segment):
+                for span, views in self._views.of(segment, region):
                     self._optimizer.update(
                         views, part[span], step=verdict.step, number=number, scale=verdict.scale
                     )
                 num_bytes += part.nbytes
-            self._gate.leave(block)
-        if block == self._blocks[-1 if self._late else 0]:
-            self.half_applied = False
+            self._unwritten.add(block)
+        if region is None:
+            self._complete(block)
         return num_bytes
+
+    def write_back(self, op: Op, ring: TierRing) -> int:
+        """Write what the op's block has on disk, if it was updated; return the bytes written."""
+        assert op.block is not None
+        num_bytes = ring.write(op) if op.block in self._unwritten else 0
+        self._complete(op.block)
+        return num_bytes
+
+    def _complete(self, block: int) -> None:
+        if block in self._unwritten:
+            self._unwritten.remove(block)
+            self._gate.leave(block)
+        if block == self._order[-1]:
+            self.half_applied = False
 
     def snapshot(
         self, order: Sequence[int], num_steps: int, num_updates: Mapping[int, int]

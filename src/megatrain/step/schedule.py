@@ -24,7 +24,7 @@ Laws (tests/step/test_schedule.py)
        The exception is the head, fetched behind the last layer although its slot is free all the
        time: a fetch that is needed last must not delay the layers.
     3. At the turn the last slots layers are still in their slots and are not fetched again.
-    4. So are those of lane `disk`: a READ stands below the WRITE that frees its slot, and no READ
+    4. So are those of lane `disk`: a READ is below the WRITE that frees its slot, and no READ
        overtakes one that is needed before it.
     5. Per step each other layer is fetched twice and each gradient drained once, whatever the
        number of micro-batches.

@@ -35,8 +35,8 @@ class StepShape:
     """False: unified memory. There are no fetches, compute reads weights in the store."""
     update: Update = "none"
     host_grads: int = 2
-    """Host gradient buffers that the layers rotate through, where gradients have no place of their
-    own in host memory: with update="in_backward", or if they wait on disk."""
+    """Host gradient buffers that the layers rotate through, with update="in_backward" or if
+    gradients wait on disk."""
     tier: Literal["none", "states", "gradients"] = "none"
     """What is on disk between updates: nothing, masters and moments, or gradients as well."""
     tier_slots: int = 2

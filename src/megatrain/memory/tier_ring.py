@@ -1,0 +1,76 @@
+"""Host buffers between scratch file and updates: what a block has on disk, while it is here.
+
+    SPILL(b)    spill(op, gradient)   a drained gradient to the disk, where it waits
+    READ(b)     read(op)              the block's region into the op's buffer
+    UPDATE(b)   region(op)            that buffer, to work in
+    WRITE(b)    write(op)             the region back to the disk, without its gradient
+
+Layers take turns, embedding and head share a buffer (step/resources.py). Only the disk lane moves
+bytes here. The schedule decides who may use a buffer when; nothing here waits for anything but the
+disk.
+
+Laws (tests/memory/test_tier_ring.py)
+    1. A buffer has room for each of its blocks, and the ring takes what the ledger says.
+    2. A gradient is written once, by its spill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from megatrain.memory.arena import map_arena
+from megatrain.memory.kinds import Kind
+from megatrain.memory.store import Store
+from megatrain.memory.tier import Tier
+from megatrain.step.ops import Op, SlotId
+
+
+class TierRing:
+    """The buffers of one engine. A store without a tier needs none."""
+
+    def __init__(self, store: Store, slot_of: Mapping[int, SlotId]) -> None:
+        """`slot_of` has the buffer of each block that is updated."""
+        self._tier_of_store = store.tier
+        sizes: dict[SlotId, int] = {}
+        for block, slot in slot_of.items():
+            sizes[slot] = max(sizes.get(slot, 0), self._tier.regions.region_bytes(block))
+        self._buffers = {slot: map_arena("tier ring", size) for slot, size in sizes.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def region(self, op: Op) -> Tensor | None:
+        """Return the buffer that the op works in; None if its block has nothing on disk."""
+        return None if op.tier_slot is None else self._buffers[op.tier_slot]
+
+    def read(self, op: Op) -> int:
+        """Bring what the block has on disk; return its bytes. Raises TierDamaged or DiskError."""
+        return self._tier.read(_block(op), self._parts(op))
+
+    def write(self, op: Op) -> int:
+        """Put masters and states back; return their bytes. Raises DiskError."""
+        parts = self._parts(op)
+        return self._tier.write(_block(op), {k: p for k, p in parts.items() if k is not Kind.GRAD})
+
+    def spill(self, op: Op, gradient: Tensor) -> int:
+        """Write a gradient, whole pages as it was drained; return its bytes. Raises DiskError."""
+        return self._tier.write(_block(op), {Kind.GRAD: gradient})
+
+    def _parts(self, op: Op) -> dict[Kind, Tensor]:
+        region = self.region(op)
+        assert region is not None
+        return self._tier.regions.parts(_block(op), region)
+
+    @property
+    def _tier(self) -> Tier:
+        assert self._tier_of_store is not None, "the store has no tier"
+        return self._tier_of_store
+
+
+def _block(op: Op) -> int:
+    assert op.block is not None
+    return op.block
