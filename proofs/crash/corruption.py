@@ -103,6 +103,7 @@ class Victim:
         try:
             with (
                 patch.object(resumption, "checkpoint_parts", lambda home: self._run.parts),
+                patch.object(resumption, "conversion_of", lambda *_: None),
                 patch.object(files, "os", _Unreadable(self._unreadable)),
             ):
                 found = resumption.resume(

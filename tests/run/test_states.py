@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatrain.disk.checkpoint.manifest import MANIFEST_NAME, signed
+from megatrain.disk.checkpoint.retention import finished
 from megatrain.errors import Interrupted
-from testkit.runs import Setting, config_of, differences, run
+from megatrain.planning.plan import Plan, make_plan
+from megatrain.run.checkpoints import FOLDER
+from megatrain.run.opening import planned
+from megatrain.run.trainer import Trainer
+from testkit.runs import Setting, config_of, differences, lines_of, run
 
 pytestmark = pytest.mark.usefixtures("cache_in_world")
 NARROW = ["bf16"]
@@ -27,3 +36,91 @@ def test_a_run_in_a_narrow_state_resumes_in_its_bits(
     resumed = run(config, resume=True)
     whole = (ended, tmp_path / "whole")
     assert differences(world, resumed, tmp_path / "stopped", whole) == []
+
+
+def _saved(world: Path, path: Path, state: str) -> None:
+    """Train with this state until step 4, and die."""
+    assert run(config_of(world, path, Setting(state=state, save_every=2)), die=5) is None
+
+
+def _converted(world: Path, path: Path, setting: Setting) -> list[str]:
+    """Resume, and return what was converted."""
+    assert run(config_of(world, path, setting), resume=True) is not None
+    (event,) = [e for e in lines_of(path, "events.jsonl") if e["event"] == "resumed"]
+    return list(event.get("converted", []))
+
+
+def test_auto_keeps_the_state_of_the_checkpoint(world: Path, tmp_path: Path) -> None:
+    """Although fp32 would fit: the bits continue."""
+    ended = run(config_of(world, tmp_path / "whole", Setting(state="bf16", save_every=2)))
+    assert ended is not None
+    _saved(world, tmp_path / "run", "bf16")
+    config = config_of(world, tmp_path / "run", Setting(state="auto", save_every=2))
+    whole = (ended, tmp_path / "whole")
+    assert differences(world, run(config, resume=True), tmp_path / "run", whole) == []
+
+
+@pytest.mark.parametrize(("saved", "wanted"), [("fp32", "bf16"), ("bf16", "fp32")])
+def test_another_state_is_converted_to_and_reported(
+    world: Path, tmp_path: Path, saved: str, wanted: str
+) -> None:
+    _saved(world, tmp_path / "run", saved)
+    said = _converted(world, tmp_path / "run", Setting(state=wanted))
+    assert said == [f"converted the optimizer's states from {saved} to {wanted}"]
+    with Trainer(
+        config_of(world, tmp_path / "run", Setting(state="auto")), resume=True, dry_run=True
+    ) as trainer:
+        assert trainer.plan.settings.state == wanted, "which the last checkpoint has"
+
+
+def test_a_conversion_can_be_resumed_and_is_the_same_each_time(world: Path, tmp_path: Path) -> None:
+    ends = []
+    for name in ("first", "second"):
+        _saved(world, tmp_path / name, "fp32")
+        config = config_of(world, tmp_path / name, Setting(state="bf16", save_every=3))
+        if name == "second":
+            assert run(config, resume=True, die=8) is None
+        ended = run(config, resume=True)
+        assert ended is not None
+        ends.append((ended, tmp_path / name))
+    assert differences(world, ends[1][0], ends[1][1], ends[0]) == []
+
+
+def test_a_state_that_no_longer_fits_is_converted_to_the_one_that_does(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _saved(world, tmp_path / "run", "fp32")
+    real = make_plan
+
+    def small(machine: Any, workload: Any, settings: Any, pins: Any) -> Plan:
+        """A machine without room for fp32, whose plan takes bf16 unless it may not."""
+        if "state" in pins and settings.state == "fp32":
+            return replace(real(machine, workload, settings, pins), fits=False)
+        return real(machine, workload, settings.changed(state="bf16"), {**pins, "state": "fits"})
+
+    monkeypatch.setattr(planned, "make_plan", small)
+    said = _converted(world, tmp_path / "run", Setting(state="auto"))
+    assert said == [
+        "converted the optimizer's states from fp32 to bf16: fp32 no longer fits this machine"
+    ]
+
+
+def test_a_checkpoint_without_a_record_of_its_state_has_fp32(world: Path, tmp_path: Path) -> None:
+    """As the checkpoints of versions that knew no other."""
+    setting = Setting(save_every=2)
+    ended = run(config_of(world, tmp_path / "whole", setting))
+    assert ended is not None
+    _saved(world, tmp_path / "run", "fp32")
+    for folder in finished(tmp_path / "run" / FOLDER):
+        fields = json.loads((folder / MANIFEST_NAME).read_text())
+        del (
+            fields["sha256"],
+            fields["training"]["state"],
+            fields["training"]["config"]["optim"]["state"],
+        )
+        (folder / MANIFEST_NAME).write_bytes(signed(json.dumps(fields, indent=1).encode()))
+    config = config_of(world, tmp_path / "run", Setting(state="auto", save_every=2))
+    whole = (ended, tmp_path / "whole")
+    assert differences(world, run(config, resume=True), tmp_path / "run", whole) == []
+    (event,) = [e for e in lines_of(tmp_path / "run", "events.jsonl") if e["event"] == "resumed"]
+    assert event["changed"] == []

@@ -7,7 +7,7 @@ all of them: a new store needs no first write.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from megatrain.memory.kinds import Kind, state, store_kinds
 
@@ -36,6 +36,12 @@ STATES: Mapping[str, StatesByName] = {
     "adamw": {"fp32": ADAMW, "bf16": ADAMW_BF16, "8bit": ADAMW_8BIT}
 }
 """By `optim.name`."""
+
+
+def state_among(optimizer: str, kinds: Collection[Kind]) -> str:
+    """Return the `optim.state` whose states are among the kinds of a store."""
+    return next(name for name, states in STATES[optimizer].items() if set(states) <= set(kinds))
+
 
 WITHOUT_CLIP = store_kinds(ADAMW, waits=False)
 """12 bytes per bf16 param: updates run as gradients arrive."""

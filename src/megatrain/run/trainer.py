@@ -146,11 +146,12 @@ class Trainer:
         self.checkpoints.took_up(self.state.step, resumed.path, resumed.damaged)
         self.notes += [f"skipped: {reason}" for reason in resumed.skipped]
         self.notes += [f"changed: {text}" for text in resumed.changed]
-        self.notes += lost
+        self.notes += [*lost, *resumed.converted]
         self.notes += self._rate_jump(known.learning_rate)
         self.notes.append(f"resumed from {resumed.path.name}")
         record = {"event": "resumed", "step": self.state.step, "checkpoint": resumed.path.name}
         changes = {"skipped": resumed.skipped, "changed": resumed.changed, "lost": lost}
+        changes |= {"converted": resumed.converted} if resumed.converted else {}
         self.folder.append("events.jsonl", record | changes)
 
     def _rate_jump(self, before: float | None) -> list[str]:

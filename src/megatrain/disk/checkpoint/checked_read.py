@@ -1,7 +1,8 @@
 """Files read in parallel, each chunk compared with its hash before it is used.
 
 One pass over the disk, past the page cache, with a buffer per worker. Users of the bytes take
-them chunk by chunk, once they are known to be right.
+them chunk by chunk, once they are known to be right; or a worker reads a file in its own order
+(CheckedFile).
 
 Laws (tests/disk/checkpoint/test_restore.py)
     1. A changed, missing, cut, swapped or stale file is found, and the tensor in it named.
@@ -16,7 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
+import torch
 from torch import Tensor
 
 from megatrain.disk.checkpoint.manifest import FileRecord
@@ -28,6 +31,7 @@ from megatrain.memory.direct import (
     DirectReader,
     aligned_buffer,
     as_memory,
+    copy_bytes,
     digest,
 )
 from megatrain.progress import Advance, byte_progress
@@ -92,6 +96,64 @@ def _opened(folder: Path, name: str, num_bytes: int) -> DirectReader:
     return reader
 
 
+class CheckedFile:
+    """A file that one thread reads in any order, its last chunks in memory."""
+
+    KEPT_CHUNKS = 5
+    """Of moments, their scales and remainders: a chunk is read once."""
+
+    def __init__(self, folder: Path, name: str, record: FileRecord, advance: Advance) -> None:
+        """Raises CheckpointDamaged or DiskError."""
+        self._reader = _opened(folder, name, record.num_bytes)
+        self._record, self._advance = record, advance
+        self._chunks: dict[int, tuple[Tensor, Tensor]] = {}
+        """By number, the last one read at the end: a buffer, and the chunk in it."""
+        self._checked: set[int] = set()
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return a copy of the bytes [start, stop), known to be right.
+
+        Raises CheckpointDamaged or DiskError.
+        """
+        found = torch.empty(stop - start, dtype=torch.uint8)
+        for number in range(start // CHUNK_BYTES, -(-stop // CHUNK_BYTES)):
+            chunk, first = self._chunk(number), number * CHUNK_BYTES
+            begin, end = max(start, first), min(stop, first + len(chunk))
+            copy_bytes(found[begin - start : end - start], chunk[begin - first : end - first])
+        return found
+
+    def finish(self) -> None:
+        """Compare the chunks that nothing was read from. Raises what `read` does."""
+        for number in range(len(self._record.digests)):
+            if number not in self._checked:
+                self._chunk(number)
+
+    def _chunk(self, number: int) -> Tensor:
+        if number in self._chunks:
+            self._chunks[number] = self._chunks.pop(number)
+            return self._chunks[number][1]
+        if len(self._chunks) == self.KEPT_CHUNKS:
+            buffer, _ = self._chunks.pop(next(iter(self._chunks)))
+        else:
+            buffer = aligned_buffer(CHUNK_BYTES + 2 * DISK_PAGE)
+        start = number * CHUNK_BYTES
+        stop = min(start + CHUNK_BYTES, self._record.num_bytes)
+        data = self._reader.read(start, stop, buffer)
+        if digest(as_memory(data)) != self._record.digests[number]:
+            raise _damaged(self._reader, start, stop)
+        self._chunks[number] = buffer, data
+        if number not in self._checked:
+            self._checked.add(number)
+            self._advance(len(data))
+        return data
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._reader.close()
+
+
 def _run(chunks: Iterable[_Chunk], advance: Advance) -> None:
     buffers: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
     for _ in range(NUM_HASH_WORKERS):
@@ -102,7 +164,7 @@ def _run(chunks: Iterable[_Chunk], advance: Advance) -> None:
         try:
             data = chunk.reader.read(chunk.start, chunk.stop, buffer)
             if digest(as_memory(data)) != chunk.expected:
-                raise _damaged(chunk)
+                raise _damaged(chunk.reader, chunk.start, chunk.stop)
             if chunk.take is not None:
                 chunk.take(chunk.start, data)
         finally:
@@ -119,14 +181,10 @@ def _run(chunks: Iterable[_Chunk], advance: Advance) -> None:
             raise
 
 
-def _damaged(chunk: _Chunk) -> CheckpointDamaged:
+def _damaged(reader: DirectReader, start: int, stop: int) -> CheckpointDamaged:
     """Return the error that names the tensors in a chunk, as far as the header can be read."""
-    where = f"{chunk.reader.path}: bytes {chunk.start} to {chunk.stop} do not match their hash"
-    names = [
-        entry.name
-        for entry in _entries(chunk.reader)
-        if entry.start < chunk.stop and entry.stop > chunk.start
-    ]
+    where = f"{reader.path}: bytes {start} to {stop} do not match their hash"
+    names = [entry.name for entry in _entries(reader) if entry.start < stop and entry.stop > start]
     if not names:
         return CheckpointDamaged(where)
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

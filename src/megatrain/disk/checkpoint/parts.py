@@ -10,13 +10,20 @@ a rank would own. State that is on disk is copied from file to file in pieces.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatrain.disk.hf.export import config_bytes, index_bytes, shard_names
 from megatrain.disk.hf.model import HostModel
-from megatrain.disk.hf.weights_file import NamedTensor, WeightsFile, folder_tensors, state_tensor
+from megatrain.disk.hf.weights_file import (
+    NamedTensor,
+    WeightsFile,
+    described_tensor,
+    folder_tensors,
+    state_tensor,
+)
 from megatrain.memory.kinds import Kind
+from megatrain.memory.layout import Layout, has_kind
 from megatrain.memory.store import Store
 from megatrain.model_files import INDEX_NAME
 from megatrain.models.config_json import CONFIG_NAME
@@ -56,8 +63,7 @@ def checkpoint_parts(home: HostModel) -> Parts:
     index = index_bytes([WeightsFile(name=names[b], tensors=tensors[b]) for b in filled])
     for block in range(num_blocks):
         if state := _state_tensors(store, block):
-            name = f"state/block-{block:05}.safetensors"
-            blocks[block].append(WeightsFile(name=name, tensors=state))
+            blocks[block].append(WeightsFile(name=_state_name(block), tensors=state))
     small = dict(home.carried)
     small[CONFIG_NAME] = config_bytes(home.config_json, home.decoder.model.dtype)
     small[INDEX_NAME] = index
@@ -78,19 +84,35 @@ def model_mark(store: Store) -> str:
     return hashlib.sha256(repr(described).encode()).hexdigest()[:32]
 
 
+def described_state(layout: Layout, block: int, states: Iterable[Kind]) -> WeightsFile:
+    """Return a block's state file for an optimizer that keeps `states`; tensors have no memory."""
+    places = layout.block_places(block)
+    tensors = [
+        described_tensor(place.param, kind)
+        for kind in _in_file_order(states)
+        for place in places
+        if has_kind(kind, place.param.dtype, place.param.trained)
+    ]
+    return WeightsFile(name=_state_name(block), tensors=tensors)
+
+
+def _state_name(block: int) -> str:
+    return f"state/block-{block:05}.safetensors"
+
+
 def _state_tensors(store: Store, block: int) -> list[NamedTensor]:
     places = store.layout.block_places(block)
+    states = [kind for kind in store.kinds if kind not in (Kind.HI, Kind.LO, Kind.GRAD)]
     return [
         state_tensor(store, place.param.name, kind)
-        for kind in _state_kinds(store)
+        for kind in _in_file_order(states)
         for place in places
         if place.has(kind)
     ]
 
 
-def _state_kinds(store: Store) -> list[Kind]:
+def _in_file_order(states: Iterable[Kind]) -> list[Kind]:
     """Return the kinds of a state file, wider numbers first, so that all are aligned in it."""
-    states = [kind for kind in store.kinds if kind not in (Kind.HI, Kind.LO, Kind.GRAD)]
     return sorted(
         [*states, Kind.LO], key=lambda kind: -kind.bytes_per_element() * kind.elements_per_number
     )

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatrain.disk.checkpoint.checked_read import Take, read_checked
+from megatrain.disk.checkpoint.conversion import Conversion, convert_states
 from megatrain.disk.checkpoint.manifest import Manifest, read_manifest
 from megatrain.disk.checkpoint.parts import Parts
 from megatrain.disk.hf.safetensors_format import DTYPE_NAMES, read_entries
@@ -53,25 +54,35 @@ def verify_model(folder: Path) -> Manifest:
     return manifest
 
 
-def restore(folder: Path, manifest: Manifest, parts: Parts) -> None:
-    """Fill the tensors of `parts` from a checkpoint.
+def restore(
+    folder: Path, manifest: Manifest, parts: Parts, conversion: Conversion | None = None
+) -> None:
+    """Fill the tensors of `parts` from a checkpoint, which may keep its states differently.
 
     Raises CheckpointDamaged, CheckpointMismatch or DiskError.
     """
     files = {file.name: file for files in parts.blocks for file in files}
+    converted = {} if conversion is None else conversion.files()
     if manifest.model != parts.model:
         raise CheckpointMismatch(
             f"{folder} belongs to another model, or model.frozen or model.dtype differ. "
             "Resume with the model and settings it was saved with."
         )
-    for name, file in files.items():
+    for name, file in (files | converted).items():
         record = manifest.files.get(name)
         if record is None or record.num_bytes != file.num_bytes:
             _require_states(folder / name, file)
             raise CheckpointDamaged(f"{folder / name} does not match the model of the manifest")
+    for name, file in converted.items():
+        _require_states(folder / name, file)
+    plain = {name: record for name, record in manifest.files.items() if name not in converted}
     with _filling(parts.store) as filling:
-        takes = {name: _take(folder / name, file, filling) for name, file in files.items()}
-        read_checked(folder, manifest.files, "resuming", takes)
+        takes = {
+            name: _take(folder / name, files[name], filling) for name in files if name in plain
+        }
+        read_checked(folder, plain, "resuming", takes)
+        if conversion is not None:
+            convert_states(folder, manifest.files, files, conversion, filling)
 
 
 def _require_states(path: Path, file: WeightsFile) -> None:

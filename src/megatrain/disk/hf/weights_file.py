@@ -18,7 +18,7 @@ from megatrain.memory.layout import kind_dtype
 from megatrain.memory.master import join
 from megatrain.memory.store import Store
 from megatrain.memory.tier_filling import TierFilling
-from megatrain.models.decoder import Decoder
+from megatrain.models.decoder import Decoder, Param
 from megatrain.progress import Advance
 
 PIECE_ELEMENTS = 4 << 20
@@ -147,15 +147,21 @@ class WeightsFile:
 
 def state_tensor(store: Store, param: str, kind: Kind) -> NamedTensor:
     """Return a param in `kind` as a tensor of a state file, named `kind.param`."""
-    place, name = store.layout.places[param], f"{kind}.{param}"
+    described = described_tensor(store.layout.places[param].param, kind)
+    name, shape = described.name, described.shape
     if kind not in store.on_disk:
-        values = store.param(param, kind)
-        return NamedTensor(name=name, shape=tuple(values.shape), values=values.view(-1))
-    dtype = kind_dtype(kind, place.param.dtype)
-    size = place.extent(kind).num_bytes // dtype.itemsize
-    values = torch.empty(size, dtype=dtype, device="meta")
-    shape = place.param.shape if kind.elements_per_number == 1 else (size,)
-    return TierTensor(name=name, shape=shape, values=values, store=store, param=param, kind=kind)
+        return NamedTensor(name=name, shape=shape, values=store.param(param, kind).view(-1))
+    return TierTensor(
+        name=name, shape=shape, values=described.values, store=store, param=param, kind=kind
+    )
+
+
+def described_tensor(param: Param, kind: Kind) -> NamedTensor:
+    """Return what `state_tensor` does, without memory: name, shape and dtype."""
+    size = -(-param.num_elements // kind.elements_per_number)
+    shape = param.shape if kind.elements_per_number == 1 else (size,)
+    values = torch.empty(size, dtype=kind_dtype(kind, param.dtype), device="meta")
+    return NamedTensor(name=f"{kind}.{param.name}", shape=tuple(shape), values=values)
 
 
 def folder_tensors(decoder: Decoder, store: Store) -> list[tuple[FolderTensor, NamedTensor]]:

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatrain.config import Config
+from megatrain.config.settings import SECTIONS
+from megatrain.disk.checkpoint.conversion import Conversion
 from megatrain.disk.checkpoint.manifest import Manifest, read_manifest
 from megatrain.disk.checkpoint.parts import checkpoint_parts
 from megatrain.disk.checkpoint.restore import restore
@@ -27,7 +29,7 @@ from megatrain.errors import CheckpointDamaged, CheckpointMismatch, DiskError
 from megatrain.memory.direct import digests
 from megatrain.memory.kinds import Kind, store_kinds
 from megatrain.models.config_json import CONFIG_NAME
-from megatrain.optim.states import STATES
+from megatrain.optim.states import STATES, state_among
 from megatrain.run.state import RunState, as_count, as_loss
 from megatrain.step.settings import CHUNK_TOKENS, StepSettings
 
@@ -93,6 +95,8 @@ class LoadedCheckpoint:
     """Those checkpoints."""
     changed: list[str] = field(default_factory=list)
     """Settings that are not as they were."""
+    converted: list[str] = field(default_factory=list)
+    """How the optimizer's states differ from those that were saved."""
 
 
 def kinds_of(config: Config, settings: StepSettings) -> tuple[Kind, ...]:
@@ -135,14 +139,41 @@ def resume(folder: Path, config: Config, home: HostModel) -> LoadedCheckpoint | 
     def loaded(path: Path, manifest: Manifest, known: RunRecord) -> LoadedCheckpoint:
         changed = changed_settings(config, manifest)
         require_same_model(config, manifest, known.source_mark)
-        restore(path, manifest, checkpoint_parts(home))
-        return LoadedCheckpoint(manifest=manifest, known=known, path=path, changed=changed)
+        conversion = conversion_of(config, known, home)
+        restore(path, manifest, checkpoint_parts(home), conversion)
+        return LoadedCheckpoint(
+            manifest=manifest,
+            known=known,
+            path=path,
+            changed=changed,
+            converted=[] if conversion is None else [_in_words(config, known, home)],
+        )
 
     found = _newest(folder, loaded)
     if found is None:
         return None
     checkpoint, skipped = found
     return replace(checkpoint, skipped=list(skipped.values()), damaged=list(skipped))
+
+
+def conversion_of(config: Config, known: RunRecord, home: HostModel) -> Conversion | None:
+    """Return how the states of a checkpoint become those of the store; None: they are the same."""
+    saved, wanted = known.kept["state"], state_among(config.optim.name, home.store.kinds)
+    if saved == wanted:
+        return None
+    return Conversion(
+        layout=home.store.layout,
+        saved=STATES[config.optim.name][saved],
+        wanted=STATES[config.optim.name][wanted],
+        seed=config.train.seed,
+        num_updates=known.num_updates,
+    )
+
+
+def _in_words(config: Config, known: RunRecord, home: HostModel) -> str:
+    saved, wanted = known.kept["state"], state_among(config.optim.name, home.store.kinds)
+    text = f"converted the optimizer's states from {saved} to {wanted}"
+    return text if config.optim.state != "auto" else f"{text}: {saved} no longer fits this machine"
 
 
 def _newest(
@@ -239,7 +270,7 @@ def changed_settings(config: Config, manifest: Manifest) -> list[str]:
     refused: list[str] = []
     for section, values in now.items():
         old = before.get(section)
-        old = old if isinstance(old, Mapping) else {}
+        old = _defaults(section) | (dict(old) if isinstance(old, Mapping) else {})
         for key, value in values.items():
             if old.get(key) == value:
                 continue
@@ -251,6 +282,11 @@ def changed_settings(config: Config, manifest: Manifest) -> list[str]:
             + "\n  ".join(refused)
         )
     return changed
+
+
+def _defaults(section: str) -> dict[str, Any]:
+    """Return the defaults of a section: what a key has that the checkpoint's version did not."""
+    return SECTIONS[section].model_construct().model_dump(mode="json")
 
 
 def _require_small_files(path: Path, manifest: Manifest) -> None:

@@ -1,0 +1,164 @@
+"""Optimizer states that change their code while a checkpoint is read: fp32, bf16 or 8 bits.
+
+A worker takes one state file, a window of elements at a time: moments are decoded to fp32 and
+encoded as the store keeps them, remainders are copied. Rounding is that of an update
+(optim/rounding.py), with the seed of the run and the number of updates so far.
+
+Laws (tests/disk/checkpoint/test_conversion.py)
+    1. Moments in fp32 have the decoded values exactly; in other codes they are encoded from these.
+    2. The bits depend on the checkpoint and the seed, not on windows, workers or the disk tier.
+    3. Memory grows by a few chunks per worker: no kind is held twice.
+    4. A state file with a changed byte is named, and no byte that failed its hash is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatrain.disk.checkpoint.checked_read import NUM_HASH_WORKERS, CheckedFile
+from megatrain.disk.checkpoint.manifest import FileRecord
+from megatrain.disk.checkpoint.parts import described_state
+from megatrain.disk.hf.weights_file import WeightsFile
+from megatrain.errors import CheckpointMismatch
+from megatrain.memory.kinds import Kind
+from megatrain.memory.layout import Layout, Place, kind_dtype
+from megatrain.memory.tier_filling import TierFilling
+from megatrain.optim.rounding import Rounding
+from megatrain.optim.state_codes import decode, encode
+from megatrain.optim.states import SHARED
+from megatrain.progress import byte_progress
+
+WINDOW = 1 << 15
+"""Elements, a multiple of SHARED. Torch works on so few in the thread that asks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """From the states of a checkpoint to those of the store."""
+
+    layout: Layout
+    saved: tuple[Kind, ...]
+    wanted: tuple[Kind, ...]
+    seed: int
+    num_updates: Mapping[int, int]
+    """By block, as of the checkpoint."""
+
+    def files(self) -> dict[str, WeightsFile]:
+        """Return the state files as the checkpoint has them, by name; tensors have no memory."""
+        blocks = range(self.layout.num_blocks)
+        files = (described_state(self.layout, block, self.saved) for block in blocks)
+        return {file.name: file for file in files if file.tensors}
+
+
+def convert_states(
+    folder: Path,
+    records: Mapping[str, FileRecord],
+    targets: Mapping[str, WeightsFile],
+    conversion: Conversion,
+    filling: TierFilling | None,
+) -> None:
+    """Fill the state files among `targets` from those of a checkpoint, in another code.
+
+    Raises CheckpointDamaged, CheckpointMismatch or DiskError.
+    """
+    files = conversion.files()
+    total = sum(records[name].num_bytes for name in files)
+    with byte_progress(f"converting the states of {folder.name}", total) as advance:
+
+        def work(name: str) -> None:
+            with CheckedFile(folder, name, records[name], advance) as source:
+                _StateFile(
+                    conversion=conversion,
+                    source=source,
+                    saved=files[name],
+                    wanted=targets[name],
+                    filling=filling,
+                ).convert()
+                source.finish()
+
+        with ThreadPoolExecutor(NUM_HASH_WORKERS, thread_name_prefix="convert") as pool:
+            try:
+                for _ in pool.map(work, files):
+                    pass
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+
+class _StateFile:
+    """One file, from its bytes on disk to its tensors in the store."""
+
+    def __init__(
+        self,
+        *,
+        conversion: Conversion,
+        source: CheckedFile,
+        saved: WeightsFile,
+        wanted: WeightsFile,
+        filling: TierFilling | None,
+    ) -> None:
+        self._conversion, self._source, self._filling = conversion, source, filling
+        self._header = saved.header
+        self._starts = {tensor.name: start for start, tensor in saved.placed()}
+        self._targets = {tensor.name: tensor for tensor in wanted.tensors}
+        self._name = saved.name
+
+    def convert(self) -> None:
+        if bytes(self._source.read(0, len(self._header)).numpy()) != self._header:
+            raise CheckpointMismatch(f"{self._name}: its tensors do not match this model")
+        layout = self._conversion.layout
+        for place in layout.places.values():
+            if f"{self._conversion.wanted[0]}.{place.param.name}" in self._targets:
+                first = layout.first_trained(place.segment) + place.start
+                for begin in range(0, place.param.num_elements, WINDOW):
+                    self._convert_window(place, begin, first + begin)
+
+    def _convert_window(self, place: Place, begin: int, number: int) -> None:
+        """Copy the remainders of WINDOW elements, or those that are left, and convert moments.
+
+        `number` is that of the first element in the store.
+        """
+        count = min(WINDOW, place.param.num_elements - begin)
+        if place.has(Kind.LO):
+            self._put(place, Kind.LO, begin, self._numbers(place, Kind.LO, begin, count))
+        shared = -(-count // SHARED) * SHARED
+        conversion = self._conversion
+        saved = [self._numbers(place, kind, begin, count, shared) for kind in conversion.saved]
+        m, v = decode(saved)
+        made = [_zeros(place, kind, shared) for kind in conversion.wanted]
+        rounding = Rounding(
+            seed=conversion.seed,
+            update=conversion.num_updates.get(place.segment.block, 0),
+            first=number,
+        )
+        encode(m, v, made, rounding)
+        for kind, numbers in zip(conversion.wanted, made, strict=True):
+            self._put(place, kind, begin, numbers[: -(-count // kind.elements_per_number)])
+
+    def _numbers(
+        self, place: Place, kind: Kind, begin: int, count: int, padded: int | None = None
+    ) -> Tensor:
+        """Return the numbers of `count` elements, and zeros up to `padded` elements."""
+        numbers = _zeros(place, kind, padded or count)
+        width = numbers.dtype.itemsize
+        start = self._starts[f"{kind}.{place.param.name}"]
+        start += begin // kind.elements_per_number * width
+        size = -(-count // kind.elements_per_number) * width
+        numbers.view(torch.uint8)[:size] = self._source.read(start, start + size)
+        return numbers
+
+    def _put(self, place: Place, kind: Kind, begin: int, numbers: Tensor) -> None:
+        target = self._targets[f"{kind}.{place.param.name}"]
+        start = begin // kind.elements_per_number * numbers.dtype.itemsize
+        target.put(start, numbers.view(torch.uint8), self._filling)
+
+
+def _zeros(place: Place, kind: Kind, num_elements: int) -> Tensor:
+    size = -(-num_elements // kind.elements_per_number)
+    return torch.zeros(size, dtype=kind_dtype(kind, place.param.dtype))
