@@ -45,8 +45,8 @@ FITS = (
 )
 """Models and machines of the README's table, as `megatrain estimate` takes them."""
 FITS_HEAD = """
-| model | machine | fits | host memory | device memory | tokens/s | 10M tokens |
-|---|---|---|---|---|---|---|
+| model | machine | fits | states | host memory | device memory | tokens/s | 10M tokens |
+|---|---|---|---|---|---|---|---|
 """
 TREE_HEAD = """# Files
 
@@ -214,7 +214,8 @@ def _fits_row(model: str, gpu: str, ram: str) -> str:
     if found.fits:
         speed, time = f"{found.tokens_per_s:,.0f}", duration(found.seconds or 0.0)
     name = model.rpartition("/")[2]
-    cells = (name, f"{found.machine}, {ram}", _fits(found), host, device, speed, time)
+    state = plan.settings.state
+    cells = (name, f"{found.machine}, {ram}", _fits(found), state, host, device, speed, time)
     return f"| {' | '.join(cells)} |\n"
 
 

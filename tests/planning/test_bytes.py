@@ -15,9 +15,10 @@ from megatrain.memory.kinds import store_kinds
 from megatrain.memory.layout import build_layout
 from megatrain.memory.ledger import Ledger
 from megatrain.memory.store import store_ledger
+from megatrain.memory.tier_regions import TierRegions
 from megatrain.optim.states import ADAMW, WITH_CLIP
 from megatrain.planning import bytes as ledger
-from megatrain.planning.bytes import device_lines, predicted_ledger, store_lines
+from megatrain.planning.bytes import device_lines, predicted_ledger, store_lines, tiered_kinds
 from megatrain.planning.simulate import step_shape
 from megatrain.planning.workload import Workload, shape_of
 from megatrain.step.settings import StepSettings
@@ -55,8 +56,14 @@ def test_the_store_to_the_byte(family: str, dtype: str) -> None:
         planned = replace(workload, states={"fp32": states})
         for update in ("late", "in_backward"):
             kinds = store_kinds(states, waits=update == "late")
-            lines = Ledger(store_lines(planned, StepSettings(update=update))).lines
-            assert lines == store_ledger(build_layout(decoder.blocks, kinds)).lines
+            layout = build_layout(decoder.blocks, kinds)
+            for tier in ("none", "states", "gradients"):
+                settings = StepSettings(update=update, tier=tier)
+                on_disk = tuple(kind for kind in tiered_kinds(planned, settings) if kind in kinds)
+                regions = TierRegions(layout, on_disk) if on_disk else None
+                lines = Ledger(store_lines(planned, settings))
+                assert lines.lines == store_ledger(layout, regions).lines
+                assert lines.total("tier") == (0 if regions is None else regions.num_bytes)
 
 
 @pytest.mark.parametrize("batch", of_the_day(BATCHES, 1), ids=str)
@@ -183,3 +190,17 @@ def test_the_host_against_a_real_run() -> None:
         GIVING_BACK,
     )
     assert float(str(figures["worst"])) <= MEMORY_TARGETS["worst"], figures
+
+
+@pytest.mark.parametrize(("state", "exact"), [("fp32", 8), ("bf16", 4), ("8bit", 2 + 1 / 32)])
+def test_the_bytes_of_a_parameter_by_state_and_tier(state: Any, exact: float) -> None:
+    """Weights 2, remainders 2, gradients that wait 2, and the states."""
+    workload = Workload(model=EIGHT, step_tokens=8192)
+    for tier, on_disk in (("none", 0.0), ("states", 2 + exact), ("gradients", 4 + exact)):
+        settings = StepSettings(state=state, tier=tier)  # type: ignore[arg-type]
+        lines = Ledger(store_lines(workload, settings))
+        assert lines.total("tier") == pytest.approx(on_disk * EIGHT.params, rel=1e-3)
+        assert lines.total("host") == pytest.approx((6 + exact - on_disk) * EIGHT.params, rel=1e-3)
+        whole = predicted_ledger(DESKTOP, workload, settings)
+        saved = next(line for line in whole.lines if line.purpose == "checkpoints")
+        assert saved.num_bytes == pytest.approx(3 * (4 + exact) * EIGHT.params, rel=1e-3)

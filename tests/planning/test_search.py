@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -144,3 +145,60 @@ def test_what_cannot_be_pinned_is_copied_slower() -> None:
     assert slower.copy_in_bytes_per_s == pytest.approx(0.4 * limited.copy_in_bytes_per_s)
     assert effective_profile(DESKTOP, ledger) == DESKTOP
     assert shortfalls(limited, ledger) == {}
+
+
+EIGHT_IN_8_BITS = Workload(model=EIGHT, step_tokens=8192)
+"""With its reserve in fp32 110 GiB, in bf16 79, in 8 bits 63; on disk 41, or 29 with gradients."""
+HOMES = [
+    # GiB of host memory, of disk, and what is chosen: never less exact than it must be
+    (128, 0, ("fp32", "none")),
+    (128, 2000, ("fp32", "none")),
+    (100, 0, ("bf16", "none")),
+    (100, 2000, ("bf16", "none")),
+    (70, 0, ("8bit", "none")),
+    (70, 2000, ("8bit", "none")),
+    (55, 2000, ("fp32", "states")),
+    (40, 2000, ("fp32", "gradients")),
+    (28, 2000, ("bf16", "gradients")),
+]
+
+
+@pytest.mark.parametrize(("ram", "disk", "home"), HOMES)
+def test_states_are_as_exact_as_fits_and_on_disk_only_if_they_must(
+    ram: int, disk: int, home: tuple[str, str]
+) -> None:
+    profile = DESKTOP.changed(ram_bytes=ram * GIB, disk_bytes=disk * GIB)
+    search = Search(profile, EIGHT_IN_8_BITS)
+    best = search.best()
+    assert best is not None
+    assert (best.settings.state, best.settings.tier) == home
+    for other in search.homes():
+        if (other.state, other.tier) == home:
+            break
+        grid = everything(EIGHT_IN_8_BITS, profile)
+        assert not any(search.fits(one.changed(state=other.state, tier=other.tier)) for one in grid)
+
+
+def test_a_pinned_state_moves_to_the_disk_instead() -> None:
+    profile = DESKTOP.changed(ram_bytes=100 * GIB, disk_bytes=2000 * GIB)
+    for state in ("fp32", "bf16"):
+        settings = StepSettings(state=state)
+        best = Search(profile, EIGHT_IN_8_BITS, settings, {"state": "set by you"}).best()
+        assert best is not None
+        assert best.settings.state == state
+        assert best.settings.tier == ("states" if state == "fp32" else "none")
+
+
+def test_a_disk_that_is_too_small_is_not_used() -> None:
+    profile = DESKTOP.changed(ram_bytes=55 * GIB)
+    assert Search(profile, EIGHT_IN_8_BITS).best() is None
+    tight = Search(profile.changed(disk_bytes=50 * GIB), EIGHT_IN_8_BITS).best()
+    assert tight is not None
+    assert (tight.settings.state, tight.settings.tier) == ("bf16", "states")
+    assert Search(profile.changed(disk_bytes=20 * GIB), EIGHT_IN_8_BITS).best() is None
+
+
+def test_without_clipping_no_gradients_wait_on_disk() -> None:
+    profile = DESKTOP.changed(disk_bytes=2000 * GIB)
+    search = Search(profile, replace(EIGHT_IN_8_BITS, max_grad_norm=None))
+    assert {home.tier for home in search.homes()} == {"none", "states"}

@@ -322,6 +322,9 @@ def estimate_command(
     overrides: Overrides = None,
     gpu: Annotated[str | None, typer.Option(help="Like 4090, or 24GB; default: this one.")] = None,
     ram: Annotated[str | None, typer.Option(help="Host memory for the run, like 128GB.")] = None,
+    disk: Annotated[
+        str | None, typer.Option(help="Disk for states that host memory cannot hold, like 2TB.")
+    ] = None,
     tokens: Annotated[str | None, typer.Option(help="Tokens to train on, like 1e9.")] = None,
     seq: Annotated[str | None, typer.Option(help="Short for data.max_length.")] = None,
     batch_tokens: Annotated[str | None, typer.Option(help="Short for train.batch_tokens.")] = None,
@@ -344,6 +347,7 @@ def estimate_command(
         overrides or [],
         gpu=gpu,
         ram=ram,
+        disk=disk,
         tokens=tokens,
         seq=seq,
         batch_tokens=batch_tokens,

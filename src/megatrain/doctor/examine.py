@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import time
 import warnings
 from collections.abc import Callable
@@ -223,7 +222,6 @@ def _with_disk(profile: MachineProfile, folder: Path) -> MachineProfile:
     return profile.changed(
         disk_read_bytes_per_s=DISK_BYTES / read_s,
         disk_write_bytes_per_s=DISK_BYTES / write_s,
-        disk_bytes=shutil.disk_usage(folder).free,
     )
 
 

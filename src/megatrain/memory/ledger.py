@@ -16,7 +16,7 @@ class Line:
     """So many bytes, in this place, for this purpose."""
 
     place: str
-    """`host`, `pinned`, `device` or `disk`."""
+    """`host`, `pinned`, `device`, `tier` or `disk`."""
     purpose: str
     num_bytes: int
 

@@ -35,14 +35,14 @@ from megatrain.memory.tier_regions import TierRegions
 def store_ledger(layout: Layout, regions: TierRegions | None = None) -> Ledger:
     """Return the bytes that a store of `layout` occupies once all of it was written."""
     on_disk = () if regions is None else regions.kinds
-    lines = [
-        Line(place="host", purpose=kind.purpose, num_bytes=layout.kind_bytes[kind])
+    return Ledger(
+        Line(
+            place="tier" if kind in on_disk else "host",
+            purpose=kind.purpose,
+            num_bytes=layout.kind_bytes[kind],
+        )
         for kind in layout.kinds
-        if kind not in on_disk
-    ]
-    if regions is not None:
-        lines.append(Line(place="disk", purpose="tier", num_bytes=regions.num_bytes))
-    return Ledger(lines)
+    )
 
 
 class Store:

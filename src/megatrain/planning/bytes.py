@@ -3,6 +3,7 @@
     host      Python and libraries, the store, a host tape, rings, save buffers
     pinned    of the host's, what copies must reach: weights and waiting gradients
     device    slots, gradient slots, outbox, tape, and the working memory of compute
+    tier      what of the store is on disk while a run lasts
     disk      checkpoints and the exported model
 
 All but the working memory is exact. That is the largest of a few moments of a step, counted in
@@ -19,7 +20,7 @@ Laws (tests/planning/test_bytes.py)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from megatrain.memory.kinds import Kind, store_kinds
@@ -34,6 +35,8 @@ PLANNED_PART_ELEMENTS = 1 << 22
 TAPE_ALIGNMENT = 256
 """As in engine/gradients.py, losses/head.py and engine/tape.py, which need torch; a test holds
 them equal."""
+TIER_SLOTS = 2
+"""As in step/shape.py."""
 KEPT_CHECKPOINTS = 2
 SAVE_BYTES = 64 << 20
 """What writing a checkpoint or an export holds beside the store."""
@@ -45,6 +48,7 @@ def predicted_ledger(profile: MachineProfile, workload: Workload, settings: Step
         Line(place="host", purpose="Python and libraries", num_bytes=profile.base_bytes),
         *store_lines(workload, settings),
         *_ring_lines(profile, workload, settings),
+        *_tier_ring_lines(workload, settings),
         Line(place="host", purpose="save buffers", num_bytes=SAVE_BYTES),
     ]
     on_host = profile.unified or not profile.device_bytes
@@ -63,13 +67,36 @@ def _moved(line: Line) -> Line:
 
 
 def store_lines(workload: Workload, settings: StepSettings) -> Iterator[Line]:
-    """Yield the arenas of the store."""
+    """Yield the arenas of the store, in host memory or in the tier."""
     blocks = list(_counted(workload.model))
+    on_disk = tiered_kinds(workload, settings)
     for kind in store_kinds(workload.states[settings.state], waits=settings.update == "late"):
         total = sum(
             count * _pages(_arena_bytes(kind, block, workload.dtype)) for block, count in blocks
         )
-        yield Line(place="host", purpose=kind.purpose, num_bytes=total)
+        place = "tier" if kind in on_disk else "host"
+        yield Line(place=place, purpose=kind.purpose, num_bytes=total)
+
+
+def tiered_kinds(workload: Workload, settings: StepSettings) -> tuple[Kind, ...]:
+    """Return the kinds that are on disk between updates."""
+    states = (Kind.LO, *workload.states[settings.state])
+    return {"none": (), "states": states, "gradients": (*states, Kind.GRAD)}[settings.tier]
+
+
+def _tier_ring_lines(workload: Workload, settings: StepSettings) -> Iterator[Line]:
+    """Yield the host buffers between disk and updates: of layers in turns, and one of the edges."""
+    kinds, model = tiered_kinds(workload, settings), workload.model
+    if not kinds:
+        return
+    layers = max(_region_bytes(kinds, layer, workload.dtype) for layer in model.structures)
+    edges = [_region_bytes(kinds, edge, workload.dtype) for edge in (model.embedding, model.head)]
+    yield Line(place="host", purpose="tier ring", num_bytes=TIER_SLOTS * layers + max(edges))
+
+
+def _region_bytes(kinds: Iterable[Kind], block: BlockShape, dtype: Dtype) -> int:
+    """Return what a block has on disk."""
+    return sum(_pages(_arena_bytes(kind, block, dtype)) for kind in kinds)
 
 
 def _arena_bytes(kind: Kind, block: BlockShape, dtype: Dtype) -> int:
@@ -96,12 +123,12 @@ def _pages(num_bytes: int) -> int:
 def _ring_lines(
     profile: MachineProfile, workload: Workload, settings: StepSettings
 ) -> Iterator[Line]:
-    """Yield the tape on the host, and gradients on their way where updates run in backward."""
+    """Yield the tape on the host, and gradients on their way to an update or to the disk."""
     model, dtype = workload.model, workload.dtype
     if settings.tape == "host" and not profile.unified:
         total = model.num_layers * sum(_taped(workload, settings))
         yield Line(place="host", purpose="tape", num_bytes=total)
-    if settings.update == "in_backward":
+    if settings.update == "in_backward" or settings.tier == "gradients":
         layers = 2 * max(layer.gradient_bytes(dtype) for layer in model.structures)
         edges = [block.gradient_bytes(dtype) for block in (model.embedding, model.head)]
         rings = layers + (sum(edges) if model.tied else max(edges))
@@ -111,7 +138,7 @@ def _ring_lines(
 def _pinned_lines(workload: Workload, settings: StepSettings) -> Iterator[Line]:
     pinned = (Kind.HI.purpose, Kind.GRAD.purpose)
     for line in store_lines(workload, settings):
-        if line.purpose in pinned:
+        if line.place == "host" and line.purpose in pinned:
             yield replace(line, place="pinned")
 
 

@@ -37,7 +37,7 @@ from megatrain.planning.from_config import pins_of, step_settings_of, within, wo
 from megatrain.planning.machine.examination import kept_examination
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.plan import Plan, make_plan
-from megatrain.planning.search import shortfalls
+from megatrain.planning.search import capacities, shortfalls
 from megatrain.text import duration, figure, size
 
 
@@ -88,7 +88,7 @@ class Estimate:
             "active_params": workload.model.active_params,
             "step_tokens": workload.step_tokens,
             "sequence": workload.sequence,
-            "available": {"host": plan.profile.ram_bytes, "device": plan.profile.device_bytes},
+            "available": capacities(plan.profile),
             "short": shortfalls(plan.profile, plan.ledger),
             "tokens": self.tokens,
             "seconds": self.seconds,
@@ -138,6 +138,7 @@ def estimate(
     tokens: str | float | None = None,
     seq: str | int | None = None,
     batch_tokens: str | int | None = None,
+    disk: str | int | None = None,
     price_per_hour: float | None = None,
 ) -> Estimate:
     """Return what training `model` would need and take.
@@ -145,7 +146,8 @@ def estimate(
     `model` is a known name, a model folder, a config.json, or the YAML file of a run; `overrides`
     are settings like `train.max_grad_norm=null`. `gpu` is a name (`4090`) or a size (`24GB`); None:
     this machine, as `megatrain doctor` measured it. `ram` is the host memory a run may use; None:
-    the free memory here, or the usual one. `seq` and `batch_tokens` are data.max_length and
+    the free memory here, or the usual one. `disk` is what a tier of it may use (memory.disk); None:
+    nothing. `seq` and `batch_tokens` are data.max_length and
     train.batch_tokens. Raises ConfigError, ModelFolderError or ModelConfigError.
     """
     config = _config(model, overrides, seq, batch_tokens)
@@ -157,9 +159,12 @@ def estimate(
             f"memory.device is cpu, but {machine} computes on its GPU. Set memory.device=auto"
         )
     workload = workload_of(config, shape_for(config))
+    profile = within(profile, config)
+    if disk is not None:
+        profile = profile.changed(disk_bytes=_read("disk", disk, read_bytes))
     return Estimate(
         plan=make_plan(
-            within(profile, config),
+            profile,
             workload,
             step_settings_of(config, unified=profile.unified),
             pins_of(config),

@@ -73,7 +73,8 @@ class Fix:
     @cached_property
     def ledger(self) -> Ledger:
         """Of the settings that lack least."""
-        smallest = self._search.smallest()
+        search = self._search
+        smallest = min(search.small(), key=search.lack)
         return predicted_ledger(self.profile, self.workload, smallest)
 
     def least(self, place: str) -> int:
@@ -218,6 +219,21 @@ def _saved(start: Fix, workload: Workload, place: str) -> int:
     return start.ledger.total(place) - replace(start, workload=workload).ledger.total(place)
 
 
+def _less_exact(start: Fix) -> Fix | None:
+    """Give up a state that the user has pinned, for the most exact one that fits."""
+    states = list(start.workload.states)
+    now = start.settings.state
+    lower = states[states.index(now) + 1 :] if "state" in start.pins else []
+    ways = [replace(start, settings=start.settings.changed(state=state)) for state in lower]
+    if not ways:
+        return None
+    found = next((way for way in ways if not way.missing), ways[-1])
+    saved = start.ledger.total("host") - found.ledger.total("host")
+    override = f"optim.state={found.settings.state}"
+    text = f"{override} (now {now}, -{gib(saved)} host)"
+    return _then(start, text, override, settings=found.settings)
+
+
 def _shorter_rows(start: Fix) -> Fix | None:
     """Offer the longest rows, of half the length or less, that fit the device."""
     workload, length = start.workload, start.workload.sequence // 2
@@ -287,6 +303,7 @@ _KINDS = (
     _Kind(cost=1.0, change=_without_clipping),
     _Kind(cost=1.2, change=_in_bf16),
     _Kind(cost=2.0, change=_with_frozen_tables),
+    _Kind(cost=0.9, change=_less_exact),
     _Kind(cost=1.5, change=_shorter_rows),
     _Kind(cost=0.8, change=_shorter_steps),
     _Kind(cost=8.0, change=_more_device),

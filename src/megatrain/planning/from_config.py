@@ -71,6 +71,7 @@ def _given(config: Config) -> dict[str, Any]:
 def within(profile: MachineProfile, config: Config) -> MachineProfile:
     """Return the machine with no more memory than `memory.ram` and `memory.vram` allow."""
     ram, vram = config.memory.ram, config.memory.vram
+    profile = profile.changed(disk_bytes=0)
     if isinstance(ram, int):
         profile = profile.changed(ram_bytes=min(ram, profile.ram_bytes))
     if isinstance(vram, int) and not profile.unified:

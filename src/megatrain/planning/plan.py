@@ -25,14 +25,23 @@ from megatrain.planning.bound import Bound, bound_of
 from megatrain.planning.bytes import predicted_ledger
 from megatrain.planning.fixes import Fix, find_fixes
 from megatrain.planning.machine.profile import NOT_MEASURED, MachineProfile
-from megatrain.planning.reasons import reasons_for
-from megatrain.planning.search import Search, effective_profile, reserves, shortfalls
+from megatrain.planning.reasons import home_reasons, reasons_for
+from megatrain.planning.search import (
+    Search,
+    capacities,
+    effective_profile,
+    reserves,
+    shortfalls,
+)
 from megatrain.planning.simulate import Simulation, simulate
+from megatrain.planning.wear import Wear
 from megatrain.planning.workload import Workload
 from megatrain.step.ops import LIMITS
 from megatrain.step.settings import StepSettings
 from megatrain.text import figure
 
+_COSTS_NOTHING = ("fp32", "none")
+"""Of the states, and of the tiers."""
 _WORTH_NAMING = 0.15
 """A share of the step: what takes less is not named beside the first."""
 
@@ -49,7 +58,7 @@ class Plan:
     """Of a plan that does not fit: of a few layers."""
     fits: bool
     reasons: dict[str, str]
-    """By setting; empty where the machine was not measured, and so nothing was compared."""
+    """By setting; of memory alone where the machine was not measured, and so no times compared."""
     lever: str
     """The one setting that would move the bottleneck, and by how much."""
     fixes: tuple[Fix, ...] = ()
@@ -66,6 +75,14 @@ class Plan:
     @property
     def bottleneck(self) -> str:
         return self.simulation.bottleneck
+
+    @property
+    def wear(self) -> Wear | None:
+        """What the tier writes; None without a tier."""
+        written = self.ledger.total("tier")
+        if not written or not self.fits:
+            return None
+        return Wear(step_bytes=written, step_s=self.step_s if self.knows_time else None)
 
     def bound(self) -> Bound:
         """Return the least times that the plan's costs allow. Walks all ops of a step."""
@@ -96,6 +113,7 @@ class Plan:
             ],
             "reserve": reserves(self.profile, self.ledger),
             "predicted": self._predicted() if self.fits and self.knows_time else None,
+            "wear": None if self.wear is None else self.wear.facts(),
             "lever": self.lever,
             "fixes": [fix.text for fix in self.fixes],
         }
@@ -115,9 +133,11 @@ class Plan:
 
     def __str__(self) -> str:
         rows = [*self._heading(), *self._memory()]
-        if self.fits and self.knows_time:
-            rows += [*self._speed(), *self._choices()]
-        elif not self.fits:
+        if self.fits:
+            speed = self._speed() if self.knows_time else []
+            wear = [] if self.wear is None else [*self.wear.lines(), ""]
+            rows += [*speed, *wear, *self._choices()]
+        else:
             rows += ["does not fit. Changes that make it fit, the cheapest first:"]
             rows += [f"  {fix}" for fix in self.fixes] or ["  none of the changes that were tried"]
         lines = "\n".join(rows).splitlines()
@@ -133,7 +153,7 @@ class Plan:
         ]
 
     def _memory(self) -> list[str]:
-        has = {"host": self.profile.ram_bytes, "device": self.profile.device_bytes}
+        has = capacities(self.profile)
         missing = shortfalls(self.profile, self.ledger)
         reserved = reserves(self.profile, self.ledger)
         rows = []
@@ -147,7 +167,7 @@ class Plan:
             lines = [line for line in self.ledger.lines if line.place == place]
             for line in sorted(lines, key=lambda line: -line.num_bytes):
                 rows.append(f"  {line.purpose:28}{gib(line.num_bytes):>12}")
-            if place in reserved:
+            if reserved.get(place):
                 rows.append(f"  {'reserve, kept free':28}{gib(reserved[place]):>12}")
         return [*rows, ""]
 
@@ -176,7 +196,10 @@ class Plan:
 
     def _choices(self) -> list[str]:
         facts = self.settings.facts()
-        return [f"{name:20}{facts[name]!s:12}{why}" for name, why in self.reasons.items()]
+        shown = self.reasons
+        if not self.knows_time:  # nothing to compare: only what costs something is worth a line
+            shown = {name: why for name, why in shown.items() if facts[name] not in _COSTS_NOTHING}
+        return [f"{name:20}{facts[name]!s:12}{why}" for name, why in shown.items()]
 
 
 def make_plan(
@@ -197,6 +220,7 @@ def make_plan(
     # The speed of a plan that does not fit does not matter: few layers are played then.
     played = search.few if best is None else workload
     simulation = simulate(effective_profile(profile, ledger), played, chosen)
+    reasons = home_reasons if profile.source == NOT_MEASURED else reasons_for
     return Plan(
         profile=profile,
         workload=workload,
@@ -204,7 +228,7 @@ def make_plan(
         ledger=ledger,
         simulation=simulation,
         fits=best is not None,
-        reasons=reasons_for(search, chosen) if profile.source != NOT_MEASURED else {},
+        reasons=reasons(search, chosen),
         lever=_lever(search, chosen) if best is not None else "",
         fixes=() if best is not None else find_fixes(search),
     )

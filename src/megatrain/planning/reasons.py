@@ -1,4 +1,8 @@
-"""The reason for each chosen setting, with the figures of the alternatives."""
+"""The reason for each chosen setting, with the figures of the alternatives.
+
+Law (tests/planning/test_reasons.py): a state or tier that costs something names what the one before
+it lacks.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from megatrain.step.settings import StepSettings
 def reasons_for(search: Search, settings: StepSettings) -> dict[str, str]:
     """Return a reason for each setting, by its name."""
     return {
+        **home_reasons(search, settings),
         "micro_batch_tokens": _micro(search, settings),
         "slots": _slots(search, settings),
         "tape": _tape(search, settings),
@@ -19,6 +24,50 @@ def reasons_for(search: Search, settings: StepSettings) -> dict[str, str]:
         "gather_embedding": _gather(search, settings),
         **search.pins,
     }
+
+
+def home_reasons(search: Search, settings: StepSettings) -> dict[str, str]:
+    """Return the reasons for how exactly states are kept and where: they are of memory alone."""
+    reasons = {"state": _state(search, settings)}
+    if search.profile.disk_bytes:
+        reasons["tier"] = _tier(search, settings)
+    pinned = {name: search.pins[name] for name in ("state", "tier") if name in search.pins}
+    return reasons | pinned
+
+
+def _state(search: Search, settings: StepSettings) -> str:
+    better = [home for home in _before(search, settings) if home.state != settings.state]
+    better = [home for home in better if (home.tier == "none") == (settings.tier == "none")]
+    if not better:
+        return "the most exact of them fits"
+    return f"{better[-1].state} states are {_lacking(search, better[-1])} short"
+
+
+def _tier(search: Search, settings: StepSettings) -> str:
+    others = [home for home in _before(search, settings) if home.tier != settings.tier]
+    if not others:
+        return "host memory is enough, and a disk wears out"
+    if settings.tier == "gradients" and others[-1].tier == "states":
+        return f"gradients are {_lacking(search, others[-1])} short in memory"
+    others = [home for home in others if home.tier == "none"]
+    return f"{others[-1].state} states are {_lacking(search, others[-1])} short in memory"
+
+
+def _before(search: Search, settings: StepSettings) -> list[StepSettings]:
+    """Return the homes in which nothing fits."""
+    homes = search.homes()
+    names = [(home.state, home.tier) for home in homes]
+    return homes[: names.index((settings.state, settings.tier))]
+
+
+def _lacking(search: Search, home: StepSettings) -> str:
+    """Return what the settings that need least in a home lack."""
+    lacks = [
+        shortfalls(search.profile, predicted_ledger(search.profile, search.workload, settings))
+        for settings in search.small_at(home)
+    ]
+    host = [lack["host"] for lack in lacks if "host" in lack]
+    return gib(min(host, default=0))
 
 
 def _against(search: Search, settings: StepSettings, other: StepSettings) -> str:

@@ -4,12 +4,17 @@ Fitting is arithmetic on the ledger. Speed is simulated; layers repeat, so for t
 few layers and one of a few more are played, and the rest is their difference. The winner is then
 played whole.
 
-    1. for each micro-batch size and place of the tape: the largest chunk and fewest slots that fit
-    2. around the fastest of those: more slots, rows in place of the table
+    1. the first home of the optimizer's states in which anything fits: in host memory from fp32
+       over bf16 to 8 bits, then on disk, the same states in the same order
+    2. for each micro-batch size and place of the tape: the largest chunk and fewest slots that fit
+    3. around the fastest of those: more slots, rows in place of the table
+
+A less exact state is never taken for speed, and a disk is never worn while host memory is enough.
 
 Laws (tests/planning/test_search.py)
     1. A returned setting fits; if any setting on the grid fits, one is returned.
-    2. On a small grid its simulated time is within 2 % of the best of all settings.
+    2. On a small grid its simulated time is within 2 % of the best of all settings of its home.
+    3. In no home that comes before its own does anything on the grid fit.
 """
 
 from __future__ import annotations
@@ -58,7 +63,7 @@ def effective_profile(profile: MachineProfile, ledger: Ledger) -> MachineProfile
 
 def reserves(profile: MachineProfile, ledger: Ledger) -> dict[str, int]:
     """Return the bytes that must stay free beside the ledger, by each place that has a limit."""
-    headrooms = {"host": HOST_HEADROOM}
+    headrooms = {"host": HOST_HEADROOM, "tier": 1.0}  # the tier's file has exactly its size
     if profile.device_bytes and not profile.unified:
         headrooms["device"] = DEVICE_HEADROOM
     totals = {place: ledger.total(place) for place in headrooms}
@@ -67,11 +72,20 @@ def reserves(profile: MachineProfile, ledger: Ledger) -> dict[str, int]:
 
 def shortfalls(profile: MachineProfile, ledger: Ledger) -> dict[str, int]:
     """Return the bytes that are missing, by place; empty: it fits."""
-    has = {"host": profile.ram_bytes, "device": profile.device_bytes}
+    has = capacities(profile)
     needed = {
         place: ledger.total(place) + reserve for place, reserve in reserves(profile, ledger).items()
     }
     return {place: needed[place] - has[place] for place in needed if needed[place] > has[place]}
+
+
+def capacities(profile: MachineProfile) -> dict[str, int]:
+    """Return the bytes that a run may use, by each place that may have a limit."""
+    return {
+        "host": profile.ram_bytes,
+        "device": profile.device_bytes,
+        "tier": profile.disk_bytes,
+    }
 
 
 class Search:
@@ -92,8 +106,30 @@ class Search:
         self._more = _with_layers(workload, _MORE)
 
     def best(self) -> Candidate | None:
-        """Return the fastest that fits, or None if nothing does."""
-        starts = [self._try(settings) for settings in self._starts() if self.fits(settings)]
+        """Return the fastest in the first home in which anything fits, or None if none has any."""
+        home = self.first_home()
+        return None if home is None else self._fastest(home)
+
+    def first_home(self) -> StepSettings | None:
+        """Return the first home in which anything fits."""
+        fitting = (home for home in self.homes() if any(map(self.fits, self.small_at(home))))
+        return next(fitting, None)
+
+    def homes(self) -> list[StepSettings]:
+        """Return where states may live and how exactly, the best first, as settings to begin with.
+
+        In host memory, the most exact first; then on disk, where a state that is less exact saves
+        hardly any host memory, so that waiting gradients go there before a state is given up.
+        """
+        on_disk = ["states"] if self.workload.max_grad_norm is None else ["states", "gradients"]
+        tiers = self._choices("tier", ["none", *on_disk] if self.profile.disk_bytes else ["none"])
+        states = self._choices("state", list(self.workload.states))
+        in_memory = [(state, tier) for tier in tiers if tier == "none" for state in states]
+        tiered = [(state, tier) for state in states for tier in tiers if tier != "none"]
+        return [self.settings.changed(state=s, tier=tier) for s, tier in (*in_memory, *tiered)]
+
+    def _fastest(self, home: StepSettings) -> Candidate | None:
+        starts = [self._try(settings) for settings in self._starts(home) if self.fits(settings)]
         if not starts:
             return None
         best = _frugal(starts)
@@ -110,22 +146,28 @@ class Search:
         return not shortfalls(self.profile, ledger)
 
     def smallest(self) -> StepSettings:
-        """Return the settings that lack least; they show by how much it does not fit."""
-        return min(self.small(), key=self._lack)
+        """Return the settings that lack least, in the best home of several: they show by how much
+        it does not fit."""
+        return min((way for home in self.homes() for way in self.small_at(home)), key=self.lack)
 
     def small(self) -> list[StepSettings]:
-        """Return the settings that need least, with the tape in each place it may have."""
+        """Return the settings that need least: in each tier, and with the tape in each place."""
+        least = {home.tier: home for home in self.homes()}  # the last of each is the smallest
+        return [settings for home in least.values() for settings in self.small_at(home)]
+
+    def small_at(self, home: StepSettings) -> list[StepSettings]:
+        """Return the settings that need least in one home, with the tape in each place."""
         micro = self._choices("micro_batch_tokens", self._micro_sizes())[0]
         chunk = self._choices("chunk_tokens", CHUNKS)[-1]
         return [
-            self._settings(micro, tape=tape, chunk=chunk, gather=self._may_gather)
+            self._settings(home, micro, tape=tape, chunk=chunk, gather=self._may_gather)
             for tape in self._tapes()
         ]
 
-    def _lack(self, settings: StepSettings) -> float:
+    def lack(self, settings: StepSettings) -> float:
         """Return the missing memory of each place, as a share of its size."""
         ledger = predicted_ledger(self.profile, self.workload, settings)
-        has = {"host": self.profile.ram_bytes, "device": self.profile.device_bytes}
+        has = capacities(self.profile)
         lacks = shortfalls(self.profile, ledger)
         return sum(num_bytes / has[place] for place, num_bytes in lacks.items())
 
@@ -150,22 +192,24 @@ class Search:
         """Return what a setting may be: its own value if it is pinned, else `others`."""
         return [getattr(self.settings, name)] if name in self.pins else others
 
-    def _starts(self) -> Iterator[StepSettings]:
+    def _starts(self, home: StepSettings) -> Iterator[StepSettings]:
         for micro in self._choices("micro_batch_tokens", self._micro_sizes()):
             for tape in self._tapes():
-                found = self._roomiest(micro, tape)
+                found = self._roomiest(home, micro, tape)
                 if found is not None:
                     yield found
 
     def _tapes(self) -> Sequence[str]:
         return self._choices("tape", ["device"] if self.profile.unified else ["device", "host"])
 
-    def _roomiest(self, micro: int, tape: str) -> StepSettings | None:
+    def _roomiest(self, home: StepSettings, micro: int, tape: str) -> StepSettings | None:
         """Return the settings with the largest chunk that fits, or None."""
         possible = self._may_gather
         for gather in self._choices("gather_embedding", [False, True] if possible else [False]):
             for chunk in self._choices("chunk_tokens", CHUNKS):
-                settings = self._settings(micro, tape=tape, chunk=chunk, gather=gather and possible)
+                settings = self._settings(
+                    home, micro, tape=tape, chunk=chunk, gather=gather and possible
+                )
                 if self.fits(settings):
                     return settings
         return None
@@ -207,8 +251,10 @@ class Search:
             sizes.append(workload.step_tokens)
         return sizes
 
-    def _settings(self, micro: int, *, tape: str, chunk: int, gather: bool) -> StepSettings:
-        return self.settings.changed(
+    def _settings(
+        self, home: StepSettings, micro: int, *, tape: str, chunk: int, gather: bool
+    ) -> StepSettings:
+        return home.changed(
             micro_batch_tokens=micro,
             tape=tape,
             update="in_backward" if self.workload.max_grad_norm is None else "late",

@@ -11,6 +11,8 @@ sheet and the share that is sustained. The machine at hand is measured instead
                 26; PCIe 5 x16 twice that; both ways at once each keeps about 85 % of it
     DRAM        reads and writes mixed, as the optimizer makes them: 70 to 80 % of the channels'
                 sum. Desktops have two channels, servers eight or twelve
+    disk        one drive. A Samsung 980 Pro of 1 TB writes at 4 GB/s until 113 GB fill its cache,
+                at 1.5 from then on (TechPowerUp); a server's PM9A3 is rated for 6.5 and 3.5
 
 Law (tests/planning/catalog/test_reference_machines.py): no sustained figure is above the card's own
 limit, the sheet's peak at the clock it holds.
@@ -27,6 +29,8 @@ from megatrain.optim.states import ADAMW
 from megatrain.planning.machine.profile import FlopRate, MachineProfile
 
 GIB = 1 << 30
+USUAL_DISK_BYTES = 2 * 10**12
+"""Free on the drive of a machine that names a disk and not its size."""
 _USABLE = 0.94
 """Of device memory: the context, the libraries' workspaces and fragments take the rest."""
 
@@ -50,7 +54,8 @@ class ReferenceMachine:
     cores: int
     disk_read: float = 5.0
     """One NVMe drive of PCIe 4."""
-    disk_write: float = 3.0
+    disk_write: float = 1.5
+    """Of a consumer's drive whose cache is full, as a tier's writes keep it."""
     clock_share: float = 1.0
     """Clock held in training over the boost clock of the sheet, where it is known to be higher."""
     unified: bool = False
@@ -67,6 +72,7 @@ class ReferenceMachine:
             cores=self.cores,
             disk_read_bytes_per_s=self.disk_read * 1e9,
             disk_write_bytes_per_s=self.disk_write * 1e9,
+            disk_bytes=USUAL_DISK_BYTES,
             device=self.name,
             device_bytes=0 if self.unified else self.usable(self.memory_gib * GIB),
             unified=self.unified,

@@ -49,8 +49,8 @@ class MachineProfile:
     cores: int
     disk_read_bytes_per_s: float = 2e9
     disk_write_bytes_per_s: float = 1e9
-    disk_bytes: int = 1 << 40
-    """Free on the disk of the run folder."""
+    disk_bytes: int = 0
+    """Disk that a run may use as a tier of its memory; 0: none."""
     base_bytes: int = 700 << 20
     """What Python and libraries hold before a model is loaded."""
 

@@ -1,0 +1,48 @@
+"""What a state or a tier cost is said in figures."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from megatrain.planning.bytes import predicted_ledger
+from megatrain.planning.reasons import reasons_for
+from megatrain.planning.search import Search, shortfalls
+from megatrain.planning.workload import Workload
+from megatrain.step.settings import StepSettings
+from testkit.machines import DESKTOP, EIGHT, GIB
+
+WORKLOAD = Workload(model=EIGHT, step_tokens=8192)
+
+
+def _reasons(ram: int, disk: int = 0, **pinned: str) -> dict[str, str]:
+    profile = DESKTOP.changed(ram_bytes=ram * GIB, disk_bytes=disk * GIB)
+    settings = StepSettings(**pinned)  # type: ignore[arg-type]
+    search = Search(profile, WORKLOAD, settings, dict.fromkeys(pinned, "set by you"))
+    best = search.best()
+    assert best is not None
+    return reasons_for(search, best.settings)
+
+
+@pytest.mark.parametrize(("ram", "lost"), [(100, "fp32"), (70, "bf16")])
+def test_a_less_exact_state_names_what_the_better_one_lacks(ram: int, lost: str) -> None:
+    found = re.fullmatch(rf"{lost} states are (\d+\.\d) GiB short", _reasons(ram)["state"])
+    assert found is not None
+    profile = DESKTOP.changed(ram_bytes=ram * GIB)
+    least = StepSettings(state=lost, micro_batch_tokens=2048, chunk_tokens=256)  # type: ignore[arg-type]
+    lacks = shortfalls(profile, predicted_ledger(profile, WORKLOAD, least))
+    assert float(found[1]) == pytest.approx(lacks["host"] / GIB, abs=0.06)
+
+
+def test_the_reasons_of_a_tier() -> None:
+    assert "tier" not in _reasons(128)
+    assert _reasons(128, 2000)["tier"] == "host memory is enough, and a disk wears out"
+    assert re.fullmatch(r"8bit states are .* GiB short in memory", _reasons(55, 2000)["tier"])
+    assert re.fullmatch(r"gradients are .* GiB short in memory", _reasons(40, 2000)["tier"])
+    least = _reasons(28, 2000)
+    assert re.fullmatch(r"fp32 states are .* GiB short", least["state"])
+    assert re.fullmatch(r"gradients are .* GiB short in memory", least["tier"])
+    pinned = _reasons(100, 2000, state="fp32")
+    assert pinned["state"] == "set by you"
+    assert re.fullmatch(r"fp32 states are .* GiB short in memory", pinned["tier"])
