@@ -1,6 +1,6 @@
 """A step on the CPU against the plain Hugging Face model: time, peak memory, bytes per parameter.
 
-    python -m benchmarks.step [--json] [--optimizer | --memory | --trainer] [--threads 2]
+    python -m benchmarks.step [--json] [--optimizer | --memory | --trainer] [--state STATE]
 
 A Llama of 270M random parameters in bf16 and one batch of 4 x 512 tokens. The other side is the
 plain model with gradient checkpointing and its own loss, the mean over trained tokens. Ours is the
@@ -21,10 +21,12 @@ torch.optim.AdamW(fused=True) on the bf16 weights, with bf16 moments and no mast
     late_over_plain       ours with the global norm known before any update
 
 With --memory, a Llama of 820M parameters takes two short steps in a process of its own, once with
-updates in backward and once late. Needs 13 GiB.
+updates in backward and once late, for each state of the optimizer (or `--state` alone). Needs
+13 GiB; 10 with bf16, 8 with 8bit.
 
-    bytes_per_param       resident after the steps, above what it was before the store was made,
-                          slots, tape and rings freed (`slots_per_param` says what they held)
+    bytes_per_param       by state: resident after the steps, above what it was before the store
+                          was made, slots, tape and rings freed (`slots_per_param` says what they
+                          held)
 
 With --trainer, a run of the trainer against a bare engine on the same batches
 (benchmarks/trainer_overhead.py).
@@ -45,7 +47,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -55,12 +57,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from megatrain.engine.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.memory.host import resident_bytes
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import Kind, store_kinds
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder, build_decoder
 from megatrain.optim.adamw import AdamW
-from megatrain.optim.states import WITH_CLIP, WITHOUT_CLIP
+from megatrain.optim.states import STATES, WITH_CLIP
 from megatrain.step.shape import Update
 from testkit.engines import make_engine
 
@@ -70,7 +72,11 @@ WITHOUT_UPDATES = (Kind.HI, Kind.GRAD)
 
 TARGETS = {"step_over_plain": 1.0, "peak_rss_over_plain": 1.0}
 OPTIMIZER_TARGETS = {"step_over_plain": 1.0}
-MEMORY_TARGETS = {"in_backward": 12.2, "late": 14.2}
+MEMORY_TARGETS = {
+    "fp32": {"in_backward": 12.2, "late": 14.2},
+    "bf16": {"in_backward": 8.1, "late": 10.1},
+    "8bit": {"in_backward": 6.2, "late": 8.2},
+}
 
 Step = Callable[[], float]
 """One whole step; returns its loss."""
@@ -222,25 +228,39 @@ def measure_optimizer(num_threads: int, num_rounds: int) -> dict[str, object]:
     }
 
 
-def measure_memory(num_threads: int) -> dict[str, object]:
+def measure_memory(num_threads: int, states: Sequence[str]) -> dict[str, object]:
     """Return the figures with --memory."""
-    figures = {update: _alone(f"memory {update}", num_threads) for update in MEMORY_TARGETS}
+    targets = {state: MEMORY_TARGETS[state] for state in states}
+    figures = {
+        state: {name: _alone(f"memory {name} {state}", num_threads) for name in targets[state]}
+        for state in states
+    }
+
+    def by_state(name: str) -> dict[str, dict[str, float]]:
+        return {
+            state: {update: figure[name] for update, figure in found.items()}
+            for state, found in figures.items()
+        }
+
     return {
-        "params": figures["late"]["params"],
-        "bytes_per_param": {name: figure["per_param"] for name, figure in figures.items()},
-        "slots_per_param": {name: figure["slots_per_param"] for name, figure in figures.items()},
-        "targets": MEMORY_TARGETS,
+        "params": figures[states[0]]["late"]["params"],
+        "bytes_per_param": by_state("per_param"),
+        "slots_per_param": by_state("slots_per_param"),
+        "targets": targets,
     }
 
 
-def _engine(decoder: Decoder, store: Store, update: Update, num_threads: int) -> Engine:
+def _engine(
+    decoder: Decoder, store: Store, update: Update, num_threads: int, state: str = "fp32"
+) -> Engine:
     optimizer = AdamW(
         learning_rate=LEARNING_RATE,
         weight_decay=0.01,
         max_grad_norm=1.0 if update == "late" else None,
         num_threads=num_threads,
+        state=state,
     )
-    return make_engine(decoder, store, optimizer=optimizer, update=update)
+    return make_engine(decoder, store, optimizer=optimizer, update=update, state=state)
 
 
 def _alone(work: str, num_threads: int) -> dict[str, float]:
@@ -253,10 +273,10 @@ def _alone(work: str, num_threads: int) -> dict[str, float]:
 
 
 def _run_alone(work: str, num_threads: int) -> dict[str, float]:
-    what, who = work.split()
+    what, who, *states = work.split()
     if what == "memory":
         assert who in ("in_backward", "late")
-        return _resident_after_two_steps(who, num_threads)  # type: ignore[arg-type]
+        return _resident_after_two_steps(who, num_threads, *states)  # type: ignore[arg-type]
     ids = tokens(4, 512)
     if who == "plain":
         step = plain_step(build_plain(SMALL), ids)
@@ -270,12 +290,13 @@ def _run_alone(work: str, num_threads: int) -> dict[str, float]:
     return {"peak_bytes": _peak_bytes()}
 
 
-def _resident_after_two_steps(update: Update, num_threads: int) -> dict[str, float]:
-    kinds = WITH_CLIP if update == "late" else WITHOUT_CLIP
-    _two_steps(*build_store(llama(128, 256), kinds), update, num_threads)  # loads what loads late
+def _resident_after_two_steps(update: Update, num_threads: int, state: str) -> dict[str, float]:
+    kinds = store_kinds(STATES["adamw"][state], waits=update == "late")
+    small = build_store(llama(128, 256), kinds)
+    _two_steps(*small, update, num_threads, state)  # loads what loads late
     before = _settled_bytes()
     decoder, store = build_store(LARGE, kinds)
-    with_slots = _two_steps(decoder, store, update, num_threads)
+    with_slots = _two_steps(decoder, store, update, num_threads, state)
     num_params = store.layout.num_params
     resident = _settled_bytes()
     return {
@@ -285,9 +306,9 @@ def _resident_after_two_steps(update: Update, num_threads: int) -> dict[str, flo
     }
 
 
-def _two_steps(decoder: Decoder, store: Store, update: Update, num_threads: int) -> int:
+def _two_steps(decoder: Decoder, store: Store, update: Update, num_threads: int, state: str) -> int:
     """Take two steps and return what is resident while slots and rings are still there."""
-    with _engine(decoder, store, update, num_threads) as engine:
+    with _engine(decoder, store, update, num_threads, state) as engine:
         step = our_step(engine, tokens(1, 64))
         for _ in range(2):
             step()
@@ -322,6 +343,7 @@ def main() -> None:
     parser.add_argument("--optimizer", action="store_true", help="whole steps, with AdamW")
     parser.add_argument("--memory", action="store_true", help="bytes per parameter after two steps")
     parser.add_argument("--trainer", action="store_true", help="what the trainer adds to a step")
+    parser.add_argument("--state", choices=list(MEMORY_TARGETS), help="of --memory: this one alone")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
@@ -332,7 +354,9 @@ def main() -> None:
     if options.alone:
         figures = dict(_run_alone(options.alone, options.threads))
     elif options.memory:
-        figures = measure_memory(options.threads)
+        figures = measure_memory(
+            options.threads, [options.state] if options.state else list(MEMORY_TARGETS)
+        )
     elif options.trainer:
         from benchmarks.trainer_overhead import measure_trainer
 

@@ -28,11 +28,13 @@ ALWAYS = 1.1
 NUM_STEPS = 2
 RUNS: dict[str, tuple[tuple[int, int], list[str]]] = {
     "83M, clipped": ((1024, 6), []),
-    "83M, updates in backward": ((1024, 6), ["train.max_grad_norm=null"]),
+    "83M, updates in backward": ((1024, 6), ["train.max_grad_norm=null", "optim.state=fp32"]),
     "83M, fp32": ((1024, 6), ["model.dtype=fp32"]),
     "83M, large micro-batches": ((1024, 6), ["train.micro_batch_tokens=2048"]),
     "220M, clipped": ((1536, 8), []),
     "220M, updates in backward": ((1536, 8), ["train.max_grad_norm=null"]),
+    "220M, moments in bf16": ((1536, 8), ["optim.state=bf16"]),
+    "220M, moments in 8 bits": ((1536, 8), ["optim.state=8bit"]),
 }
 """Hidden size and layers, and changes to the config."""
 CAP_TARGETS = {"died": 0, "refused_above": 0}

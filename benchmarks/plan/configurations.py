@@ -12,8 +12,9 @@ from benchmarks.step import build_store
 from megatrain.devices.device import CpuDevice
 from megatrain.engine.batch import MicroBatch
 from megatrain.engine.engine import Engine
+from megatrain.memory.kinds import store_kinds
 from megatrain.optim.adamw import AdamW
-from megatrain.optim.states import WITH_CLIP, WITHOUT_CLIP
+from megatrain.optim.states import STATES
 from megatrain.planning.catalog.families import shape_from_config
 from megatrain.planning.machine.profile import MachineProfile, unmeasured
 from megatrain.planning.workload import ModelShape, Workload
@@ -38,11 +39,13 @@ class Configuration:
     slots: int = 2
     chunk_tokens: int = 4096
     tied: bool = False
+    state: Literal["fp32", "bf16", "8bit"] = "fp32"
 
     def __str__(self) -> str:
         size = f"{self.hidden}x{self.layers}"
         batch = f"{self.num_micro}x{self.rows}x{self.length}"
-        return f"{size} {batch} {self.update} {self.device} tape {self.tape} slots {self.slots}"
+        places = f"{self.device} tape {self.tape} slots {self.slots}"
+        return f"{size} {batch} {self.update} {places} states {self.state}"
 
     @property
     def config(self) -> LlamaConfig:
@@ -73,6 +76,7 @@ class Configuration:
             tape=self.tape,
             update=self.update,
             chunk_tokens=self.chunk_tokens,
+            state=self.state,
         )
 
     def batch(self) -> list[MicroBatch]:
@@ -85,8 +89,10 @@ class Configuration:
 
     def engine(self, **arguments: Any) -> Engine:
         late = self.update == "late"
-        decoder, store = build_store(self.config, WITH_CLIP if late else WITHOUT_CLIP)
-        optimizer = AdamW(learning_rate=1e-5, max_grad_norm=1.0 if late else None)
+        decoder, store = build_store(
+            self.config, store_kinds(STATES["adamw"][self.state], waits=late)
+        )
+        optimizer = AdamW(learning_rate=1e-5, max_grad_norm=1.0 if late else None, state=self.state)
         return make_engine(
             decoder,
             store,

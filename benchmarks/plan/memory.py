@@ -1,4 +1,4 @@
-"""The plan's host memory against what was resident: 30 configurations, each in its own process."""
+"""The plan's host memory against what was resident: 36 configurations, each in its own process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOTHING = Configuration(hidden=128, inner=256, layers=1, vocab=512, length=64)
 
 
 def memory_configurations() -> list[Configuration]:
-    """Return thirty: sizes, policies, places, micro-batches."""
+    """Return 36: sizes, policies, places, micro-batches, states."""
     found = []
     for number, (hidden, inner, layers) in enumerate(_SIZES):
         size: dict[str, Any] = {"hidden": hidden, "inner": inner, "layers": layers}
@@ -55,6 +55,12 @@ def memory_configurations() -> list[Configuration]:
         Configuration(**large, update="in_backward"),
         Configuration(**large, update="late", num_micro=2),
     ]
+    for state in ("bf16", "8bit"):
+        found += [
+            Configuration(**middle, layers=8, update="late", state=state),
+            Configuration(**middle, layers=8, update="in_backward", device="copies", state=state),
+            Configuration(**large, update="late", state=state),
+        ]
     return found
 
 

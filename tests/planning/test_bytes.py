@@ -185,7 +185,9 @@ def test_the_host_against_a_real_run() -> None:
     figures = measure_memory(
         [
             Configuration(hidden=256, inner=768, layers=4, rows=2, length=128),
-            Configuration(hidden=256, inner=768, layers=4, device="copies", tape="host"),
+            Configuration(
+                hidden=256, inner=768, layers=4, device="copies", tape="host", state="bf16"
+            ),
         ],
         GIVING_BACK,
     )

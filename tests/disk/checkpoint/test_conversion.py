@@ -18,9 +18,11 @@ from megatrain.disk.checkpoint.conversion import Conversion
 from megatrain.disk.checkpoint.manifest import Manifest, read_manifest
 from megatrain.disk.checkpoint.parts import checkpoint_parts
 from megatrain.disk.checkpoint.restore import restore
+from megatrain.disk.hf.model import read_model_folder
 from megatrain.errors import CheckpointDamaged, CheckpointMismatch
 from megatrain.memory.direct import DirectReader, aligned_buffer
-from megatrain.memory.kinds import Kind, state, store_kinds
+from megatrain.memory.kinds import Kind, kinds_on_disk, state, store_kinds
+from megatrain.memory.tier import Scratch
 from megatrain.optim.rounding import Rounding
 from megatrain.optim.state_codes import decode, encode
 from megatrain.optim.states import STATES
@@ -73,9 +75,14 @@ def saved(
 
 
 def _converted(
-    path: Path, source: HostModel, saved: str, wanted: str, seed: int = SEED
+    path: Path,
+    source: HostModel,
+    saved: str,
+    wanted: str,
+    seed: int = SEED,
+    scratch: Scratch | None = None,
 ) -> HostModel:
-    home = load_model(source.source, kinds=_kinds(wanted))
+    home = read_model_folder(source.source, dtype="bf16").load(_kinds(wanted), scratch)
     conversion = Conversion(
         layout=home.store.layout,
         saved=STATES["adamw"][saved],
@@ -131,6 +138,24 @@ def test_the_bits_depend_on_the_seed_and_not_on_windows(
     assert _same_states(_converted(path, source, code, wanted), usual, wanted)
     other = _converted(path, source, code, wanted, seed=SEED + 1)
     assert code == "bf16" or not _same_states(other, usual, wanted), "rounded by another draw"
+
+
+@pytest.mark.parametrize("wanted", CODES)
+def test_a_store_with_a_disk_tier_gets_the_same_bits(
+    saved: tuple[str, HostModel, Path], wanted: str, tmp_path: Path
+) -> None:
+    code, source, path = saved
+    usual = _converted(path, source, code, wanted)
+    scratch = Scratch(folder=tmp_path, kinds=kinds_on_disk(_kinds(wanted), "gradients"))
+    tiered = _converted(path, source, code, wanted, scratch=scratch)
+    try:
+        for name, place in usual.store.layout.places.items():
+            for kind in (Kind.HI, Kind.LO, *STATES["adamw"][wanted]):
+                if place.has(kind):
+                    found, right = (home.store.at_rest(name, kind) for home in (tiered, usual))
+                    assert torch.equal(found.view(torch.uint8), right.view(torch.uint8)), name
+    finally:
+        tiered.store.close()
 
 
 @pytest.mark.parametrize("wanted", CODES)
