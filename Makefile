@@ -48,6 +48,7 @@ long-schedules:
 	$(python) -m proofs.races --json
 
 long-crashes:
+	$(python) -m proofs.crash sigkill --tier --count 300 --json
 	for what in sigkill strace power states corrupt; do $(python) -m proofs.crash $$what --json || exit 1; done
 	$(python) -m proofs.signals --json
 

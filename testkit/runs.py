@@ -45,6 +45,8 @@ class Setting:
     tape: str = "device"
     frozen: bool = False
     state: str = "fp32"
+    tier: str = "none"
+    """Other than none only under `forced_tier`."""
 
 
 def setting_of(number: int) -> Setting:
@@ -113,7 +115,11 @@ def config_of(world: Path, run: Path, setting: Setting, **changes: Any) -> Confi
         },
         "train": train,
         "optim": {"learning_rate": 1e-2, "schedule": "cosine", "warmup": 2, "state": setting.state},
-        "memory": {"device": "cpu", "tape": setting.tape},
+        "memory": {
+            "device": "cpu",
+            "tape": setting.tape,
+            "disk": None if setting.tier == "none" else str(world),
+        },
         "eval": {"every": setting.eval_every, "samples": 1},
         "save": {
             "dir": str(run),
@@ -159,7 +165,7 @@ def judge_by(patch: pytest.MonkeyPatch, losses: Iterable[float]) -> None:
 def state_of(trainer: Trainer) -> State:
     store = trainer.home.store
     return {
-        (name, kind): store.param(name, kind).clone()
+        (name, kind): store.at_rest(name, kind).clone()
         for name, place in store.layout.places.items()
         for kind in store.kinds
         if kind is not Kind.GRAD and place.has(kind)

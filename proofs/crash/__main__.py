@@ -1,13 +1,14 @@
 """Crash, and look at what is left: a checkpoint is whole or not there, and a resume is exact.
 
     python -m proofs.crash sigkill --count 1000 --json
+    python -m proofs.crash sigkill --tier --count 300 --json
     python -m proofs.crash states  --count 100000 --json
     python -m proofs.crash strace  --json
     python -m proofs.crash power   --count 1000 --json
     python -m proofs.crash corrupt --count 10000 --json
 
     sigkill   kill a training run at random instants, resume it, and compare the end with that of
-              the run that nobody killed, bit for bit
+              the run that nobody killed, bit for bit; --tier: masters and moments are on disk
     states    every state a power loss may leave, made from the recorded calls of real saves
     strace    kill at each system call of one save, one delete and one load
     power     shut ext4 down under a process that saves; needs root, loop devices and mkfs.ext4
@@ -46,13 +47,19 @@ def main() -> None:
     parser.add_argument("--count", type=int, help="how many trials (strace: 0 for every call)")
     parser.add_argument("--first", type=int, default=0, help="number of the first trial")
     parser.add_argument("--scratch", type=Path, help="where to work; a disk, not memory")
+    parser.add_argument("--tier", action="store_true", help="sigkill: runs with a disk tier")
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
     options = parser.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     count = COUNTS[options.what] if options.count is None else options.count
     module = importlib.import_module(f"proofs.crash.{MODULES[options.what]}")
+    told: dict[str, bool] = {"tell": not options.json}
+    if options.tier:
+        if options.what != "sigkill":
+            parser.error("--tier goes with sigkill")
+        told["tier"] = True
     with tempfile.TemporaryDirectory(prefix="megatrain-crash-", dir=options.scratch) as scratch:
-        result = module.run(Path(scratch), count, options.first, tell=not options.json)
+        result = module.run(Path(scratch), count, options.first, **told)
     if options.json:
         print(json.dumps(result))
     else:

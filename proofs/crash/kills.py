@@ -40,6 +40,7 @@ from megatrain.run import trainer as loop
 from megatrain.run.trainer import Trainer
 from proofs.crash.forks import Child, Tell, gather
 from testkit.runs import Setting, config_of, lines_of, setting_of, state_of, write_world
+from testkit.tiers import forced_tier
 
 NUM_STEPS = 5
 NUM_SETTINGS = 12
@@ -55,12 +56,12 @@ SAMPLE_TOKENS = 3
 PATIENCE_S = 600.0
 
 
-def run(scratch: Path, count: int, first: int, *, tell: bool) -> dict[str, Any]:
-    """Kill `count` times or some more; return what was found."""
+def run(scratch: Path, count: int, first: int, *, tell: bool, tier: bool = False) -> dict[str, Any]:
+    """Kill `count` times or some more; return what was found. `tier`: states are on disk."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     num_settings = min(NUM_SETTINGS, 1 + count // KILLS_PER_CHAIN)
-    world = World(scratch, num_settings)
+    world = World(scratch, num_settings, tier=tier)
     began = time.monotonic()
     num_jobs = min(NUM_JOBS, num_settings)
     share = -(-count // num_jobs)
@@ -86,15 +87,17 @@ def run(scratch: Path, count: int, first: int, *, tell: bool) -> dict[str, Any]:
 class World:
     """Models and rows, the runs that nobody killed, and what became of the others."""
 
-    def __init__(self, scratch: Path, num_settings: int) -> None:
-        self._scratch, self._log = scratch, scratch / "log"
+    def __init__(self, scratch: Path, num_settings: int, *, tier: bool = False) -> None:
+        self._scratch, self._log, self._tier = scratch, scratch / "log", tier
         self._life, self._save_seconds = 1.0, 0.1
         self._whole: dict[int, tuple[list[str], Path]] = {}
         self.counts: Counter[str] = Counter()
         self.failures: list[str] = []
         self._let(lambda tell: write_world(scratch))
         # The data is then in the cache, and what a run imports late is here before any fork.
-        warm = self._let(functools.partial(_train, scratch, scratch / "warm", 0, True))
+        warm = self._let(
+            functools.partial(_train, scratch, scratch / "warm", setting(0, tier=tier), True)
+        )
         for line in warm.lines:
             if line.startswith("imported "):
                 with suppress(ImportError):
@@ -102,7 +105,8 @@ class World:
         assert threading.active_count() == 1, "only a lone thread may fork"
         for which in range(num_settings):
             folder = scratch / f"whole-{which}"
-            child = self._let(functools.partial(_train, scratch, folder, which, False))
+            kind = setting(which, tier=tier)
+            child = self._let(functools.partial(_train, scratch, folder, kind, False))
             self._life = time.monotonic() - child.began
             self._whole[which] = [line for line in child.lines if line.startswith("end ")], folder
 
@@ -140,7 +144,8 @@ class World:
             shutil.rmtree(folder)
 
     def _start(self, which: int, folder: Path) -> Child:
-        return Child(lambda tell: _train(self._scratch, folder, which, False, tell), self._log)
+        kind = setting(which, tier=self._tier)
+        return Child(lambda tell: _train(self._scratch, folder, kind, False, tell), self._log)
 
     def _kill(self, child: Child, draw: random.Random) -> bool:
         """Kill a child at a random instant; False if it had ended before."""
@@ -192,6 +197,8 @@ class World:
             except CheckpointDamaged as error:
                 self.counts["torn"] += 1
                 self._fail(number, f"torn: {error}")
+        if any(path.stat().st_size for path in self._scratch.glob(".megatrain-scratch*")):
+            self._fail(number, "a scratch file was left behind")
         if newest < acknowledged:
             self.counts["lost"] += 1
             self._fail(number, f"step {acknowledged} was acknowledged, the newest is {newest}")
@@ -223,19 +230,25 @@ class World:
         self.failures.append(f"chain {number}: {text}")
 
 
-def setting(which: int) -> Setting:
+def setting(which: int, *, tier: bool = False) -> Setting:
     """Return one of NUM_SETTINGS kinds of run; all save often."""
-    return replace(setting_of(which), save_every=1 + which % 2, keep=1 + which // 2 % 2)
+    found = replace(setting_of(which), save_every=1 + which % 2, keep=1 + which // 2 % 2)
+    if not tier:
+        return found
+    return replace(found, tier="gradients" if found.clips and which % 2 else "states")
 
 
-def _train(scratch: Path, folder: Path, which: int, imports: bool, tell: Tell) -> None:
+def _train(scratch: Path, folder: Path, sort: Setting, imports: bool, tell: Tell) -> None:
     """Train to the end, telling of each save before it begins and after it is acknowledged."""
     os.environ["MEGATRAIN_CACHE"] = str(scratch / "cache")
     vars(prepare)["probe_template"] = lambda *_: None  # its child process takes seconds to begin
     vars(loop)["SAMPLE_TOKENS"] = SAMPLE_TOKENS
     _announce(tell)
-    config = config_of(scratch, folder / "run", setting(which), train={"steps": NUM_STEPS})
-    with Trainer(config, resume=True) as trainer:
+    config = config_of(scratch, folder / "run", sort, train={"steps": NUM_STEPS})
+    with forced_tier(sort.tier), Trainer(config, resume=True) as trainer:
+        assert (
+            len(trainer.home.store.on_disk) == {"none": 0, "states": 3, "gradients": 4}[sort.tier]
+        )
         tell(f"opened {trainer.state.step}")
         trainer.train()
         tell("trained")

@@ -45,8 +45,8 @@ retention.delete_checkpoint = delete
 """
 
 
-def _play(what: str, count: int) -> dict[str, Any]:
-    result = _result("-m", "proofs.crash", what, "--count", str(count), "--json")
+def _play(what: str, count: int, *options: str) -> dict[str, Any]:
+    result = _result("-m", "proofs.crash", what, "--count", str(count), "--json", *options)
     if "skipped" in result:
         pytest.skip(result["skipped"])
     return result
@@ -71,10 +71,11 @@ def _result(*words: str) -> dict[str, Any]:
     return result
 
 
-def test_a_run_that_was_killed_ends_as_one_that_was_not() -> None:
-    result = _play("sigkill", 5)
+@pytest.mark.parametrize(("count", "options"), [(5, []), (2, ["--tier"])])
+def test_a_run_that_was_killed_ends_as_one_that_was_not(count: int, options: list[str]) -> None:
+    result = _play("sigkill", count, *options)
     assert result["failures"] == []
-    assert result["kills"] >= 5
+    assert result["kills"] >= count
     assert result["torn"] == result["lost"] == 0
 
 

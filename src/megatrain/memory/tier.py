@@ -42,7 +42,9 @@ from megatrain.memory.tier_regions import TierRegions
 
 TIER_CHUNK_BYTES = 4 << 20
 """The size of one call to the system, and of the data of one hash."""
-TIER_THREADS = 4
+TIER_THREADS = 8
+"""Hashing takes part of their time: fewer would leave a fast disk idle."""
+_READ_AHEAD = 4
 _NAME = "megatrain-scratch"
 _WAY_OUT = (
     "The disk tier holds scratch data only: the last checkpoint is complete, and `--resume` "
@@ -147,7 +149,7 @@ class Tier:
             buffer = aligned_buffer(last - first)
             future = self._pool.submit(self.get, block, kind, number, buffer[: last - first])
             pending.append((buffer, slice(max(start - first, 0), min(stop, last) - first), future))
-            if len(pending) > TIER_THREADS:
+            if len(pending) > _READ_AHEAD:
                 yield _arrived(*pending.popleft())
         while pending:
             yield _arrived(*pending.popleft())

@@ -1,0 +1,187 @@
+"""Runs with a disk tier: the bits of a run without one, and nothing lost when the disk fails."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.config import Config
+from megatrain.disk.checkpoint.restore import verify
+from megatrain.disk.checkpoint.retention import finished
+from megatrain.errors import DiskError, MegaTrainError, TierDamaged
+from megatrain.memory.kinds import Kind
+from megatrain.memory.tier import Tier
+from megatrain.memory.tier_filling import TierFilling
+from megatrain.run.checkpoints import FOLDER
+from megatrain.run.trainer import Trainer
+from testkit.faulty_os import CHANGES, READS, faulty
+from testkit.runs import Setting, State, config_of, differences, run, state_of, write_world
+from testkit.tiers import forced_tier
+
+ENOSPC, EIO = 28, 5
+NUM_STEPS = 4
+TIERS = ("states", "gradients")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("world")
+    write_world(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGATRAIN_CACHE", str(folder / "cache"))
+        yield folder
+
+
+def _config(world: Path, path: Path, tier: str = "none", **setting: Any) -> Config:
+    kind = Setting(tier=tier, save_every=2, eval_every=None, **setting)
+    return config_of(world, path, kind, train={"steps": NUM_STEPS})
+
+
+@pytest.fixture(scope="module")
+def whole(world: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[State, Path]:
+    """The run without a tier."""
+    path = tmp_path_factory.mktemp("whole") / "run"
+    state = run(_config(world, path))
+    assert state is not None
+    return state, path
+
+
+def _left(world: Path) -> list[str]:
+    return [path.name for path in world.glob(".megatrain-scratch*")]
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_run_with_a_tier_has_the_bits_of_one_without(
+    world: Path, tmp_path: Path, whole: tuple[State, Path], tier: str
+) -> None:
+    with forced_tier(tier), Trainer(_config(world, tmp_path / "run", tier)) as trainer:
+        assert (Kind.GRAD in trainer.home.store.on_disk) == (tier == "gradients")
+        assert any("written once a step" in note for note in trainer.notes)
+        trainer.train()
+        ended = state_of(trainer)
+    assert differences(world, ended, tmp_path / "run", whole) == []
+    assert _left(world) == []
+
+
+@pytest.mark.parametrize("tiers", [("states", "none"), ("none", "gradients"), ("states", "states")])
+def test_a_resume_with_or_without_a_tier_is_exact(
+    world: Path, tmp_path: Path, whole: tuple[State, Path], tiers: tuple[str, str]
+) -> None:
+    for number, tier in enumerate(tiers):
+        config = _config(world, tmp_path / "run", tier)
+        with forced_tier(tier):
+            ended = run(config, resume=number > 0, die=None if number else 3)
+    assert differences(world, ended, tmp_path / "run", whole) == []
+
+
+def test_a_resume_that_leaves_the_tier_empty_would_be_noticed(
+    world: Path, tmp_path: Path, whole: tuple[State, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TierFilling, "put", lambda *_: None)
+    with forced_tier("states"):
+        run(_config(world, tmp_path / "run", "states"), die=3)
+        ended = run(_config(world, tmp_path / "run", "states"), resume=True)
+    assert any(
+        text.startswith("lo of ") for text in differences(world, ended, tmp_path / "run", whole)
+    )
+
+
+def _fails_then_resumes(
+    world: Path, path: Path, whole: tuple[State, Path], tier: str, **faults: Any
+) -> MegaTrainError | None:
+    """Run under a fault, then resume until the end; return the error of the first run."""
+    config, error, ended = _config(world, path, tier), None, None
+    with forced_tier(tier):
+        try:
+            with faulty(**faults), Trainer(config) as trainer:
+                trainer.train()
+                ended = state_of(trainer)
+        except MegaTrainError as failure:
+            error = failure
+            for checkpoint in finished(path / FOLDER):
+                verify(checkpoint)
+            ended = run(config, resume=True)
+    assert differences(world, ended, path, whole) == []
+    assert verify(finished(path / FOLDER)[0]).step == NUM_STEPS
+    assert _left(world) == []
+    return error
+
+
+@pytest.fixture(scope="module")
+def num_calls(world: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    """How many file calls a run with each tier makes."""
+    found = {}
+    for tier in TIERS:
+        path = tmp_path_factory.mktemp("count") / "run"
+        with faulty(counted=CHANGES | READS) as calls, forced_tier(tier):
+            run(_config(world, path, tier))
+        found[tier] = calls.num_calls
+    return found
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_one_failing_call_loses_nothing(
+    world: Path, tmp_path: Path, whole: tuple[State, Path], num_calls: dict[str, int], number: int
+) -> None:
+    tier, error = TIERS[number % 2], (ENOSPC, EIO)[number // 2 % 2]
+    fail_at = random.Random(number).randrange(num_calls[tier])
+    found = _fails_then_resumes(
+        world,
+        tmp_path / "run",
+        whole,
+        tier,
+        counted=CHANGES | READS,
+        fail_at=fail_at,
+        error=error,
+    )
+    assert found is None or isinstance(found, DiskError)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("error", [ENOSPC, EIO])
+def test_any_one_failing_call_loses_nothing(
+    world: Path,
+    tmp_path: Path,
+    whole: tuple[State, Path],
+    num_calls: dict[str, int],
+    tier: str,
+    error: int,
+) -> None:
+    faults: dict[str, Any] = {"counted": CHANGES | READS, "error": error}
+    for fail_at in range(num_calls[tier]):
+        path = tmp_path / str(fail_at)
+        found = _fails_then_resumes(world, path, whole, tier, fail_at=fail_at, **faults)
+        assert found is None or isinstance(found, DiskError)
+
+
+def test_a_changed_byte_ends_the_run_and_a_resume_is_exact(
+    world: Path, tmp_path: Path, whole: tuple[State, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, count = Tier.put, 0
+
+    def put(tier: Tier, block: int, kind: Kind, chunk: int, buffer: Any) -> None:
+        nonlocal count
+        real(tier, block, kind, chunk, buffer)
+        count += block == 1
+        if count == 9:  # in the third step
+            spoilt = buffer.clone()
+            spoilt[5] ^= 4
+            os.pwrite(tier._fd, spoilt.numpy().data, tier._offset(block, kind, chunk))
+
+    config = _config(world, tmp_path / "run", "states")
+    with forced_tier("states"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Tier, "put", put)
+            patch.setattr("megatrain.files._O_DIRECT", 0)  # a copy need not be aligned
+            with pytest.raises(TierDamaged, match=r"block 1.*--resume") as caught:
+                run(config)
+        assert caught.value.exit_code == 5
+        assert verify(finished(tmp_path / "run" / FOLDER)[0]).step == 2
+        ended = run(config, resume=True)
+    assert differences(world, ended, tmp_path / "run", whole) == []
