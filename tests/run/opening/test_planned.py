@@ -18,6 +18,7 @@ from megatrain.devices.device import CpuDevice
 from megatrain.disk.hf.model import ModelFolder
 from megatrain.errors import DoesNotFit
 from megatrain.models.decoder import Decoder
+from megatrain.optim.states import STATES
 from megatrain.planning.from_config import step_settings_of
 from megatrain.planning.machine.profile import MachineProfile, unmeasured
 from megatrain.planning.plan import Plan
@@ -110,6 +111,42 @@ def test_a_run_that_continues_has_its_prediction_and_keeps_its_bits(
         assert found["reasons"]["micro_batch_tokens"] == "unchanged since the start of the run"
     little = config_of(path, f"memory.ram={BASE}B")
     plan_run(little, device, decoder_of(config), resumed)  # it ran before: it is not refused
+
+
+def _continuing(state: str) -> Any:
+    """A checkpoint of a run that keeps its states so."""
+    kept = {"micro_batch_tokens": 128, "chunk_tokens": 64, "state": state}
+    return SimpleNamespace(known=SimpleNamespace(kept=kept))
+
+
+def test_the_most_exact_state_that_fits_is_taken(path: Path) -> None:
+    least = {state: least_ram(path, f"optim.state={state}") for state in STATES["adamw"]}
+    assert least["fp32"] > least["bf16"] > least["8bit"]
+    for state, num_bytes in least.items():
+        plan = plan_of(path, f"memory.ram={num_bytes}B")
+        assert plan.settings.state == state
+        if state != "fp32":
+            assert re.fullmatch(r"(fp32|bf16) states are .* short", plan.reasons["state"])
+    with pytest.raises(DoesNotFit):
+        plan_of(path, f"memory.ram={least['fp32'] - 1}B", "optim.state=fp32")
+
+
+def test_a_run_that_continues_keeps_its_state_where_it_fits(path: Path) -> None:
+    """Whatever else would fit: its bits continue. Otherwise the plan chooses again."""
+    config, device = config_of(path), CpuDevice()
+    decoder = decoder_of(config)
+    for state in STATES["adamw"]:
+        assert plan_run(config, device, decoder, _continuing(state)).settings.state == state
+    least = least_ram(path, "optim.state=fp32")
+    small = config_of(path, f"memory.ram={least - 1}B")
+    plan = plan_run(small, device, decoder, _continuing("fp32"))
+    assert plan.settings.state == "bf16"
+    assert plan.fits
+    asked = config_of(path, "optim.state=8bit")
+    assert plan_run(asked, device, decoder, _continuing("fp32")).settings.state == "8bit"
+    nothing = config_of(path, f"memory.ram={BASE}B")
+    plan = plan_run(nothing, device, decoder, _continuing("fp32"))
+    assert plan.settings.state == "fp32", "nothing fits: it is not refused, and not converted"
 
 
 def test_elsewhere_simple_rules_decide(path: Path) -> None:

@@ -5,7 +5,8 @@ examination is kept under the machine's key, and `measured_profile` finds it aga
 
 Laws (tests/planning/machine/test_examination.py)
     1. Saved results are found again; a file that is damaged, or of another machine, is ignored.
-    2. The verdict's largest model is what the ledger of such a model needs: 14 bytes a parameter.
+    2. The verdict's largest model is what the ledger of such a model needs: 14 bytes a parameter,
+       and 8 with moments in 8 bits.
     3. No line is longer than 80 columns.
 """
 
@@ -16,14 +17,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatrain.errors import MegaTrainError
-from megatrain.memory.kinds import Kind, bytes_per_param, update_traffic
-from megatrain.optim.states import ADAMW, WITH_CLIP, WITHOUT_CLIP
+from megatrain.memory.kinds import Kind, bytes_per_param, store_kinds, update_traffic
+from megatrain.optim.states import ADAMW, ADAMW_8BIT, WITH_CLIP, WITHOUT_CLIP
 from megatrain.planning.machine.facts import HostFacts, host_facts, profile_path
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.text import count, duration, figure, size
 
 BYTES_PER_PARAM = bytes_per_param(WITH_CLIP)
 UNCLIPPED_BYTES_PER_PARAM = bytes_per_param(WITHOUT_CLIP)
+LEAST_BYTES_PER_PARAM = bytes_per_param(store_kinds(ADAMW_8BIT, waits=True))
 _WIDTH = 24
 
 
@@ -77,11 +79,12 @@ class Examination:
         """Return the conclusions in a few sentences."""
         profile, most = self.profile, self.largest_params
         unclipped = most * BYTES_PER_PARAM / UNCLIPPED_BYTES_PER_PARAM
+        narrow = most * BYTES_PER_PARAM / LEAST_BYTES_PER_PARAM
         rate = self.sustained_flops / (8 * most) if most else 0.0
         where = profile.device if not profile.unified else "the processor"
         text = (
             f"Trains models of up to about {figure(most)} parameters in host memory "
-            f"({figure(unclipped)} without clipping); "
+            f"({figure(unclipped)} without clipping, {figure(narrow)} with moments in 8 bits); "
             f"at that size up to {rate:.3g} tokens/s on {where}."
         )
         if profile.unified:
