@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,16 +12,19 @@ from benchmarks.plan.configurations import Configuration
 from benchmarks.plan.memory import GIVING_BACK, MEMORY_TARGETS, measure_memory
 from megatrain.engine import gradients, tape
 from megatrain.losses import head as loss
-from megatrain.memory.kinds import store_kinds
+from megatrain.memory.kinds import kinds_on_disk, store_kinds
 from megatrain.memory.layout import build_layout
 from megatrain.memory.ledger import Ledger
-from megatrain.memory.store import store_ledger
+from megatrain.memory.store import Store, store_ledger
+from megatrain.memory.tier import Tier
 from megatrain.memory.tier_regions import TierRegions
+from megatrain.memory.tier_ring import TierRing
 from megatrain.optim.states import ADAMW, WITH_CLIP
 from megatrain.planning import bytes as ledger
-from megatrain.planning.bytes import device_lines, predicted_ledger, store_lines, tiered_kinds
+from megatrain.planning.bytes import device_lines, predicted_ledger, store_lines
 from megatrain.planning.simulate import step_shape
 from megatrain.planning.workload import Workload, shape_of
+from megatrain.step.resources import block_places
 from megatrain.step.settings import StepSettings
 from testkit.cases import of_the_day
 from testkit.lion import EIGHT_BIT, LION
@@ -59,11 +63,31 @@ def test_the_store_to_the_byte(family: str, dtype: str) -> None:
             layout = build_layout(decoder.blocks, kinds)
             for tier in ("none", "states", "gradients"):
                 settings = StepSettings(update=update, tier=tier)
-                on_disk = tuple(kind for kind in tiered_kinds(planned, settings) if kind in kinds)
+                on_disk = kinds_on_disk(kinds, tier)
                 regions = TierRegions(layout, on_disk) if on_disk else None
                 lines = Ledger(store_lines(planned, settings))
                 assert lines.lines == store_ledger(layout, regions).lines
                 assert lines.total("tier") == (0 if regions is None else regions.num_bytes)
+
+
+@pytest.mark.parametrize("tier", ["states", "gradients"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_the_ring_of_the_tier_to_the_byte(tmp_path: Path, family: str, tier: Any) -> None:
+    decoder = decoder_of(family, "bf16")
+    workload = Workload(model=shape_of(decoder), step_tokens=64, sequence=64)
+    settings = StepSettings(micro_batch_tokens=64, tier=tier)
+    layout = build_layout(decoder.blocks, WITH_CLIP)
+    on_disk = Tier(tmp_path, TierRegions(layout, kinds_on_disk(WITH_CLIP, tier)))
+    store = Store(layout, on_disk)
+    try:
+        places = block_places(step_shape(settings, workload, unified=False))
+        slots = {block: place.tier_slot for block, place in enumerate(places)}
+        ring = TierRing(store, {block: slot for block, slot in slots.items() if slot is not None})
+        lines = predicted_ledger(DESKTOP, workload, settings).lines
+        (planned,) = (line for line in lines if line.purpose == "tier ring")
+        assert planned.num_bytes == ring.num_bytes
+    finally:
+        store.close()
 
 
 @pytest.mark.parametrize("batch", of_the_day(BATCHES, 1), ids=str)

@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.config import load_config
+from megatrain.config import Config, load_config
 from megatrain.devices.accelerator import Accelerator
 from megatrain.devices.device import CpuDevice, Device
 from megatrain.disk.hf.model import read_model_folder
+from megatrain.errors import ConfigError
 from megatrain.planning import estimate as estimating
+from megatrain.planning.catalog.asked_machines import find_machine
 from megatrain.planning.estimate import estimate
+from megatrain.planning.from_config import free_on_disk, within
 from megatrain.planning.machine.examination import Examination
 from megatrain.planning.machine.facts import host_facts
 from megatrain.planning.machine.profile import MachineProfile
@@ -114,3 +117,22 @@ def test_memory_that_a_config_allows_is_all_there_is(
     ).plan
     assert plan.profile.ram_bytes == 3 * GIB
     assert plan.profile.device_bytes == (0 if machine.unified else 2 * GIB)
+
+
+def test_a_disk_is_used_only_if_it_is_named_and_as_much_of_it_as_is_free(tmp_path: Path) -> None:
+    profile = find_machine("4090")[0].profile()
+
+    def config(**memory: object) -> Config:
+        bare = {"model": "m", "data": "rows.jsonl", "memory": memory}
+        return Config.model_validate(bare)
+
+    def disk_bytes(**memory: object) -> int:
+        return within(profile, config(**memory)).disk_bytes
+
+    assert disk_bytes() == 0
+    assert disk_bytes(disk="there") == profile.disk_bytes > 10**12
+    assert disk_bytes(disk="there", disk_bytes="300GB") == 300 * 10**9
+    assert disk_bytes(disk="there", disk_bytes="9TB") == profile.disk_bytes
+    assert 0 < free_on_disk(config(disk=str(tmp_path))) < 1 << 60
+    with pytest.raises(ConfigError, match=r"memory\.disk: .* is not a folder"):
+        free_on_disk(config(disk=str(tmp_path / "no")))

@@ -86,6 +86,7 @@ def test_the_cheapest_comes_first() -> None:
     little = DESKTOP.changed(ram_bytes=55 * GIB)
     first, *others = find_fixes(Search(little, Workload(model=EIGHT, step_tokens=8192)))
     assert first.text.startswith("train.max_grad_norm=null")
+    assert others[0].overrides == ("memory.disk=PATH",)
     assert any(fix.bought[1] == 96 * GIB for fix in others)
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from megatrain.memory.kinds import Kind, store_kinds
+from megatrain.memory.kinds import Kind, kinds_on_disk, store_kinds
 from megatrain.memory.ledger import Ledger, Line
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.workload import PLANNED_PAGE, BlockShape, Dtype, ModelShape, Workload
@@ -35,8 +35,6 @@ PLANNED_PART_ELEMENTS = 1 << 22
 TAPE_ALIGNMENT = 256
 """As in engine/gradients.py, losses/head.py and engine/tape.py, which need torch; a test holds
 them equal."""
-TIER_SLOTS = 2
-"""As in step/shape.py."""
 KEPT_CHECKPOINTS = 2
 SAVE_BYTES = 64 << 20
 """What writing a checkpoint or an export holds beside the store."""
@@ -69,8 +67,9 @@ def _moved(line: Line) -> Line:
 def store_lines(workload: Workload, settings: StepSettings) -> Iterator[Line]:
     """Yield the arenas of the store, in host memory or in the tier."""
     blocks = list(_counted(workload.model))
-    on_disk = tiered_kinds(workload, settings)
-    for kind in store_kinds(workload.states[settings.state], waits=settings.update == "late"):
+    kinds = _kinds(workload, settings)
+    on_disk = kinds_on_disk(kinds, settings.tier)
+    for kind in kinds:
         total = sum(
             count * _pages(_arena_bytes(kind, block, workload.dtype)) for block, count in blocks
         )
@@ -78,20 +77,19 @@ def store_lines(workload: Workload, settings: StepSettings) -> Iterator[Line]:
         yield Line(place=place, purpose=kind.purpose, num_bytes=total)
 
 
-def tiered_kinds(workload: Workload, settings: StepSettings) -> tuple[Kind, ...]:
-    """Return the kinds that are on disk between updates."""
-    states = (Kind.LO, *workload.states[settings.state])
-    return {"none": (), "states": states, "gradients": (*states, Kind.GRAD)}[settings.tier]
+def _kinds(workload: Workload, settings: StepSettings) -> tuple[Kind, ...]:
+    return store_kinds(workload.states[settings.state], waits=settings.update == "late")
 
 
 def _tier_ring_lines(workload: Workload, settings: StepSettings) -> Iterator[Line]:
     """Yield the host buffers between disk and updates: of layers in turns, and one of the edges."""
-    kinds, model = tiered_kinds(workload, settings), workload.model
+    model, kinds = workload.model, kinds_on_disk(_kinds(workload, settings), settings.tier)
     if not kinds:
         return
+    slots = settings.shape(num_blocks=model.num_blocks, copying=True).tier_slots
     layers = max(_region_bytes(kinds, layer, workload.dtype) for layer in model.structures)
     edges = [_region_bytes(kinds, edge, workload.dtype) for edge in (model.embedding, model.head)]
-    yield Line(place="host", purpose="tier ring", num_bytes=TIER_SLOTS * layers + max(edges))
+    yield Line(place="host", purpose="tier ring", num_bytes=slots * layers + max(edges))
 
 
 def _region_bytes(kinds: Iterable[Kind], block: BlockShape, dtype: Dtype) -> int:

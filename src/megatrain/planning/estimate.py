@@ -33,7 +33,13 @@ from megatrain.planning.catalog.asked_machines import find_machine
 from megatrain.planning.catalog.asked_models import shape_for
 from megatrain.planning.catalog.known_models import known_models
 from megatrain.planning.catalog.reference_machines import MACHINES
-from megatrain.planning.from_config import pins_of, step_settings_of, within, workload_of
+from megatrain.planning.from_config import (
+    free_on_disk,
+    pins_of,
+    step_settings_of,
+    within,
+    workload_of,
+)
 from megatrain.planning.machine.examination import kept_examination
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.plan import Plan, make_plan
@@ -146,10 +152,12 @@ def estimate(
     `model` is a known name, a model folder, a config.json, or the YAML file of a run; `overrides`
     are settings like `train.max_grad_norm=null`. `gpu` is a name (`4090`) or a size (`24GB`); None:
     this machine, as `megatrain doctor` measured it. `ram` is the host memory a run may use; None:
-    the free memory here, or the usual one. `disk` is what a tier of it may use (memory.disk); None:
-    nothing. `seq` and `batch_tokens` are data.max_length and
+    the free memory here, or the usual one. `disk` is the free space of `memory.disk`; None: what is
+    free there, or the usual 2 TB. `seq` and `batch_tokens` are data.max_length and
     train.batch_tokens. Raises ConfigError, ModelFolderError or ModelConfigError.
     """
+    if disk is not None:  # its size is given, so its path does not matter
+        overrides = ["memory.disk=.", *overrides]
     config = _config(model, overrides, seq, batch_tokens)
     profile, machine, figures = _machine(
         gpu, None if ram is None else _read("ram", ram, read_bytes)
@@ -159,12 +167,13 @@ def estimate(
             f"memory.device is cpu, but {machine} computes on its GPU. Set memory.device=auto"
         )
     workload = workload_of(config, shape_for(config))
-    profile = within(profile, config)
     if disk is not None:
         profile = profile.changed(disk_bytes=_read("disk", disk, read_bytes))
+    elif gpu is None:
+        profile = profile.changed(disk_bytes=free_on_disk(config))
     return Estimate(
         plan=make_plan(
-            profile,
+            within(profile, config),
             workload,
             step_settings_of(config, unified=profile.unified),
             pins_of(config),

@@ -1,9 +1,10 @@
 """What would make it fit: changes to the settings, the data or the machine, the cheapest first.
 
-A change that costs nothing but a habit comes before one that costs quality, and that before one
-that costs money. What one change does not solve, several together may: every set of kinds of
-change is tried, in the order of its cost, until enough are found. Settings are written as
-`train` and `estimate` take them, so that each can be tried at once.
+A change that costs nothing but a habit comes before one that costs quality, that before one that
+wears out a drive, and that before one that costs money at once. What one change does not solve,
+several together may: every set of kinds of change is tried, in the order of its cost, until enough
+are found. Settings are written as `train` and `estimate` take them, so that each can be tried at
+once.
 
 Laws (tests/planning/test_fixes.py): each fix, applied, fits; none holds a change it can do without.
 """
@@ -17,6 +18,7 @@ from functools import cached_property
 
 from megatrain.memory.ledger import Ledger, gib
 from megatrain.planning.bytes import predicted_ledger
+from megatrain.planning.catalog.reference_machines import USUAL_DISK_BYTES
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.search import (
     DEVICE_HEADROOM,
@@ -51,7 +53,7 @@ class Fix:
 
     text: str
     cost: float
-    """Orders fixes: 1 a habit, 2 quality, 4 and more money."""
+    """Orders fixes: 1 a habit, 2 quality, 2.5 the life of a drive, 4 and more money."""
     profile: MachineProfile
     workload: Workload
     """Both as they are after the change."""
@@ -83,6 +85,14 @@ class Fix:
         ledgers = [predicted_ledger(self.profile, self.workload, way) for way in ways]
         fine = [each for each in ledgers if not shortfalls(self.profile, each).keys() - {place}]
         return min(ledger.total(place) for ledger in fine or ledgers)
+
+    @property
+    def tier_bytes(self) -> int:
+        """What is on disk in the first home in which anything fits."""
+        home = self._search.first_home()
+        ways = [] if home is None else self._search.small_at(home)
+        ledgers = [predicted_ledger(self.profile, self.workload, way) for way in ways]
+        return min((ledger.total("tier") for ledger in ledgers), default=0)
 
     @cached_property
     def missing(self) -> dict[str, int]:
@@ -234,6 +244,20 @@ def _less_exact(start: Fix) -> Fix | None:
     return _then(start, text, override, settings=found.settings)
 
 
+def _with_disk(start: Fix) -> Fix | None:
+    """Keep remainders, states and if need be gradients on a drive."""
+    if start.profile.disk_bytes or "tier" in start.pins:
+        return None
+    roomy = replace(start, profile=start.profile.changed(disk_bytes=USUAL_DISK_BYTES))
+    saved = start.ledger.total("host") - roomy.ledger.total("host")
+    if saved < _LEAST:
+        return None
+    used = "wears it" if roomy.missing else f"wears {gib(roomy.tier_bytes)} of it"
+    override = "memory.disk=PATH"
+    text = f"{override} (on NVMe, {used}, -{gib(saved)} host)"
+    return _then(start, text, override, profile=roomy.profile)
+
+
 def _shorter_rows(start: Fix) -> Fix | None:
     """Offer the longest rows, of half the length or less, that fit the device."""
     workload, length = start.workload, start.workload.sequence // 2
@@ -304,6 +328,7 @@ _KINDS = (
     _Kind(cost=1.2, change=_in_bf16),
     _Kind(cost=2.0, change=_with_frozen_tables),
     _Kind(cost=0.9, change=_less_exact),
+    _Kind(cost=2.5, change=_with_disk),
     _Kind(cost=1.5, change=_shorter_rows),
     _Kind(cost=0.8, change=_shorter_steps),
     _Kind(cost=8.0, change=_more_device),

@@ -5,9 +5,12 @@ Law (tests/planning/test_from_config.py): on one machine, one config has one pla
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config
+from megatrain.errors import ConfigError
+from megatrain.files import free_disk_bytes
 from megatrain.optim.states import STATES
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.workload import ModelShape, Workload
@@ -69,11 +72,25 @@ def _given(config: Config) -> dict[str, Any]:
 
 
 def within(profile: MachineProfile, config: Config) -> MachineProfile:
-    """Return the machine with no more memory than `memory.ram` and `memory.vram` allow."""
+    """Return the machine with no more memory and disk than the section `memory` allows."""
     ram, vram = config.memory.ram, config.memory.vram
-    profile = profile.changed(disk_bytes=0)
+    disk, most = config.memory.disk, config.memory.disk_bytes
+    if disk is None:
+        profile = profile.changed(disk_bytes=0)
+    elif isinstance(most, int):
+        profile = profile.changed(disk_bytes=min(most, profile.disk_bytes))
     if isinstance(ram, int):
         profile = profile.changed(ram_bytes=min(ram, profile.ram_bytes))
     if isinstance(vram, int) and not profile.unified:
         profile = profile.changed(device_bytes=min(vram, profile.device_bytes))
     return profile
+
+
+def free_on_disk(config: Config) -> int:
+    """Return the free bytes in `memory.disk`, on this machine; 0 without one."""
+    if config.memory.disk is None:
+        return 0
+    folder = Path(config.memory.disk)
+    if not folder.is_dir():
+        raise ConfigError(f"memory.disk: {folder} is not a folder. Make it, or name another one.")
+    return free_disk_bytes(folder)

@@ -174,7 +174,8 @@ class Plan:
     def _speed(self) -> list[str]:
         simulation = self.simulation
         shares = simulation.busy_shares
-        busy = ", ".join(f"{lane} {shares[lane]:.0%}" for lane in ("compute", "in", "out", "host"))
+        lanes = ["compute", "in", "out", "host", *([] if self.wear is None else ["disk"])]
+        busy = ", ".join(f"{lane} {shares[lane]:.0%}" for lane in lanes)
         return [
             f"speed     {simulation.tokens_per_s:,.0f} tokens/s, {simulation.step_s:,.3g} s a step",
             f"limit     {self._limit()}",

@@ -47,17 +47,13 @@ def data_lines(data: TrainingData, *, needs_count: bool) -> list[str]:
 
 def tier_lines(home: HostModel, plan: Plan) -> list[str]:
     """Return where the disk tier is and how much the run writes to it, if it has one."""
-    tier = home.store.tier
+    tier, wear = home.store.tier, plan.wear
     if tier is None:
         return []
-    num_bytes = tier.regions.num_bytes  # an update writes each part once
     kinds = ", ".join(map(str, tier.regions.kinds))
-    line = f"disk tier: {kinds} in {tier.folder}, {size(num_bytes)}, written once a step"
-    if plan.knows_time and plan.step_s > 0:
-        line += f": {terabytes_per_day(num_bytes, plan.step_s):.3g} TB a day"
+    line = (
+        f"disk tier: {kinds} in {tier.folder}, {size(tier.regions.num_bytes)}, written once a step"
+    )
+    if wear is not None and wear.day_bytes is not None:
+        line += f": {wear.day_bytes / 1e12:.3g} TB a day"
     return [f"{line}. Compare it with the disk's rated endurance (TBW)"]
-
-
-def terabytes_per_day(bytes_per_step: int, step_s: float) -> float:
-    """Return what a disk is written, in units of 10^12 bytes, which ratings of disks use."""
-    return bytes_per_step / step_s * 86400 / 1e12

@@ -21,7 +21,13 @@ from megatrain.devices.device import Device
 from megatrain.errors import ConfigError
 from megatrain.memory.host import free_bytes, give_back_at_once, peak_resident_bytes, resident_bytes
 from megatrain.models.decoder import Decoder
-from megatrain.planning.from_config import pins_of, step_settings_of, within, workload_of
+from megatrain.planning.from_config import (
+    free_on_disk,
+    pins_of,
+    step_settings_of,
+    within,
+    workload_of,
+)
 from megatrain.planning.machine.examination import measured_profile
 from megatrain.planning.machine.profile import MachineProfile, unmeasured
 from megatrain.planning.plan import Plan, make_plan
@@ -137,8 +143,11 @@ def facts(plan: Plan, device: Device, step_seconds: list[float]) -> dict[str, An
 
 
 def _as_now(profile: MachineProfile, config: Config, base_bytes: int) -> MachineProfile:
-    """Return the machine with the memory that is free now, within what the config allows."""
-    return within(profile.changed(ram_bytes=_free_for_us(), base_bytes=base_bytes), config)
+    """Return the machine with the memory and disk that are free now, as the config allows."""
+    now = profile.changed(
+        ram_bytes=_free_for_us(), base_bytes=base_bytes, disk_bytes=free_on_disk(config)
+    )
+    return within(now, config)
 
 
 def _free_for_us() -> int:
