@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from megatrain.memory.host import (
     control_groups,
     free_bytes,
+    is_in_memory,
     num_cores,
     peak_resident_bytes,
     resident_bytes,
@@ -99,6 +101,22 @@ def test_cores_are_those_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -
     assert num_cores() == len(os.sched_getaffinity(0))
     monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
     assert num_cores() == os.cpu_count()
+
+
+@pytest.mark.parametrize(
+    ("folder", "expected"),
+    [("scratch", True), ("scratch/a/b", True), ("scratch/disk/a", False), ("scratch2", False)],
+)
+def test_a_folder_in_memory_is_known_by_its_mount(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, expected: bool
+) -> None:
+    kinds = {"": "ext4", "scratch": "tmpfs", "scratch/disk": "xfs"}
+    mounts = [
+        SimpleNamespace(mountpoint=str(tmp_path / name), fstype=kind)
+        for name, kind in kinds.items()
+    ]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
+    assert is_in_memory(tmp_path / folder) is expected
 
 
 def test_the_peak_is_in_bytes() -> None:

@@ -54,6 +54,15 @@ def peak_resident_bytes() -> int:
     return peak if sys.platform == "darwin" else peak << 10  # bytes there, KiB elsewhere
 
 
+def is_in_memory(folder: Path) -> bool:
+    """Return whether files in a folder are memory and not on a disk, as far as mounts show it."""
+    path = folder.resolve()
+    mounts = psutil.disk_partitions(all=True)
+    within = [mount for mount in mounts if path.is_relative_to(mount.mountpoint)]
+    innermost = max(within, key=lambda mount: len(mount.mountpoint), default=None)
+    return innermost is not None and innermost.fstype in ("tmpfs", "ramfs")
+
+
 def num_cores() -> int:
     """Return the cores this process may use: all of them on systems that cannot restrict it."""
     if hasattr(os, "sched_getaffinity"):

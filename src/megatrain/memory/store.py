@@ -28,7 +28,7 @@ from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import Extent, Layout, Place, Segment, kind_dtype
 from megatrain.memory.ledger import Ledger, Line
 from megatrain.memory.master import join
-from megatrain.memory.tier import Tier
+from megatrain.memory.tier import Scratch, Tier
 from megatrain.memory.tier_regions import TierRegions
 
 
@@ -43,6 +43,20 @@ def store_ledger(layout: Layout, regions: TierRegions | None = None) -> Ledger:
         )
         for kind in layout.kinds
     )
+
+
+def open_store(layout: Layout, scratch: Scratch | None) -> Store:
+    """Return a store of zeros, some kinds on disk if there is a place for them.
+
+    Raises DoesNotFit, DiskFull or DiskError.
+    """
+    tier = None if scratch is None else scratch.open(layout)
+    try:
+        return Store(layout, tier)
+    except BaseException:
+        if tier is not None:
+            tier.close()
+        raise
 
 
 class Store:

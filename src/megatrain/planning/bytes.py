@@ -38,6 +38,8 @@ them equal."""
 KEPT_CHECKPOINTS = 2
 SAVE_BYTES = 64 << 20
 """What writing a checkpoint or an export holds beside the store."""
+TIER_SAVE_BYTES = 64 << 20
+"""More, where the state comes from a disk tier, a few chunks ahead of the writer."""
 
 
 def predicted_ledger(profile: MachineProfile, workload: Workload, settings: StepSettings) -> Ledger:
@@ -47,7 +49,7 @@ def predicted_ledger(profile: MachineProfile, workload: Workload, settings: Step
         *store_lines(workload, settings),
         *_ring_lines(profile, workload, settings),
         *_tier_ring_lines(workload, settings),
-        Line(place="host", purpose="save buffers", num_bytes=SAVE_BYTES),
+        Line(place="host", purpose="save buffers", num_bytes=_save_bytes(settings)),
     ]
     on_host = profile.unified or not profile.device_bytes
     device = list(device_lines(workload, settings, unified=profile.unified, on_host=on_host))
@@ -55,6 +57,10 @@ def predicted_ledger(profile: MachineProfile, workload: Workload, settings: Step
     if on_host:
         return Ledger([*host, *(_moved(line) for line in device), *disk])
     return Ledger([*host, *_pinned_lines(workload, settings), *device, *disk])
+
+
+def _save_bytes(settings: StepSettings) -> int:
+    return SAVE_BYTES + (TIER_SAVE_BYTES if settings.tier != "none" else 0)
 
 
 def _moved(line: Line) -> Line:

@@ -10,17 +10,24 @@ import torch
 
 from megatrain import HostModel
 from megatrain.disk.checkpoint.manifest import read_manifest
-from megatrain.disk.checkpoint.parts import checkpoint_parts
+from megatrain.disk.checkpoint.parts import Parts, checkpoint_parts
 from megatrain.disk.checkpoint.restore import restore
 from megatrain.disk.checkpoint.save import save_checkpoint
 from megatrain.disk.hf.model import read_model_folder
+from megatrain.disk.hf.weights_file import WeightsFile, state_tensor
 from megatrain.engine.snapshot import Gate, Snapshot
 from megatrain.errors import CheckpointDamaged, DiskError, TierDamaged
 from megatrain.memory import tier as tier_module
 from megatrain.memory.direct import aligned_buffer
+from megatrain.memory.host import resident_bytes
 from megatrain.memory.kinds import Kind, kinds_on_disk, store_kinds
+from megatrain.memory.layout import build_layout
+from megatrain.memory.store import open_store
 from megatrain.memory.tier import Scratch
-from megatrain.optim.states import STATES
+from megatrain.models.decoder import Block, Param
+from megatrain.optim.states import STATES, WITH_CLIP, M, V
+from megatrain.planning.bytes import SAVE_BYTES, TIER_SAVE_BYTES
+from megatrain.step.ops import Role
 from testkit.faulty_os import READS, faulty
 from tests.disk.checkpoint.saving import tiny_model
 
@@ -149,3 +156,24 @@ def test_a_model_exports_its_masters_from_the_tier(
     for name in names:
         same = (tmp_path / "one" / name).read_bytes() == (tmp_path / "other" / name).read_bytes()
         assert same, name
+
+
+def test_a_save_holds_no_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_module, "TIER_CHUNK_BYTES", 4 << 20)
+    param = Param(name="w", shape=(24 << 20,), dtype=torch.bfloat16)
+    layout = build_layout([Block(index=0, role=Role.LAYER, params=(param,))], WITH_CLIP)
+    store = open_store(layout, Scratch(folder=tmp_path, kinds=(Kind.LO, M, V)))
+    assert store.tier is not None
+    state = [state_tensor(store, "w", kind) for kind in (M, V, Kind.LO)]
+    file = WeightsFile(name="state/block-00000.safetensors", tensors=state)
+    parts = Parts(blocks=[[file]], small={}, model="one block", store=store)
+    most, before = 0, resident_bytes()
+
+    def note(num_bytes: int) -> None:
+        nonlocal most
+        most = max(most, resident_bytes() - before)
+
+    snapshot = Snapshot(Gate([0]), [0], 1, {0: 0})
+    save_checkpoint(tmp_path / "checkpoints", parts, snapshot, {}, note)
+    assert 0 < most < SAVE_BYTES + TIER_SAVE_BYTES < store.tier.regions.num_bytes / 1.5
+    store.close()

@@ -16,7 +16,7 @@ from megatrain.disk.hf.load import load_weights
 from megatrain.hub import find_model
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout
-from megatrain.memory.store import Store
+from megatrain.memory.store import Store, open_store
 from megatrain.memory.tier import Scratch
 from megatrain.models.config_json import parse_config
 from megatrain.models.decoder import Decoder, build_decoder
@@ -80,10 +80,9 @@ class ModelFolder:
 
         Raises DoesNotFit, DiskFull or DiskError.
         """
-        layout = build_layout(self.decoder.blocks, kinds)
         return HostModel(
             decoder=self.decoder,
-            store=Store(layout, None if scratch is None else scratch.open(layout)),
+            store=open_store(build_layout(self.decoder.blocks, kinds), scratch),
             source=self.source,
             config_json=self.config_json,
             carried=self.carried,
