@@ -32,6 +32,7 @@ bench:  ## every benchmark, as JSON lines
 	$(python) -m benchmarks.overlap --json
 	$(python) -m benchmarks.overlap --late --json
 	$(python) -m benchmarks.data --json
+	$(python) -m benchmarks.disk_tier --json
 	$(python) -m benchmarks.checkpoint --params 400M --json
 	for what in memory cap time choice; do $(python) -m benchmarks.plan --$$what --json || exit 1; done
 

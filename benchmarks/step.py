@@ -60,6 +60,8 @@ from megatrain.memory.host import resident_bytes
 from megatrain.memory.kinds import Kind, store_kinds
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
+from megatrain.memory.tier import Tier
+from megatrain.memory.tier_regions import TierRegions
 from megatrain.models.decoder import Decoder, build_decoder
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.states import STATES, WITH_CLIP
@@ -102,10 +104,17 @@ def tokens(rows: int, length: int) -> Tensor:
     return torch.randint(0, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(0))
 
 
-def build_store(config: LlamaConfig, kinds: tuple[Kind, ...]) -> tuple[Decoder, Store]:
-    """Return a model of small random weights."""
+def build_store(
+    config: LlamaConfig,
+    kinds: tuple[Kind, ...],
+    on_disk: tuple[Kind, ...] = (),
+    scratch: Path = Path(),
+) -> tuple[Decoder, Store]:
+    """Return a model of small random weights, some of its kinds in a file in `scratch`."""
     decoder = build_decoder(config, "bf16")
-    store = Store(build_layout(decoder.blocks, kinds))
+    layout = build_layout(decoder.blocks, kinds)
+    tier = Tier(scratch, TierRegions(layout, on_disk)) if on_disk else None
+    store = Store(layout, tier)
     generator = torch.Generator().manual_seed(0)
     for param in decoder.params:
         weight = store.param(param.name, Kind.HI)

@@ -6,7 +6,7 @@ import functools
 import random
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -171,13 +171,15 @@ class World:
             for block in range(len(self.decoder.blocks)):
                 put_block_bytes(store, block, kind, self._first[f"{kind} of block {block}"])
 
-    def bytes_of(self, *kinds: Kind, tier: Tiered = "none") -> dict[str, Tensor]:
+    def bytes_of(
+        self, *kinds: Kind, tier: Tiered = "none", blocks: Sequence[int] | None = None
+    ) -> dict[str, Tensor]:
         """Return copies of the store's bytes by kind and block."""
         store = self.store_of(tier)
         return {
             f"{kind} of block {block}": block_bytes(store, block, kind)
             for kind in kinds
-            for block in range(len(self.decoder.blocks))
+            for block in (range(len(self.decoder.blocks)) if blocks is None else blocks)
         }
 
     def optimizer(self, *, max_grad_norm: float | None = MAX_GRAD_NORM) -> AdamW:

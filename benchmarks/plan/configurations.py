@@ -12,7 +12,7 @@ from benchmarks.step import build_store
 from megatrain.devices.device import CpuDevice
 from megatrain.engine.batch import MicroBatch
 from megatrain.engine.engine import Engine
-from megatrain.memory.kinds import store_kinds
+from megatrain.memory.kinds import kinds_on_disk, store_kinds
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.states import STATES
 from megatrain.planning.catalog.families import shape_from_config
@@ -40,12 +40,14 @@ class Configuration:
     chunk_tokens: int = 4096
     tied: bool = False
     state: Literal["fp32", "bf16", "8bit"] = "fp32"
+    tier: Literal["none", "states", "gradients"] = "none"
 
     def __str__(self) -> str:
         size = f"{self.hidden}x{self.layers}"
         batch = f"{self.num_micro}x{self.rows}x{self.length}"
         places = f"{self.device} tape {self.tape} slots {self.slots}"
-        return f"{size} {batch} {self.update} {places} states {self.state}"
+        tier = "" if self.tier == "none" else f" {self.tier} on disk"
+        return f"{size} {batch} {self.update} {places} states {self.state}{tier}"
 
     @property
     def config(self) -> LlamaConfig:
@@ -77,6 +79,7 @@ class Configuration:
             update=self.update,
             chunk_tokens=self.chunk_tokens,
             state=self.state,
+            tier=self.tier,
         )
 
     def batch(self) -> list[MicroBatch]:
@@ -88,10 +91,10 @@ class Configuration:
         return [MicroBatch(input_ids=ids, labels=ids) for ids in tokens]
 
     def engine(self, **arguments: Any) -> Engine:
+        """Return a new engine; what is on disk is in a file without a name, in this folder."""
         late = self.update == "late"
-        decoder, store = build_store(
-            self.config, store_kinds(STATES["adamw"][self.state], waits=late)
-        )
+        kinds = store_kinds(STATES["adamw"][self.state], waits=late)
+        decoder, store = build_store(self.config, kinds, kinds_on_disk(kinds, self.tier))
         optimizer = AdamW(learning_rate=1e-5, max_grad_norm=1.0 if late else None, state=self.state)
         return make_engine(
             decoder,
