@@ -40,14 +40,7 @@ def _kinds(code: str) -> tuple[Kind, ...]:
 
 
 def _states(home: HostModel, name: str, code: str) -> list[Tensor]:
-    """The states of a param, with the zeros that fill its last block of elements."""
-    place = home.store.layout.places[name]
-    found = []
-    for kind in STATES["adamw"][code]:
-        first = place.start // kind.elements_per_number
-        last = place.padded_stop // kind.elements_per_number
-        found.append(home.store.segment(place.segment, kind)[first:last])
-    return found
+    return [home.store.param(name, kind).view(-1) for kind in STATES["adamw"][code]]
 
 
 def _moments(home: HostModel, code: str) -> Moments:

@@ -142,8 +142,8 @@ def test_a_run_that_continues_keeps_its_state_where_it_fits(path: Path) -> None:
     plan = plan_run(small, device, decoder, _continuing("fp32"))
     assert plan.settings.state == "bf16"
     assert plan.fits
-    asked = config_of(path, "optim.state=8bit")
-    assert plan_run(asked, device, decoder, _continuing("fp32")).settings.state == "8bit"
+    asked = plan_run(config_of(path, "optim.state=8bit"), device, decoder, _continuing("fp32"))
+    assert (asked.settings.state, asked.reasons["state"]) == ("8bit", "set by you")
     nothing = config_of(path, f"memory.ram={BASE}B")
     plan = plan_run(nothing, device, decoder, _continuing("fp32"))
     assert plan.settings.state == "fp32", "nothing fits: it is not refused, and not converted"

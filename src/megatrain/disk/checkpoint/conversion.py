@@ -31,11 +31,12 @@ from megatrain.memory.layout import Layout, Place, kind_dtype
 from megatrain.memory.tier_filling import TierFilling
 from megatrain.optim.rounding import Rounding
 from megatrain.optim.state_codes import decode, encode
-from megatrain.optim.states import SHARED
 from megatrain.progress import byte_progress
 
 WINDOW = 1 << 15
 """Elements, a multiple of SHARED. Torch works on so few in the thread that asks."""
+LARGEST_MOMENT = 2.0**126
+"""What `encode` can take; a moment in fp32 may have overflowed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,11 +128,11 @@ class _StateFile:
         count = min(WINDOW, place.param.num_elements - begin)
         if place.has(Kind.LO):
             self._put(place, Kind.LO, begin, self._numbers(place, Kind.LO, begin, count))
-        shared = -(-count // SHARED) * SHARED
         conversion = self._conversion
-        saved = [self._numbers(place, kind, begin, count, shared) for kind in conversion.saved]
-        m, v = decode(saved)
-        made = [_zeros(place, kind, shared) for kind in conversion.wanted]
+        m, v = decode([self._numbers(place, kind, begin, count) for kind in conversion.saved])
+        made = [_zeros(place, kind, count) for kind in conversion.wanted]
+        if made[0].dtype != torch.float32:
+            m, v = m.clamp(-LARGEST_MOMENT, LARGEST_MOMENT), v.clamp(0, LARGEST_MOMENT)
         rounding = Rounding(
             seed=conversion.seed,
             update=conversion.num_updates.get(place.segment.block, 0),
@@ -139,18 +140,14 @@ class _StateFile:
         )
         encode(m, v, made, rounding)
         for kind, numbers in zip(conversion.wanted, made, strict=True):
-            self._put(place, kind, begin, numbers[: -(-count // kind.elements_per_number)])
+            self._put(place, kind, begin, numbers)
 
-    def _numbers(
-        self, place: Place, kind: Kind, begin: int, count: int, padded: int | None = None
-    ) -> Tensor:
-        """Return the numbers of `count` elements, and zeros up to `padded` elements."""
-        numbers = _zeros(place, kind, padded or count)
-        width = numbers.dtype.itemsize
+    def _numbers(self, place: Place, kind: Kind, begin: int, count: int) -> Tensor:
+        """Return the saved numbers of `count` elements."""
+        numbers = _zeros(place, kind, count)
         start = self._starts[f"{kind}.{place.param.name}"]
-        start += begin // kind.elements_per_number * width
-        size = -(-count // kind.elements_per_number) * width
-        numbers.view(torch.uint8)[:size] = self._source.read(start, start + size)
+        start += begin // kind.elements_per_number * numbers.dtype.itemsize
+        numbers.view(torch.uint8)[:] = self._source.read(start, start + numbers.nbytes)
         return numbers
 
     def _put(self, place: Place, kind: Kind, begin: int, numbers: Tensor) -> None:

@@ -96,7 +96,7 @@ def _planned(
         return make_plan(_as_now(measured, config, base_bytes), workload, settings, pins)
     unknown = unmeasured(ram_bytes=1, base_bytes=0, device_bytes=device.free_bytes)
     machine = _as_now(unknown, config, base_bytes)
-    by_rules = dict.fromkeys(settings.facts(), "by a simple rule")
+    by_rules = dict.fromkeys(settings.facts(), "by a simple rule") | pins
     plan = make_plan(machine, workload, settings, by_rules)
     return plan if plan.fits else make_plan(machine, workload, settings, pins)
 
