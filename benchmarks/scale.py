@@ -1,7 +1,7 @@
 """The arithmetic at scale, as tables: what docs/scale.md quotes.
 
     python -m benchmarks.scale TABLE    machines, patience, limits, eight, workstations,
-                                        failures, wear or data
+                                        failures or data
 
 One GPU is simulated (`megatrain estimate`). Several are not built yet, so they are a closed form:
 each of N ranks owns 1/N of every block, copies it over its own
@@ -27,7 +27,6 @@ from megatrain.planning.catalog.families import shape_from_config
 from megatrain.planning.catalog.known_models import find_known_model
 from megatrain.planning.catalog.reference_machines import GIB, MACHINES, ReferenceMachine
 from megatrain.planning.search import Search
-from megatrain.planning.simulate import simulate
 from megatrain.planning.workload import ModelShape, Workload
 from megatrain.step.settings import StepSettings
 
@@ -225,34 +224,6 @@ def failures() -> Iterator[str]:
             )
 
 
-def wear() -> Iterator[str]:
-    """Moments and remainders on an NVMe drive: time and wear, with steps of 128k tokens."""
-    yield (
-        f"{'model':14}{'machine':9}{'GiB: RAM':>9}{'disk':>6}{'step':>9}"
-        f"{'disk needs':>11}{'a day':>8}{'drive lasts':>12}"
-    )
-    for name, gpu in (
-        ("Qwen3-8B", "3090"),
-        ("Qwen3-14B", "4090"),
-        ("Qwen3-32B", "5090"),
-        ("Llama-3.1-70B", "H100 SXM"),
-    ):
-        shape = model_shape(name)
-        machine, _ = find_machine(gpu)
-        workload = Workload(model=shape, step_tokens=128 << 10, packed=True)
-        settings = StepSettings(micro_batch_tokens=8192, tape="host")
-        compute = simulate(machine.profile(ram_bytes=1 << 42), workload, settings).step_s
-        moved = 10 * shape.params
-        disk = moved / (machine.disk_read * 1e9) + moved / (machine.disk_write * 1e9)
-        daily = moved * 86400 / max(compute, disk)
-        drive = 2400e12  # a drive of 4 TB: 600 full writes
-        yield (
-            f"{short(name):14}{gpu:9}{4 * shape.params / GIB:>9,.0f}"
-            f"{10 * shape.params / GIB:>6,.0f}{_time(compute):>9}{_time(disk):>11}"
-            f"{daily / 1e12:>5,.0f} TB{_time(drive / daily * 86400):>12}"
-        )
-
-
 def data() -> Iterator[str]:
     """What the data side holds, and what a position is, whatever the number of tokens."""
     import numpy as np
@@ -295,7 +266,6 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "eight": eight,
     "workstations": workstations,
     "failures": failures,
-    "wear": wear,
     "data": data,
 }
 

@@ -34,19 +34,24 @@ HERE = Path(__file__).parent
 SOURCE = HERE.parent / "src" / "megatrain"
 README = HERE.parent / "README.md"
 
-FITS = (
-    ("Qwen/Qwen3-4B", "3060", "64GB"),
-    ("Qwen/Qwen3-8B", "4090", "128GB"),
-    ("Qwen/Qwen3-8B", "4090", "192GB"),
-    ("Qwen/Qwen3-14B", "3090", "320GB"),
-    ("Qwen/Qwen3-32B", "5090", "640GB"),
-    ("meta-llama/Llama-3.1-70B", "4090", "1.5TB"),
-    ("meta-llama/Llama-3.1-70B", "H100 SXM", "1.5TB"),
+UNCLIPPED = "train.max_grad_norm=null"
+FITS: tuple[tuple[str, str, str, str | None, tuple[str, ...]], ...] = (
+    ("Qwen/Qwen3-4B", "3060", "64GB", None, ()),
+    ("Qwen/Qwen3-8B", "3090", "64GB", None, (UNCLIPPED,)),
+    ("Qwen/Qwen3-8B", "3090", "64GB", "1TB", ()),
+    ("Qwen/Qwen3-8B", "4090", "128GB", None, ()),
+    ("Qwen/Qwen3-14B", "3090", "128GB", None, ()),
+    ("Qwen/Qwen3-14B", "4090", "256GB", None, ()),
+    ("Qwen/Qwen3-32B", "4090", "128GB", "2TB", ()),
+    ("Qwen/Qwen3-32B", "5090", "384GB", None, ()),
+    ("meta-llama/Llama-3.1-70B", "A100", "768GB", None, ()),
+    ("openai/gpt-oss-120b", "H200", "1.5TB", None, ()),
+    ("mistralai/Mistral-Large-Instruct-2407", "H200", "1.5TB", None, ()),
 )
 """Models and machines of the README's table, as `megatrain estimate` takes them."""
 FITS_HEAD = """
-| model | machine | fits | states | host memory | device memory | tokens/s | 10M tokens |
-|---|---|---|---|---|---|---|---|
+| model | machine | fits | states | step, tokens | host | device | tokens/s | 10M tokens |
+|---|---|---|---|---|---|---|---|---|
 """
 TREE_HEAD = """# Files
 
@@ -205,28 +210,39 @@ PAGES = {
 }
 
 
-def _fits_row(model: str, gpu: str, ram: str) -> str:
-    found = estimate(model, gpu=gpu, ram=ram, tokens="10M")
+def _fits_row(model: str, gpu: str, ram: str, disk: str | None, settings: tuple[str, ...]) -> str:
+    found = estimate(model, settings, gpu=gpu, ram=ram, disk=disk, tokens="10M")
     plan = found.plan
     kept = reserves(plan.profile, plan.ledger)
     host, device = (gib(plan.ledger.total(at) + kept[at]) for at in ("host", "device"))
     speed, time = "-", "-"
     if found.fits:
         speed, time = f"{found.tokens_per_s:,.0f}", duration(found.seconds or 0.0)
-    name = model.rpartition("/")[2]
-    state = plan.settings.state
-    cells = (name, f"{found.machine}, {ram}", _fits(found), state, host, device, speed, time)
+    name = model.rpartition("/")[2].removesuffix("-Instruct-2407")
+    machine = f"{found.machine}, {ram}" + (f", {disk} disk" if disk else "")
+    step = f"{plan.workload.step_tokens:,}"
+    state = _states(found)
+    cells = (name, machine, _fits(found, settings), state, step, host, device, speed, time)
     return f"| {' | '.join(cells)} |\n"
 
 
-def _fits(found: Estimate) -> str:
+def _fits(found: Estimate, settings: tuple[str, ...]) -> str:
     """Return yes, or what is short and the cheapest setting that helps."""
     if found.fits:
-        return "yes"
+        return f"with `{' '.join(settings)}`" if settings else "yes"
     lacks = shortfalls(found.plan.profile, found.plan.ledger)
     short = ", ".join(f"{gib(number)} of {place} memory" for place, number in lacks.items())
-    settings = " ".join(found.plan.fixes[0].overrides)
-    return f"no, {short} short; yes with `{settings}`"
+    overrides = " ".join(found.plan.fixes[0].overrides)
+    return f"no, {short} short; yes with `{overrides}`"
+
+
+def _states(found: Estimate) -> str:
+    """Return how the optimizer's states are kept, and what their place costs."""
+    settings, wear = found.plan.settings, found.plan.wear
+    if wear is None or wear.day_bytes is None:
+        return str(settings.state)
+    also = " and gradients" if settings.tier == "gradients" else ""
+    return f"{settings.state}{also} on disk, {wear.day_bytes / 1e12:,.0f} TB written a day"
 
 
 def _first_line(path: Path) -> str:
