@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from megatrain.cli.demo import byte_tokenizer
 from megatrain.config import Config
+from megatrain.engine import actions
 from megatrain.memory.kinds import Kind
 from megatrain.run.evaluation.mean_loss import MeanLoss
 from megatrain.run.interrupts import Interrupts
@@ -160,6 +161,18 @@ def judge_by(patch: pytest.MonkeyPatch, losses: Iterable[float]) -> None:
         return MeanLoss(loss=next(given), num_trained=1, aux_loss=None)
 
     patch.setattr("megatrain.run.trainer.mean_loss", judged)
+
+
+def poison_at(patch: pytest.MonkeyPatch, step: int, value: float) -> None:
+    """Let the loss's gradient be `value` times itself in one step, whenever it is taken."""
+    real = actions.StepActions._pass_gradient
+
+    def spoilt(self: actions.StepActions, micro: int, gradient: torch.Tensor | None) -> None:
+        if gradient is not None and self._step == step:
+            gradient = gradient * value
+        real(self, micro, gradient)
+
+    patch.setattr(actions.StepActions, "_pass_gradient", spoilt)
 
 
 def state_of(trainer: Trainer) -> State:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatrain.disk.checkpoint.retention import best_of, finished
 from megatrain.errors import (
@@ -35,6 +34,7 @@ from testkit.runs import (
     config_of,
     differences,
     lines_of,
+    poison_at,
     run,
     setting_of,
 )
@@ -316,25 +316,11 @@ def test_a_disk_that_fails_does_not_end_training(world: Path, tmp_path: Path) ->
     assert lines_of(tmp_path / "run") == lines_of(whole[1])
 
 
-def _poison_at(monkeypatch: pytest.MonkeyPatch, step: int, value: float) -> None:
-    """Let the loss's gradient be `value` times itself in one step, whenever it is taken."""
-    from megatrain.engine import actions
-
-    real = actions.StepActions._pass_gradient
-
-    def spoilt(self: actions.StepActions, micro: int, gradient: torch.Tensor | None) -> None:
-        if gradient is not None and self._step == step:
-            gradient = gradient * value
-        real(self, micro, gradient)
-
-    monkeypatch.setattr(actions.StepActions, "_pass_gradient", spoilt)
-
-
 @pytest.mark.parametrize("clips", [True, False])
 def test_rollback_leaves_the_bad_step_out(
     world: Path, tmp_path: Path, clips: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _poison_at(monkeypatch, 6, float("nan"))
+    poison_at(monkeypatch, 6, float("nan"))
     setting = Setting(clips=clips)
     config = config_of(world, tmp_path / "run", setting, train={"on_nonfinite": "rollback"})
     assert run(config) is not None
@@ -353,7 +339,7 @@ def test_the_applied_rate_is_the_logged_one_after_a_step_without_an_update(
     world: Path, tmp_path: Path, clips: bool, on_nonfinite: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also after a resume: the rate follows the step, and the decay ends with the run."""
-    _poison_at(monkeypatch, 4, float("nan"))
+    poison_at(monkeypatch, 4, float("nan"))
     applied: list[float] = []
     at = AdamWScalars.at
 
@@ -380,7 +366,7 @@ def test_the_applied_rate_is_the_logged_one_after_a_step_without_an_update(
 def test_a_rollback_without_a_checkpoint_stops(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _poison_at(monkeypatch, 2, float("nan"))
+    poison_at(monkeypatch, 2, float("nan"))
     setting = Setting(save_every=None)
     config = config_of(world, tmp_path / "run", setting, train={"on_nonfinite": "rollback"})
     with pytest.raises(NonFiniteStep, match="no checkpoint to return to"):

@@ -20,7 +20,16 @@ from megatrain.memory.tier_filling import TierFilling
 from megatrain.run.checkpoints import FOLDER
 from megatrain.run.trainer import Trainer
 from testkit.faulty_os import CHANGES, READS, faulty
-from testkit.runs import Setting, State, config_of, differences, run, state_of, write_world
+from testkit.runs import (
+    Setting,
+    State,
+    config_of,
+    differences,
+    poison_at,
+    run,
+    state_of,
+    write_world,
+)
 from testkit.tiers import forced_tier
 
 ENOSPC, EIO = 28, 5
@@ -68,6 +77,23 @@ def test_a_run_with_a_tier_has_the_bits_of_one_without(
     assert _left(world) == []
 
 
+def test_a_run_that_fits_without_a_tier_makes_no_file(world: Path, tmp_path: Path) -> None:
+    config = _config(world, tmp_path / "run", "states")
+    assert config.memory.disk == str(world)
+    with Trainer(config, dry_run=True) as trainer:
+        assert trainer.home.store.tier is None
+        assert not any("disk tier" in note for note in trainer.notes)
+
+
+def test_a_tier_in_memory_is_reported(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatrain.run.opening.first_lines.is_in_memory", lambda folder: True)
+    config = _config(world, tmp_path / "run", "states")
+    with forced_tier("states"), Trainer(config, dry_run=True) as trainer:
+        assert any("memory itself" in note for note in trainer.notes)
+
+
 @pytest.mark.parametrize("tiers", [("states", "none"), ("none", "gradients"), ("states", "states")])
 def test_a_resume_with_or_without_a_tier_is_exact(
     world: Path, tmp_path: Path, whole: tuple[State, Path], tiers: tuple[str, str]
@@ -77,6 +103,21 @@ def test_a_resume_with_or_without_a_tier_is_exact(
         with forced_tier(tier):
             ended = run(config, resume=number > 0, die=None if number else 3)
     assert differences(world, ended, tmp_path / "run", whole) == []
+
+
+@pytest.mark.parametrize("on_nonfinite", ["rollback", "skip"])
+def test_a_step_that_is_left_out_leaves_the_same_bits(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_nonfinite: str
+) -> None:
+    poison_at(monkeypatch, 3, float("nan"))
+    ends: list[State | None] = []
+    for tier in ("none", "gradients"):
+        config = _config(world, tmp_path / tier, tier)
+        train = config.train.model_copy(update={"on_nonfinite": on_nonfinite})
+        with forced_tier(tier):
+            ends.append(run(config.model_copy(update={"train": train})))
+    assert ends[0] is not None
+    assert differences(world, ends[1], tmp_path / "gradients", (ends[0], tmp_path / "none")) == []
 
 
 def test_a_resume_that_leaves_the_tier_empty_would_be_noticed(

@@ -6,6 +6,7 @@ from megatrain.config import Config
 from megatrain.data.preview import card_lines
 from megatrain.devices.device import Device
 from megatrain.disk.hf.model import HostModel
+from megatrain.memory.host import is_in_memory
 from megatrain.planning.plan import Plan
 from megatrain.run.opening.training_data import TrainingData
 from megatrain.text import size
@@ -56,4 +57,10 @@ def tier_lines(home: HostModel, plan: Plan) -> list[str]:
     )
     if wear is not None and wear.day_bytes is not None:
         line += f": {wear.day_bytes / 1e12:.3g} TB a day"
-    return [f"{line}. Compare it with the disk's rated endurance (TBW)"]
+    lines = [f"{line}. Compare it with the disk's rated endurance (TBW)"]
+    if is_in_memory(tier.folder):
+        lines.append(
+            f"memory.disk: {tier.folder} is in memory itself (tmpfs), so the tier frees none. Set "
+            "memory.disk to a folder on a disk"
+        )
+    return lines
