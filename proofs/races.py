@@ -3,11 +3,11 @@
     python -m proofs.races [--json] [--count 10000] [--first 0] [--seconds 36000]
 
 A case is a function of its number: one of six tiny families, precision, update policy, places of
-tape and weights, micro-batches (plain, padded or packed), registered or staged copies, and when the
-device does what it was given: as late as it may, at once, or at any time in between. Bits must be
-those of the reference, no two streams or threads may touch a byte unordered, nothing may be freed
-while in use, and in a second step of the same shapes no lane may wait for the device. `--first
-NUMBER --count 1` plays a case again.
+tape, weights and moments, micro-batches (plain, padded or packed), registered or staged copies, and
+when the device does what it was given: as late as it may, at once, or at any time in between. Bits
+must be those of the reference, no two streams or threads may touch a byte unordered, nothing may be
+freed while in use, and in a second step of the same shapes no lane may wait for the device.
+`--first NUMBER --count 1` plays a case again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import random
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from transformers import (
@@ -35,7 +35,7 @@ from megatrain.models.decoder import COMPUTE_DTYPES
 from proofs.numbered import run as run_numbered
 from testkit.simulated.accelerator import Policy, Simulator
 from testkit.simulated.watched import WatchedOptimizer, watched
-from testkit.worlds import SIZES, Case, Outcome, Shapes, Sort, World
+from testkit.worlds import SIZES, Case, Outcome, Shapes, Sort, Tiered, World
 
 NUM_LAYERS = 4
 EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -107,7 +107,7 @@ def run_of(number: int) -> Run:
         form=source.choice(["plain", "padded", "packed"]),
     )
     family = list(CONFIGS)[number % len(CONFIGS)]
-    return Run(
+    run = Run(
         family=family,
         dtype=source.choice(list(COMPUTE_DTYPES)),
         case=case,
@@ -116,6 +116,9 @@ def run_of(number: int) -> Run:
         staged=source.random() < 0.15,
         gather_embedding=family not in TIED and source.random() < 0.3,
     )
+    tiers: list[Tiered] = ["none", "states", "gradients"]
+    tier = source.choice(tiers)
+    return replace(run, case=replace(case, tier=tier))
 
 
 def play(run: Run, simulator: Simulator, **changes: Any) -> Outcome:
@@ -133,8 +136,9 @@ def play(run: Run, simulator: Simulator, **changes: Any) -> Outcome:
 
 
 def reference(run: Run) -> Outcome:
-    """Return the outcome of a run on the CPU, one op at a time."""
-    return world_of(run.family, run.dtype).play(run.case, reference=True)
+    """Return the outcome of a run on the CPU, one op at a time, with nothing on disk."""
+    case = replace(run.case, tier="none")
+    return world_of(run.family, run.dtype).play(case, reference=True)
 
 
 def simulator_of(run: Run) -> Simulator:

@@ -1,12 +1,12 @@
 """Lets the simulator hear what host threads tell each other, and see what they touch.
 
 Nothing in the package knows of it: the methods by which lanes hand work and progress to one another
-are wrapped for the time of a test, and so are the two that touch host memory without torch.
+are wrapped for the time of a test, and so are those that touch host memory without torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -20,6 +20,9 @@ from megatrain.engine import embedding_rows
 from megatrain.engine.edges import Edges
 from megatrain.lanes.lane import Lane, Work
 from megatrain.lanes.progress import Progress
+from megatrain.memory.kinds import Kind
+from megatrain.memory.tier import Tier
+from megatrain.memory.tier_ring import TierRing
 from megatrain.optim.optimizer import Optimizer
 from megatrain.optim.views import Views
 from megatrain.step.hazards import Ticket
@@ -123,6 +126,30 @@ def watched(simulator: Simulator) -> Iterator[None]:
         with simulator.lock, simulator.bypassed:
             return original_ask_host(edges, run)
 
+    def make_ring(ring: TierRing, *arguments: Any) -> None:
+        original_ring(ring, *arguments)
+        for buffer in ring._buffers.values():
+            simulator.watch("tier ring", buffer)
+
+    def read(tier: Tier, block: int, parts: Mapping[Kind, Tensor]) -> int:
+        return disk(original_read, tier, block, parts, writes=True)
+
+    def write(tier: Tier, block: int, parts: Mapping[Kind, Tensor]) -> int:
+        return disk(original_write, tier, block, parts, writes=False)
+
+    def disk(
+        move: Callable[..., int],
+        tier: Tier,
+        block: int,
+        parts: Mapping[Kind, Tensor],
+        *,
+        writes: bool,
+    ) -> int:
+        for part in parts.values():
+            simulator.touch(part, writes=writes, what="disk")
+        with simulator.bypassed:
+            return move(tier, block, parts)
+
     def pin(device: Accelerator, name: str, arena: Tensor) -> None:
         if simulator.region_of(arena) is None:
             simulator.watch(name, arena)
@@ -132,7 +159,8 @@ def watched(simulator: Simulator) -> Iterator[None]:
     original_reap, original_is_complete = Progress._reap, Progress.is_complete
     original_put, original_next, original_join = Lane.put, Lane._next, Lane.join
     original_copy_bits, original_ask_host = devices.copy_bits, Edges._ask_host
-    original_pin = Accelerator.pin
+    original_pin, original_ring = Accelerator.pin, TierRing.__init__
+    original_read, original_write = Tier.read, Tier.write
     original_gather, original_spread = embedding_rows.gather_rows, embedding_rows.spread_rows
     with ExitStack() as stack:
         for owner, name, new in (
@@ -146,6 +174,9 @@ def watched(simulator: Simulator) -> Iterator[None]:
             (pinning, "copy_bits", copy_bits),
             (Edges, "_ask_host", ask_host),
             (Accelerator, "pin", pin),
+            (TierRing, "__init__", make_ring),
+            (Tier, "read", read),
+            (Tier, "write", write),
             (embedding_rows, "gather_rows", gather_rows),
             (embedding_rows, "spread_rows", spread_rows),
         ):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ import torch
 
 from megatrain.devices.accelerator import Accelerator
 from megatrain.engine.engine import Engine
-from megatrain.errors import DeviceFull
+from megatrain.errors import DeviceFull, TierDamaged
 from megatrain.memory.kinds import Kind
 from megatrain.optim.states import M, V
+from megatrain.step.ops import Op
+from megatrain.step.resources import OpTable
 from proofs.races import CONFIGS, NUM_LAYERS, Run, faults_of, run_of, simulator_of, world_of
 from testkit.cases import of_the_day
 from testkit.simulated.accelerator import Simulator
@@ -35,6 +38,9 @@ def test_the_runs_cover_what_they_should() -> None:
     assert len({(run.family, run.dtype, run.case.update) for run in runs}) == len(CONFIGS) * 2 * 3
     assert {(run.case.tape, run.case.slots) for run in runs} == {
         (tape, slots) for tape in ("device", "host") for slots in (2, 3, NUM_LAYERS)
+    }
+    assert {(run.case.tier, run.case.update) for run in runs} >= {
+        (tier, update) for tier in ("states", "gradients") for update in ("in_backward", "late")
     }
     assert {(run.policy, run.staged) for run in runs} >= {("late", True), ("random", True)}
     assert len(set(runs)) == NUM_RUNS
@@ -69,6 +75,32 @@ def test_in_a_steady_step_no_lane_waits_for_the_device(
         engine.step(make_batch(SHAPES, seed=2, form=form))
         engine.step(make_batch(SHAPES, seed=3, form=form))
         assert simulated.num_syncs == before
+
+
+@pytest.mark.parametrize("dropped", ["read", "write", "update"])
+def test_an_undeclared_use_of_the_ring_would_be_noticed(
+    dropped: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the declaration nothing orders disk and update, whatever their timing."""
+    make: Callable[[OpTable, int], Op] = getattr(OpTable, dropped)
+
+    def undeclared(table: OpTable, block: int) -> Op:
+        op = make(table, block)
+        kept: dict[str, Any] = {
+            side: tuple(one for one in getattr(op, side) if one[0] != "tier_slot")
+            for side in ("reads", "writes")
+        }
+        return dataclasses.replace(op, **kept)
+
+    monkeypatch.setattr(OpTable, dropped, undeclared)
+    case = Case(sort="", steps=(SHAPES, SHAPES), update="late", tier="states")
+    simulator = Simulator(policy="late")
+    with watched(simulator), suppress(TierDamaged):
+        engine = engine_on(simulator, world_of("llama", "bf16"), case)
+        with engine:
+            for number in range(2):
+                engine.step(make_batch(SHAPES, seed=number))
+    assert any("tier ring" in race for race in simulator.races)
 
 
 def test_a_wait_of_the_host_would_be_noticed(
