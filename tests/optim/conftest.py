@@ -54,7 +54,7 @@ def compile_kernel(tmp_path: Path) -> Callable[..., NativeKernel]:
         source = tmp_path / "kernel.c"
         source.write_text(text.replace(*replace) if replace[0] else text)
         library = tmp_path / "libkernel.so"
-        common = ["-std=c11", "-O3", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC"]
+        common = ["-std=c11", "-O2", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC"]
         command = [compiler, *common, *flags, str(source), "-o", str(library)]
         subprocess.run(command, check=True, timeout=HANG_S)
         return NativeKernel(library)

@@ -38,10 +38,10 @@ def test_a_library_of_another_version_is_refused(
 ) -> None:
     with pytest.raises(
         LibraryError,
-        match=r"libkernel\.so has interface 99, 1 is needed: install the package again",
+        match=r"libkernel\.so has interface 99, 2 is needed: install the package again",
     ):
-        compile_kernel("-ffp-contract=off", replace=("#define INTERFACE 1", "#define INTERFACE 99"))
-    with pytest.raises(LibraryError, match="has interface None, 1 is needed"):
+        compile_kernel("-ffp-contract=off", replace=("#define INTERFACE 2", "#define INTERFACE 99"))
+    with pytest.raises(LibraryError, match="has interface None, 2 is needed"):
         NativeKernel(Path(torch._C.__file__))
 
 

@@ -25,7 +25,7 @@
 #endif
 
 /* Raised when an entry's arguments or results change; native.py refuses any other number. */
-#define INTERFACE 1
+#define INTERFACE 2
 
 #define EXPORT __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
@@ -36,7 +36,8 @@ enum { BASELINE, AVX2, AVX512 };
 
 #ifdef __x86_64__
 #define TARGET_AVX2 __attribute__((target("avx2")))
-#define TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
+#define TARGET_AVX512 \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")))
 #else /* the baseline is the vector unit: NEON on aarch64 */
 #define TARGET_AVX2
 #define TARGET_AVX512
@@ -89,15 +90,28 @@ typedef struct {
     float grad_scale, decay, one_minus_beta1, beta2, one_minus_beta2, denom_scale, eps, step_size;
 } scalars;
 
+/* FoldedScalars of kernel.py, field by field. */
+typedef struct {
+    float decay, beta1, grad_to_m, beta2, grad_to_v, eps, step_size;
+} folded;
+
+/* Moments as a store keeps them (state_codes.py). */
+typedef struct {
+    void *m, *v;              /* fp32, bf16, or codes of 8 bits */
+    float *m_scale, *v_scale; /* of SHARED codes each */
+    uint64_t stream, first;   /* of the random bits (rounding.py) */
+} moments;
+
 /* Arguments of all jobs; each reads the fields it needs. */
 typedef struct {
     void *weight;       /* bf16 `hi` of a split master, or fp32 */
     int16_t *lo;        /* rest of a split master */
-    float *m, *v;       /* moments */
+    moments states;
     const void *source; /* gradient */
     double *sums;       /* one per chunk */
     double *triad[3];
     scalars s;
+    folded f;
 } job;
 
 typedef void range_loop(const job *j, size_t begin, size_t end);
@@ -163,26 +177,31 @@ INLINE float adamw(float p, float *m, float *v, float g, const scalars *s) {
     return p * s->decay - (*m / denom) * s->step_size;
 }
 
-/* ---- update ----------------------------------------------------------------------------------- */
+/* ---- update with moments in fp32 --------------------------------------------------------------- */
 
 enum { FP32_GRAD, BF16_GRAD };
 enum { FP32_WEIGHT, SPLIT_WEIGHT };
+enum { FP32_STATE, BF16_STATE, CODED_STATE }; /* numbered as in native.py */
 
-INLINE void update_range(const job *j, size_t begin, size_t end, int weight_kind, int grad_kind) {
+typedef struct {
+    int weight, grad, state;
+} kinds;
+
+INLINE void update_range(const job *j, size_t begin, size_t end, kinds kind) {
     float *restrict weight = j->weight;
     uint16_t *restrict hi = j->weight;
     int16_t *restrict lo = j->lo;
-    float *restrict m = j->m;
-    float *restrict v = j->v;
+    float *restrict m = j->states.m;
+    float *restrict v = j->states.v;
     const float *restrict grad_fp32 = j->source;
     const uint16_t *restrict grad_bf16 = j->source;
     const scalars s = j->s;
 #pragma omp simd
     for (size_t i = begin; i < end; i++) {
-        float g = grad_kind == BF16_GRAD ? from_bf16(grad_bf16[i]) : grad_fp32[i];
-        float p = weight_kind == SPLIT_WEIGHT ? join(hi[i], lo[i]) : weight[i];
+        float g = kind.grad == BF16_GRAD ? from_bf16(grad_bf16[i]) : grad_fp32[i];
+        float p = kind.weight == SPLIT_WEIGHT ? join(hi[i], lo[i]) : weight[i];
         p = adamw(p, &m[i], &v[i], g, &s);
-        if (weight_kind == SPLIT_WEIGHT) {
+        if (kind.weight == SPLIT_WEIGHT) {
             hi[i] = hi_of(p);
             lo[i] = lo_of(p);
         } else {
@@ -197,34 +216,315 @@ INLINE void prefetch(const void *array, size_t i, size_t count, size_t size) {
         __builtin_prefetch((const char *)array + i * size + line);
 }
 
-/* The hardware's own prefetch falls behind on so many streams; asking this far ahead gained 5 to
-   10 %. Past the end of an array a prefetch does nothing. LINES is whole lines of every kind. */
-#define AHEAD 512
-#define LINES 64
-
-INLINE void update(const job *j, size_t begin, size_t end, int weight_kind, int grad_kind) {
-    for (; begin + LINES <= end; begin += LINES) {
-        prefetch(j->weight, begin + AHEAD, LINES, weight_kind == SPLIT_WEIGHT ? 2 : 4);
-        if (weight_kind == SPLIT_WEIGHT) prefetch(j->lo, begin + AHEAD, LINES, 2);
-        prefetch(j->m, begin + AHEAD, LINES, 4);
-        prefetch(j->v, begin + AHEAD, LINES, 4);
-        prefetch(j->source, begin + AHEAD, LINES, grad_kind == BF16_GRAD ? 2 : 4);
-        update_range(j, begin, begin + LINES, weight_kind, grad_kind);
-    }
-    update_range(j, begin, end, weight_kind, grad_kind);
+/* The hardware's own prefetch falls behind on so many streams; asking some way ahead gained 5 to
+   10 %. Past the end of an array a prefetch does nothing. */
+INLINE void prefetch_all(const job *j, size_t i, size_t count, kinds kind) {
+    size_t state_size = kind.state == FP32_STATE ? 4 : kind.state == BF16_STATE ? 2 : 1;
+    prefetch(j->weight, i, count, kind.weight == SPLIT_WEIGHT ? 2 : 4);
+    if (kind.weight == SPLIT_WEIGHT) prefetch(j->lo, i, count, 2);
+    prefetch(j->states.m, i, count, state_size);
+    prefetch(j->states.v, i, count, state_size);
+    prefetch(j->source, i, count, kind.grad == BF16_GRAD ? 2 : 4);
 }
 
-FOR_EACH_TARGET(update_fp32, update(j, begin, end, FP32_WEIGHT, FP32_GRAD))
-FOR_EACH_TARGET(update_split_fp32, update(j, begin, end, SPLIT_WEIGHT, FP32_GRAD))
-FOR_EACH_TARGET(update_split_bf16, update(j, begin, end, SPLIT_WEIGHT, BF16_GRAD))
+#define LINES 64 /* elements: whole lines of every kind */
 
-/* `lo` is null for an fp32 weight, whose gradient must be fp32. */
+INLINE void update(const job *j, size_t begin, size_t end, kinds kind) {
+    for (; begin + LINES <= end; begin += LINES) {
+        prefetch_all(j, begin + 512, LINES, kind);
+        update_range(j, begin, begin + LINES, kind);
+    }
+    update_range(j, begin, end, kind);
+}
+
+/* ---- random bits: rounding.py says which ------------------------------------------------------- */
+
+/* Elements that share a key, and in 8 bits a scale. Divides CHUNK. The rest of this file works on
+   them as PAIRS of neighbours, GROUP pairs at a time. */
+#define SHARED 256
+#define PAIRS (SHARED / 2)
+#define GROUP 16
+#define NUM_GROUPS (PAIRS / GROUP)
+
+/* The bits of an element are those of its place in a group XOR those of its group. Each is shifted
+   to where its kind of state adds it. */
+typedef struct {
+    uint32_t m[2 * GROUP + NUM_GROUPS], v[2 * GROUP + NUM_GROUPS];
+} draws;
+
+INLINE void draw(draws *restrict d, const moments *states, size_t begin, kinds kind) {
+    uint64_t x = states->stream + ((states->first + begin) / SHARED) * 0x9e3779b97f4a7c15u;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    x = x ^ (x >> 31);
+    uint32_t lower = (uint32_t)x, upper = (uint32_t)(x >> 32);
+#pragma omp simd
+    for (uint32_t i = 0; i < 2 * GROUP + NUM_GROUPS; i++) {
+        uint32_t y = lower + i;
+        y = (y ^ (y >> 16)) * 0x7feb352du;
+        y = (y ^ (y >> 15) ^ upper) * 0x846ca68bu;
+        y = y ^ (y >> 16);
+        d->m[i] = kind.state == CODED_STATE ? y << 4 & 0xffff0u : y & 0xffffu;
+        d->v[i] = kind.state == CODED_STATE ? y >> 13 & 0x7fff8u : y >> 16;
+    }
+}
+
+/* ---- pairs: two neighbours in 32 bits ---------------------------------------------------------- */
+
+/* Vectors have lanes of 32 bits throughout: to widen and to pack halves costs a shift and a mask,
+   and no permutation. The first of a pair (e = 0) is the lower half. */
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "pairs are read as little-endian"
+#endif
+typedef uint32_t __attribute__((may_alias)) pair;
+
+INLINE float bf16_of(pair x, int e) { return as_float(e ? x & 0xffff0000u : x << 16); }
+INLINE float join_of(pair hi, pair lo, int e) {
+    int32_t rest = (int32_t)(e ? lo : lo << 16) >> 16;
+    return as_float((e ? hi & 0xffff0000u : hi << 16) + (uint32_t)rest);
+}
+INLINE pair upper_halves(uint32_t first, uint32_t second) {
+    return (first >> 16) | (second & 0xffff0000u);
+}
+INLINE pair lower_halves(uint32_t first, uint32_t second) {
+    return (first & 0xffffu) | (second << 16);
+}
+
+/* ---- codes of 8 bits: state_codes.py says which ------------------------------------------------ */
+
+/* Two codes are in the lower half of a pair. */
+#define M_ZERO (1024u << 20) /* the lower 8 bits of 1024 are free for a code */
+#define M_OFFSET 2.0f        /* M_ZERO as a number */
+#define M_LARGEST (0x1.ep16f - M_OFFSET)
+
+INLINE float decode_m(pair codes, int e, float scale) {
+    uint32_t bits = ((e ? codes << 12 : codes << 20) & 0x7f00000u) | M_ZERO;
+    float x = (as_float(bits) - M_OFFSET) * scale;
+    return as_float(as_bits(x) | ((e ? codes << 16 : codes << 24) & 0x80000000u));
+}
+INLINE uint32_t encode_m(float m, float inverse, uint32_t random) {
+    float x = __builtin_fabsf(m) * inverse + M_OFFSET;
+    return (as_bits(x) + random) >> 20 | (as_bits(m) >> 24 & 0x80u); /* lower 8 bits */
+}
+
+#define V_FINE (1777 << 19)
+#define V_COARSE (793 << 19)
+
+INLINE float decode_v(pair codes, int e, float scale) {
+    int32_t x = (int32_t)((e ? codes << 11 : codes << 19) & 0x7f80000u);
+    int32_t fine = x + V_FINE, coarse = x + x + 2 * V_COARSE;
+    return as_float((uint32_t)(fine < coarse ? fine : coarse)) * scale;
+}
+INLINE uint32_t encode_v(float v, float inverse, uint32_t random) {
+    int32_t bits = (int32_t)as_bits(v * inverse);
+    int32_t fine = bits - (V_FINE - 4), coarse = (bits >> 1) - (V_COARSE - 4);
+    int32_t q = ((fine > coarse ? fine : coarse) + (int32_t)random) >> 19;
+    return (uint32_t)(q > 0 ? q : 0);
+}
+
+/* A moment that none of a block's moments exceeds, from their largest before and the largest
+   gradient: the same operations as an element's, and each of them is monotonic. */
+INLINE float m_limit(float m, float g, const folded *f) {
+    return m * f->beta1 + g * f->grad_to_m;
+}
+INLINE float v_limit(float v, float g, const folded *f) {
+    return v * f->beta2 + (g * f->grad_to_v) * (g * f->grad_to_v);
+}
+
+INLINE uint32_t largest_code(const void *codes, size_t begin, uint8_t mask) {
+    const uint8_t *restrict code = (const uint8_t *)codes + begin;
+    uint8_t largest = 0;
+#pragma omp simd reduction(max : largest)
+    for (int i = 0; i < SHARED; i++) {
+        uint8_t x = code[i] & mask;
+        largest = x > largest ? x : largest;
+    }
+    return largest;
+}
+
+/* ---- update with moments in bf16 or in 8 bits -------------------------------------------------- */
+
+/* What a block of SHARED elements is worked on with. */
+typedef struct {
+    draws random;
+    pair m[PAIRS], v[PAIRS]; /* codes, two in each */
+    float m_scale, v_scale, m_inverse, v_inverse;
+    float m_scale_before, v_scale_before;
+    float grad_fp32[SHARED];
+    uint16_t grad_bf16[SHARED];
+} block;
+
+/* A gradient beyond this counts as this: its square would not fit v. */
+#define LARGEST_GRAD 0x1p63f
+
+INLINE float largest_grad(const void *grad, kinds kind) {
+    const uint32_t *restrict fp32 = grad;
+    const uint16_t *restrict bf16 = grad;
+    int32_t largest = 0;
+    int16_t largest_half = 0;
+    if (kind.grad == FP32_GRAD)
+#pragma omp simd reduction(max : largest)
+        for (int i = 0; i < SHARED; i++) {
+            int32_t x = (int32_t)(fp32[i] & 0x7fffffffu);
+            largest = x > largest ? x : largest;
+        }
+    else
+#pragma omp simd reduction(max : largest_half)
+        for (int i = 0; i < SHARED; i++) {
+            int16_t x = (int16_t)(bf16[i] & 0x7fffu);
+            largest_half = x > largest_half ? x : largest_half;
+        }
+    return as_float((uint32_t)largest + ((uint32_t)largest_half << 16));
+}
+
+__attribute__((noinline, cold)) static const void *limit_grad(block *b, const void *grad,
+                                                              int grad_kind) {
+    for (int i = 0; i < SHARED; i++) {
+        float g = grad_kind == FP32_GRAD ? ((const float *)grad)[i]
+                                         : from_bf16(((const uint16_t *)grad)[i]);
+        g = g > LARGEST_GRAD ? LARGEST_GRAD : g < -LARGEST_GRAD ? -LARGEST_GRAD : g;
+        b->grad_fp32[i] = g;
+        b->grad_bf16[i] = (uint16_t)(as_bits(g) >> 16);
+    }
+    return grad_kind == FP32_GRAD ? (const void *)b->grad_fp32 : b->grad_bf16;
+}
+
+/* Opens the codes of a block and fixes the scales of what it will be. */
+INLINE void open_codes(const job *j, size_t begin, float largest, block *restrict b) {
+    const uint16_t *restrict m = (const uint16_t *)((const uint8_t *)j->states.m + begin);
+    const uint16_t *restrict v = (const uint16_t *)((const uint8_t *)j->states.v + begin);
+#pragma omp simd
+    for (int i = 0; i < PAIRS; i++) b->m[i] = m[i];
+#pragma omp simd
+    for (int i = 0; i < PAIRS; i++) b->v[i] = v[i];
+    b->m_scale_before = j->states.m_scale[begin / SHARED];
+    b->v_scale_before = j->states.v_scale[begin / SHARED];
+    float m_before = decode_m(largest_code(j->states.m, begin, 0x7f), 0, b->m_scale_before);
+    float v_before = decode_v(largest_code(j->states.v, begin, 0xff), 0, b->v_scale_before);
+    b->m_scale = normal_or_zero(m_limit(m_before, largest, &j->f) / M_LARGEST);
+    b->v_scale = normal_or_zero(v_limit(v_before, largest, &j->f));
+    b->m_inverse = b->m_scale > 0 ? 1 / b->m_scale : 0;
+    b->v_inverse = b->v_scale > 0 ? 1 / b->v_scale : 0;
+}
+
+INLINE void close_codes(const job *j, size_t begin, const block *restrict b) {
+    uint16_t *restrict m = (uint16_t *)((uint8_t *)j->states.m + begin);
+    uint16_t *restrict v = (uint16_t *)((uint8_t *)j->states.v + begin);
+#pragma omp simd
+    for (int i = 0; i < PAIRS; i++) m[i] = (uint16_t)b->m[i];
+#pragma omp simd
+    for (int i = 0; i < PAIRS; i++) v[i] = (uint16_t)b->v[i];
+    j->states.m_scale[begin / SHARED] = b->m_scale;
+    j->states.v_scale[begin / SHARED] = b->v_scale;
+}
+
+INLINE uint32_t bf16_bits(float x, uint32_t random) {
+    uint32_t bits = as_bits(x) + random;
+    return bits & 0x7f800000u ? bits : 0;
+}
+
+/* The update of AdamW with constants multiplied beforehand, and one division for two elements. */
+INLINE void update_pairs(const job *j, size_t begin, const void *grad, block *restrict b,
+                         kinds kind) {
+    pair *restrict hi = (pair *)((uint16_t *)j->weight + begin);
+    pair *restrict lo = (pair *)(j->lo + begin);
+    float *restrict weight = (float *)j->weight + begin;
+    int coded = kind.state == CODED_STATE;
+    pair *restrict ms = coded ? b->m : (pair *)((uint16_t *)j->states.m + begin);
+    pair *restrict vs = coded ? b->v : (pair *)((uint16_t *)j->states.v + begin);
+    const draws random = b->random;
+    const float m_scale = b->m_scale_before, m_inverse = b->m_inverse;
+    const float v_scale = b->v_scale_before, v_inverse = b->v_inverse;
+    const pair *restrict grad_bf16 = grad;
+    const float *restrict grad_fp32 = grad;
+    const folded f = j->f;
+    const uint32_t half_step = coded ? 8 : 0;
+    for (int group = 0; group < NUM_GROUPS; group++) {
+        uint32_t m_group = random.m[2 * GROUP + group] | half_step;
+        uint32_t v_group = random.v[2 * GROUP + group];
+        prefetch_all(j, begin + 1024 + (size_t)group * 2 * GROUP, 2 * GROUP, kind);
+#pragma omp simd
+        for (int lane = 0; lane < GROUP; lane++) {
+            int i = group * GROUP + lane;
+            float p[2], m[2], v[2], d[2];
+            uint32_t m_bits[2], v_bits[2];
+            for (int e = 0; e < 2; e++) {
+                float g = kind.grad == BF16_GRAD ? bf16_of(grad_bf16[i], e) : grad_fp32[2 * i + e];
+                p[e] = kind.weight == SPLIT_WEIGHT ? join_of(hi[i], lo[i], e) : weight[2 * i + e];
+                m[e] = coded ? decode_m(ms[i], e, m_scale) : bf16_of(ms[i], e);
+                v[e] = coded ? decode_v(vs[i], e, v_scale) : bf16_of(vs[i], e);
+                m[e] = m[e] * f.beta1 + g * f.grad_to_m;
+                v[e] = v[e] * f.beta2 + (g * f.grad_to_v) * (g * f.grad_to_v);
+                d[e] = __builtin_sqrtf(v[e]) + f.eps;
+                uint32_t m_random = random.m[e * GROUP + lane] ^ m_group;
+                uint32_t v_random = random.v[e * GROUP + lane] ^ v_group;
+                m_bits[e] = coded ? encode_m(m[e], m_inverse, m_random)
+                                  : bf16_bits(m[e], m_random);
+                v_bits[e] = coded ? encode_v(v[e], v_inverse, v_random)
+                                  : bf16_bits(v[e], v_random);
+            }
+            float r = f.step_size / (d[0] * d[1]);
+            p[0] = p[0] * f.decay - (m[0] * r) * d[1];
+            p[1] = p[1] * f.decay - (m[1] * r) * d[0];
+            ms[i] = coded ? (m_bits[0] & 0xffu) | m_bits[1] << 8 : upper_halves(m_bits[0], m_bits[1]);
+            vs[i] = coded ? v_bits[0] | v_bits[1] << 8 : upper_halves(v_bits[0], v_bits[1]);
+            if (kind.weight == SPLIT_WEIGHT) {
+                uint32_t first = as_bits(p[0]), second = as_bits(p[1]);
+                hi[i] = upper_halves(first + 0x8000u, second + 0x8000u);
+                lo[i] = lower_halves(first, second);
+            } else {
+                weight[2 * i] = p[0];
+                weight[2 * i + 1] = p[1];
+            }
+        }
+    }
+}
+
+INLINE void update_blocks(const job *j, size_t begin, size_t end, kinds kind) {
+    block b;
+    for (; begin < end; begin += SHARED) {
+        const void *grad = (const char *)j->source + begin * (kind.grad == BF16_GRAD ? 2 : 4);
+        float largest = largest_grad(grad, kind);
+        if (largest > LARGEST_GRAD) {
+            grad = limit_grad(&b, grad, kind.grad);
+            largest = LARGEST_GRAD;
+        }
+        draw(&b.random, &j->states, begin, kind);
+        if (kind.state == CODED_STATE) open_codes(j, begin, largest, &b);
+        update_pairs(j, begin, grad, &b, kind);
+        if (kind.state == CODED_STATE) close_codes(j, begin, &b);
+    }
+}
+
+/* ---- the entry --------------------------------------------------------------------------------- */
+
+/* The tables of one kind of state: an fp32 weight has an fp32 gradient. */
+#define UPDATES(name, function, state)                                                \
+    FOR_EACH_TARGET(name##_fp32,                                                      \
+                    function(j, begin, end, (kinds){FP32_WEIGHT, FP32_GRAD, state}))  \
+    FOR_EACH_TARGET(name##_split_fp32,                                                \
+                    function(j, begin, end, (kinds){SPLIT_WEIGHT, FP32_GRAD, state})) \
+    FOR_EACH_TARGET(name##_split_bf16,                                                \
+                    function(j, begin, end, (kinds){SPLIT_WEIGHT, BF16_GRAD, state})) \
+    static range_loop *const *const name[] = {name##_fp32, name##_split_fp32, name##_split_bf16};
+
+UPDATES(update_fp32_state, update, FP32_STATE)
+UPDATES(update_bf16_state, update_blocks, BF16_STATE)
+UPDATES(update_coded_state, update_blocks, CODED_STATE)
+
+static range_loop *const *const *const updates[] = {
+    [FP32_STATE] = update_fp32_state,
+    [BF16_STATE] = update_bf16_state,
+    [CODED_STATE] = update_coded_state,
+};
+
+/* `lo` is null for an fp32 weight, whose gradient must be fp32. n is a multiple of SHARED unless
+   moments are fp32. */
 EXPORT void megatrain_adamw(int instruction_set, int num_threads, size_t n, void *weight,
-                            int16_t *lo, float *m, float *v, const void *grad, int grad_is_bf16,
-                            const scalars *s) {
-    job j = {.weight = weight, .lo = lo, .m = m, .v = v, .source = grad, .s = *s};
-    range_loop *const *loops = !lo ? update_fp32 : grad_is_bf16 ? update_split_bf16
-                                                                : update_split_fp32;
+                            int16_t *lo, int state, const moments *states, const void *grad,
+                            int grad_is_bf16, const scalars *s, const folded *f) {
+    job j = {.weight = weight, .lo = lo, .states = *states, .source = grad, .s = *s, .f = *f};
+    range_loop *const *loops = updates[state][!lo ? 0 : grad_is_bf16 ? 2 : 1];
     run(loops[instruction_set], &j, n, num_threads);
 }
 

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from megatrain.optim.rounding import Rounding
+from megatrain.optim.states import SHARED
 
 CHUNK = 65536
 """Elements per partial sum of a squared norm. Part of the result: it fixes the order of the sum."""
@@ -93,6 +94,40 @@ class AdamWScalars:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldedScalars:
+    """The scalars of an update whose moments are rounded, multiplied together beforehand.
+
+    m = m * beta1 + g * grad_to_m;  v = v * beta2 + (g * grad_to_v) ** 2;  d = sqrt(v) + eps
+    weight = weight * decay - (m * (step_size / (d * e))) * e
+
+    e is d of the element's neighbour (0 and 1, 2 and 3, ...): two elements share a division.
+    """
+
+    decay: float
+    beta1: float
+    grad_to_m: float
+    beta2: float
+    grad_to_v: float
+    eps: float
+    """At least 2**-60, so that a product of two does not underflow."""
+    step_size: float
+
+    @classmethod
+    def of(cls, s: AdamWScalars) -> FoldedScalars:
+        """Return the folded scalars, each rounded once to fp32."""
+        folded = {
+            "decay": s.decay,
+            "beta1": 1 - s.one_minus_beta1,
+            "grad_to_m": s.grad_scale * s.one_minus_beta1,
+            "beta2": s.beta2,
+            "grad_to_v": s.grad_scale * math.sqrt(s.one_minus_beta2),
+            "eps": max(s.eps / s.denom_scale, 2.0**-60),
+            "step_size": s.step_size / s.denom_scale,
+        }
+        return cls(**{name: ctypes.c_float(value).value for name, value in folded.items()})
+
+
 class Kernel(abc.ABC):
     """Checks its arguments; a subclass computes."""
 
@@ -112,9 +147,10 @@ class Kernel(abc.ABC):
     ) -> None:
         """Update `weight` (with its `lo`) and the moments in one pass.
 
-        The dtypes of `states` tell how moments are stored; `rounding` is needed unless that is
-        fp32. A moment below the smallest normal fp32 number counts as zero. `grad` is bf16 or fp32
-        for a split master, fp32 for an fp32 weight.
+        `grad` is bf16 or fp32 for a split master, fp32 for an fp32 weight. The dtypes of `states`
+        tell how moments are stored. Unless that is fp32, `rounding` is needed, the number of
+        elements is a multiple of SHARED, and a gradient beyond 2**63 counts as 2**63. A stored
+        moment below the smallest normal fp32 number counts as zero.
         """
         if lo is None:
             _check(weight, torch.float32, like=grad)
@@ -123,10 +159,8 @@ class Kernel(abc.ABC):
             _check(weight, torch.bfloat16, like=grad)
             _check(lo, torch.int16, like=grad)
             _check(grad, torch.bfloat16, torch.float32, like=grad)
-        m, v = states
-        _check(m, torch.float32, torch.bfloat16, like=grad)
-        _check(v, m.dtype, like=grad)
-        assert rounding is not None or m.dtype == torch.float32, m.dtype
+        _check_states(states, grad)
+        assert rounding is not None or states[0].dtype == torch.float32, states[0].dtype
         assert num_threads >= 1, num_threads
         self._adamw(weight, lo, states, grad, scalars, rounding or _EXACT, num_threads)
 
@@ -157,6 +191,20 @@ class Kernel(abc.ABC):
 
     @abc.abstractmethod
     def _square_sums(self, grad: Tensor, sums: Tensor, num_threads: int) -> None: ...
+
+
+def _check_states(states: Sequence[Tensor], grad: Tensor) -> None:
+    if len(states) == 2:
+        for state in states:
+            _check(state, torch.float32, torch.bfloat16, like=grad)
+        assert states[0].dtype == states[1].dtype, [state.dtype for state in states]
+    else:
+        m, m_scale, v, v_scale = states
+        _check(m, torch.int8, like=grad)
+        _check(v, torch.uint8, like=grad)
+        _check(m_scale, torch.float32, like=grad[::SHARED])
+        _check(v_scale, torch.float32, like=grad[::SHARED])
+    assert states[0].dtype == torch.float32 or grad.numel() % SHARED == 0, grad.numel()
 
 
 def _check(tensor: Tensor, *dtypes: torch.dtype, like: Tensor) -> None:

@@ -10,23 +10,26 @@ import ctypes
 import dataclasses
 import functools
 from collections.abc import Sequence
-from ctypes import c_int, c_size_t, c_void_p
+from ctypes import c_int, c_size_t, c_uint64, c_void_p
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megatrain.optim.kernel import AdamWScalars, Kernel
+from megatrain.optim.kernel import AdamWScalars, FoldedScalars, Kernel
 from megatrain.optim.rounding import Rounding
 from megatrain.optim.torch_kernel import TorchKernel
 
 LIBRARY = Path(__file__).with_name("libkernel.so")
 
-INTERFACE = 1
+INTERFACE = 2
 """What kernel.c answers; any other number means a library of another version."""
 
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
 """Numbered as in kernel.c, the better later. On ARM the baseline is NEON."""
+
+_STATE_KINDS = (torch.float32, torch.bfloat16, torch.int8)
+"""By the dtype of m, numbered as in kernel.c."""
 
 
 class LibraryError(Exception):
@@ -60,21 +63,18 @@ class NativeKernel(Kernel):
         rounding: Rounding,
         num_threads: int,
     ) -> None:
-        m, v = states
-        if m.dtype != torch.float32:
-            TorchKernel()._adamw(weight, lo, states, grad, scalars, rounding, num_threads)
-            return
         self._library.megatrain_adamw(
             self._chosen,
             num_threads,
             grad.numel(),
             weight.data_ptr(),
             None if lo is None else lo.data_ptr(),
-            m.data_ptr(),
-            v.data_ptr(),
+            _STATE_KINDS.index(states[0].dtype),
+            ctypes.byref(_moments(states, rounding)),
             grad.data_ptr(),
             grad.dtype == torch.bfloat16,
             ctypes.byref(_Scalars(*dataclasses.astuple(scalars))),
+            ctypes.byref(_Folded(*dataclasses.astuple(FoldedScalars.of(scalars)))),
         )
 
     def _square_sums(self, grad: Tensor, sums: Tensor, num_threads: int) -> None:
@@ -111,9 +111,29 @@ class _Scalars(ctypes.Structure):
     _fields_ = [(field.name, ctypes.c_float) for field in dataclasses.fields(AdamWScalars)]
 
 
+class _Folded(ctypes.Structure):
+    _fields_ = [(field.name, ctypes.c_float) for field in dataclasses.fields(FoldedScalars)]
+
+
+class _Moments(ctypes.Structure):
+    _fields_ = [
+        *[(name, c_void_p) for name in ("m", "v", "m_scale", "v_scale")],
+        *[(name, c_uint64) for name in ("stream", "first")],
+    ]
+
+
+def _moments(states: Sequence[Tensor], rounding: Rounding) -> _Moments:
+    pointers = [state.data_ptr() for state in states]
+    m, m_scale, v, v_scale = pointers if len(pointers) == 4 else (pointers[0], 0, pointers[1], 0)
+    return _Moments(m, v, m_scale, v_scale, rounding.stream, rounding.first)
+
+
 # (instruction_set, num_threads, n, ...)
 _ARGUMENTS = {
-    "megatrain_adamw": (c_int, c_int, c_size_t, *[c_void_p] * 5, c_int, ctypes.POINTER(_Scalars)),
+    "megatrain_adamw": (
+        *(c_int, c_int, c_size_t, c_void_p, c_void_p, c_int, ctypes.POINTER(_Moments)),
+        *(c_void_p, c_int, ctypes.POINTER(_Scalars), ctypes.POINTER(_Folded)),
+    ),
     "megatrain_square_sums": (c_int, c_int, c_size_t, c_void_p, c_int, c_void_p),
     "megatrain_triad": (c_int, c_int, c_size_t, c_void_p, c_void_p, c_void_p),
 }

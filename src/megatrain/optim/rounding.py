@@ -1,7 +1,11 @@
 """Random bits for stochastic rounding: a function of seed, update and element, and of nothing else.
 
-    key of SHARED elements = mix64(stream(seed, update) + block number * step)        64 bits
-    bits of an element    = mix32(lower half of key + place in the block, upper half of key)
+    key of SHARED elements   = mix64(stream(seed, update) + block number * step)        64 bits
+    draw i of a key          = mix32(lower half of key + i, upper half of key)          32 bits
+    bits of element k        = draw of k's place in its group of 32  XOR  draw of the group
+
+Of the 40 draws of a block, 32 are for places and 8 for groups. Any three elements of a block have
+independent bits.
 
 No state is kept, so an update has the same bits for any number of threads, after any resume, and
 for any cut of a segment into parts at multiples of SHARED elements. An element needs 32 bits: the
@@ -55,8 +59,11 @@ class Rounding:
         blocks = torch.arange(first, first + num_blocks)  # (blocks,)
         keys = _mix64_tensor(blocks * _signed(_STEP, 64) + _signed(self.stream, 64))
         lower, upper = keys.to(torch.int32)[:, None], (keys >> 32).to(torch.int32)[:, None]
-        places = torch.arange(SHARED, dtype=torch.int32)
-        return _mix32_tensor(lower + places, upper).view(-1)[: end - begin]
+        draws = _mix32_tensor(lower + torch.arange(40, dtype=torch.int32), upper)
+        # (blocks, groups, pairs, 2): first the draws of all first elements of pairs
+        places = draws[:, :32].view(-1, 1, 2, 16).transpose(2, 3)
+        groups = draws[:, 32:].view(-1, 8, 1, 1)
+        return (places ^ groups).reshape(-1)[: end - begin]
 
 
 def _mix64(x: int) -> int:

@@ -1,18 +1,26 @@
 """Moments in fp32 and as a store keeps them, in torch: one code for each entry of STATES["adamw"].
 
-    fp32   m, v                  the moments themselves
-    bf16   m, v                  rounded stochastically: up with the probability of the part cut off
+    fp32   m, v                       the moments themselves
+    bf16   m, v                       the upper half of the fp32 bits
+    8bit   m, m_scale, v, v_scale     a code of 8 bits times the scale of its SHARED elements
+
+The codes of 8 bits are small floating-point numbers, cut from the bits of fp32:
+
+    m   a sign and 7 bits: 8 codes in each of 16 octaves, evenly spaced around zero
+    v   8 bits: 16 codes in each of the upper 4 octaves, 8 in each of the 24 below. Code 0 is
+        1.125 * 2**-28 of the scale and not zero: a v of zero beside an m that is not would make
+        a huge update
+
+Rounding is stochastic: up with the probability of the part cut off. An update moves v by a part in
+a thousand and less, and bf16 has steps of a part in 128: rounded to nearest, v would never fall.
 
 The tensors tell the code by their dtypes. kernel.c does the same inside an update, bit for bit;
 these functions are for torch_kernel.py, and for checkpoints that change from one code to another.
 
-Rounding is stochastic because an update moves v by a part in a thousand and less, and bf16 has
-steps of a part in 128: rounded to nearest, v would never fall.
-
 Laws (tests/optim/test_state_codes.py)
     1. Decoding zero bytes gives zeros.
     2. A moment that the code can hold stays as it is; others are right on average.
-    3. Encoded moments are finite: what is too large becomes the largest number of the code.
+    3. Encoded moments are finite.
 """
 
 from __future__ import annotations
@@ -23,33 +31,103 @@ import torch
 from torch import Tensor
 
 from megatrain.optim.rounding import Rounding
+from megatrain.optim.states import SHARED
 
-_MAGNITUDE = 0x7FFFFFFF
-_LARGEST_BF16 = 0x7F7F0000
+_EXPONENT, _SIGN = 0x7F800000, -0x80000000
+_SMALLEST_NORMAL = 2.0**-126
+
+_LARGEST = 2.0**126
+_M_ZERO, _M_OFFSET = 1024 << 20, 2.0
+_M_LARGEST = 1.875 * 2.0**16 - _M_OFFSET
+_V_FINE, _V_COARSE = 1777 << 19, 793 << 19
 
 
 def decode(states: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return m and v in fp32: the states themselves where they are fp32, else new tensors."""
-    m, v = states
-    return m.float(), v.float()
+    if len(states) == 2:
+        return states[0].float(), states[1].float()
+    m, m_scale, v, v_scale = states
+    n = m.numel()
+    return _decode_m(_blocks(m), m_scale)[:n], _decode_v(_blocks(v), v_scale)[:n]
 
 
-def encode(m: Tensor, v: Tensor, states: Sequence[Tensor], rounding: Rounding) -> None:
-    """Write m and v, fp32, into the states. m is finite, v is not negative, neither is a denormal.
+def encode(
+    m: Tensor,
+    v: Tensor,
+    states: Sequence[Tensor],
+    rounding: Rounding,
+    limits: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Write m and v, fp32, into the states. v is not negative.
 
-    To convert a checkpoint, give the updates so far as `rounding.update`.
+    In bf16 and 8 bits, a magnitude beyond 2**126 counts as 2**126; updates do not reach it.
+    `limits` are numbers that no m, no v of a block exceeds; without them, the largest of the block.
+    To convert a checkpoint, give the number of updates so far as `rounding.update`.
     """
     if states[0].dtype == torch.float32:
         for moment, state in zip((m, v), states, strict=True):
             state.copy_(moment)
         return
+    m, v = m.clamp(-_LARGEST, _LARGEST), v.clamp(max=_LARGEST)
     bits = rounding.bits(0, m.numel())
-    _encode_bf16(m, bits & 0xFFFF, states[0])
-    _encode_bf16(v, (bits >> 16) & 0xFFFF, states[1])
+    for_m, for_v = bits & 0xFFFF, (bits >> 16) & 0xFFFF
+    if states[0].dtype == torch.bfloat16:
+        _encode_bf16(m, for_m, states[0])
+        _encode_bf16(v, for_v, states[1])
+    else:
+        m_limit, v_limit = limits or block_limits(m, v)
+        _encode_m(m, for_m, m_limit, states[0], states[1])
+        _encode_v(v, for_v, v_limit, states[2], states[3])
+
+
+def block_limits(m: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest magnitudes of m and of v in each block of SHARED elements."""
+    return _blocks(m).abs().amax(1), _blocks(v).abs().amax(1)
 
 
 def _encode_bf16(moment: Tensor, random: Tensor, state: Tensor) -> None:
     """Add 16 random bits below the last bit of bf16, and cut."""
-    bits = moment.view(torch.int32)
-    magnitude = (bits & _MAGNITUDE).clamp_(max=_LARGEST_BF16).add_(random)
-    state.view(torch.int16).copy_((magnitude | (bits & ~_MAGNITUDE)) >> 16)
+    bits = moment.view(torch.int32) + random
+    bits.masked_fill_((bits & _EXPONENT) == 0, 0)
+    state.view(torch.int16).copy_(bits >> 16)
+
+
+def _decode_m(codes: Tensor, scale: Tensor) -> Tensor:
+    codes = codes.int()
+    bits = ((codes & 0x7F) << 20) | _M_ZERO
+    x = (bits.view(torch.float32) - _M_OFFSET).mul_(scale[:, None])
+    return (x.view(torch.int32) | (codes & _SIGN)).view(torch.float32).view(-1)
+
+
+def _encode_m(m: Tensor, random: Tensor, limit: Tensor, state: Tensor, scale: Tensor) -> None:
+    scale.copy_(_normal_or_zero(limit / _M_LARGEST))
+    x = (_blocks(m).abs() * _inverse(scale)).add_(_M_OFFSET).view(torch.int32)
+    magnitude = ((x.view(-1)[: m.numel()] + ((random << 4) | 8)) >> 20) - (_M_ZERO >> 20)
+    state.copy_(torch.where(m.view(torch.int32) < 0, magnitude - 128, magnitude))
+
+
+def _decode_v(codes: Tensor, scale: Tensor) -> Tensor:
+    x = codes.int() << 19
+    bits = torch.minimum(x + _V_FINE, 2 * x + 2 * _V_COARSE)
+    return bits.view(torch.float32).mul(scale[:, None]).view(-1)
+
+
+def _encode_v(v: Tensor, random: Tensor, limit: Tensor, state: Tensor, scale: Tensor) -> None:
+    scale.copy_(_normal_or_zero(limit))
+    x = (_blocks(v) * _inverse(scale)).view(torch.int32).view(-1)[: v.numel()]
+    place = torch.maximum(x - (_V_FINE - 4), (x >> 1) - (_V_COARSE - 4))
+    state.copy_(((place + (random << 3)) >> 19).clamp_(min=0))
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    return torch.where(scale > 0, 1 / scale, torch.zeros_like(scale))[:, None]
+
+
+def _normal_or_zero(limit: Tensor) -> Tensor:
+    return torch.where(limit >= _SMALLEST_NORMAL, limit, torch.zeros_like(limit))
+
+
+def _blocks(x: Tensor) -> Tensor:
+    """Return x as (blocks, SHARED), the last block filled up with zeros."""
+    missing = -x.numel() % SHARED
+    return torch.nn.functional.pad(x, (0, missing)).view(-1, SHARED)

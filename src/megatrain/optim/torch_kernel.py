@@ -17,15 +17,19 @@ import torch
 from torch import Tensor
 
 from megatrain.memory.master import join, split_into
-from megatrain.optim.kernel import CHUNK, AdamWScalars, Kernel
+from megatrain.optim.kernel import CHUNK, AdamWScalars, FoldedScalars, Kernel
 from megatrain.optim.rounding import Rounding
-from megatrain.optim.state_codes import decode, encode
+from megatrain.optim.state_codes import block_limits, decode, encode
+from megatrain.optim.states import SHARED
 
 BLOCK = 131072
 """Elements per block: with its five temporaries about 4 MiB, within the cache of two cores."""
 
 ROW = 1024
 """Elements per row of a chunk, as in kernel.c: rows are added up, then the row is folded."""
+
+LARGEST_GRAD = 2.0**63
+"""Where moments are rounded: the square of a larger gradient would not fit v."""
 
 LARGEST_DENORMAL = (1 - 2.0**-23) * 2.0**-126
 
@@ -46,10 +50,12 @@ class TorchKernel(Kernel):
     ) -> None:
         for begin in range(0, grad.numel(), BLOCK):
             block = slice(begin, begin + BLOCK)
-            stored = [state[block] for state in states]
-            m, v = decode(stored)
-            change = _change(m, v, grad[block], scalars)
-            encode(m, v, stored, replace(rounding, first=rounding.first + begin))
+            if states[0].dtype == torch.float32:
+                change = _change(states[0][block], states[1][block], grad[block], scalars)
+            else:
+                part = [_part(state, grad.numel(), block) for state in states]
+                later = replace(rounding, first=rounding.first + begin)
+                change = _rounded_change(part, grad[block], FoldedScalars.of(scalars), later)
             if lo is None:
                 weight[block].mul_(scalars.decay).sub_(change)
             else:
@@ -83,3 +89,30 @@ def _change(m: Tensor, v: Tensor, grad: Tensor, s: AdamWScalars) -> Tensor:
 
 def _store_moment(moment: Tensor, value: Tensor) -> None:
     moment.copy_(torch.nn.functional.hardshrink(value, LARGEST_DENORMAL))
+
+
+def _part(state: Tensor, num_elements: int, block: slice) -> Tensor:
+    shared = num_elements // state.numel()
+    return state[block.start // shared : block.stop // shared]
+
+
+def _rounded_change(
+    states: Sequence[Tensor], grad: Tensor, f: FoldedScalars, rounding: Rounding
+) -> Tensor:
+    """The same for moments that are rounded when they are stored."""
+    g = grad.float().clamp(-LARGEST_GRAD, LARGEST_GRAD)
+    m, v = decode(states)
+    limits = block_limits(m, v)
+    _move(m, v, g, f)
+    if states[0].dtype == torch.int8:  # of the largest moment with the largest gradient
+        _move(*limits, g.view(-1, SHARED).abs().amax(1), f)
+    encode(m, v, states, rounding, limits)
+    d = v.double().sqrt_().float().add_(f.eps).view(-1, 2)  # (pairs, 2)
+    product = d[:, :1] * d[:, 1:]
+    ratio = torch.full_like(product, f.step_size).div_(product)  # a number / tensor rounds twice
+    return (m.view(-1, 2) * ratio).mul_(d.flip(1)).view(-1)
+
+
+def _move(m: Tensor, v: Tensor, g: Tensor, f: FoldedScalars) -> None:
+    m.mul_(f.beta1).add_(g * f.grad_to_m)
+    v.mul_(f.beta2).add_((g * f.grad_to_v).square_())
