@@ -157,13 +157,23 @@ def test_foreign_names_lead_to_keys_that_exist() -> None:
 
 
 def test_a_step_is_measured_by_tokens_or_by_rows() -> None:
-    assert make().train.batch_tokens == make().step_tokens == 131072
-    assert make().train.batch_rows is None
+    assert make().train.batch_tokens == "auto"
+    assert make().train.batch_rows is make().step_tokens is None
+    assert make(train={"batch_tokens": "8k"}).step_tokens == 8192
     by_rows = make(train={"batch_rows": 8})
     assert by_rows.train.batch_tokens is None
     assert by_rows.step_tokens == 8 * 2048
     again = Config.model_validate(by_rows.model_dump())
     assert again == by_rows
+
+
+def test_the_plan_settles_what_is_left_to_it() -> None:
+    settled = make(optim={"warmup": 7}).settled(4096)
+    assert settled == make(optim={"warmup": 7}, train={"batch_tokens": 4096})
+    for given in ({"batch_tokens": 8192}, {"batch_rows": 8}):
+        assert make(train=given).settled(4096) == make(train=given)
+    with pytest.raises(ConfigError, match="a micro-batch is a part of a step"):
+        make(train={"micro_batch_tokens": 8192}).settled(4096)
 
 
 class _Rows:

@@ -19,9 +19,9 @@ from testkit.machines import DESKTOP, EIGHT, GIB, SERVER, SEVENTY
 
 NO_DISK = {"tier": "set by you"}
 TOO_SMALL = [
-    ("Llama-3.1-70B", "24GB", "1TB", []),
+    ("Llama-3.1-70B", "24GB", "1TB", ["train.batch_tokens=128k"]),
     ("Llama-3.1-70B", "5090", "512GB", []),
-    ("Qwen3-14B", "24GB", "128GB", ["data.max_length=4k"]),
+    ("Qwen3-14B", "24GB", "128GB", ["data.max_length=4k", "train.batch_tokens=128k"]),
     ("Qwen2.5-7B", "GH200", "480GB", ["data.max_length=128k", "train.batch_tokens=512k"]),
     pytest.param("Qwen3-8B", "3080", "256GB", ["model.dtype=fp32"], marks=pytest.mark.nightly),
 ]

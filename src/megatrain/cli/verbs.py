@@ -70,7 +70,7 @@ from megatrain.run.trainer import Trainer
 STARTER = """\
 model: Qwen/Qwen3-0.6B  # a Hugging Face Hub id, or a folder
 data: {train: train.jsonl, eval: 0.02, max_length: 2048}
-train: {epochs: 1, batch_tokens: 128k}
+train: {epochs: 1, batch_tokens: auto}
 optim: {learning_rate: 1e-5, schedule: cosine, warmup: 0.03}
 """
 

@@ -46,7 +46,7 @@ def _batch(config: Config) -> Iterator[ConfigFault]:
             f"train.batch_rows is {rows} and train.batch_tokens is {batch}. Give one of them and "
             "set the other to null.",
         )
-    if batch is not None and length > batch:
+    if isinstance(batch, int) and length > batch:
         yield _fault(
             "train.batch_tokens",
             f"data.max_length is {length} and train.batch_tokens is {batch}: a row would not fit a "
@@ -58,7 +58,7 @@ def _batch(config: Config) -> Iterator[ConfigFault]:
             f"data.max_length is {length} and train.micro_batch_tokens is {micro}: a row would not "
             "fit a micro-batch. Raise train.micro_batch_tokens, or set it to auto.",
         )
-    if batch is not None and isinstance(micro, int) and micro > batch:
+    if isinstance(batch, int) and isinstance(micro, int) and micro > batch:
         yield _fault(
             "train.micro_batch_tokens",
             f"train.micro_batch_tokens is {micro} and train.batch_tokens is {batch}: a micro-batch "

@@ -65,6 +65,15 @@ class TrainingRows:
         card: dict[str, Any] = {name: sum(card[name] for card in cards) for name in _SUMS}
         return card | {card["source"]: card for card in cards}
 
+    @property
+    def epoch_tokens(self) -> int:
+        """Tokens of an epoch; of a source that comes in part, that part of its tokens."""
+        rows = np.cumsum([0, *(share.num_rows for share in self.shares)])
+        firsts = self.train.row_starts[rows[:-1]]
+        sums = np.add.reduceat(self.train.lengths, firsts, dtype=np.int64)
+        parts = zip(sums, self.order.counts, self.shares, strict=True)
+        return sum(int(tokens) * count // share.num_rows for tokens, count, share in parts)
+
     def largest_step(self, batch_rows: int, num_epochs: int) -> int:
         """Return the tokens of the largest step of `batch_rows` rows in that many epochs.
 

@@ -10,7 +10,8 @@ Laws (tests/planning/test_estimate.py)
     1. Neither torch nor transformers nor matplotlib is imported for a known model.
     2. A plan that does not fit reports by how much, and each change it proposes, applied, fits.
     3. No line is longer than 80 columns.
-    4. On the same machine `train` makes the same plan of the same config.
+    4. On the same machine `train` makes the same plan of the same config; only the data, which
+       `estimate` does not read, may make the steps of `train` shorter (step_size.py).
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from typing import Any
 from megatrain.config import Config, load_config
 from megatrain.config.load import resolve_config
 from megatrain.config.quantities import read_bytes, read_count, read_number, read_tokens
-from megatrain.config.settings import BATCH_TOKENS
 from megatrain.config.yaml_reader import Document
 from megatrain.errors import ConfigError
 from megatrain.files import PNG_SIGNS, require_replaceable, write_file
@@ -37,6 +37,7 @@ from megatrain.planning.from_config import (
     free_on_disk,
     pins_of,
     step_settings_of,
+    step_size_of,
     within,
     workload_of,
 )
@@ -44,6 +45,7 @@ from megatrain.planning.machine.examination import kept_examination
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.plan import Plan, make_plan
 from megatrain.planning.search import capacities, shortfalls
+from megatrain.planning.workload import ModelShape
 from megatrain.text import duration, figure, size
 
 
@@ -166,23 +168,30 @@ def estimate(
         raise ConfigError(
             f"memory.device is cpu, but {machine} computes on its GPU. Set memory.device=auto"
         )
-    workload = workload_of(config, shape_for(config))
     if disk is not None:
         profile = profile.changed(disk_bytes=_read("disk", disk, read_bytes))
     elif gpu is None:
         profile = profile.changed(disk_bytes=free_on_disk(config))
     return Estimate(
-        plan=make_plan(
-            within(profile, config),
-            workload,
-            step_settings_of(config, unified=profile.unified),
-            pins_of(config),
-        ),
+        plan=_planned(config, within(profile, config), shape_for(config)),
         machine=machine,
         figures=figures,
         tokens=None if tokens is None else _read("tokens", tokens, read_count),
         price_per_hour=None if price_per_hour is None else float(read_number(price_per_hour)),
     )
+
+
+def _planned(config: Config, profile: MachineProfile, model: ModelShape) -> Plan:
+    size = step_size_of(config, profile, model)
+    if size is not None:
+        config = config.settled(size.tokens)
+    plan = make_plan(
+        profile,
+        workload_of(config, model),
+        step_settings_of(config, unified=profile.unified),
+        pins_of(config),
+    )
+    return plan if size is None else plan.with_step_reason(size.reason)
 
 
 def _config(
@@ -194,11 +203,7 @@ def _config(
     """Return the config of a file, or the one that a model and settings alone would be."""
     given = []
     if seq is not None:
-        length = _read("seq", seq, read_tokens)
-        given.append(f"data.max_length={length}")
-        is_given = batch_tokens or any(one.startswith("train.batch_") for one in overrides)
-        if not is_given and length > BATCH_TOKENS:  # a step has at least one row
-            batch_tokens = length
+        given.append(f"data.max_length={_read('seq', seq, read_tokens)}")
     if batch_tokens is not None:
         given.append(f"train.batch_tokens={_read('batch-tokens', batch_tokens, read_tokens)}")
     if Path(model).suffix in (".yaml", ".yml"):

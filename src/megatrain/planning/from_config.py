@@ -13,6 +13,7 @@ from megatrain.errors import ConfigError
 from megatrain.files import free_disk_bytes
 from megatrain.optim.states import STATES
 from megatrain.planning.machine.profile import MachineProfile
+from megatrain.planning.step_size import USUAL, StepSize, choose_step
 from megatrain.planning.workload import ModelShape, Workload
 from megatrain.step.settings import StepSettings
 
@@ -24,7 +25,7 @@ def workload_of(config: Config, model: ModelShape) -> Workload:
     """Return what one step of the run works on."""
     return Workload(
         model=model,
-        step_tokens=config.step_tokens,
+        step_tokens=_step_tokens(config),
         batch_rows=config.train.batch_rows,
         sequence=config.data.max_length,
         dtype=config.model.dtype,
@@ -41,7 +42,7 @@ def step_settings_of(
     """Return the config's settings of a step; where it has `auto`, simple rules decide."""
     train = config.train
     by_rules = {
-        "micro_batch_tokens": max(config.data.max_length, min(config.step_tokens, USUAL_TOKENS)),
+        "micro_batch_tokens": max(config.data.max_length, min(_step_tokens(config), USUAL_TOKENS)),
         "tape": "device" if unified else "host",
     }
     return StepSettings(
@@ -51,6 +52,26 @@ def step_settings_of(
         compile=train.compile,
         seed=train.seed,
     ).changed(**by_rules | _given(config))
+
+
+def _step_tokens(config: Config) -> int:
+    """Return the tokens of a step; of one that is not decided yet, the usual ones."""
+    return config.step_tokens or max(config.data.max_length, USUAL)
+
+
+def step_size_of(
+    config: Config, profile: MachineProfile, model: ModelShape, epoch_tokens: int | None = None
+) -> StepSize | None:
+    """Return the size of a step that the config leaves to the plan; None: it has one."""
+    if config.train.batch_tokens != "auto":
+        return None
+    return choose_step(
+        profile,
+        workload_of(config, model),
+        step_settings_of(config, unified=profile.unified),
+        pins_of(config),
+        epoch_tokens,
+    )
 
 
 def pins_of(config: Config) -> dict[str, str]:

@@ -16,7 +16,7 @@ Laws (tests/planning/test_plan.py)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatrain.errors import DoesNotFit
@@ -58,7 +58,8 @@ class Plan:
     """Of a plan that does not fit: of a few layers."""
     fits: bool
     reasons: dict[str, str]
-    """By setting; of memory alone where the machine was not measured, and so no times compared."""
+    """By setting; of memory alone where the machine was not measured, and so no times compared.
+    Of `batch_tokens` too, if the plan chose it."""
     lever: str
     """The one setting that would move the bottleneck, and by how much."""
     fixes: tuple[Fix, ...] = ()
@@ -87,6 +88,10 @@ class Plan:
     def bound(self) -> Bound:
         """Return the least times that the plan's costs allow. Walks all ops of a step."""
         return bound_of(self.simulation)
+
+    def with_step_reason(self, reason: str) -> Plan:
+        """Return the plan with the reason for the tokens of its step."""
+        return replace(self, reasons={"batch_tokens": reason, **self.reasons})
 
     def require(self, *others: str) -> None:
         """Raise DoesNotFit, with `others` and all fixes, unless the plan fits."""
@@ -145,10 +150,12 @@ class Plan:
 
     def _heading(self) -> list[str]:
         workload, model = self.workload, self.workload.model
+        why = self.reasons.get("batch_tokens")
         return [
             f"plan      {model.name}, {figure(model.params)} params, on {self.profile.name}",
             f"step      {workload.step_tokens:,} tokens in rows of {workload.sequence:,}, "
             f"{workload.dtype}",
+            *([] if why is None else [f"          auto: {why}"]),
             "",
         ]
 
@@ -197,7 +204,7 @@ class Plan:
 
     def _choices(self) -> list[str]:
         facts = self.settings.facts()
-        shown = self.reasons
+        shown = {name: why for name, why in self.reasons.items() if name in facts}
         if not self.knows_time:  # nothing to compare: only what costs something is worth a line
             shown = {name: why for name, why in shown.items() if facts[name] not in _COSTS_NOTHING}
         return [f"{name:20}{facts[name]!s:12}{why}" for name, why in shown.items()]

@@ -46,6 +46,7 @@ def ours(config: Config, rows: int, length: int = LENGTH) -> int:
     if isinstance(config.data.eval, float):
         documents, _ = hold_out(documents, config.data.eval, 0)
     batch_tokens = config.train.batch_tokens
+    assert batch_tokens != "auto", "a batch size of another tool is a number"
     steps = Steps(
         documents,
         MixedOrder([num_rows(documents)], [1.0], 0),

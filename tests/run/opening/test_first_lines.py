@@ -105,7 +105,7 @@ def test_steps_by_rows_are_planned_by_the_largest(world: Path, tmp_path: Path) -
     with Trainer(config, dry_run=True) as trainer:
         longest = max(trainer.data.rows.train.lengths)
         assert 64 <= trainer.plan.workload.step_tokens <= 8 * longest
-        assert trainer.plan.workload.step_tokens < config.step_tokens
+        assert trainer.plan.workload.step_tokens < 8 * config.data.max_length
 
 
 def test_rows_beyond_learned_positions_are_refused_before_the_model_is_read(

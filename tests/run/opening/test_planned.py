@@ -101,7 +101,7 @@ def test_a_run_that_continues_has_its_prediction_and_keeps_its_bits(
 ) -> None:
     config, device = config_of(path), CpuDevice()
     kept = {"micro_batch_tokens": 128, "chunk_tokens": 64, "state": "bf16"}
-    resumed: Any = SimpleNamespace(known=SimpleNamespace(kept=kept))
+    resumed: Any = SimpleNamespace(known=SimpleNamespace(kept=kept, batch_tokens=512))
     plan = plan_run(config, device, decoder_of(config), resumed)
     assert {name: getattr(plan.settings, name) for name in kept} == kept
     found = facts(plan, device, [])
@@ -116,7 +116,7 @@ def test_a_run_that_continues_has_its_prediction_and_keeps_its_bits(
 def _continuing(state: str) -> Any:
     """A checkpoint of a run that keeps its states so."""
     kept = {"micro_batch_tokens": 128, "chunk_tokens": 64, "state": state}
-    return SimpleNamespace(known=SimpleNamespace(kept=kept))
+    return SimpleNamespace(known=SimpleNamespace(kept=kept, batch_tokens=512))
 
 
 def test_the_most_exact_state_that_fits_is_taken(path: Path) -> None:

@@ -144,3 +144,17 @@ def test_a_tokenizer_that_git_lfs_left_behind_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(POINTER)
     with pytest.raises(ModelFolderError, match=r"tokenizer\.json is a Git LFS pointer"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("weights", [(1, 1), (2, 1), (2.5, 0.5)])
+def test_the_tokens_of_an_epoch_are_those_of_its_steps(
+    tmp_path: Path, weights: tuple[float, float]
+) -> None:
+    names = (("a", 40), ("b", 8))
+    paths = [_write(tmp_path / f"{name}.jsonl", name, count) for name, count in names]
+    files = [{"path": p, "weight": w} for p, w in zip(paths, weights, strict=True)]
+    data = _open(tmp_path, {"train": files}, {"batch_rows": 8})
+    rows = data.rows
+    exact = sum(int(rows.train.lengths[row]) for row in rows.order.rows(0, 0, rows.order.size))
+    assert rows.epoch_tokens == pytest.approx(exact, rel=0 if 0.5 not in weights else 0.02)
+    data.close()

@@ -43,7 +43,7 @@ class Opening:
     """Everything that a run has before its first step."""
 
     config: Config
-    """With commits in place of branches of the Hub."""
+    """With commits in place of branches of the Hub, and the tokens of a step in place of auto."""
     pins: Pins
     folder: RunFolder
     device: Device
@@ -78,14 +78,18 @@ def open_run(config: Config, *, resumes: bool = False, dry_run: bool = False) ->
         tokenizer, growth = open_tokenizer(config, source, notes, found)
         model = open_model(config, source, growth, found)
         rows = open_rows(config, tokenizer, model.decoder, notes)
-        plan = plan_run(with_longest_step(config, rows), device, model.decoder, found)
-        data = opened.enter_context(open_data(config, tokenizer, plan.settings, rows))
+        plan = plan_run(
+            with_longest_step(config, rows), device, model.decoder, found, rows.epoch_tokens
+        )
+        data = opened.enter_context(
+            open_data(_settled(config, plan), tokenizer, plan.settings, rows)
+        )
         home, resumed = load_home(config, plan.settings, model, tokenizer, found)
         opened.callback(home.store.close)
         engine = make_engine(config, plan.settings, home, device, data.num_steps)
         opened.pop_all()
     return Opening(
-        config=config,
+        config=_settled(config, plan),
         pins=pins,
         folder=folder,
         device=device,
@@ -97,6 +101,11 @@ def open_run(config: Config, *, resumes: bool = False, dry_run: bool = False) ->
         engine=engine,
         notes=tuple(notes),
     )
+
+
+def _settled(config: Config, plan: Plan) -> Config:
+    """Return the config with the step that the plan chose, or found in the checkpoint."""
+    return config.settled(plan.workload.step_tokens)
 
 
 def open_folder(config: Config, opened: ExitStack, *, resumes: bool, dry_run: bool) -> RunFolder:

@@ -25,13 +25,15 @@ from megatrain.planning.from_config import (
     free_on_disk,
     pins_of,
     step_settings_of,
+    step_size_of,
     within,
     workload_of,
 )
 from megatrain.planning.machine.examination import measured_profile
-from megatrain.planning.machine.profile import MachineProfile, unmeasured
+from megatrain.planning.machine.profile import NOT_MEASURED, MachineProfile, unmeasured
 from megatrain.planning.plan import Plan, make_plan
 from megatrain.planning.search import HOST_HEADROOM
+from megatrain.planning.step_size import StepSize
 from megatrain.planning.workload import Workload, shape_of
 from megatrain.run.opening.balancing import router_aux_loss
 from megatrain.run.opening.resumption import OpenedCheckpoint
@@ -50,13 +52,23 @@ TIGHT = 1.3
 
 
 def plan_run(
-    config: Config, device: Device, decoder: Decoder, found: OpenedCheckpoint | None = None
+    config: Config,
+    device: Device,
+    decoder: Decoder,
+    found: OpenedCheckpoint | None = None,
+    epoch_tokens: int | None = None,
 ) -> Plan:
     """Return the plan of a run. Raises DoesNotFit, with changes that would fit.
 
     A resumed run keeps the settings that its bits depend on, its optimizer's state only where that
-    fits. It is not refused: it ran before.
+    fits. It is not refused: it ran before. `epoch_tokens` are those of the data: the size of a step
+    may depend on them.
     """
+    machine = _machine(config, device)
+    model = shape_of(decoder, Path(config.model.name_or_path).name)
+    size = _begun_with(config, found) or step_size_of(config, machine, model, epoch_tokens)
+    if size is not None:
+        config = config.settled(size.tokens)
     coefficient = router_aux_loss(config, decoder)
     settings = step_settings_of(config, unified=not device.own_memory, router_aux_loss=coefficient)
     pins = pins_of(config)
@@ -64,12 +76,11 @@ def plan_run(
         kept = {name: value for name, value in found.known.kept.items() if name not in pins}
         settings = settings.changed(**kept)
         pins |= dict.fromkeys(kept, UNCHANGED)
-    workload = workload_of(config, shape_of(decoder, Path(config.model.name_or_path).name))
-    base_bytes = resident_bytes() + LATER_BYTES
-    plan = _planned(config, device, workload, settings, pins, base_bytes)
+    workload = workload_of(config, model)
+    plan = _planned(machine, workload, settings, pins)
     if not plan.fits and pins.get("state") == UNCHANGED:
         del pins["state"]
-        other = _planned(config, device, workload, settings, pins, base_bytes)
+        other = _planned(machine, workload, settings, pins)
         plan = other if other.fits else plan
     if found is None:
         _require(plan, config)
@@ -80,22 +91,35 @@ def plan_run(
         )
     if not device.own_memory and plan.profile.ram_bytes < TIGHT * plan.ledger.total("host"):
         give_back_at_once()
-    return plan
+    return plan if size is None else plan.with_step_reason(size.reason)
+
+
+def _machine(config: Config, device: Device) -> MachineProfile:
+    """Return this machine with the memory and disk that are free now, as the config allows."""
+    found = measured_profile()
+    if found is None or found.unified == device.own_memory:
+        found = unmeasured(ram_bytes=1, base_bytes=0, device_bytes=device.free_bytes)
+    now = found.changed(
+        ram_bytes=_free_for_us(),
+        base_bytes=resident_bytes() + LATER_BYTES,
+        disk_bytes=free_on_disk(config),
+    )
+    return within(now, config)
+
+
+def _begun_with(config: Config, found: OpenedCheckpoint | None) -> StepSize | None:
+    """Return the step of a resumed run that the config leaves open: part of the run's recipe."""
+    tokens = None if found is None else found.known.batch_tokens
+    if tokens is None or config.train.batch_tokens != "auto":
+        return None
+    return StepSize(tokens=tokens, reason=UNCHANGED)
 
 
 def _planned(
-    config: Config,
-    device: Device,
-    workload: Workload,
-    settings: StepSettings,
-    pins: dict[str, str],
-    base_bytes: int,
+    machine: MachineProfile, workload: Workload, settings: StepSettings, pins: dict[str, str]
 ) -> Plan:
-    measured = measured_profile()
-    if measured is not None and measured.unified != device.own_memory:
-        return make_plan(_as_now(measured, config, base_bytes), workload, settings, pins)
-    unknown = unmeasured(ram_bytes=1, base_bytes=0, device_bytes=device.free_bytes)
-    machine = _as_now(unknown, config, base_bytes)
+    if machine.source != NOT_MEASURED:
+        return make_plan(machine, workload, settings, pins)
     by_rules = dict.fromkeys(settings.facts(), "by a simple rule") | pins
     plan = make_plan(machine, workload, settings, by_rules)
     return plan if plan.fits else make_plan(machine, workload, settings, pins)
@@ -140,14 +164,6 @@ def facts(plan: Plan, device: Device, step_seconds: list[float]) -> dict[str, An
     if step_seconds:
         found["measured_step_s"] = _median(step_seconds)
     return found
-
-
-def _as_now(profile: MachineProfile, config: Config, base_bytes: int) -> MachineProfile:
-    """Return the machine with the memory and disk that are free now, as the config allows."""
-    now = profile.changed(
-        ram_bytes=_free_for_us(), base_bytes=base_bytes, disk_bytes=free_on_disk(config)
-    )
-    return within(now, config)
 
 
 def _free_for_us() -> int:

@@ -64,6 +64,8 @@ class RunRecord:
     data: dict[str, Any]
     lines: dict[str, int]
     """How long the step's files were."""
+    batch_tokens: int | None
+    """Of a step; None: it is counted in rows."""
     kept: dict[str, Any]
     """The StepSettings that the bits of the run depend on, by name."""
     learning_rate: float | None = None
@@ -217,6 +219,7 @@ def known_of(manifest: Manifest) -> RunRecord:
                 **{name: as_count(training["data"][name]) for name in ("epoch", "window", "row")},
             },
             lines={str(name): as_count(size) for name, size in training["lines"].items()},
+            batch_tokens=_as_step(training["config"]["train"]),
             kept={
                 "micro_batch_tokens": as_count(training["micro_batch_tokens"]),
                 "chunk_tokens": as_count(training.get("chunk_tokens", CHUNK_TOKENS)),
@@ -239,6 +242,10 @@ def _as_state(value: Any) -> str:
     if not isinstance(value, str) or not any(value in states for states in STATES.values()):
         raise ValueError(f"{str(value)[:40]!r} is not a state of an optimizer")
     return value
+
+
+def _as_step(train: Mapping[str, Any]) -> int | None:
+    return None if (tokens := train.get("batch_tokens")) is None else as_count(tokens)
 
 
 def _as_text(value: Any) -> str | None:
@@ -272,7 +279,7 @@ def changed_settings(config: Config, manifest: Manifest) -> list[str]:
         old = before.get(section)
         old = _defaults(section) | (dict(old) if isinstance(old, Mapping) else {})
         for key, value in values.items():
-            if old.get(key) == value:
+            if old.get(key) == value or (key, value) == ("batch_tokens", "auto"):  # it is kept
                 continue
             text = f"{section}.{key}: {str(old.get(key))[:100]} -> {value}"
             (refused if key in FIXED.get(section, ()) else changed).append(text)

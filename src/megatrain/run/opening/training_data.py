@@ -141,6 +141,7 @@ def _steps(
 ) -> Steps:
     pad = tokenizer.pad_token_id
     tokens, rows = config.train.batch_tokens, config.train.batch_rows
+    assert tokens != "auto", "the plan has decided"
     return Steps(
         documents,
         order,
