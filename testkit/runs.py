@@ -17,6 +17,7 @@ from megatrain.cli.demo import byte_tokenizer
 from megatrain.config import Config
 from megatrain.engine import actions
 from megatrain.memory.kinds import Kind
+from megatrain.optim.states import STATES
 from megatrain.run.evaluation.mean_loss import MeanLoss
 from megatrain.run.interrupts import Interrupts
 from megatrain.run.trainer import Trainer
@@ -65,7 +66,7 @@ def setting_of(number: int) -> Setting:
         eval_every=draw.choice([2, 3, None]),
         tape=draw.choice(["device", "host"]),
         frozen=draw.random() < 0.2,
-        state=draw.choice(["fp32", "bf16"]),
+        state=list(STATES["adamw"])[number % 3],
     )
 
 

@@ -134,6 +134,12 @@ def _migrated(tool: Tool, **values: Any) -> Migration:
          "training only, no preference or reinforcement method"),
         ("LLaMA-Factory", {"stage": "pt"}, "changed stage data.train_on = "
          "all (pt trains on all tokens, sft on the assistant's)"),
+        ("Axolotl", {"optimizer": "paged_adamw_8bit"},
+         'default - optim.state = "8bit" (optimizer is paged_adamw_8bit; auto is fp32 wherever '
+         "that fits)"),
+        ("TRL", {"optim": "adamw_anyprecision"},
+         "default - optim.state = bf16 (optim is adamw_anyprecision; auto is fp32 wherever that "
+         "fits)"),
         ("Axolotl", {"optimizer": "lion"},
          "dropped optimizer adamw is the only optimizer"),
         ("Axolotl", {"lr_scheduler": "polynomial"}, "dropped lr_scheduler schedule not supported; "

@@ -29,7 +29,7 @@ from megatrain.optim.states import STATES
 from testkit.engines import make_engine
 from tests.disk.checkpoint.saving import BATCHES, save, tiny_model
 
-CODES = ["fp32", "bf16"]
+CODES = list(STATES["adamw"])
 NARROW = [code for code in CODES if code != "fp32"]
 SEED, NUM_STEPS = 7, 3
 Moments = Mapping[str, tuple[Tensor, Tensor]]

@@ -34,7 +34,7 @@ from megatrain.config.other_tools.defaults import (
     batch,
 )
 from megatrain.config.other_tools.names import AXOLOTL, LLAMA_FACTORY, TRL, Rule, prefix_rule
-from megatrain.config.other_tools.values import converter, trl_names
+from megatrain.config.other_tools.values import NARROW_ADAMW, converter, trl_names
 from megatrain.config.settings import SECTIONS
 from megatrain.config.yaml_reader import Document, read_document
 from megatrain.errors import ConfigError
@@ -133,6 +133,7 @@ def migrate_document(document: Document, tool: Tool | None = None, **known: Any)
             result.put(_line(key, asked))
     _put_defaults(result, asked)
     _put_raw_strings(result, asked)
+    _put_state(result, asked)
     _put_batch(result, asked)
     _choose_length(result)
     return result
@@ -221,6 +222,15 @@ def _put_raw_strings(result: Migration, asked: ToolConfig) -> None:
         ]
         note = "TRL joins string prompts and completions without a template"
         result.put(KeyReport(key="-", outcome="default", ours=ours, value="none", note=note))
+
+
+def _put_state(result: Migration, asked: ToolConfig) -> None:
+    """Keep moments narrow where the name of the tool's optimizer says so."""
+    for key in ("optim", "optimizer"):
+        if TABLES[asked.tool].get(key) and (name := str(asked.get(key)).lower()) in NARROW_ADAMW:
+            ours, note = "optim.state", f"{key} is {name}; auto is fp32 wherever that fits"
+            value = NARROW_ADAMW[name]
+            result.put(KeyReport(key="-", outcome="default", ours=ours, value=value, note=note))
 
 
 def _left_alone(asked: ToolConfig) -> set[str]:

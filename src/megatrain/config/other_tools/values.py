@@ -248,13 +248,16 @@ _SCHEDULES = {
     "cosine": "cosine", "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd",
 }  # fmt: skip
 _ADAMW = (
-    "adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_8bit", "adamw_bnb_8bit",
-    "adamw_torch_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "adamw_apex_fused",
+    "adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "paged_adamw_32bit",
+    "adamw_apex_fused",
 )  # fmt: skip
+NARROW_ADAMW = {
+    "adamw_anyprecision": "bf16", "adamw_8bit": "8bit", "adamw_bnb_8bit": "8bit",
+    "adamw_torch_8bit": "8bit", "paged_adamw_8bit": "8bit", "adamw_torch_4bit": "8bit",
+}  # fmt: skip
+"""The optimizers that keep their moments in less than fp32, and our optim.state."""
 _optimizer = _choice(
-    dict.fromkeys(_ADAMW, "adamw"),
-    "adamw is the only optimizer",
-    {name: "moments are fp32" for name in _ADAMW if "8bit" in name},
+    dict.fromkeys((*_ADAMW, *NARROW_ADAMW), "adamw"), "adamw is the only optimizer"
 )
 _schedule = _choice(
     _SCHEDULES,
