@@ -5,7 +5,7 @@
 Small Llamas of random weights, on this machine's CPU: compute reads the store (`views`), or copies
 blocks into slots as an accelerator would (`copies`), with the tape on either side.
 
---memory: 36 configurations, each in a process of its own. The ledger's host total against the most
+--memory: 39 configurations, each in a process of its own. The ledger's host total against the most
 that was resident. What Python and libraries hold is measured once, in a process that has trained a
 model of no size, as the profile of a machine has it. malloc is told to give memory from 1 MiB on
 back when it is freed; left alone it keeps up to 80 MiB, now more, now less (`--keeping` shows it).

@@ -35,6 +35,7 @@ RUNS: dict[str, tuple[tuple[int, int], list[str]]] = {
     "220M, updates in backward": ((1536, 8), ["train.max_grad_norm=null"]),
     "220M, moments in bf16": ((1536, 8), ["optim.state=bf16"]),
     "220M, moments in 8 bits": ((1536, 8), ["optim.state=8bit"]),
+    "220M, a disk": ((1536, 8), ["optim.state=fp32", "memory.disk=."]),
 }
 """Hidden size and layers, and changes to the config."""
 CAP_TARGETS = {"died": 0, "refused_above": 0}
