@@ -2,11 +2,13 @@
 
     python -m benchmarks.optimizer [--json] [--params 210] [--threads 2] [--rounds 15]
 
-Four contestants take turns in every round, so that a busy machine slows all of them, and a figure
+The contestants take turns in every round, so that a busy machine slows all of them, and a figure
 is the median over rounds of the ratio within a round. All buffers have huge pages, as in the store,
-and all use the same threads. Needs 20 bytes per parameter and 1.2 GiB.
+and all use the same threads. Needs 26 bytes per parameter and 1.2 GiB.
 
     ours               bf16 gradient, split master, moments in one pass: 26 bytes per parameter
+    ours_bf16          the same with moments in bf16: 18 bytes
+    ours_int8          the same with moments in 8 bits: 14 bytes
     torch_fused        torch.optim.AdamW(fused=True), fp32 parameters and gradients: 28 bytes
     master_plus_copy   the same from a bf16 gradient to a bf16 copy, one pass for each: 46 bytes
                        (with the lines that a store reads first)
@@ -21,13 +23,15 @@ import json
 import mmap
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from megatrain.optim.kernel import AdamWScalars
 from megatrain.optim.native import NativeKernel
+from megatrain.optim.rounding import Rounding
+from megatrain.optim.states import STATES
 
 OURS_BYTES = 26
 TRIAD_BYTES = 24
@@ -35,7 +39,13 @@ TRIAD_BYTES_WITH_READ = 32
 TRIAD_ELEMENTS = 50 * 2**20
 PATTERN = 2**20
 
-TARGETS = {"vs_torch_fused": 1.0, "vs_master_plus_copy": 1.3, "bandwidth_share": 0.9}
+TARGETS = {
+    "vs_torch_fused": 1.0,
+    "vs_master_plus_copy": 1.3,
+    "bandwidth_share": 0.9,
+    "bf16_vs_fp32": 1.2,
+    "int8_vs_fp32": 1.2,
+}
 
 
 def host_buffer(n: int, dtype: torch.dtype, pattern: Tensor) -> Tensor:
@@ -66,6 +76,18 @@ def contestants(n: int, kernel: NativeKernel, num_threads: int) -> dict[str, Cal
     optimizer = torch.optim.AdamW([master], lr=1e-5, weight_decay=0.01, fused=True)
     optimizer.state[master] = {"step": torch.tensor(10.0), "exp_avg": m, "exp_avg_sq": v}
 
+    def ours(states: Sequence[Tensor]) -> Callable[[], None]:
+        rounding = Rounding(seed=0, update=10, first=0)
+        return lambda: kernel.adamw(
+            *(hi, lo, states, grad, scalars, rounding), num_threads=num_threads
+        )
+
+    def rounded(state: str) -> list[Tensor]:
+        return [
+            host_buffer(n, getattr(torch, str(kind.bf16)), zero)[: n // kind.elements_per_number]
+            for kind in STATES["adamw"][state]
+        ]
+
     def master_plus_copy() -> None:
         assert master.grad is not None
         master.grad.copy_(grad)
@@ -73,7 +95,9 @@ def contestants(n: int, kernel: NativeKernel, num_threads: int) -> dict[str, Cal
         copy.copy_(master.detach())
 
     return {
-        "ours": lambda: kernel.adamw(hi, lo, (m, v), grad, scalars, num_threads=num_threads),
+        "ours": ours((m, v)),
+        "ours_bf16": ours(rounded("bf16")),
+        "ours_int8": ours(rounded("8bit")),
         "torch_fused": lambda: optimizer.step(),
         "master_plus_copy": master_plus_copy,
         "triad": lambda: kernel.triad(a, b, c, num_threads=num_threads),
@@ -111,6 +135,8 @@ def measure(millions: int, num_threads: int, num_rounds: int) -> dict[str, objec
         "ours_params_per_s": median(lambda t: n / t["ours"]),
         "ours_gb_per_s": median(lambda t: OURS_BYTES * n / t["ours"] / 1e9),
         "triad_gb_per_s": median(lambda t: TRIAD_BYTES * TRIAD_ELEMENTS / t["triad"] / 1e9),
+        "bf16_vs_fp32": median(lambda t: t["ours"] / t["ours_bf16"]),
+        "int8_vs_fp32": median(lambda t: t["ours"] / t["ours_int8"]),
         "vs_torch_fused": median(lambda t: t["torch_fused"] / t["ours"]),
         "vs_master_plus_copy": median(lambda t: t["master_plus_copy"] / t["ours"]),
         "bandwidth_share": share(TRIAD_BYTES),

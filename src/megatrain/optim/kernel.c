@@ -4,13 +4,19 @@
    computes. An entry works on n contiguous elements with num_threads threads and returns when all
    of them are done. Its arrays must not overlap. Any alignment is right, 64 bytes is fastest.
 
+   Moments are fp32, bf16, or codes of 8 bits with a scale for SHARED elements. In fp32 the update is
+   that of AdamWScalars, element by element. The other two round stochastically, and their update is
+   that of FoldedScalars: fewer operations, because with fewer bytes to move these would hold it up.
+
    Same bits everywhere: IEEE additions, multiplications, divisions and square roots in the order
    written here, never fused and never reassociated, so every instruction set, compiler and number
    of threads gives one result, and torch_kernel.py gives it too. Threads work with denormals on and
    rounding to nearest, whatever the process has set, and put the control register back.
 
-   Measured (two cores, Sapphire Rapids): the update moves bytes as fast as the same loop with no
-   arithmetic. Stores past the cache halve its speed, because each line was just read. */
+   Measured (two cores, Sapphire Rapids): with moments in fp32 the update moves bytes as fast as the
+   same loop with no arithmetic. Stores past the cache halve its speed, because each line was just
+   read. With moments in bf16 roots and quotients take as long as the bytes, with moments in 8 bits
+   the codes take longer than either. */
 
 #include <float.h>
 #include <stddef.h>
