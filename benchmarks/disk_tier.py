@@ -11,7 +11,8 @@ the figure would be about cores. In turns, each the seconds of a step in the mid
 
     memory_s           everything in host memory
     disk_s             a loop that reads and writes the same bytes in the order of the disk lane, in
-                       pieces of the same size from as many threads, and does nothing else
+                       pieces of the same size from as many threads, and does nothing else; once
+                       before the steps and once behind them, the mean of both
     step_s             with the tier
     over_bound         step_s over the longer of the two, median of rounds
 
@@ -175,12 +176,12 @@ def _in_turns(
     num_rounds: int,
     num_steps: int,
 ) -> dict[str, float]:
-    found = []
+    found, compute_s = [], share * move()
     for _ in range(num_rounds):
-        disk_s = move()
-        compute_s = share * disk_s
         memory_s = plain.seconds(num_steps, compute_s)
-        found.append((memory_s, disk_s, tiered.seconds(num_steps, compute_s)))
+        before_s = move()
+        step_s = tiered.seconds(num_steps, compute_s)
+        found.append((memory_s, (before_s + move()) / 2, step_s))
     ratios = [step_s / max(memory_s, disk_s) for memory_s, disk_s, step_s in found]
     names = ("memory_s", "disk_s", "step_s")
     medians = map(statistics.median, zip(*found, strict=True))
