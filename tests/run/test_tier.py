@@ -77,6 +77,19 @@ def test_a_run_with_a_tier_has_the_bits_of_one_without(
     assert _left(world) == []
 
 
+def test_moments_in_8_bits_have_the_same_bits_on_disk(world: Path, tmp_path: Path) -> None:
+    ends: dict[str, State | None] = {}
+    for tier in ("none", "states"):
+        config = _config(world, tmp_path / tier, tier, state="8bit", clips=False)
+        with forced_tier(tier):
+            ends[tier] = run(config)
+    expected = ends["none"]
+    assert expected is not None
+    assert {kind.name for _, kind in expected} >= {"m", "m_scale", "v", "v_scale"}
+    found = differences(world, ends["states"], tmp_path / "states", (expected, tmp_path / "none"))
+    assert found == []
+
+
 def test_a_run_that_fits_without_a_tier_makes_no_file(world: Path, tmp_path: Path) -> None:
     config = _config(world, tmp_path / "run", "states")
     assert config.memory.disk == str(world)
