@@ -8,7 +8,8 @@
     python -m proofs.crash corrupt --count 10000 --json
 
     sigkill   kill a training run at random instants, resume it, and compare the end with that of
-              the run that nobody killed, bit for bit; --tier: masters and moments are on disk
+              the run that nobody killed, bit for bit; every third run keeps its moments in fp32,
+              in bf16, in 8 bits; --tier: masters and moments are on disk
     states    every state a power loss may leave, made from the recorded calls of real saves
     strace    kill at each system call of one save, one delete and one load
     power     shut ext4 down under a process that saves; needs root, loop devices and mkfs.ext4

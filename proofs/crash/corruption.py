@@ -72,7 +72,9 @@ class Victim:
 
     def __init__(self, folder: Path) -> None:
         self._run = TinyRun(folder)
-        self._config = Config.model_validate({"model": "m", "data": "d"})
+        self._config = Config.model_validate(
+            {"model": "m", "data": "d", "train": {"batch_tokens": 64}}
+        )
         self._folders = []
         for _ in range(NUM_STEPS):
             self._run.take_step()
