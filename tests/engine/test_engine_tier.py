@@ -7,25 +7,32 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from megatrain.engine.engine import Engine
 from megatrain.engine.snapshot import Snapshot
 from megatrain.engine.updates import Updates
 from megatrain.errors import ConfigError, DiskError, TierDamaged
 from megatrain.lanes.lane import Lane
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import Kind, kinds_on_disk, store_kinds
+from megatrain.memory.layout import build_layout
+from megatrain.memory.store import Store
+from megatrain.memory.tier import Tier
+from megatrain.memory.tier_regions import TierRegions
 from megatrain.memory.tier_ring import TierRing
 from megatrain.optim.adamw import AdamW
-from megatrain.optim.states import M, V
+from megatrain.optim.states import STATES, M, V
 from megatrain.step.ops import LANES, Op, OpKind
 from megatrain.step.resources import OpTable
 from megatrain.step.shape import Update
+from testkit.engines import make_engine
 from testkit.patience import HANG_S
 from testkit.states import steps_of
-from testkit.worlds import Case, Outcome, Tiered, make_batch, world_of
+from testkit.worlds import Case, Outcome, Tiered, block_bytes, make_batch, world_of
 
 MODES: list[tuple[Update, Tiered]] = [
     ("in_backward", "states"),
@@ -76,6 +83,42 @@ def test_what_is_on_disk_changes_no_bit(
     world = world_of(sort)
     assert world.play(case).differences(expected) == []
     assert world.play(case, reference=True).differences(expected) == []
+
+
+def trained_with(state: str, case: Case, tier: Tiered, folder: Path) -> dict[str, Tensor]:
+    """Return all that three steps leave of a model whose moments are kept in `state`."""
+    world = world_of(case.sort)
+    kinds = store_kinds(STATES["adamw"][state], waits=True)
+    layout, on_disk = build_layout(world.decoder.blocks, kinds), kinds_on_disk(kinds, tier)
+    store = Store(layout, Tier(folder, TierRegions(layout, on_disk)) if on_disk else None)
+    for block in range(layout.num_blocks):
+        store.block_bytes(block, Kind.HI).copy_(world.store.block_bytes(block, Kind.HI))
+    optimizer = AdamW(learning_rate=1e-2, max_grad_norm=1.0, state=state, seed=3)
+    with make_engine(
+        world.decoder, store, optimizer=optimizer, update=case.update, tier=tier, state=state
+    ) as engine:
+        train(engine, case)
+    found = {
+        f"{kind} of block {block}": block_bytes(store, block, kind)
+        for kind in kinds
+        if kind is not Kind.GRAD
+        for block in range(layout.num_blocks)
+    }
+    store.close()
+    return found
+
+
+@pytest.mark.parametrize("state", ["bf16", "8bit"])
+@pytest.mark.parametrize(("update", "tier"), MODES)
+def test_rounded_moments_on_disk_change_no_bit(
+    state: str, update: Update, tier: Tiered, tmp_path: Path
+) -> None:
+    case = replace(CASE, update=update)
+    world_of(case.sort).rewind()
+    expected = trained_with(state, case, "none", tmp_path)
+    found = trained_with(state, case, tier, tmp_path)
+    assert found.keys() == expected.keys()
+    assert [name for name, part in found.items() if not part.equal(expected[name])] == []
 
 
 @pytest.mark.parametrize(("update", "tier"), MODES)
