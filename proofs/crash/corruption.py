@@ -73,7 +73,7 @@ class Victim:
     def __init__(self, folder: Path) -> None:
         self._run = TinyRun(folder)
         self._config = Config.model_validate(
-            {"model": "m", "data": "d", "train": {"batch_tokens": 64}}
+            {"model": "m", "data": "d", "train": {"batch_tokens": 4096}}
         )
         self._folders = []
         for _ in range(NUM_STEPS):
