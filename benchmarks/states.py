@@ -1,6 +1,6 @@
 """Moments in bf16 and 8 bits against fp32: where training ends, and how far weights move.
 
-    python -m benchmarks.states --json [--seeds 3] [--steps 200] [--picture FILE]
+    python -m benchmarks.states --json [--seeds 3] [--steps 200] [--picture docs/states.png]
 
 A small Llama on bytes learns the sources of Python's standard library, through the engine, in fp32
 so that a processor without bf16 is as fast. From one start and with the same batches it trains with
@@ -311,7 +311,7 @@ def draw(losses: Curves, distances: Curves, num_steps: int, path: Path) -> None:
         right.plot([distance / SMALL_RATE for distance in distances[name]], label=label, **style)
     left.set(xlabel="step", ylabel="evaluation loss per byte", title="A small Llama, from scratch")
     right.set(
-        xlabel="% of 3000 updates", ylabel="way gone / learning rate",
+        xlabel="% of 3000 updates", ylabel="distance / learning rate",
         title="Gradients that fall tenfold, beta2 = 0.999",
     )  # fmt: skip
     for axes in (left, right):
