@@ -127,6 +127,33 @@ def test_a_run_in_parts_is_the_run_as_a_whole(kernels: list[Kernel], code: str) 
         assert not same(forgetful, whole), "a part that forgets where it begins would be noticed"
 
 
+def largest_codes(kernel: Kernel) -> tuple[Tensor, Tensor]:
+    """The largest codes of m and of v in each block and after each update, with beta2 = 0.999."""
+    n = 4 * SHARED
+    run, m, v = Run.of(masters(n), "8bit"), [], []
+    for number, grad in enumerate(gradients(n, 20), start=1):
+        run.update(kernel, grad, number, scalars=scalars_at(number, betas=(0.9, 0.999)))
+        m.append((run.states[0] & 0x7F).view(-1, SHARED).amax(1))
+        v.append(run.states[2].view(-1, SHARED).amax(1))
+    return torch.stack(m), torch.stack(v)
+
+
+def test_the_largest_moments_of_a_block_have_the_largest_codes(kernels: list[Kernel]) -> None:
+    for kernel in kernels:
+        m, v = largest_codes(kernel)
+        assert (m == 127).all(), kernel.description
+        assert (v == 255).all(), kernel.description
+
+
+def test_a_scale_above_the_largest_v_would_be_noticed(
+    compile_kernel: Callable[..., NativeKernel],
+) -> None:
+    above = ("largest_moment(b->v)", "2 * largest_moment(b->v)")
+    m, v = largest_codes(compile_kernel("-ffp-contract=off", replace=above))
+    assert (m == 127).all()
+    assert (v < 255).all()
+
+
 def distance_gone(kernel: Kernel, code: str, num_steps: int) -> tuple[Tensor, Tensor]:
     """How far weights went, with moments in `code` and with torch.optim.AdamW in fp32."""
     n, lr = 64 * SHARED, 3e-4

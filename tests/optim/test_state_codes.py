@@ -93,6 +93,17 @@ def test_every_code_of_8_bits_stays() -> None:
             assert torch.equal(again[2], states[2])
 
 
+def test_the_largest_moments_of_a_block_have_the_largest_codes() -> None:
+    generator = torch.Generator().manual_seed(2)
+    for update in range(20):
+        m = torch.randn(4 * SHARED + 7, generator=generator) * 10.0 ** (-update)
+        states = zero_states("8bit", m.numel())
+        encode(m, m.square(), states, Rounding(seed=0, update=update, first=0))
+        for begin in range(0, m.numel(), SHARED):
+            assert (states[0][begin : begin + SHARED] & 0x7F).max() == 127
+            assert states[2][begin : begin + SHARED].max() == 255
+
+
 def error_in_deviations(code: str, n: int = 64, num_draws: int = 2000) -> Tensor:
     """The mean error of each moment over many draws, in deviations of that mean."""
     generator = torch.Generator().manual_seed(1)

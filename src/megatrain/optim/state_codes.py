@@ -11,6 +11,10 @@ The codes of 8 bits are small floating-point numbers, cut from the bits of fp32:
         1.125 * 2**-28 of the scale and not zero: a v of zero beside an m that is not would make
         a huge update
 
+The largest new moment of SHARED elements sets their scale, and so has the largest code. A bound
+that is known before the update is not enough: with beta2 = 0.999 it grows to several times the
+largest v, and most elements leave the upper octaves.
+
 Rounding is stochastic: up with the probability of the part cut off. An update moves v by a part in
 a thousand and less, and bf16 has steps of a part in 128: rounded to nearest, v would never fall.
 
@@ -21,6 +25,7 @@ Laws (tests/optim/test_state_codes.py)
     1. Decoding zero bytes gives zeros.
     2. A moment that the code can hold stays as it is; others are right on average.
     3. Encoded moments are finite.
+    4. The largest m and the largest v of a block have the largest code.
 """
 
 from __future__ import annotations
@@ -51,17 +56,10 @@ def decode(states: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return _decode_m(_blocks(m), m_scale)[:n], _decode_v(_blocks(v), v_scale)[:n]
 
 
-def encode(
-    m: Tensor,
-    v: Tensor,
-    states: Sequence[Tensor],
-    rounding: Rounding,
-    limits: tuple[Tensor, Tensor] | None = None,
-) -> None:
+def encode(m: Tensor, v: Tensor, states: Sequence[Tensor], rounding: Rounding) -> None:
     """Write m and v, fp32, into the states. v is not negative.
 
     In bf16 and 8 bits, a magnitude beyond 2**126 counts as 2**126; updates do not reach it.
-    `limits` are numbers that no m, no v of a block exceeds; without them, the largest of the block.
     To convert a checkpoint, give the number of updates so far as `rounding.update`.
     """
     if states[0].dtype == torch.float32:
@@ -75,14 +73,8 @@ def encode(
         _encode_bf16(m, for_m, states[0])
         _encode_bf16(v, for_v, states[1])
     else:
-        m_limit, v_limit = limits or block_limits(m, v)
-        _encode_m(m, for_m, m_limit, states[0], states[1])
-        _encode_v(v, for_v, v_limit, states[2], states[3])
-
-
-def block_limits(m: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest magnitudes of m and of v in each block of SHARED elements."""
-    return _blocks(m).abs().amax(1), _blocks(v).abs().amax(1)
+        _encode_m(m, for_m, states[0], states[1])
+        _encode_v(v, for_v, states[2], states[3])
 
 
 def _encode_bf16(moment: Tensor, random: Tensor, state: Tensor) -> None:
@@ -99,9 +91,10 @@ def _decode_m(codes: Tensor, scale: Tensor) -> Tensor:
     return (x.view(torch.int32) | (codes & _SIGN)).view(torch.float32).view(-1)
 
 
-def _encode_m(m: Tensor, random: Tensor, limit: Tensor, state: Tensor, scale: Tensor) -> None:
-    scale.copy_(_normal_or_zero(limit / _M_LARGEST))
-    x = (_blocks(m).abs() * _inverse(scale)).add_(_M_OFFSET).view(torch.int32)
+def _encode_m(m: Tensor, random: Tensor, state: Tensor, scale: Tensor) -> None:
+    magnitudes = _blocks(m).abs()
+    scale.copy_(_normal_or_zero(magnitudes.amax(1) / _M_LARGEST))
+    x = (magnitudes * _inverse(scale)).add_(_M_OFFSET).view(torch.int32)
     magnitude = ((x.view(-1)[: m.numel()] + ((random << 4) | 8)) >> 20) - (_M_ZERO >> 20)
     state.copy_(torch.where(m.view(torch.int32) < 0, magnitude - 128, magnitude))
 
@@ -112,9 +105,10 @@ def _decode_v(codes: Tensor, scale: Tensor) -> Tensor:
     return bits.view(torch.float32).mul(scale[:, None]).view(-1)
 
 
-def _encode_v(v: Tensor, random: Tensor, limit: Tensor, state: Tensor, scale: Tensor) -> None:
-    scale.copy_(_normal_or_zero(limit))
-    x = (_blocks(v) * _inverse(scale)).view(torch.int32).view(-1)[: v.numel()]
+def _encode_v(v: Tensor, random: Tensor, state: Tensor, scale: Tensor) -> None:
+    blocks = _blocks(v)
+    scale.copy_(_normal_or_zero(blocks.amax(1)))
+    x = (blocks * _inverse(scale)).view(torch.int32).view(-1)[: v.numel()]
     place = torch.maximum(x - (_V_FINE - 4), (x >> 1) - (_V_COARSE - 4))
     state.copy_(((place + (random << 3)) >> 19).clamp_(min=0))
 
@@ -123,8 +117,8 @@ def _inverse(scale: Tensor) -> Tensor:
     return torch.where(scale > 0, 1 / scale, torch.zeros_like(scale))[:, None]
 
 
-def _normal_or_zero(limit: Tensor) -> Tensor:
-    return torch.where(limit >= _SMALLEST_NORMAL, limit, torch.zeros_like(limit))
+def _normal_or_zero(scale: Tensor) -> Tensor:
+    return torch.where(scale >= _SMALLEST_NORMAL, scale, torch.zeros_like(scale))
 
 
 def _blocks(x: Tensor) -> Tensor:

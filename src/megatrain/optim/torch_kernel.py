@@ -19,8 +19,7 @@ from torch import Tensor
 from megatrain.memory.master import join, split_into
 from megatrain.optim.kernel import CHUNK, AdamWScalars, FoldedScalars, Kernel
 from megatrain.optim.rounding import Rounding
-from megatrain.optim.state_codes import block_limits, decode, encode
-from megatrain.optim.states import SHARED
+from megatrain.optim.state_codes import decode, encode
 
 BLOCK = 131072
 """Elements per block: with its five temporaries about 4 MiB, within the cache of two cores."""
@@ -102,17 +101,10 @@ def _rounded_change(
     """The same for moments that are rounded when they are stored."""
     g = grad.float().clamp(-LARGEST_GRAD, LARGEST_GRAD)
     m, v = decode(states)
-    limits = block_limits(m, v)
-    _move(m, v, g, f)
-    if states[0].dtype == torch.int8:  # of the largest moment with the largest gradient
-        _move(*limits, g.view(-1, SHARED).abs().amax(1), f)
-    encode(m, v, states, rounding, limits)
+    m.mul_(f.beta1).add_(g * f.grad_to_m)
+    v.mul_(f.beta2).add_((g * f.grad_to_v).square_())
+    encode(m, v, states, rounding)
     d = v.double().sqrt_().float().add_(f.eps).view(-1, 2)  # (pairs, 2)
     product = d[:, :1] * d[:, 1:]
     ratio = torch.full_like(product, f.step_size).div_(product)  # a number / tensor rounds twice
     return (m.view(-1, 2) * ratio).mul_(d.flip(1)).view(-1)
-
-
-def _move(m: Tensor, v: Tensor, g: Tensor, f: FoldedScalars) -> None:
-    m.mul_(f.beta1).add_(g * f.grad_to_m)
-    v.mul_(f.beta2).add_((g * f.grad_to_v).square_())
