@@ -18,7 +18,7 @@ def test_the_title_names_the_machine_that_was_asked_for() -> None:
 
 
 def test_what_does_not_fit_says_so_and_stands_right_of_the_memory_there_is() -> None:
-    large = estimate("Llama-3.1-70B", gpu="24GB", ram="1TB")
+    large = estimate("Llama-3.1-70B", gpu="80GB", ram="256GB")
     assert ": does not fit, host memory " in title(large.plan, large.machine)
     assert needed_bytes(large.plan) > large.plan.profile.ram_bytes
     small = estimate("Llama-3.1-8B", gpu="4090", ram="192GB")

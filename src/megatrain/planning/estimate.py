@@ -44,9 +44,9 @@ from megatrain.planning.from_config import (
 from megatrain.planning.machine.examination import kept_examination
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.plan import Plan, make_plan
-from megatrain.planning.search import capacities, shortfalls
+from megatrain.planning.search import capacities, shortfall_texts, shortfalls
 from megatrain.planning.workload import ModelShape
-from megatrain.text import duration, figure, size
+from megatrain.text import duration, figure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,9 +126,8 @@ class Estimate:
 
     def _bill(self) -> list[str]:
         if not self.fits:
-            missing = shortfalls(self.plan.profile, self.plan.ledger)
-            text = ", ".join(f"{place} memory {size(short)}" for place, short in missing.items())
-            return ["", _row("short of", text)]
+            lacks = shortfall_texts(self.plan.profile, self.plan.ledger)
+            return ["", _row("short of", ", ".join(lacks))]
         if self.seconds is None or self.tokens is None:
             return []
         text = f"{figure(self.tokens)} tokens in {duration(self.seconds)}"

@@ -31,6 +31,7 @@ from megatrain.planning.search import (
     capacities,
     effective_profile,
     reserves,
+    shortfall_texts,
     shortfalls,
 )
 from megatrain.planning.simulate import Simulation, simulate
@@ -97,10 +98,8 @@ class Plan:
         """Raise DoesNotFit, with `others` and all fixes, unless the plan fits."""
         if self.fits:
             return
-        missing = ", ".join(
-            f"{place} memory {gib(num_bytes)} short"
-            for place, num_bytes in shortfalls(self.profile, self.ledger).items()
-        )
+        lacks = shortfall_texts(self.profile, self.ledger)
+        missing = ", ".join(f"{text} short" for text in lacks)
         ways = "".join(f"\n  {way}" for way in (*others, *self.fixes))
         raise DoesNotFit(f"{self.workload.model.name} does not fit: {missing}. Ways out:{ways}")
 

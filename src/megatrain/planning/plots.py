@@ -25,7 +25,7 @@ from megatrain.planning.catalog.families import shape_from_config
 from megatrain.planning.catalog.known_models import find_known_model
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.plan import Plan
-from megatrain.planning.search import reserves, shortfalls
+from megatrain.planning.search import reserves, shortfall_texts
 from megatrain.planning.simulate import simulate
 from megatrain.planning.workload import ModelShape, Workload
 from megatrain.step.settings import StepSettings
@@ -99,9 +99,8 @@ def title(plan: Plan, machine: str) -> str:
     named = f"{plan.workload.model.name} on {machine}"
     if plan.fits:
         return named
-    missing = shortfalls(plan.profile, plan.ledger)
-    short = ", ".join(f"{place} memory {gib(size)} short" for place, size in missing.items())
-    return f"{named}: does not fit, {short}"
+    lacks = shortfall_texts(plan.profile, plan.ledger)
+    return f"{named}: does not fit, {', '.join(f'{text} short' for text in lacks)}"
 
 
 def _draw_speed(axes: Any, plan: Plan) -> None:

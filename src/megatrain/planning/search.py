@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatrain.memory.ledger import Ledger
+from megatrain.memory.ledger import Ledger, gib
 from megatrain.planning.bytes import predicted_ledger
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.simulate import simulate
@@ -77,6 +77,13 @@ def shortfalls(profile: MachineProfile, ledger: Ledger) -> dict[str, int]:
         place: ledger.total(place) + reserve for place, reserve in reserves(profile, ledger).items()
     }
     return {place: needed[place] - has[place] for place in needed if needed[place] > has[place]}
+
+
+def shortfall_texts(profile: MachineProfile, ledger: Ledger) -> list[str]:
+    """Return what is missing, place by place, for people."""
+    names = {"host": "host memory", "device": "device memory", "tier": "disk space"}
+    lacks = shortfalls(profile, ledger)
+    return [f"{names[place]} {gib(lacks[place])}" for place in lacks]
 
 
 def capacities(profile: MachineProfile) -> dict[str, int]:
@@ -169,7 +176,7 @@ class Search:
         ledger = predicted_ledger(self.profile, self.workload, settings)
         has = capacities(self.profile)
         lacks = shortfalls(self.profile, ledger)
-        return sum(num_bytes / has[place] for place, num_bytes in lacks.items())
+        return sum(num_bytes / max(1, has[place]) for place, num_bytes in lacks.items())
 
     def _try(self, settings: StepSettings) -> Candidate:
         if settings not in self.tried:

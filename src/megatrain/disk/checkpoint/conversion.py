@@ -35,8 +35,6 @@ from megatrain.progress import byte_progress
 
 WINDOW = 1 << 15
 """Elements, a multiple of SHARED. Torch works on so few in the thread that asks."""
-LARGEST_MOMENT = 2.0**126
-"""What `encode` can take; a moment in fp32 may have overflowed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,8 +129,6 @@ class _StateFile:
         conversion = self._conversion
         m, v = decode([self._numbers(place, kind, begin, count) for kind in conversion.saved])
         made = [_zeros(place, kind, count) for kind in conversion.wanted]
-        if made[0].dtype != torch.float32:
-            m, v = m.clamp(-LARGEST_MOMENT, LARGEST_MOMENT), v.clamp(0, LARGEST_MOMENT)
         rounding = Rounding(
             seed=conversion.seed,
             update=conversion.num_updates.get(place.segment.block, 0),
