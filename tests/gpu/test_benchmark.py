@@ -34,12 +34,13 @@ def check(figures: dict[str, Any]) -> None:
     assert figures["percent_of_bound"] == pytest.approx(share, abs=0.2)
     embedding, layer, head = 64 * 32, 4 * 32 * 32 + 3 * 32 * 128 + 2 * 32, 64 * 32 + 32
     assert figures["params"] == embedding + 3 * layer + head
-    # bf16; the last two layers are still in their slots at the turn. Inputs of 32 tokens, 32 wide.
+    # bf16, padding aside; the last two layers are still in their slots at the turn. Inputs of 32
+    # tokens, 32 wide.
     tape = 3 * 32 * 32 * 2
     fetched = 2 * (embedding + 4 * layer + head) + tape
     drained = 2 * (embedding + 3 * layer + head) + tape
-    assert figures["bytes_in_per_step"] == pytest.approx(fetched, rel=0.02)
-    assert figures["bytes_out_per_step"] == pytest.approx(drained, rel=0.02)
+    assert figures["bytes_in_per_step"] == pytest.approx(fetched, rel=0.03)
+    assert figures["bytes_out_per_step"] == pytest.approx(drained, rel=0.03)
     assert figures["peak_device_bytes"] > 2 * layer * 2
     assert figures["copy_gb_per_s"].keys() == {"in", "out", "both"}
     assert figures["machine"]["cores"] > 0

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatrain.memory.direct import aligned_buffer
 from megatrain.memory.kinds import Kind, kinds_on_disk
 from megatrain.memory.layout import Layout, build_layout
 from megatrain.memory.store import Store
@@ -65,7 +66,7 @@ def test_a_gradient_is_written_by_its_spill_alone(store: Store) -> None:
     assert store.tier is not None
     ring = TierRing(store, {1: 0})
     part = store.tier.regions.part(1, Kind.GRAD)
-    gradient = torch.arange(part.num_bytes, dtype=torch.uint8)
+    gradient = aligned_buffer(part.num_bytes).random_()
     assert ring.spill(Op(kind=OpKind.SPILL, block=1, host_grad=0), gradient) == part.num_bytes
     ring.read(READ)
     region = ring.region(READ)

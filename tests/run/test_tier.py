@@ -13,7 +13,7 @@ import pytest
 from megatrain.config import Config
 from megatrain.disk.checkpoint.restore import verify
 from megatrain.disk.checkpoint.retention import finished
-from megatrain.errors import DiskError, MegaTrainError, TierDamaged
+from megatrain.errors import DiskError, MegaTrainError, RunFolderError, TierDamaged
 from megatrain.memory.kinds import Kind
 from megatrain.memory.tier import Tier
 from megatrain.memory.tier_filling import TierFilling
@@ -193,7 +193,7 @@ def test_one_failing_call_loses_nothing(
         fail_at=fail_at,
         error=error,
     )
-    assert found is None or isinstance(found, DiskError)
+    assert found is None or isinstance(found, DiskError | RunFolderError)
 
 
 @pytest.mark.long
@@ -211,7 +211,7 @@ def test_any_one_failing_call_loses_nothing(
     for fail_at in range(num_calls[tier]):
         path = tmp_path / str(fail_at)
         found = _fails_then_resumes(world, path, whole, tier, fail_at=fail_at, **faults)
-        assert found is None or isinstance(found, DiskError)
+        assert found is None or isinstance(found, DiskError | RunFolderError)
 
 
 def test_a_changed_byte_ends_the_run_and_a_resume_is_exact(
