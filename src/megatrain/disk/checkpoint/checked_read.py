@@ -138,9 +138,7 @@ class CheckedFile:
             buffer = aligned_buffer(CHUNK_BYTES + 2 * DISK_PAGE)
         start = number * CHUNK_BYTES
         stop = min(start + CHUNK_BYTES, self._record.num_bytes)
-        data = self._reader.read(start, stop, buffer)
-        if digest(as_memory(data)) != self._record.digests[number]:
-            raise _damaged(self._reader, start, stop)
+        data = _checked(self._reader, start, stop, self._record.digests[number], buffer)
         self._chunks[number] = buffer, data
         if number not in self._checked:
             self._checked.add(number)
@@ -162,9 +160,7 @@ def _run(chunks: Iterable[_Chunk], advance: Advance) -> None:
     def work(chunk: _Chunk) -> None:
         buffer = buffers.get()
         try:
-            data = chunk.reader.read(chunk.start, chunk.stop, buffer)
-            if digest(as_memory(data)) != chunk.expected:
-                raise _damaged(chunk.reader, chunk.start, chunk.stop)
+            data = _checked(chunk.reader, chunk.start, chunk.stop, chunk.expected, buffer)
             if chunk.take is not None:
                 chunk.take(chunk.start, data)
         finally:
@@ -179,6 +175,14 @@ def _run(chunks: Iterable[_Chunk], advance: Advance) -> None:
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+
+
+def _checked(reader: DirectReader, start: int, stop: int, expected: str, buffer: Tensor) -> Tensor:
+    """Return a chunk, read into `buffer`. Raises CheckpointDamaged if its hash is another."""
+    data = reader.read(start, stop, buffer)
+    if digest(as_memory(data)) != expected:
+        raise _damaged(reader, start, stop)
+    return data
 
 
 def _damaged(reader: DirectReader, start: int, stop: int) -> CheckpointDamaged:
