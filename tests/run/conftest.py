@@ -40,7 +40,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def cache_in_world(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prepare the rows of a world once for all tests of a module."""
-    monkeypatch.setenv("MEGATRAIN_CACHE", str(world / "cache"))
+@pytest.fixture(scope="module")
+def cache_in_world(world: Path) -> Iterator[None]:
+    """Prepare the rows of a world once for all tests and fixtures of a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGATRAIN_CACHE", str(world / "cache"))
+        yield

@@ -175,10 +175,8 @@ def _megatrain(*words: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def ended(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("ended") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MEGATRAIN_CACHE", str(world / "cache"))
-        with Trainer(config_of(world, path, Setting())) as trainer:
-            trainer.train()
+    with Trainer(config_of(world, path, Setting())) as trainer:
+        trainer.train()
     return path
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,6 @@ from testkit.runs import (
     lines_of,
     run,
     state_of,
-    write_world,
 )
 from testkit.small_disk import SmallDisk, small_disk
 
@@ -35,14 +33,7 @@ NUM_STEPS = 5
 LOG_BYTES = 100_000
 """For everything in a run folder that is not a checkpoint."""
 
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("world")
-    write_world(folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MEGATRAIN_CACHE", str(folder / "cache"))
-        yield folder
+pytestmark = pytest.mark.usefixtures("cache_in_world")
 
 
 @pytest.fixture(autouse=True)

@@ -64,14 +64,7 @@ def _end(child: subprocess.Popen[str], path: Path) -> str:
 @pytest.fixture(scope="module")
 def whole(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("whole") / "run"
-    before = os.environ.get("MEGATRAIN_CACHE")
-    os.environ["MEGATRAIN_CACHE"] = str(world / "cache")
-    try:
-        run(config_of(world, path, Setting(save_every=None)))
-    finally:
-        os.environ.pop("MEGATRAIN_CACHE")
-        if before is not None:
-            os.environ["MEGATRAIN_CACHE"] = before
+    run(config_of(world, path, Setting(save_every=None)))
     return path
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +27,14 @@ from testkit.runs import (
     poison_at,
     run,
     state_of,
-    write_world,
 )
 from testkit.tiers import forced_tier
+
+pytestmark = pytest.mark.usefixtures("cache_in_world")
 
 ENOSPC, EIO = 28, 5
 NUM_STEPS = 4
 TIERS = ("states", "gradients")
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("world")
-    write_world(folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MEGATRAIN_CACHE", str(folder / "cache"))
-        yield folder
 
 
 def _config(world: Path, path: Path, tier: str = "none", **setting: Any) -> Config:
