@@ -67,7 +67,6 @@ def test_defaults_and_choices_are_those_of_the_engine() -> None:
     assert f"at most {CHUNK_TOKENS}" in str(SECTIONS["memory"].model_fields["chunk_tokens"])
     assert config.train.on_nonfinite == StepSettings().on_nonfinite
     assert config.train.compile == StepSettings().compile
-    assert config.memory.gather_embedding == "auto"
     for key in ("betas", "eps", "weight_decay", "no_decay"):
         assert getattr(config.optim, key) == _default(AdamW, key), key
     for key in ("decay", "final_fraction"):
@@ -96,9 +95,6 @@ def test_defaults_and_choices_are_those_of_the_engine() -> None:
          "optim.warmup is 6: longer than a run of 5 steps. Shorten it."),
         ({"optim": {"schedule": "wsd", "warmup": 0.6, "decay": 0.5}},
          "optim.warmup is 0.6 and optim.decay is 0.5: longer than the run. Shorten it."),
-        ({"memory": {"device": "cpu", "gather_embedding": True}},
-         "memory.gather_embedding is true and memory.device is cpu: it needs a device with its "
-         "own memory. Set it to auto."),
         ({"model": {"name_or_path": "m", "attn": "flash_attention_2", "dtype": "fp32"}},
          "model.attn is flash_attention_2 and model.dtype is fp32: its kernels compute in bf16 "
          "only. Set model.dtype to bf16, or model.attn to sdpa."),
@@ -121,7 +117,6 @@ def test_settings_that_cannot_be_meant_together(sections: dict[str, Any], messag
         {"train": {"steps": 6}, "optim": {"warmup": 6}},
         {"optim": {"schedule": "wsd", "warmup": 0.5, "decay": 0.5}},
         {"optim": {"schedule": "cosine", "warmup": 0.6, "decay": 0.5}},
-        {"memory": {"device": "cuda:1", "gather_embedding": True}},
     ],
 )
 def test_their_neighbours_are_fine(sections: dict[str, Any]) -> None:

@@ -83,12 +83,6 @@ def _learning_rate(config: Config) -> Iterator[ConfigFault]:
 
 
 def _memory(config: Config) -> Iterator[ConfigFault]:
-    if config.memory.device == "cpu" and config.memory.gather_embedding is True:
-        yield _fault(
-            "memory.gather_embedding",
-            "memory.gather_embedding is true and memory.device is cpu: it needs a device with "
-            "its own memory. Set it to auto.",
-        )
     if config.memory.disk is None and config.memory.disk_bytes != "auto":
         yield _fault(
             "memory.disk_bytes",

@@ -36,11 +36,11 @@ from megatrain.config.value_types import (
     Name,
     NewTokens,
     Number,
+    OptionalTokens,
     Patterns,
     Seed,
     Size,
     StepCount,
-    StepTokens,
     TypeName,
     Whole,
     as_list,
@@ -96,7 +96,7 @@ class TrainSettings(Section):
     steps: Annotated[StepCount | None, TypeName("steps or null")] = Field(
         default=None, description="Optimizer steps of the run, instead of epochs."
     )
-    batch_tokens: StepTokens = Field(
+    batch_tokens: OptionalTokens = Field(
         default="auto",
         description="Tokens of one optimizer step, whatever the number of micro-batches; auto is "
         "the shortest step of at least 16384 tokens that has 95 % of the speed of a very long one "
@@ -229,10 +229,6 @@ class MemorySettings(Section):
     tape: Literal["auto", "device", "host"] = Field(
         default="auto", description="Where block inputs are kept between forward and backward."
     )
-    gather_embedding: Annotated[bool | Literal["auto"], TypeName("true, false or auto")] = Field(
-        default="auto",
-        description="Send only the embedding rows of a step to the device, not the full table.",
-    )
     chunk_tokens: Annotated[
         int | Literal["auto"],
         PlainValidator(or_auto(read_tokens)),
@@ -240,6 +236,11 @@ class MemorySettings(Section):
     ] = Field(
         default="auto",
         description="Number of tokens whose logits exist at a time; auto is at most 4096.",
+    )
+    tile_tokens: OptionalTokens = Field(
+        default="auto",
+        description="Number of tokens that a layer computes at a time, but for its attention; "
+        "null computes full rows.",
     )
 
 

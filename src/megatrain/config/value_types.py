@@ -48,16 +48,16 @@ def read_device(value: object) -> object:
     return value
 
 
-def _step_tokens(value: object) -> int | str | None:
+def _tokens_or_null(value: object) -> int | str | None:
     return None if value is None else or_auto(read_tokens)(value)
 
 
 Number = Annotated[float, BeforeValidator(read_number), TypeName("number")]
 Whole = Annotated[int, BeforeValidator(read_whole), TypeName("whole number")]
 TokenCount = Annotated[int, BeforeValidator(read_tokens), TypeName("tokens, like 2048 or 128k")]
-StepTokens = Annotated[
+OptionalTokens = Annotated[
     int | Literal["auto"] | None,
-    PlainValidator(_step_tokens),
+    PlainValidator(_tokens_or_null),
     TypeName("tokens, like 2048 or 128k, auto or null"),
 ]
 Length = Annotated[

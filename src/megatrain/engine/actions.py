@@ -24,8 +24,9 @@ from torch import Tensor
 
 from megatrain.devices.device import draw_seed
 from megatrain.engine.batch import MicroBatch
-from megatrain.engine.graph import gradients_of
-from megatrain.engine.head import Head
+from megatrain.engine.compute.graph import gradients_of
+from megatrain.engine.compute.head import Head
+from megatrain.engine.compute.layers import Returned
 from megatrain.engine.machine import Machine
 from megatrain.lanes.lane import Action
 from megatrain.losses.loss import Loss
@@ -89,7 +90,7 @@ class StepActions:
             else:
                 given = self._hidden.pop(micro)
                 call = self._calls[micro][block - 1]
-                hidden, logits = machine.template.routed_layer(weights, given, call)
+                hidden, logits = machine.layers.forward(weights, given, call)
                 if self._routing is not None:
                     num_tokens = self._batch[micro].num_tokens
                     self._routing.add(logits, self._mask(micro), num_tokens)
@@ -123,20 +124,20 @@ class StepActions:
         leaves = machine.weights.leaves(op)
         d_hidden = self._d_hidden.pop(micro)
         self._seed(block, micro)
-        with torch.enable_grad():
-            if op.role is Role.EMBEDDING:
-                hidden, _ = self._front(leaves, micro)
-                given, balance = None, []
-            else:
-                kept = machine.tape.take((block, micro), op.tape_slot)
-                given = kept.detach().requires_grad_(op.passes_gradient)
-                call = self._calls[micro][block - 1]
-                hidden, logits = machine.template.routed_layer(leaves, given, call)
-                balance = self._balance(logits, micro)
-        grads = gradients_of([(hidden, d_hidden), *balance], leaves, given)
         machine.gradients.begin(op)
-        machine.gradients.add(grads.params)
-        self._pass_gradient(micro, grads.given)
+        if op.role is Role.EMBEDDING:
+            with torch.enable_grad():
+                hidden, _ = self._front(leaves, micro)
+            grads = gradients_of([(hidden, d_hidden)], leaves, None)
+            machine.gradients.add(grads.params)
+            self._pass_gradient(micro, None)
+            return
+        kept = machine.tape.take((block, micro), op.tape_slot)
+        given = kept.detach().requires_grad_(op.passes_gradient)
+        returned = Returned(d_hidden, lambda logits: self._balance(logits, micro))
+        call = self._calls[micro][block - 1]
+        passed = machine.layers.backward(leaves, given, call, returned, machine.gradients.add)
+        self._pass_gradient(micro, passed)
 
     def _balance(self, logits: Sequence[Tensor], micro: int) -> list[tuple[Tensor, Tensor]]:
         """Return the sums of a layer's routers that the balancing loss is made of, with gradients.

@@ -16,7 +16,8 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from megatrain.devices.device import Device
 from megatrain.engine.batch import MicroBatch
-from megatrain.engine.edges import Edges
+from megatrain.engine.compute.edges import Edges
+from megatrain.engine.compute.layers import Layers
 from megatrain.engine.embedding_rows import EmbeddingRows
 from megatrain.engine.gradients import Gradients
 from megatrain.engine.tape import Tape
@@ -51,6 +52,7 @@ class Machine:
     template: Template
     """The model that computes: `on_host`, or its copy on a device with its own memory."""
     edges: Edges
+    layers: Layers
     settings: StepSettings
 
     def routing(self) -> Routing | None:
@@ -106,6 +108,7 @@ def build_machine(
         on_host=on_host,
         template=template,
         edges=Edges(on_host, template, answers=device.answers),
+        layers=Layers(template),
         settings=settings,
     )
 

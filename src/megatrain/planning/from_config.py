@@ -86,7 +86,7 @@ def _given(config: Config) -> dict[str, Any]:
         "slots": memory.slots,
         "tape": memory.tape,
         "chunk_tokens": memory.chunk_tokens,
-        "gather_embedding": memory.gather_embedding,
+        "tile_tokens": memory.tile_tokens,
         "state": config.optim.state,
     }
     return {name: value for name, value in values.items() if value != "auto"}

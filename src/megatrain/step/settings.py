@@ -35,6 +35,12 @@ class StepSettings:
     """What is on disk between updates: nothing, remainders and states, or gradients as well."""
     chunk_tokens: int = CHUNK_TOKENS
     """Tokens whose logits exist at a time."""
+    tile_tokens: int | None = None
+    """Tokens that a layer computes at a time, but for its attention; None: the full row."""
+    grad_slots: Literal[1, 2] = 2
+    """Gradient slots that layers rotate through; with one, compute waits for each drain."""
+    head_pieces: int = 1
+    """Parts of the vocabulary whose gradient the device adds up, and drains, one after another."""
     gather_embedding: bool = False
     """Send the rows of a step's tokens to the device, not the full table."""
     router_aux_loss: float = 0.0
@@ -64,6 +70,7 @@ class StepSettings:
         return StepShape(
             num_blocks=num_blocks,
             slots=self.slots,
+            grad_slots=self.grad_slots,
             tape=self.tape,
             tape_slots=self.tape_slots,
             copying=copying,

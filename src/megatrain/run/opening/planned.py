@@ -18,7 +18,6 @@ from typing import Any
 
 from megatrain.config import Config
 from megatrain.devices.device import Device
-from megatrain.errors import ConfigError
 from megatrain.memory.host import free_bytes, give_back_at_once, peak_resident_bytes, resident_bytes
 from megatrain.models.decoder import Decoder
 from megatrain.planning.from_config import (
@@ -84,11 +83,6 @@ def plan_run(
         plan = other if other.fits else plan
     if found is None:
         _require(plan, config)
-    if settings.gather_embedding and not plan.settings.gather_embedding:
-        raise ConfigError(
-            "memory.gather_embedding is true, which needs a device with its own memory and a "
-            "model whose head has its own table. Remove the key."
-        )
     if not device.own_memory and plan.profile.ram_bytes < TIGHT * plan.ledger.total("host"):
         give_back_at_once()
     return plan if size is None else plan.with_step_reason(size.reason)

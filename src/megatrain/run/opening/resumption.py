@@ -50,7 +50,7 @@ FIXED = {
     "train": ("batch_rows", "seed"),
 }
 """What must stay. The rows themselves are known by the mark of their order."""
-KEPT = ("micro_batch_tokens", "chunk_tokens", "state")
+KEPT = ("micro_batch_tokens", "chunk_tokens", "tile_tokens", "head_pieces", "state")
 """The StepSettings that the bits of a run depend on: they stay unless the config sets them."""
 
 
@@ -219,10 +219,12 @@ def known_of(manifest: Manifest) -> RunRecord:
                 **{name: as_count(training["data"][name]) for name in ("epoch", "window", "row")},
             },
             lines={str(name): as_count(size) for name, size in training["lines"].items()},
-            batch_tokens=_as_step(training["config"]["train"]),
+            batch_tokens=_as_optional(training["config"]["train"].get("batch_tokens")),
             kept={
                 "micro_batch_tokens": as_count(training["micro_batch_tokens"]),
                 "chunk_tokens": as_count(training.get("chunk_tokens", CHUNK_TOKENS)),
+                "tile_tokens": _as_optional(training.get("tile_tokens")),
+                "head_pieces": as_count(training.get("head_pieces", 1)),
                 "state": _as_state(training.get("state", "fp32")),
             },
             learning_rate=as_loss(training.get("learning_rate")),
@@ -244,8 +246,8 @@ def _as_state(value: Any) -> str:
     return value
 
 
-def _as_step(train: Mapping[str, Any]) -> int | None:
-    return None if (tokens := train.get("batch_tokens")) is None else as_count(tokens)
+def _as_optional(tokens: Any) -> int | None:
+    return None if tokens is None else as_count(tokens)
 
 
 def _as_text(value: Any) -> str | None:

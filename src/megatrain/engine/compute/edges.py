@@ -9,7 +9,7 @@ once per micro-batch and edge, and the pipeline runs dry. But the answers are kn
     tail, scores  before its last layer the model sees our stand-ins, the same for every input
                   of a shape: the first answers hold for all of them
 
-Laws (tests/engine/test_edges.py)
+Laws (tests/engine/compute/test_edges.py)
     1. The first time, for each set of inputs and each mode (train, eval), the device is asked too:
        answers are used only where host and device have asked the same and got the same answers.
     2. A device without its own memory has one run and no questions.

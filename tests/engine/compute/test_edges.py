@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatrain.devices.accelerator import Accelerator
 from megatrain.engine.batch import MicroBatch
-from megatrain.engine.edges import Answers, Edges
+from megatrain.engine.compute.edges import Answers, Edges
 from megatrain.memory.kinds import Kind
 from megatrain.models.stand_ins import Call, tensors_in
 from megatrain.models.template import Template

@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from megatrain.engine.batch import MicroBatch
-from megatrain.engine.graph import gradients_of
+from megatrain.engine.compute.graph import gradients_of
 from megatrain.engine.machine import Machine
 from megatrain.losses.head import (
     HeadGradients,

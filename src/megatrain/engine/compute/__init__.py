@@ -1,0 +1,7 @@
+"""What the compute lane does with one block and one micro-batch, on whatever device it has.
+
+edges.py    the model's front, tail and scores, without questions to the device
+layers.py   a layer forward, and back with a recompute
+head.py     from the last hidden states to the loss, and back
+graph.py    the piece of autograd's graph that an op builds
+"""

@@ -1,0 +1,59 @@
+"""Attention, the one place where tokens of a row meet, answered by us in place of transformers.
+
+Models ask transformers' AttentionInterface for their attention by name, `sdpa` or `eager`. For the
+time of a `with` block another function has those names; names and models stay as they are, so
+code that compares names is not misled, and outside the block transformers is untouched. As with
+stand-ins for layers: one caller at a time.
+
+Laws (tests/models/test_attention.py)
+    1. Attention that is passed on to transformers gives the bits of the model without us.
+    2. A replacement sees every call of a layer's attention, and nothing else runs in its place.
+    3. After the block, failed or not, transformers has its own functions again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+AttentionOutput = tuple[Tensor, Tensor | None]
+"""(rows, length, heads, width), and the weights of attention, if they are wanted."""
+Answer = Callable[..., AttentionOutput]
+"""Gets what transformers' functions get: module, query, key, value, mask, and options by name."""
+HearAttention = Callable[..., AttentionOutput]
+"""Like Answer, with the function of transformers before the other arguments."""
+
+
+@contextmanager
+def attention_replaced(hear: HearAttention) -> Iterator[None]:
+    """Let `hear` be the attention of every layer called meanwhile.
+
+    It gets the function that transformers would have called, and that function's arguments.
+    """
+    names: dict[str, Any] = AttentionInterface._global_mapping
+    before = dict(names)
+    names["eager"] = _heard(hear, _own_attention)
+    names["sdpa"] = _heard(hear, lambda _module: before["sdpa"])
+    try:
+        yield
+    finally:
+        names.clear()
+        names.update(before)
+
+
+def _heard(hear: HearAttention, find: Callable[[nn.Module], Answer]) -> Answer:
+    def attend(module: nn.Module, *args: Any, **options: Any) -> AttentionOutput:
+        return hear(find(module), module, *args, **options)
+
+    return attend
+
+
+def _own_attention(module: nn.Module) -> Answer:
+    """Return the eager attention of the model's own code, which it hands over as a default."""
+    found: Answer = sys.modules[type(module).__module__].eager_attention_forward
+    return found
