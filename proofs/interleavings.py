@@ -2,13 +2,13 @@
 
     python -m proofs.interleavings [--json] [--count 10000] [--first 0] [--seconds 36000]
 
-A case is a function of its number: a tiny model, places (slots, tape, ring, views or copies, what
-is on disk), an update policy, three steps of unequal micro-batches, perhaps an evaluation, and how
-each lane dawdles. It is played on lanes, and by the reference with all in memory, from the same
-weights. Every loss and norm, and every byte of the store must be equal: gradients after each step,
-or weights, remainders and moments at the end. A case that differs or fails is told by its number:
-`--first NUMBER --count 1` plays it again, with the same delays (though not the same timing of the
-machine).
+A case is a function of its number: a tiny model, places (slots of weights and of gradients, tape,
+ring, views or copies, what is on disk), an update policy, three steps of unequal micro-batches,
+perhaps an evaluation, and how each lane dawdles. It is played on lanes, and by the reference with
+all in memory, from the same weights. Every loss and norm, and every byte of the store must be
+equal: gradients after each step, or weights, remainders and moments at the end. A case that differs
+or fails is told by its number: `--first NUMBER --count 1` plays it again, with the same delays
+(though not the same timing of the machine).
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ def case_of(number: int) -> Case:
         evaluates_after=tuple(n for n in range(3) if source.random() < 0.15),
         timing=number,
         tier=source.choice(["none", "states", "gradients"]),
+        grad_slots=source.randint(1, 2),
     )
 
 
@@ -49,7 +50,7 @@ def faults_of(number: int) -> list[str]:
     case = case_of(number)
     world = world_of(case.sort)
     try:
-        plain = world.play(replace(case, tier="none"), reference=True)
+        plain = world.play(replace(case, tier="none", grad_slots=2), reference=True)
         return world.play(case).differences(plain)
     except Exception:
         return [traceback.format_exc()]

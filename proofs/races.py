@@ -118,7 +118,7 @@ def run_of(number: int) -> Run:
     )
     tiers: list[Tiered] = ["none", "states", "gradients"]
     tier = source.choice(tiers)
-    return replace(run, case=replace(case, tier=tier))
+    return replace(run, case=replace(case, tier=tier, grad_slots=source.randint(1, 2)))
 
 
 def play(run: Run, simulator: Simulator, **changes: Any) -> Outcome:
@@ -137,7 +137,7 @@ def play(run: Run, simulator: Simulator, **changes: Any) -> Outcome:
 
 def reference(run: Run) -> Outcome:
     """Return the outcome of a run on the CPU, one op at a time, with nothing on disk."""
-    case = replace(run.case, tier="none")
+    case = replace(run.case, tier="none", grad_slots=2)
     return world_of(run.family, run.dtype).play(case, reference=True)
 
 

@@ -111,6 +111,7 @@ class Case:
     steps: tuple[Shapes, ...]
     update: Update
     slots: int = 2
+    grad_slots: int = 2
     tape: Literal["device", "host"] = "device"
     tape_slots: int = 2
     copying: bool = True
@@ -195,6 +196,7 @@ class World:
             "update": "late" if case.update == "none" else case.update,
             "device": CpuDevice(copying=case.copying),
             "slots": case.slots,
+            "grad_slots": case.grad_slots,
             "tape": case.tape,
             "tape_slots": case.tape_slots,
             "seed": 7,

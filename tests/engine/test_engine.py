@@ -48,6 +48,7 @@ def grid() -> dict[Group, list[Case]]:
                 tape=tape,  # type: ignore[arg-type]
                 copying=copying,
                 slots=slots,
+                grad_slots=1 + (slots + num_micro) % 2,
                 tape_slots=slots,
                 timing=hash((slots, num_micro)),
             )

@@ -79,7 +79,7 @@ def test_a_batch_that_does_not_fit_touches_nothing_and_a_smaller_one_goes_on() -
         assert engine.step(make_batch(SHAPES, seed=1)) == second
 
 
-def largest_possible() -> int:
+def largest_possible(grad_slots: int) -> int:
     """Return what the plan allows: slots, the ring, and two hidden states of each micro-batch."""
     world = world_of(24)
     layout, blocks = world.store.layout, range(26)
@@ -89,16 +89,23 @@ def largest_possible() -> int:
     ring = 2 * max(hidden)
     return (
         2 * weights[1] + weights[0] + weights[-1]
-        + 2 * gradients[1] + max(gradients[0], gradients[-1])
+        + grad_slots * gradients[1] + max(gradients[0], gradients[-1])
         + ring + sum(hidden) + 2 * max(hidden)
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("timing", range(4))
 def test_no_timing_of_the_lanes_exceeds_the_plan(timing: int) -> None:
-    limit = largest_possible()
-    peak = peak_bytes(24, cap_bytes=limit, lanes=dawdling_lanes(timing))
+    grad_slots = 1 + timing % 2
+    limit = largest_possible(grad_slots)
+    lanes = dawdling_lanes(timing)
+    peak = peak_bytes(24, cap_bytes=limit, lanes=lanes, grad_slots=grad_slots)
     assert 0.9 * limit < peak <= limit
+
+
+def test_one_gradient_slot_is_one_layer_less() -> None:
+    one, two = (peak_bytes(8, reference=True, grad_slots=count) for count in (1, 2))
+    assert two - one == largest_possible(2) - largest_possible(1) > 0
 
 
 # The second count.

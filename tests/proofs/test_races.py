@@ -39,6 +39,9 @@ def test_the_runs_cover_what_they_should() -> None:
     assert {(run.case.tape, run.case.slots) for run in runs} == {
         (tape, slots) for tape in ("device", "host") for slots in (2, 3, NUM_LAYERS)
     }
+    assert {(run.case.grad_slots, run.case.update) for run in runs} >= {
+        (grad_slots, update) for grad_slots in (1, 2) for update in ("in_backward", "late")
+    }
     assert {(run.case.tier, run.case.update) for run in runs} >= {
         (tier, update) for tier in ("states", "gradients") for update in ("in_backward", "late")
     }
