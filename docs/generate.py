@@ -22,6 +22,7 @@ from megatrain.config.data_settings import DataSource
 from megatrain.config.load import write_yaml
 from megatrain.config.other_tools.defaults import ALWAYS, DEFAULTS
 from megatrain.config.other_tools.translate import TABLES
+from megatrain.config.rope_settings import RopeSettings
 from megatrain.config.section import Section
 from megatrain.config.settings import SECTIONS, SHORT_FORMS
 from megatrain.config.value_types import TypeName
@@ -138,6 +139,8 @@ def config_page() -> str:
     for name, section in SECTIONS.items():
         short = f" `{name}: X` alone means `{SHORT_FORMS[name]}`." if name in SHORT_FORMS else ""
         parts.append(f"\n## {name}\n\n{_sentence(section)}{short}\n\n{_settings_table(section)}")
+    parts.append(f"\n## model.rope\n\n{_sentence(RopeSettings)}\n\n")
+    parts.append(_settings_table(RopeSettings))
     parts.append(f"\n## A source of rows\n\n{_sentence(DataSource)} A path alone is enough.\n\n")
     parts.append(_settings_table(DataSource))
     return "".join(parts)

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 import megatrain
 from megatrain.config import load_config
 from megatrain.config.data_settings import DataSource
+from megatrain.config.rope_settings import RopeSettings
 from megatrain.config.settings import SECTIONS
 from megatrain.run.trainer import Trainer
 
@@ -48,7 +49,7 @@ def test_every_generated_page_is_tested(generate: dict[str, Any]) -> None:
 
 def test_every_key_has_a_type_and_a_default(generate: dict[str, Any]) -> None:
     rows = [line for line in generate["config_page"]().splitlines() if line.startswith("| `")]
-    sections: list[type[BaseModel]] = [*SECTIONS.values(), DataSource]
+    sections: list[type[BaseModel]] = [*SECTIONS.values(), DataSource, RopeSettings]
     assert len(rows) == sum(len(section.model_fields) for section in sections)
     for row in rows:
         assert all(cell.strip() for cell in row.split("|")[1:-1]), row

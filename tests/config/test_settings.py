@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from megatrain.config import Config
 from megatrain.config.data_settings import DataSource
 from megatrain.config.other_tools.names import NAMES
+from megatrain.config.rope_settings import RopeSettings
 from megatrain.config.settings import FIELDS, SECTIONS
 from megatrain.errors import ConfigError
 from megatrain.optim.adamw import AdamW
@@ -25,7 +26,7 @@ def make(**sections: Any) -> Config:
 
 def test_every_key_says_what_it_is_in_one_sentence() -> None:
     assert set(SECTIONS) == set(Config.model_fields)
-    sections: list[type[BaseModel]] = [*SECTIONS.values(), DataSource]
+    sections: list[type[BaseModel]] = [*SECTIONS.values(), DataSource, RopeSettings]
     for section in sections:
         for key, field in section.model_fields.items():
             assert field.description, key

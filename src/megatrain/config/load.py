@@ -17,9 +17,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from megatrain.config.data_settings import DataSource
 from megatrain.config.faults import ConfigFault, dotted, refusal, shown_value
 from megatrain.config.quantities import write_bytes
+from megatrain.config.section import Section
 from megatrain.config.settings import SHORT_FORMS, Config
 from megatrain.config.yaml_reader import Document, Path, parse_document, read_document
 from megatrain.errors import ConfigError
@@ -107,7 +107,7 @@ def dump_config(config: Config) -> str:
 
 def write_yaml(value: object) -> str:
     """Return a value as YAML on one line; JSON is YAML, so text needs no special rules."""
-    if isinstance(value, DataSource | dict):
+    if isinstance(value, Section | dict):
         pairs = value.items() if isinstance(value, dict) else value
         parts = (f"{write_yaml(name)}: {write_yaml(part)}" for name, part in pairs)
         return f"{{{', '.join(parts)}}}"

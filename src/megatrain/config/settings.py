@@ -29,6 +29,7 @@ from megatrain.config.conflicts import conflicts
 from megatrain.config.data_settings import DataSettings, DataSource
 from megatrain.config.faults import faults_of, refusal
 from megatrain.config.quantities import or_auto, read_tokens, read_whole
+from megatrain.config.rope_settings import Rope, RopeSettings
 from megatrain.config.section import Section, short
 from megatrain.config.value_types import (
     Beta,
@@ -80,6 +81,11 @@ class ModelSettings(Section):
         default=(),
         description="New special tokens for tokenizer, embedding, head and exports; they use spare "
         "rows first, and a new row starts as the mean of the others.",
+    )
+    rope: Rope = Field(
+        default=None,
+        description="Scaling of rotary positions for rows beyond those that the model declares; "
+        "checkpoints and exports carry it; null is as the model declares.",
     )
 
 
@@ -381,6 +387,7 @@ SECTIONS: dict[str, type[Section]] = {
 FIELDS = {
     **{name: tuple(section.model_fields) for name, section in SECTIONS.items()},
     "": tuple(SECTIONS),
+    "model.rope": tuple(RopeSettings.model_fields),
     "data.train": tuple(DataSource.model_fields),
     "data.eval": tuple(DataSource.model_fields),
 }

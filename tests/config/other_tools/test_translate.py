@@ -199,6 +199,21 @@ def _migrated(tool: Tool, **values: Any) -> Migration:
         ("TRL", {"lr_scheduler_type": "warmup_stable_decay"},
          "changed lr_scheduler_type optim.schedule = wsd (the decay is linear over optim.decay; "
          "there it is half a cosine unless decay_type says otherwise)"),
+        ("Axolotl", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+         "changed rope_scaling model.rope = {type: yarn, factor: 4.0}"),
+        ("Axolotl", {"overrides_of_model_config": {"rope_scaling": {"type": "linear",
+                                                                    "factor": 2}}},
+         "changed overrides_of_model_config model.rope = {type: linear, factor: 2} (of its keys "
+         "rope_scaling alone)"),
+        ("Axolotl", {"overrides_of_model_config": {"hidden_size": 2}},
+         "dropped overrides_of_model_config of the model's config only rope_scaling can be "
+         "changed, by model.rope"),
+        ("Axolotl", {"rope_scaling": {"type": "dynamic", "factor": 2}},
+         "dropped rope_scaling type is not one that model.rope takes; see docs/config.md"),
+        ("LLaMA-Factory", {"rope_scaling": "yarn"},
+         "dropped rope_scaling its factor is cutoff_len over the positions of the model: set "
+         "model.rope to it, like {type: yarn, factor: 4.0}; a run whose rows need it names the "
+         "line"),
         ("LLaMA-Factory", {"moe_aux_loss_coef": 0.01},
          "mapped moe_aux_loss_coef train.router_aux_loss = 0.01"),
     ],

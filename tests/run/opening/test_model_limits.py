@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM
 
 from megatrain.cli.demo import byte_tokenizer
 from megatrain.data.tokens import prepare as prepare_module
 from megatrain.data.tokens.prepare import prepare
 from megatrain.data.tokens.prepared import PreparedData
 from megatrain.errors import DataError
-from megatrain.run.opening.model_limits import check_rows, has_position_table, num_positions
+from megatrain.run.opening.model_limits import check_rows, has_position_table
 from testkit.families import FAMILIES, tiny_config, tiny_model
 from testkit.written import write
 
@@ -24,8 +25,11 @@ TABLES = {
 }  # fmt: skip
 
 
+TWICE = {"max_position_embeddings": 256}
+
+
 def _decoder(family: str, **changes: Any) -> Any:
-    config = tiny_config(family)
+    config = copy.deepcopy(tiny_config(family))
     for key, value in changes.items():
         setattr(config, key, value)
     with torch.device("meta"):
@@ -53,8 +57,25 @@ def test_rows_beyond_a_table_of_positions_are_refused(rows: PreparedData, family
         check_rows([rows], decoder)
 
 
-def test_rows_beyond_rotary_positions_are_a_warning(rows: PreparedData) -> None:
-    (note,) = check_rows([rows], _decoder("llama", vocab_size=1000))
+def test_a_run_does_not_begin_with_rows_beyond_rotary_positions(rows: PreparedData) -> None:
+    llama = _decoder("llama", vocab_size=1000)
+    with pytest.raises(
+        DataError,
+        match=r"1 of 3 documents are longer than the 128 positions of the model .* the longest has "
+        r"\d+ tokens \(a\.jsonl:2\)\. The model was not trained there\. Give "
+        r"`model\.rope: \{type: yarn, factor: 2\.0\}` to scale its positions .*"
+        r"or data\.max_length: 128\.",
+    ):
+        check_rows([rows], llama, begins=True)
+    assert check_rows([rows], _decoder("llama", vocab_size=1000, **TWICE), begins=True) == []
+
+
+@pytest.mark.parametrize(("family", "begins"), [("llama", False), ("phi3", True)])
+def test_elsewhere_rows_beyond_rotary_positions_are_a_warning(
+    rows: PreparedData, family: str, begins: bool
+) -> None:
+    """In a run that goes on, and where no setting makes the model reach them."""
+    (note,) = check_rows([rows], _decoder(family, vocab_size=1000), begins=begins)
     assert "1 of 3 documents are longer than the 128 positions of the model" in note
     assert note.endswith("The model was not trained there; data.max_length: 128 leaves them out")
 
@@ -76,26 +97,6 @@ def test_a_token_beyond_the_embedding_is_found_with_its_place(rows: PreparedData
         DataError, match=rf"a\.jsonl:1 has token id {largest}, but .* has {largest} rows"
     ):
         check_rows([rows], _decoder("qwen3", vocab_size=largest))
-
-
-@pytest.mark.parametrize(
-    ("scaling", "most"),
-    [
-        (None, 4096),
-        ({"rope_type": "default", "rope_theta": 1e4}, 4096),
-        ({"rope_type": "linear", "factor": 4.0}, 16384),
-        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096}, 8192),
-        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 512}, 4096),
-        ({"full": {"factor": 2.0}, "sliding": {"rope_type": "default"}}, 8192),
-    ],
-)
-def test_scaled_rotary_positions_reach_further(scaling: Any, most: int) -> None:
-    config = SimpleNamespace(max_position_embeddings=4096, rope_parameters=scaling)
-    assert num_positions(config) == most
-
-
-def test_a_model_without_positions_has_no_limit() -> None:
-    assert num_positions(PreTrainedConfig()) is None
 
 
 def test_the_families_with_a_table_of_positions() -> None:

@@ -19,6 +19,7 @@ from megatrain.optim.states import WITH_CLIP
 from megatrain.run.checkpoints import FOLDER
 from megatrain.run.opening.resumption import (
     FIXED,
+    KEPT,
     LoadedCheckpoint,
     changed_settings,
     find_checkpoint,
@@ -29,6 +30,8 @@ from megatrain.run.trainer import Trainer
 from testkit.faulty_os import READS, faulty
 from testkit.runs import Setting, config_of, run, write_world
 
+NEWER = ("tile_tokens", "head_pieces")
+"""What the first versions did not save."""
 SETTING = Setting(save_every=3, keep=2, eval_every=None)
 
 
@@ -89,6 +92,10 @@ def test_if_none_can_be_read_all_reasons_are_told(world: Path) -> None:
         _resumed(world / "run" / FOLDER, config)
 
 
+def _with(manifest: Manifest, **training: Any) -> Manifest:
+    return Manifest(step=9, files={}, model="", training={**manifest.training, **training})
+
+
 def _changed(manifest: Manifest, section: str, key: str, value: Any) -> Manifest:
     training = json.loads(json.dumps(manifest.training))
     training["config"][section][key] = value
@@ -141,6 +148,27 @@ def test_a_state_of_another_version_is_refused(manifest: Manifest, key: str, val
     other = Manifest(step=9, files={}, model="", training={**manifest.training, key: value})
     with pytest.raises(CheckpointMismatch, match="has a state of another version"):
         known_of(other)
+
+
+def test_what_the_bits_depend_on_is_saved_and_kept(manifest: Manifest) -> None:
+    kept = known_of(manifest).kept
+    assert set(kept) == set(KEPT)
+    assert kept == {name: manifest.training[name] for name in KEPT}
+    other = {"tile_tokens": 512, "head_pieces": 4}
+    assert known_of(_with(manifest, **other)).kept == kept | other
+
+
+def test_a_checkpoint_from_before_tiles_and_pieces_has_neither(manifest: Manifest) -> None:
+    older = {key: value for key, value in manifest.training.items() if key not in NEWER}
+    kept = known_of(Manifest(step=9, files={}, model="", training=older)).kept
+    assert (kept["tile_tokens"], kept["head_pieces"]) == (None, 1)
+
+
+@pytest.mark.parametrize("value", [0, -1, True, "512", 1.5, [], {}, 1 << 80])
+@pytest.mark.parametrize("key", ["micro_batch_tokens", "chunk_tokens", *NEWER])
+def test_sizes_that_no_run_has_are_refused(manifest: Manifest, key: str, value: Any) -> None:
+    with pytest.raises(CheckpointMismatch, match="has a state of another version"):
+        known_of(_with(manifest, **{key: value}))
 
 
 def test_a_state_of_another_step_is_refused(manifest: Manifest) -> None:

@@ -161,7 +161,9 @@ LLAMA_FACTORY = _HF | _table(
         NO_KERNEL: "enable_liger_kernel use_unsloth use_unsloth_gc",
         RECOMPUTE: "disable_gradient_checkpointing",
         NO_TRICK: "use_galore use_badam use_apollo use_muon use_llama_pro "
-        "mixture_of_depths rope_scaling shift_attn",
+        "mixture_of_depths shift_attn",
+        "its factor is cutoff_len over the positions of the model: set model.rope to it, like "
+        "{type: yarn, factor: 4.0}; a run whose rows need it names the line": "rope_scaling",
         HUB: "export_dir hf_hub_token",
         "MegaTrain looks for dataset_info.json there": "dataset_dir",
         "only text is supported": "media_dir",
@@ -213,6 +215,8 @@ AXOLOTL = {
         "use_trackio": "log.to",
         "early_stopping_patience": "eval.patience",
         "tokens": "model.add_tokens; as special tokens",
+        "rope_scaling": "model.rope",
+        "overrides_of_model_config": "model.rope; of its keys rope_scaling alone",
     },
     {
         FULL: "adapter lora_r lora_alpha lora_dropout lora_target_modules lora_target_linear "
@@ -300,6 +304,8 @@ _ELSEWHERE = _table(
         "precision": "model.dtype",
         "checkpoint_dir": "save.dir",
         "grad_accum": f"train.batch_rows; {BY_ROWS}",
+        "rope_type": "model.rope; its key type",
+        "rope_theta": "model.rope; its key theta",
     },
     {STREAMED: "zero_stage cpu_offload", EXACT: "quantize fp8", INDEXED: "num_workers"},
 )

@@ -10,10 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from megatrain.config.other_tools import sources
 from megatrain.config.other_tools.asked import Converter, DroppedKey, ToolConfig
 from megatrain.config.other_tools.names import NO_METHOD
 from megatrain.config.quantities import read_number, read_whole
+from megatrain.config.rope_settings import RopeSettings
 
 IN_STEPS = "here it is counted in steps"
 OFF = "off, as by default here"
@@ -143,6 +146,26 @@ def _tokens(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     if not found:
         raise DroppedKey("no tokens")
     return list(found), ""
+
+
+def _rope(value: Any, asked: ToolConfig) -> tuple[Any, str]:
+    """Return a scaling of positions by our keys."""
+    names = {"rope_type": "type", "rope_theta": "theta"}
+    if not isinstance(value, dict):
+        raise DroppedKey("not a mapping with type and factor")
+    given = {names.get(str(key), str(key)): part for key, part in value.items()}
+    try:
+        RopeSettings.model_validate(given)
+    except ValidationError as error:
+        where = ".".join(map(str, error.errors()[0]["loc"])) or "the mapping"
+        raise DroppedKey(f"{where} is not one that model.rope takes; see docs/config.md") from None
+    return given, ""
+
+
+def _model_overrides(value: Any, asked: ToolConfig) -> tuple[Any, str]:
+    if not isinstance(value, dict) or set(value) != {"rope_scaling"}:
+        raise DroppedKey("of the model's config only rope_scaling can be changed, by model.rope")
+    return _rope(value["rope_scaling"], asked)
 
 
 def _held_out(value: Any, asked: ToolConfig) -> tuple[Any, str]:
@@ -277,6 +300,8 @@ CONVERTERS: dict[str, Converter] = {
     "add_special_tokens": _tokens,
     "add_tokens": _tokens,
     "tokens": _tokens,
+    "rope_scaling": _rope,
+    "overrides_of_model_config": _model_overrides,
     "learning_rate": _learning_rate,
     "adam_beta1": _betas,
     "adam_beta2": _betas,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -20,6 +20,7 @@ from megatrain.memory.store import Store, open_store
 from megatrain.memory.tier import Scratch
 from megatrain.models.config_json import parse_config
 from megatrain.models.decoder import Decoder, build_decoder
+from megatrain.models.rope import require_rotary, with_rope
 from megatrain.optim.states import WITH_CLIP
 
 Precision = Literal["bf16", "fp32"]
@@ -127,23 +128,28 @@ def read_model_folder(
     frozen: tuple[str, ...] = (),
     attn: str | None = None,
     growth: Growth | None = None,
+    rope: Mapping[str, Any] | None = None,
 ) -> ModelFolder:
     """Return what a model folder holds besides weights. Its config is parsed once, here.
 
     `dtype` None is the folder's own, and `attn` may be `auto` too: the choice of transformers.
-    With `growth` config and tokenizer have new tokens. Raises ConfigError if they could not be
-    trained.
+    With `growth` config and tokenizer have new tokens, with `rope` other rotary positions. Raises
+    ConfigError if the tokens could not be trained, or the positions do not suit the model.
     """
     source = Path(folder)
     config_json = read_config_bytes(source)
     carried = read_carried(source)  # refused now, and not by the export at the end of a run
     if growth is not None:
         config_json, carried = growth.config(config_json), growth.carried(carried)
+    if rope is not None:
+        config_json = with_rope(config_json, rope)
     config = parse_config(config_json)
     precision: Precision = "fp32" if config.dtype is torch.float32 else "bf16"
     decoder = build_decoder(config, dtype or precision, frozen, None if attn == "auto" else attn)
     if growth is not None:
         growth.check(decoder)
+    if rope is not None:
+        require_rotary(decoder.model)
     return ModelFolder(
         source=source,
         config_json=config_json,

@@ -14,7 +14,7 @@ from megatrain.data.steps.isolation import ISOLATES
 from megatrain.data.tokens.documents import Documents
 from megatrain.data.tokens.limits import bad_rows, dropped_rows
 from megatrain.data.tokens.prepared import PreparedData
-from megatrain.run.opening.model_limits import num_positions
+from megatrain.models.rope import num_positions
 from megatrain.run.run_model import RunModel
 
 EVAL_TOKENS = 8192

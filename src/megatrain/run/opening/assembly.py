@@ -43,7 +43,11 @@ def open_model(
     config: Config, source: Path, growth: Growth | None, found: OpenedCheckpoint | None
 ) -> ModelFolder:
     """Return the model of a run without its weights, checked against the config."""
-    model = read_model(config, source, growth) if found is None else found.model
+    if found is None:
+        rope = config.model.rope
+        model = read_model(config, source, growth, None if rope is None else rope.parameters())
+    else:
+        model = found.model
     check_patterns("optim.no_decay", config.optim.no_decay, model.decoder.names)
     router_aux_loss(config, model.decoder)
     return model

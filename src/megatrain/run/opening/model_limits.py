@@ -2,36 +2,40 @@
 
 Both are known before the weights are read. A token id beyond the embedding and a position beyond a
 table of positions would end a run at the first batch that has one, maybe hours in; on a GPU with an
-assertion of the device. Rotary positions have no such end: the model only was never trained there.
+assertion of the device. Rotary positions have no such end: the model only was never trained there,
+which days of training would show too late. A run does not begin so unless model.rope says it.
 
 Laws (tests/run/opening/test_model_limits.py)
     1. Accepted rows can be trained; rows that would fail in the model are refused with their place.
+    2. No run begins with rows beyond rotary positions that model.rope could declare.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
 
 from torch import nn
 
 from megatrain.data.tokens.prepared import PreparedData
 from megatrain.errors import DataError
 from megatrain.models.decoder import Decoder
+from megatrain.models.rope import line_for, num_positions
 
 _TABLE = re.compile(r"(wpe|pos\w*)$", re.IGNORECASE)
 
 
-def check_rows(sources: Iterable[PreparedData], decoder: Decoder) -> list[str]:
-    """Return the remarks about the rows and the model.
+def check_rows(
+    sources: Iterable[PreparedData], decoder: Decoder, *, begins: bool = False
+) -> list[str]:
+    """Return the remarks about the rows and the model; a run `begins` with them, or only reads.
 
     Raises DataError if the model has no embedding for a token, or no place for a position.
     """
     notes = []
     for source in sources:
         check_vocabulary(source, decoder.config.vocab_size)
-        notes += check_positions(source, decoder)
+        notes += check_positions(source, decoder, begins=begins)
     return notes
 
 
@@ -46,10 +50,11 @@ def check_vocabulary(source: PreparedData, vocab_size: int) -> None:
         )
 
 
-def check_positions(source: PreparedData, decoder: Decoder) -> list[str]:
+def check_positions(source: PreparedData, decoder: Decoder, *, begins: bool) -> list[str]:
     """Return a warning if rows are longer than what the model was made for.
 
-    Raises DataError if the model has a table of positions, which they exceed.
+    Raises DataError if the model has a table of positions, which they exceed, and for a run that
+    `begins` if model.rope can make the model reach them.
     """
     most, card = num_positions(decoder.config), source.card
     if most is None or card["longest"] <= most:
@@ -62,26 +67,13 @@ def check_positions(source: PreparedData, decoder: Decoder) -> list[str]:
     )
     if has_position_table(decoder.model):
         raise DataError(f"{text}. It has no embedding beyond them: set data.max_length to {most}.")
+    line = line_for(decoder.config, card["longest"])
+    if begins and line is not None:
+        raise DataError(
+            f"{text}. The model was not trained there. Give `{line}` to scale its positions (with "
+            f"type default they stay as they are), or data.max_length: {most}."
+        )
     return [f"{text}. The model was not trained there; data.max_length: {most} leaves them out"]
-
-
-def num_positions(config: Any) -> int | None:
-    """Return how many positions a model is made for, stretched ones included; None: no limit."""
-    most = getattr(config, "max_position_embeddings", None)
-    if not isinstance(most, int) or most < 1:
-        return None
-    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-    scalings = [scaling, *scaling.values()] if isinstance(scaling, dict) else []
-    return max([most, *(_stretched(one, most) for one in scalings if isinstance(one, dict))])
-
-
-def _stretched(scaling: dict[str, Any], most: int) -> int:
-    """Return the reach of rotary positions that are scaled, from that of the original model."""
-    factor = scaling.get("factor")
-    original = scaling.get("original_max_position_embeddings") or most
-    if not isinstance(factor, int | float) or not isinstance(original, int | float):
-        return 0
-    return int(original * factor)
 
 
 def has_position_table(model: nn.Module) -> bool:

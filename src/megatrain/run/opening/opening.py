@@ -77,7 +77,7 @@ def open_run(config: Config, *, resumes: bool = False, dry_run: bool = False) ->
         source = find_source(config, found)
         tokenizer, growth = open_tokenizer(config, source, notes, found)
         model = open_model(config, source, growth, found)
-        rows = open_rows(config, tokenizer, model.decoder, notes)
+        rows = open_rows(config, tokenizer, model.decoder, notes, resumes=found is not None)
         plan = plan_run(
             with_longest_step(config, rows), device, model.decoder, found, rows.epoch_tokens
         )

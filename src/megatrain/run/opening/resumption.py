@@ -36,7 +36,7 @@ from megatrain.step.settings import CHUNK_TOKENS, StepSettings
 T = TypeVar("T")
 
 FIXED = {
-    "model": ("dtype", "frozen", "add_tokens"),
+    "model": ("dtype", "frozen", "add_tokens", "rope"),
     "data": (
         "max_length",
         "overlong",
@@ -52,6 +52,10 @@ FIXED = {
 """What must stay. The rows themselves are known by the mark of their order."""
 KEPT = ("micro_batch_tokens", "chunk_tokens", "tile_tokens", "head_pieces", "state")
 """The StepSettings that the bits of a run depend on: they stay unless the config sets them."""
+
+_MOST_TOKENS = 1 << 40
+_MOST_PIECES = 1 << 12
+"""More than any run has: a manifest with more was not written by one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,11 +111,24 @@ def kinds_of(config: Config, settings: StepSettings) -> tuple[Kind, ...]:
     return store_kinds(states, waits=config.train.max_grad_norm is not None)
 
 
-def read_model(config: Config, folder: Path, growth: Growth | None = None) -> ModelFolder:
-    """Return the model in `folder`, without weights, as the config wants it."""
+def read_model(
+    config: Config,
+    folder: Path,
+    growth: Growth | None = None,
+    rope: Mapping[str, Any] | None = None,
+) -> ModelFolder:
+    """Return the model in `folder`, without weights, as the config wants it.
+
+    A checkpoint has new tokens and scaled positions already: it is read without.
+    """
     model = config.model
     return read_model_folder(
-        folder, dtype=model.dtype, frozen=model.frozen, attn=model.attn, growth=growth
+        folder,
+        dtype=model.dtype,
+        frozen=model.frozen,
+        attn=model.attn,
+        growth=growth,
+        rope=rope,
     )
 
 
@@ -221,10 +238,10 @@ def known_of(manifest: Manifest) -> RunRecord:
             lines={str(name): as_count(size) for name, size in training["lines"].items()},
             batch_tokens=_as_optional(training["config"]["train"].get("batch_tokens")),
             kept={
-                "micro_batch_tokens": as_count(training["micro_batch_tokens"]),
-                "chunk_tokens": as_count(training.get("chunk_tokens", CHUNK_TOKENS)),
+                "micro_batch_tokens": _as_size(training["micro_batch_tokens"]),
+                "chunk_tokens": _as_size(training.get("chunk_tokens", CHUNK_TOKENS)),
                 "tile_tokens": _as_optional(training.get("tile_tokens")),
-                "head_pieces": as_count(training.get("head_pieces", 1)),
+                "head_pieces": _as_size(training.get("head_pieces", 1), most=_MOST_PIECES),
                 "state": _as_state(training.get("state", "fp32")),
             },
             learning_rate=as_loss(training.get("learning_rate")),
@@ -246,8 +263,14 @@ def _as_state(value: Any) -> str:
     return value
 
 
+def _as_size(value: Any, most: int = _MOST_TOKENS) -> int:
+    if not 1 <= as_count(value) <= most:
+        raise ValueError(f"{value} is not from 1 to {most}")
+    return int(value)
+
+
 def _as_optional(tokens: Any) -> int | None:
-    return None if tokens is None else as_count(tokens)
+    return None if tokens is None else _as_size(tokens)
 
 
 def _as_text(value: Any) -> str | None:

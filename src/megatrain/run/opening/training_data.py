@@ -107,12 +107,17 @@ class TrainingData:
         self.close()
 
 
-def open_rows(config: Config, tokenizer: Any, decoder: Decoder, notes: list[str]) -> TrainingRows:
-    """Return the rows that the config names, as tokens that the model can read."""
+def open_rows(
+    config: Config, tokenizer: Any, decoder: Decoder, notes: list[str], *, resumes: bool
+) -> TrainingRows:
+    """Return the rows that the config names, as tokens that the model can read.
+
+    A run that `resumes` keeps its rows, whatever the model declares.
+    """
     if config.data.packing:
         check_packing(decoder.config.model_type, config.model.attn)
     rows = gather(config, tokenizer)
-    notes += check_rows(rows.prepared, decoder)
+    notes += check_rows(rows.prepared, decoder, begins=not resumes)
     return rows
 
 
