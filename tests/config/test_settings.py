@@ -99,6 +99,9 @@ def test_defaults_and_choices_are_those_of_the_engine() -> None:
         ({"model": {"name_or_path": "m", "attn": "flash_attention_2", "dtype": "fp32"}},
          "model.attn is flash_attention_2 and model.dtype is fp32: its kernels compute in bf16 "
          "only. Set model.dtype to bf16, or model.attn to sdpa."),
+        ({"memory": {"tile_tokens": 4096}, "train": {"compile": True}},
+         "memory.tile_tokens is 4096 and train.compile is true: a compiled layer computes full "
+         "rows. Set memory.tile_tokens to null, or train.compile to false."),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_be_meant_together(sections: dict[str, Any], message: str) -> None:

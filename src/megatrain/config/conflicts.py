@@ -20,6 +20,7 @@ def conflicts(config: Config) -> list[ConfigFault]:
         *_memory(config),
         *_patience(config),
         *_attention(config),
+        *_tiles(config),
     ]
 
 
@@ -114,4 +115,14 @@ def _attention(config: Config) -> Iterator[ConfigFault]:
             "model.attn",
             f"model.attn is {model.attn} and model.dtype is fp32: its kernels compute in bf16 "
             "only. Set model.dtype to bf16, or model.attn to sdpa.",
+        )
+
+
+def _tiles(config: Config) -> Iterator[ConfigFault]:
+    tile_tokens = config.memory.tile_tokens
+    if config.train.compile and isinstance(tile_tokens, int):
+        yield _fault(
+            "memory.tile_tokens",
+            f"memory.tile_tokens is {tile_tokens} and train.compile is true: a compiled layer "
+            "computes full rows. Set memory.tile_tokens to null, or train.compile to false.",
         )

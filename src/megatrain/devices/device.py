@@ -213,10 +213,11 @@ def _integers(tensor: Tensor) -> np.ndarray:
     return tensor.detach().view(_INTEGERS[tensor.element_size()]).numpy()
 
 
-def draw_seed(seed: int, step: int, micro: int, block: int) -> int:
+def draw_seed(seed: int, step: int, micro: int, block: int, tile: int | None = None) -> int:
     """Return the seed of a block's random numbers: near arguments give unrelated ones."""
     state, mask = 0, 2**64 - 1
-    for number in (seed, step, micro, block):  # the finaliser of splitmix64, on each in turn
+    numbers = (seed, step, micro, block) if tile is None else (seed, step, micro, block, tile)
+    for number in numbers:  # the finaliser of splitmix64, on each in turn
         state = ((state ^ number) + 0x9E3779B97F4A7C15) & mask
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask

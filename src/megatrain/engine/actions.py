@@ -4,8 +4,8 @@ An op is data, its action does the work and touches only what the op declares. S
 to one step (hidden states, their gradients, losses, the layers' arguments) lives here, by
 micro-batch, and is dropped as it is used up.
 
-Random numbers (dropout) are a function of seed, step, block and micro-batch, so that recompute
-draws what forward drew, whatever the order of ops.
+Random numbers (dropout) are a function of seed, step, block, micro-batch and tile, so that
+recompute draws what forward drew, whatever the order of ops.
 
 Laws (tests/engine/test_exactness.py)
     1. Losses and gradients are those of ordinary autograd through the resident model.
@@ -26,7 +26,7 @@ from megatrain.devices.device import draw_seed
 from megatrain.engine.batch import MicroBatch
 from megatrain.engine.compute.graph import gradients_of
 from megatrain.engine.compute.head import Head
-from megatrain.engine.compute.layers import Returned
+from megatrain.engine.compute.tiles import Returned
 from megatrain.engine.machine import Machine
 from megatrain.lanes.lane import Action
 from megatrain.losses.loss import Loss
@@ -90,7 +90,9 @@ class StepActions:
             else:
                 given = self._hidden.pop(micro)
                 call = self._calls[micro][block - 1]
-                hidden, logits = machine.layers.forward(weights, given, call)
+                hidden, logits = machine.layers.forward(
+                    weights, given, call, lambda tile: self._seed(block, micro, tile)
+                )
                 if self._routing is not None:
                     num_tokens = self._batch[micro].num_tokens
                     self._routing.add(logits, self._mask(micro), num_tokens)
@@ -134,21 +136,32 @@ class StepActions:
             return
         kept = machine.tape.take((block, micro), op.tape_slot)
         given = kept.detach().requires_grad_(op.passes_gradient)
-        returned = Returned(d_hidden, lambda logits: self._balance(logits, micro))
-        call = self._calls[micro][block - 1]
-        passed = machine.layers.backward(leaves, given, call, returned, machine.gradients.add)
+        returned = Returned(d_hidden, lambda logits, columns: self._balance(logits, micro, columns))
+        passed = machine.layers.backward(
+            leaves,
+            given,
+            self._calls[micro][block - 1],
+            returned,
+            machine.gradients.add,
+            lambda tile: self._seed(block, micro, tile),
+        )
         self._pass_gradient(micro, passed)
 
-    def _balance(self, logits: Sequence[Tensor], micro: int) -> list[tuple[Tensor, Tensor]]:
+    def _balance(
+        self, logits: Sequence[Tensor], micro: int, columns: slice
+    ) -> list[tuple[Tensor, Tensor]]:
         """Return the sums of a layer's routers that the balancing loss is made of, with gradients.
 
-        Backward's own: forward has counted the routers of all layers.
+        `logits` are those of the micro-batch's `columns`. Backward's own: forward has counted the
+        routers of all layers.
         """
         if self._routing is None:
             return []
         with torch.no_grad():
             d_sums = self._routing.d_sums(self._machine.settings.router_aux_loss)
-        return [(probability_sums(one, self._mask(micro)), d_sums) for one in logits]
+        mask = self._mask(micro)
+        mask = None if mask is None else mask[:, columns]
+        return [(probability_sums(one, mask), d_sums) for one in logits]
 
     def _mask(self, micro: int) -> Tensor | None:
         mask = self._inputs[micro].get("attention_mask")
@@ -187,9 +200,9 @@ class StepActions:
         else:
             self._calls.pop(micro, None)
 
-    def _seed(self, block: int, micro: int) -> None:
-        """Set the generator that layers draw from."""
-        seed = draw_seed(self._machine.settings.seed, self._step, micro, block)
+    def _seed(self, block: int, micro: int, tile: int | None = None) -> None:
+        """Set the generator that layers draw from, for a block or for a tile of it."""
+        seed = draw_seed(self._machine.settings.seed, self._step, micro, block, tile)
         self._machine.device.seed(seed)
 
     def _front(self, weights: Mapping[str, Tensor], micro: int) -> tuple[Tensor, list[Call]]:

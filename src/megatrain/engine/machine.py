@@ -93,7 +93,14 @@ def build_machine(
     settings: StepSettings,
 ) -> Machine:
     """Return a machine with the memory that `shape` needs, whatever its number of micro-batches."""
-    on_host = Template(decoder, compile=settings.compile, routed=shape.balances)
+    # A compiled layer is one graph: it runs without tiles.
+    tile_tokens = None if settings.compile else settings.tile_tokens
+    on_host = Template(
+        decoder,
+        compile=settings.compile,
+        routed=shape.balances,
+        tiled=tile_tokens is not None,
+    )
     template = on_host.placed(device.place) if device.own_memory else on_host
     rows = EmbeddingRows(decoder, store, device) if shape.gather_embedding else None
     return Machine(
@@ -108,7 +115,7 @@ def build_machine(
         on_host=on_host,
         template=template,
         edges=Edges(on_host, template, answers=device.answers),
-        layers=Layers(template),
+        layers=Layers(template, tile_tokens),
         settings=settings,
     )
 

@@ -37,7 +37,7 @@ def attention_replaced(hear: HearAttention) -> Iterator[None]:
     """
     names: dict[str, Any] = AttentionInterface._global_mapping
     before = dict(names)
-    names["eager"] = _heard(hear, _own_attention)
+    names["eager"] = _heard(hear, lambda module: before.get("eager") or _own_attention(module))
     names["sdpa"] = _heard(hear, lambda _module: before["sdpa"])
     try:
         yield

@@ -90,19 +90,12 @@ class Regions:
         """`backend` is one of torch.compile's; others than the default are for tests."""
         self.backend = backend
         numbers = _own_numbers(layers)
-        regions: dict[object, _Region] = {}
-        self._layers: list[_Layer] = []
-        for index, layer in enumerate(layers):
-            names = tuple(name for name, _ in layer.named_parameters())
-            structure = (names, _structure(layer, numbers))
-            if structure not in regions:
-                regions[structure] = _Region(layer, index, backend, routed)
-            self._layers.append(_Layer(layer, regions[structure], numbers))
-
-    @property
-    def representatives(self) -> list[int]:
-        """For each layer the first layer of its structure."""
-        return [layer.region.first for layer in self._layers]
+        firsts = representatives(layers)
+        regions = {first: _Region(layers[first], first, backend, routed) for first in firsts}
+        self._layers = [
+            _Layer(layer, regions[first], numbers)
+            for layer, first in zip(layers, firsts, strict=True)
+        ]
 
     def call(
         self,
@@ -118,6 +111,17 @@ class Regions:
         tensors = {name: weights[name] for name in layer.names} | layer.buffers()
         with layer.numbered():
             return layer.region(tensors, hidden, args, kwargs)
+
+
+def representatives(layers: Sequence[nn.Module]) -> list[int]:
+    """Return for each layer the first layer of its structure."""
+    numbers = _own_numbers(layers)
+    firsts: dict[object, int] = {}
+    found: list[int] = []
+    for index, layer in enumerate(layers):
+        names = tuple(name for name, _ in layer.named_parameters())
+        found.append(firsts.setdefault((names, _structure(layer, numbers)), index))
+    return found
 
 
 class _Region:

@@ -30,7 +30,13 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from megatrain.models.balance import record_router_logits
-from megatrain.models.compiled import Backend, LayerOutput, Regions, apply_layer
+from megatrain.models.compiled import (
+    Backend,
+    LayerOutput,
+    Regions,
+    apply_layer,
+    representatives,
+)
 from megatrain.models.decoder import Decoder
 from megatrain.models.key_values import has_cache
 from megatrain.models.packed_masks import with_packed_masks
@@ -41,6 +47,8 @@ from megatrain.models.stand_ins import (
     rows_looked_up,
     stand_in_weights,
 )
+from megatrain.models.tiling.cut import Cut, CutLayer
+from megatrain.models.tiling.probe import LayerSample, find_cut, sample_inputs, sampled_call
 
 NamedTensors = Mapping[str, Tensor]
 """Params by their names in the model."""
@@ -60,10 +68,11 @@ class Template:
         compile: bool = False,
         backend: Backend = "inductor",
         routed: bool = False,
+        tiled: bool = False,
     ) -> None:
-        """`compile`: layers are compiled, those of equal structure once (regions.py).
+        """`compile`: layers are compiled, those of equal structure once (compiled.py).
 
-        `routed`: `routed_layer` returns router logits too.
+        `routed`: `routed_layer` returns router logits too. `tiled`: find where layers can be cut.
         """
         self._decoder, self._routed = decoder, routed
         if routed:
@@ -80,6 +89,8 @@ class Template:
         self._changes_logits = self._find_change()
         self.bytes_per_token = self._find_width()
         """Of hidden states, as a layer gets them."""
+        self.cuts: list[Cut | None] = self._find_cuts() if tiled else [None] * len(self._modules)
+        """Of each layer; None where it is not cut into tiles."""
 
     def placed(self, place: Callable[[Tensor], Tensor]) -> Template:
         """Return this template for a device; `place` returns a tensor's copy there."""
@@ -126,15 +137,27 @@ class Template:
 
     def routed_layer(self, weights: NamedTensors, hidden: Tensor, call: Call) -> LayerOutput:
         """Return what the layer of `call` makes of `hidden`, and the logits of its routers."""
-        prefix = f"{self._decoder.layers_path}.{call.layer}."
-        bound = {name.removeprefix(prefix): weight for name, weight in weights.items()}
-        module, names = self._modules[call.layer], self._names[call.layer]
-        # A weight left on meta is not always an error in torch: a product with it gives noise.
-        assert bound.keys() == names, f"layer {call.layer} lacks {names - bound.keys()}"
+        bound, module = self.bound(weights, call), self._modules[call.layer]
         # A cache grows by a token with each call: every length would be compiled again.
         if self._regions is not None and not has_cache(call):
             return self._regions.call(call.layer, bound, hidden, call.args, call.kwargs)
         return apply_layer(module, bound, hidden, call.args, call.kwargs, self._routed)
+
+    def cut_layer(self, call: Call) -> CutLayer | None:
+        """Return the layer of `call` as parts that run over tiles; None if it is to run whole."""
+        cut = self.cuts[call.layer]
+        if cut is None or has_cache(call):
+            return None
+        return CutLayer(self._modules[call.layer], cut, routed=self._routed)
+
+    def bound(self, weights: NamedTensors, call: Call) -> dict[str, Tensor]:
+        """Return the weights of a layer by their names in its module."""
+        prefix = f"{self._decoder.layers_path}.{call.layer}."
+        bound = {name.removeprefix(prefix): weight for name, weight in weights.items()}
+        names = self._names[call.layer]
+        # A weight left on meta is not always an error in torch: a product with it gives noise.
+        assert bound.keys() == names, f"layer {call.layer} lacks {names - bound.keys()}"
+        return bound
 
     def tail(self, weights: NamedTensors, hidden: Tensor) -> Tensor:
         """Return the rows (tokens, width) that the output projection gets after `hidden`."""
@@ -173,6 +196,22 @@ class Template:
         with torch.no_grad():
             hidden, _ = self.front({}, {"input_ids": ids})
         return hidden.nbytes // ids.numel()
+
+    def _find_cuts(self) -> list[Cut | None]:
+        """Return the cut of each layer; layers of equal structure have the same."""
+        firsts = representatives(self._modules)
+        pairs = [[self._sampled(inputs) for inputs in kind] for kind in sample_inputs(self.model)]
+        cuts = {
+            first: find_cut(self._modules[first], [(a[first], b[first]) for a, b in pairs])
+            for first in sorted(set(firsts))
+        }
+        return [cuts[first] for first in firsts]
+
+    def _sampled(self, inputs: Mapping[str, Any]) -> list[LayerSample]:
+        """Return a call of each layer, to learn from."""
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            hidden, calls = self.front({}, inputs)
+        return [sampled_call(hidden, call) for call in calls]
 
     def _run_tail(self, weights: NamedTensors, hidden: Tensor, hear: Any) -> Any:
         """Run the model's forward from the last layer's answer on, whatever came before."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+Between = TypeVar("Between")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,19 +29,33 @@ def gradients_of(
 
     Each of `outputs` comes with its gradient.
     """
-    names = [name for name, leaf in leaves.items() if leaf.requires_grad]
-    wanted = [leaves[name] for name in names]
-    passes = given is not None and given.requires_grad
-    if passes and given is not None:
+    params, _, found = gradients_by(outputs, leaves, {}, given)
+    return BlockGradients(params, found)
+
+
+def gradients_by(
+    outputs: Sequence[tuple[Tensor, Tensor]],
+    leaves: Mapping[str, Tensor],
+    between: Mapping[Between, Tensor],
+    given: Tensor | None,
+) -> tuple[dict[str, Tensor | None], dict[Between, Tensor | None], Tensor | None]:
+    """Return the gradients of those that want one, of leaves, tensors `between` and `given`."""
+    params = [name for name, leaf in leaves.items() if leaf.requires_grad]
+    keys = [key for key, tensor in between.items() if tensor.requires_grad]
+    wanted = [leaves[name] for name in params] + [between[key] for key in keys]
+    if given is not None and given.requires_grad:
         wanted.append(given)
     outputs = [(output, d_output) for output, d_output in outputs if output.requires_grad]
     if not wanted or not outputs:
-        return BlockGradients({}, None)
-    found = torch.autograd.grad(
-        [output for output, _ in outputs],
-        wanted,
-        [d_output.view_as(output) for output, d_output in outputs],
-        allow_unused=True,
+        return {}, {}, None
+    found: list[Tensor | None] = list(
+        torch.autograd.grad(
+            [output for output, _ in outputs],
+            wanted,
+            [d_output.view_as(output) for output, d_output in outputs],
+            allow_unused=True,
+        )
     )
-    params = dict(zip(names, found, strict=False))
-    return BlockGradients(params, found[-1] if passes else None)
+    d_given = found.pop() if len(found) > len(params) + len(keys) else None
+    d_params = dict(zip(params, found, strict=False))
+    return d_params, dict(zip(keys, found[len(params) :], strict=True)), d_given

@@ -1,0 +1,177 @@
+"""A layer in three parts, cut at its mixer: the one place where tokens meet.
+
+    before   hidden tile ---------------------> what the mixer gets (queries, keys, values)
+    meet     what it got of all tiles --------> the mixer's output for the row
+    after    hidden tile, its mixer output ---> the layer's output for the tile
+
+All three are the model's own code. `before` is the layer's forward on a tile, ended where it would
+call the mixer; `after` is the same forward with the mixer's output as the answer of that call. The
+mixer is transformers' attention function, or a module of the layer. Projections that feed
+nothing but the mixer are not computed again in `after`: they answer zeros that nobody reads.
+
+Arguments of the layer that have a value for each token are sliced to the tile. Masks, with a
+value for each pair of tokens, and whatever has none are passed on as they are.
+
+Laws (tests/models/tiling/test_cut.py)
+    1. Before, meet and after over any tiles give the layer's own output, within rounding.
+    2. The layer's modules are as they were, whether a part ends well or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from megatrain.models.attention import attention_replaced
+from megatrain.models.compiled import LayerOutput, apply_layer
+from megatrain.models.stand_ins import Call
+from megatrain.models.tiling.trees import TensorPath, with_tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """One call of a mixer."""
+
+    mixer: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """Where the layers of one structure are cut, and which dimension counts tokens."""
+
+    mixer: str | None
+    """The module's path in the layer; None: the attention function of transformers."""
+    arguments: Mapping[TensorPath, int]
+    """Of the layer's arguments that are sliced."""
+    handed: Mapping[TensorPath, int]
+    """Of the mixer's arguments that `before` makes."""
+    mixed: Mapping[TensorPath, int | None]
+    """Of the mixer's results; None: `after` gets no such result."""
+    unread: Mapping[str, int]
+    """Projections whose output only feeds the mixer, with its width."""
+
+
+class _HeardEnough(Exception):
+    """Ends a layer's forward from inside its mixer. Never leaves this module."""
+
+
+class CutLayer:
+    """One layer with its cut. Weights are bound for the time of a call, by their names in it."""
+
+    def __init__(self, module: nn.Module, cut: Cut, *, routed: bool = False) -> None:
+        self.module, self.cut, self._routed = module, cut, routed
+
+    def sliced(self, call: Call, columns: slice) -> Call:
+        """Return `call` with arguments for the tokens in `columns` only."""
+
+        def narrowed(path: TensorPath, tensor: Tensor) -> Tensor:
+            dim = self.cut.arguments.get(path)
+            return tensor if dim is None else _columns(tensor, dim, columns)
+
+        args, kwargs = with_tensors((call.args, call.kwargs), narrowed)
+        return replace(call, args=args, kwargs=kwargs)
+
+    def before(self, weights: Mapping[str, Tensor], hidden: Tensor, call: Call) -> Meeting:
+        """Return the call of the mixer that the layer makes for a tile."""
+        heard: list[Meeting] = []
+
+        def hear(mixer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            heard.append(Meeting(mixer=mixer, args=args, kwargs=kwargs))
+            raise _HeardEnough
+
+        try:
+            with mixer_replaced(self.module, self.cut.mixer, hear):
+                apply_layer(self.module, weights, hidden, call.args, call.kwargs)
+        except _HeardEnough:
+            return heard.pop()
+        raise AssertionError(f"layer {call.layer} has not called its mixer")
+
+    def meet(self, weights: Mapping[str, Tensor], meeting: Meeting) -> Any:
+        """Return what the mixer makes of the full row."""
+        bound = {f"layer.{name}": weight for name, weight in weights.items()}
+
+        def run() -> Any:
+            return meeting.mixer(*meeting.args, **meeting.kwargs)
+
+        return functional_call(_Around(self.module), bound, (run,), tie_weights=False)
+
+    def after(
+        self, weights: Mapping[str, Tensor], hidden: Tensor, call: Call, mixed: Any
+    ) -> LayerOutput:
+        """Return the layer's output for a tile whose mixer answers `mixed`."""
+        answers = {
+            self.module.get_submodule(path): _zeros_of(width)
+            for path, width in self.cut.unread.items()
+        }
+        with (
+            forwards_replaced(answers),
+            mixer_replaced(self.module, self.cut.mixer, lambda *_, **__: mixed),
+        ):
+            return apply_layer(
+                self.module, weights, hidden, call.args, call.kwargs, routed=self._routed
+            )
+
+    def mixed_tile(self, mixed: Any, columns: slice) -> Any:
+        """Return the part of the mixer's result that `after` gets for the tokens in `columns`."""
+
+        def narrowed(path: TensorPath, tensor: Tensor) -> Tensor | None:
+            dim = self.cut.mixed[path]
+            return None if dim is None else _columns(tensor, dim, columns)
+
+        return with_tensors(mixed, narrowed)
+
+
+class _Around(nn.Module):
+    """Runs a function while weights are bound to a layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, run: Callable[[], Any]) -> Any:
+        return run()
+
+
+def mixer_replaced(
+    layer: nn.Module, mixer: str | None, hear: Callable[..., Any]
+) -> AbstractContextManager[None]:
+    """Let `hear` answer the calls of a mixer: it gets the mixer and the call's arguments."""
+    if mixer is None:
+        return attention_replaced(hear)
+    module = layer.get_submodule(mixer)
+    own = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return hear(own, *args, **kwargs)
+
+    return forwards_replaced({module: forward})
+
+
+@contextmanager
+def forwards_replaced(answers: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Let functions answer in place of modules."""
+    for module, answer in answers.items():
+        vars(module)["forward"] = answer
+    try:
+        yield
+    finally:
+        for module in answers:
+            del vars(module)["forward"]
+
+
+def _zeros_of(width: int) -> Callable[[Tensor], Tensor]:
+    def answer(hidden: Tensor) -> Tensor:
+        return hidden.new_zeros(()).expand(*hidden.shape[:-1], width)
+
+    return answer
+
+
+def _columns(tensor: Tensor, dim: int, columns: slice) -> Tensor:
+    return tensor.narrow(dim, columns.start, columns.stop - columns.start)

@@ -1,0 +1,238 @@
+"""Finds where a layer can be cut into tiles of tokens, and proves it before use.
+
+    1. Token dimensions. The model's front is run on rows of two lengths: what grows counts tokens.
+    2. The mixer. If the layer asks transformers' attention exactly once, that is it. Else it is the
+       smallest module, called once, around which a cut can be proved.
+    3. The proof. Over tiles of unequal length, and of one token each, the parts give what the
+       layer gives for the full row: outside the mixer, then, no token sees another. With
+       and without padding and positions of packed documents, as far as the model takes them.
+
+A layer without such a place is not cut. All of it on a likeness of the layer (likeness.py), a few
+tokens long, once for layers of equal structure.
+
+Laws (tests/models/tiling/test_probe.py)
+    1. A layer whose tokens meet outside the mixer is not cut there.
+    2. No cut is found that the layer's own forward over the full row contradicts.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from megatrain.models.compiled import apply_layer
+from megatrain.models.stand_ins import Call
+from megatrain.models.tiling.cut import Cut, CutLayer, Meeting, forwards_replaced, mixer_replaced
+from megatrain.models.tiling.joining import Joining
+from megatrain.models.tiling.likeness import in_fp32, likeness, products_of_stand_ins
+from megatrain.models.tiling.trees import TensorPath, growing, tensors_by_path, with_tensors
+
+ROW_LENGTHS = (5, 7)
+_TILINGS = ((3, 7), (1, 2, 6, 7), (1, 2, 3, 4, 5, 6, 7))
+"""Where tiles end."""
+_TOLERANCE = 1e-4
+"""Relative to the largest number: sums over a row's width, in another order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSample:
+    """A call of a layer with hidden states to go with it."""
+
+    hidden: Tensor
+    call: Call
+
+
+Samples = Sequence[tuple[LayerSample, LayerSample]]
+"""Calls for rows of two ROW_LENGTHS, for each kind of inputs."""
+
+
+def sample_inputs(model: PreTrainedModel) -> list[list[dict[str, Tensor]]]:
+    """Return inputs of the model's forward for rows of two ROW_LENGTHS: plain, padded, packed."""
+    ids = [torch.zeros((2, length), dtype=torch.long) for length in ROW_LENGTHS]
+    kinds = [[{"input_ids": row} for row in ids]]
+    kinds.append([{"input_ids": row, "attention_mask": _padding(row)} for row in ids])
+    if "position_ids" in inspect.signature(type(model).forward).parameters:
+        rows = [row[:1] for row in ids]
+        restarting = [torch.arange(length)[None] % 3 for length in ROW_LENGTHS]
+        kinds.append(
+            [
+                {"input_ids": row, "position_ids": positions}
+                for row, positions in zip(rows, restarting, strict=True)
+            ]
+        )
+    return kinds
+
+
+def _padding(ids: Tensor) -> Tensor:
+    mask = torch.ones_like(ids)
+    mask[0, -2:] = 0
+    return mask
+
+
+def sampled_call(hidden: Tensor, call: Call) -> LayerSample:
+    """Return `call` with random hidden states like `hidden`, all in fp32."""
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.randn(hidden.shape, generator=generator)
+    args, kwargs = with_tensors((call.args, call.kwargs), lambda _, tensor: in_fp32(tensor))
+    return LayerSample(hidden=drawn, call=replace(call, args=args, kwargs=kwargs))
+
+
+def find_cut(layer: nn.Module, samples: Samples) -> Cut | None:
+    """Return where `layer` is cut; None if nothing can be proved."""
+    mode = layer.training
+    layer.eval()  # dropout would differ between the runs that are compared
+    try:
+        with products_of_stand_ins():
+            probe = _Probe(layer, likeness(layer), samples)
+            return probe.cut(None) or probe.cut_at_module()
+    finally:
+        layer.train(mode)
+
+
+class _Probe:
+    def __init__(self, layer: nn.Module, weights: Mapping[str, Tensor], samples: Samples) -> None:
+        self._layer, self._weights, self._samples = layer, weights, samples
+
+    def cut_at_module(self) -> Cut | None:
+        """Return the cut at the smallest module that has one."""
+        found, path = None, ""
+        while True:
+            module = self._layer.get_submodule(path)
+            children = [f"{path}.{name}".lstrip(".") for name, _ in module.named_children()]
+            cuts = [cut for child in children if (cut := self.cut(child)) is not None]
+            if not cuts:
+                return found
+            found = min(cuts, key=lambda cut: self._size(str(cut.mixer)))
+            path = str(found.mixer)
+
+    def cut(self, mixer: str | None) -> Cut | None:
+        """Return the cut at `mixer`, proved; None if there is none."""
+        try:
+            cut = self._dimensions(mixer)
+            cut = replace(cut, unread=self._unread(cut))
+            return cut if all(self._proved(cut, long) for _, long in self._samples) else None
+        except Exception:  # any code can fail for lengths that it was not made for: no cut, then
+            return None
+
+    def _dimensions(self, mixer: str | None) -> Cut:
+        arguments: dict[TensorPath, int] = {}
+        handed: dict[TensorPath, int] = {}
+        mixed: dict[TensorPath, int | None] = {}
+        for short, long in self._samples:
+            grown = growing(*((s.call.args, s.call.kwargs) for s in (short, long)))
+            arguments |= {path: dims[0] for path, dims in grown.items() if len(dims) == 1}
+            results = [self._heard(mixer, s) for s in (short, long)]
+            for path, dims in growing(*results).items():
+                mixed[path] = dims[0] if len(dims) == 1 else None
+            cut = Cut(mixer=mixer, arguments=arguments, handed={}, mixed={}, unread={})
+            handed |= self._handed(CutLayer(self._layer, cut), long)
+        return replace(cut, handed=handed, mixed=mixed)
+
+    def _heard(self, mixer: str | None, sample: LayerSample) -> Any:
+        """Return what the mixer answers in a run of the layer, which calls it once."""
+        results = []
+
+        def hear(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            results.append(own(*args, **kwargs))
+            return results[-1]
+
+        with mixer_replaced(self._layer, mixer, hear):
+            self._whole(sample)
+        (result,) = results
+        return result
+
+    def _handed(self, layer: CutLayer, sample: LayerSample) -> dict[TensorPath, int]:
+        """Return the token dimension of each tensor that a tile makes for the mixer."""
+        heard: list[Meeting] = []
+        given: set[TensorPath] = set()
+        for length in (2, 3):
+            columns = slice(0, length)
+            call = layer.sliced(sample.call, columns)
+            heard.append(layer.before(self._weights, sample.hidden[:, columns], call))
+            known = {id(tensor) for _, tensor in tensors_by_path((call.args, call.kwargs))}
+            tensors = tensors_by_path((heard[-1].args, heard[-1].kwargs))
+            given |= {path for path, tensor in tensors if id(tensor) in known}
+        found = {}
+        for path, dims in growing(*((m.args, m.kwargs) for m in heard)).items():
+            if path not in given and dims:
+                (found[path],) = dims  # of two dimensions, a tile has made a part only
+        return found
+
+    def _unread(self, cut: Cut) -> dict[str, int]:
+        """Return the projections that feed nothing but the mixer: without them all is the same."""
+        _, long = self._samples[0]
+        layer = CutLayer(self._layer, cut)
+        with _widths_heard(self._layer) as widths:
+            layer.before(self._weights, long.hidden, long.call)
+        mixed = layer.mixed_tile(self._heard(cut.mixer, long), slice(0, ROW_LENGTHS[1]))
+        expected, _ = layer.after(self._weights, long.hidden, long.call, mixed)
+
+        def feeds_nothing_else(path: str, width: int) -> bool:
+            def poison(hidden: Tensor) -> Tensor:
+                return hidden.new_full((), torch.nan).expand(*hidden.shape[:-1], width)
+
+            with forwards_replaced({self._layer.get_submodule(path): poison}):
+                found, _ = layer.after(self._weights, long.hidden, long.call, mixed)
+            return torch.equal(found, expected)
+
+        return {path: width for path, width in widths.items() if feeds_nothing_else(path, width)}
+
+    def _proved(self, cut: Cut, sample: LayerSample) -> bool:
+        expected = self._whole(sample)
+        layer, length = CutLayer(self._layer, cut), ROW_LENGTHS[1]
+        for ends in _TILINGS:
+            tiles = [slice(a, b) for a, b in zip((0, *ends), ends, strict=False)]
+            calls = [layer.sliced(sample.call, columns) for columns in tiles]
+            joining = Joining(cut, sample.call, length)
+            for columns, call in zip(tiles, calls, strict=True):
+                meeting = layer.before(self._weights, sample.hidden[:, columns], call)
+                joining.add(meeting, call, columns)
+            mixed = layer.meet(self._weights, joining.meeting())
+            parts = [
+                layer.after(
+                    self._weights, sample.hidden[:, columns], call, layer.mixed_tile(mixed, columns)
+                )[0]
+                for columns, call in zip(tiles, calls, strict=True)
+            ]
+            if not _alike(torch.cat(parts, dim=1), expected):
+                return False
+        return True
+
+    def _whole(self, sample: LayerSample) -> Tensor:
+        call = sample.call
+        return apply_layer(self._layer, self._weights, sample.hidden, call.args, call.kwargs)[0]
+
+    def _size(self, path: str) -> int:
+        return sum(param.numel() for param in self._layer.get_submodule(path).parameters())
+
+
+def _alike(found: Tensor, expected: Tensor) -> bool:
+    finite = bool(expected.isfinite().all())
+    return finite and bool((found - expected).abs().max() <= _TOLERANCE * expected.abs().max())
+
+
+@contextmanager
+def _widths_heard(layer: nn.Module) -> Iterator[dict[str, int]]:
+    """Collect the projections that are called, with the width of their output."""
+    widths: dict[str, int] = {}
+    hooks = []
+    for path, module in layer.named_modules():
+        if next(module.children(), None) is None and any(p.dim() > 1 for p in module.parameters()):
+
+            def hear(_: Any, args: Any, output: Any, path: str = path) -> None:
+                if isinstance(output, Tensor) and output.shape[:-1] == args[0].shape[:-1]:
+                    widths[path] = output.shape[-1]
+
+            hooks.append(module.register_forward_hook(hear))
+    try:
+        yield widths
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,1 @@
+"""Laws of layers over tiles of tokens."""
