@@ -6,7 +6,7 @@ from typing import Any
 
 from megatrain.planning.catalog.families import shape_from_config
 from megatrain.planning.machine.profile import FlopRate, MachineProfile
-from megatrain.planning.workload import ModelShape
+from megatrain.planning.model.shapes import ModelShape
 
 GIB = 1 << 30
 DESKTOP = MachineProfile(

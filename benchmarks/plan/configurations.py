@@ -17,7 +17,8 @@ from megatrain.optim.adamw import AdamW
 from megatrain.optim.states import STATES
 from megatrain.planning.catalog.families import shape_from_config
 from megatrain.planning.machine.profile import MachineProfile, unmeasured
-from megatrain.planning.workload import ModelShape, Workload
+from megatrain.planning.model.shapes import ModelShape
+from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
 from testkit.engines import make_engine
 

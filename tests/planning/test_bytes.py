@@ -22,8 +22,9 @@ from megatrain.memory.tier_ring import TierRing
 from megatrain.optim.states import ADAMW, WITH_CLIP
 from megatrain.planning import bytes as ledger
 from megatrain.planning.bytes import device_lines, predicted_ledger, store_lines
+from megatrain.planning.model.skeleton import shape_of
 from megatrain.planning.simulate import step_shape
-from megatrain.planning.workload import Workload, shape_of
+from megatrain.planning.workload import Workload
 from megatrain.step.resources import block_places
 from megatrain.step.settings import StepSettings
 from testkit.cases import of_the_day

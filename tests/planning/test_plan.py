@@ -12,9 +12,10 @@ import pytest
 from megatrain.errors import DoesNotFit
 from megatrain.planning.fixes import MOST, find_fixes
 from megatrain.planning.machine.profile import MachineProfile, unmeasured
+from megatrain.planning.model.shapes import ModelShape
 from megatrain.planning.plan import Plan, make_plan
 from megatrain.planning.search import Search, shortfalls
-from megatrain.planning.workload import ModelShape, Workload
+from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
 from testkit.effort import require_effort
 from testkit.machines import (

@@ -10,9 +10,10 @@ import pytest
 
 from megatrain.planning.bytes import predicted_ledger
 from megatrain.planning.machine.profile import MachineProfile
+from megatrain.planning.model.shapes import ModelShape
 from megatrain.planning.search import CHUNKS, Search, effective_profile, shortfalls
 from megatrain.planning.simulate import simulate
-from megatrain.planning.workload import ModelShape, Workload
+from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
 from testkit.machines import DESKTOP, EIGHT, EXPERTS, GIB, PROCESSOR, SERVER, SEVENTY, SMALL
 

@@ -12,6 +12,7 @@ from megatrain.planning import step_size
 from megatrain.planning.estimate import estimate
 from megatrain.planning.from_config import step_size_of
 from megatrain.planning.machine.profile import MachineProfile, unmeasured
+from megatrain.planning.model.shapes import ModelShape
 from megatrain.planning.plan import make_plan
 from megatrain.planning.search import Search
 from megatrain.planning.step_size import (
@@ -25,7 +26,7 @@ from megatrain.planning.step_size import (
     choose_step,
     step_sizes,
 )
-from megatrain.planning.workload import ModelShape, Workload
+from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
 from testkit.machines import DESKTOP, EXPERTS, GIB, PROCESSOR, SERVER, SMALL, llama
 

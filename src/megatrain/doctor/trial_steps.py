@@ -21,7 +21,8 @@ from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
 from megatrain.models.decoder import build_decoder
 from megatrain.planning.machine.profile import MachineProfile
-from megatrain.planning.workload import Workload, shape_of
+from megatrain.planning.model.skeleton import shape_of
+from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
 
 SHAPES = ((1024, 512), (1024, 128), (512, 512), (512, 128), (256, 512), (256, 128))

@@ -23,10 +23,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from megatrain.memory.kinds import Kind, kinds_on_disk, store_kinds
+from megatrain.memory.kinds import Kind
 from megatrain.memory.ledger import Ledger, Line
 from megatrain.planning.machine.profile import MachineProfile
-from megatrain.planning.workload import PLANNED_PAGE, BlockShape, Dtype, ModelShape, Workload
+from megatrain.planning.model.shapes import PLANNED_PAGE, BlockShape, Dtype, ModelShape
+from megatrain.planning.workload import Workload
 from megatrain.step.ops import Op, OpKind, Role
 from megatrain.step.settings import StepSettings
 
@@ -73,9 +74,8 @@ def _moved(line: Line) -> Line:
 def store_lines(workload: Workload, settings: StepSettings) -> Iterator[Line]:
     """Yield the arenas of the store, in host memory or in the tier."""
     blocks = list(_counted(workload.model))
-    kinds = _kinds(workload, settings)
-    on_disk = kinds_on_disk(kinds, settings.tier)
-    for kind in kinds:
+    on_disk = workload.kinds_on_disk(settings)
+    for kind in workload.kinds(settings):
         total = sum(
             count * _pages(_arena_bytes(kind, block, workload.dtype)) for block, count in blocks
         )
@@ -83,13 +83,9 @@ def store_lines(workload: Workload, settings: StepSettings) -> Iterator[Line]:
         yield Line(place=place, purpose=kind.purpose, num_bytes=total)
 
 
-def _kinds(workload: Workload, settings: StepSettings) -> tuple[Kind, ...]:
-    return store_kinds(workload.states[settings.state], waits=settings.update == "late")
-
-
 def _tier_ring_lines(workload: Workload, settings: StepSettings) -> Iterator[Line]:
     """Yield the host buffers between disk and updates: of layers in turns, and one of the edges."""
-    model, kinds = workload.model, kinds_on_disk(_kinds(workload, settings), settings.tier)
+    model, kinds = workload.model, workload.kinds_on_disk(settings)
     if not kinds:
         return
     slots = settings.shape(num_blocks=model.num_blocks, copying=True).tier_slots

@@ -21,7 +21,8 @@ from functools import cached_property
 from megatrain.memory.kinds import Kind, bytes_per_param, update_traffic
 from megatrain.optim.states import ADAMW
 from megatrain.planning.machine.profile import MachineProfile
-from megatrain.planning.workload import BlockShape, Workload
+from megatrain.planning.model.shapes import BlockShape
+from megatrain.planning.workload import Workload
 from megatrain.step.ops import Op, OpKind, Role
 from megatrain.step.settings import StepSettings
 
@@ -54,6 +55,7 @@ class Costs:
         self.profile, self.workload, self.settings = profile, workload, settings
         self._micro_sizes = workload.micro_sizes(settings.micro_batch_tokens)
         self._blocks = workload.model.blocks
+        self._on_disk = workload.kinds_on_disk(settings)
         self._cached: dict[tuple[object, ...], Cost] = {}
 
     def of(self, op: Op) -> Cost:
@@ -91,10 +93,10 @@ class Costs:
             case OpKind.UPDATE:
                 return self._update(block)
             case OpKind.READ:
-                kinds = (*self._master, *([Kind.GRAD] if self._spills else []))
-                return self._disk(block, kinds, self.profile.disk_read_bytes_per_s)
+                return self._disk(block, self._on_disk, self.profile.disk_read_bytes_per_s)
             case OpKind.WRITE:
-                return self._disk(block, self._master, self.profile.disk_write_bytes_per_s)
+                kinds = [kind for kind in self._on_disk if kind is not Kind.GRAD]
+                return self._disk(block, kinds, self.profile.disk_write_bytes_per_s)
             case OpKind.SPILL:
                 return self._disk(block, (Kind.GRAD,), self.profile.disk_write_bytes_per_s)
             case OpKind.CLIP:
@@ -215,15 +217,6 @@ class Costs:
         is_fp32 = self.workload.dtype == "fp32"
         num_bytes = int(block.trained_elements() * bytes_per_param(kinds, is_fp32=is_fp32))
         return self._transfer(num_bytes, rate)
-
-    @property
-    def _master(self) -> tuple[Kind, ...]:
-        """The kinds that an update in the tier reads and writes back."""
-        return (Kind.LO, *self.workload.states[self.settings.state])
-
-    @property
-    def _spills(self) -> bool:
-        return self.settings.tier == "gradients" and self.settings.update == "late"
 
     def _transfer(self, num_bytes: int, rate: float, link: str = "") -> Cost:
         profile = self.profile

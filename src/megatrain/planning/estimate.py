@@ -43,9 +43,9 @@ from megatrain.planning.from_config import (
 )
 from megatrain.planning.machine.examination import kept_examination
 from megatrain.planning.machine.profile import MachineProfile
+from megatrain.planning.model.shapes import ModelShape
 from megatrain.planning.plan import Plan, make_plan
 from megatrain.planning.search import capacities, shortfall_texts, shortfalls
-from megatrain.planning.workload import ModelShape
 from megatrain.text import duration, figure
 
 

@@ -20,13 +20,14 @@ from megatrain.memory.ledger import Ledger, gib
 from megatrain.planning.bytes import predicted_ledger
 from megatrain.planning.catalog.reference_machines import USUAL_DISK_BYTES
 from megatrain.planning.machine.profile import MachineProfile
+from megatrain.planning.model.shapes import BlockShape, TensorShape
 from megatrain.planning.search import (
     DEVICE_HEADROOM,
     HOST_HEADROOM,
     Search,
     shortfalls,
 )
-from megatrain.planning.workload import BlockShape, TensorShape, Workload
+from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
 
 MOST = 3

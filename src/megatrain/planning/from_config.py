@@ -13,8 +13,9 @@ from megatrain.errors import ConfigError
 from megatrain.files import free_disk_bytes
 from megatrain.optim.states import STATES
 from megatrain.planning.machine.profile import MachineProfile
+from megatrain.planning.model.shapes import ModelShape
 from megatrain.planning.step_size import USUAL, StepSize, choose_step
-from megatrain.planning.workload import ModelShape, Workload
+from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
 
 USUAL_TOKENS = 8192

@@ -24,10 +24,11 @@ from megatrain.memory.ledger import gib
 from megatrain.planning.catalog.families import shape_from_config
 from megatrain.planning.catalog.known_models import find_known_model
 from megatrain.planning.machine.profile import MachineProfile
+from megatrain.planning.model.shapes import ModelShape
 from megatrain.planning.plan import Plan
 from megatrain.planning.search import reserves, shortfall_texts
 from megatrain.planning.simulate import simulate
-from megatrain.planning.workload import ModelShape, Workload
+from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
 
 STEP_TOKENS = tuple(1 << power for power in range(10, 21))

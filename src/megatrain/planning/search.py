@@ -26,8 +26,9 @@ from typing import Any
 from megatrain.memory.ledger import Ledger, gib
 from megatrain.planning.bytes import predicted_ledger
 from megatrain.planning.machine.profile import MachineProfile
+from megatrain.planning.model.shapes import ModelShape
 from megatrain.planning.simulate import simulate
-from megatrain.planning.workload import ModelShape, Workload
+from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
 
 HOST_HEADROOM = 1.04

@@ -13,7 +13,8 @@ from megatrain.errors import ModelConfigError
 from megatrain.models.config_json import parse_config
 from megatrain.models.decoder import build_decoder
 from megatrain.planning.catalog.families import FAMILIES, shape_from_config
-from megatrain.planning.workload import BlockShape, ModelShape, shape_of
+from megatrain.planning.model.shapes import BlockShape, ModelShape
+from megatrain.planning.model.skeleton import shape_of
 from tests.models.test_real_configs import REAL
 
 KNOWN = {name: fields for name, fields in REAL.items() if fields["model_type"] in FAMILIES}

@@ -8,7 +8,8 @@ from megatrain.errors import ConfigError
 from megatrain.models.decoder import build_decoder
 from megatrain.planning.catalog.families import shape_from_config
 from megatrain.planning.catalog.freezing import with_frozen
-from megatrain.planning.workload import ModelShape, shape_of
+from megatrain.planning.model.shapes import ModelShape
+from megatrain.planning.model.skeleton import shape_of
 from testkit.families import tiny_config
 
 PATTERNS = [

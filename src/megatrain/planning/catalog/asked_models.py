@@ -23,7 +23,8 @@ from megatrain.errors import ConfigError, HubError, ModelConfigError, ModelFolde
 from megatrain.planning.catalog.families import ALIASES, FAMILIES, shape_from_config
 from megatrain.planning.catalog.freezing import with_frozen
 from megatrain.planning.catalog.known_models import find_known_model, weights_note
-from megatrain.planning.workload import ModelShape, shape_of
+from megatrain.planning.model.shapes import ModelShape
+from megatrain.planning.model.skeleton import shape_of
 
 MAX_JSON_BYTES = 4 << 20
 LARGEST_DIMENSION = 1 << 40

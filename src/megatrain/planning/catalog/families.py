@@ -16,15 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from megatrain.errors import ModelConfigError
-from megatrain.planning.workload import (
-    BlockShape,
-    ModelShape,
-    TensorShape,
-    attention_of,
-    expert_counts,
-    layer_windows,
-    role_of,
-)
+from megatrain.planning.model.dimensions import attention_of, expert_counts, layer_windows, role_of
+from megatrain.planning.model.shapes import BlockShape, ModelShape, TensorShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

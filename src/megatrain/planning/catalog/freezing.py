@@ -11,7 +11,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from megatrain.errors import ConfigError
-from megatrain.planning.workload import BlockShape, ModelShape
+from megatrain.planning.model.shapes import BlockShape, ModelShape
 
 
 def with_frozen(model: ModelShape, patterns: Sequence[str]) -> ModelShape:

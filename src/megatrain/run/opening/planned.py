@@ -30,10 +30,11 @@ from megatrain.planning.from_config import (
 )
 from megatrain.planning.machine.examination import measured_profile
 from megatrain.planning.machine.profile import NOT_MEASURED, MachineProfile, unmeasured
+from megatrain.planning.model.skeleton import shape_of
 from megatrain.planning.plan import Plan, make_plan
 from megatrain.planning.search import HOST_HEADROOM
 from megatrain.planning.step_size import StepSize
-from megatrain.planning.workload import Workload, shape_of
+from megatrain.planning.workload import Workload
 from megatrain.run.opening.balancing import router_aux_loss
 from megatrain.run.opening.resumption import OpenedCheckpoint
 from megatrain.step.settings import StepSettings

@@ -1,0 +1,1 @@
+"""A model as plain numbers: the sizes of its tensors, from its dimensions or its skeleton."""

@@ -1,0 +1,203 @@
+"""A model as the sizes of its tensors. Plain numbers and no torch.
+
+A model is a few structures, each used by many layers: a layer's tensors and its attention decide
+its bytes, its FLOPs and its working memory. Built from the dimensions of a `config.json`
+(catalog/families.py), or exactly from a decoder (skeleton.py).
+
+Laws (tests/planning/model/test_shapes.py)
+    1. Bytes of a block in each kind are those of the layout.
+    2. FLOPs of a dense model are 2 per weight of its matrices and token, and attention.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+Dtype = Literal["bf16", "fp32"]
+ParamRole = Literal["matrix", "experts", "table", "vector"]
+PLANNED_PAGE = 4096
+PLANNED_ALIGN = 256
+"""As in memory/layout.py, which needs torch; a test holds them equal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorShape:
+    """One param."""
+
+    name: str
+    shape: tuple[int, ...]
+    role: ParamRole = "vector"
+    """`experts`: a token uses a part of it; `table`: rows are looked up, nothing is multiplied."""
+    fp32: bool = False
+    """Kept in fp32 whatever the model's dtype."""
+    trained: bool = True
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def padded(self) -> int:
+        """Elements that it takes in a segment."""
+        return -(-self.num_elements // PLANNED_ALIGN) * PLANNED_ALIGN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """How a layer's tokens look at each other."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    window: int | None = None
+    """Tokens that one sees at most; None: all before it."""
+    score_bytes: int = 0
+    """Kept per score where attention is taken apart: soft-caps and sinks have no fused kernel."""
+
+    @property
+    def query_width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * (self.head_dim + self.value_dim)
+
+    def flops_per_token(self, sequence: int, *, masked: bool) -> float:
+        """Return the FLOPs of forward per token. What a mask hides is computed all the same."""
+        masked = masked or (self.window is not None and self.window < sequence)
+        seen = sequence if masked else (sequence + 1) / 2
+        return 2.0 * self.heads * (self.head_dim + self.value_dim) * seen
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockShape:
+    """The embedding, a layer or the head. Its sums are made once: a search asks for them often."""
+
+    tensors: tuple[TensorShape, ...]
+    attention: AttentionShape | None = None
+    inner: int = 0
+    """Width of what a token's feed-forward computes: intermediate size, all its experts added."""
+    gated: bool = True
+    num_experts: int = 0
+    experts_per_token: int = 0
+
+    @cached_property
+    def params(self) -> int:
+        return sum(tensor.num_elements for tensor in self.tensors)
+
+    @cached_property
+    def active_params(self) -> float:
+        """Params that one token uses."""
+        return sum(tensor.num_elements * self._share(tensor) for tensor in self.tensors)
+
+    @cached_property
+    def matmul_flops_per_token(self) -> float:
+        """FLOPs of the products of forward, without attention."""
+        roles = ("matrix", "experts")
+        used = (t.num_elements * self._share(t) for t in self.tensors if t.role in roles)
+        return 2.0 * sum(used)
+
+    @cached_property
+    def is_trained(self) -> bool:
+        return any(tensor.trained for tensor in self.tensors)
+
+    def _share(self, tensor: TensorShape) -> float:
+        if tensor.role == "experts" and self.num_experts:
+            return self.experts_per_token / self.num_experts
+        return 1.0
+
+    def elements(self, dtype: Dtype, *, fp32: bool, trained: bool | None = None) -> int:
+        """Return the padded elements of the tensors that compute sees in fp32, or in bf16."""
+        return sum(
+            padded
+            for (kept_fp32, is_trained), padded in self._padded.items()
+            if (kept_fp32 or dtype == "fp32") is fp32 and trained in (None, is_trained)
+        )
+
+    @cached_property
+    def _padded(self) -> dict[tuple[bool, bool], int]:
+        """Padded elements by whether they are kept in fp32 and whether they are trained."""
+        found: dict[tuple[bool, bool], int] = {}
+        for tensor in self.tensors:
+            key = tensor.fp32, tensor.trained
+            found[key] = found.get(key, 0) + tensor.padded
+        return found
+
+    def weight_bytes(self, dtype: Dtype) -> int:
+        """Return what a fetch of the block moves."""
+        return 2 * self.elements(dtype, fp32=False) + 4 * self.elements(dtype, fp32=True)
+
+    def gradient_bytes(self, dtype: Dtype) -> int:
+        """Return what a drain of the block moves."""
+        low = self.elements(dtype, fp32=False, trained=True)
+        return 2 * low + 4 * self.elements(dtype, fp32=True, trained=True)
+
+    def trained_elements(self) -> int:
+        """Return what an update of the block walks, padding included."""
+        return sum(padded for (_, trained), padded in self._padded.items() if trained)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A model as sizes."""
+
+    name: str
+    family: str
+    vocab: int
+    hidden: int
+    embedding: BlockShape
+    structures: tuple[BlockShape, ...]
+    """The layers that differ."""
+    layer_kinds: tuple[int, ...]
+    """For each layer, which structure it has."""
+    head: BlockShape
+    tied: bool
+    """The output projection is the embedding's table."""
+    weights: str = ""
+    """What must be done to its published weights before they can be trained."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_kinds)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.num_layers + 2
+
+    @property
+    def layers(self) -> tuple[BlockShape, ...]:
+        return tuple(self.structures[kind] for kind in self.layer_kinds)
+
+    @property
+    def blocks(self) -> tuple[BlockShape, ...]:
+        return (self.embedding, *self.layers, self.head)
+
+    @property
+    def params(self) -> int:
+        return sum(block.params for block in self.blocks)
+
+    @property
+    def active_params(self) -> int:
+        """Params that one token uses; a table counts fully, as is common."""
+        return round(sum(block.active_params for block in self.blocks))
+
+    @property
+    def head_flops_per_token(self) -> float:
+        """FLOPs of the output projection's forward."""
+        return 2.0 * self.vocab * self.hidden
+
+    def flops_per_token(self, sequence: int, *, masked: bool = False) -> float:
+        """Return the FLOPs of one forward per token."""
+        total = self.head_flops_per_token
+        for layer in self.layers:
+            total += layer.matmul_flops_per_token
+            if layer.attention is not None:
+                total += layer.attention.flops_per_token(sequence, masked=masked)
+        return total
+
+    def renamed(self, name: str) -> ModelShape:
+        return replace(self, name=name)
