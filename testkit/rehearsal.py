@@ -35,7 +35,7 @@ from megatrain.memory.ledger import Ledger, Line
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
 from megatrain.step.schedule import build_step
-from megatrain.step.settings import CHUNK_TOKENS, StepSettings
+from megatrain.step.settings import CHUNK_TOKENS, DEVICE_PART_ELEMENTS, StepSettings
 from megatrain.step.shape import StepShape
 
 _GROUPED = torch.ops.aten._grouped_mm.default
@@ -169,6 +169,7 @@ class _MetaDevice:
     copying = True
     own_memory = True
     answers = False
+    part_elements = DEVICE_PART_ELEMENTS
     free_bytes = 0
 
     def __init__(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
@@ -151,3 +153,28 @@ def test_a_slot_is_as_large_as_its_largest_user() -> None:
 
     GradSlots(LAYOUT, {0: [0, 1], "edge": [0]}, allocate, keeps_first=False)
     assert sizes == [4 * 4 * ALIGN, 4 * 3 * ALIGN]
+
+
+# Law 5: a part may come as several, some rows each.
+
+
+@pytest.mark.parametrize("cuts", [(0, 5), (0, 2, 5), (0, 1, 2, 3, 4, 5)])
+def test_rows_that_come_by_and_by_give_the_same_sum(cuts: tuple[int, ...]) -> None:
+    whole, cut = (GradSlots(LAYOUT, {0: [0, 1]}, empty, keeps_first=False) for _ in range(2))
+    given = [parts(seed) for seed in (1, 2, 3)]
+    sum_up(whole, given)
+    cut.begin(0)
+    for part in given:
+        cut.add(0, 0, {name: part[name] for name in ("0.2", "0.3")})
+        for start, stop in pairwise(cuts):
+            cut.add(0, 0, {"0.0": part["0.0"][start:stop]}, start)
+    expected, found = read(whole), read(cut)
+    assert all(torch.equal(found[name], expected[name]) for name in NAMES)
+
+
+def test_rows_that_leave_a_gap_are_refused() -> None:
+    slots = GradSlots(LAYOUT, {0: [0, 1]}, empty, keeps_first=False)
+    slots.begin(0)
+    slots.add(0, 0, {"0.0": parts(1)["0.0"][:2]}, 0)
+    with pytest.raises(AssertionError, match="rows 3 to 5 of a sum that has 2"):
+        slots.add(0, 0, {"0.0": parts(1)["0.0"][3:]}, 3)

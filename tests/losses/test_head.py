@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,9 +18,9 @@ from megatrain.losses.head import (
     head_gradients,
     head_logprobs,
     next_token_targets,
-    token_logprobs,
-    trained_spans,
+    trained_rows,
 )
+from megatrain.losses.projection import Projection
 from testkit.live_bytes import LiveBytes
 
 TOKENS, WIDTH, VOCABULARY = 24, 16, 50
@@ -30,10 +31,6 @@ def soft_cap(logits: Tensor) -> Tensor:
     return torch.tanh(logits / 3.0) * 3.0
 
 
-def unchanged(logits: Tensor) -> Tensor:
-    return logits
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
     rows: Tensor
@@ -41,20 +38,26 @@ class World:
     bias: Tensor | None
     targets: Tensor
     token_weights: Tensor
-    scores: Callable[[Tensor], Tensor]
+    scores: Callable[[Tensor], Tensor] | None
+
+    @property
+    def projection(self) -> Projection:
+        return Projection(weight=self.weight, bias=self.bias, scores=self.scores)
 
 
 def make(
     dtype: torch.dtype = FP32,
     *,
     bias: bool = False,
-    scores: Callable[[Tensor], Tensor] = unchanged,
+    scores: Callable[[Tensor], Tensor] | None = None,
     tokens: int = TOKENS,
+    all_trained: bool = False,
 ) -> World:
     generator = torch.Generator().manual_seed(0)
     targets = torch.randint(VOCABULARY, (tokens,), generator=generator)
-    targets[::5] = IGNORED
-    targets[8:12] = IGNORED  # a whole chunk of 4
+    if not all_trained:
+        targets[::5] = IGNORED
+        targets[8:12] = IGNORED
     return World(
         rows=torch.randn(tokens, WIDTH, generator=generator).to(dtype),
         weight=torch.randn(VOCABULARY, WIDTH, generator=generator).to(dtype).requires_grad_(),
@@ -70,58 +73,65 @@ def make(
 Found = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
-def by_autograd(world: World) -> Found:
-    """Loss and gradients of rows, weight and bias, through all logits at once."""
+def by_autograd(world: World, *, all_rows: bool = True) -> Found:
+    """Loss and gradients of rows, weight and bias, through all logits at once.
+
+    Or through those of the rows that have a target.
+    """
     rows = world.rows.clone().requires_grad_()
+    keep = (world.targets >= IGNORED if all_rows else world.targets != IGNORED).nonzero()[:, 0]
     wanted = [rows, world.weight] + ([] if world.bias is None else [world.bias])
-    logits = world.scores(F.linear(rows, world.weight, world.bias)).float()
-    losses = F.cross_entropy(logits, world.targets, ignore_index=IGNORED, reduction="none")
-    loss = (-losses * world.token_weights).sum()
+    logits = F.linear(rows[keep], world.weight, world.bias)
+    logits = (logits if world.scores is None else world.scores(logits)).float()
+    losses = F.cross_entropy(logits, world.targets[keep], ignore_index=IGNORED, reduction="none")
+    logprobs = torch.zeros(len(rows)).index_copy(0, keep, -losses)
+    loss = (logprobs * world.token_weights).sum()
     grads = torch.autograd.grad(loss, wanted)
     return loss.detach(), grads[0], grads[1], grads[2] if world.bias is not None else None
 
 
-def in_chunks(world: World, chunk_tokens: int) -> Found:
+def in_chunks(
+    world: World, chunk_tokens: int, count: AbstractContextManager[object] | None = None
+) -> Found:
     """The same by head_gradients, the parts of weight and bias added up in fp32."""
     sums: list[Tensor | None] = [None, None]
 
-    def add(*parts: Tensor | None) -> None:
+    def add(first_token: int, *parts: Tensor | None) -> None:
+        assert first_token == 0
         for index, part in enumerate(parts):
             if part is not None:
                 before = sums[index]
                 sums[index] = part.float() if before is None else before + part.float()
 
-    result = head_gradients(
-        world.rows,
-        world.weight,
-        world.bias,
-        world.targets,
-        world.token_weights,
-        world.scores,
-        add,
-        trained_spans(world.targets, chunk_tokens),
-    )
+    trained = trained_rows(world.targets, chunk_tokens)
+    with count or nullcontext():
+        result = head_gradients(world.rows, trained, world.token_weights, world.projection, add)
     assert isinstance(result, HeadGradients)
     weight, bias = sums
     assert weight is not None
-    return result.loss, result.rows, weight, bias
+    return (result.logprobs * world.token_weights).sum(), result.rows, weight, bias
 
 
 CASES = [
     (dtype, bias, scores)
     for dtype in (FP32, BF16)
     for bias in (False, True)
-    for scores in (unchanged, soft_cap)
+    for scores in (None, soft_cap)
 ]
 
 
 @pytest.mark.parametrize(("dtype", "bias", "scores"), CASES)
+@pytest.mark.parametrize("all_trained", [True, False])
 def test_one_chunk_gives_the_bits_of_ordinary_autograd(
-    dtype: torch.dtype, bias: bool, scores: Callable[[Tensor], Tensor]
+    dtype: torch.dtype,
+    bias: bool,
+    scores: Callable[[Tensor], Tensor] | None,
+    all_trained: bool,
 ) -> None:
-    world = make(dtype, bias=bias, scores=scores)
+    world = make(dtype, bias=bias, scores=scores, all_trained=all_trained)
+    wanted = by_autograd(world, all_rows=all_trained)
     for chunk_tokens in (TOKENS, TOKENS + 1, 10**6):
-        for found, expected in zip(in_chunks(world, chunk_tokens), by_autograd(world), strict=True):
+        for found, expected in zip(in_chunks(world, chunk_tokens), wanted, strict=True):
             assert (found is None) == (expected is None)
             if found is not None and expected is not None:
                 assert torch.equal(found, expected.to(found.dtype))
@@ -130,7 +140,7 @@ def test_one_chunk_gives_the_bits_of_ordinary_autograd(
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 4, 7, 23])
 @pytest.mark.parametrize(("dtype", "bias", "scores"), CASES)
 def test_any_chunking_gives_them_within_rounding(
-    dtype: torch.dtype, bias: bool, scores: Callable[[Tensor], Tensor], chunk_tokens: int
+    dtype: torch.dtype, bias: bool, scores: Callable[[Tensor], Tensor] | None, chunk_tokens: int
 ) -> None:
     world = make(dtype, bias=bias, scores=scores)
     close = 1e-6 if dtype is FP32 else 2.0**-7
@@ -150,14 +160,14 @@ def test_a_chunk_left_out_would_be_noticed() -> None:
         bias=None,
         targets=torch.cat([world.targets[:20], torch.full((4,), IGNORED)]),
         token_weights=world.token_weights,
-        scores=unchanged,
+        scores=None,
     )
     for found, expected in zip(in_chunks(short, 4), by_autograd(world), strict=True):
         if found is not None and expected is not None:
             assert not torch.allclose(found, expected, rtol=1e-4)
 
 
-def test_a_chunk_without_a_target_costs_nothing() -> None:
+def test_a_row_without_a_target_costs_nothing() -> None:
     seen: list[int] = []
 
     def counting(logits: Tensor) -> Tensor:
@@ -166,13 +176,14 @@ def test_a_chunk_without_a_target_costs_nothing() -> None:
 
     world = make(scores=counting)
     _, rows, _, _ = in_chunks(world, 4)
-    assert seen == [4] * 5  # of 6: rows 8 to 11 have no target
-    assert not rows[8:12].any()
-    assert rows[12:15].any()
+    trained = world.targets != IGNORED
+    assert int(trained.sum()) == 16
+    assert seen == [4] * 4  # of 6
+    assert not rows[~trained].any()
+    assert rows[trained].any(1).all()
     seen.clear()
-    spans = trained_spans(world.targets, 4)
-    head_logprobs(world.rows, world.weight, None, world.targets, counting, spans)
-    assert seen == [4] * 5
+    head_logprobs(world.rows, trained_rows(world.targets, 4), world.projection)
+    assert seen == [4] * 4
 
 
 def test_a_micro_batch_without_any_target_gives_zero() -> None:
@@ -180,31 +191,25 @@ def test_a_micro_batch_without_any_target_gives_zero() -> None:
     nothing = torch.full_like(world.targets, IGNORED)
     result = head_gradients(
         world.rows,
-        world.weight,
-        None,
-        nothing,
+        trained_rows(nothing),
         torch.zeros(TOKENS),
-        unchanged,
-        lambda weight, bias: pytest.fail("there is no gradient to take"),
-        trained_spans(nothing),
+        world.projection,
+        lambda first, weight, bias: pytest.fail("there is no gradient to take"),
     )
-    assert result.loss == 0
+    assert not result.logprobs.any()
     assert not result.rows.any()
 
 
 def test_a_frozen_projection_gets_no_gradient_but_passes_one_on() -> None:
     world = make(bias=True)
-    _, expected, _, d_bias = by_autograd(world)
+    _, expected, _, d_bias = by_autograd(world, all_rows=False)
     given: list[tuple[Tensor | None, Tensor | None]] = []
     result = head_gradients(
         world.rows,
-        world.weight.detach(),
-        world.bias,
-        world.targets,
+        trained_rows(world.targets),
         world.token_weights,
-        unchanged,
-        lambda d_weight, d_bias: given.append((d_weight, d_bias)),
-        trained_spans(world.targets),
+        Projection(weight=world.weight.detach(), bias=world.bias),
+        lambda first, d_weight, d_bias: given.append((d_weight, d_bias)),
     )
     assert torch.equal(result.rows, expected)
     ((d_weight, found_d_bias),) = given
@@ -217,14 +222,7 @@ def test_a_frozen_projection_gets_no_gradient_but_passes_one_on() -> None:
 @pytest.mark.parametrize("chunk_tokens", [1, 5, TOKENS])
 def test_logprobs_are_those_of_the_targets_and_zero_elsewhere(chunk_tokens: int) -> None:
     world = make(bias=True, scores=soft_cap)
-    found = head_logprobs(
-        world.rows,
-        world.weight,
-        world.bias,
-        world.targets,
-        soft_cap,
-        trained_spans(world.targets, chunk_tokens),
-    )
+    found = head_logprobs(world.rows, trained_rows(world.targets, chunk_tokens), world.projection)
     assert (found.dtype, found.requires_grad) == (FP32, False)
     logits = soft_cap(F.linear(world.rows, world.weight, world.bias)).detach()
     all_logprobs = logits.log_softmax(-1)
@@ -234,10 +232,12 @@ def test_logprobs_are_those_of_the_targets_and_zero_elsewhere(chunk_tokens: int)
 
 
 def test_logprobs_are_taken_in_fp32() -> None:
-    logits = torch.randn(6, VOCABULARY).bfloat16()
-    targets = torch.arange(6)
-    assert torch.equal(token_logprobs(logits, targets), token_logprobs(logits.float(), targets))
-    assert token_logprobs(logits, targets).dtype is FP32
+    world = make(BF16)
+    trained = world.targets != IGNORED
+    logits = F.linear(world.rows, world.weight)[trained].float()
+    expected = -F.cross_entropy(logits, world.targets[trained], reduction="none")
+    found = head_logprobs(world.rows, trained_rows(world.targets), world.projection)
+    assert torch.equal(found[trained], expected)
 
 
 def test_targets_are_the_next_labels_and_never_cross_rows() -> None:
@@ -249,11 +249,11 @@ def test_targets_are_the_next_labels_and_never_cross_rows() -> None:
 
 
 def peak_beyond_the_rows(tokens: int, chunk_tokens: int) -> int:
-    """Peak of what is made, less the gradient of the rows, which is the result."""
-    world = make(tokens=tokens)
-    with LiveBytes() as count:
-        in_chunks(world, chunk_tokens)
-    return int(count.peak - world.rows.nbytes)
+    """Peak of what is made, less the result: log-probabilities and the gradient of the rows."""
+    world = make(tokens=tokens, all_trained=True)
+    count = LiveBytes()
+    in_chunks(world, chunk_tokens, count)
+    return int(count.peak - world.rows.nbytes - 4 * tokens)
 
 
 def test_peak_memory_is_that_of_one_chunk_whatever_the_batch() -> None:
@@ -285,7 +285,7 @@ def test_micro_batches_of_any_length_add_up_to_one_batch(cuts: tuple[int, ...]) 
                 bias=None,
                 targets=world.targets[start:stop],
                 token_weights=world.token_weights[start:stop],
-                scores=unchanged,
+                scores=None,
             ),
             chunk_tokens=10**6,
         )
@@ -300,8 +300,7 @@ def test_micro_batches_of_any_length_add_up_to_one_batch(cuts: tuple[int, ...]) 
 def test_a_mean_of_means_would_be_noticed() -> None:
     world = make()
     whole = float(by_autograd(world)[0])
-    spans = trained_spans(world.targets)
-    logprobs = head_logprobs(world.rows, world.weight, None, world.targets, unchanged, spans)
+    logprobs = head_logprobs(world.rows, trained_rows(world.targets), world.projection)
     halves = [
         -float(logprobs[span].sum()) / int((world.targets[span] != IGNORED).sum())
         for span in (slice(0, 12), slice(12, TOKENS))

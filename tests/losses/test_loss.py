@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
-from megatrain.losses import head
-from megatrain.losses.head import IGNORED, head_logprobs, trained_spans
+from megatrain.losses.head import IGNORED, head_logprobs, trained_rows
 from megatrain.losses.loss import Loss, LossInputs, LossValue
 from megatrain.losses.next_token import NEXT_TOKEN
 from testkit.live_bytes import LiveBytes
-from tests.losses.test_head import BF16, FP32, VOCABULARY, World, make, peak_beyond_the_rows
-from tests.losses.test_head import soft_cap as capped
+from tests.losses.test_head import make, peak_beyond_the_rows
 
 INPUTS = LossInputs(targets=torch.tensor([[IGNORED, 3], [0, IGNORED]]), extra={})
 LOGPROBS = torch.tensor([[0.0, -1.5], [-0.25, 0.0]])
@@ -64,27 +61,12 @@ def test_a_loss_written_as_a_value_gets_its_gradient() -> None:
 # The first pass.
 
 
-def first_pass(world: World, chunk_tokens: int = 10**6) -> Tensor:
-    spans = trained_spans(world.targets, chunk_tokens)
-    return head_logprobs(world.rows, world.weight, world.bias, world.targets, world.scores, spans)
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("part_elements", [1, 3 * VOCABULARY, 7 * VOCABULARY + 1])
-def test_parts_of_a_chunk_change_no_bit(
-    dtype: torch.dtype, part_elements: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = make(dtype, bias=True, scores=capped)
-    expected = first_pass(world)
-    monkeypatch.setattr(head, "PART_ELEMENTS", part_elements)
-    assert torch.equal(first_pass(world), expected)
-
-
 def first_peak(tokens: int, chunk_tokens: int) -> int:
     """Return the peak of the first pass, without its result."""
     world = make(tokens=tokens)
+    trained = trained_rows(world.targets, chunk_tokens)
     with LiveBytes() as count:
-        found = first_pass(world, chunk_tokens)
+        found = head_logprobs(world.rows, trained, world.projection)
     return int(count.peak - found.nbytes)
 
 

@@ -27,6 +27,7 @@ from megatrain.lanes.lane import Lane
 from megatrain.memory.arena import map_arena
 from megatrain.memory.ledger import gib
 from megatrain.step.ops import DEVICE_LANES, LANES
+from megatrain.step.settings import DEVICE_PART_ELEMENTS
 
 
 class Accelerator:
@@ -35,6 +36,7 @@ class Accelerator:
     copying = True
     own_memory = True
     answers = True
+    part_elements = DEVICE_PART_ELEMENTS
 
     def __init__(
         self,

@@ -24,6 +24,7 @@ from megatrain.lanes.lane import Lane
 from megatrain.memory.direct import aligned_buffer
 from megatrain.memory.ledger import gib
 from megatrain.step.ops import LANES
+from megatrain.step.settings import PART_ELEMENTS
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -46,6 +47,10 @@ class Device(Protocol):
     @property
     def answers(self) -> bool:
         """Whether tensors there have values that the host could ask for."""
+
+    @property
+    def part_elements(self) -> int:
+        """Elements that are worked on at once where memory is to be small: a cache or a kernel."""
 
     @property
     def peak_bytes(self) -> int:
@@ -140,6 +145,7 @@ class CpuDevice:
     name = "cpu"
     own_memory = False
     answers = True
+    part_elements = PART_ELEMENTS
     free_bytes = 0
 
     def __init__(self, *, copying: bool = False, cap_bytes: int | None = None) -> None:

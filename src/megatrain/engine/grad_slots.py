@@ -10,6 +10,7 @@ Laws (tests/engine/test_grad_slots.py)
        adds nothing to the norm and moves no weight.
     3. What an earlier block left in a slot is never seen again.
     4. A param may have fewer rows than its place: the first ones then, the same in every part.
+    5. A part may come as several, some rows each: the sum is the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -62,11 +63,24 @@ class GradSlots:
         """Forget what the slot holds: every sum is zero."""
         self._sums[slot] = {}
 
-    def add(self, slot: SlotId, block: int, grads: Mapping[str, Tensor | None]) -> None:
-        """Add gradients by param name. Parts may be kept until the slot is moved out."""
+    def add(
+        self,
+        slot: SlotId,
+        block: int,
+        grads: Mapping[str, Tensor | None],
+        first_row: int | None = None,
+    ) -> None:
+        """Add gradients by param name. Parts may be kept until the slot is moved out.
+
+        With `first_row` they have some rows only, from that one on; nothing is kept then, and
+        rows that are new must follow on those before.
+        """
         sums, views = self._sums[slot], self._views[slot, block]
         for name, grad in grads.items():
             if grad is None:
+                continue
+            if first_row is not None:
+                sums[name] = _with_rows(sums.get(name), views[name], first_row, grad)
                 continue
             view = views[name][: len(grad)] if grad.dim() else views[name]
             if name not in sums:
@@ -120,6 +134,18 @@ class GradSlots:
                 views[place.param.name] = _view(self._buffers[slot][start:], place)
             start += places[-1].padded_stop
         return views
+
+
+def _with_rows(total: Tensor | None, view: Tensor, first_row: int, grad: Tensor) -> Tensor:
+    """Return the sum, in the slot's memory, with `grad` added to its rows from `first_row` on."""
+    assert total is None or total.data_ptr() == view.data_ptr(), "the sum is not in its slot"
+    num_rows, stop = 0 if total is None else len(total), first_row + len(grad)
+    if first_row == num_rows:
+        view[first_row:stop].copy_(grad)
+        return view[:stop]
+    assert stop <= num_rows, f"rows {first_row} to {stop} of a sum that has {num_rows}"
+    view[first_row:stop].add_(grad)
+    return view[:num_rows]
 
 
 def _view(flat: Tensor, place: Place) -> Tensor:

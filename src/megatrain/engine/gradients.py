@@ -89,15 +89,18 @@ class Gradients:
             if family == "grad_slot":
                 self._slots.begin(where[0])
 
-    def add(self, grads: Mapping[str, Tensor | None]) -> None:
-        """Add gradients by param name; None adds nothing. Parts may be kept until the drain."""
+    def add(self, grads: Mapping[str, Tensor | None], first_row: int | None = None) -> None:
+        """Add gradients by param name; None adds nothing. Parts may be kept until the drain.
+
+        With `first_row` they have some rows only (grad_slots.py).
+        """
         by_block: dict[int, dict[str, Tensor]] = {}
         for name, grad in grads.items():
             if grad is not None:
                 block = self._store.layout.places[name].segment.block
                 by_block.setdefault(block, {})[name] = grad
         for block, parts in by_block.items():
-            self._slots.add(self._slot_of[block], block, parts)
+            self._slots.add(self._slot_of[block], block, parts, first_row)
 
     def drain(self, op: Op) -> int:
         """Queue the copies of the block's gradient to the host; return the bytes it has there."""

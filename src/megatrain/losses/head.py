@@ -1,17 +1,20 @@
 """From the rows before the output projection to log-probabilities, a loss and its gradients.
 
-Logits are the largest tensor of a step: tokens x vocabulary. Here they exist for CHUNK_TOKENS rows
-at a time, once and in the dtype of the weights: project, take the log-probability of each target,
-write the gradient of the logits over them, go back through the projection, and free the chunk.
-Between the two projections rows do not meet, so that part runs PART_ELEMENTS at a time: its
-fp32 values stay in the cache. Memory does not grow with the batch.
+Only rows that have a target are projected, a chunk at a time: project, take the log-probability of
+each target, write the gradient of the logits over them, go back through the projection, and
+free the chunk (projection.py). Memory does not grow with the batch.
 
 What goes back is one weight per token: the gradient of the loss with respect to the token's
-log-probability (loss.py).
+log-probability (loss.py). The gradient of the logits is
+
+    weight x (one-hot of the target - softmax)
+
+computed by the operations that autograd would have called, without autograd.
 
 Laws (tests/losses/test_head.py)
-    1. One chunk gives the bits of ordinary autograd through the full logits.
-    2. Any chunking gives them within rounding; a chunk without a target costs nothing.
+    1. One chunk gives the bits of ordinary autograd through all logits of the rows that have a
+       target; and through those of all rows within rounding, because sums over rows are shorter.
+    2. Any chunking gives them within rounding; a row without a target is not projected.
     3. Peak memory is that of one chunk's logits.
 """
 
@@ -24,10 +27,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from megatrain.losses.projection import AddTokens, Projection
 from megatrain.step.settings import CHUNK_TOKENS
 
-PART_ELEMENTS = 2**22
-"""Logits that are scored at once: 16 MiB in fp32, a size that malloc does not map each time."""
 IGNORED = -100
 """The label of a token that is not trained."""
 
@@ -36,10 +38,20 @@ IGNORED = -100
 class HeadGradients:
     """The result of going back through the output projection with one micro-batch."""
 
-    loss: Tensor
-    """Scalar, fp32: the sum of weight x log-probability."""
+    logprobs: Tensor
+    """Log-probabilities of the targets in fp32, zero where there is none. (tokens,)"""
     rows: Tensor
-    """Gradient of the rows (tokens, width)."""
+    """Gradient of the rows, zero where there is no target. (tokens, width)"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedRows:
+    """The rows of a micro-batch that have a target."""
+
+    chunks: Sequence[Tensor]
+    """The numbers of those that are projected at a time, ascending. (at most chunk_tokens,)"""
+    targets: Tensor
+    """Of all rows. (tokens,)"""
 
 
 def next_token_targets(labels: Tensor) -> Tensor:
@@ -48,91 +60,89 @@ def next_token_targets(labels: Tensor) -> Tensor:
     return targets.reshape(-1)
 
 
-def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the log-probability of each target in fp32, zero where there is none. (tokens,)"""
-    return -F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="none")
+def trained_rows(
+    targets_host: Tensor,
+    chunk_tokens: int = CHUNK_TOKENS,
+    give: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    targets: Tensor | None = None,
+) -> TrainedRows:
+    """Return the rows that have a target; `give` takes them to where `targets` are."""
+    index = (targets_host != IGNORED).nonzero().view(-1)
+    return TrainedRows(
+        chunks=torch.split(give(index), chunk_tokens) if len(index) else (),
+        targets=targets_host if targets is None else targets,
+    )
 
 
-def head_logprobs(
-    rows: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    scores: Callable[[Tensor], Tensor],
-    spans: Sequence[slice],
-) -> Tensor:
-    """Return the log-probabilities of `targets`, chunk by chunk, without gradients. (tokens,)"""
+def head_logprobs(rows: Tensor, trained: TrainedRows, projection: Projection) -> Tensor:
+    """Return the log-probabilities of the targets, zero where there is none. (tokens,)
+
+    Chunk by chunk, without gradients.
+    """
     result = torch.zeros(len(rows), dtype=torch.float32, device=rows.device)
-    with torch.no_grad():
-        for span in spans:
-            logits = F.linear(rows[span], weight, bias)
-            for part in _parts(logits):
-                logprobs = token_logprobs(scores(logits[part]), targets[span][part])
-                result[span][part] = logprobs
-            del logits
+    for chunk in trained.chunks:
+        see = _Look(trained.targets.index_select(0, chunk))
+        projection.read(projection.logits(rows.index_select(0, chunk)), see)
+        result.index_copy_(0, chunk, see.logprobs)
     return result
 
 
 def head_gradients(
     rows: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
+    trained: TrainedRows,
     token_weights: Tensor,
-    scores: Callable[[Tensor], Tensor],
-    add_gradients: Callable[[Tensor | None, Tensor | None], None],
-    spans: Sequence[slice],
+    projection: Projection,
+    add_gradients: AddTokens,
 ) -> HeadGradients:
-    """Return the sum of `token_weights` x log-probability, and the gradient of `rows`.
+    """Return what the loss with these `token_weights` (tokens,) has for gradient of `rows`.
 
-    `add_gradients` gets the gradients of weight and bias, chunk by chunk (None if frozen).
+    `add_gradients` gets the gradients of weight and bias, chunk by chunk.
     """
-    total = torch.zeros((), dtype=torch.float32, device=rows.device)
+    logprobs = torch.zeros(len(rows), dtype=torch.float32, device=rows.device)
     d_rows = torch.zeros_like(rows)
-    for span in spans:
-        inputs = [rows[span].detach().requires_grad_(), weight.detach()]
-        inputs[1].requires_grad_(weight.requires_grad)
-        if bias is not None:
-            inputs.append(bias.detach().requires_grad_(bias.requires_grad))
-        with torch.enable_grad():
-            logits = F.linear(*inputs)
-        d_logits = logits.detach()
-        losses = _turn_into_gradient(d_logits, targets[span], token_weights[span], scores)
-        wanted = [tensor for tensor in inputs if tensor.requires_grad]
-        grads = iter(torch.autograd.grad(logits, wanted, d_logits))
-        del logits, d_logits
-        d_rows[span] = next(grads)
-        d_weight = next(grads) if inputs[1].requires_grad else None
-        d_bias = next(grads) if bias is not None and bias.requires_grad else None
-        add_gradients(d_weight, d_bias)
-        total += losses.sum()
-    return HeadGradients(loss=total, rows=d_rows)
+
+    def go_through(chunk: Tensor) -> None:
+        inputs, targets = rows.index_select(0, chunk), trained.targets.index_select(0, chunk)
+        turn = _Turn(targets, token_weights.index_select(0, chunk), projection)
+        logits = projection.logits(inputs)
+        projection.differentiate(logits, turn)
+        logprobs.index_copy_(0, chunk, turn.logprobs)
+        del turn
+        d_rows.index_copy_(0, chunk, projection.back(logits, inputs, add_gradients))
+
+    for chunk in trained.chunks:
+        go_through(chunk)  # which frees all it made, before there are the next logits
+    return HeadGradients(logprobs=logprobs, rows=d_rows)
 
 
-def _turn_into_gradient(
-    logits: Tensor, targets: Tensor, token_weights: Tensor, scores: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """Return each token's part of the loss; `logits` become their own gradient. (tokens,)"""
-    losses = torch.empty_like(token_weights)
-    for span in _parts(logits):
-        leaf = logits[span].detach().requires_grad_()
-        with torch.enable_grad():
-            logprobs = token_logprobs(scores(leaf), targets[span])
-        logits[span] = torch.autograd.grad(logprobs, leaf, token_weights[span])[0]
-        losses[span] = logprobs.detach() * token_weights[span]
-    return losses
+class _Look:
+    """Notes the log-probabilities of a chunk's targets; scores become log-probabilities."""
+
+    def __init__(self, targets: Tensor) -> None:
+        self._targets = targets[:, None]
+        self.logprobs = torch.empty_like(targets, dtype=torch.float32)
+
+    def __call__(self, part: slice, values: Tensor) -> None:
+        torch.ops.aten._log_softmax.out(values, -1, False, out=values)
+        self.logprobs[part] = values.gather(1, self._targets[part])[:, 0]
 
 
-def _parts(logits: Tensor) -> list[slice]:
-    """Return the rows of a chunk that are scored at a time."""
-    num_rows = max(1, PART_ELEMENTS // logits.shape[1])
-    return [slice(first, first + num_rows) for first in range(0, len(logits), num_rows)]
+class _Turn(_Look):
+    """Turns scores into their gradient, and notes the log-probabilities."""
 
+    def __init__(self, targets: Tensor, token_weights: Tensor, projection: Projection) -> None:
+        super().__init__(targets)
+        self._weights = token_weights[:, None]
+        shape = (projection.part_rows(len(targets)), len(projection.weight))
+        self._d_logprobs = torch.zeros(shape, dtype=torch.float32, device=targets.device)
+        """All zero between parts."""
 
-def trained_spans(targets: Tensor, chunk_tokens: int = CHUNK_TOKENS) -> list[slice]:
-    """Return the chunks of rows that have a target. `targets` are on the host: none is computed."""
-    spans = [
-        slice(first, min(first + chunk_tokens, len(targets)))
-        for first in range(0, len(targets), chunk_tokens)
-    ]
-    return [span for span in spans if bool((targets[span] != IGNORED).any())]
+    def __call__(self, part: slice, values: Tensor) -> None:
+        super().__call__(part, values)
+        targets, d_logprobs = self._targets[part], self._d_logprobs[: len(values)]
+        d_logprobs.scatter_(1, targets, self._weights[part])
+        # Not exp: on the CPU it has other bits than the exponential inside this.
+        torch.ops.aten._log_softmax_backward_data.out(
+            d_logprobs, values, -1, torch.float32, out=values
+        )
+        d_logprobs.scatter_(1, targets, 0.0)

@@ -40,6 +40,7 @@ from megatrain.models.compiled import (
 from megatrain.models.decoder import Decoder
 from megatrain.models.key_values import has_cache
 from megatrain.models.packed_masks import with_packed_masks
+from megatrain.models.scores import Function, TracedScores, Tracer, examined
 from megatrain.models.stand_ins import (
     Call,
     head_replaced,
@@ -86,7 +87,7 @@ class Template:
                 decoder.model, decoder.layers_path, decoder.head_path
             ).items()
         }
-        self._changes_logits = self._find_change()
+        self._traced = self._find_scores()
         self.bytes_per_token = self._find_width()
         """Of hidden states, as a layer gets them."""
         self.cuts: list[Cut | None] = self._find_cuts() if tiled else [None] * len(self._modules)
@@ -170,25 +171,53 @@ class Template:
         self._run_tail(weights, hidden, hear)
         return heard[0].reshape(-1, heard[0].shape[-1])
 
+    @property
+    def changes_logits(self) -> bool:
+        """Whether `scores` does anything."""
+        return self._traced.changes
+
+    @property
+    def scores_by_element(self) -> bool:
+        """Whether `scores` of a piece of the vocabulary are those it has in the whole."""
+        return self._traced.by_element
+
+    @property
+    def scores_traced(self) -> bool:
+        """Whether `scores` runs without the model's forward."""
+        return not self._traced.changes or self._traced.function is not None
+
     def scores(self, logits: Tensor) -> Tensor:
         """Return what the model makes of `logits` (rows, vocabulary) behind its projection."""
-        return self._scores(logits) if self._changes_logits else logits
+        if not self._traced.changes:
+            return logits
+        return (self._traced.function or self._own_scores)(logits)
 
-    def _scores(self, logits: Tensor) -> Tensor:
+    def _own_scores(self, logits: Tensor) -> Tensor:
+        return self._behind_projection(logits, lambda _: None)[0]
+
+    def _behind_projection(self, logits: Tensor, begin: Callable[[Tensor], None]) -> Tensor:
+        """Run the model's forward; `begin` gets its logits (1, rows, vocabulary), when they are."""
         width = self._decoder.model.get_output_embeddings().weight.shape[1]
         hidden = logits.new_zeros((1, 1, width), dtype=self._decoder.model.dtype)
-        output = self._run_tail({}, hidden, lambda _: logits[None])
-        result = output.logits
-        assert isinstance(result, Tensor)
-        return result[0]
+        given = logits[None]
 
-    def _find_change(self) -> bool:
-        """Return whether `scores` does anything: soft-caps, scales and casts move these values."""
+        def hear(_: Tensor) -> Tensor:
+            begin(given)
+            return given
+
+        result = self._run_tail({}, hidden, hear).logits
+        assert isinstance(result, Tensor)
+        return result
+
+    def _find_scores(self) -> TracedScores:
         num_tokens = self._decoder.model.get_output_embeddings().weight.shape[0]
-        logits = torch.linspace(-300, 300, num_tokens)[None].to(self._decoder.model.dtype)
-        with torch.no_grad():
-            changed = self._scores(logits)
-        return not (changed.dtype is logits.dtype and torch.equal(changed, logits))
+        return examined(self._own_scores, self._trace_scores, num_tokens, self._decoder.model.dtype)
+
+    def _trace_scores(self, logits: Tensor) -> Function | None:
+        with Tracer() as tracer:
+            result = self._behind_projection(logits, tracer.begin)
+        trace = tracer.trace(result)
+        return None if trace is None else lambda logits: trace(logits[None])[0]
 
     def _find_width(self) -> int:
         """Return how many bytes of hidden states a token takes."""

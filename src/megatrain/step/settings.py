@@ -8,12 +8,17 @@ The config gives some of them, the plan chooses the others, the engine takes the
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 from megatrain.step.shape import StepShape
 
 CHUNK_TOKENS = 4096
 """Larger chunks of logits are not faster."""
+PART_ELEMENTS = 2**22
+"""Logits that the CPU scores at once: 16 MiB in fp32, a size that malloc does not map each time."""
+DEVICE_PART_ELEMENTS = 2**25
+"""The same for an accelerator: a tenth of a millisecond of work for each kernel, in 128 MiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,3 +84,14 @@ class StepSettings:
             gather_embedding=self.gather_embedding and copying,
             **model,
         )
+
+
+def vocabulary_pieces(num_tokens: int, num_pieces: int) -> list[slice]:
+    """Cut a vocabulary into pieces, in order, that differ by less than 9 tokens.
+
+    They begin at multiples of 8, as products on accelerators want it, unless pieces are smaller.
+    """
+    assert 1 <= num_pieces <= num_tokens, f"{num_pieces} pieces of {num_tokens} tokens"
+    unit = 8 if num_tokens >= 8 * num_pieces else 1
+    starts = [num_tokens * piece // num_pieces // unit * unit for piece in range(num_pieces)]
+    return [slice(*bounds) for bounds in pairwise([*starts, num_tokens])]

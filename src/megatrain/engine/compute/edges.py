@@ -7,7 +7,8 @@ once per micro-batch and edge, and the pipeline runs dry. But the answers are kn
     front         the host has the inputs too. It runs the front first, with weights of zero, and
                   its answers are given to the run on the device
     tail, scores  before its last layer the model sees our stand-ins, the same for every input
-                  of a shape: the first answers hold for all of them
+                  of a shape: the first answers hold for all of them. Scores that could be traced
+                  (models/scores.py) ask nothing
 
 Laws (tests/engine/compute/test_edges.py)
     1. The first time, for each set of inputs and each mode (train, eval), the device is asked too:
@@ -77,6 +78,8 @@ class Edges:
 
     def scores(self, logits: Tensor) -> Tensor:
         """Return what the model makes of `logits` (rows, vocabulary) behind its projection."""
+        if self._template.scores_traced:
+            return self._template.scores(logits)
 
         def on_host() -> Tensor:
             return self._on_host.scores(torch.zeros((1, logits.shape[1]), dtype=logits.dtype))

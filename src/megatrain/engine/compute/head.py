@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -19,13 +20,15 @@ from megatrain.engine.batch import MicroBatch
 from megatrain.engine.compute.graph import gradients_of
 from megatrain.engine.machine import Machine
 from megatrain.losses.head import (
-    HeadGradients,
+    TrainedRows,
     head_gradients,
     head_logprobs,
     next_token_targets,
-    trained_spans,
+    trained_rows,
 )
 from megatrain.losses.loss import Loss, LossInputs, TokenWeights
+from megatrain.losses.pieces import row_sums
+from megatrain.losses.projection import Projection
 from megatrain.step.ops import Op
 
 
@@ -51,17 +54,13 @@ class Head:
         given = hidden.detach().requires_grad_(op.passes_gradient)
         with torch.enable_grad():
             rows = machine.edges.tail(leaves, given)
-        result, found = self._through_logits(
-            micro,
-            rows.detach(),
-            *machine.weights.projection(op),
-        )
-        loss = result.loss if found.loss is None else found.loss
-        self.losses[micro] = machine.device.to_host(loss)
+        d_rows, found = self._through_logits(micro, rows.detach(), self._projection(op))
+        assert found.loss is not None
+        self.losses[micro] = machine.device.to_host(found.loss)
         self.figures[micro] = {n: machine.device.to_host(f) for n, f in found.figures.items()}
         projection = (machine.weights.head_weight, machine.weights.head_bias)
         tail = {name: tensor for name, tensor in leaves.items() if name not in projection}
-        grads = gradients_of([(rows, result.rows)], tail, given)
+        grads = gradients_of([(rows, d_rows)], tail, given)
         machine.gradients.add(grads.params)
         return grads.given
 
@@ -71,9 +70,9 @@ class Head:
         with torch.no_grad():
             rows = machine.edges.tail(machine.weights.of(op), hidden)
         del hidden  # before there are logits
-        inputs, spans = self._inputs(micro)
-        logprobs = self._logprobs(rows, *machine.weights.projection(op), inputs, spans)
-        self.logprobs[micro] = machine.device.to_host(logprobs)
+        targets = self._loss_inputs(micro).targets
+        logprobs = self._logprobs(rows, self._trained(micro, targets), self._projection(op))
+        self.logprobs[micro] = machine.device.to_host(logprobs.view(targets.shape))
 
     def predict(self, op: Op, hidden: Tensor) -> None:
         """Compute the logits after the last token of each row of a micro-batch."""
@@ -102,44 +101,58 @@ class Head:
         return {name: total / self.num_units for name, total in sums.items()}
 
     def _through_logits(
-        self,
-        micro: int,
-        rows: Tensor,
-        table: Tensor,
-        bias: Tensor | None,
-    ) -> tuple[HeadGradients, TokenWeights]:
-        """Go through the logits of a micro-batch, once or twice, and back."""
-        inputs, spans = self._inputs(micro)
-        logprobs = None
+        self, micro: int, rows: Tensor, projection: Projection
+    ) -> tuple[Tensor, TokenWeights]:
+        """Go through the logits of a micro-batch, once or twice, and back to the rows."""
+        inputs, logprobs = self._loss_inputs(micro), None
+        trained = self._trained(micro, inputs.targets)
         if self._loss.needs_logprobs:
-            logprobs = self._logprobs(rows, table, bias, inputs, spans)
+            logprobs = self._logprobs(rows, trained, projection).view(inputs.targets.shape)
         found = self._loss.weights(inputs, logprobs, self.num_units)
-        targets, weights = inputs.targets.view(-1), found.weights.view(-1)
-        scores = self._machine.edges.scores
-        return head_gradients(rows, table, bias, targets, weights, scores, self._add, spans), found
+        weights = found.weights.reshape(-1)
+        result = head_gradients(rows, trained, weights, projection, self._add)
+        if found.loss is None:
+            found = replace(found, loss=(result.logprobs * weights).sum())
+        return result.rows, found
 
-    def _logprobs(
-        self,
-        rows: Tensor,
-        table: Tensor,
-        bias: Tensor | None,
-        inputs: LossInputs,
-        spans: Sequence[slice],
-    ) -> Tensor:
-        targets, scores = inputs.targets, self._machine.edges.scores
-        found = head_logprobs(rows, table, bias, targets.view(-1), scores, spans)
-        return found.view(targets.shape)
+    def _logprobs(self, rows: Tensor, trained: TrainedRows, projection: Projection) -> Tensor:
+        """Return the log-probabilities of the targets: a first pass, or an evaluation. (tokens,)"""
+        num_pieces = self._machine.settings.head_pieces
+        if num_pieces == 1:
+            return head_logprobs(rows, trained, projection)
+        return row_sums(rows, trained, projection, num_pieces).logprobs
 
-    def _add(self, d_weight: Tensor | None, d_bias: Tensor | None) -> None:
-        """Add the projection's gradients from one chunk."""
-        weights = self._machine.weights
-        self._machine.gradients.add({weights.head_weight: d_weight, weights.head_bias: d_bias})
+    def _projection(self, op: Op) -> Projection:
+        machine = self._machine
+        weight, bias = machine.weights.projection(op)
+        return Projection(
+            weight=weight,
+            bias=bias,
+            scores=machine.edges.scores if machine.template.changes_logits else None,
+            part_elements=machine.device.part_elements,
+            # Without slots the first gradient of a table is itself the sum.
+            cut_elements=machine.device.part_elements if machine.device.copying else None,
+        )
 
-    def _inputs(self, micro: int) -> tuple[LossInputs, list[slice]]:
-        """Return what the loss sees, on the device, and the chunks that have a target."""
-        batch, machine = self._batch[micro], self._machine
-        spans = trained_spans(next_token_targets(batch.labels), machine.settings.chunk_tokens)
-        return batch.loss_inputs(machine.device.to_device), spans
+    def _add(self, first_token: int, d_weight: Tensor | None, d_bias: Tensor | None) -> None:
+        """Add the projection's gradients of some tokens, from one chunk."""
+        machine = self._machine
+        grads = {machine.weights.head_weight: d_weight, machine.weights.head_bias: d_bias}
+        machine.gradients.add(grads, first_token if machine.device.copying else None)
+
+    def _loss_inputs(self, micro: int) -> LossInputs:
+        """Return what the loss sees, on the device."""
+        return self._batch[micro].loss_inputs(self._machine.device.to_device)
+
+    def _trained(self, micro: int, targets: Tensor) -> TrainedRows:
+        """Return the rows that have a target, on the device; the host knows which they are."""
+        device = self._machine.device
+        return trained_rows(
+            next_token_targets(self._batch[micro].labels),
+            self._machine.settings.chunk_tokens,
+            lambda tensor: device.to_device(device.pinned(tensor)),
+            targets.view(-1),
+        )
 
     @functools.cached_property
     def num_units(self) -> int:

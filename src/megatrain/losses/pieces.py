@@ -1,0 +1,131 @@
+"""The head by pieces of the vocabulary: the gradient of the whole table never exists.
+
+First the log-sum-exp of every trained row, over all pieces; then, piece by piece, the gradient of
+that piece of the table, and its part of the gradient of the rows. Each logit is computed twice: the
+price is one more product of the head. With one piece there is nothing to gain: head.py.
+
+A model's scores must act on each logit alone (`Template.scores_by_element`).
+
+Order of sums, all in fp32: a row's log-sum-exp over the tokens of a piece, then over pieces in
+order; the gradient of a row over pieces in order; that of the table over chunks in order.
+
+Laws (tests/losses/test_pieces.py)
+    1. Any number of pieces gives loss and gradients of ordinary autograd: in fp32 within 1e-6 of
+       their norms, in bf16 within its rounding.
+    2. The same call gives the same bits.
+    3. Peak memory is that of one chunk's logits of one piece.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatrain.losses.head import TrainedRows
+from megatrain.losses.projection import AddTokens, Projection
+from megatrain.step.settings import vocabulary_pieces
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSums:
+    """What the gradient of a piece needs to know of all others. (tokens,), zero without a target"""
+
+    log_sums: Tensor
+    """Log-sum-exp of each row's scores, in fp32."""
+    logprobs: Tensor
+    """Log-probability of its target."""
+
+
+def row_sums(
+    rows: Tensor, trained: TrainedRows, projection: Projection, num_pieces: int
+) -> RowSums:
+    """Return the sums over all pieces of the vocabulary, chunk by chunk."""
+    result = RowSums(
+        log_sums=torch.zeros(len(rows), dtype=torch.float32, device=rows.device),
+        logprobs=torch.zeros(len(rows), dtype=torch.float32, device=rows.device),
+    )
+    for chunk in trained.chunks:
+        inputs = rows.index_select(0, chunk)
+        see = _Sum(trained.targets.index_select(0, chunk))
+        for tokens in vocabulary_pieces(len(projection.weight), num_pieces):
+            see.first_token = tokens.start
+            piece = projection.piece(tokens)
+            piece.read(piece.logits(inputs), see)
+        result.log_sums.index_copy_(0, chunk, see.log_sums)
+        result.logprobs.index_copy_(0, chunk, see.chosen - see.log_sums)
+    return result
+
+
+def piece_gradients(
+    rows: Tensor,
+    trained: TrainedRows,
+    token_weights: Tensor,
+    log_sums: Tensor,
+    piece: Projection,
+    first_token: int,
+    d_rows: Tensor,
+    add_gradients: AddTokens,
+) -> None:
+    """Add what one piece of the vocabulary, from `first_token` on, gives to the gradients.
+
+    `token_weights` and `log_sums` are (tokens,); `d_rows` is (tokens, width), in any dtype: the sum
+    of earlier pieces. `add_gradients` counts tokens from the piece's first.
+    """
+
+    def go_through(chunk: Tensor) -> None:
+        inputs = rows.index_select(0, chunk)
+        logits = piece.logits(inputs)
+        turn = _Turn(
+            trained.targets.index_select(0, chunk) - first_token,
+            log_sums.index_select(0, chunk),
+            token_weights.index_select(0, chunk),
+        )
+        piece.differentiate(logits, turn)
+        d_inputs = piece.back(logits, inputs, add_gradients)
+        d_rows.index_add_(0, chunk, d_inputs.to(d_rows.dtype))
+
+    for chunk in trained.chunks:
+        go_through(chunk)  # which frees all it made, before there are the next logits
+
+
+class _Sum:
+    """Adds up the pieces of a chunk's rows; scores are overwritten."""
+
+    def __init__(self, targets: Tensor) -> None:
+        self._targets, self.first_token = targets, 0
+        self.log_sums = torch.full_like(targets, -torch.inf, dtype=torch.float32)
+        self.chosen = torch.zeros_like(self.log_sums)
+        """The scores of the targets in the pieces so far."""
+
+    def __call__(self, part: slice, values: Tensor) -> None:
+        place, inside = _places(self._targets[part] - self.first_token, values.shape[1])
+        self.chosen[part] += values.gather(1, place)[:, 0].where(inside, 0.0)
+        # By hand, and in place: logsumexp would make another tensor of this size.
+        largest = values.amax(1, keepdim=True)
+        log_sums = values.sub_(largest).exp_().sum(1).log_().add_(largest[:, 0])
+        self.log_sums[part] = torch.logaddexp(self.log_sums[part], log_sums)
+
+
+class _Turn:
+    """Turns the scores of a piece into their gradient."""
+
+    def __init__(self, targets: Tensor, log_sums: Tensor, token_weights: Tensor) -> None:
+        """`targets` count from the piece's first token."""
+        self._targets, self._log_sums, self._weights = targets, log_sums, token_weights
+
+    def __call__(self, part: slice, values: Tensor) -> None:
+        weights = self._weights[part]
+        place, inside = _places(self._targets[part], values.shape[1])
+        values.sub_(self._log_sums[part, None]).exp_().mul_(-weights[:, None])
+        values.scatter_add_(1, place, weights.where(inside, 0.0)[:, None])
+
+
+def _places(targets: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Return the column of each target, any where it is in another piece, and whether it is here.
+
+    (rows, 1) and (rows,)
+    """
+    inside = (targets >= 0) & (targets < num_tokens)
+    return targets.clamp(0, num_tokens - 1)[:, None], inside
