@@ -35,6 +35,7 @@ bench:  ## every benchmark, as JSON lines
 	$(python) -m benchmarks.data --json
 	$(python) -m benchmarks.disk_tier --json
 	$(python) -m benchmarks.checkpoint --params 400M --json
+	$(python) -m benchmarks.long_row --json
 	for what in memory cap time choice; do $(python) -m benchmarks.plan --$$what --json || exit 1; done
 
 gpu:  ## the engine's laws on an accelerator: docs/gpu.md

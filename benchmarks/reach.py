@@ -1,8 +1,7 @@
 """How far one machine reaches, as `megatrain estimate` predicts it: what docs/scale.md quotes.
 
-python -m benchmarks.reach TABLE    machines, needs, wear or paper
+python -m benchmarks.reach TABLE    needs, wear or paper
 
-machines   models on machines that people have: the states that fit, speed, wear
 needs      host memory by how the optimizer's states are kept
 wear       states on a drive: time and writes
 paper      the claims of the paper that the idea is from, beside ours
@@ -10,9 +9,9 @@ paper      the claims of the paper that the idea is from, beside ours
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 
+from benchmarks.tables import print_table
 from megatrain.memory.ledger import gib
 from megatrain.planning.bytes import predicted_ledger
 from megatrain.planning.catalog.reference_machines import GIB
@@ -124,12 +123,5 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
 }
 
 
-def main() -> None:
-    wanted = sys.argv[1] if len(sys.argv) == 2 else ""
-    if wanted not in TABLES:
-        sys.exit(f"give one of: {', '.join(TABLES)}")
-    print("\n".join(TABLES[wanted]()))
-
-
 if __name__ == "__main__":
-    main()
+    print_table(TABLES)

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from benchmarks.tables import print_table
 from megatrain.planning.catalog.asked_machines import find_machine
 from megatrain.planning.catalog.families import shape_from_config
 from megatrain.planning.catalog.known_models import find_known_model
@@ -271,12 +271,5 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
 }
 
 
-def main() -> None:
-    wanted = sys.argv[1] if len(sys.argv) == 2 else ""
-    if wanted not in TABLES:
-        sys.exit(f"give one of: {', '.join(TABLES)}")
-    print("\n".join(TABLES[wanted]()))
-
-
 if __name__ == "__main__":
-    main()
+    print_table(TABLES)

@@ -1,15 +1,13 @@
 """Runs under a memory limit that the kernel enforces: see plan.py.
 
-Each is `megatrain train` in a control group of its own, without swap, whose limit is a share of
-what the plan of the same run says it needs. Whoever exceeds it is killed at once.
+Each is `megatrain train` in a control group of its own, whose limit is a share of what the plan of
+the same run says it needs.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -19,8 +17,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from benchmarks.control_group import memory_groups, train, train_capped
 from megatrain.cli.demo import byte_tokenizer, write_demo
-from megatrain.errors import DoesNotFit
 
 SHARES = (0.5, 0.7, 0.85, 0.95, 1.0, 1.05, 1.1, 1.2)
 ALWAYS = 1.1
@@ -45,7 +43,7 @@ def measure_caps(
     names: Sequence[str] = tuple(RUNS), shares: Sequence[float] = SHARES
 ) -> dict[str, object]:
     """Return the figures with --cap."""
-    parent = _memory_groups()
+    parent = memory_groups()
     if parent is None:
         return {"skipped": "no control group for memory can be made here"}
     counts: Counter[str] = Counter()
@@ -97,52 +95,16 @@ class _World:
 
     def needed_bytes(self) -> int:
         """Return the host total of the plan, from a run without a limit."""
-        run = self._train([])
+        run = train(*self._fresh())
         assert run.returncode == 0, run.stderr[-2000:]
         plan = json.loads((self.folder / "run" / "plan.json").read_text())
         return sum(line["num_bytes"] for line in plan["ledger"] if line["place"] == "host")
 
     def run_capped(self, parent: Path, limit_bytes: int) -> str:
         """Return what became of a run: finished, refused, stopped by itself, or died."""
-        group = parent / f"megatrain-{os.getpid()}"
-        group.mkdir()
-        try:
-            _limit(group, limit_bytes)
-            enter = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"]
-            run = self._train(enter)
-        finally:
-            group.rmdir()
-        outcomes = {0: "finished", DoesNotFit.exit_code: "refused", 130: "stopped", -9: "died"}
-        assert run.returncode in outcomes, run.stderr[-2000:]
-        return outcomes[run.returncode]
+        return train_capped(parent, limit_bytes, *self._fresh()).outcome
 
-    def _train(self, before: list[str]) -> subprocess.CompletedProcess[str]:
+    def _fresh(self) -> tuple[list[str], dict[str, str]]:
+        """Return arguments and environment of a run whose folder is new."""
         shutil.rmtree(self.folder / "run", ignore_errors=True)
-        command = [*before, sys.executable, "-m", "megatrain", "train", str(self._config)]
-        environment = os.environ | {"MEGATRAIN_CACHE": str(self.folder / "cache")}
-        return subprocess.run(
-            [*command, *self._changes], capture_output=True, text=True, env=environment, check=False
-        )
-
-
-def _memory_groups() -> Path | None:
-    """Return the folder in which groups with a limit of memory can be made."""
-    for base in (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")):
-        probe = base / f"megatrain-{os.getpid()}"
-        try:
-            probe.mkdir()
-        except OSError:
-            continue
-        usable = any((probe / name).exists() for name in _LIMIT_FILES)
-        probe.rmdir()
-        if usable:
-            return base
-    return None
-
-
-_LIMIT_FILES = ("memory.limit_in_bytes", "memory.max")
-
-
-def _limit(group: Path, num_bytes: int) -> None:
-    name = next(name for name in _LIMIT_FILES if (group / name).exists())
-    (group / name).write_text(str(num_bytes))
+        return [str(self._config), *self._changes], {"MEGATRAIN_CACHE": f"{self.folder}/cache"}
