@@ -104,7 +104,7 @@ def run_of(number: int) -> Run:
         tape=source.choice(["device", "host"]),
         tape_slots=source.randint(2, 4),
         evaluates_after=tuple(n for n in range(2) if source.random() < 0.1),
-        form=source.choice(["plain", "padded", "packed"]),
+        form=source.choice(["plain", "padded", "packed", "flat"]),
     )
     family = list(CONFIGS)[number % len(CONFIGS)]
     run = Run(

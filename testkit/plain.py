@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatrain.devices.device import draw_seed
 from megatrain.engine.batch import MicroBatch
-from megatrain.models.packed_masks import with_packed_masks
+from megatrain.models.documents import attending, attends_by_document, with_packed_masks
 
 
 def make_batch(
@@ -115,8 +115,8 @@ def plain_logprobs(model: PreTrainedModel, micro: MicroBatch) -> Tensor:
     The output projection gets the rows that have a target: zeros in a sum over rows would change
     nothing but torch's order of adding up.
     """
-    # Two families need help to keep packed documents apart; test_isolation.py shows that they do.
-    inputs = with_packed_masks(model.config, model.dtype, micro.inputs)
+    # How packed documents are kept apart is shown in test_isolation.py and test_documents.py.
+    by_document = attends_by_document(model.config, compiles=False)
     targets = F.pad(micro.labels[:, 1:], (0, 1), value=-100).flatten()
     trained = (targets != -100).nonzero().flatten()
 
@@ -125,7 +125,9 @@ def plain_logprobs(model: PreTrainedModel, micro: MicroBatch) -> Tensor:
 
     hook = model.get_output_embeddings().register_forward_pre_hook(choose)
     try:
-        (logits,) = model(**inputs, use_cache=False).logits
+        with attending(micro.packed_documents() if by_document else None):
+            inputs = with_packed_masks(model.config, model.dtype, micro.inputs)
+            (logits,) = model(**inputs, use_cache=False).logits
     finally:
         hook.remove()
     found = -F.cross_entropy(logits.float(), targets[trained], reduction="none")

@@ -57,7 +57,7 @@ MAX_GRAD_NORM = 5.0
 
 Shapes = tuple[tuple[int, int], ...]
 """Rows and length of each micro-batch of a step."""
-Form = Literal["plain", "padded", "packed"]
+Form = Literal["plain", "padded", "packed", "flat"]
 Tiered = Literal["none", "states", "gradients"]
 
 
@@ -256,7 +256,8 @@ def world_of(sort: str) -> World:
 def make_batch(shapes: Shapes, *, seed: int, form: Form = "plain") -> list[MicroBatch]:
     """Return random micro-batches; the first two tokens of each row are not trained.
 
-    Padded: the first row lacks its last token. Packed: each row holds two documents.
+    Padded: the first row lacks its last token. Packed: each row holds two documents. Flat: they are
+    all in one row.
     """
     generator = torch.Generator().manual_seed(seed)
     batch = []
@@ -268,12 +269,11 @@ def make_batch(shapes: Shapes, *, seed: int, form: Form = "plain") -> list[Micro
         if form == "padded":
             mask = torch.ones_like(ids)
             mask[0, -1], labels[0, -1] = 0, -100
-        elif form == "packed":
+        elif form in ("packed", "flat"):
             first = torch.arange(shape[1] // 2)
             positions = torch.cat([first, torch.arange(shape[1] - len(first))]).repeat(shape[0], 1)
-        batch.append(
-            MicroBatch(input_ids=ids, labels=labels, attention_mask=mask, position_ids=positions)
-        )
+        made = MicroBatch(input_ids=ids, labels=labels, attention_mask=mask, position_ids=positions)
+        batch.append(made.mapped(lambda one: one.view(1, -1)) if form == "flat" else made)
     return batch
 
 

@@ -35,7 +35,7 @@ RATE, DECAY = 1e-2, 0.1
 BATCHES = [
     make_batch([(2, 24)], seed=1),
     make_batch([(2, 24), (1, 17), (3, 9)], seed=2, padded=True),
-    make_batch([(2, 24)], seed=3, packed=True),
+    make_batch([(2, 24), (1, 31)], seed=3, packed=True),
 ]
 # Its layers draw random numbers while training; so must the plain side, from the same seeds.
 RANDOM = {"phimoe"}

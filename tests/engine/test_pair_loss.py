@@ -313,7 +313,7 @@ def test_a_gradient_that_is_not_finite_names_the_micro_batch() -> None:
     with world.engine(Case(sort="", steps=(), update="late"), loss=PairLoss()) as engine:
         result = engine.step([good[0], bad])
         assert result.fault is not None
-        assert (result.fault.micro, result.fault.rows, result.applied) == (1, (), False)
+        assert (result.fault.micro, result.fault.documents, result.applied) == (1, (), False)
         assert engine.step(good).fault is None
 
 

@@ -39,7 +39,7 @@ def test_transformers_has_its_own_functions_after_a_failure() -> None:
 
     def fail() -> None:
         with attention_replaced(hear):
-            AttentionInterface._global_mapping["sdpa"](torch.nn.Identity())
+            AttentionInterface._global_mapping["sdpa"](torch.nn.Identity(), *[torch.ones(1)] * 3)
 
     with pytest.raises(ZeroDivisionError):
         fail()

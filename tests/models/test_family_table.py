@@ -10,6 +10,7 @@ import torch
 from megatrain.data.steps.isolation import DROPS_LENGTHS, ISOLATES
 from megatrain.disk.hf.names import NameMap
 from megatrain.models.decoder import Decoder, build_decoder
+from megatrain.models.documents import BY_DOCUMENT
 from testkit.families import FAMILIES, REFUSED, tiny_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
@@ -29,8 +30,11 @@ writes this page.
   `train.router_aux_loss` adds it; loss and gradients equal those of the plain model with
   `output_router_logits`. *other form*: the loss is computed in another way, which MegaTrain
   refuses. No family here has a router z-loss.
-- *packs*: documents can share a row without seeing each other, so `data.packing` may be true. *not
-  with flash*: except with `model.attn: flash_attention_2`.
+- *packs*: documents can share a row without seeing each other, so `data.packing` may be true. *by
+  document*: a micro-batch is one row, and attention looks at each document alone, without a mask of
+  tokens x tokens. *by masks*: a micro-batch has rows of equal length, and masks as large as a row
+  is long keep documents apart, as in all families with `train.compile` or `model.attn:
+  flex_attention`. *not with flash*: except with `model.attn: flash_attention_2`.
 
 | family | class | tied | kept in fp32 | stored apart | balances | packs |
 |---|---|---|---|---|---|---|
@@ -70,9 +74,10 @@ def _balances(decoder: Decoder) -> str:
 
 
 def _packs(family: str) -> str:
-    if family in DROPS_LENGTHS:
-        return "not with flash"
-    return "yes" if family in ISOLATES else ""
+    if family not in ISOLATES:
+        return ""
+    way = "by document" if family in BY_DOCUMENT else "by masks"
+    return f"{way}, not with flash" if family in DROPS_LENGTHS else way
 
 
 def page() -> str:

@@ -66,7 +66,7 @@ def simulated() -> Iterator[Simulator]:
     assert simulator.failures == []
 
 
-@pytest.mark.parametrize("form", ["plain", "padded", "packed"])
+@pytest.mark.parametrize("form", ["plain", "padded", "packed", "flat"])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_in_a_steady_step_no_lane_waits_for_the_device(
     family: str, form: Any, simulated: Simulator

@@ -45,7 +45,7 @@ def trained_by_hand(config: Config) -> dict[str, torch.Tensor]:
     )
     optimizer = AdamW(learning_rate=rate.rate, max_grad_norm=1.0)
     with Trainer(config.model_copy(update={"save": _elsewhere(config)})) as other:
-        data = open_data(config, other.tokenizer, other.plan.settings, other.data.rows)
+        data = open_data(config, other.tokenizer, other.plan.settings, other.data.rows, flat=True)
     settings = StepSettings(seed=config.train.seed)
     with Engine(home.decoder, home.store, optimizer=optimizer, settings=settings) as engine:
         for _ in range(STEPS):

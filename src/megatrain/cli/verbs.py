@@ -23,6 +23,7 @@ from megatrain.data.preview import card_lines, show_rows
 from megatrain.data.rows.hub_rows import located
 from megatrain.data.rows.reading import parsed
 from megatrain.data.rows.source import open_source
+from megatrain.data.steps.isolation import packs_flat
 from megatrain.data.tokens.limits import check_limits
 from megatrain.data.tokens.prepare import prepare
 from megatrain.data.tokens.prepared import PreparedData
@@ -154,8 +155,9 @@ def evaluate_model(
     lines += check_rows(rows.sources, home.decoder)
     coefficient = router_aux_loss(config, home.decoder)
     settings = step_settings_of(config, unified=not device.own_memory, router_aux_loss=coefficient)
+    flat = packs_flat(home.decoder.config, compiles=settings.compile)
     with (
-        open_data(config, tokenizer, settings, rows) as opened,
+        open_data(config, tokenizer, settings, rows, flat=flat) as opened,
         Engine(home.decoder, home.store, settings=settings, device=device) as engine,
     ):
         found = mean_loss(engine, opened.eval_batches())

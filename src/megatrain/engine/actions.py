@@ -17,6 +17,7 @@ Laws (tests/engine/test_exactness.py)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from megatrain.lanes.lane import Action
 from megatrain.losses.loss import Loss
 from megatrain.losses.next_token import NEXT_TOKEN
 from megatrain.models.balance import probability_sums
+from megatrain.models.documents import PackedDocuments, attending
 from megatrain.models.key_values import inputs_with
 from megatrain.models.stand_ins import Call
 from megatrain.step.ops import Op, OpKind, Role
@@ -50,6 +52,7 @@ class StepActions:
         self._host_inputs: dict[int, dict[str, Tensor | int]] = {}
         self._inputs: dict[int, dict[str, Tensor | int]] = {}
         self._rows: dict[int, Tensor | None] = {}
+        self._documents: dict[int, PackedDocuments | None] = {}
         self.head = Head(machine, batch, loss)
         self.predicts = False
         """True: an evaluation computes logits after the last tokens, not log-probabilities."""
@@ -90,9 +93,10 @@ class StepActions:
             else:
                 given = self._hidden.pop(micro)
                 call = self._calls[micro][block - 1]
-                hidden, logits = machine.layers.forward(
-                    weights, given, call, lambda tile: self._seed(block, micro, tile)
-                )
+                with attending(self._documents[micro]):
+                    hidden, logits = machine.layers.forward(
+                        weights, given, call, lambda tile: self._seed(block, micro, tile)
+                    )
                 if self._routing is not None:
                     num_tokens = self._batch[micro].num_tokens
                     self._routing.add(logits, self._mask(micro), num_tokens)
@@ -137,14 +141,15 @@ class StepActions:
         kept = machine.tape.take((block, micro), op.tape_slot)
         given = kept.detach().requires_grad_(op.passes_gradient)
         returned = Returned(d_hidden, lambda logits, columns: self._balance(logits, micro, columns))
-        passed = machine.layers.backward(
-            leaves,
-            given,
-            self._calls[micro][block - 1],
-            returned,
-            machine.gradients.add,
-            lambda tile: self._seed(block, micro, tile),
-        )
+        with attending(self._documents[micro]):
+            passed = machine.layers.backward(
+                leaves,
+                given,
+                self._calls[micro][block - 1],
+                returned,
+                machine.gradients.add,
+                lambda tile: self._seed(block, micro, tile),
+            )
         self._pass_gradient(micro, passed)
 
     def _balance(
@@ -217,8 +222,17 @@ class StepActions:
                 for name, value in host.items()
             }
             self._rows[micro] = machine.weights.rows(micro)
-        rows = self._rows[micro]
-        return machine.edges.front(weights, self._host_inputs[micro], self._inputs[micro], rows)
+            self._documents[micro] = self._placed_documents(micro)
+        host, inputs, rows = self._host_inputs[micro], self._inputs[micro], self._rows[micro]
+        with attending(self._documents[micro]):
+            return machine.edges.front(weights, host, inputs, rows)
+
+    def _placed_documents(self, micro: int) -> PackedDocuments | None:
+        """Return the documents of a packed row; their bounds follow the inputs to the device."""
+        documents = self._machine.documents(self._batch[micro])
+        if documents is None or self.caches is not None:
+            return None
+        return replace(documents, bounds=self._machine.device.to_device(documents.bounds))
 
 
 def _block(op: Op) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -12,6 +14,7 @@ from torch import Tensor
 from megatrain.errors import BatchError
 from megatrain.losses.head import IGNORED, next_token_targets
 from megatrain.losses.loss import Loss, LossInputs
+from megatrain.models.documents import PackedDocuments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +49,16 @@ class MicroBatch:
             extra={name: give(tensor) for name, tensor in self.extra.items()},
         )
 
-    def row(self, index: int) -> MicroBatch:
-        """Return one row as a micro-batch; it must not have `extra`."""
+    def documents(self) -> list[MicroBatch]:
+        """Return each document as a micro-batch: a row, or a part of a packed row.
+
+        There must be no `extra`.
+        """
         assert not self.extra
-        return self.mapped(lambda tensor: tensor[index : index + 1])
+        num_rows, length = self.input_ids.shape
+        bounds = self.bounds()
+        ends = range(0, num_rows * length + 1, length) if bounds is None else bounds.tolist()
+        return [self.mapped(partial(_span, begin, end)) for begin, end in pairwise(ends)]
 
     def last_tokens(self) -> Tensor:
         """Return where, among all positions, the last real token of each row is. (rows,)"""
@@ -58,22 +67,34 @@ class MicroBatch:
         lengths = torch.full((num_rows,), length) if mask is None else mask.sum(1)
         return torch.arange(num_rows) * length + lengths - 1
 
-    def document_lengths(self) -> dict[str, Tensor | int]:
-        """Return where the documents of packed rows end, by the names that flash attention uses.
+    def bounds(self) -> Tensor | None:
+        """Return 0 and the end of each document of packed rows; None: rows are not packed.
 
-        Ends count over the tokens of all rows, row after row; no document crosses its row. Empty
-        for rows that are not packed.
+        Ends count over the tokens of all rows, row after row; no document crosses its row. int32
         """
         if self.position_ids is None or self.attention_mask is not None:
-            return {}
+            return None
         begins = torch.ones_like(self.position_ids, dtype=torch.bool)
         begins[:, 1:] = self.position_ids.diff() != 1
         starts = begins.flatten().nonzero().flatten()
-        ends = F.pad(starts, (0, 1), value=begins.numel()).to(torch.int32)
-        longest = int(ends.diff().max())
+        return F.pad(starts, (0, 1), value=begins.numel()).to(torch.int32)
+
+    def packed_documents(self) -> PackedDocuments | None:
+        """Return the documents of a micro-batch that is one packed row; None: it is not."""
+        bounds = self.bounds()
+        if bounds is None or len(self.input_ids) > 1:
+            return None
+        return PackedDocuments(lengths=tuple(bounds.diff().tolist()), bounds=bounds)
+
+    def document_lengths(self) -> dict[str, Tensor | int]:
+        """Return the bounds of documents by the names that flash attention uses, or nothing."""
+        bounds = self.bounds()
+        if bounds is None:
+            return {}
+        longest = int(bounds.diff().max())
         return {
-            "cu_seq_lens_q": ends,
-            "cu_seq_lens_k": ends,
+            "cu_seq_lens_q": bounds,
+            "cu_seq_lens_k": bounds,
             "max_length_q": longest,
             "max_length_k": longest,
         }
@@ -99,6 +120,11 @@ class MicroBatch:
         return int((self.labels[:, 1:] != IGNORED).sum())
 
 
+def _span(begin: int, end: int, tensor: Tensor) -> Tensor:
+    """Return a part of a tensor's rows, taken as one, as a row of its own."""
+    return tensor.reshape(1, -1)[:, begin:end]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """Where a gradient was not finite."""
@@ -109,8 +135,8 @@ class Fault:
     """True: the same when run again, so data or model. False: gone, so hardware."""
     micro: int | None = None
     """The first micro-batch that shows it alone."""
-    rows: tuple[int, ...] = ()
-    """Its rows that show it alone."""
+    documents: tuple[int, ...] = ()
+    """Its documents that show it alone, counted over its rows: each is one, or packed with them."""
 
     def __str__(self) -> str:
         text = f"not finite in blocks {', '.join(map(str, self.blocks))}"
@@ -118,7 +144,8 @@ class Fault:
             return f"{text}; finite when run again: suspect the hardware"
         if self.micro is None:
             return f"{text}; no micro-batch shows it alone"
-        return f"{text}; micro-batch {self.micro}, rows {', '.join(map(str, self.rows)) or 'all'}"
+        documents = ", ".join(map(str, self.documents)) or "all"
+        return f"{text}; micro-batch {self.micro}, documents {documents}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,14 +220,13 @@ def check_loss(batch: Sequence[MicroBatch], loss: Loss) -> None:
 def locate_fault(
     fault: Fault, batch: Sequence[MicroBatch], is_finite: Callable[[MicroBatch], bool]
 ) -> Fault:
-    """Return `fault` with the first micro-batch, and its rows, whose gradient alone is at fault.
+    """Return `fault` with the first micro-batch, and its documents, whose gradient is at fault.
 
-    Rows are not tried alone where `extra` may tie them together.
+    Documents are not tried alone where `extra` may tie them together.
     """
     for number, micro in enumerate(batch):
         if micro.num_trained and not is_finite(micro):
-            num_rows = 0 if micro.extra else len(micro.input_ids)
-            rows = [micro.row(index) for index in range(num_rows)]
-            faulty = [i for i, row in enumerate(rows) if row.num_trained and not is_finite(row)]
-            return replace(fault, micro=number, rows=tuple(faulty))
+            parts = enumerate([] if micro.extra else micro.documents())
+            faulty = [at for at, part in parts if part.num_trained and not is_finite(part)]
+            return replace(fault, micro=number, documents=tuple(faulty))
     return fault

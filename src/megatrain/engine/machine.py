@@ -9,7 +9,7 @@ template, edges               the model's own code, as functions of weights
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 from transformers.utils.generic import is_flash_attention_requested
@@ -27,6 +27,7 @@ from megatrain.memory.store import Store
 from megatrain.memory.tier_ring import TierRing
 from megatrain.models.balance import Routing
 from megatrain.models.decoder import Decoder
+from megatrain.models.documents import PackedDocuments, attends_by_document
 from megatrain.models.template import Template
 from megatrain.optim.optimizer import Optimizer
 from megatrain.step.ops import SlotId
@@ -65,15 +66,23 @@ class Machine:
     def inputs(self, micro: MicroBatch) -> dict[str, Tensor | int]:
         """Return what the model's forward gets of a micro-batch, on the host.
 
-        Masks keep the documents of packed rows apart, but flash attention takes no mask. Left to
-        itself, transformers looks for documents in a single row only, and asks the device in
-        every layer.
+        Flash attention is given the lengths of packed documents. Left to itself, transformers
+        looks for documents in a single row only, and asks the device in every layer.
         """
         flash = is_flash_attention_requested(self.decoder.config)
         lengths = micro.document_lengths() if flash else {}
         pin = self.device.pinned
         pinned = {n: pin(v) if isinstance(v, Tensor) else v for n, v in lengths.items()}
         return {**micro.inputs, **pinned}
+
+    def documents(self, micro: MicroBatch) -> PackedDocuments | None:
+        """Return the documents of a packed row, on the host; None: nothing, or masks, part them."""
+        if not attends_by_document(self.decoder.config, compiles=self.settings.compile):
+            return None
+        documents = micro.packed_documents()
+        if documents is None:
+            return None
+        return replace(documents, bounds=self.device.pinned(documents.bounds))
 
     def reserve(self, batch: Sequence[MicroBatch], *, trains: bool = True) -> None:
         """Make room for a step, or an evaluation, on `batch`. Nothing may be under way."""

@@ -8,7 +8,8 @@ stand-ins for layers: one caller at a time.
 Laws (tests/models/test_attention.py)
     1. Attention that is passed on to transformers gives the bits of the model without us.
     2. A replacement sees every call of a layer's attention, and nothing else runs in its place.
-    3. After the block, failed or not, transformers has its own functions again.
+    3. Inside a block, another one hears what the first would have heard, and may pass it on.
+    4. After the block, failed or not, transformers has its own functions again.
 """
 
 from __future__ import annotations
@@ -47,8 +48,16 @@ def attention_replaced(hear: HearAttention) -> Iterator[None]:
 
 
 def _heard(hear: HearAttention, find: Callable[[nn.Module], Answer]) -> Answer:
-    def attend(module: nn.Module, *args: Any, **options: Any) -> AttentionOutput:
-        return hear(find(module), module, *args, **options)
+    # As in transformers: some models give the mask by its name.
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any = None,
+        **options: Any,
+    ) -> AttentionOutput:
+        return hear(find(module), module, query, key, value, attention_mask, **options)
 
     return attend
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -38,8 +39,8 @@ from megatrain.models.compiled import (
     representatives,
 )
 from megatrain.models.decoder import Decoder
+from megatrain.models.documents import BY_DOCUMENT, masks_put_off, with_packed_masks
 from megatrain.models.key_values import has_cache
-from megatrain.models.packed_masks import with_packed_masks
 from megatrain.models.scores import Function, TracedScores, Tracer, examined
 from megatrain.models.stand_ins import (
     Call,
@@ -250,7 +251,9 @@ class Template:
             return hidden if call.layer == last else passing
 
         ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+        no_masks = decoder.config.model_type in BY_DOCUMENT  # others do something with theirs
         with (
+            masks_put_off() if no_masks else nullcontext(),
             layers_replaced(decoder.layers, answer, decoder.num_layer_outputs),
             head_replaced(decoder.model, decoder.head_path, hear),
         ):

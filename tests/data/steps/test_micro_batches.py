@@ -21,27 +21,31 @@ _LENGTHS = st.lists(st.integers(2, 32), min_size=1, max_size=40)
 
 
 def _made(
-    lengths: list[int], packing: bool, most: int = 64
+    lengths: list[int], packing: bool, most: int = 64, *, flat: bool = False
 ) -> tuple[MadeDocuments, list[MicroBatch]]:
     documents = MadeDocuments(lengths)
     rows = pack(lengths, 32) if packing else [[number] for number in range(len(lengths))]
     arrays = [np.array(row, dtype=np.int64) for row in rows]
-    made = micro_batches(arrays, documents, micro_batch_tokens=most, packing=packing, pad_id=7)
+    made = micro_batches(
+        arrays, documents, micro_batch_tokens=most, packing=packing, flat=flat, pad_id=7
+    )
     return documents, made
 
 
-@given(lengths=_LENGTHS, packing=st.booleans())
-def test_every_token_is_there_once(lengths: list[int], packing: bool) -> None:
-    documents, made = _made(lengths, packing)
+@given(lengths=_LENGTHS, packing=st.booleans(), flat=st.booleans())
+def test_every_token_is_there_once(lengths: list[int], packing: bool, flat: bool) -> None:
+    documents, made = _made(lengths, packing, flat=flat)
     expected = [int(t) for number in range(len(lengths)) for t in documents.tokens(number)[0]]
     assert sorted(real_tokens(made)) == sorted(expected)
     assert sum(micro.num_tokens for micro in made) == sum(lengths)
     check_batch(made, SPAN * 50)
 
 
-@given(lengths=_LENGTHS, packing=st.booleans())
-def test_labels_are_the_trained_tokens_but_the_first(lengths: list[int], packing: bool) -> None:
-    documents, made = _made(lengths, packing)
+@given(lengths=_LENGTHS, packing=st.booleans(), flat=st.booleans())
+def test_labels_are_the_trained_tokens_but_the_first(
+    lengths: list[int], packing: bool, flat: bool
+) -> None:
+    documents, made = _made(lengths, packing, flat=flat)
     labels = [int(one) for micro in made for one in micro.labels[micro.labels != -100]]
     expected = []
     for number in range(len(lengths)):
@@ -53,20 +57,38 @@ def test_labels_are_the_trained_tokens_but_the_first(lengths: list[int], packing
         assert torch.equal(micro.labels[kept], micro.input_ids[kept])
 
 
-@given(lengths=_LENGTHS, packing=st.booleans(), most=st.integers(32, 200))
-def test_no_micro_batch_is_too_large(lengths: list[int], packing: bool, most: int) -> None:
-    _, made = _made(lengths, packing, most)
+@given(lengths=_LENGTHS, packing=st.booleans(), flat=st.booleans(), most=st.integers(32, 200))
+def test_no_micro_batch_is_too_large(
+    lengths: list[int], packing: bool, flat: bool, most: int
+) -> None:
+    _, made = _made(lengths, packing, most, flat=flat)
     assert max(micro.input_ids.numel() for micro in made) <= most
 
 
-@given(lengths=_LENGTHS)
-def test_positions_start_anew_at_each_document(lengths: list[int]) -> None:
-    _, made = _made(lengths, packing=True)
+@given(lengths=_LENGTHS, flat=st.booleans())
+def test_positions_start_anew_at_each_document(lengths: list[int], flat: bool) -> None:
+    _, made = _made(lengths, packing=True, flat=flat)
     for micro in made:
         assert micro.attention_mask is None
         assert micro.position_ids is not None
         assert torch.equal(micro.position_ids, micro.input_ids % SPAN)
         assert (micro.labels[micro.position_ids == 0] == -100).all()
+
+
+@given(lengths=_LENGTHS, most=st.integers(32, 200))
+def test_flat_micro_batches_are_one_row_and_no_two_could_be_one(
+    lengths: list[int], most: int
+) -> None:
+    _, made = _made(lengths, packing=True, most=most, flat=True)
+    assert all(len(micro.input_ids) == 1 for micro in made)
+    sizes = sorted(micro.num_tokens for micro in made)
+    assert len(sizes) == 1 or sizes[0] + sizes[1] > most
+
+
+def test_rows_of_other_lengths_would_be_micro_batches_of_their_own() -> None:
+    lengths = [32, 31, 30, 29]
+    assert len(_made(lengths, packing=True, most=128)[1]) == 4
+    assert len(_made(lengths, packing=True, most=128, flat=True)[1]) == 1
 
 
 def test_a_first_token_that_is_a_target_would_be_noticed() -> None:

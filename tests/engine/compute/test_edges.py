@@ -15,6 +15,7 @@ from megatrain.devices.accelerator import Accelerator
 from megatrain.engine.batch import MicroBatch
 from megatrain.engine.compute.edges import Answers, Edges
 from megatrain.memory.kinds import Kind
+from megatrain.models.documents import BY_DOCUMENT
 from megatrain.models.stand_ins import Call, tensors_in
 from megatrain.models.template import Template
 from testkit.families import tiny_config
@@ -277,7 +278,9 @@ def test_tails_and_scores_are_those_of_the_host_and_ask_once_for_a_shape(family:
             assert torch.equal(there.back(found), rows)
             assert torch.equal(there.back(found_scores), scores)
     assert asked[1] == asked[3] == 0
-    assert asked[0] >= asked[2] > 0
+    assert asked[0] >= asked[2]
+    # Most questions are about masks, which most models can do without there.
+    assert (asked[2] > 0) is (family not in BY_DOCUMENT)
 
 
 # Law 2: a device without its own memory has one run.

@@ -6,6 +6,9 @@ and attention in chunks or over the best few keys counts from the row's beginnin
 then: each document is trained as a continuation of the one before it. So documents share
 rows only in families that were shown to keep them apart.
 
+Most of them attend to each document alone (models/documents.py), and a micro-batch of theirs is one
+row of documents. The others use masks, and rows of equal length.
+
 Flash attention takes no mask. It is given the lengths of the documents instead, as arguments that
 a model's forward must pass on to the attention of every layer. Some families drop them.
 
@@ -17,24 +20,24 @@ Laws (tests/engine/test_isolation.py, tests/engine/test_flash_isolation.py)
 
 from __future__ import annotations
 
+from transformers import PreTrainedConfig
+from transformers.utils.generic import is_flash_attention_requested
+
 from megatrain.errors import ConfigError
+from megatrain.models.documents import BY_DOCUMENT, attends_by_document
 
-ISOLATES = frozenset(
-    """
-    afmoe apertus arcee aria_text axk1 axk2 beam bitnet codegen cohere cohere2 cohere2_moe cwm
-    deepseek_v2 deepseek_v3 deepseek_v32 diffllama ernie4_5 ernie4_5_moe exaone4 exaone_moe
-    flex_olmo flint gemma gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode
-    gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj granite granite_swa granitemoe granitemoe_swa
-    granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 jetmoe kolibri1
-    laguna llama mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral
-    modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe persimmon phi phi3 phimoe qwen2
-    qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu
-    """.split()  # noqa: SIM905
-)
-
+BY_MASKS = frozenset({"axk2", "codegen", "deepseek_v32", "gpt_neo", "gpt_neox_japanese", "gptj"})
+"""Families that cannot attend by document: they read masks, or have attention of their own."""
+ISOLATES = BY_DOCUMENT | BY_MASKS
 
 DROPS_LENGTHS = frozenset({"gpt_neo", "gptj", "nemotron", "stablelm"})
 """Families whose flash attention is not given the lengths of documents."""
+
+
+def packs_flat(config: PreTrainedConfig, *, compiles: bool) -> bool:
+    """Return whether a packed micro-batch is one row, of rows of any lengths."""
+    flash = is_flash_attention_requested(config)
+    return flash or attends_by_document(config, compiles=compiles)
 
 
 def check_packing(model_type: str, attn: str = "auto") -> None:

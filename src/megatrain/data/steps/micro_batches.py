@@ -1,12 +1,16 @@
 """Rows of documents as the tensors of a step.
 
-Packed rows never have padding: position ids isolate documents only where there is no attention
-mask, so rows share a micro-batch only if they are equally long. Rows of one document each are
-padded on the right to the longest of their micro-batch; rows of like length go together.
+Packed rows never have padding. Where a model attends to each document alone, the packed rows of a
+micro-batch are laid one after the other as one flat row, whatever their lengths, and few
+micro-batches are needed. Other models keep documents apart by position ids, which they read only
+where there is no attention mask: then packed rows share a micro-batch only if equally long. Rows
+of one document each are padded on the right to the longest of their micro-batch; rows of like
+length go together.
 
 Laws (tests/data/steps/test_micro_batches.py)
     1. Every token of every document is there once; labels are its trained tokens but the first.
-    2. No micro-batch holds more than `micro_batch_tokens`, padding counted.
+    2. A packed micro-batch of a model that packs flat is one row.
+    3. No micro-batch holds more than `micro_batch_tokens`, padding counted.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatrain.data.steps.order import Indices
+from megatrain.data.steps.packing import pack
 from megatrain.data.tokens.documents import Documents
 from megatrain.engine.batch import MicroBatch
 from megatrain.losses.head import IGNORED
@@ -29,13 +34,23 @@ def micro_batches(
     *,
     micro_batch_tokens: int,
     packing: bool,
+    flat: bool,
     pad_id: int,
 ) -> list[MicroBatch]:
-    """Return the rows of a step as micro-batches, longest rows first."""
+    """Return the rows of a step as micro-batches, longest rows first.
+
+    `flat`: packed rows of any lengths are one row, `isolation.packs_flat`.
+    """
     lengths = [int(documents.lengths[row].sum()) for row in rows]
+    if packing and flat:
+        laid = pack(lengths, micro_batch_tokens)
+        one_row = [np.concatenate([rows[number] for number in group]) for group in laid]
+        return [_packed([row], documents) for row in one_row]
     groups = _groups(lengths, micro_batch_tokens, equal=packing)
-    made = _packed if packing else _padded
-    return [made([rows[number] for number in group], documents, pad_id) for group in groups]
+    gathered = [[rows[number] for number in group] for group in groups]
+    if packing:
+        return [_packed(group, documents) for group in gathered]
+    return [_padded(group, documents, pad_id) for group in gathered]
 
 
 def _groups(lengths: Sequence[int], micro_batch_tokens: int, equal: bool) -> Iterator[list[int]]:
@@ -60,7 +75,7 @@ def _document(documents: Documents, number: int) -> tuple[NDArray[np.int64], NDA
     return ids, labels
 
 
-def _packed(rows: Sequence[Indices], documents: Documents, pad_id: int) -> MicroBatch:
+def _packed(rows: Sequence[Indices], documents: Documents) -> MicroBatch:
     ids, labels, positions = [], [], []
     for row in rows:
         parts = [_document(documents, int(number)) for number in row]

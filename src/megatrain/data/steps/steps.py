@@ -48,11 +48,15 @@ class Steps:
         micro_batch_tokens: int,
         max_length: int,
         packing: bool = True,
+        flat: bool = True,
         shuffle: bool = True,
         pad_id: int = 0,
         seed: int = 0,
     ) -> None:
-        """Give one of `batch_tokens` and `batch_rows`. Without `shuffle` packing keeps order."""
+        """Give one of `batch_tokens` and `batch_rows`. Without `shuffle` packing keeps order.
+
+        `flat`: a packed micro-batch is one row (micro_batches.py).
+        """
         if (batch_tokens is None) == (batch_rows is None):
             raise ConfigError("give either batch_tokens or batch_rows")
         if not max_length <= micro_batch_tokens <= (batch_tokens or micro_batch_tokens):
@@ -73,7 +77,7 @@ class Steps:
         )
         self._batch_tokens = batch_tokens
         self._micro_batch_tokens = micro_batch_tokens
-        self._pad_id = pad_id
+        self._pad_id, self._flat = pad_id, flat
         self._seed = seed
         self._held: tuple[tuple[int, int], list[Indices]] | None = None
         self._mark = self._order_mark()
@@ -86,6 +90,7 @@ class Steps:
             self.documents,
             micro_batch_tokens=self._micro_batch_tokens,
             packing=self._windows.packing,
+            flat=self._flat,
             pad_id=self._pad_id,
         )
         return batch, after

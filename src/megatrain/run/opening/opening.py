@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config
+from megatrain.data.steps.isolation import packs_flat
 from megatrain.data.training_rows import with_longest_step
 from megatrain.devices.accelerator import find_device
 from megatrain.devices.device import Device
@@ -81,8 +82,9 @@ def open_run(config: Config, *, resumes: bool = False, dry_run: bool = False) ->
         plan = plan_run(
             with_longest_step(config, rows), device, model.decoder, found, rows.epoch_tokens
         )
+        flat = packs_flat(model.decoder.config, compiles=plan.settings.compile)
         data = opened.enter_context(
-            open_data(_settled(config, plan), tokenizer, plan.settings, rows)
+            open_data(_settled(config, plan), tokenizer, plan.settings, rows, flat=flat)
         )
         home, resumed = load_home(config, plan.settings, model, tokenizer, found)
         opened.callback(home.store.close)

@@ -122,27 +122,34 @@ def open_rows(
 
 
 def open_data(
-    config: Config, tokenizer: Any, settings: StepSettings, rows: TrainingRows
+    config: Config, tokenizer: Any, settings: StepSettings, rows: TrainingRows, *, flat: bool
 ) -> TrainingData:
-    """Cut the rows into steps."""
-    steps = _steps(config, rows.train, rows.order, tokenizer, settings)
+    """Cut the rows into steps. `flat`: the model packs flat (data/steps/isolation.py)."""
+    steps = _steps(config, rows.train, rows.order, tokenizer, settings, flat)
     # An evaluation has no number of steps to match: only its memory counts.
     judged = by_tokens(config, rows)
-    evaluation = _evaluation(judged, rows.held, tokenizer, settings) if rows.held else None
+    evaluation = None
+    if rows.held:
+        documents = _judged(judged, rows.held)
+        order = InOrder(num_rows(documents))
+        evaluation = _steps(judged, documents, order, tokenizer, settings, flat)
     return TrainingData(config, steps, evaluation, rows)
 
 
-def _evaluation(
-    config: Config, held: Sequence[Documents], tokenizer: Any, settings: StepSettings
-) -> Steps:
+def _judged(config: Config, held: Sequence[Documents]) -> Documents:
     judged = one_of(held)
     if (most := config.eval.max_rows) is not None:
         judged = Subset(judged, np.arange(min(most, num_rows(judged)), dtype=np.int64))
-    return _steps(config, judged, InOrder(num_rows(judged)), tokenizer, settings)
+    return judged
 
 
 def _steps(
-    config: Config, documents: Documents, order: Order, tokenizer: Any, settings: StepSettings
+    config: Config,
+    documents: Documents,
+    order: Order,
+    tokenizer: Any,
+    settings: StepSettings,
+    flat: bool,
 ) -> Steps:
     pad = tokenizer.pad_token_id
     tokens, rows = config.train.batch_tokens, config.train.batch_rows
@@ -155,6 +162,7 @@ def _steps(
         micro_batch_tokens=settings.micro_batch_tokens,
         max_length=config.data.max_length,
         packing=config.data.packing,
+        flat=flat,
         shuffle=config.data.shuffle,
         pad_id=0 if pad is None else int(pad),
         seed=config.data.seed,

@@ -1,0 +1,222 @@
+"""The documents of a packed row, each attended to alone.
+
+A packed micro-batch is one row: documents one after the other, each with positions from 0. Their
+tokens meet in attention only. While a `PackedDocuments` is attended to, attention runs once for
+each document, on its own slice of the row, with the mask that transformers would make for the
+document alone: none for plain causal attention, else one as large as the document. Masks for the
+whole row are not made. What a layer adds to attention (soft-cap, sinks, a window) is its own code
+and stays. On CUDA one kernel takes all documents, where it can do what the layer asks for.
+
+Layers that do something else with masks, or do not ask transformers for attention, are not
+in BY_DOCUMENT. Those in data/steps/isolation.py keep documents apart by masks, as does every family
+where layers are compiled: a graph would be made for every list of lengths. Some families forget to
+tell transformers where documents begin, but take masks that were made before.
+
+Laws (tests/models/test_documents.py)
+    1. In BY_DOCUMENT hidden states, logits and their gradients are those of the plain model on each
+       document alone, bit for bit; in every other family something fails, or they are not.
+    2. No tensor of tokens x tokens is made, but of a document.
+    3. The kernel is asked for the attention that the mask describes.
+    4. After the block, failed or not, transformers has its own functions again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionMaskInterface, PreTrainedConfig, masking_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import create_masks_for_generate
+
+from megatrain.models.attention import Answer, AttentionOutput, attention_replaced
+
+BY_DOCUMENT = frozenset(
+    """
+    afmoe apertus arcee aria_text axk1 beam bitnet cohere cohere2 cohere2_moe cwm deepseek_v2
+    deepseek_v3 diffllama ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2
+    gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox gpt_oss granite
+    granite_swa granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe
+    hy_v3 hyperclovax jais2 jetmoe kolibri1 laguna llama mellum mimo_v2_flash minicpm3 minimax_m2
+    ministral ministral3 mistral mixtral modernbert-decoder nanochat nemotron olmo olmo2 olmo3
+    olmoe persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open
+    stablelm starcoder2 vaultgemma youtu
+    """.split()  # noqa: SIM905
+)
+TAKES_MASKS = frozenset({"afmoe", "gpt_oss"})
+"""Families (as of transformers 5.22) that forget, and take a mask for each kind of layer."""
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+_KERNEL_WIDTH = 256
+_KERNEL_CAPABILITY = (8, 0)
+_NO_WINDOW = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedDocuments:
+    """Where the documents of one row end."""
+
+    lengths: tuple[int, ...]
+    bounds: Tensor
+    """0 and the end of each document, on the device of the row. int32, (documents + 1,)"""
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutOffMask:
+    """What a layer gets in place of a mask: how to make it, for a document of any length."""
+
+    own: Callable[..., Tensor | None]
+    """Transformers' function."""
+    asked: Mapping[str, Any]
+    """Its arguments, for the whole row."""
+    window: int | None
+    """The number of tokens seen, 0: all; None: the mask has another form."""
+
+    def of(self, length: int) -> Tensor | None:
+        """Return the mask of a document alone; None: attention is plainly causal."""
+        return self.own(**{**self.asked, "q_length": length, "kv_length": length})
+
+
+def attends_by_document(config: PreTrainedConfig, *, compiles: bool) -> bool:
+    """Return whether a packed row of this model can be attended to by document."""
+    attends = config._attn_implementation in ("sdpa", "eager") and not compiles
+    return attends and config.model_type in BY_DOCUMENT
+
+
+@contextmanager
+def attending(documents: PackedDocuments | None) -> Iterator[None]:
+    """Let every layer called meanwhile attend to each document alone; None: as it always does."""
+    if documents is None:
+        yield
+        return
+
+    def hear(own: Answer, module: nn.Module, *given: Any, **options: Any) -> AttentionOutput:
+        return _attend(documents, own, module, *given, **options)
+
+    with masks_put_off(), attention_replaced(hear):
+        yield
+
+
+@contextmanager
+def masks_put_off() -> Iterator[None]:
+    """Let models get a PutOffMask wherever transformers would make a mask.
+
+    Where documents begin is not looked for, so no model asks the device about it.
+    """
+    names: dict[str, Any] = AttentionMaskInterface._global_mapping
+    before = dict(names)
+    find, slide = (
+        masking_utils.find_packed_sequence_indices,
+        masking_utils.sliding_window_causal_mask_function,
+    )
+    windows: dict[Any, int] = {masking_utils.causal_mask_function: _NO_WINDOW}
+
+    def sliding(window: int) -> Any:
+        made = slide(window)
+        windows[made] = window
+        return made
+
+    def put_off(own: Callable[..., Tensor | None]) -> Callable[..., PutOffMask]:
+        return lambda **asked: PutOffMask(
+            own=own, asked=asked, window=windows.get(asked["mask_function"])
+        )
+
+    masking_utils.find_packed_sequence_indices = lambda _positions: None
+    masking_utils.sliding_window_causal_mask_function = sliding
+    names.update({name: put_off(before[name]) for name in ("sdpa", "eager")})
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = find
+        masking_utils.sliding_window_causal_mask_function = slide
+        names.clear()
+        names.update(before)
+
+
+def _attend(
+    documents: PackedDocuments,
+    own: Answer,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    **options: Any,
+) -> AttentionOutput:
+    """Return the attention of each document, one after the other.
+
+    Queries, keys and values are (1, heads, tokens, width).
+    """
+    assert isinstance(mask, PutOffMask), f"{type(module).__name__} made a mask of its own"
+    if own is sdpa_attention_forward and _kernel_takes(query, value, mask, options):
+        return _by_kernel(documents, query, key, value, mask, options.get("scaling")), None
+    # Not slices: the gradient of each would be a tensor of the whole row.
+    lengths = documents.lengths
+    cut = [tensor.split_with_sizes(lengths, dim=2) for tensor in (query, key, value)]
+    parts = zip(*cut, strict=True)
+    outputs = [own(module, *part, mask.of(part[0].shape[2]), **options)[0] for part in parts]
+    return torch.cat(outputs, dim=1), None
+
+
+def _kernel_takes(
+    query: Tensor, value: Tensor, mask: PutOffMask, options: Mapping[str, Any]
+) -> bool:
+    width = query.shape[-1]
+    return (
+        query.is_cuda
+        and query.dtype in _KERNEL_DTYPES
+        and width == value.shape[-1] <= _KERNEL_WIDTH
+        and width % 8 == 0
+        and mask.window is not None
+        and not options.get("dropout")
+        and options.get("is_causal") is not False
+        and torch.cuda.get_device_capability(query.device) >= _KERNEL_CAPABILITY
+    )
+
+
+def _by_kernel(
+    documents: PackedDocuments,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: PutOffMask,
+    scaling: float | None,
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    bounds, longest = documents.bounds, documents.longest
+    output = varlen_attn(
+        query[0].transpose(0, 1),  # (tokens, heads, width)
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        bounds,
+        bounds,
+        longest,
+        longest,
+        scale=scaling,
+        # Tokens before and after each; a window counts the token itself.
+        window_size=(mask.window - 1 if mask.window else -1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(output, Tensor)
+    return output[None]
+
+
+def with_packed_masks(
+    config: PreTrainedConfig, dtype: torch.dtype, inputs: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Return the inputs with ready masks if the rows are packed and the model needs them."""
+    is_packed = "position_ids" in inputs and not {"attention_mask", "past_key_values"} & set(inputs)
+    if config.model_type not in TAKES_MASKS or not is_packed:
+        return inputs
+    places = inputs["position_ids"]
+    like_hidden = torch.empty((*places.shape, 1), dtype=dtype, device=places.device)
+    masks = create_masks_for_generate(config, like_hidden, None, None, position_ids=places)
+    return {**inputs, "attention_mask": masks}
