@@ -220,7 +220,7 @@ def _kernel_here(patch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         asked.append(options["window_size"][0])
         return _reference(*args, **options)
 
-    def takes(query: Tensor, value: Tensor, mask: Any, options: Any) -> bool:
+    def takes(query: Tensor, key: Tensor, value: Tensor, mask: Any, options: Any) -> bool:
         return mask.window is not None
 
     with patch.context() as changed:
@@ -254,7 +254,7 @@ def test_the_kernel_is_not_asked_for_what_it_cannot_do() -> None:
         plain: Any = make(config, query[0], None, None)
         other: Any = make(config, query[0], None, None, or_mask_function=lambda *_: True)
     assert (plain.window, other.window) == (0, None)
-    assert not by_document._kernel_takes(query, query, plain, {})  # it is not on CUDA
+    assert not by_document._kernel_takes(query, query, query, plain, {})  # it is not on CUDA
 
 
 # Law 4: transformers is as it was.

@@ -52,7 +52,7 @@ class MicroBatch:
     def documents(self) -> list[MicroBatch]:
         """Return each document as a micro-batch: a row, or a part of a packed row.
 
-        There must be no `extra`.
+        It must not have `extra`.
         """
         assert not self.extra
         num_rows, length = self.input_ids.shape
@@ -121,7 +121,7 @@ class MicroBatch:
 
 
 def _span(begin: int, end: int, tensor: Tensor) -> Tensor:
-    """Return a part of a tensor's rows, taken as one, as a row of its own."""
+    """Return a part of a tensor's rows, taken as one, as a row."""
     return tensor.reshape(1, -1)[:, begin:end]
 
 

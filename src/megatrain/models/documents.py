@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from transformers import AttentionMaskInterface, PreTrainedConfig, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_masks_for_generate
@@ -49,9 +50,6 @@ BY_DOCUMENT = frozenset(
 )
 TAKES_MASKS = frozenset({"afmoe", "gpt_oss"})
 """Families (as of transformers 5.22) that forget, and take a mask for each kind of layer."""
-_KERNEL_DTYPES = (torch.bfloat16, torch.float16)
-_KERNEL_WIDTH = 256
-_KERNEL_CAPABILITY = (8, 0)
 _NO_WINDOW = 0
 
 
@@ -154,8 +152,8 @@ def _attend(
 
     Queries, keys and values are (1, heads, tokens, width).
     """
-    assert isinstance(mask, PutOffMask), f"{type(module).__name__} made a mask of its own"
-    if own is sdpa_attention_forward and _kernel_takes(query, value, mask, options):
+    assert isinstance(mask, PutOffMask), f"{type(module).__name__} made its own mask"
+    if own is sdpa_attention_forward and _kernel_takes(query, key, value, mask, options):
         return _by_kernel(documents, query, key, value, mask, options.get("scaling")), None
     # Not slices: the gradient of each would be a tensor of the whole row.
     lengths = documents.lengths
@@ -166,19 +164,15 @@ def _attend(
 
 
 def _kernel_takes(
-    query: Tensor, value: Tensor, mask: PutOffMask, options: Mapping[str, Any]
+    query: Tensor, key: Tensor, value: Tensor, mask: PutOffMask, options: Mapping[str, Any]
 ) -> bool:
-    width = query.shape[-1]
-    return (
-        query.is_cuda
-        and query.dtype in _KERNEL_DTYPES
-        and width == value.shape[-1] <= _KERNEL_WIDTH
-        and width % 8 == 0
-        and mask.window is not None
-        and not options.get("dropout")
-        and options.get("is_causal") is not False
-        and torch.cuda.get_device_capability(query.device) >= _KERNEL_CAPABILITY
-    )
+    """Return whether flash attention can do this: a question to torch, and not to the device."""
+    if not query.is_cuda or mask.window is None or query.shape[-1] != value.shape[-1]:
+        return False
+    if options.get("dropout") or options.get("is_causal") is False:
+        return False
+    has_groups = query.shape[1] != key.shape[1]
+    return can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, True, has_groups))
 
 
 def _by_kernel(

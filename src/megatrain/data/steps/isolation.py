@@ -6,8 +6,8 @@ and attention in chunks or over the best few keys counts from the row's beginnin
 then: each document is trained as a continuation of the one before it. So documents share
 rows only in families that were shown to keep them apart.
 
-Most of them attend to each document alone (models/documents.py), and a micro-batch of theirs is one
-row of documents. The others use masks, and rows of equal length.
+Most of them attend to each document alone (models/documents.py): their micro-batch is one row of
+documents. The others use masks, and rows of equal length.
 
 Flash attention takes no mask. It is given the lengths of the documents instead, as arguments that
 a model's forward must pass on to the attention of every layer. Some families drop them.
@@ -27,7 +27,7 @@ from megatrain.errors import ConfigError
 from megatrain.models.documents import BY_DOCUMENT, attends_by_document
 
 BY_MASKS = frozenset({"axk2", "codegen", "deepseek_v32", "gpt_neo", "gpt_neox_japanese", "gptj"})
-"""Families that cannot attend by document: they read masks, or have attention of their own."""
+"""Families that cannot attend by document: they read masks, or have their own attention."""
 ISOLATES = BY_DOCUMENT | BY_MASKS
 
 DROPS_LENGTHS = frozenset({"gpt_neo", "gptj", "nemotron", "stablelm"})
