@@ -1,8 +1,8 @@
 """What ops do, played on a memory that holds facts in place of tensors.
 
 Written from what the actions must do, and on purpose without a look at what ops *declare*: it
-takes from an op only its kind, block, micro-batch and places. So it is a second opinion twice
-over. The facts show whether a schedule computes the right thing; the accesses are the truth
+takes from an op only its kind, block, piece, micro-batch and places. So it is a second opinion
+twice over. The facts show whether a schedule computes the right thing; the accesses are the truth
 against which declarations are held (checks.py).
 
 `step` counts training steps, `version` the updates a block has seen. Inputs on the tape and
@@ -31,10 +31,12 @@ FACT_TEXT = {
     "routing": "the routing of list {0} up to block {1} and micro-batch {2}",
     "read": "the master of block {} at version {} with the gradient of step {}",
     "gradient": "the gradient of block {1} in step {0} with {2} of its parts",
+    "scored": "the sums of micro-batch {1} in step {0} behind {2} pieces",
+    "piece": "piece {2} of the gradient of block {1} in step {0} with {3} of its parts",
     "norm": "the norm of block {1} in step {0}",
     "clip": "the clip factor of step {0}",
 }
-USED_UP = frozenset({"tape", "tape_slot", "grad_slot", "grad", "host_grad"})
+USED_UP = frozenset({"tape", "tape_slot", "scored", "grad_slot", "grad", "host_grad"})
 
 
 def fact_text(fact: Fact | None) -> str:
@@ -90,6 +92,7 @@ class Meaning:
             OpKind.RESTORE: self._restore,
             OpKind.FORWARD: self._forward,
             OpKind.HEAD: self._head,
+            OpKind.PIECE: self._piece,
             OpKind.BACKWARD: self._backward,
             OpKind.STASH: self._stash,
             OpKind.DRAIN: self._drain,
@@ -210,13 +213,30 @@ class Meaning:
         if shape.balances and micro == 0:
             self.memory.use(("routing",), self._routing(block - 1))
         self.memory.put(("loss", micro), ("loss", self._list, micro))
-        if self._training:
+        if self._training and shape.head_pieces > 1:
+            self.memory.put(("scored", micro), ("scored", self._step, micro, 0))
+        elif self._training:
             if shape.lowest < block:
                 self.memory.put(("dhidden", micro), ("dinput", self._step, block, micro))
             if shape.trained[block]:
                 self._accumulate(block, op.grad_slot, part=micro, adds=op.adds)
             if shape.tied and shape.trained[0]:
                 self._accumulate(0, "edge", part=micro, adds=op.adds)
+
+    def _piece(self, op: Op, block: int, micro: int) -> None:
+        shape, piece = self.shape, _piece_of(op)
+        self._use_weights(block, op.slot)
+        self.memory.use(("hidden", micro), ("output", self._list, block - 1, micro))
+        self.memory.take(("scored", micro), ("scored", self._step, micro, piece))
+        if piece + 1 < shape.head_pieces:
+            self.memory.put(("scored", micro), ("scored", self._step, micro, piece + 1))
+        elif shape.lowest < block:
+            self.memory.put(("dhidden", micro), ("dinput", self._step, block, micro))
+        if shape.trained[block]:
+            place, gradient = _at("grad_slot", op.grad_slot), ("piece", self._step, block, piece)
+            if op.adds:
+                self.memory.take(place, (*gradient, micro))
+            self.memory.put(place, (*gradient, micro + 1 if op.adds else 1))
 
     def _backward(self, op: Op, block: int, micro: int) -> None:
         shape = self.shape
@@ -240,8 +260,22 @@ class Meaning:
 
     def _drain(self, op: Op, block: int, micro: int) -> None:
         gradient = self._whole_gradient(block, self._step)
+        if block == self.shape.head and self.shape.head_pieces > 1:
+            self._drain_piece(op, block)
+            return
         self.memory.take(_at("grad_slot", op.grad_slot), gradient)
         self.memory.put(self._drained_at(op, block), gradient)
+
+    def _drain_piece(self, op: Op, block: int) -> None:
+        """Add the rows of a piece to those that are on the host already."""
+        piece, num_micro = _piece_of(op), self.shape.num_micro
+        self.memory.take(
+            _at("grad_slot", op.grad_slot), ("piece", self._step, block, piece, num_micro)
+        )
+        target = self._drained_at(op, block)
+        if piece > 0:
+            self.memory.take(target, ("gradient", self._step, block, piece * num_micro))
+        self.memory.put(target, ("gradient", self._step, block, (piece + 1) * num_micro))
 
     def _norm(self, op: Op, block: int, micro: int) -> None:
         gradient = self._whole_gradient(block, self._step)
@@ -308,8 +342,10 @@ class Meaning:
         return ("routing", self._list, block, self.shape.num_micro - 1)
 
     def _whole_gradient(self, block: int, step: int) -> Fact:
-        twice = self.shape.tied and block == 0
-        return ("gradient", step, block, self.shape.num_micro * (2 if twice else 1))
+        times = 2 if self.shape.tied and block == 0 else 1
+        if block == self.shape.head:
+            times = self.shape.head_pieces
+        return ("gradient", step, block, self.shape.num_micro * times)
 
     def _read_for(self, block: int, step: int) -> Fact:
         """What the update of a step finds: the master, and a gradient that waited on disk."""
@@ -322,6 +358,12 @@ class Meaning:
     def _drained_at(self, op: Op, block: int) -> Resource:
         in_ring = self.shape.update == "in_backward" or self.shape.spills
         return _at("host_grad", op.host_grad) if in_ring else ("grad", block)
+
+
+def _piece_of(op: Op) -> int:
+    if op.piece is None:
+        raise ScheduleError("the op names no piece")
+    return op.piece
 
 
 def _at(family: str, slot: SlotId | None) -> Resource:

@@ -6,20 +6,22 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from megatrain.devices.accelerator import Accelerator
 from megatrain.engine import embedding_rows
+from megatrain.engine.batch import MicroBatch
 from megatrain.errors import ConfigError
 from megatrain.memory.kinds import Kind
 from megatrain.step.schedule import build_step
 from megatrain.step.shape import StepShape
-from proofs.races import Run, play, reference, simulator_of, world_of
+from proofs.races import CONFIGS, Run, play, reference, simulator_of, world_of
 from testkit.cases import of_the_day
 from testkit.engines import make_engine
 from testkit.schedule_laws import check_schedules
 from testkit.simulated.accelerator import Simulator
 from testkit.simulated.watched import watched
-from testkit.worlds import Case, make_batch
+from testkit.worlds import SIZES, Case, Sort, World, make_batch
 
 CASE = Case(sort="", steps=(((1, 4), (2, 5)), ((2, 6),)), update="late", evaluates_after=(0,))
 RUN = Run(family="llama", dtype="bf16", case=CASE, policy="late", seed=0)
@@ -74,6 +76,30 @@ def test_device_memory_is_that_of_the_rows() -> None:
     table = world_of("llama", "bf16").store.param("model.embed_tokens.weight", Kind.HI)
     saved = peak() - peak(gather_embedding=True)
     assert saved == pytest.approx(table.nbytes - 3 * table[0].nbytes, abs=600)
+
+
+@pytest.mark.parametrize("num_rows", [8, 304])
+def test_gradients_of_rows_take_the_turn_of_a_layer_where_the_head_has_no_place(
+    num_rows: int,
+) -> None:
+    """Of a frozen head: rows that fit into a layer's slot cost nothing, more of them the rest."""
+    sizes = SIZES | {"vocab_size": 512, "num_hidden_layers": 3}
+    frozen = ("lm_head.*", "model.norm.*")
+    world = World(Sort(config=lambda: CONFIGS["llama"](**sizes), frozen=frozen))
+    simulator = Simulator(policy="early")
+    ids = torch.arange(num_rows).view(-1, 8)
+    with (
+        watched(simulator),
+        world.engine(
+            replace(CASE, update="none"), device=Accelerator(simulator), gather_embedding=True
+        ) as engine,
+    ):
+        engine.step([MicroBatch(input_ids=ids, labels=ids)])
+        slots = engine._machine.gradients._slots._buffers
+        found = {slot: buffer.nbytes for slot, buffer in slots.items()}
+    layer = 4 * sum(s.num_elements for s in world.store.layout.trained_segments(1))
+    assert 8 < layer // (4 * 32) < 304
+    assert found == {0: layer, 1: max(layer, 4 * 32 * num_rows)}
 
 
 def test_a_table_that_the_head_reads_is_refused() -> None:

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.engine.grad_slots import GradSlots
+from megatrain.engine.grad_slots import GradSlots, Tenant
 from megatrain.memory.layout import ALIGN, build_layout
 from megatrain.models.decoder import Block, Param
 from megatrain.optim.states import WITH_CLIP
-from megatrain.step.ops import Role
+from megatrain.step.ops import Role, SlotId
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -49,7 +49,7 @@ def empty(num_bytes: int) -> Tensor:
 
 @pytest.fixture(params=[False, True], ids=["copies", "keeps the first part"])
 def slots(request: pytest.FixtureRequest) -> GradSlots:
-    return GradSlots(LAYOUT, {0: [0, 1]}, empty, keeps_first=request.param)
+    return GradSlots(LAYOUT, {0: [(0, 0), (1, 0)]}, empty, keeps_first=request.param)
 
 
 def parts(seed: int, dtype: torch.dtype = BF16) -> dict[str, Tensor]:
@@ -62,7 +62,7 @@ def written(slots: GradSlots, block: int = 0) -> list[Tensor]:
     """The sums as they are drained, into memory full of something else."""
     segments = LAYOUT.trained_segments(block)
     targets = [torch.full((segment.num_elements,), float("nan")) for segment in segments]
-    slots.move_out(0, block, targets)
+    slots.move_out(0, (block, 0), targets)
     return targets
 
 
@@ -79,7 +79,7 @@ def read(slots: GradSlots) -> dict[str, Tensor]:
 def sum_up(slots: GradSlots, given: list[dict[str, Tensor]]) -> None:
     slots.begin(0)
     for part in given:
-        slots.add(0, 0, {name: grad.clone() for name, grad in part.items()})
+        slots.add(0, (0, 0), {name: grad.clone() for name, grad in part.items()})
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
@@ -114,8 +114,8 @@ def test_a_param_without_a_gradient_counts_as_zero_and_shifts_nothing(
     sum_up(slots, [parts(1)])  # something to be forgotten
     given = parts(3)
     slots.begin(0)
-    slots.add(0, 0, {name: None if name == lacking else grad for name, grad in given.items()})
-    slots.add(0, 0, {})
+    slots.add(0, (0, 0), {name: None if name == lacking else grad for name, grad in given.items()})
+    slots.add(0, (0, 0), {})
     found = read(slots)
     for name in NAMES:
         expected = torch.zeros_like(given[name]) if name == lacking else given[name]
@@ -124,7 +124,7 @@ def test_a_param_without_a_gradient_counts_as_zero_and_shifts_nothing(
 
 def test_what_another_block_left_is_never_seen_again(slots: GradSlots) -> None:
     slots.begin(0)
-    slots.add(0, 1, {"1.0": torch.full((9, 61), 9.0), "1.1": torch.full((2, 2), 9.0)})
+    slots.add(0, (1, 0), {"1.0": torch.full((9, 61), 9.0), "1.1": torch.full((2, 2), 9.0)})
     written(slots, 1)
     sum_up(slots, [parts(2), parts(3)])
     total = sum(flat.abs().sum() for flat in written(slots))
@@ -151,8 +151,8 @@ def test_a_slot_is_as_large_as_its_largest_user() -> None:
         sizes.append(num_bytes)
         return empty(num_bytes)
 
-    GradSlots(LAYOUT, {0: [0, 1], "edge": [0]}, allocate, keeps_first=False)
-    assert sizes == [4 * 4 * ALIGN, 4 * 3 * ALIGN]
+    GradSlots(LAYOUT, {0: [(0, 0)], "edge": [(1, 0)]}, allocate, keeps_first=False)
+    assert sizes == [4 * 3 * ALIGN, 4 * 4 * ALIGN]
 
 
 # Law 5: a part may come as several, some rows each.
@@ -160,21 +160,102 @@ def test_a_slot_is_as_large_as_its_largest_user() -> None:
 
 @pytest.mark.parametrize("cuts", [(0, 5), (0, 2, 5), (0, 1, 2, 3, 4, 5)])
 def test_rows_that_come_by_and_by_give_the_same_sum(cuts: tuple[int, ...]) -> None:
-    whole, cut = (GradSlots(LAYOUT, {0: [0, 1]}, empty, keeps_first=False) for _ in range(2))
+    whole, cut = (GradSlots(LAYOUT, {0: [(0, 0)]}, empty, keeps_first=False) for _ in range(2))
     given = [parts(seed) for seed in (1, 2, 3)]
     sum_up(whole, given)
     cut.begin(0)
     for part in given:
-        cut.add(0, 0, {name: part[name] for name in ("0.2", "0.3")})
+        cut.add(0, (0, 0), {name: part[name] for name in ("0.2", "0.3")})
         for start, stop in pairwise(cuts):
-            cut.add(0, 0, {"0.0": part["0.0"][start:stop]}, start)
+            cut.add(0, (0, 0), {"0.0": part["0.0"][start:stop]}, start)
     expected, found = read(whole), read(cut)
     assert all(torch.equal(found[name], expected[name]) for name in NAMES)
 
 
 def test_rows_that_leave_a_gap_are_refused() -> None:
-    slots = GradSlots(LAYOUT, {0: [0, 1]}, empty, keeps_first=False)
+    slots = GradSlots(LAYOUT, {0: [(0, 0)]}, empty, keeps_first=False)
     slots.begin(0)
-    slots.add(0, 0, {"0.0": parts(1)["0.0"][:2]}, 0)
+    slots.add(0, (0, 0), {"0.0": parts(1)["0.0"][:2]}, 0)
     with pytest.raises(AssertionError, match="rows 3 to 5 of a sum that has 2"):
-        slots.add(0, 0, {"0.0": parts(1)["0.0"][3:]}, 3)
+        slots.add(0, (0, 0), {"0.0": parts(1)["0.0"][3:]}, 3)
+
+
+# Law 4: a block by pieces.
+
+CUTS = {"1.0": [slice(0, 4), slice(4, 8), slice(8, 9)]}
+PIECES = [(1, piece) for piece in range(3)]
+
+
+def by_pieces(*, keeps_first: bool, left_out: int | None = None) -> list[Tensor]:
+    """Block 1, of which 1.0 goes by rows and 1.1 with the last piece, each of two parts."""
+    slots = GradSlots(
+        LAYOUT,
+        {0: [PIECES[0], PIECES[2]], 1: [PIECES[1]]},
+        empty,
+        keeps_first=keeps_first,
+        cuts=CUTS,
+    )
+    segments = LAYOUT.trained_segments(1)
+    targets = [torch.full((segment.num_elements,), float("nan")) for segment in segments]
+    first, second = (torch.arange(549.0).view(9, 61) * part for part in (1.0, 0.3))
+    for (block, piece), rows in zip(PIECES, CUTS["1.0"], strict=True):
+        slots.begin(piece % 2)
+        for part in (first, second):
+            slots.add(piece % 2, (block, piece), {"1.0": part[rows].clone()})
+            if piece == 2:
+                slots.add(piece % 2, (block, piece), {"1.1": torch.ones(2, 2)})
+        if piece != left_out:
+            slots.move_out(piece % 2, (block, piece), targets)
+    return targets
+
+
+@pytest.mark.parametrize("keeps_first", [False, True])
+def test_pieces_one_after_another_write_the_whole_gradient(keeps_first: bool) -> None:
+    rows, others = by_pieces(keeps_first=keeps_first)
+    total = torch.arange(549.0) + torch.arange(549.0) * 0.3
+    assert torch.equal(rows[:549], total)
+    assert torch.equal(others[:4], torch.full((4,), 2.0))
+    assert not rows[549:].any()
+    assert not others[4:].any()
+
+
+@pytest.mark.parametrize("piece", range(3))
+def test_a_piece_that_is_left_out_would_be_noticed(piece: int) -> None:
+    assert any(target.isnan().any() for target in by_pieces(keeps_first=False, left_out=piece))
+
+
+def test_a_slot_of_pieces_is_as_large_as_the_largest_of_them() -> None:
+    sizes: list[int] = []
+
+    def allocate(num_bytes: int) -> Tensor:
+        sizes.append(num_bytes)
+        return empty(num_bytes)
+
+    GradSlots(LAYOUT, {0: PIECES}, allocate, keeps_first=False, cuts=CUTS)
+    assert sizes == [4 * 2 * ALIGN]  # the last piece has one row, and the other param
+
+
+# Law 6: a param of which only some rows are there.
+
+
+def test_rows_have_the_room_that_was_reserved_and_no_more() -> None:
+    sizes: list[int] = []
+
+    def allocate(num_bytes: int) -> Tensor:
+        sizes.append(num_bytes)
+        return empty(num_bytes)
+
+    users: dict[SlotId, list[Tenant]] = {0: [(0, 0)], 1: [(1, 0)]}
+    slots = GradSlots(LAYOUT, users, allocate, keeps_first=False, gathered="1.0")
+    assert sizes == [4 * 3 * ALIGN]
+    for num_rows, needed in ((2, 2 * ALIGN), (3, 0), (6, 3 * ALIGN), (1, 0)):
+        del sizes[:]
+        slots.reserve(num_rows)
+        assert sizes == ([4 * needed] if needed else [])
+        rows = torch.arange(num_rows * 61.0).view(-1, 61)
+        slots.begin(1)
+        slots.add(1, (1, 0), {"1.0": rows})
+        slots.add(1, (1, 0), {"1.0": rows, "1.1": torch.ones(2, 2)})
+        found = {name: total for name, *_, total in slots.parts(1, (1, 0)) if total is not None}
+        assert torch.equal(found["1.0"], 2 * rows)
+        assert torch.equal(found["1.1"], torch.ones(2, 2))

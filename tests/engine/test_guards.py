@@ -12,7 +12,7 @@ import torch
 
 from megatrain import AdamW, Engine, HostModel, load_model
 from megatrain.devices.device import CpuDevice
-from megatrain.engine.grad_slots import GradSlots
+from megatrain.engine.grad_slots import GradSlots, Tenant
 from megatrain.errors import NonFiniteStep
 from megatrain.memory.kinds import Kind
 from megatrain.optim.states import M, V
@@ -53,14 +53,14 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[Poison]:
     plan: dict[str, Any] = {}
     add = GradSlots.add
 
-    def spoiling_add(self: GradSlots, slot: Any, block: int, grads: Any) -> None:
-        if plan.get("block") == block and plan["times"] > 0:
+    def spoiling_add(self: GradSlots, slot: Any, tenant: Tenant, grads: Any) -> None:
+        if plan.get("block") == tenant[0] and plan["times"] > 0:
             plan["skip"] -= 1
             if plan["skip"] < 0:
                 name = next(name for name, grad in grads.items() if grad is not None)
                 grads[name].view(-1)[plan["element"]] = plan["value"]
                 plan["times"] -= 1
-        add(self, slot, block, grads)
+        add(self, slot, tenant, grads)
 
     monkeypatch.setattr(GradSlots, "add", spoiling_add)
 

@@ -41,6 +41,26 @@ def test_a_step_is_layer_major() -> None:
     )
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_pieces_of_the_vocabulary_are_drained_while_the_next_is_computed(trained: bool) -> None:
+    shape = StepShape(num_blocks=4, num_micro=2, head_pieces=3, trained=(*[True] * 3, trained))
+    ops = build_step(shape)
+    head = texts((op for op in ops if op.block == 3), OpKind.HEAD, OpKind.PIECE, OpKind.DRAIN)
+    pieces = [f"PIECE(3,{piece},0) PIECE(3,{piece},1)" for piece in range(3)]
+    if trained:
+        pieces = [f"{piece} DRAIN(3,{number})" for number, piece in enumerate(pieces)]
+    assert head == " ".join(["HEAD(3,0) HEAD(3,1)", *pieces])
+    assert len(only(ops, OpKind.NORM, 3)) == trained
+    cost = {OpKind.PIECE: 1.0, OpKind.DRAIN: 2.0}
+    times = {str(op): (start, end) for op, start, end in virtual_times([ops], cost)}
+    assert times["PIECE(3,2,1)"][1] == 6.0  # each drain takes as long as a piece: none is awaited
+
+
+def test_a_tied_table_has_no_pieces() -> None:
+    with pytest.raises(ScheduleError, match="a tied table's gradient is one sum"):
+        StepShape(num_blocks=4, head_pieces=2, tied=True)
+
+
 @pytest.mark.parametrize("num_micro", [1, 2, 5])
 def test_traffic_does_not_grow_with_micro_batches(num_micro: int) -> None:
     """Each layer crosses twice, those in slots at the turn once, each gradient once."""

@@ -13,7 +13,7 @@ Only the doors know of it: weights.py reads the rows here, gradients.py drains a
 
 Laws (tests/engine/test_embedding_rows.py)
     1. Losses, gradients and updates are those of the full table on the device.
-    2. Device memory for the table is that of the step's distinct tokens.
+    2. Device memory for the table, and for its gradient, is that of the step's distinct tokens.
 """
 
 from __future__ import annotations
@@ -57,8 +57,13 @@ class EmbeddingRows:
         self._going = self._coming = torch.empty(0, dtype=torch.uint8)
 
     @property
+    def num_rows(self) -> int:
+        """That the step needs: as many as it has distinct tokens."""
+        return len(self._ids)
+
+    @property
     def _num_bytes(self) -> int:
-        return len(self._ids) * self._table[0].nbytes
+        return self.num_rows * self._table[0].nbytes
 
     def reserve(self, batch: Sequence[MicroBatch]) -> None:
         """Learn which rows a step needs, and make room for them. Nothing may be under way."""

@@ -1,30 +1,53 @@
 """Gradient slots: where a block's gradient adds up in fp32 before it is drained (gradients.py).
 
-A slot is one flat fp32 buffer, laid out like the block's trained segments. Where compute shares the
-host's memory, a sum of one part is that part: it is kept as it came, and only a second one makes
-the two a sum in the buffer.
+A slot is one flat fp32 buffer that its tenants use one after another: blocks, or pieces of the
+head. It has a tenant's params one behind the other, of some of them a few rows only. Where compute
+shares the host's memory, a sum of one part is that part: it is kept as it came, and only a second
+one makes the two a sum in the buffer.
 
 Laws (tests/engine/test_grad_slots.py)
     1. Sums are in fp32, in the order of the parts, whatever the dtype of the parts.
     2. A param that gets no gradient counts as zero; no offset ever shifts, and padding is zero: it
        adds nothing to the norm and moves no weight.
-    3. What an earlier block left in a slot is never seen again.
-    4. A param may have fewer rows than its place: the first ones then, the same in every part.
+    3. What an earlier tenant left in a slot is never seen again.
+    4. The pieces of a block, one after another, write all of its gradient, and each element once.
     5. A part may come as several, some rows each: the sum is the same, bit for bit.
+    6. Memory is allocated at construction and, for rows, in `reserve`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatrain.memory.layout import Layout, Place
+from megatrain.memory.layout import ALIGN, Layout, Place
 from megatrain.step.ops import SlotId
 
 Allocate = Callable[[int], Tensor]
 """Takes a number of bytes, returns that many as uint8."""
+Tenant = tuple[int, int]
+"""A block and its piece; a block that is not cut is its piece 0."""
+
+
+class Portion(NamedTuple):
+    """What a tenant has of one param: all of it, or some of its rows."""
+
+    name: str
+    segment: int
+    """The number of its segment among the trained ones of the block."""
+    start: int
+    """Of its first element in the segment."""
+    shape: tuple[int, ...]
+    padding: slice
+    """What else of the segment is this tenant's to fill, with zeros."""
+
+    @property
+    def num_elements(self) -> int:
+        return int(torch.Size(self.shape).numel())
 
 
 class GradSlots:
@@ -33,31 +56,37 @@ class GradSlots:
     def __init__(
         self,
         layout: Layout,
-        users: dict[SlotId, list[int]],
+        users: Mapping[SlotId, Sequence[Tenant]],
         allocate: Allocate,
         *,
         keeps_first: bool,
+        cuts: Mapping[str, Sequence[slice]] | None = None,
+        gathered: str | None = None,
     ) -> None:
-        """`users` are the blocks that visit each slot; it is as large as the largest of them.
+        """`users` are the tenants of each slot; it is as large as the largest of them.
 
-        `keeps_first` keeps the first part of a sum instead of a copy of it in the buffer.
+        `keeps_first` keeps the first part of a sum instead of a copy of it in the buffer. `cuts`
+        has the rows of each piece of a param; the other params of its block are of the last piece.
+        Of the param `gathered` there are as many rows as `reserve` says, and its slot begins there.
         """
-        self._keeps_first = keeps_first
-        self._places = {
-            block: [layout.segment_places(segment) for segment in layout.trained_segments(block)]
-            for blocks in users.values()
-            for block in blocks
-        }
-        self._buffers = {
-            slot: allocate(4 * max(map(self._num_elements, blocks))).view(torch.float32)
-            for slot, blocks in users.items()
-        }
-        self._views = {
-            (slot, block): self._block_views(slot, block)
-            for slot, blocks in users.items()
-            for block in blocks
-        }
+        self._layout, self._users, self._allocate = layout, users, allocate
+        self._keeps_first, self._cuts, self._gathered = keeps_first, cuts or {}, gathered
+        self._num_pieces = Counter(block for tenants in users.values() for block, _ in tenants)
+        self._num_rows = 0
+        self._buffers: dict[SlotId, Tensor] = {}
+        self._portions: dict[Tenant, list[Portion]] = {}
+        self._views: dict[Tenant, dict[str, Tensor]] = {}
         self._sums: dict[SlotId, dict[str, Tensor]] = {slot: {} for slot in users}
+        self._rows_slot = None if gathered is None else self._slot_with(gathered)
+        for slot in users:
+            if slot != self._rows_slot:
+                self._make_room(slot)
+
+    def reserve(self, num_rows: int) -> None:
+        """Make room for so many rows of the param `gathered`. Nothing may be under way."""
+        self._num_rows = num_rows
+        if self._rows_slot is not None:
+            self._make_room(self._rows_slot)
 
     def begin(self, slot: SlotId) -> None:
         """Forget what the slot holds: every sum is zero."""
@@ -66,7 +95,7 @@ class GradSlots:
     def add(
         self,
         slot: SlotId,
-        block: int,
+        tenant: Tenant,
         grads: Mapping[str, Tensor | None],
         first_row: int | None = None,
     ) -> None:
@@ -75,38 +104,39 @@ class GradSlots:
         With `first_row` they have some rows only, from that one on; nothing is kept then, and
         rows that are new must follow on those before.
         """
-        sums, views = self._sums[slot], self._views[slot, block]
+        sums, views = self._sums[slot], self._views[tenant]
         for name, grad in grads.items():
             if grad is None:
                 continue
             if first_row is not None:
                 sums[name] = _with_rows(sums.get(name), views[name], first_row, grad)
                 continue
-            view = views[name][: len(grad)] if grad.dim() else views[name]
             if name not in sums:
-                sums[name] = grad if self._keeps_first else view.copy_(grad)
-            elif sums[name].data_ptr() == view.data_ptr():
+                sums[name] = grad if self._keeps_first else views[name].copy_(grad)
+            elif sums[name].data_ptr() == views[name].data_ptr():
                 sums[name].add_(grad)
             else:
-                sums[name] = view.copy_(sums[name]).add_(grad)
+                sums[name] = views[name].copy_(sums[name]).add_(grad)
 
-    def move_out(self, slot: SlotId, block: int, targets: Sequence[Tensor]) -> None:
-        """Write the sums to flat `targets`, one per trained segment, in their dtype."""
-        sums = self._sums[slot]
-        self.begin(slot)
-        for target, places in zip(targets, self._places[block], strict=True):
-            for place in places:
-                stop = place.start + place.param.num_elements
-                part = target[place.start : stop].view(place.param.shape)
-                if place.param.name in sums:
-                    part.copy_(sums[place.param.name])
-                else:
-                    part.zero_()
-                if stop < place.padded_stop:
-                    target[stop : place.padded_stop].zero_()
+    def move_out(self, slot: SlotId, tenant: Tenant, targets: Sequence[Tensor]) -> int:
+        """Write the sums to flat `targets`, one per trained segment, in their dtype.
 
-    def parts(self, slot: SlotId, block: int) -> Iterator[tuple[str, int, slice, Tensor | None]]:
-        """Yield param, segment, place in it and flat sum of all that the slot holds.
+        Returns the bytes that were written.
+        """
+        num_bytes = 0
+        for _, number, span, total in self.parts(slot, tenant):
+            target = targets[number][span]
+            num_bytes += target.nbytes
+            if total is None:
+                target.zero_()
+            else:
+                target.view(total.shape).copy_(total)
+        return num_bytes
+
+    def parts(
+        self, slot: SlotId, tenant: Tenant
+    ) -> Iterator[tuple[str, int, slice, Tensor | None]]:
+        """Yield param, segment, place in it and sum of all that the slot holds.
 
         None is zero; padding has no name.
 
@@ -114,26 +144,43 @@ class GradSlots:
         """
         sums = self._sums[slot]
         self.begin(slot)
-        for number, places in enumerate(self._places[block]):
-            for place in places:
-                stop = place.start + place.param.num_elements
-                total = sums.get(place.param.name)
-                flat = None if total is None else total.view(-1)
-                yield place.param.name, number, slice(place.start, stop), flat
-                if stop < place.padded_stop:
-                    yield "", number, slice(stop, place.padded_stop), None
+        for portion in self._portions[tenant]:
+            span = slice(portion.start, portion.start + portion.num_elements)
+            yield portion.name, portion.segment, span, sums.get(portion.name)
+            if portion.padding.start < portion.padding.stop:
+                yield "", portion.segment, portion.padding, None
 
-    def _num_elements(self, block: int) -> int:
-        return sum(places[-1].padded_stop for places in self._places[block])
+    def _slot_with(self, name: str) -> SlotId | None:
+        block = self._layout.places[name].segment.block
+        return next((slot for slot, users in self._users.items() if (block, 0) in users), None)
 
-    def _block_views(self, slot: SlotId, block: int) -> dict[str, Tensor]:
-        """Return the block's params as views into the slot, in their own shapes."""
-        views, start = {}, 0
-        for places in self._places[block]:
-            for place in places:
-                views[place.param.name] = _view(self._buffers[slot][start:], place)
-            start += places[-1].padded_stop
-        return views
+    def _make_room(self, slot: SlotId) -> None:
+        """Lay out the slot's tenants; allocate it if it is not large enough for them."""
+        tenants = self._users[slot]
+        self._portions |= {tenant: list(self._portions_of(tenant)) for tenant in tenants}
+        needed = 4 * max(sum(map(_padded, self._portions[tenant])) for tenant in tenants)
+        if slot not in self._buffers or self._buffers[slot].nbytes < needed:
+            self._sums[slot] = {}
+            for tenant in tenants:  # what holds the memory of a smaller buffer
+                self._views.pop(tenant, None)
+            self._buffers.pop(slot, None)
+            self._buffers[slot] = self._allocate(needed).view(torch.float32)
+        for tenant in tenants:
+            self._views[tenant] = _views(self._buffers[slot], self._portions[tenant])
+
+    def _portions_of(self, tenant: Tenant) -> Iterator[Portion]:
+        block, piece = tenant
+        last = piece == self._num_pieces[block] - 1
+        for number, segment in enumerate(self._layout.trained_segments(block)):
+            for place in self._layout.segment_places(segment):
+                if place.param.name in self._cuts:
+                    rows = self._cuts[place.param.name][piece]
+                    yield _rows_of(place, number, rows, pads=last)
+                elif last:
+                    portion = _rows_of(place, number, None, pads=True)
+                    if place.param.name == self._gathered:
+                        portion = portion._replace(shape=(self._num_rows, *portion.shape[1:]))
+                    yield portion
 
 
 def _with_rows(total: Tensor | None, view: Tensor, first_row: int, grad: Tensor) -> Tensor:
@@ -148,5 +195,24 @@ def _with_rows(total: Tensor | None, view: Tensor, first_row: int, grad: Tensor)
     return view[:num_rows]
 
 
-def _view(flat: Tensor, place: Place) -> Tensor:
-    return flat[place.start : place.start + place.param.num_elements].view(place.param.shape)
+def _rows_of(place: Place, segment: int, rows: slice | None, *, pads: bool) -> Portion:
+    """Return some rows of a param, or all; `pads`: and the zeros behind it."""
+    name, shape, start = place.param.name, tuple(place.param.shape), place.start
+    stop = start + place.param.num_elements
+    if rows is not None:
+        start += rows.start * (place.param.num_elements // shape[0])
+        shape = (rows.stop - rows.start, *shape[1:])
+    return Portion(name, segment, start, shape, slice(stop, place.padded_stop if pads else stop))
+
+
+def _padded(portion: Portion) -> int:
+    return -(-portion.num_elements // ALIGN) * ALIGN
+
+
+def _views(buffer: Tensor, portions: Sequence[Portion]) -> dict[str, Tensor]:
+    """Return the portions as views into the slot, in their own shapes."""
+    views, start = {}, 0
+    for portion in portions:
+        views[portion.name] = buffer[start : start + portion.num_elements].view(portion.shape)
+        start += _padded(portion)
+    return views

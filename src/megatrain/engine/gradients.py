@@ -1,6 +1,7 @@
 """Gradients: the door through which a block's gradient adds up, leaves the device and is read.
 
-    HEAD, BACKWARD   begin(op), add(grads)   compute lane: sums in fp32, in gradient slots
+    HEAD, PIECE,     begin(op), add(grads)   compute lane: sums in fp32, in gradient slots
+    BACKWARD
     DRAIN(b)         drain(op)               out lane: queue the copies to the host, in its dtype
     NORM(b)          finish(op)              host lane: the drained bytes are the full gradient now
     NORM, UPDATE     flat(op)                host lane: where it is, one flat view per segment
@@ -25,20 +26,23 @@ Laws (tests/engine/test_gradients.py; of the sums: grad_slots.py)
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from torch import Tensor
 
 from megatrain.devices.device import Device
 from megatrain.engine.embedding_rows import EmbeddingRows
-from megatrain.engine.grad_slots import GradSlots
+from megatrain.engine.grad_slots import GradSlots, Tenant
 from megatrain.memory.kinds import Kind
-from megatrain.memory.layout import PAGE, Segment
+from megatrain.memory.layout import PAGE, Layout, Segment
 from megatrain.memory.store import Store
 from megatrain.step.ops import Op, Role, SlotId
 from megatrain.step.resources import block_places
+from megatrain.step.settings import vocabulary_pieces
 from megatrain.step.shape import StepShape
 
 OUTBOX_BYTES = 64 << 20
+User = TypeVar("User", int, Tenant)
 
 
 class Gradients:
@@ -52,18 +56,30 @@ class Gradients:
         rows: EmbeddingRows | None,
         *,
         updates: bool,
+        projection: Sequence[str] = (),
     ) -> None:
-        """`updates`: an optimizer will read them. Without one they stay in the store, if there."""
+        """`updates`: an optimizer will read them. Without one they stay in the store, if there.
+
+        `projection` are the params that have a row per token: they leave by pieces, if any do.
+        """
         self._store = store
         trains = updates or Kind.GRAD in store.kinds
         places = [place for place in enumerate(block_places(shape)) if trains]
-        self._slot_of = {b: p.grad_slot for b, p in places if p.grad_slot is not None}
+        self._slot_of: dict[Tenant, SlotId] = {
+            (block, piece): slot for block, p in places for piece, slot in enumerate(p.grad_slots)
+        }
+        self._piece = 0
+        """Of the op whose gradients are being added."""
         ring_slot_of = {b: p.host_grad for b, p in places if p.host_grad is not None}
+        trains_rows = rows is not None and store.layout.places[rows.name].param.trained
+        self._rows = rows if trains_rows else None
         self._slots = GradSlots(
             store.layout,
             _users(self._slot_of),
             lambda size: device.allocate(size, "gradient slots"),
             keeps_first=not device.copying,
+            cuts=_cuts(store.layout, projection, shape.head_pieces),
+            gathered=None if self._rows is None else self._rows.name,
         )
         self._ring = {
             slot: device.map_host(max(map(self._num_pages, blocks)) * PAGE, "gradients")
@@ -75,14 +91,19 @@ class Gradients:
             self._outbox = _Outbox(device, min(largest, OUTBOX_BYTES))
             if not self._ring:
                 device.pin("gradients", store.arena(Kind.GRAD))
-        trains_rows = rows is not None and store.layout.places[rows.name].param.trained
-        self._rows = rows if trains_rows else None
+
+    def reserve(self) -> None:
+        """Make room for the rows that a step needs. Nothing may be under way."""
+        if self._rows is not None:
+            self._slots.reserve(self._rows.num_rows)
 
     def begin(self, op: Op) -> None:
         """Forget what the gradient slots hold that `op` writes, unless it adds to them.
 
-        The head of a tied model also begins the embedding's: its parts come first.
+        What is added from now on is of its piece. The head of a tied model also begins the
+        embedding's: its parts come first.
         """
+        self._piece = op.piece or 0
         if op.adds:
             return
         for family, *where in op.writes:
@@ -100,22 +121,25 @@ class Gradients:
                 block = self._store.layout.places[name].segment.block
                 by_block.setdefault(block, {})[name] = grad
         for block, parts in by_block.items():
-            self._slots.add(self._slot_of[block], block, parts, first_row)
+            tenant = (block, self._piece)
+            self._slots.add(self._slot_of[tenant], tenant, parts, first_row)
 
     def drain(self, op: Op) -> int:
-        """Queue the copies of the block's gradient to the host; return the bytes it has there."""
+        """Queue the copies of the gradient, or of its piece, to the host; return their bytes."""
         assert op.block is not None
         assert op.grad_slot is not None
         targets = [target for _, target in self.flat(op)]
+        tenant = (op.block, op.piece or 0)
         if self._outbox is None:
-            self._slots.move_out(op.grad_slot, op.block, targets)
-        else:
-            for name, number, span, total in self._slots.parts(op.grad_slot, op.block):
-                target = targets[number][span]
-                if self._rows is not None and name == self._rows.name:
-                    target = self._rows.drained()
-                self._outbox.send(target, total)
-        return sum(target.nbytes for target in targets)
+            return self._slots.move_out(op.grad_slot, tenant, targets)
+        num_bytes = 0
+        for name, number, span, total in self._slots.parts(op.grad_slot, tenant):
+            target = targets[number][span]
+            if self._rows is not None and name == self._rows.name:
+                target = self._rows.drained()
+            num_bytes += target.nbytes
+            self._outbox.send(target, None if total is None else total.view(-1))
+        return num_bytes
 
     def finish(self, op: Op) -> None:
         """Make the drained bytes of the op's block its full gradient: rows become a table."""
@@ -178,12 +202,20 @@ class _Outbox:
             self._device.copy(target[span], piece)
 
 
-def _users(slot_of: Mapping[int, SlotId]) -> dict[SlotId, list[int]]:
-    """Return the blocks that visit each slot."""
-    users: dict[SlotId, list[int]] = {}
-    for block, slot in slot_of.items():
-        users.setdefault(slot, []).append(block)
+def _users(slot_of: Mapping[User, SlotId]) -> dict[SlotId, list[User]]:
+    """Return who visits each slot."""
+    users: dict[SlotId, list[User]] = {}
+    for user, slot in slot_of.items():
+        users.setdefault(slot, []).append(user)
     return users
+
+
+def _cuts(layout: Layout, names: Sequence[str], num_pieces: int) -> dict[str, list[slice]]:
+    """Return the rows of each piece, by param."""
+    if num_pieces == 1:
+        return {}
+    params = [layout.places[name].param for name in names if name in layout.places]
+    return {param.name: vocabulary_pieces(param.shape[0], num_pieces) for param in params}
 
 
 def _cut(buffer: Tensor, segments: Sequence[Segment]) -> Iterator[tuple[Segment, Tensor]]:

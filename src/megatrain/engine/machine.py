@@ -88,6 +88,7 @@ class Machine:
         """Make room for a step, or an evaluation, on `batch`. Nothing may be under way."""
         self.weights.reserve(batch)
         if trains:
+            self.gradients.reserve()
             width = self.template.bytes_per_token
             sizes = [micro.input_ids.numel() * width for micro in batch]
             self.tape.reserve(self.taped_layers, sizes)
@@ -112,9 +113,17 @@ def build_machine(
     )
     template = on_host.placed(device.place) if device.own_memory else on_host
     rows = EmbeddingRows(decoder, store, device) if shape.gather_embedding else None
+    weights = Weights(decoder, store, device, shape, rows)
     return Machine(
-        weights=Weights(decoder, store, device, shape, rows),
-        gradients=Gradients(store, device, shape, rows, updates=optimizer is not None),
+        weights=weights,
+        gradients=Gradients(
+            store,
+            device,
+            shape,
+            rows,
+            updates=optimizer is not None,
+            projection=(weights.head_weight, weights.head_bias),
+        ),
         updates=Updates(optimizer, decoder.params, store, shape),
         tier_ring=TierRing(store, _tier_slots(shape)),
         tape=Tape(device, on_host=shape.tape == "host", num_ring_slots=shape.tape_slots),

@@ -248,7 +248,7 @@ def moment_bytes(op: Op, workload: Workload, settings: StepSettings) -> float:
     states = (sum(sizes) - tokens) * model.hidden * width
     given = _all_given_bytes(workload, sizes)
     block = model.blocks[op.block or 0]
-    if op.kind is OpKind.HEAD:
+    if op.kind in (OpKind.HEAD, OpKind.PIECE):
         return states + given + _head_bytes(workload, settings, tokens)
     if op.role is Role.EMBEDDING:
         table = model.vocab * model.hidden * width if op.kind is OpKind.BACKWARD else 0

@@ -70,7 +70,7 @@ class Costs:
         if op.block is None:
             return (op.kind,)
         tokens = 0 if op.micro is None else self._micro_sizes[op.micro]
-        return (op.kind, self._kind_of_block[op.block], tokens, op.adds)
+        return (op.kind, self._kind_of_block[op.block], tokens, op.adds, op.num_pieces)
 
     @cached_property
     def _kind_of_block(self) -> list[int]:
@@ -110,8 +110,10 @@ class Costs:
         return Cost(seconds=seconds + self.profile.op_overhead_s, cores=self.profile.compute_cores)
 
     def _compute_seconds(self, op: Op, block: BlockShape, tokens: int) -> float:
-        if op.kind is OpKind.HEAD:
-            return self.head_seconds(tokens)
+        if op.kind is OpKind.HEAD and op.trains and op.num_pieces > 1:
+            return self._head_sums_seconds(tokens)
+        if op.kind in (OpKind.HEAD, OpKind.PIECE):
+            return self.head_seconds(tokens) / op.num_pieces
         if op.role is Role.EMBEDDING:
             return self._embedding_seconds(block, tokens, backward=op.kind is OpKind.BACKWARD)
         forward = self.layer_seconds(block, tokens)
@@ -163,6 +165,13 @@ class Costs:
         added = chunks * model.vocab * model.hidden * (self._element_bytes + 8)
         seconds = products + (scores + added) / profile.device_bytes_per_s
         return seconds / profile.head_efficiency
+
+    def _head_sums_seconds(self, tokens: int) -> float:
+        """Return the seconds of the head's first pass by pieces: project, and sum up the logits."""
+        model, profile = self.workload.model, self.profile
+        products = model.head_flops_per_token * tokens / self._forward_rate(tokens)
+        scores = tokens * model.vocab * (2 * self._element_bytes + 8)
+        return (products + scores / profile.device_bytes_per_s) / profile.head_efficiency
 
     def _embedding_seconds(self, block: BlockShape, tokens: int, *, backward: bool) -> float:
         """Look-ups move rows; backward makes a gradient of the full table, mostly zeros."""
@@ -234,7 +243,7 @@ class Costs:
         )
 
     def _drain(self, op: Op, block: BlockShape) -> Cost:
-        num_bytes = block.gradient_bytes(self.workload.dtype)
+        num_bytes = block.gradient_bytes(self.workload.dtype) // op.num_pieces
         if self.profile.unified:
             seconds = 2 * num_bytes / self.profile.device_bytes_per_s + self.profile.op_overhead_s
             return Cost(seconds=seconds, num_bytes=num_bytes, cores=self.profile.compute_cores)

@@ -17,6 +17,8 @@ resources that its op declares.
                    hidden[m]      output of the block before, for micro-batch m
                    dhidden[m]     gradient of it
                    loss[m]
+                   scored[m]      sums over the vocabulary, by token, and the gradient of the rows
+                                  before the projection from the pieces so far
                    routing        what the routers of all layers have done with the step's tokens
                    tape_slot[r]   ring between compute and a tape on the host
     on either      tape[b,m]      the kept input of layer b
@@ -66,7 +68,8 @@ class OpKind(StrEnum):
     FETCH = "fetch"  # weights of a block into its slot
     RESTORE = "restore"  # a block input from the host tape into the ring
     FORWARD = "forward"
-    HEAD = "head"  # loss and its gradient
+    HEAD = "head"  # loss and its gradient; with pieces of the vocabulary, the loss alone
+    PIECE = "piece"  # gradient of the loss through one piece of the vocabulary
     BACKWARD = "backward"  # recompute and backward
     STASH = "stash"  # a block input from the ring to the host tape
     DRAIN = "drain"  # gradient of a block to the host
@@ -106,6 +109,7 @@ SPECS: Mapping[OpKind, OpSpec] = {
     OpKind.RESTORE: OpSpec(lane="in", limit="tape", part="fetch", colour="yellow"),
     OpKind.FORWARD: OpSpec(lane="compute", limit="compute", part="compute", colour="c0"),
     OpKind.HEAD: OpSpec(lane="compute", limit="compute", part="compute", colour="yellow"),
+    OpKind.PIECE: OpSpec(lane="compute", limit="compute", part="compute", colour="yellow"),
     OpKind.BACKWARD: OpSpec(lane="compute", limit="compute", part="compute", colour="c1"),
     OpKind.STASH: OpSpec(lane="out", limit="tape", part="drain", colour="sky"),
     OpKind.DRAIN: OpSpec(lane="out", limit="link out", part="drain", colour="gold"),
@@ -138,11 +142,15 @@ class Op:
     block: int | None = None
     role: Role | None = None
     """The role of that block."""
+    piece: int | None = None
+    """Of the vocabulary; None where that is not cut."""
+    num_pieces: int = 1
+    """Into which it is cut."""
     micro: int | None = None
     slot: SlotId | None = None
     """Slot of the block's weights; None where compute reads them in the store."""
     grad_slot: SlotId | None = None
-    """Where this block's own gradient adds up; None if the block is frozen."""
+    """Where this block's own gradient, or a piece of it, adds up; None if the block is frozen."""
     tape_slot: int | None = None
     """Ring slot of the layer's input; None when the tape is on the device."""
     host_grad: SlotId | None = None
@@ -165,7 +173,8 @@ class Op:
             object.__setattr__(self, "lane", self.kind.spec.lane)
 
     def __str__(self) -> str:
-        where = ",".join(str(i) for i in (self.block, self.micro) if i is not None)
+        numbers = (self.block, self.piece, self.micro)
+        where = ",".join(str(number) for number in numbers if number is not None)
         return f"{self.kind.name}({where})" if where else self.kind.name
 
 

@@ -7,9 +7,11 @@ testkit/oracle.py.
 Places (tests/step/test_resources.py)
     1. Layer b lives in slot (b-1) % slots, in forward and in backward, so at the turn the last
        slots layers are where backward needs them.
-    2. Embedding and head never take a layer's place. Each has its own slot. They share the
+    2. Embedding and head never take a layer's weight slot. Each has its own. They share the
        gradient slot "edge"; if they are tied, the table's gradient stays in "edge" from the first
        HEAD to DRAIN(0), the head's parts first, and the head's other params use "head".
+       What is no larger than a layer takes turns with the layers instead: pieces of the head, and
+       the embedding by rows, unless the head is there whole and has room for them.
     3. The rings of tape, gradients, host gradients and the tier restart in each step, so all steps
        of a shape are the same ops.
     4. Between disk and update layers take turns in update order. Embedding and head, often the
@@ -20,6 +22,7 @@ Places (tests/step/test_resources.py)
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 
 from megatrain.step.ops import Op, OpKind, Resource, Role, SlotId
 from megatrain.step.shape import StepShape
@@ -37,8 +40,8 @@ class BlockPlaces:
     """None: never fetched, compute reads the store."""
     weights: Resource
     """What compute reads: the slot, or the store itself."""
-    grad_slot: SlotId | None
-    """None: frozen."""
+    grad_slots: tuple[SlotId, ...]
+    """Of its pieces, one after another, which for most blocks is one. None: frozen."""
     host_grad: SlotId | None
     """None: frozen, or the gradient has its own place, grad[b]."""
     drained: Resource
@@ -53,11 +56,10 @@ def block_places(shape: StepShape) -> list[BlockPlaces]:
     """Return the places of each block. Layers take turns, edges have names."""
     slots: dict[int, SlotId] = {0: "embedding", shape.head: "head"}
     slots |= {layer: turn % shape.slots for turn, layer in enumerate(shape.layers)}
-    grad_slots: dict[int, SlotId] = {0: "edge", shape.head: "head" if shape.tied else "edge"}
-    host_grads = grad_slots.copy()
+    grad_slots = _grad_slots(shape)
+    host_grads: dict[int, SlotId] = {0: "edge", shape.head: "head" if shape.tied else "edge"}
     trained_layers = [layer for layer in shape.layers if shape.trained[layer]]
     for turn, layer in enumerate(reversed(trained_layers)):
-        grad_slots[layer] = turn % shape.grad_slots
         host_grads[layer] = turn % shape.host_grads
     tier_slots: dict[int, SlotId] = {0: "edge", shape.head: "edge"}
     ordered_layers = [block for block in shape.update_order if block in shape.layers]
@@ -68,7 +70,7 @@ def block_places(shape: StepShape) -> list[BlockPlaces]:
             role=shape.role(block),
             slot=slots[block] if shape.copying else None,
             weights=("slot", slots[block]) if shape.copying else ("weights", block),
-            grad_slot=grad_slots[block] if trained else None,
+            grad_slots=grad_slots.get(block, ()),
             host_grad=host_grads[block] if trained and in_ring else None,
             drained=("host_grad", host_grads[block]) if trained and in_ring else ("grad", block),
             tier_slot=tier_slots[block] if trained and shape.has_tier else None,
@@ -78,6 +80,23 @@ def block_places(shape: StepShape) -> list[BlockPlaces]:
         )
         for block, trained in enumerate(shape.trained)
     ]
+
+
+def _grad_slots(shape: StepShape) -> dict[int, tuple[SlotId, ...]]:
+    """Return the gradient slots of each trained block, as backward reaches them."""
+    turns = (turn % shape.grad_slots for turn in count())
+    slots: dict[int, tuple[SlotId, ...]] = {}
+    for block in reversed(shape.trained_blocks):
+        role = shape.role(block)
+        if role is Role.HEAD and shape.head_pieces > 1:
+            slots[block] = tuple(next(turns) for _ in range(shape.head_pieces))
+        elif role is Role.HEAD:
+            slots[block] = ("head" if shape.tied else "edge",)
+        elif role is Role.EMBEDDING and not shape.rows_take_turns:
+            slots[block] = ("edge",)
+        else:
+            slots[block] = (next(turns),)
+    return slots
 
 
 class OpTable:
@@ -158,21 +177,51 @@ class OpTable:
         writes: list[Resource] = [("loss", micro)]
         if shape.balances and micro == 0:
             reads.append(ROUTING)
-        passes_gradient = trains and head > shape.lowest
-        if trains:
-            if passes_gradient:
-                writes.append(("dhidden", micro))
+        goes_back = trains and shape.head_pieces == 1
+        passes_gradient = goes_back and head > shape.lowest
+        if passes_gradient:
+            writes.append(("dhidden", micro))
+        if goes_back:
             for block in read_blocks:
                 self._accumulate(block, reads, writes, adds=micro > 0)
+        elif trains:
+            writes.append(("scored", micro))
         return Op(
             kind=OpKind.HEAD,
             block=head,
             role=places.role,
+            num_pieces=shape.head_pieces,
             micro=micro,
             slot=places.slot,
-            grad_slot=places.grad_slot if trains else None,
-            adds=trains and micro > 0,
+            grad_slot=self._grad_slot(head) if goes_back else None,
+            adds=goes_back and micro > 0,
             trains=trains,
+            passes_gradient=passes_gradient,
+            reads=tuple(reads),
+            writes=tuple(writes),
+        )
+
+    def piece(self, piece: int, micro: int) -> Op:
+        """The last piece also goes back through what is before the projection."""
+        shape, head = self.shape, self.shape.head
+        places = self.places[head]
+        reads = [("hidden", micro), places.weights, ("scored", micro)]
+        last = piece == shape.head_pieces - 1
+        writes: list[Resource] = [] if last else [("scored", micro)]
+        passes_gradient = last and head > shape.lowest
+        if passes_gradient:
+            writes.append(("dhidden", micro))
+        self._accumulate(head, reads, writes, adds=micro > 0, piece=piece)
+        return Op(
+            kind=OpKind.PIECE,
+            block=head,
+            role=places.role,
+            piece=piece,
+            num_pieces=shape.head_pieces,
+            micro=micro,
+            slot=places.slot,
+            grad_slot=self._grad_slot(head, piece),
+            adds=micro > 0,
             passes_gradient=passes_gradient,
             reads=tuple(reads),
             writes=tuple(writes),
@@ -199,7 +248,7 @@ class OpTable:
             role=places.role,
             micro=micro,
             slot=places.slot,
-            grad_slot=places.grad_slot,
+            grad_slot=self._grad_slot(block),
             tape_slot=ring,
             adds=adds,
             passes_gradient=passes_gradient,
@@ -207,16 +256,23 @@ class OpTable:
             writes=tuple(writes),
         )
 
-    def drain(self, block: int) -> Op:
+    def drain(self, block: int, piece: int | None = None) -> Op:
+        """Without a piece: all of the gradient, or the last piece of it."""
         places = self.places[block]
-        assert places.grad_slot is not None, f"block {block} is frozen"
+        assert places.grad_slots, f"block {block} is frozen"
+        num_pieces = len(places.grad_slots)
+        if piece is None and num_pieces > 1:
+            piece = num_pieces - 1
+        slot = places.grad_slots[piece or 0]
         return Op(
             kind=OpKind.DRAIN,
             block=block,
             role=places.role,
-            grad_slot=places.grad_slot,
+            piece=piece,
+            num_pieces=num_pieces,
+            grad_slot=slot,
             host_grad=places.host_grad,
-            reads=(("grad_slot", places.grad_slot),),
+            reads=(("grad_slot", slot),),
             writes=(places.drained,),
         )
 
@@ -290,10 +346,20 @@ class OpTable:
         """Return whether NORM makes the block's gradient out of rows before it measures it."""
         return self.shape.role(block) is Role.EMBEDDING and self.shape.gather_embedding
 
+    def _grad_slot(self, block: int, piece: int = 0) -> SlotId | None:
+        slots = self.places[block].grad_slots
+        return slots[piece] if slots else None
+
     def _accumulate(
-        self, block: int, reads: list[Resource], writes: list[Resource], *, adds: bool
+        self,
+        block: int,
+        reads: list[Resource],
+        writes: list[Resource],
+        *,
+        adds: bool,
+        piece: int = 0,
     ) -> None:
-        if (grad_slot := self.places[block].grad_slot) is not None:
+        if (grad_slot := self._grad_slot(block, piece)) is not None:
             writes.append(("grad_slot", grad_slot))
             if adds:
                 reads.append(("grad_slot", grad_slot))

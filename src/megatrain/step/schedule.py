@@ -2,6 +2,8 @@
 
     forward    FETCH(b)   FORWARD(b,m) for each m, each with STASH(b,m) if the tape is on the host
     head                  HEAD(m) for each m: loss, its gradient, the head's own gradient
+                          or, by pieces p of the vocabulary, HEAD(m) for each m: the loss alone;
+                          then for each p PIECE(p,m) for each m, and DRAIN(p) behind them
     backward   FETCH(b)   RESTORE(b,m)   BACKWARD(b,m) for each m, then DRAIN(b) and NORM(b)
     update     UPDATE(b)  behind NORM(b), or after CLIP, on top of the next step's list in the
                           order in which its forward needs the blocks
@@ -134,6 +136,11 @@ def _backward(table: OpTable, reads: Iterator[list[Op]]) -> Iterator[Op]:
     yield from islice(restores, shape.tape_slots)
     for micro in range(shape.num_micro):
         yield table.head(micro, trains=True)
+    for piece in range(shape.head_pieces) if shape.head_pieces > 1 else ():
+        if piece > 0 and shape.trained[shape.head]:
+            yield table.drain(shape.head, piece - 1)
+        for micro in range(shape.num_micro):
+            yield table.piece(piece, micro)
     yield from _hand_over(table, shape.head, reads)
     for layer in range(shape.last_layer, shape.bottom_layer - 1, -1):
         for micro in range(shape.num_micro):

@@ -27,6 +27,8 @@ class StepShape:
     """Slots that the layers rotate through. Embedding and head have their own slots."""
     grad_slots: int = 2
     """Gradient slots that the layers rotate through. One lets nothing overlap with a drain."""
+    head_pieces: int = 1
+    """Parts of the vocabulary whose gradient is added up and drained one after another."""
     tape: Literal["device", "host"] = "device"
     tape_slots: int = 2
     """Device ring between compute and a host tape. No stall if `tape_slots` micro-batches of
@@ -62,6 +64,8 @@ class StepShape:
             )
         if not any(self.trained):
             raise ScheduleError("no block is trained, so a step would have nothing to do")
+        if self.tied and self.head_pieces > 1:
+            raise ScheduleError("a tied table's gradient is one sum, it cannot leave in pieces")
         if self.has_tier and self.update == "none":
             raise ScheduleError("nothing is updated, so nothing is to be read from disk")
 
@@ -103,6 +107,12 @@ class StepShape:
         return self.trained_blocks if self.update == "late" else self.trained_blocks[::-1]
 
     @property
+    def rows_take_turns(self) -> bool:
+        """The embedding's rows add up where layers do: the head leaves no larger place for them."""
+        head_is_whole = self.trained[self.head] and self.head_pieces == 1
+        return self.gather_embedding and not self.tied and not head_is_whole
+
+    @property
     def has_tier(self) -> bool:
         return self.tier != "none"
 
@@ -117,6 +127,7 @@ _LEAST = {
     "num_micro": 1,
     "slots": 2,
     "grad_slots": 1,
+    "head_pieces": 1,
     "tape_slots": 2,
     "host_grads": 2,
     "tier_slots": 1,
