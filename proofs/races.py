@@ -118,7 +118,10 @@ def run_of(number: int) -> Run:
     )
     tiers: list[Tiered] = ["none", "states", "gradients"]
     tier = source.choice(tiers)
-    return replace(run, case=replace(case, tier=tier, grad_slots=source.randint(1, 2)))
+    grad_slots = source.randint(1, 2)
+    pieces = 1 if family in TIED else source.choice([1, 1, 2, 3])
+    case = replace(case, tier=tier, grad_slots=grad_slots, head_pieces=pieces)
+    return replace(run, case=case)
 
 
 def play(run: Run, simulator: Simulator, **changes: Any) -> Outcome:

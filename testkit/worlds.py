@@ -20,6 +20,7 @@ from transformers import (
     LlamaConfig,
     MixtralConfig,
     PreTrainedConfig,
+    PreTrainedModel,
 )
 
 from megatrain.devices.device import CpuDevice
@@ -112,6 +113,8 @@ class Case:
     update: Update
     slots: int = 2
     grad_slots: int = 2
+    head_pieces: int = 1
+    """Decides what is computed, too: sums over the vocabulary have another order."""
     tape: Literal["device", "host"] = "device"
     tape_slots: int = 2
     copying: bool = True
@@ -183,6 +186,15 @@ class World:
             for block in (range(len(self.decoder.blocks)) if blocks is None else blocks)
         }
 
+    def plain(self) -> PreTrainedModel:
+        """Return the resident model with the store's weights."""
+        config, dtype = self.decoder.config, self.decoder.model.dtype
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        with torch.no_grad():
+            for param in self.decoder.params:
+                model.get_parameter(param.name).copy_(self.store.param(param.name, Kind.HI))
+        return model
+
     def optimizer(self, *, max_grad_norm: float | None = MAX_GRAD_NORM) -> AdamW:
         return AdamW(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=max_grad_norm)
 
@@ -197,6 +209,7 @@ class World:
             "device": CpuDevice(copying=case.copying),
             "slots": case.slots,
             "grad_slots": case.grad_slots,
+            "head_pieces": case.head_pieces,
             "tape": case.tape,
             "tape_slots": case.tape_slots,
             "seed": 7,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from megatrain.devices.device import CpuDevice
 from megatrain.engine.batch import MicroBatch
@@ -37,15 +37,6 @@ def no_thread_is_left() -> Iterator[None]:
 # Evaluation.
 
 
-def plain_model(world: World) -> PreTrainedModel:
-    """The resident model with the store's weights."""
-    model = AutoModelForCausalLM.from_config(world.decoder.config, dtype=world.decoder.model.dtype)
-    with torch.no_grad():
-        for param in world.decoder.params:
-            model.get_parameter(param.name).copy_(world.store.param(param.name, Kind.HI))
-    return model.eval()
-
-
 def plain_evaluation(model: PreTrainedModel, batch: list[MicroBatch]) -> tuple[float, int]:
     total, count = 0.0, 0
     for micro in batch:
@@ -65,12 +56,12 @@ def test_evaluate_gives_the_plain_loss(sort: str) -> None:
     batch = make_batch(MICRO_BATCHES, seed=5)
     with world.engine(case) as engine:
         assert engine.evaluate(batch) == pytest.approx(
-            plain_evaluation(plain_model(world), batch), rel=1e-12
+            plain_evaluation(world.plain().eval(), batch), rel=1e-12
         )
         engine.step(make_batch(case.steps[0], seed=0))
         engine.step(make_batch(case.steps[1], seed=1))
         found = engine.evaluate(batch)  # the plain model then reads settled weights
-        assert found == pytest.approx(plain_evaluation(plain_model(world), batch), rel=1e-12)
+        assert found == pytest.approx(plain_evaluation(world.plain().eval(), batch), rel=1e-12)
 
 
 def test_an_evaluation_with_dropout_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +72,7 @@ def test_an_evaluation_with_dropout_would_be_noticed(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(model, "eval", lambda: model)
     with world.engine(case) as engine:
         assert engine.evaluate(batch)[0] != pytest.approx(
-            plain_evaluation(plain_model(world), batch)[0], rel=1e-6
+            plain_evaluation(world.plain().eval(), batch)[0], rel=1e-6
         )
 
 
@@ -137,7 +128,7 @@ def test_a_step_tells_what_it_did() -> None:
     assert result.loss == sum(result.micro_losses)
     assert result.grad_norm is not None
     assert result.grad_norm > 0
-    model = plain_model(world_rewound(LATE.sort))
+    model = world_rewound(LATE.sort).plain().eval()
     total = sum(plain_evaluation(model, [micro])[0] for micro in (padded, whole))
     assert result.loss == pytest.approx(total / 18, rel=1e-6)
 
@@ -269,7 +260,7 @@ def test_predictions_are_the_plain_logits_behind_the_last_token(sort: str, copyi
     batch = make_batch(((2, 5), (1, 3)), seed=1, form="padded")
     with world.engine(case) as engine:
         found = engine.predict(batch)
-        model = plain_model(world)
+        model = world.plain().eval()
         for micro, logits in zip(batch, found, strict=True):
             with torch.no_grad():
                 expected = model(**micro.inputs).logits.float()

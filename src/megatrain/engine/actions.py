@@ -69,6 +69,7 @@ class StepActions:
             OpKind.FORWARD: self._forward,
             OpKind.STASH: self._stash,
             OpKind.HEAD: self._head,
+            OpKind.PIECE: self._piece,
             OpKind.RESTORE: self._restore,
             OpKind.BACKWARD: self._backward,
             OpKind.DRAIN: self._drain,
@@ -119,11 +120,20 @@ class StepActions:
         micro = _micro(op)
         if op.trains:
             self._seed(_block(op), micro)
+            if op.num_pieces > 1:
+                self.head.score(op, self._hidden.pop(micro))
+                return
             self._pass_gradient(micro, self.head.train(op, self._hidden.pop(micro)))
             return
         self._calls.pop(micro)
         run = self.head.predict if self.predicts else self.head.evaluate
         run(op, self._hidden.pop(micro))
+
+    def _piece(self, op: Op) -> None:
+        self._seed(_block(op), _micro(op))
+        gradient = self.head.train_piece(op)
+        if op.is_last_piece:
+            self._pass_gradient(_micro(op), gradient)
 
     def _backward(self, op: Op) -> None:
         machine, block, micro = self._machine, _block(op), _micro(op)

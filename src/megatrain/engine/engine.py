@@ -101,6 +101,11 @@ class Engine:
             trained=tuple(any(p.trained for p in block.params) for block in decoder.blocks),
         )
         self._machine = build_machine(decoder, store, device, self._shape(), optimizer, settings)
+        if settings.head_pieces > 1 and not self._machine.template.scores_by_element:
+            raise ConfigError(
+                f"head_pieces is {settings.head_pieces}: what {decoder.config.model_type} does to "
+                "its logits needs all of them at once, so the vocabulary cannot go in pieces"
+            )
         self._vocab_size: int = decoder.model.get_input_embeddings().weight.shape[0]
         self.device = device
         self._player: Plays = player or Player(device.lanes(), trace=Trace() if trace else None)
@@ -346,6 +351,17 @@ def _check_possible(decoder: Decoder, device: Device, settings: StepSettings) ->
     router_aux_loss = settings.router_aux_loss
     if settings.gather_embedding and not device.own_memory:
         raise ConfigError("gather_embedding needs a device with its own memory")
+    num_tokens = decoder.model.get_output_embeddings().weight.shape[0]
+    if settings.head_pieces > 1 and decoder.tied:
+        raise ConfigError(
+            f"head_pieces is {settings.head_pieces}: the head of this model reads the embedding's "
+            "table, whose gradient is one sum and cannot leave in pieces"
+        )
+    if not 1 <= settings.head_pieces <= num_tokens:
+        raise ConfigError(
+            f"head_pieces is {settings.head_pieces}, must be between 1 and the {num_tokens} tokens "
+            "of the vocabulary"
+        )
     if router_aux_loss and decoder.balancing is None:
         raise ConfigError(
             f"router_aux_loss is {router_aux_loss:g}: the code of {decoder.config.model_type} "

@@ -172,6 +172,10 @@ class Op:
         if not self.lane:
             object.__setattr__(self, "lane", self.kind.spec.lane)
 
+    @property
+    def is_last_piece(self) -> bool:
+        return self.piece is None or self.piece == self.num_pieces - 1
+
     def __str__(self) -> str:
         numbers = (self.block, self.piece, self.micro)
         where = ",".join(str(number) for number in numbers if number is not None)

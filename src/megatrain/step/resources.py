@@ -10,8 +10,8 @@ Places (tests/step/test_resources.py)
     2. Embedding and head never take a layer's weight slot. Each has its own. They share the
        gradient slot "edge"; if they are tied, the table's gradient stays in "edge" from the first
        HEAD to DRAIN(0), the head's parts first, and the head's other params use "head".
-       What is no larger than a layer takes turns with the layers instead: pieces of the head, and
-       the embedding by rows, unless the head is there whole and has room for them.
+       Pieces of the head take turns with the layers instead. So does the embedding by rows,
+       unless a head that is there whole has room for them.
     3. The rings of tape, gradients, host gradients and the tier restart in each step, so all steps
        of a shape are the same ops.
     4. Between disk and update layers take turns in update order. Embedding and head, often the

@@ -76,6 +76,7 @@ class StepSettings:
             num_blocks=num_blocks,
             slots=self.slots,
             grad_slots=self.grad_slots,
+            head_pieces=self.head_pieces,
             tape=self.tape,
             tape_slots=self.tape_slots,
             copying=copying,

@@ -1,4 +1,4 @@
-"""What the HEAD op does: from the last hidden states to the loss, and back.
+"""What HEAD and PIECE do: from the last hidden states to the loss, and back.
 
 A micro-batch at a time. The rows before the output projection come from the model's own code
 (edges.py), the passes over chunks of logits from losses/head.py, and the weight of each token from
@@ -9,8 +9,8 @@ count it, because no loss that can be configured needs it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -27,9 +27,24 @@ from megatrain.losses.head import (
     trained_rows,
 )
 from megatrain.losses.loss import Loss, LossInputs, TokenWeights
-from megatrain.losses.pieces import row_sums
+from megatrain.losses.pieces import piece_gradients, row_sums
 from megatrain.losses.projection import Projection
 from megatrain.step.ops import Op
+from megatrain.step.settings import vocabulary_pieces
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scored:
+    """What is kept of a micro-batch between the pieces of the vocabulary."""
+
+    hidden: Tensor
+    trained: TrainedRows
+    weights: Tensor
+    """Of its tokens. (tokens,)"""
+    log_sums: Tensor
+    """Over all pieces. (tokens,)"""
+    d_rows: Tensor
+    """The sum over the pieces so far, in fp32. (tokens, width)"""
 
 
 class Head:
@@ -45,6 +60,7 @@ class Head:
         """In an evaluation: of each token's target. (rows, length)"""
         self.predictions: dict[int, Tensor] = {}
         """In a prediction: the logits after each row's last token."""
+        self._scored: dict[int, _Scored] = {}
 
     def train(self, op: Op, hidden: Tensor) -> Tensor | None:
         """Add up the gradients of the head's params; return that of `hidden`, if it is wanted."""
@@ -54,15 +70,59 @@ class Head:
         given = hidden.detach().requires_grad_(op.passes_gradient)
         with torch.enable_grad():
             rows = machine.edges.tail(leaves, given)
-        d_rows, found = self._through_logits(micro, rows.detach(), self._projection(op))
-        assert found.loss is not None
-        self.losses[micro] = machine.device.to_host(found.loss)
-        self.figures[micro] = {n: machine.device.to_host(f) for n, f in found.figures.items()}
-        projection = (machine.weights.head_weight, machine.weights.head_bias)
-        tail = {name: tensor for name, tensor in leaves.items() if name not in projection}
-        grads = gradients_of([(rows, d_rows)], tail, given)
-        machine.gradients.add(grads.params)
-        return grads.given
+        d_rows = self._through_logits(micro, rows.detach(), self._projection(op))
+        return self._through_tail(leaves, given, rows, d_rows)
+
+    def score(self, op: Op, hidden: Tensor) -> None:
+        """Compute the loss and what the pieces of the vocabulary need to know of each other."""
+        machine, micro = self._machine, _micro(op)
+        with torch.no_grad():
+            rows = machine.edges.tail(machine.weights.of(op), hidden)
+        inputs = self._loss_inputs(micro)
+        trained = self._trained(micro, inputs.targets)
+        sums = row_sums(rows, trained, self._projection(op), op.num_pieces)
+        logprobs = sums.logprobs.view(inputs.targets.shape) if self._loss.needs_logprobs else None
+        found = self._loss.weights(inputs, logprobs, self.num_units)
+        self._note(micro, found, sums.logprobs)
+        d_rows = torch.zeros_like(rows, dtype=torch.float32)
+        self._scored[micro] = _Scored(
+            hidden=hidden,
+            trained=trained,
+            weights=found.weights.reshape(-1),
+            log_sums=sums.log_sums,
+            d_rows=machine.device.counted(d_rows, "gradients of hidden states"),
+        )
+
+    def train_piece(self, op: Op) -> Tensor | None:
+        """Add up the gradients of one piece of the vocabulary.
+
+        The last one also goes back to the hidden states: returns their gradient, if it is wanted.
+        """
+        assert op.piece is not None
+        machine, micro = self._machine, _micro(op)
+        machine.gradients.begin(op)
+        scored = self._scored.pop(micro) if op.is_last_piece else self._scored[micro]
+        leaves = machine.weights.leaves(op)
+        given = scored.hidden.detach().requires_grad_(op.passes_gradient)
+        with torch.set_grad_enabled(op.is_last_piece):
+            rows = machine.edges.tail(leaves, given)
+        projection = self._projection(op)
+        tokens = vocabulary_pieces(len(projection.weight), op.num_pieces)[op.piece]
+        piece_gradients(
+            rows.detach(),
+            scored.trained,
+            scored.weights,
+            scored.log_sums,
+            projection.piece(tokens),
+            tokens.start,
+            scored.d_rows,
+            self._add,
+        )
+        if not op.is_last_piece:
+            return None
+        d_rows = scored.d_rows.to(rows.dtype)
+        del scored  # its sum is as large as the hidden states, or twice
+        return self._through_tail(leaves, given, rows, d_rows)
 
     def evaluate(self, op: Op, hidden: Tensor) -> None:
         """Compute the log-probabilities of a micro-batch's targets."""
@@ -71,7 +131,11 @@ class Head:
             rows = machine.edges.tail(machine.weights.of(op), hidden)
         del hidden  # before there are logits
         targets = self._loss_inputs(micro).targets
-        logprobs = self._logprobs(rows, self._trained(micro, targets), self._projection(op))
+        trained, projection = self._trained(micro, targets), self._projection(op)
+        if op.num_pieces > 1:
+            logprobs = row_sums(rows, trained, projection, op.num_pieces).logprobs
+        else:
+            logprobs = head_logprobs(rows, trained, projection)
         self.logprobs[micro] = machine.device.to_host(logprobs.view(targets.shape))
 
     def predict(self, op: Op, hidden: Tensor) -> None:
@@ -100,27 +164,35 @@ class Head:
                 sums[name] = sums.get(name, 0.0) + float(figure)
         return {name: total / self.num_units for name, total in sums.items()}
 
-    def _through_logits(
-        self, micro: int, rows: Tensor, projection: Projection
-    ) -> tuple[Tensor, TokenWeights]:
+    def _through_logits(self, micro: int, rows: Tensor, projection: Projection) -> Tensor:
         """Go through the logits of a micro-batch, once or twice, and back to the rows."""
         inputs, logprobs = self._loss_inputs(micro), None
         trained = self._trained(micro, inputs.targets)
         if self._loss.needs_logprobs:
-            logprobs = self._logprobs(rows, trained, projection).view(inputs.targets.shape)
+            logprobs = head_logprobs(rows, trained, projection).view(inputs.targets.shape)
         found = self._loss.weights(inputs, logprobs, self.num_units)
-        weights = found.weights.reshape(-1)
-        result = head_gradients(rows, trained, weights, projection, self._add)
-        if found.loss is None:
-            found = replace(found, loss=(result.logprobs * weights).sum())
-        return result.rows, found
+        result = head_gradients(rows, trained, found.weights.reshape(-1), projection, self._add)
+        self._note(micro, found, result.logprobs)
+        return result.rows
 
-    def _logprobs(self, rows: Tensor, trained: TrainedRows, projection: Projection) -> Tensor:
-        """Return the log-probabilities of the targets: a first pass, or an evaluation. (tokens,)"""
-        num_pieces = self._machine.settings.head_pieces
-        if num_pieces == 1:
-            return head_logprobs(rows, trained, projection)
-        return row_sums(rows, trained, projection, num_pieces).logprobs
+    def _note(self, micro: int, found: TokenWeights, logprobs: Tensor) -> None:
+        """Send the loss of a micro-batch to the host, and what else it reports."""
+        to_host, loss = self._machine.device.to_host, found.loss
+        if loss is None:
+            loss = (logprobs * found.weights.reshape(-1)).sum()
+        self.losses[micro] = to_host(loss)
+        self.figures[micro] = {name: to_host(figure) for name, figure in found.figures.items()}
+
+    def _through_tail(
+        self, leaves: Mapping[str, Tensor], given: Tensor, rows: Tensor, d_rows: Tensor
+    ) -> Tensor | None:
+        """Add up the gradients of what is before the projection; return that of `given`."""
+        weights = self._machine.weights
+        projection = (weights.head_weight, weights.head_bias)
+        tail = {name: tensor for name, tensor in leaves.items() if name not in projection}
+        grads = gradients_of([(rows, d_rows)], tail, given)
+        self._machine.gradients.add(grads.params)
+        return grads.given
 
     def _projection(self, op: Op) -> Projection:
         machine = self._machine
