@@ -88,7 +88,7 @@ class StepSettings:
 
 
 def vocabulary_pieces(num_tokens: int, num_pieces: int) -> list[slice]:
-    """Cut a vocabulary into pieces, in order, that differ by less than 9 tokens.
+    """Cut a vocabulary into pieces, in order, whose sizes differ by less than 16 tokens.
 
     They begin at multiples of 8, as products on accelerators want it, unless pieces are smaller.
     """
