@@ -145,7 +145,7 @@ class TiledLayer:
                 if found is not None:
                     _tile(d_mixed[path], layer.cut.mixed[path], columns).copy_(found)
             if passes:
-                d_hidden[:, columns] = 0 if d_part is None else d_part
+                _put(d_hidden[:, columns], d_part)
         return d_mixed
 
     def _back_through_mixer(
@@ -180,13 +180,23 @@ class TiledLayer:
             d_weights, _, d_part = gradients_by(outputs, self._weights, {}, part)
             del meeting, outputs
             add(d_weights)
-            if d_part is not None:
-                d_hidden[:, columns] = d_part
+            if passes:
+                _put(d_hidden[:, columns], d_part)
 
 
 def _tile(row: Tensor, dim: int | None, columns: slice) -> Tensor:
     assert dim is not None
     return row.narrow(dim, columns.start, columns.stop - columns.start)
+
+
+def _put(tile: Tensor, gradient: Tensor | None) -> None:
+    """Overwrite `tile`; autograd may have passed its own memory on as the gradient."""
+    if gradient is None:
+        tile.zero_()
+    elif gradient.untyped_storage().data_ptr() != tile.untyped_storage().data_ptr():
+        tile.copy_(gradient)
+    else:
+        tile.copy_(gradient.clone())
 
 
 def _joined_logits(routed: Sequence[tuple[Tensor, ...]], rows: int) -> tuple[Tensor, ...]:

@@ -107,7 +107,7 @@ class CutLayer:
     ) -> LayerOutput:
         """Return the layer's output for a tile whose mixer answers `mixed`."""
         answers = {
-            self.module.get_submodule(path): _zeros_of(width)
+            self.module.get_submodule(path): constants_of(width)
             for path, width in self.cut.unread.items()
         }
         with (
@@ -166,9 +166,12 @@ def forwards_replaced(answers: Mapping[nn.Module, Callable[..., Any]]) -> Iterat
             del vars(module)["forward"]
 
 
-def _zeros_of(width: int) -> Callable[[Tensor], Tensor]:
-    def answer(hidden: Tensor) -> Tensor:
-        return hidden.new_zeros(()).expand(*hidden.shape[:-1], width)
+def constants_of(width: int, value: float = 0.0) -> Callable[..., Tensor]:
+    """Return the forward of a projection to `width` whose output is the same for every token."""
+
+    def answer(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+        # Not one number for all: there is code that wants the last stride to be 1.
+        return hidden.new_full((width,), value).expand(*hidden.shape[:-1], width)
 
     return answer
 

@@ -29,7 +29,14 @@ from transformers import PreTrainedModel
 
 from megatrain.models.compiled import apply_layer
 from megatrain.models.stand_ins import Call
-from megatrain.models.tiling.cut import Cut, CutLayer, Meeting, forwards_replaced, mixer_replaced
+from megatrain.models.tiling.cut import (
+    Cut,
+    CutLayer,
+    Meeting,
+    constants_of,
+    forwards_replaced,
+    mixer_replaced,
+)
 from megatrain.models.tiling.joining import Joining
 from megatrain.models.tiling.likeness import in_fp32, likeness, products_of_stand_ins
 from megatrain.models.tiling.trees import TensorPath, growing, tensors_by_path, with_tensors
@@ -175,10 +182,8 @@ class _Probe:
         expected, _ = layer.after(self._weights, long.hidden, long.call, mixed)
 
         def feeds_nothing_else(path: str, width: int) -> bool:
-            def poison(hidden: Tensor) -> Tensor:
-                return hidden.new_full((), torch.nan).expand(*hidden.shape[:-1], width)
-
-            with forwards_replaced({self._layer.get_submodule(path): poison}):
+            poison = {self._layer.get_submodule(path): constants_of(width, torch.nan)}
+            with forwards_replaced(poison):
                 found, _ = layer.after(self._weights, long.hidden, long.call, mixed)
             return torch.equal(found, expected)
 
