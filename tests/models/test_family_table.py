@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
+from torch import nn
 
 from megatrain.data.steps.isolation import DROPS_LENGTHS, ISOLATES
 from megatrain.disk.hf.names import NameMap
 from megatrain.models.decoder import Decoder, build_decoder
 from megatrain.models.documents import BY_DOCUMENT
+from megatrain.models.template import Template
+from testkit.cases import of_the_day
 from testkit.families import FAMILIES, REFUSED, tiny_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
@@ -38,6 +43,18 @@ writes this page.
 
 | family | class | tied | kept in fp32 | stored apart | balances | packs |
 |---|---|---|---|---|---|---|
+"""
+
+TILES = """
+## Tiles
+
+With `memory.tile_tokens` a layer computes tiles of tokens, but for the one place where tokens meet
+(`src/megatrain/models/tiling/probe.py`). That is transformers' attention function, or a module of
+the layer; a model may have layers of several kinds. *Outside* is the share of the layer's params
+that computes tiles. Layers that are *not cut* compute full rows, and all are right either way.
+
+| family | tokens meet in | outside |
+|---|---|---|
 """
 
 TAIL = """
@@ -80,15 +97,48 @@ def _packs(family: str) -> str:
     return f"{way}, not with flash" if family in DROPS_LENGTHS else way
 
 
-def page() -> str:
+def _tiles_row(family: str) -> str:
+    decoder = build_decoder(tiny_config(family), "bf16")
+    cuts = Template(decoder, tiled=True).cuts
+    kinds = {}
+    for layer, cut in zip(decoder.layers, cuts, strict=True):
+        if cut is None:
+            kinds["not cut"] = 0.0
+            continue
+        mixer = None if cut.mixer is None else layer.get_submodule(cut.mixer)
+        inside = 0 if mixer is None else _size(mixer)
+        name = "attention function" if cut.mixer is None else f"`{cut.mixer}`"
+        share = 1 - inside / _size(layer)
+        kinds[name] = min(share, kinds.get(name, 1.0))
+    shares = ", ".join(f"{share:.0%}" for share in kinds.values())
+    return f"| {family} | {', '.join(kinds)} | {shares} |\n"
+
+
+def _size(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
+
+
+def page(tiles: Callable[[str], str] = _tiles_row) -> str:
     """Return the text of docs/families.md."""
     refused = "".join(f"| {family} | a layer {reason} |\n" for family, reason in REFUSED.items())
     refused = refused.replace("a layer do not", "layers do not")
-    return HEAD + "".join(map(_row, FAMILIES)) + TAIL + refused
+    parts = (HEAD, *map(_row, FAMILIES), TILES, *map(tiles, FAMILIES), TAIL, refused)
+    return "".join(parts)
+
+
+def _printed(family: str) -> str:
+    """Return the family's line in the page's table of tiles."""
+    table = PAGE.read_text().partition(TILES)[2]
+    return next(line for line in table.splitlines(True) if line.startswith(f"| {family} |"))
 
 
 def test_the_page_lists_what_is_tested() -> None:
-    assert PAGE.read_text() == page()
+    assert PAGE.read_text() == page(_printed)
+
+
+@pytest.mark.parametrize("family", of_the_day(FAMILIES, 6))
+def test_the_page_lists_where_layers_are_cut(family: str) -> None:
+    assert _printed(family) == _tiles_row(family)
 
 
 if __name__ == "__main__":

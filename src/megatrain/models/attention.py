@@ -1,7 +1,7 @@
 """Attention, the one place where tokens of a row meet, answered by us in place of transformers.
 
 Models ask transformers' AttentionInterface for their attention by name, `sdpa` or `eager`. For the
-time of a `with` block another function has those names; names and models stay as they are, so
+time of a `with` block another function has all names; names and models stay as they are, so
 code that compares names is not misled, and outside the block transformers is untouched. As with
 stand-ins for layers: one caller at a time.
 
@@ -38,8 +38,8 @@ def attention_replaced(hear: HearAttention) -> Iterator[None]:
     """
     names: dict[str, Any] = AttentionInterface._global_mapping
     before = dict(names)
-    names["eager"] = _heard(hear, lambda module: before.get("eager") or _own_attention(module))
-    names["sdpa"] = _heard(hear, lambda _module: before["sdpa"])
+    for name in ("eager", *before):
+        names[name] = _heard(hear, before.get(name))
     try:
         yield
     finally:
@@ -47,7 +47,7 @@ def attention_replaced(hear: HearAttention) -> Iterator[None]:
         names.update(before)
 
 
-def _heard(hear: HearAttention, find: Callable[[nn.Module], Answer]) -> Answer:
+def _heard(hear: HearAttention, own: Answer | None) -> Answer:
     # As in transformers: some models give the mask by its name.
     def attend(
         module: nn.Module,
@@ -57,7 +57,8 @@ def _heard(hear: HearAttention, find: Callable[[nn.Module], Answer]) -> Answer:
         attention_mask: Any = None,
         **options: Any,
     ) -> AttentionOutput:
-        return hear(find(module), module, query, key, value, attention_mask, **options)
+        function = own or _own_attention(module)
+        return hear(function, module, query, key, value, attention_mask, **options)
 
     return attend
 
@@ -66,3 +67,18 @@ def _own_attention(module: nn.Module) -> Answer:
     """Return the eager attention of the model's own code, which it hands over as a default."""
     found: Answer = sys.modules[type(module).__module__].eager_attention_forward
     return found
+
+
+@contextmanager
+def attention_on_host() -> Iterator[None]:
+    """Let attention that only a device has, flash attention, be sdpa without a mask."""
+    sdpa: Answer = AttentionInterface._global_mapping["sdpa"]
+
+    def hear(own: Answer, *args: Any, **options: Any) -> AttentionOutput:
+        if "flash" not in own.__module__:
+            return own(*args, **options)
+        module, query, key, value, _mask = args
+        return sdpa(module, query, key, value, None)
+
+    with attention_replaced(hear):
+        yield

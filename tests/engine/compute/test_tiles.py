@@ -9,8 +9,11 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from megatrain import load_model
+from megatrain.engine.actions import StepActions
 from megatrain.engine.compute import tiles as tiles_module
 from megatrain.engine.compute.layers import Layers
 from megatrain.engine.compute.tiles import Returned, TiledLayer, tiles_of
@@ -29,7 +32,12 @@ NEAR = 1e-6
 BATCHES = [
     make_batch([(2, 24)], seed=1),
     make_batch([(1, 24), (3, 9)], seed=2, padded=True),
+    make_batch([(1, 24)], seed=3, packed=True),
 ]
+
+
+def _draw_nothing(_: int) -> None:
+    pass
 
 
 class World:
@@ -37,10 +45,11 @@ class World:
 
     def __init__(self, family: str, dtype: torch.dtype, rows: int, length: int, **changes: Any):
         model = tiny_model(family, dtype, **changes).train()
+        prefix = {"gpt2": "transformer.h.1"}.get(family, "model.layers.1")
         config = tiny_config(family, **changes)
         self.template = Template(build_decoder(config, DTYPES[dtype]), tiled=True)
         self.template.model.train()
-        self.plain = model.model.layers[1]
+        self.plain = model.get_submodule(prefix)
         ids = torch.arange(3, 3 + rows * length).view(rows, length) % 300
         _, calls = self.template.front({}, {"input_ids": ids})
         self.call = calls[1]
@@ -49,12 +58,22 @@ class World:
         self.hidden, self.d_output = (
             torch.randn(shape, generator=generator).to(dtype) for _ in range(2)
         )
-        prefix = "model.layers.1."
-        self.weights = {prefix + n: p.detach() for n, p in self.plain.named_parameters()}
+        self.weights = {f"{prefix}.{n}": p.detach() for n, p in self.plain.named_parameters()}
 
-    def tiled(self, tile_tokens: int, *, frozen: str = "", passes: bool = True) -> Expected:
+    def in_double(self) -> None:
+        self.hidden, self.d_output = self.hidden.double(), self.d_output.double()
+        self.weights = {name: weight.double() for name, weight in self.weights.items()}
+
+    def tiled(
+        self,
+        tile_tokens: int,
+        draw: Callable[[int], object] = _draw_nothing,
+        *,
+        frozen: str = "",
+        passes: bool = True,
+    ) -> Expected:
         layers = Layers(self.template, tile_tokens)
-        output, _ = layers.forward(self.weights, self.hidden, self.call, _draw_nothing)
+        output, _ = layers.forward(self.weights, self.hidden, self.call, draw)
         leaves = {
             name: weight.detach().requires_grad_(not (frozen and frozen in name))
             for name, weight in self.weights.items()
@@ -64,7 +83,7 @@ class World:
         def add(found: Mapping[str, Tensor | None]) -> None:
             for name, gradient in found.items():
                 if gradient is not None:
-                    short = name.removeprefix("model.layers.1.")
+                    short = name.partition(".1.")[2]
                     sums[short] = sums[short] + gradient if short in sums else gradient.float()
 
         d_hidden = layers.backward(
@@ -73,15 +92,11 @@ class World:
             self.call,
             Returned(self.d_output.clone(), lambda *_: []),
             add,
-            _draw_nothing,
+            draw,
         )
         assert (d_hidden is not None) == passes
         d_hidden = self.hidden if d_hidden is None else d_hidden
         return Expected(output=output, d_hidden=d_hidden, params=sums)
-
-
-def _draw_nothing(_: int) -> None:
-    pass
 
 
 def _differing(found: Expected, expected: Expected) -> list[str]:
@@ -149,12 +164,83 @@ def test_frozen_params_and_the_lowest_layer_have_no_gradients_and_change_no_othe
     assert all(torch.equal(found.params[name], everything.params[name]) for name in trained)
 
 
-def _gradients(folder: Path, family: str, tile_tokens: int | None) -> list[dict[str, Tensor]]:
+class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts FLOPs as torch's own counter does, which cannot watch `torch.autograd.grad`."""
+
+    flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        count = flop_registry.get(func.overloadpacket)
+        self.flops += count(*args, **(kwargs or {}), out_val=result) if count else 0
+        return result
+
+
+def test_tiles_cost_at_most_three_percent_more_products() -> None:
+    sizes = {
+        "hidden_size": 128, "intermediate_size": 448, "num_attention_heads": 4,
+        "num_key_value_heads": 1, "head_dim": 32,
+    }  # fmt: skip
+    world = World("llama", torch.float32, 1, 64, **sizes)  # an 8B model, by 32 less wide
+    flops = {}
+    for tile_tokens in (16, 64):
+        with Products() as products:
+            world.tiled(tile_tokens)
+        flops[tile_tokens] = products.flops
+    assert 1.0 < flops[16] / flops[64] <= 1.03
+
+
+class Widths(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Knows the most elements that a token has in any tensor of `length` tokens or more."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._length, self.widest = length, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and self._length in result.shape:
+            self.widest = max(self.widest, result.numel() // self._length)
+        return result
+
+
+def test_no_tensor_of_a_row_is_wider_than_hidden_states_and_queries() -> None:
+    world = World("llama", torch.float32, 1, 129)  # a number that is no width
+    widest = {}
+    for tile_tokens in (16, 129):
+        with Widths(129) as widths:
+            world.tiled(tile_tokens)
+        widest[tile_tokens] = widths.widest
+    assert widest == {16: 64, 129: 96}
+
+
+def test_recompute_draws_what_forward_drew() -> None:
+    """The gradient is that of the output as forward computed it, by differences in double."""
+    world = World("gpt2", torch.float32, 1, 12, resid_pdrop=0.3, attn_pdrop=0.2)
+    seeded = torch.manual_seed
+    world.in_double()
+    along = torch.randn(world.hidden.shape, dtype=torch.float64)
+    found = float((world.tiled(5, seeded).d_hidden * along).sum())
+    shifted = [
+        Layers(world.template, 5).forward(
+            world.weights, world.hidden + step * along, world.call, seeded
+        )[0]
+        for step in (1e-6, -1e-6)
+    ]
+    expected = float(((shifted[0] - shifted[1]) * world.d_output).sum()) / 2e-6
+    assert found == pytest.approx(expected, rel=1e-6)
+    unseeded = float((world.tiled(5, _draw_nothing).d_hidden * along).sum())
+    assert unseeded != pytest.approx(expected, rel=1e-3)
+
+
+def _gradients(
+    folder: Path, family: str, tile_tokens: int | None, **settings: Any
+) -> list[dict[str, Tensor]]:
     """Return the gradients of each step, in fp32."""
     model = load_model(folder, dtype="fp32", attn="eager" if family == "doge" else None)
     names = [param.name for param in model.decoder.params]
     found = []
-    with make_engine(model.decoder, model.store, tile_tokens=tile_tokens) as engine:
+    with make_engine(model.decoder, model.store, tile_tokens=tile_tokens, **settings) as engine:
         for batch in BATCHES:
             engine.step(batch)
             found.append({name: model.store.param(name, Kind.GRAD).clone() for name in names})
@@ -173,3 +259,19 @@ def test_steps_over_tiles_are_near_those_over_full_rows(family: str, tmp_path: P
     save_tiny(tmp_path, family, torch.float32)
     tiled, whole = (_gradients(tmp_path, family, tokens) for tokens in (7, None))
     assert max(_distance(a, b) for a, b in zip(tiled, whole, strict=True)) < NEAR
+
+
+@pytest.mark.parametrize("columns", ["its own", "all"])
+def test_experts_are_balanced_over_tiles(columns: str, tmp_path: Path, monkeypatch: Any) -> None:
+    save_tiny(tmp_path, "mixtral", torch.float32)
+    own = StepActions._balance
+    if columns == "all":  # a tile then counts the padding of another
+        others = lambda self, logits, micro, at: own(  # noqa: E731
+            self, logits, micro, slice(0, at.stop - at.start) if at.start else at
+        )
+        monkeypatch.setattr(StepActions, "_balance", others)
+    tiled, whole = (
+        _gradients(tmp_path, "mixtral", tokens, router_aux_loss=0.1) for tokens in (7, None)
+    )
+    near = max(_distance(a, b) for a, b in zip(tiled, whole, strict=True)) < NEAR
+    assert near == (columns == "its own")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatrain.models.template import Template
 from megatrain.models.tiling.likeness import LARGE
 from megatrain.models.tiling.probe import ROW_LENGTHS, Samples, find_cut, sampled_call
 from testkit.families import tiny_config
+from tests.engine.flash_stand_ins import use_flash_stand_ins
 
 
 class Mixing(nn.Module):
@@ -114,3 +116,14 @@ def test_learning_about_a_large_layer_makes_nothing_large(config: PreTrainedConf
     assert [cut is not None and cut.mixer is None for cut in template.cuts] == [True, True]
     weight = config.hidden_size * config.intermediate_size
     assert 0 < largest.numel <= 4 * LARGE < weight / 50  # what experts make of 28 tokens
+
+
+def test_a_cut_is_found_where_the_kernels_of_flash_attention_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernels = use_flash_stand_ins(monkeypatch)
+    decoder = build_decoder(copy.deepcopy(tiny_config("llama")), "bf16", attn="flash_attention_2")
+    template = Template(decoder, tiled=True)
+    assert all(cut is not None and cut.mixer is None for cut in template.cuts)
+    assert kernels.plain_calls == 0
+    assert kernels.document_calls == []

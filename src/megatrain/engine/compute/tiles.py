@@ -41,7 +41,7 @@ from megatrain.models.tiling.trees import TensorPath, tensors_by_path, with_tens
 
 AddGradients = Callable[[Mapping[str, Tensor | None]], None]
 """Adds gradients by param name in the layer to the sums of the op's block."""
-Draw = Callable[[int], None]
+Draw = Callable[[int], object]
 """Sets the generator to draw for a tile."""
 Balance = Callable[[Sequence[Tensor], slice], list[tuple[Tensor, Tensor]]]
 """From the logits of a layer's routers for these columns of a micro-batch to what the balancing

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from megatrain.models.attention import attention_on_host
 from megatrain.models.compiled import apply_layer
 from megatrain.models.stand_ins import Call
 from megatrain.models.tiling.cut import (
@@ -96,7 +97,7 @@ def find_cut(layer: nn.Module, samples: Samples) -> Cut | None:
     mode = layer.training
     layer.eval()  # dropout would differ between the runs that are compared
     try:
-        with products_of_stand_ins():
+        with products_of_stand_ins(), attention_on_host():
             probe = _Probe(layer, likeness(layer), samples)
             return probe.cut(None) or probe.cut_at_module()
     finally:
@@ -121,26 +122,35 @@ class _Probe:
 
     def cut(self, mixer: str | None) -> Cut | None:
         """Return the cut at `mixer`, proved; None if there is none."""
+        cut: Cut | None = None
         try:
-            cut = self._dimensions(mixer)
-            cut = replace(cut, unread=self._unread(cut))
-            return cut if all(self._proved(cut, long) for _, long in self._samples) else None
+            for short, long in self._samples:
+                cut = self._learned(mixer, short, long, cut)
+                if not self._proved(cut, long):
+                    return None
         except Exception:  # any code can fail for lengths that it was not made for: no cut, then
             return None
+        return cut
 
-    def _dimensions(self, mixer: str | None) -> Cut:
-        arguments: dict[TensorPath, int] = {}
-        handed: dict[TensorPath, int] = {}
-        mixed: dict[TensorPath, int | None] = {}
-        for short, long in self._samples:
-            grown = growing(*((s.call.args, s.call.kwargs) for s in (short, long)))
-            arguments |= {path: dims[0] for path, dims in grown.items() if len(dims) == 1}
-            results = [self._heard(mixer, s) for s in (short, long)]
-            for path, dims in growing(*results).items():
-                mixed[path] = dims[0] if len(dims) == 1 else None
-            cut = Cut(mixer=mixer, arguments=arguments, handed={}, mixed={}, unread={})
-            handed |= self._handed(CutLayer(self._layer, cut), long)
-        return replace(cut, handed=handed, mixed=mixed)
+    def _learned(
+        self, mixer: str | None, short: LayerSample, long: LayerSample, known: Cut | None
+    ) -> Cut:
+        """Return what is `known` of the cut, with what one kind of inputs shows."""
+        grown = growing(*((s.call.args, s.call.kwargs) for s in (short, long)))
+        arguments = {path: dims[0] for path, dims in grown.items() if len(dims) == 1}
+        cut = Cut(mixer=mixer, arguments=arguments, handed={}, mixed={}, unread={})
+        results = [self._heard(mixer, sample) for sample in (short, long)]
+        grown = growing(*results)
+        mixed = {path: dims[0] if len(dims) == 1 else None for path, dims in grown.items()}
+        cut = replace(cut, handed=self._handed(CutLayer(self._layer, cut), long), mixed=mixed)
+        if known is None:
+            return replace(cut, unread=self._unread(cut, long, results[1]))
+        return replace(
+            known,
+            arguments={**known.arguments, **cut.arguments},
+            handed={**known.handed, **cut.handed},
+            mixed={**known.mixed, **cut.mixed},
+        )
 
     def _heard(self, mixer: str | None, sample: LayerSample) -> Any:
         """Return what the mixer answers in a run of the layer, which calls it once."""
@@ -172,13 +182,15 @@ class _Probe:
                 (found[path],) = dims  # of two dimensions, a tile has made a part only
         return found
 
-    def _unread(self, cut: Cut) -> dict[str, int]:
-        """Return the projections that feed nothing but the mixer: without them all is the same."""
-        _, long = self._samples[0]
+    def _unread(self, cut: Cut, long: LayerSample, result: Any) -> dict[str, int]:
+        """Return the projections that feed nothing but the mixer: without them all is the same.
+
+        `result` is the mixer's.
+        """
         layer = CutLayer(self._layer, cut)
         with _widths_heard(self._layer) as widths:
             layer.before(self._weights, long.hidden, long.call)
-        mixed = layer.mixed_tile(self._heard(cut.mixer, long), slice(0, ROW_LENGTHS[1]))
+        mixed = layer.mixed_tile(result, slice(0, ROW_LENGTHS[1]))
         expected, _ = layer.after(self._weights, long.hidden, long.call, mixed)
 
         def feeds_nothing_else(path: str, width: int) -> bool:
