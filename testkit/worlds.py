@@ -115,6 +115,7 @@ class Case:
     grad_slots: int = 2
     head_pieces: int = 1
     """Decides what is computed, too: sums over the vocabulary have another order."""
+    tile_tokens: int | None = None
     tape: Literal["device", "host"] = "device"
     tape_slots: int = 2
     copying: bool = True
@@ -210,6 +211,7 @@ class World:
             "slots": case.slots,
             "grad_slots": case.grad_slots,
             "head_pieces": case.head_pieces,
+            "tile_tokens": case.tile_tokens,
             "tape": case.tape,
             "tape_slots": case.tape_slots,
             "seed": 7,

@@ -46,6 +46,9 @@ def test_the_runs_cover_what_they_should() -> None:
     assert {(run.case.tier, run.case.update) for run in runs} >= {
         (tier, update) for tier in ("states", "gradients") for update in ("in_backward", "late")
     }
+    assert {(run.family, run.case.tile_tokens) for run in runs} == {
+        (family, tile_tokens) for family in CONFIGS for tile_tokens in (None, 4)
+    }
     assert {(run.policy, run.staged) for run in runs} >= {("late", True), ("random", True)}
     assert len(set(runs)) == NUM_RUNS
 

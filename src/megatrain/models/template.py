@@ -24,6 +24,7 @@ import copy
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -54,6 +55,8 @@ from megatrain.models.tiling.probe import LayerSample, find_cut, sample_inputs, 
 
 NamedTensors = Mapping[str, Tensor]
 """Params by their names in the model."""
+_CUTS: WeakKeyDictionary[PreTrainedModel, list[Cut | None]] = WeakKeyDictionary()
+"""Of skeletons that were tiled before: one model can have several engines, one after another."""
 
 
 class _HeardEnough(Exception):
@@ -229,13 +232,15 @@ class Template:
 
     def _find_cuts(self) -> list[Cut | None]:
         """Return the cut of each layer; layers of equal structure have the same."""
+        if self.model in _CUTS:
+            return _CUTS[self.model]
         firsts = representatives(self._modules)
         pairs = [[self._sampled(inputs) for inputs in kind] for kind in sample_inputs(self.model)]
         cuts = {
             first: find_cut(self._modules[first], [(a[first], b[first]) for a, b in pairs])
             for first in sorted(set(firsts))
         }
-        return [cuts[first] for first in firsts]
+        return _CUTS.setdefault(self.model, [cuts[first] for first in firsts])
 
     def _sampled(self, inputs: Mapping[str, Any]) -> list[LayerSample]:
         """Return a call of each layer, to learn from."""
