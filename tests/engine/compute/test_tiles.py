@@ -167,7 +167,9 @@ def test_frozen_params_and_the_lowest_layer_have_no_gradients_and_change_no_othe
 class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts FLOPs as torch's own counter does, which cannot watch `torch.autograd.grad`."""
 
-    flops = 0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
