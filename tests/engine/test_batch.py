@@ -55,6 +55,28 @@ def test_rows_that_are_not_packed_have_no_lengths() -> None:
     assert MicroBatch(input_ids=IDS, labels=LABELS).document_lengths() == {}
 
 
+def test_documents_are_rows_or_parts_of_packed_rows() -> None:
+    places = torch.tensor([[0, 1, 0, 1], [0, 1, 2, 3]])
+    packed = MicroBatch(input_ids=IDS, labels=LABELS, position_ids=places).documents()
+    assert [one.input_ids.tolist() for one in packed] == [[[5, 6]], [[7, 8]], [[9, 4, 0, 0]]]
+    assert [one.labels.tolist() for one in packed] == [[[-100, 6]], [[7, 8]], [[9, 4, -100, -100]]]
+    padded = micro().documents()
+    assert [one.attention_mask.tolist() for one in padded if one.attention_mask is not None] == [
+        [[1, 1, 1, 1]],
+        [[1, 1, 0, 0]],
+    ]
+
+
+def test_a_single_packed_row_has_documents() -> None:
+    ids, places = torch.arange(1, 8)[None], torch.tensor([[0, 1, 0, 0, 1, 2, 3]])
+    flat = MicroBatch(input_ids=ids, labels=ids, position_ids=places)
+    found = flat.packed_documents()
+    assert found is not None
+    assert (found.lengths, found.longest, found.bounds.tolist()) == ((2, 1, 4), 4, [0, 2, 3, 7])
+    assert flat.mapped(lambda tensor: tensor.repeat(2, 1)).packed_documents() is None
+    assert micro().packed_documents() is None
+
+
 def test_a_good_batch_passes() -> None:
     check_batch([micro(), micro()], 10)
 

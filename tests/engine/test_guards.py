@@ -12,6 +12,7 @@ import torch
 
 from megatrain import AdamW, Engine, HostModel, load_model
 from megatrain.devices.device import CpuDevice
+from megatrain.engine.batch import MicroBatch
 from megatrain.engine.grad_slots import GradSlots, Tenant
 from megatrain.errors import NonFiniteStep
 from megatrain.memory.kinds import Kind
@@ -126,9 +127,18 @@ def test_a_fault_that_is_gone_when_run_again_is_the_hardwares(
     assert _changed_blocks(home, before) == set(range(NUM_BLOCKS))
 
 
-@pytest.mark.parametrize("tape", ["device", "host"])
-@pytest.mark.parametrize("copying", [False, True])
-def test_the_rows_at_fault_are_named(tmp_path: Path, copying: bool, tape: str) -> None:
+@pytest.mark.parametrize(
+    ("copying", "tape", "flat"),
+    [
+        (False, "device", False),
+        (True, "host", False),
+        (False, "host", True),
+        (True, "device", True),
+    ],
+)
+def test_the_documents_at_fault_are_named(
+    tmp_path: Path, copying: bool, tape: str, flat: bool
+) -> None:
     """Also in a micro-batch larger than the first, whose place it takes on the tape."""
     home = load_model(save_tiny(tmp_path, "llama"))
     batch = make_batch([(2, 9), (3, 8)])
@@ -136,11 +146,17 @@ def test_the_rows_at_fault_are_named(tmp_path: Path, copying: bool, tape: str) -
     for row in batch[1].input_ids[0:1], batch[0].input_ids, batch[1].input_ids[2:]:
         row[row == spoilt] = 18
     batch[1].input_ids[1, 4] = spoilt
+    if flat:
+        places = torch.arange(8).repeat(3, 1)
+        packed = MicroBatch(
+            input_ids=batch[1].input_ids, labels=batch[1].labels, position_ids=places
+        )
+        batch[1] = packed.mapped(lambda tensor: tensor.view(1, -1))
     home.store.param("model.embed_tokens.weight", Kind.HI)[spoilt] = float("nan")
     before = _state(home)
     with (
         _engine(home, "late", "stop", device=CpuDevice(copying=copying), tape=tape) as engine,
-        pytest.raises(NonFiniteStep, match=r"step 1: .* blocks 0, 1, .*; micro-batch 1, rows 1$"),
+        pytest.raises(NonFiniteStep, match=r"1: .* blocks 0, 1, .*; micro-batch 1, documents 1$"),
     ):
         engine.step(batch)
     assert _changed_blocks(home, before) == set()

@@ -25,6 +25,7 @@ from megatrain.errors import ConfigError
 from megatrain.memory.kinds import Kind
 from megatrain.models import documents as by_document
 from megatrain.models.documents import TAKES_MASKS
+from megatrain.step.settings import StepSettings
 from testkit.families import FAMILIES, save_tiny, tiny_config
 
 LENGTHS = (9, 14, 20)
@@ -125,10 +126,13 @@ CASES = [
 class World:
     """A tiny model in fp32 behind an engine that does not update."""
 
-    def __init__(self, folder: Path, family: str, attention: str) -> None:
+    def __init__(
+        self, folder: Path, family: str, attention: str, tile_tokens: int | None = None
+    ) -> None:
         save_tiny(folder, family, torch.float32)
         self.model = load_model(folder, dtype="fp32", attn=attention)
-        self.engine = Engine(self.model.decoder, self.model.store)
+        settings = StepSettings(tile_tokens=tile_tokens)
+        self.engine = Engine(self.model.decoder, self.model.store, settings=settings)
 
     def gradients(self, batch: list[MicroBatch]) -> tuple[float, dict[str, Tensor]]:
         loss = self.engine.step(batch).loss
@@ -161,6 +165,13 @@ def test_a_packed_row_is_its_documents_alone(
     """Rows are all the same: the mean over their tokens is that over one."""
     world = World(tmp_path, family, attention)
     found = _differences(world, _repeated(_packed(_documents()), num_rows))
+    assert max(found) < 2 * NEAR, found
+
+
+@pytest.mark.parametrize(("family", "attention"), [("mistral", "sdpa"), ("gemma2", "eager")])
+def test_so_it_is_over_tiles(family: str, attention: str, tmp_path: Path) -> None:
+    """A document of 14 tokens ends in the third tile of 8 and begins in the second."""
+    found = _differences(World(tmp_path, family, attention, 8), _packed(_documents()))
     assert max(found) < 2 * NEAR, found
 
 
