@@ -221,7 +221,7 @@ def test_recompute_draws_what_forward_drew() -> None:
     world = World("gpt2", torch.float32, 1, 12, resid_pdrop=0.3, attn_pdrop=0.2)
     seeded = torch.manual_seed
     world.in_double()
-    along = torch.randn(world.hidden.shape, dtype=torch.float64)
+    along = world.hidden.flip(1)
     found = float((world.tiled(5, seeded).d_hidden * along).sum())
     shifted = [
         Layers(world.template, 5).forward(
