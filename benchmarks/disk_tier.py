@@ -67,7 +67,7 @@ from megatrain.memory.tier_regions import TierRegions
 from megatrain.models.decoder import build_decoder
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.states import WITH_CLIP, WITHOUT_CLIP
-from megatrain.planning.bytes import predicted_ledger, store_lines
+from megatrain.planning.memory.predicted import predicted_ledger, store_lines
 from megatrain.step.ops import Op, OpKind
 from megatrain.step.schedule import build_step
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 
 from benchmarks.tables import print_table
 from megatrain.memory.ledger import gib
-from megatrain.planning.bytes import predicted_ledger
 from megatrain.planning.catalog.reference_machines import GIB
 from megatrain.planning.estimate import estimate
+from megatrain.planning.memory.predicted import predicted_ledger
 from megatrain.planning.search import reserves, shortfalls
 from megatrain.step.settings import StepSettings
 

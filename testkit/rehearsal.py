@@ -34,10 +34,12 @@ from megatrain.memory.layout import Layout
 from megatrain.memory.ledger import Ledger, Line
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
+from megatrain.models.documents import attends_by_document
 from megatrain.step.schedule import build_step
-from megatrain.step.settings import CHUNK_TOKENS, DEVICE_PART_ELEMENTS, StepSettings
+from megatrain.step.settings import DEVICE_PART_ELEMENTS, StepSettings
 from megatrain.step.shape import StepShape
 
+DEFAULTS = StepSettings()
 _GROUPED = torch.ops.aten._grouped_mm.default
 
 
@@ -46,22 +48,24 @@ def device_ledger(
     layout: Layout,
     shape: StepShape,
     micro_shapes: Sequence[tuple[int, int]],
-    chunk_tokens: int = CHUNK_TOKENS,
+    settings: StepSettings = DEFAULTS,
     loss: Loss = NEXT_TOKEN,
     complete: Callable[[Sequence[MicroBatch]], Sequence[MicroBatch]] = lambda batch: batch,
 ) -> Ledger:
     """Return the device memory of a step on micro-batches of (rows, length), by purpose.
 
-    Its total is the peak. Updates run on the host and need none of it. `complete` adds the tensors
-    that `loss` reads.
+    Its total is the peak. Updates run on the host and need none of it. `settings` say what `shape`
+    does not: chunks and tiles. `complete` adds the tensors that `loss` reads, or
+    returns another batch.
     """
     device = _MetaDevice()
     vocabulary = decoder.model.get_input_embeddings().weight.shape[0]
     with device.meter:
         store = _MetaStore(layout, device)
-        settings = StepSettings(chunk_tokens=chunk_tokens)
         machine = build_machine(decoder, store, device, shape, None, settings)
-        batch = complete([_micro_batch(*size, vocabulary) for size in micro_shapes])
+        flat = attends_by_document(decoder.config, compiles=settings.compile)
+        made = [_micro_batch(*size, vocabulary, flat=flat) for size in micro_shapes]
+        batch = complete(made)
         machine.reserve(batch)
         fixed = sum(device.purposes.values())
         with device.meter.counting(), _FusedAttention():
@@ -73,11 +77,15 @@ def device_ledger(
     )
 
 
-def _micro_batch(rows: int, length: int, vocabulary: int) -> MicroBatch:
-    """Two documents in each row, so that masks are as large as they get, and many tokens."""
+def _micro_batch(rows: int, length: int, vocabulary: int, *, flat: bool) -> MicroBatch:
+    """Packed rows with many tokens: one of documents of `length`, or such with two documents each,
+    so that masks are as large as they get."""
     ids = torch.arange(rows * length).view(rows, length) % vocabulary
     positions = torch.arange(length).repeat(rows, 1)
-    positions[:, length // 2 :] -= length // 2
+    if flat:
+        ids, positions = ids.view(1, -1), positions.view(1, -1)
+    else:
+        positions[:, length // 2 :] -= length // 2
     return MicroBatch(input_ids=ids, labels=ids, position_ids=positions)
 
 
@@ -92,9 +100,6 @@ class _FusedAttention(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention or kwargs.get("dropout_p"):
             return func(*args, **kwargs)
         query, key, value = args[:3]
-        if kwargs.get("enable_gqa"):
-            groups = query.shape[-3] // key.shape[-3]
-            key, value = (kv.repeat_interleave(groups, dim=-3) for kv in (key, value))
         width = value.shape[-1]  # the kernel wants one width; narrower values cost as much
         attended = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query,
@@ -141,7 +146,7 @@ class _MetaMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._counts = before
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func is not _GROUPED or args[0].dtype is torch.bfloat16:
+        if func is not _GROUPED or args[0].dtype is torch.bfloat16 or not args[0].is_meta:
             return func(*args, **kwargs)
         # Meta knows products of experts in bf16 alone; their form is the same in fp32.
         first, second = (matrix.to(torch.bfloat16) for matrix in args[:2])

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.plan.configurations import Configuration, plain_profile
 from megatrain.memory.host import resident_bytes
-from megatrain.planning.bytes import predicted_ledger
+from megatrain.planning.memory.predicted import predicted_ledger
 
 GIVING_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 MEMORY_TARGETS = {"worst": 0.03}

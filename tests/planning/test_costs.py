@@ -9,12 +9,12 @@ import pytest
 from megatrain.memory.kinds import Kind
 from megatrain.optim.states import ADAMW
 from megatrain.planning.costs import Cost, Costs
-from megatrain.planning.simulate import steady_step, step_shape
+from megatrain.planning.simulate import simulate, steady_step, step_shape
 from megatrain.planning.workload import Workload
 from megatrain.step.ops import OpKind
 from megatrain.step.settings import StepSettings
 from testkit.lion import LION
-from testkit.machines import DESKTOP, SMALL
+from testkit.machines import DESKTOP, EIGHT, SMALL
 
 SETTINGS = StepSettings(micro_batch_tokens=2048)
 PROFILE = replace(DESKTOP, op_overhead_s=1e-12)
@@ -55,3 +55,13 @@ def test_pieces_of_the_vocabulary_cost_one_more_product_of_the_head(head_pieces:
 def test_other_ops_do_not_depend_on_the_states() -> None:
     for kind in (OpKind.NORM, OpKind.FETCH, OpKind.DRAIN):
         assert cost_of(kind, LION) == cost_of(kind, ADAMW)
+
+
+def test_tiles_cost_a_few_percent_of_compute() -> None:
+    workload = Workload(model=EIGHT, step_tokens=32768, sequence=32768, packed=True)
+    settings = StepSettings(micro_batch_tokens=32768, tape="host")
+    full, tiled = (
+        simulate(PROFILE, workload, settings.changed(tile_tokens=tile)).busy_s["compute"]
+        for tile in (None, 4096)
+    )
+    assert full < tiled < 1.05 * full

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatrain.planning.bytes import predicted_ledger
 from megatrain.planning.estimate import estimate
 from megatrain.planning.fixes import find_fixes
+from megatrain.planning.memory.predicted import predicted_ledger
 from megatrain.planning.plan import make_plan
 from megatrain.planning.search import Search
 from megatrain.planning.workload import Workload
@@ -19,10 +19,10 @@ from testkit.machines import DESKTOP, EIGHT, GIB, SERVER, SEVENTY
 
 NO_DISK = {"tier": "set by you"}
 TOO_SMALL = [
-    ("Llama-3.1-70B", "24GB", "1TB", ["train.batch_tokens=128k"]),
+    ("Llama-3.1-70B", "12GB", "1TB", ["train.batch_tokens=128k"]),
     ("Llama-3.1-70B", "5090", "512GB", []),
     ("Qwen3-14B", "24GB", "128GB", ["data.max_length=4k", "train.batch_tokens=128k"]),
-    ("Qwen2.5-7B", "GH200", "480GB", ["data.max_length=128k", "train.batch_tokens=512k"]),
+    ("Qwen2.5-7B", "GH200", "480GB", ["data.max_length=2M", "train.batch_tokens=2M"]),
     pytest.param("Qwen3-8B", "3080", "256GB", ["model.dtype=fp32"], marks=pytest.mark.nightly),
 ]
 
@@ -76,13 +76,12 @@ def test_one_and_a_half_terabytes_are_known() -> None:
 
 
 def test_packing_is_given_up_where_its_masks_are_what_does_not_fit() -> None:
-    settings = ["data.max_length=128k", "train.batch_tokens=512k"]
-    found = estimate("Qwen2.5-7B", settings, gpu="GH200")
-    assert any(fix.overrides == ("data.packing=false",) for fix in found.plan.fixes)
-    plan = estimate("Qwen2.5-7B", [*settings, "data.packing=false"], gpu="GH200").plan
-    assert plan.fits
-    assert plan.settings.micro_batch_tokens == 131072
-    assert estimate("Qwen2.5-7B", [*settings, "model.attn=flash_attention_2"], gpu="GH200").fits
+    masked = replace(EIGHT, by_document=False)
+    workload = Workload(model=masked, step_tokens=524288, sequence=524288, packed=True)
+    fixes = find_fixes(Search(SERVER, workload))
+    assert any(fix.overrides == ("data.packing=false",) for fix in fixes)
+    for other in ({"packed": False}, {"attn": "flash_attention_2"}, {"model": EIGHT}):
+        assert Search(SERVER, replace(workload, **other)).best() is not None
 
 
 def test_steps_that_are_counted_in_rows_are_shortened_in_rows() -> None:
@@ -115,3 +114,10 @@ def test_a_pinned_state_is_given_up_for_the_most_exact_that_fits() -> None:
 def test_a_state_that_the_plan_chose_is_not_offered_again() -> None:
     search = Search(DESKTOP.changed(ram_bytes=40 * GIB), Workload(model=EIGHT, step_tokens=8192))
     assert not any("optim.state" in fix.text for fix in find_fixes(search))
+
+
+def test_full_rows_that_the_user_wants_are_given_up_first() -> None:
+    workload = Workload(model=EIGHT, step_tokens=131072, sequence=131072, packed=True)
+    first, *_ = find_fixes(Search(DESKTOP, workload, pins={"tile_tokens": "set by you"}))
+    assert first.overrides == ("memory.tile_tokens=auto",)
+    assert make_plan(first.profile, first.workload, first.settings, first.pins).fits

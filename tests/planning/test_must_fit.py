@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from megatrain.planning.catalog.asked_machines import find_machine
+from megatrain.planning.catalog.asked_models import find_shape
 from megatrain.planning.estimate import estimate
+from megatrain.planning.longest import longest_row
 
 UNCLIPPED = "train.max_grad_norm=null"
 CASES = [
@@ -18,7 +21,15 @@ CASES = [
     ("Qwen3-32B", [], "24GB", "128GB", "2TB", "fp32 gradients"),
     ("Llama-3.1-70B", [], "80GB", "768GB", None, "bf16 none"),
     ("Qwen3-8B", [], "24GB", "128GB", None, "fp32 none"),
-]
+    ("Qwen2.5-7B", ["data.max_length=512k", "train.batch_tokens=512k"], "GH200", "480GB", None,
+     "fp32 none"),
+    ("Llama-3.1-70B", [], "4090", "1TB", None, "bf16 none"),
+    ("Qwen3-8B", [], "10GB", "128GB", None, "fp32 none"),
+    ("Llama-3.1-8B", [], "8GB", "256GB", None, "fp32 none"),
+]  # fmt: skip
+
+LONGEST = [("24GB", 1 << 17), ("32GB", 1 << 17), ("80GB", 1 << 19), ("141GB", 1 << 20)]
+"""Device memory, and the tokens of one row of Llama-3.1-8B; host memory without a limit."""
 
 
 @pytest.mark.parametrize(("model", "settings", "gpu", "ram", "disk", "home"), CASES)
@@ -31,6 +42,14 @@ def test_it_fits(
     assert f"{chosen.state} {chosen.tier}" == home
     assert UNCLIPPED in settings or chosen.update == "late", "clipping stays exact"
     assert (found.plan.wear is not None) == (chosen.tier != "none")
+
+
+@pytest.mark.parametrize(("card", "longest"), LONGEST)
+def test_the_longest_row_of_8b(card: str, longest: int) -> None:
+    reference, num_bytes = find_machine(card)
+    assert num_bytes is not None
+    profile = reference.profile(ram_bytes=4 << 40).changed(device_bytes=reference.usable(num_bytes))
+    assert longest_row(profile, find_shape("Llama-3.1-8B")) == longest
 
 
 def test_a_machine_that_is_too_small_would_be_noticed() -> None:

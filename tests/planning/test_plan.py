@@ -35,7 +35,7 @@ FITTING = [(SMALL, DESKTOP), (SMALL, PROCESSOR), (EIGHT, DESKTOP), (SEVENTY, SER
 TIED = llama(3072, 8192, 28, 128256, tie_word_embeddings=True)
 TOO_SMALL = [
     DESKTOP.changed(name="64 GiB", ram_bytes=60 * GIB),
-    DESKTOP.changed(name="small card", device_bytes=5 * GIB),
+    DESKTOP.changed(name="small card", device_bytes=3 * GIB),
     DESKTOP.changed(name="both small", ram_bytes=30 * GIB, device_bytes=4 * GIB),
     PROCESSOR.changed(name="processor", ram_bytes=16 * GIB),
     SERVER.changed(name="512 GiB", ram_bytes=480 * GIB, device_bytes=22 * GIB),

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from megatrain.planning.bytes import predicted_ledger
+from megatrain.planning.memory.predicted import predicted_ledger
 from megatrain.planning.reasons import reasons_for
 from megatrain.planning.search import Search, shortfalls
 from megatrain.planning.workload import Workload
@@ -46,3 +46,14 @@ def test_the_reasons_of_a_tier() -> None:
     pinned = _reasons(100, 2000, state="fp32")
     assert pinned["state"] == "set by you"
     assert re.fullmatch(r"fp32 states are .* GiB short in memory", pinned["tier"])
+
+
+def test_tiles_name_what_full_rows_lack() -> None:
+    workload = Workload(model=EIGHT, step_tokens=131072, sequence=131072, packed=True)
+    search = Search(DESKTOP, workload)
+    best = search.best()
+    assert best is not None
+    reasons = reasons_for(search, best.settings)
+    assert re.fullmatch(r"full rows need .* GiB more device memory", reasons["tile_tokens"])
+    assert _reasons(128)["tile_tokens"] == "full rows fit"
+    assert {"grad_slots", "head_pieces"} <= reasons.keys()

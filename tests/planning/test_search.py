@@ -8,8 +8,8 @@ from typing import Literal
 
 import pytest
 
-from megatrain.planning.bytes import predicted_ledger
 from megatrain.planning.machine.profile import MachineProfile
+from megatrain.planning.memory.predicted import predicted_ledger
 from megatrain.planning.model.shapes import ModelShape
 from megatrain.planning.search import CHUNKS, Search, effective_profile, shortfalls
 from megatrain.planning.simulate import simulate
@@ -203,3 +203,45 @@ def test_without_clipping_no_gradients_wait_on_disk() -> None:
     profile = DESKTOP.changed(disk_bytes=2000 * GIB)
     search = Search(profile, replace(EIGHT_IN_8_BITS, max_grad_norm=None))
     assert {home.tier for home in search.homes()} == {"none", "states"}
+
+
+LONG = Workload(model=EIGHT, step_tokens=524288, sequence=524288, packed=True)
+
+
+def test_rows_are_cut_into_tiles_only_if_full_rows_do_not_fit() -> None:
+    search = Search(SERVER, LONG)
+    best = search.best()
+    assert best is not None
+    assert best.settings.tile_tokens is not None
+    assert not search.fits(best.settings.changed(tile_tokens=None))
+    roomy = Search(SERVER.changed(device_bytes=2000 * GIB), LONG).best()
+    assert roomy is not None
+    assert roomy.settings.tile_tokens is None
+
+
+def test_no_tiles_where_layers_cannot_be_cut_or_the_user_wants_none() -> None:
+    uncut = replace(LONG, model=replace(EIGHT, tiled=False))
+    assert Search(SERVER, uncut).best() is None
+    assert Search(SERVER, replace(LONG, compiled=True)).best() is None
+    assert Search(SERVER, LONG, StepSettings(), {"tile_tokens": "set by you"}).best() is None
+
+
+def test_tiles_of_the_users_stay() -> None:
+    settings = StepSettings(tile_tokens=2048)
+    best = Search(SERVER, LONG, settings, {"tile_tokens": "set by you"}).best()
+    assert best is not None
+    assert best.settings.tile_tokens == 2048
+
+
+def test_one_gradient_slot_only_if_two_do_not_fit_or_are_not_faster() -> None:
+    workload = Workload(model=EIGHT, step_tokens=16384)
+    for device_bytes in (7 * GIB, 22 * GIB):
+        search = Search(DESKTOP.changed(device_bytes=device_bytes), workload)
+        best = search.best()
+        assert best is not None
+        two = best.settings.changed(grad_slots=2)
+        one = best.settings.changed(grad_slots=1)
+        if best.settings.grad_slots == 1:
+            assert not search.fits(two) or search.seconds(two) >= 0.999 * search.seconds(one)
+        else:
+            assert search.seconds(one) > search.seconds(two)

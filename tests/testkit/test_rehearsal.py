@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import pytest
 from transformers import LlamaConfig
 
 from megatrain.devices.accelerator import Accelerator
+from megatrain.engine.batch import MicroBatch
 from megatrain.engine.gradients import OUTBOX_BYTES
 from megatrain.memory.host import resident_bytes
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.ledger import Ledger
 from megatrain.models.decoder import build_decoder
+from megatrain.models.documents import BY_DOCUMENT
 from megatrain.optim.states import WITH_CLIP
+from megatrain.step.settings import StepSettings
 from megatrain.step.shape import StepShape
 from proofs.races import CONFIGS, world_of
 from testkit.cases import of_the_day
@@ -25,56 +29,136 @@ from testkit.simulated.watched import watched
 from testkit.worlds import Case, make_batch
 
 CHUNK_TOKENS = 16
+
+
+class Configuration(NamedTuple):
+    """One step."""
+
+    family: str
+    dtype: str
+    tape: Any
+    slots: int
+    grad_slots: Any
+    tile_tokens: int | None
+    head_pieces: int
+    shapes: tuple[tuple[int, int], ...]
+
+    @property
+    def settings(self) -> StepSettings:
+        return StepSettings(
+            slots=self.slots,
+            grad_slots=self.grad_slots,
+            tape=self.tape,
+            tile_tokens=self.tile_tokens,
+            head_pieces=1 if world_of(self.family, self.dtype).decoder.tied else self.head_pieces,
+            chunk_tokens=CHUNK_TOKENS,
+        )
+
+    @property
+    def batch(self) -> list[MicroBatch]:
+        """Packed; in one row where the family attends by document."""
+        flat = world_of(self.family, self.dtype).decoder.config.model_type in BY_DOCUMENT
+        return make_batch(self.shapes, seed=1, form="flat" if flat else "packed")
+
+
+SHAPES = [((2, 16), (1, 24)), ((1, 32),), ((1, 8), (3, 8), (1, 16))]
 CONFIGURATIONS = [
-    (family, dtype, tape, slots, shapes)
+    Configuration(
+        family, dtype, tape, 2 + number % 3, 1 + number % 2, (None, 8, 12, 16)[number % 4],
+        1 + number % 5 // 2,
+        SHAPES[number % 3],
+    )
     for number, (family, dtype, tape) in enumerate(
         itertools.product(CONFIGS, ("bf16", "fp32"), ("device", "host"))
     )
-    for slots, shapes in [
-        (2 + number % 3, [((2, 16), (1, 24)), ((1, 32),), ((1, 8), (3, 8), (1, 16))][number % 3])
-    ]
-] + [(family, "bf16", "host", 4, ((2, 24), (1, 8))) for family in CONFIGS]
+] + [
+    Configuration(family, "bf16", "host", 4, 1, 8, 3, ((2, 24), (1, 8))) for family in CONFIGS
+]  # fmt: skip
 
 
-def rehearsed(family: str, dtype: str, tape: str, slots: int, shapes: object) -> Ledger:
-    world = world_of(family, dtype)
-    shape = StepShape(
-        num_blocks=len(world.decoder.blocks),
-        num_micro=len(shapes),  # type: ignore[arg-type]
-        slots=slots,
-        tape=tape,  # type: ignore[arg-type]
-        tied=world.decoder.tied,
+def rehearsed(configuration: Configuration) -> Ledger:
+    world = world_of(configuration.family, configuration.dtype)
+    decoder, settings = world.decoder, configuration.settings
+    shape = settings.shape(
+        num_blocks=len(decoder.blocks),
+        copying=True,
+        updates=False,
+        num_micro=len(configuration.shapes),
+        tied=decoder.tied,
     )
-    return device_ledger(world.decoder, world.store.layout, shape, shapes, CHUNK_TOKENS)  # type: ignore[arg-type]
+    return device_ledger(
+        decoder,
+        world.store.layout,
+        shape,
+        configuration.shapes,
+        settings,
+        complete=lambda _: configuration.batch,
+    )
 
 
-def played(family: str, dtype: str, tape: str, slots: int, shapes: object) -> int:
+def played(configuration: Configuration) -> int:
     """The most bytes that the real step had on the simulated accelerator."""
     simulator = Simulator(policy="early")
-    case = Case(sort="", steps=(), update="none", tape=tape, slots=slots)  # type: ignore[arg-type]
-    world = world_of(family, dtype)
+    settings = configuration.settings
+    case = Case(
+        sort="", steps=(), update="none", tape=settings.tape, slots=settings.slots,
+        grad_slots=settings.grad_slots,
+    )  # fmt: skip
+    world = world_of(configuration.family, configuration.dtype)
     with (
         watched(simulator),
-        world.engine(case, device=Accelerator(simulator), chunk_tokens=CHUNK_TOKENS) as engine,
+        world.engine(
+            case,
+            device=Accelerator(simulator),
+            chunk_tokens=CHUNK_TOKENS,
+            tile_tokens=settings.tile_tokens,
+            head_pieces=settings.head_pieces,
+        ) as engine,
     ):
-        engine.step(make_batch(shapes, seed=1, form="packed"))  # type: ignore[arg-type]
+        engine.step(configuration.batch)
         return engine.device.peak_bytes
 
 
 def test_there_are_thirty() -> None:
     assert len(CONFIGURATIONS) >= 30
+    assert sum(each.tile_tokens is not None for each in CONFIGURATIONS) >= 20
+    assert sum(each.settings.head_pieces > 1 for each in CONFIGURATIONS) >= 10
 
 
 @pytest.mark.parametrize("configuration", of_the_day(CONFIGURATIONS, 8), ids=str)
-def test_the_rehearsed_peak_is_the_real_one(configuration: tuple[object, ...]) -> None:
-    planned = rehearsed(*configuration).total("device")  # type: ignore[arg-type]
-    assert played(*configuration) == pytest.approx(planned, rel=0.02)  # type: ignore[arg-type]
+def test_the_rehearsed_peak_is_the_real_one(configuration: Configuration) -> None:
+    planned = rehearsed(configuration).total("device")
+    assert played(configuration) == pytest.approx(planned, rel=0.02)
 
 
 def test_another_plan_would_be_noticed() -> None:
-    family, dtype, tape, slots, shapes = CONFIGURATIONS[0]
-    planned = rehearsed(family, dtype, tape, slots + 1, shapes).total("device")
-    assert played(family, dtype, tape, slots, shapes) != pytest.approx(planned, rel=0.02)
+    first = CONFIGURATIONS[0]
+    planned = rehearsed(first._replace(slots=first.slots + 1)).total("device")
+    assert played(first) != pytest.approx(planned, rel=0.02)
+
+
+def test_tiles_make_bytes_per_token_constant() -> None:
+    """Of what is reserved before a step the tape alone depends on tokens; a tile does not."""
+    config = LlamaConfig(
+        hidden_size=512,
+        intermediate_size=512,
+        num_hidden_layers=1,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        vocab_size=64,
+        tie_word_embeddings=False,
+        max_position_embeddings=1 << 18,
+    )
+    decoder = build_decoder(config, "bf16")
+    layout = build_layout(decoder.blocks, WITH_CLIP)
+    settings = StepSettings(tile_tokens=1024, tape="host", chunk_tokens=1024)
+    shape = settings.shape(num_blocks=3, copying=True, updates=False)
+    per_token = []
+    for tokens in (1 << 13, 1 << 18):
+        ledger = device_ledger(decoder, layout, shape, [(1, tokens)], settings)
+        sizes = {line.purpose: line.num_bytes for line in ledger.lines}
+        per_token.append((sizes["working memory"] + sizes["tape"]) / tokens)
+    assert per_token[1] == pytest.approx(per_token[0], rel=0.03)
 
 
 def test_rows_of_the_embedding_are_rehearsed_in_place_of_the_table() -> None:

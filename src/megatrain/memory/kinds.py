@@ -6,8 +6,8 @@
 
 Without torch: a plan counts the bytes of a store from the same declarations that allocate it.
 
-Law (tests/memory/test_kinds.py, tests/planning/test_bytes.py): bytes and traffic follow from the
-declared states, in the plan as in the store.
+Law (tests/memory/test_kinds.py, tests/planning/memory/test_predicted.py): bytes and traffic follow
+from the declared states, in the plan as in the store.
 """
 
 from __future__ import annotations

@@ -119,18 +119,37 @@ class Costs:
         forward = self.layer_seconds(block, tokens)
         if op.kind is OpKind.FORWARD:
             return forward
-        return (
-            forward + self._layer_backward_seconds(block, tokens) + self.add_up(block, adds=op.adds)
-        )
+        backward = self._layer_backward_seconds(block, tokens)
+        return forward + backward + self._layer_sums(block, tokens, adds=op.adds)
 
     def layer_seconds(self, block: BlockShape, tokens: int) -> float:
-        products = block.matmul_flops_per_token * tokens / self._forward_rate(tokens)
-        return products + self.attention_seconds(block, tokens, 1.0) + self.passes(block, tokens)
+        at_once, num_tiles = self._tiles(block, tokens)
+        products = block.matmul_flops_per_token * tokens / self._forward_rate(at_once)
+        passes = self.passes(block, tokens) + (num_tiles - 1) * self.profile.op_overhead_s
+        return products + self.attention_seconds(block, tokens, 1.0) + passes
 
     def _layer_backward_seconds(self, block: BlockShape, tokens: int) -> float:
-        products = 2 * block.matmul_flops_per_token * tokens / self._backward_rate(tokens)
+        at_once, num_tiles = self._tiles(block, tokens)
+        products = 2 * block.matmul_flops_per_token * tokens / self._backward_rate(at_once)
+        if num_tiles > 1:  # what is before attention is computed once more
+            before, _ = block.params_around_attention(self._width)
+            products += 2.0 * before * tokens / self._forward_rate(at_once)
         passes = BACKWARD_PASSES * self.passes(block, tokens)
+        passes += (num_tiles - 1) * self.profile.op_overhead_s
         return products + self.attention_seconds(block, tokens, BACKWARD_ATTENTION) + passes
+
+    def _layer_sums(self, block: BlockShape, tokens: int, *, adds: bool) -> float:
+        """Return the seconds in which a layer's gradient gets into its slot, tile by tile."""
+        _, num_tiles = self._tiles(block, tokens)
+        more = (num_tiles - 1) * self.add_up(block, adds=True)
+        return self.add_up(block, adds=adds) + more
+
+    def _tiles(self, block: BlockShape, tokens: int) -> tuple[int, int]:
+        """Return the tokens that a layer computes at once, and how often for a micro-batch."""
+        tile = self.workload.tile_of(self.settings)
+        if tile is None or tile >= tokens or block.attention is None:
+            return tokens, 1
+        return tile, -(-tokens // tile)
 
     def attention_seconds(self, block: BlockShape, tokens: int, times: float) -> float:
         """Return the seconds of attention, `times` forward's."""
@@ -149,7 +168,7 @@ class Costs:
     def add_up(self, block: BlockShape, *, adds: bool) -> float:
         """Return the seconds in which a block's gradient gets into its slot."""
         params = block.trained_elements()
-        grad = self._element_bytes
+        grad = self.workload.element_bytes
         moved = params * (grad + 8 if adds else grad + 4)
         if self.profile.unified and not adds:
             moved = 0
@@ -160,9 +179,9 @@ class Costs:
         flops = model.head_flops_per_token * tokens
         products = flops / self._forward_rate(tokens) + 2 * flops / self._backward_rate(tokens)
         # Logits: widened, their maximum and sum taken, turned into their gradient, narrowed.
-        scores = tokens * model.vocab * (4 * self._element_bytes + 20)
+        scores = tokens * model.vocab * (4 * self.workload.element_bytes + 20)
         chunks = -(-tokens // self.settings.chunk_tokens)
-        added = chunks * model.vocab * model.hidden * (self._element_bytes + 8)
+        added = chunks * model.vocab * model.hidden * (self.workload.element_bytes + 8)
         seconds = products + (scores + added) / profile.device_bytes_per_s
         return seconds / profile.head_efficiency
 
@@ -170,15 +189,15 @@ class Costs:
         """Return the seconds of the head's first pass by pieces: project, and sum up the logits."""
         model, profile = self.workload.model, self.profile
         products = model.head_flops_per_token * tokens / self._forward_rate(tokens)
-        scores = tokens * model.vocab * (2 * self._element_bytes + 8)
+        scores = tokens * model.vocab * (2 * self.workload.element_bytes + 8)
         return (products + scores / profile.device_bytes_per_s) / profile.head_efficiency
 
     def _embedding_seconds(self, block: BlockShape, tokens: int, *, backward: bool) -> float:
         """Look-ups move rows; backward makes a gradient of the full table, mostly zeros."""
-        rows = 2 * tokens * self._width * self._element_bytes
+        rows = 2 * tokens * self._width * self.workload.element_bytes
         table = 0
         if backward and not self.settings.gather_embedding:
-            table = block.trained_elements() * (2 * self._element_bytes + 4)
+            table = block.trained_elements() * (2 * self.workload.element_bytes + 4)
         return (rows + table) / self.profile.device_bytes_per_s
 
     def _forward_rate(self, tokens: int) -> float:
@@ -195,17 +214,12 @@ class Costs:
     def _width(self) -> int:
         return self.workload.model.hidden
 
-    @property
-    def _element_bytes(self) -> int:
-        return 2 if self.workload.dtype == "bf16" else 4
-
     # Copies.
 
     def _fetched_bytes(self, op: Op, block: BlockShape) -> int:
         if self._gathers(op):
             model = self.workload.model
-            rows = min(model.vocab, self.workload.step_tokens)
-            return rows * model.hidden * self._element_bytes
+            return self.workload.distinct_tokens() * model.hidden * self.workload.element_bytes
         return block.weight_bytes(self.workload.dtype)
 
     def _gathers(self, op: Op) -> bool:
@@ -213,7 +227,7 @@ class Costs:
         return op.role is Role.EMBEDDING and self.settings.gather_embedding
 
     def _taped_bytes(self, tokens: int) -> int:
-        return 0 if self.profile.unified else tokens * self._width * self._element_bytes
+        return 0 if self.profile.unified else tokens * self._width * self.workload.element_bytes
 
     def _copy(self, way: str, num_bytes: int) -> Cost:
         """Return the cost of a copy over the link; host memory is read or written once."""

@@ -41,6 +41,7 @@ from megatrain.planning.from_config import (
     within,
     workload_of,
 )
+from megatrain.planning.longest import LONGEST_ROW
 from megatrain.planning.machine.examination import kept_examination
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.model.shapes import ModelShape
@@ -60,6 +61,8 @@ class Estimate:
     """Where the machine's figures are from."""
     tokens: int | None
     price_per_hour: float | None
+    scales_positions: bool = False
+    """The config makes the model reach further than it declares."""
 
     @property
     def fits(self) -> bool:
@@ -122,6 +125,11 @@ class Estimate:
         if model.active_params < 0.95 * model.params:
             share = f"{figure(model.active_params)} of {figure(model.params)} parameters"
             rows.append(_row("experts", f"a token uses {share}"))
+        length, most = self.plan.workload.sequence, model.positions
+        if most is not None and length > most and not self.scales_positions:
+            rows.append(
+                _row("rows", f"longer than the {most:,} positions of the model: model.rope")
+            )
         return rows
 
     def _bill(self) -> list[str]:
@@ -160,6 +168,11 @@ def estimate(
     if disk is not None:  # its size is given, so its path does not matter
         overrides = ["memory.disk=.", *overrides]
     config = _config(model, overrides, seq, batch_tokens)
+    if config.data.max_length > LONGEST_ROW:
+        raise ConfigError(
+            f"data.max_length is {config.data.max_length}: no plan is made for rows of more than "
+            f"{LONGEST_ROW:,} tokens. Lower --seq, or data.max_length."
+        )
     profile, machine, figures = _machine(
         gpu, None if ram is None else _read("ram", ram, read_bytes)
     )
@@ -177,6 +190,7 @@ def estimate(
         figures=figures,
         tokens=None if tokens is None else _read("tokens", tokens, read_count),
         price_per_hour=None if price_per_hour is None else float(read_number(price_per_hour)),
+        scales_positions=config.model.rope is not None,
     )
 
 

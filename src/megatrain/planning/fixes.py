@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatrain.memory.ledger import Ledger, gib
-from megatrain.planning.bytes import predicted_ledger
 from megatrain.planning.catalog.reference_machines import USUAL_DISK_BYTES
 from megatrain.planning.machine.profile import MachineProfile
+from megatrain.planning.memory.predicted import predicted_ledger
 from megatrain.planning.model.shapes import BlockShape, TensorShape
 from megatrain.planning.search import (
     DEVICE_HEADROOM,
@@ -181,6 +181,20 @@ def _without_packing(start: Fix) -> Fix | None:
     return _set(start, "data.packing=false", f"no masks, -{gib(saved)} device", plain)
 
 
+def _with_tiles(start: Fix) -> Fix | None:
+    """Let the plan cut rows into tiles, where the user wants full rows or larger tiles."""
+    if "tile_tokens" not in start.pins:
+        return None
+    pins = {name: why for name, why in start.pins.items() if name != "tile_tokens"}
+    found = replace(start, pins=pins)
+    place = "host" if start.profile.unified else "device"
+    saved = start.ledger.total(place) - found.ledger.total(place)
+    if saved < _LEAST:
+        return None
+    override = "memory.tile_tokens=auto"
+    return _then(start, f"{override} (-{gib(saved)} {place})", override, pins=pins)
+
+
 def _without_clipping(start: Fix) -> Fix | None:
     workload = start.workload
     if workload.max_grad_norm is None:
@@ -324,6 +338,7 @@ def _more(start: Fix, place: str, sizes: list[int], headroom: float, now: int) -
 
 _LEAST = 1 << 20
 _KINDS = (
+    _Kind(cost=0.5, change=_with_tiles),
     _Kind(cost=1.1, change=_without_packing),
     _Kind(cost=1.0, change=_without_clipping),
     _Kind(cost=1.2, change=_in_bf16),

@@ -32,6 +32,7 @@ def workload_of(config: Config, model: ModelShape) -> Workload:
         dtype=config.model.dtype,
         attn=config.model.attn,
         packed=config.data.packing,
+        compiled=config.train.compile,
         max_grad_norm=config.train.max_grad_norm,
         states=STATES[config.optim.name],
     )

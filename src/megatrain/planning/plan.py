@@ -22,9 +22,9 @@ from typing import Any
 from megatrain.errors import DoesNotFit
 from megatrain.memory.ledger import Ledger, gib
 from megatrain.planning.bound import Bound, bound_of
-from megatrain.planning.bytes import predicted_ledger
 from megatrain.planning.fixes import Fix, find_fixes
 from megatrain.planning.machine.profile import NOT_MEASURED, MachineProfile
+from megatrain.planning.memory.predicted import predicted_ledger
 from megatrain.planning.reasons import home_reasons, reasons_for
 from megatrain.planning.search import (
     Search,
@@ -206,7 +206,8 @@ class Plan:
         shown = {name: why for name, why in self.reasons.items() if name in facts}
         if not self.knows_time:  # nothing to compare: only what costs something is worth a line
             shown = {name: why for name, why in shown.items() if facts[name] not in _COSTS_NOTHING}
-        return [f"{name:20}{facts[name]!s:12}{why}" for name, why in shown.items()]
+        values = {name: "null" if facts[name] is None else facts[name] for name in shown}
+        return [f"{name:20}{values[name]!s:12}{why}" for name, why in shown.items()]
 
 
 def make_plan(

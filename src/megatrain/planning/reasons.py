@@ -7,7 +7,7 @@ it lacks.
 from __future__ import annotations
 
 from megatrain.memory.ledger import gib
-from megatrain.planning.bytes import predicted_ledger
+from megatrain.planning.memory.predicted import predicted_ledger
 from megatrain.planning.search import Search, shortfalls
 from megatrain.step.settings import StepSettings
 
@@ -21,6 +21,9 @@ def reasons_for(search: Search, settings: StepSettings) -> dict[str, str]:
         "tape": _tape(search, settings),
         "update": _update(search),
         "chunk_tokens": _chunk(search, settings),
+        "tile_tokens": _tile(search, settings),
+        "grad_slots": _grad_slots(search, settings),
+        "head_pieces": _pieces(search, settings),
         "gather_embedding": _gather(search, settings),
         **search.pins,
     }
@@ -70,12 +73,18 @@ def _lacking(search: Search, home: StepSettings) -> str:
     return gib(min(host, default=0))
 
 
+def _lack(search: Search, settings: StepSettings) -> str:
+    """Return the memory that settings lack, of the first place that lacks any; empty: none."""
+    ledger = predicted_ledger(search.profile, search.workload, settings)
+    missing = shortfalls(search.profile, ledger)
+    texts = [f"{gib(num_bytes)} more {place} memory" for place, num_bytes in missing.items()]
+    return next(iter(texts), "")
+
+
 def _against(search: Search, settings: StepSettings, other: StepSettings) -> str:
     """Return how another setting compares: how much memory it lacks, or how much slower it is."""
-    missing = shortfalls(search.profile, predicted_ledger(search.profile, search.workload, other))
-    if missing:
-        place, num_bytes = next(iter(missing.items()))
-        return f"needs {gib(num_bytes)} more {place} memory"
+    if missing := _lack(search, other):
+        return f"needs {missing}"
     if settings not in search.tried or other not in search.tried:
         return "is not faster"
     slower = search.tried[other] / search.tried[settings] - 1
@@ -119,6 +128,30 @@ def _chunk(search: Search, settings: StepSettings) -> str:
     if settings.chunk_tokens >= 4096:
         return "large enough for full speed"
     return f"{larger.chunk_tokens} {_against(search, settings, larger)}"
+
+
+def _tile(search: Search, settings: StepSettings) -> str:
+    tile = settings.tile_tokens
+    if tile is None:
+        return "full rows fit"
+    if tile >= settings.micro_batch_tokens:
+        return "no row is longer"
+    missing = _lack(search, settings.changed(tile_tokens=None))
+    return f"full rows need {missing}" if missing else "full rows are not faster"
+
+
+def _grad_slots(search: Search, settings: StepSettings) -> str:
+    other = 3 - settings.grad_slots
+    return f"{other} {_against(search, settings, settings.changed(grad_slots=other))}"
+
+
+def _pieces(search: Search, settings: StepSettings) -> str:
+    if settings.head_pieces > 1:
+        fewer = settings.changed(head_pieces=settings.head_pieces // 2)
+        return f"{fewer.head_pieces} {_against(search, settings, fewer)}"
+    if search.workload.model.tied:
+        return "the embedding adds to the table's gradient too"
+    return "the gradient of the full vocabulary fits"
 
 
 def _gather(search: Search, settings: StepSettings) -> str:

@@ -6,8 +6,9 @@ played whole.
 
     1. the first home of the optimizer's states in which anything fits: in host memory from fp32
        over bf16 to 8 bits, then on disk, the same states in the same order
-    2. for each micro-batch size and place of the tape: the largest chunk and fewest slots that fit
-    3. around the fastest of those: more slots, rows in place of the table
+    2. for each micro-batch size and place of the tape: from the settings that need least, as much
+       of the usual ones as fits; full rows before all others
+    3. around the fastest of those: more slots, rows in place of the table, one gradient slot
 
 A less exact state is never taken for speed, and a disk is never worn while host memory is enough.
 
@@ -19,13 +20,15 @@ Laws (tests/planning/test_search.py)
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from megatrain.memory.ledger import Ledger, gib
-from megatrain.planning.bytes import predicted_ledger
 from megatrain.planning.machine.profile import MachineProfile
+from megatrain.planning.memory.predicted import predicted_ledger
 from megatrain.planning.model.shapes import ModelShape
 from megatrain.planning.simulate import simulate
 from megatrain.planning.workload import Workload
@@ -37,10 +40,22 @@ DEVICE_HEADROOM = 1.03
 """Working memory is predicted, not reserved."""
 MAX_MICRO_TOKENS = 1 << 16
 CHUNKS = (4096, 2048, 1024, 512, 256)
+TILES = (None, 16384, 8192, 4096, 2048, 1024)
+PIECES = (1, 2, 4, 8, 16)
+"""Each from what is best for speed to what needs least memory."""
+_ORDERS = (
+    ("tile_tokens", "head_pieces", "grad_slots", "chunk_tokens", "gather_embedding"),
+    ("tile_tokens", "grad_slots", "chunk_tokens", "head_pieces", "gather_embedding"),
+    ("tile_tokens", "chunk_tokens", "head_pieces", "grad_slots", "gather_embedding"),
+)
+"""Which settings get memory first, where there is not enough for all. What that is best for speed
+depends on the machine, so several orders are tried; tiles are never taken while full rows fit."""
 _FEW, _MORE = 6, 12
 """Layers that are played: periods of 2, 3 and 6 layers fit in between."""
 _WORTH = 0.995
 """More device memory for less gain than this is not spent."""
+_SAME = 1.0001
+"""Times that differ by less are the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +125,7 @@ class Search:
         self.profile, self.workload = profile, workload
         self.settings, self.pins = settings or StepSettings(), pins or {}
         self.tried: dict[StepSettings, float] = {}
+        self._fitting: dict[StepSettings, bool] = {}
         self.few = _with_layers(workload, _FEW)
         self._more = _with_layers(workload, _MORE)
 
@@ -146,12 +162,15 @@ class Search:
                 other = self._try(settings)
                 if other.step_s < best.step_s * _WORTH:
                     best = other
-        return best
+        return self._with_fewer_grad_slots(best)
 
     def fits(self, settings: StepSettings) -> bool:
         """Return whether the ledger of these settings fits."""
-        ledger = predicted_ledger(self.profile, self.workload, settings)
-        return not shortfalls(self.profile, ledger)
+        found = self._fitting.get(settings)
+        if found is None:
+            ledger = predicted_ledger(self.profile, self.workload, settings)
+            found = self._fitting[settings] = not shortfalls(self.profile, ledger)
+        return found
 
     def smallest(self) -> StepSettings:
         """Return the settings that lack least, in the best home of several: they show by how much
@@ -164,12 +183,26 @@ class Search:
         return [settings for home in least.values() for settings in self.small_at(home)]
 
     def small_at(self, home: StepSettings) -> list[StepSettings]:
-        """Return the settings that need least in one home, with the tape in each place."""
+        """Return the settings that need least in one home, with the tape in each place.
+
+        Tiles and pieces of the vocabulary save memory in most cases, not in all.
+        """
         micro = self._choices("micro_batch_tokens", self._micro_sizes())[0]
-        chunk = self._choices("chunk_tokens", CHUNKS)[-1]
+        return [way for tape in self._tapes() for way in self._smallest_ways(home, micro, tape)]
+
+    def _smallest_ways(self, home: StepSettings, micro: int, tape: str) -> list[StepSettings]:
+        ladders = self._ladders
+        update = "in_backward" if self.workload.max_grad_norm is None else "late"
+        least = home.changed(
+            micro_batch_tokens=micro,
+            tape=tape,
+            update=update,
+            **{name: ladder[-1] for name, ladder in ladders.items()},
+        )
+        tiles, pieces = ({ladders[n][-1], ladders[n][0]} for n in ("tile_tokens", "head_pieces"))
         return [
-            self._settings(home, micro, tape=tape, chunk=chunk, gather=self._may_gather)
-            for tape in self._tapes()
+            least.changed(tile_tokens=tile, head_pieces=count)
+            for tile, count in itertools.product(sorted(tiles, key=str), sorted(pieces))
         ]
 
     def lack(self, settings: StepSettings) -> float:
@@ -203,24 +236,41 @@ class Search:
     def _starts(self, home: StepSettings) -> Iterator[StepSettings]:
         for micro in self._choices("micro_batch_tokens", self._micro_sizes()):
             for tape in self._tapes():
-                found = self._roomiest(home, micro, tape)
-                if found is not None:
-                    yield found
+                yield from self._roomiest(home, micro, tape)
 
     def _tapes(self) -> Sequence[str]:
         return self._choices("tape", ["device"] if self.profile.unified else ["device", "host"])
 
-    def _roomiest(self, home: StepSettings, micro: int, tape: str) -> StepSettings | None:
-        """Return the settings with the largest chunk that fits, or None."""
-        possible = self._may_gather
-        for gather in self._choices("gather_embedding", [False, True] if possible else [False]):
-            for chunk in self._choices("chunk_tokens", CHUNKS):
-                settings = self._settings(
-                    home, micro, tape=tape, chunk=chunk, gather=gather and possible
-                )
-                if self.fits(settings):
-                    return settings
-        return None
+    def _roomiest(self, home: StepSettings, micro: int, tape: str) -> set[StepSettings]:
+        """Return the settings that fit with as much of the usual ones as possible."""
+        ways = filter(self.fits, self._smallest_ways(home, micro, tape))
+        least = next(ways, None)
+        if least is None:
+            return set()
+        usual = least.changed(**{name: ladder[0] for name, ladder in self._ladders.items()})
+        if self.fits(usual):
+            return {usual}
+        return {self._relaxed(least, order) for order in _ORDERS}
+
+    def _relaxed(self, settings: StepSettings, order: Sequence[str]) -> StepSettings:
+        """Return settings that fit, with each in turn as near to the usual as still fits."""
+        for name in order:
+            ways = (settings.changed(**{name: value}) for value in self._ladders[name])
+            settings = next(filter(self.fits, ways), settings)
+        return settings
+
+    @cached_property
+    def _ladders(self) -> dict[str, Sequence[Any]]:
+        """What a setting may be, from the best for speed to what needs least memory."""
+        gathers = self._choices("gather_embedding", [False, True]) if self._may_gather else [False]
+        tiled = self.workload.model.tiled and not self.workload.compiled
+        return {
+            "tile_tokens": self._choices("tile_tokens", TILES if tiled else TILES[:1]),
+            "head_pieces": self._choices("head_pieces", [1] if self._has_no_pieces else PIECES),
+            "grad_slots": self._choices("grad_slots", [2, 1]),
+            "chunk_tokens": self._choices("chunk_tokens", CHUNKS),
+            "gather_embedding": gathers,
+        }
 
     def _around(self, settings: StepSettings) -> Iterator[StepSettings]:
         layers = self.workload.model.num_layers
@@ -230,6 +280,13 @@ class Search:
                 yield settings.changed(slots=slots)
         if "gather_embedding" not in self.pins and self._may_gather:
             yield settings.changed(gather_embedding=not settings.gather_embedding)
+
+    def _with_fewer_grad_slots(self, best: Candidate) -> Candidate:
+        """Return the candidate with one gradient slot, if it takes no longer."""
+        if "grad_slots" in self.pins or best.settings.grad_slots == 1:
+            return best
+        other = self._try(best.settings.changed(grad_slots=1))
+        return other if other.step_s <= best.step_s * _SAME else best
 
     def _waits_for_fetches(self, settings: StepSettings) -> bool:
         """Return whether a link without limits would help: only then can more slots."""
@@ -241,8 +298,13 @@ class Search:
 
     @property
     def _may_gather(self) -> bool:
-        wanted = any(self._choices("gather_embedding", [True]))
-        return wanted and not self.workload.model.tied and not self.profile.unified
+        return not self.workload.model.tied and not self.profile.unified
+
+    @property
+    def _has_no_pieces(self) -> bool:
+        """A tied table, and one that is not trained, adds up as a whole or not at all."""
+        model = self.workload.model
+        return model.tied or self.profile.unified or not model.head.is_trained
 
     def _micro_sizes(self) -> list[int]:
         """Return full rows, twice as many each time, up to the step's tokens.
@@ -259,23 +321,17 @@ class Search:
             sizes.append(workload.step_tokens)
         return sizes
 
-    def _settings(
-        self, home: StepSettings, micro: int, *, tape: str, chunk: int, gather: bool
-    ) -> StepSettings:
-        return home.changed(
-            micro_batch_tokens=micro,
-            tape=tape,
-            update="in_backward" if self.workload.max_grad_norm is None else "late",
-            chunk_tokens=chunk,
-            gather_embedding=gather,
-        )
-
 
 def _frugal(tried: list[Candidate]) -> Candidate:
-    """Return the fastest; of those hardly slower, the one with the smallest micro-batches."""
+    """Return the fastest; of those hardly slower, one with full rows and small micro-batches."""
     fastest = min(one.step_s for one in tried)
     near = [one for one in tried if one.step_s * _WORTH <= fastest]
-    return min(near, key=lambda one: (one.settings.micro_batch_tokens, one.step_s))
+
+    def key(one: Candidate) -> tuple[bool, int, float]:
+        settings = one.settings
+        return settings.tile_tokens is not None, settings.micro_batch_tokens, one.step_s
+
+    return min(near, key=key)
 
 
 def _with_layers(workload: Workload, count: int) -> Workload:

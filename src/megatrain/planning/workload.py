@@ -31,6 +31,8 @@ class Workload:
     """Attention implementation, as `model.attn`."""
     packed: bool = False
     """Rows hold several documents, which must not see each other."""
+    compiled: bool = False
+    """Layers are compiled: each is one graph, for rows as they are."""
     max_grad_norm: float | None = 1.0
     """None: no clipping, so that updates may run in backward."""
     states: StatesByName = field(default_factory=lambda: STATES["adamw"], hash=False)
@@ -51,7 +53,12 @@ class Workload:
     @property
     def masked(self) -> bool:
         """Whether attention is given a mask, and computes what the mask hides."""
-        return self.packed and self.attn != "flash_attention_2"
+        return self.packed and self.attn != "flash_attention_2" and not self.by_document
+
+    @property
+    def by_document(self) -> bool:
+        """Whether each document of a packed row is attended to alone."""
+        return self.packed and self.model.by_document and not self.compiled
 
     def num_micro(self, micro_batch_tokens: int) -> int:
         """Return the micro-batches of a step; the last may be smaller."""
@@ -61,6 +68,27 @@ class Workload:
         """Return the tokens of each micro-batch of a step."""
         full, rest = divmod(self.step_tokens, micro_batch_tokens)
         return [micro_batch_tokens] * full + ([rest] if rest else [])
+
+    @property
+    def element_bytes(self) -> int:
+        """Of a weight, a hidden state or a gradient of one, as compute has them."""
+        return 2 if self.dtype == "bf16" else 4
+
+    def tile_of(self, settings: StepSettings) -> int | None:
+        """Return the tokens of a tile, where micro-batches have several; None: full rows."""
+        tile, longest = settings.tile_tokens, min(settings.micro_batch_tokens, self.step_tokens)
+        if tile is None or tile >= longest or self.compiled or not self.model.tiled:
+            return None
+        return tile
+
+    def taped_bytes(self, settings: StepSettings) -> list[int]:
+        """Return the bytes of one block input of each micro-batch."""
+        per_token = self.model.hidden * self.element_bytes
+        return [tokens * per_token for tokens in self.micro_sizes(settings.micro_batch_tokens)]
+
+    def distinct_tokens(self) -> int:
+        """Return the most rows of the embedding that one step needs."""
+        return min(self.model.vocab, self.step_tokens)
 
     def kinds(self, settings: StepSettings) -> tuple[Kind, ...]:
         """Return what a store keeps for each param."""

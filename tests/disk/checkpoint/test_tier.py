@@ -26,7 +26,7 @@ from megatrain.memory.store import open_store
 from megatrain.memory.tier import Scratch
 from megatrain.models.decoder import Block, Param
 from megatrain.optim.states import STATES, WITH_CLIP, M, V
-from megatrain.planning.bytes import SAVE_BYTES, TIER_SAVE_BYTES
+from megatrain.planning.memory.predicted import SAVE_BYTES, TIER_SAVE_BYTES
 from megatrain.step.ops import Role
 from testkit.faulty_os import READS, faulty
 from tests.disk.checkpoint.saving import tiny_model

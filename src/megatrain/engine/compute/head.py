@@ -9,7 +9,7 @@ count it, because no loss that can be configured needs it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from megatrain.engine.batch import MicroBatch
-from megatrain.engine.compute.graph import gradients_of
+from megatrain.engine.compute.tail import Tail
 from megatrain.engine.machine import Machine
 from megatrain.losses.head import (
     TrainedRows,
@@ -68,16 +68,14 @@ class Head:
         machine.gradients.begin(op)
         leaves = machine.weights.leaves(op)
         given = hidden.detach().requires_grad_(op.passes_gradient)
-        with torch.enable_grad():
-            rows = machine.edges.tail(leaves, given)
-        d_rows = self._through_logits(micro, rows.detach(), self._projection(op))
-        return self._through_tail(leaves, given, rows, d_rows)
+        tail = Tail(machine.edges, leaves, given, machine.settings.tile_tokens)
+        d_rows = self._through_logits(micro, tail.rows(), self._projection(op))
+        return tail.back(d_rows, machine.gradients.add)
 
     def score(self, op: Op, hidden: Tensor) -> None:
         """Compute the loss and what the pieces of the vocabulary need to know of each other."""
         machine, micro = self._machine, _micro(op)
-        with torch.no_grad():
-            rows = machine.edges.tail(machine.weights.of(op), hidden)
+        rows = self._rows(op, hidden)
         inputs = self._loss_inputs(micro)
         trained = self._trained(micro, inputs.targets)
         sums = row_sums(rows, trained, self._projection(op), op.num_pieces)
@@ -104,12 +102,12 @@ class Head:
         scored = self._scored.pop(micro) if op.is_last_piece else self._scored[micro]
         leaves = machine.weights.leaves(op)
         given = scored.hidden.detach().requires_grad_(op.passes_gradient)
-        with torch.set_grad_enabled(op.is_last_piece):
-            rows = machine.edges.tail(leaves, given)
+        tail = Tail(machine.edges, leaves, given, machine.settings.tile_tokens)
         projection = self._projection(op)
         tokens = vocabulary_pieces(len(projection.weight), op.num_pieces)[op.piece]
+        rows = tail.rows(goes_back=op.is_last_piece)
         piece_gradients(
-            rows.detach(),
+            rows,
             scored.trained,
             scored.weights,
             scored.log_sums,
@@ -122,13 +120,12 @@ class Head:
             return None
         d_rows = scored.d_rows.to(rows.dtype)
         del scored  # its sum is as large as the hidden states, or twice
-        return self._through_tail(leaves, given, rows, d_rows)
+        return tail.back(d_rows, machine.gradients.add)
 
     def evaluate(self, op: Op, hidden: Tensor) -> None:
         """Compute the log-probabilities of a micro-batch's targets."""
         machine, micro = self._machine, _micro(op)
-        with torch.no_grad():
-            rows = machine.edges.tail(machine.weights.of(op), hidden)
+        rows = self._rows(op, hidden)
         del hidden  # before there are logits
         targets = self._loss_inputs(micro).targets
         trained, projection = self._trained(micro, targets), self._projection(op)
@@ -183,16 +180,11 @@ class Head:
         self.losses[micro] = to_host(loss)
         self.figures[micro] = {name: to_host(figure) for name, figure in found.figures.items()}
 
-    def _through_tail(
-        self, leaves: Mapping[str, Tensor], given: Tensor, rows: Tensor, d_rows: Tensor
-    ) -> Tensor | None:
-        """Add up the gradients of what is before the projection; return that of `given`."""
-        weights = self._machine.weights
-        projection = (weights.head_weight, weights.head_bias)
-        tail = {name: tensor for name, tensor in leaves.items() if name not in projection}
-        grads = gradients_of([(rows, d_rows)], tail, given)
-        self._machine.gradients.add(grads.params)
-        return grads.given
+    def _rows(self, op: Op, hidden: Tensor) -> Tensor:
+        """Return the rows that the output projection gets, to go forward only."""
+        machine = self._machine
+        tail = Tail(machine.edges, machine.weights.of(op), hidden, machine.settings.tile_tokens)
+        return tail.rows(goes_back=False)
 
     def _projection(self, op: Op) -> Projection:
         machine = self._machine

@@ -16,7 +16,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from megatrain.errors import ModelConfigError
-from megatrain.planning.model.dimensions import attention_of, expert_counts, layer_windows, role_of
+from megatrain.planning.model.dimensions import (
+    attention_of,
+    declared_positions,
+    expert_counts,
+    layer_windows,
+    role_of,
+)
 from megatrain.planning.model.shapes import BlockShape, ModelShape, TensorShape
 
 
@@ -45,6 +51,8 @@ class Family:
     fused_mlp: bool = False
     """One matrix for gate and up."""
     sinks: bool = False
+    by_document: bool = True
+    """Packed documents are attended to one by one, without a mask for the row."""
     tied: bool = False
     """Unless the config sets another value."""
     head_bias: bool = False
@@ -106,7 +114,7 @@ FAMILIES: dict[str, Family] = {
         _PLAIN, norm_bias=True, gated=False, attention_bias=True, attention_bias_o=True
     ),
     "llama4_text": replace(
-        _PLAIN, attention_bias=True, attention_bias_o=True, moe="every"
+        _PLAIN, attention_bias=True, attention_bias_o=True, moe="every", by_document=False
     ),
 }  # fmt: skip
 _MAX_LAYERS = 256
@@ -167,6 +175,8 @@ def _shape(facts: dict[str, Any], family: Family, name: str) -> ModelShape:
         layer_kinds=tuple(kinds),
         head=BlockShape(tensors=tuple(head)),
         tied=tied,
+        by_document=family.by_document,
+        positions=declared_positions(facts),
     )
 
 

@@ -18,6 +18,13 @@ def role_of(name: str, shape: tuple[int, ...]) -> ParamRole:
     return "matrix" if len(shape) == 2 else "vector"
 
 
+def declared_positions(facts: dict[str, Any]) -> int | None:
+    """Return the longest row that the model was made for; None where its config has none."""
+    names = ("max_position_embeddings", "n_positions", "max_seq_len")
+    found = (facts[name] for name in names if isinstance(facts.get(name), int))
+    return next(found, None)
+
+
 def expert_counts(facts: dict[str, Any]) -> tuple[int, int]:
     """Return how many experts a layer has and how many of them a token uses."""
     names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")

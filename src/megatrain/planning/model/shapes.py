@@ -105,6 +105,19 @@ class BlockShape:
     def is_trained(self) -> bool:
         return any(tensor.trained for tensor in self.tensors)
 
+    @cached_property
+    def attention_params(self) -> int:
+        """Elements of its matrices before attention and behind it, feed-forward apart."""
+        return sum(t.num_elements for t in self.tensors if "attn" in t.name and len(t.shape) > 1)
+
+    def params_around_attention(self, hidden: int) -> tuple[int, int]:
+        """Return the params whose results attention gets, and all others."""
+        if self.attention is None:
+            return 0, self.params
+        out = self.attention.heads * self.attention.value_dim * hidden
+        before = max(0, self.attention_params - out)
+        return before, self.params - before
+
     def _share(self, tensor: TensorShape) -> float:
         if tensor.role == "experts" and self.num_experts:
             return self.experts_per_token / self.num_experts
@@ -159,6 +172,12 @@ class ModelShape:
     """The output projection is the embedding's table."""
     weights: str = ""
     """What must be done to its published weights before they can be trained."""
+    by_document: bool = True
+    """Packed rows are attended to document by document, without masks (models/documents.py)."""
+    tiled: bool = True
+    """Its layers can be cut into tiles of tokens (models/tiling)."""
+    positions: int | None = None
+    """Of a row, as far as the model declares them."""
 
     @property
     def num_layers(self) -> int:

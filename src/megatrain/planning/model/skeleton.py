@@ -8,7 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from megatrain.planning.model.dimensions import attention_of, expert_counts, layer_windows, role_of
+from megatrain.planning.model.dimensions import (
+    attention_of,
+    declared_positions,
+    expert_counts,
+    layer_windows,
+    role_of,
+)
 from megatrain.planning.model.shapes import BlockShape, ModelShape, ParamRole, TensorShape
 
 if TYPE_CHECKING:
@@ -17,6 +23,8 @@ if TYPE_CHECKING:
 
 def shape_of(decoder: Decoder, name: str = "") -> ModelShape:
     """Return the shape of a decoder, tensor by tensor."""
+    from megatrain.models.documents import BY_DOCUMENT
+
     config = decoder.config
     facts = dict(config.to_dict())
     first, *layers, last = decoder.blocks
@@ -40,6 +48,8 @@ def shape_of(decoder: Decoder, name: str = "") -> ModelShape:
         layer_kinds=tuple(kinds),
         head=BlockShape(tensors=tuple(_tensor(param, "", None) for param in last.params)),
         tied=decoder.tied,
+        by_document=str(config.model_type) in BY_DOCUMENT,
+        positions=declared_positions(facts),
     )
 
 

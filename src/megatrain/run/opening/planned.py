@@ -13,6 +13,7 @@ Laws (tests/run/opening/test_planned.py)
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from megatrain.config import Config
 from megatrain.devices.device import Device
 from megatrain.memory.host import free_bytes, give_back_at_once, peak_resident_bytes, resident_bytes
 from megatrain.models.decoder import Decoder
+from megatrain.models.template import Template
 from megatrain.planning.from_config import (
     free_on_disk,
     pins_of,
@@ -78,6 +80,9 @@ def plan_run(
         pins |= dict.fromkeys(kept, UNCHANGED)
     workload = workload_of(config, model)
     plan = _planned(machine, workload, settings, pins)
+    if plan.settings.tile_tokens is not None and not _can_be_cut(decoder):
+        workload = replace(workload, model=replace(model, tiled=False))
+        plan = _planned(machine, workload, settings, pins)
     if not plan.fits and pins.get("state") == UNCHANGED:
         del pins["state"]
         other = _planned(machine, workload, settings, pins)
@@ -87,6 +92,11 @@ def plan_run(
     if not device.own_memory and plan.profile.ram_bytes < TIGHT * plan.ledger.total("host"):
         give_back_at_once()
     return plan if size is None else plan.with_step_reason(size.reason)
+
+
+def _can_be_cut(decoder: Decoder) -> bool:
+    """Return whether all layers run over tiles: those that do not take as much as full rows."""
+    return None not in Template(decoder, tiled=True).cuts
 
 
 def _machine(config: Config, device: Device) -> MachineProfile:

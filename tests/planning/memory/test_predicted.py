@@ -10,7 +10,6 @@ import pytest
 
 from benchmarks.plan.configurations import Configuration
 from benchmarks.plan.memory import GIVING_BACK, MEMORY_TARGETS, measure_memory
-from megatrain.engine import gradients, tape
 from megatrain.memory.kinds import kinds_on_disk, store_kinds
 from megatrain.memory.layout import build_layout
 from megatrain.memory.ledger import Ledger
@@ -19,36 +18,15 @@ from megatrain.memory.tier import Tier
 from megatrain.memory.tier_regions import TierRegions
 from megatrain.memory.tier_ring import TierRing
 from megatrain.optim.states import ADAMW, WITH_CLIP
-from megatrain.planning import bytes as ledger
-from megatrain.planning.bytes import device_lines, predicted_ledger, store_lines
+from megatrain.planning.memory.predicted import predicted_ledger, store_lines
 from megatrain.planning.model.skeleton import shape_of
 from megatrain.planning.simulate import step_shape
 from megatrain.planning.workload import Workload
 from megatrain.step.resources import block_places
-from megatrain.step.settings import PART_ELEMENTS, StepSettings
-from testkit.cases import of_the_day
+from megatrain.step.settings import StepSettings
 from testkit.lion import EIGHT_BIT, LION
 from testkit.machines import DESKTOP, EIGHT, PROCESSOR
-from testkit.pair_loss import PairLoss, with_pairs
-from testkit.rehearsal import device_ledger
 from testkit.rehearsed import SMALL, decoder_of
-
-TAKEN_APART = ("gemma2", "gpt_oss", "deepseek_v3")
-"""Attention by pieces, or through narrow keys: counted with more room."""
-BATCHES = [
-    # dtype, rows, length, micro-batches, chunk, tape, vocabulary
-    ("bf16", 2, 256, 1, 4096, "device", 1000),
-    ("bf16", 1, 256, 3, 128, "host", 1000),
-    ("fp32", 2, 128, 2, 4096, "device", 1000),
-    ("bf16", 1, 64, 1, 4096, "device", 1000),
-    ("bf16", 2, 256, 1, 128, "host", 20000),
-]
-
-
-def test_numbers_of_modules_that_need_torch() -> None:
-    assert ledger.PLANNED_OUTBOX_BYTES == gradients.OUTBOX_BYTES
-    assert ledger.PLANNED_PART_ELEMENTS == PART_ELEMENTS
-    assert ledger.TAPE_ALIGNMENT == tape.ALIGNMENT
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -88,73 +66,6 @@ def test_the_ring_of_the_tier_to_the_byte(tmp_path: Path, family: str, tier: Any
         assert planned.num_bytes == ring.num_bytes
     finally:
         store.close()
-
-
-@pytest.mark.parametrize("batch", of_the_day(BATCHES, 1), ids=str)
-@pytest.mark.parametrize("family", SMALL)
-def test_the_device_against_its_rehearsal(
-    family: str, batch: tuple[str, int, int, int, int, str, int]
-) -> None:
-    dtype, rows, length, num_micro, chunk, place, vocabulary = batch
-    decoder = decoder_of(family, dtype, vocab_size=vocabulary)
-    workload = Workload(
-        model=shape_of(decoder),
-        step_tokens=num_micro * rows * length,
-        sequence=length,
-        dtype=dtype,  # type: ignore[arg-type]
-        packed=True,
-    )
-    settings = StepSettings(micro_batch_tokens=rows * length, tape=place, chunk_tokens=chunk)  # type: ignore[arg-type]
-    shape = replace(step_shape(settings, workload, unified=False), update="none")
-    shapes = [(rows, length)] * num_micro
-    real = device_ledger(decoder, build_layout(decoder.blocks, WITH_CLIP), shape, shapes, chunk)
-    found = Ledger(device_lines(workload, settings, unified=False))
-    exact = {line.purpose: line.num_bytes for line in real.lines}
-    for line in found.lines:
-        if line.purpose != "working memory":
-            assert line.num_bytes == exact[line.purpose], line.purpose
-    allowed = 0.2 if family in TAKEN_APART else 0.05
-    assert found.total("device") == pytest.approx(real.total("device"), rel=allowed)
-
-
-@pytest.mark.parametrize(("chunk", "vocabulary"), [(4096, 1000), (128, 20000)])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_a_loss_that_needs_log_probabilities_adds_a_few_numbers_per_token(
-    family: str, chunk: int, vocabulary: int
-) -> None:
-    """The first pass over the logits is smaller than the second, which the ledger counts."""
-    decoder = decoder_of(family, "bf16", vocab_size=vocabulary)
-    layout = build_layout(decoder.blocks, WITH_CLIP)
-    shape = replace(
-        step_shape(
-            StepSettings(micro_batch_tokens=512, chunk_tokens=chunk),
-            Workload(model=shape_of(decoder), step_tokens=512, sequence=256, packed=True),
-            unified=False,
-        ),
-        update="none",
-    )
-    once, twice = (
-        device_ledger(decoder, layout, shape, [(2, 256)], chunk, *passes).total("device")
-        for passes in ((), (PairLoss(), with_pairs))
-    )
-    assert once <= twice <= once + 512 * 6 * 4
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_scores_that_eager_attention_keeps_are_counted(family: str, dtype: Any) -> None:
-    decoder = decoder_of(family, dtype, attn="eager")
-    workload = Workload(
-        model=shape_of(decoder), step_tokens=512, sequence=512, dtype=dtype, packed=True,
-        attn="eager",
-    )  # fmt: skip
-    settings = StepSettings(micro_batch_tokens=512)
-    shape = replace(step_shape(settings, workload, unified=False), update="none")
-    real = device_ledger(decoder, build_layout(decoder.blocks, WITH_CLIP), shape, [(1, 512)])
-    found = Ledger(device_lines(workload, settings, unified=False)).total("device")
-    assert 0.98 * real.total("device") < found < 1.12 * real.total("device")
-    fused = Ledger(device_lines(replace(workload, attn="sdpa"), settings, unified=False))
-    assert fused.total("device") < 0.8 * found
 
 
 @pytest.mark.parametrize(

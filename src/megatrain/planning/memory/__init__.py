@@ -1,0 +1,1 @@
+"""The memory of a run from sizes alone: its ledger before anything exists."""

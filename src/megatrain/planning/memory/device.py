@@ -1,0 +1,109 @@
+"""The device's memory by purpose: what is reserved before a step, and the working memory.
+
+    weight slots      of the layers, in turns; of embedding and head, one each
+    gradient slots    fp32 sums: one or two for the layers, one for embedding and head
+    embedding rows    those of a step's tokens, where they are gathered
+    outbox, tape      engine/gradients.py, engine/tape.py
+
+Laws (tests/planning/memory/test_device.py)
+    1. Slots, tape and outbox are those of a rehearsal, to the byte.
+    2. Working memory is that of a rehearsal within 10 %.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatrain.memory.ledger import Line
+from megatrain.planning.memory.head import piece_elements
+from megatrain.planning.memory.kernels import Kernels
+from megatrain.planning.memory.working import working_bytes
+from megatrain.planning.workload import Workload
+from megatrain.step.settings import StepSettings
+
+PLANNED_OUTBOX_BYTES = 64 << 20
+TAPE_ALIGNMENT = 256
+"""As in engine/gradients.py and engine/tape.py, which need torch; a test holds them equal."""
+
+
+def device_lines(
+    workload: Workload, settings: StepSettings, kernels: Kernels, *, unified: bool
+) -> Iterator[Line]:
+    """Yield the device's memory by purpose; their sum is the peak."""
+    sizes = {"working memory": working_bytes(workload, settings, kernels, unified=unified)}
+    if unified:
+        sizes |= _unified_bytes(workload, settings)
+    else:
+        sizes |= _slot_bytes(workload, settings)
+    for purpose, num_bytes in sizes.items():
+        yield Line(place="device", purpose=purpose, num_bytes=round(num_bytes))
+
+
+def _slot_bytes(workload: Workload, settings: StepSettings) -> dict[str, float]:
+    model, dtype = workload.model, workload.dtype
+    largest = max(layer.weight_bytes(dtype) for layer in model.structures)
+    slots = settings.slots * largest + model.head.weight_bytes(dtype)
+    rows = 0
+    if settings.gather_embedding:
+        rows = workload.distinct_tokens() * model.hidden * workload.element_bytes
+    else:
+        slots += model.embedding.weight_bytes(dtype)
+    kinds = (model.embedding, *model.structures, model.head)
+    gradients = max(block.gradient_bytes(dtype) for block in kinds)
+    sizes = workload.taped_bytes(settings)
+    taped = [-(-size // TAPE_ALIGNMENT) * TAPE_ALIGNMENT for size in sizes]
+    on_host = settings.tape == "host"
+    tape = settings.tape_slots * max(taped) if on_host else model.num_layers * sum(taped)
+    return {
+        "weight slots": slots,
+        "gradient slots": _grad_slot_bytes(workload, settings),
+        "embedding rows": rows,
+        "outbox": min(PLANNED_OUTBOX_BYTES, gradients),
+        "tape": tape,
+    }
+
+
+def _grad_slot_bytes(workload: Workload, settings: StepSettings) -> int:
+    """Return the fp32 sums: those that layers take turns with, and those of the edges.
+
+    Pieces of the head, and then the embedding's rows too, take turns with the layers.
+    """
+    model, pieces = workload.model, settings.head_pieces
+    sizes = [structure.trained_elements() for structure in model.structures]
+    turns = [sizes[kind] for kind in reversed(model.layer_kinds) if sizes[kind]]
+    embedding, head = model.embedding.trained_elements(), model.head.trained_elements()
+    if settings.gather_embedding:
+        embedding = min(embedding, workload.distinct_tokens() * model.hidden)
+    edges = [embedding, head]
+    if pieces > 1:
+        turns = [*piece_elements(model, pieces), *turns]
+        edges = [] if settings.gather_embedding else [embedding]
+        turns += [embedding] if settings.gather_embedding else []
+    slots = [
+        max(turns[slot :: settings.grad_slots], default=0) for slot in range(settings.grad_slots)
+    ]
+    return 4 * (sum(slots) + (sum(edges) if model.tied else max(edges, default=0)))
+
+
+def _unified_bytes(workload: Workload, settings: StepSettings) -> dict[str, float]:
+    """Return what compute on the host's own memory holds beside its working memory.
+
+    A sum of one part is that part, so gradient slots are written only where there are several: of
+    the layers with several micro-batches or tiles, of the output projection with several chunks
+    too. Two layers' gradients exist while the one before is drained.
+    """
+    model, dtype = workload.model, workload.dtype
+    num_micro = workload.num_micro(settings.micro_batch_tokens)
+    edge = 4 * model.vocab * model.hidden
+    row = min(settings.micro_batch_tokens, workload.step_tokens)
+    chunked = row > settings.chunk_tokens
+    tiled = workload.tile_of(settings) is not None
+    several = num_micro > 1
+    sums = _grad_slot_bytes(workload, settings) if several or tiled else 0
+    if chunked or model.tied:
+        sums = max(sums, edge)
+    waiting = max(layer.gradient_bytes(dtype) for layer in model.structures)
+    if model.tied and not several and not chunked:  # the head's part, until the embedding's comes
+        waiting += model.embedding.gradient_bytes(dtype)
+    tape = model.num_layers * sum(workload.taped_bytes(settings))
+    return {"gradient slots": sums, "waiting gradients": waiting, "tape": tape}

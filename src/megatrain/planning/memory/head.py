@@ -1,0 +1,57 @@
+"""The head at its largest: rows, logits of one chunk, and gradients of the projection.
+
+    through the logits   rows and their gradient, one chunk's logits, and either its scores in fp32
+                         (losses/head.py) or the gradient of a part of the table; on the host's own
+                         memory of the whole table, for that is itself the sum
+    back through a norm  what autograd makes of the norm before the projection (compute/tail.py)
+
+By pieces of the vocabulary logits are a piece wide, and the rows of all micro-batches have their
+gradient in fp32 until the last piece (losses/pieces.py). Over tiles a norm is a tile long.
+"""
+
+from __future__ import annotations
+
+from megatrain.planning.memory.kernels import Kernels
+from megatrain.planning.model.shapes import ModelShape
+from megatrain.planning.workload import Workload
+from megatrain.step.settings import StepSettings, vocabulary_pieces
+
+
+def head_bytes(
+    workload: Workload, settings: StepSettings, kernels: Kernels, tokens: int, *, unified: bool
+) -> float:
+    """Return what the head holds at its largest, with a micro-batch of so many tokens."""
+    model, width = workload.model, workload.element_bytes
+    hidden, chunk = model.hidden * width, min(tokens, settings.chunk_tokens)
+    vocab = -(-model.vocab // settings.head_pieces)
+    logits = chunk * vocab * width
+    at_once = max(vocab, min(kernels.part_elements, logits // width))
+    scoring = float(_score_width(width, settings) * at_once)
+    if at_once < logits // width and width == 2:
+        scoring += 4 * at_once  # the values of the part before
+    table = vocab * model.hidden
+    going_back = width * (table if unified else min(table, kernels.part_elements))
+    tile = workload.tile_of(settings)
+    kept, made = (6, 15) if width == 2 else (5, 9)
+    through, back = tokens * kept * hidden, tokens * made * hidden
+    if tile is not None:
+        through, back = 3 * tokens * hidden, (2 * tokens + tile * (made - 1)) * hidden
+    if settings.head_pieces > 1:
+        through += tokens * (4 * model.hidden - hidden)  # the gradient of rows is in fp32
+        waiting = 4 * model.hidden * (workload.step_tokens - tokens)
+        through, back = through + waiting, back + waiting
+    return max(through + 2 * chunk * hidden + logits + max(scoring, going_back), back)
+
+
+def _score_width(width: int, settings: StepSettings) -> int:
+    """Return the bytes of a logit that is scored: fp32 beside it, and a gradient to begin with."""
+    widened = 4 if width == 2 else 0
+    return widened if settings.head_pieces > 1 else widened + 4
+
+
+def piece_elements(model: ModelShape, num_pieces: int) -> list[int]:
+    """Return the elements of the head's params that add up with each piece, padding included."""
+    others = max(0, model.head.trained_elements() - model.vocab * model.hidden)
+    pieces = vocabulary_pieces(model.vocab, num_pieces)
+    sizes = [(tokens.stop - tokens.start) * model.hidden for tokens in pieces]
+    return [*sizes[:-1], sizes[-1] + others]  # with the last: norm and bias

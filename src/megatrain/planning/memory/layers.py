@@ -1,0 +1,144 @@
+"""A layer's backward at its largest: tensors that its recompute kept, and their gradients.
+
+    full rows   of the feed-forward and of attention all that recompute kept is there at once
+    tiles       of the full row there is what attention gets and gives, and its gradients; all else
+                is a tile long, and the gradients of params come in several parts
+
+Bytes per token are those of the usual layer: norms that widen, a gated feed-forward.
+"""
+
+from __future__ import annotations
+
+from megatrain.planning.memory.kernels import Kernels
+from megatrain.planning.model.shapes import AttentionShape, BlockShape
+from megatrain.planning.workload import Workload
+from megatrain.step.settings import StepSettings
+
+
+def layer_bytes(
+    block: BlockShape, workload: Workload, settings: StepSettings, kernels: Kernels
+) -> float:
+    """Return what the backward of a layer holds at its largest, with the longest micro-batch."""
+    tokens = max(workload.micro_sizes(settings.micro_batch_tokens))
+    tile = workload.tile_of(settings)
+    if tile is None or block.attention is None:
+        return _full_rows(block, workload, tokens, kernels)
+    return _tiled(block, block.attention, workload, tokens, tile, kernels)
+
+
+def _full_rows(block: BlockShape, workload: Workload, tokens: int, kernels: Kernels) -> float:
+    hidden, width = workload.model.hidden, workload.element_bytes
+    kept, attending = _kept_per_token(block, workload, tokens)
+    gradients = block.gradient_bytes(workload.dtype)
+    at_end = tokens * (kept + hidden * width) + gradients
+    if block.num_experts:
+        at_end += tokens * attending / 2
+        return max(_feed_forward(block, workload, tokens, kept), at_end)
+    if kernels.accumulates and block.attention is not None:
+        attending += _accumulated(block.attention, width)
+    in_attention = tokens * (kept + attending) + gradients - width * block.attention_params / 2
+    return max(_feed_forward(block, workload, tokens, kept), in_attention, at_end)
+
+
+def _feed_forward(block: BlockShape, workload: Workload, tokens: int, kept: float) -> float:
+    """Return its backward, where recompute kept so much per token beside it."""
+    hidden, width = workload.model.hidden, workload.element_bytes
+    inner = 6 * width * block.inner
+    out = width * _largest_matrix(block, "down")
+    if not block.num_experts:
+        return tokens * (kept + inner) + out
+    routed = block.experts_per_token * hidden * width
+    return max(tokens * (kept + inner + 2 * routed) + out, tokens * (kept + inner + 4 * routed))
+
+
+def _tiled(
+    block: BlockShape,
+    attention: AttentionShape,
+    workload: Workload,
+    tokens: int,
+    tile: int,
+    kernels: Kernels,
+) -> float:
+    """Return the largest of three: attention's own backward, and the tiles on either side of it."""
+    hidden, width = workload.model.hidden, workload.element_bytes
+    norms = _num_norms(block, hidden)
+    made = width * (attention.query_width + attention.kv_width)
+    mixed = width * attention.heads * attention.value_dim
+    scores = attention.heads * min(workload.sequence, tokens)
+    held, added = _score_bytes(workload, attention.score_bytes)
+    kept = made + mixed + 4 * attention.heads + scores * held
+    back = mixed + made + scores * added
+    if kernels.accumulates:
+        back += _accumulated(attention, width)
+    elif workload.masked:  # keys and values are repeated for each query head
+        kept += _expanded(attention, width)
+        back += _expanded(attention, width) - width * attention.kv_width
+    d_hidden = hidden * width
+    before = hidden * (width + _norm_bytes(width)) + 3 * made
+    after = hidden * (2 * width + _norm_bytes(width) * max(1, norms - 1)) + 2 * mixed
+    before_params, after_params = block.params_around_attention(hidden)
+    after_tile = max(
+        _feed_forward(block, workload, tile, after),
+        tile * (after + d_hidden) + width * after_params,
+    )
+    return max(
+        tokens * (d_hidden + kept + back),
+        tokens * (d_hidden + kept + mixed) + after_tile,
+        tokens * (d_hidden + made) + tile * before + width * before_params,
+    )
+
+
+def _expanded(attention: AttentionShape, width: int) -> int:
+    """Return the bytes per token of keys and values, each once for every query head it serves."""
+    if attention.kv_heads == attention.heads:
+        return 0
+    return width * attention.heads * (attention.head_dim + attention.value_dim)
+
+
+def _accumulated(attention: AttentionShape, width: int) -> int:
+    """Return what a fused kernel has beside its results: dQ in fp32, dK and dV by query head."""
+    return 4 * attention.query_width + _expanded(attention, width)
+
+
+def _kept_per_token(block: BlockShape, workload: Workload, tokens: int) -> tuple[float, float]:
+    """Return what recompute keeps beside the feed-forward, and what attention's backward adds."""
+    hidden, width = workload.model.hidden, workload.element_bytes
+    kept: float = hidden * (2 * width + _norm_bytes(width) * _num_norms(block, hidden))
+    attention = block.attention
+    if attention is None:
+        return kept, 0.0
+    queries = attention.query_width
+    latent = attention.value_dim != attention.head_dim
+    repeated = workload.masked or workload.attn == "eager" or attention.score_bytes
+    seen = queries if repeated else attention.kv_heads * attention.head_dim
+    kept += (10 * queries if latent else 2 * (queries + seen)) * width + 4 * attention.heads
+    if any("q_norm" in tensor.name for tensor in block.tensors):
+        kept += (4 + width) * (queries + attention.kv_heads * attention.head_dim)
+    scores = attention.heads * min(workload.sequence, tokens)
+    held, made = _score_bytes(workload, attention.score_bytes)
+    return kept + scores * held, 4.0 * width * (queries + seen) + scores * made
+
+
+def _num_norms(block: BlockShape, hidden: int) -> int:
+    return sum(1 for t in block.tensors if t.name.endswith("weight") and t.shape == (hidden,))
+
+
+def _norm_bytes(width: int) -> int:
+    """Return what a norm keeps of each element: in bf16 also a copy in fp32."""
+    return 4 + 2 * width if width == 2 else 10
+
+
+def _score_bytes(workload: Workload, of_family: int) -> tuple[int, int]:
+    """Return the bytes per score that recompute keeps, and that attention's backward adds.
+
+    A fused kernel keeps none. Eager attention keeps its softmax, in fp32 and in the model's dtype,
+    and makes as much again on the way back.
+    """
+    if workload.attn != "eager" or of_family:
+        return of_family, 0
+    return (6, 6) if workload.dtype == "bf16" else (4, 6)
+
+
+def _largest_matrix(block: BlockShape, name: str) -> int:
+    found = (t.num_elements for t in block.tensors if name in t.name and len(t.shape) > 1)
+    return max(found, default=max((t.num_elements for t in block.tensors), default=0))

@@ -1,0 +1,144 @@
+"""The ledger before anything exists: bytes by place and purpose, from sizes alone.
+
+    host      Python and libraries, the store, a host tape, rings, save buffers
+    pinned    of the host's, what copies must reach: weights and waiting gradients
+    device    slots, gradient slots, outbox, tape, and the working memory of compute
+    tier      what of the store is on disk while a run lasts
+    disk      checkpoints and the exported model
+
+All but the working memory is exact. Where the machine's device is the host itself, the device's
+lines are the host's.
+
+Laws (tests/planning/memory/test_predicted.py)
+    1. The store's lines are those of the layout, to the byte.
+    2. More of anything never needs less: tokens, slots, chunks, tiles, layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from megatrain.memory.kinds import Kind
+from megatrain.memory.ledger import Ledger, Line
+from megatrain.planning.machine.profile import MachineProfile
+from megatrain.planning.memory.device import device_lines
+from megatrain.planning.memory.kernels import CARD_KERNELS, HOST_KERNELS
+from megatrain.planning.model.shapes import PLANNED_PAGE, BlockShape, Dtype, ModelShape
+from megatrain.planning.workload import Workload
+from megatrain.step.settings import StepSettings
+
+KEPT_CHECKPOINTS = 2
+SAVE_BYTES = 64 << 20
+"""What writing a checkpoint or an export holds beside the store."""
+TIER_SAVE_BYTES = 64 << 20
+"""More, where the state comes from a disk tier, a few chunks ahead of the writer."""
+
+
+def predicted_ledger(profile: MachineProfile, workload: Workload, settings: StepSettings) -> Ledger:
+    """Return all bytes of a run."""
+    host = [
+        Line(place="host", purpose="Python and libraries", num_bytes=profile.base_bytes),
+        *store_lines(workload, settings),
+        *_ring_lines(profile, workload, settings),
+        *_tier_ring_lines(workload, settings),
+        Line(place="host", purpose="save buffers", num_bytes=_save_bytes(settings)),
+    ]
+    on_host = profile.unified or not profile.device_bytes
+    kernels = HOST_KERNELS if on_host else CARD_KERNELS
+    device = list(device_lines(workload, settings, kernels, unified=profile.unified))
+    disk = _disk_lines(workload, settings)
+    if on_host:
+        return Ledger([*host, *(_moved(line) for line in device), *disk])
+    return Ledger([*host, *_pinned_lines(workload, settings), *device, *disk])
+
+
+def _save_bytes(settings: StepSettings) -> int:
+    return SAVE_BYTES + (TIER_SAVE_BYTES if settings.tier != "none" else 0)
+
+
+def _moved(line: Line) -> Line:
+    return Line(place="host", purpose=line.purpose, num_bytes=line.num_bytes)
+
+
+# The host.
+
+
+def store_lines(workload: Workload, settings: StepSettings) -> Iterator[Line]:
+    """Yield the arenas of the store, in host memory or in the tier."""
+    blocks = list(_counted(workload.model))
+    on_disk = workload.kinds_on_disk(settings)
+    for kind in workload.kinds(settings):
+        total = sum(
+            count * _pages(_arena_bytes(kind, block, workload.dtype)) for block, count in blocks
+        )
+        place = "tier" if kind in on_disk else "host"
+        yield Line(place=place, purpose=kind.purpose, num_bytes=total)
+
+
+def _tier_ring_lines(workload: Workload, settings: StepSettings) -> Iterator[Line]:
+    """Yield the host buffers between disk and updates: of layers in turns, and one of the edges."""
+    model, kinds = workload.model, workload.kinds_on_disk(settings)
+    if not kinds:
+        return
+    slots = settings.shape(num_blocks=model.num_blocks, copying=True).tier_slots
+    layers = max(_region_bytes(kinds, layer, workload.dtype) for layer in model.structures)
+    edges = [_region_bytes(kinds, edge, workload.dtype) for edge in (model.embedding, model.head)]
+    yield Line(place="host", purpose="tier ring", num_bytes=slots * layers + max(edges))
+
+
+def _region_bytes(kinds: Iterable[Kind], block: BlockShape, dtype: Dtype) -> int:
+    """Return what a block has on disk."""
+    return sum(_pages(_arena_bytes(kind, block, dtype)) for kind in kinds)
+
+
+def _arena_bytes(kind: Kind, block: BlockShape, dtype: Dtype) -> int:
+    trained = None if kind.is_for_frozen else True
+    return round(
+        sum(
+            kind.bytes_per_element(is_fp32=fp32) * block.elements(dtype, fp32=fp32, trained=trained)
+            for fp32 in (False, True)
+        )
+    )
+
+
+def _counted(model: ModelShape) -> Iterator[tuple[BlockShape, int]]:
+    yield model.embedding, 1
+    for kind, structure in enumerate(model.structures):
+        yield structure, model.layer_kinds.count(kind)
+    yield model.head, 1
+
+
+def _pages(num_bytes: int) -> int:
+    return -(-num_bytes // PLANNED_PAGE) * PLANNED_PAGE
+
+
+def _ring_lines(
+    profile: MachineProfile, workload: Workload, settings: StepSettings
+) -> Iterator[Line]:
+    """Yield the tape on the host, and gradients on their way to an update or to the disk."""
+    model, dtype = workload.model, workload.dtype
+    if settings.tape == "host" and not profile.unified:
+        total = model.num_layers * sum(workload.taped_bytes(settings))
+        yield Line(place="host", purpose="tape", num_bytes=total)
+    if settings.update == "in_backward" or settings.tier == "gradients":
+        layers = 2 * max(layer.gradient_bytes(dtype) for layer in model.structures)
+        edges = [block.gradient_bytes(dtype) for block in (model.embedding, model.head)]
+        rings = layers + (sum(edges) if model.tied else max(edges))
+        yield Line(place="host", purpose="gradient rings", num_bytes=rings)
+
+
+def _pinned_lines(workload: Workload, settings: StepSettings) -> Iterator[Line]:
+    pinned = (Kind.HI.purpose, Kind.GRAD.purpose)
+    for line in store_lines(workload, settings):
+        if line.place == "host" and line.purpose in pinned:
+            yield replace(line, place="pinned")
+
+
+def _disk_lines(workload: Workload, settings: StepSettings) -> Iterator[Line]:
+    """Yield what a run writes: checkpoints that are kept, one that is being written, an export."""
+    lines = list(store_lines(workload, settings.changed(update="in_backward")))
+    whole = sum(line.num_bytes for line in lines)
+    checkpoints = (KEPT_CHECKPOINTS + 1) * whole
+    yield Line(place="disk", purpose="checkpoints", num_bytes=checkpoints)
+    yield Line(place="disk", purpose="exported model", num_bytes=lines[0].num_bytes)

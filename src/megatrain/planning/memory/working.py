@@ -1,0 +1,69 @@
+"""The working memory of compute: the most that one op holds, and what all of a step holds.
+
+It is the largest of a few moments of a step, counted in bytes per token: of a layer's backward
+(layers.py), of the head's (head.py), and of the embedding's. Beside it there are the hidden states
+of the other micro-batches, and what each micro-batch is given all along.
+
+Law (tests/planning/memory/test_device.py): that of a rehearsal within 10 %.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatrain.planning.memory.head import head_bytes
+from megatrain.planning.memory.kernels import Kernels
+from megatrain.planning.memory.layers import layer_bytes
+from megatrain.planning.workload import Workload
+from megatrain.step.settings import StepSettings
+
+
+def working_bytes(
+    workload: Workload, settings: StepSettings, kernels: Kernels, *, unified: bool
+) -> float:
+    """Return the most that compute holds at once, besides the memory reserved before a step."""
+    sizes = workload.micro_sizes(settings.micro_batch_tokens)
+    tokens = max(sizes)
+    model, width = workload.model, workload.element_bytes
+    moments = [head_bytes(workload, settings, kernels, tokens, unified=unified)]
+    moments += [layer_bytes(layer, workload, settings, kernels) for layer in model.structures]
+    looked_up = workload.distinct_tokens() if settings.gather_embedding else model.vocab
+    moments.append((looked_up + 4 * tokens) * model.hidden * width)
+    if kernels.widens:
+        moments += _widening_moments(workload, settings, tokens)
+    others = (sum(sizes) - tokens) * model.hidden * width
+    given = sum(sizes.count(size) * _given_bytes(workload, size) for size in set(sizes))
+    return max(moments) + others + given
+
+
+def _widening_moments(workload: Workload, settings: StepSettings, tokens: int) -> Iterator[float]:
+    """Yield the moments at which a gradient is added to a sum, and exists in fp32 once more."""
+    model, width = workload.model, workload.element_bytes
+    several, chunked = workload.step_tokens > tokens, tokens > settings.chunk_tokens
+    table = model.vocab * model.hidden
+    rows = 7 * tokens * model.hidden * width
+    if several or chunked:
+        yield rows + table * (width * (1 + chunked) + 4)
+    if several or model.tied:
+        yield rows + table * (width + 4)
+    for layer in model.structures if several else ():
+        largest = max(tensor.num_elements for tensor in layer.tensors)
+        yield rows + layer.gradient_bytes(workload.dtype) + 4 * largest
+
+
+def _given_bytes(workload: Workload, tokens: int) -> float:
+    """Return what a micro-batch keeps all along: tokens, rotary tables, masks if it has any."""
+    model = workload.model
+    total = 32.0 * tokens
+    attention = [layer.attention for layer in model.structures if layer.attention is not None]
+    if attention:
+        total += 2 * workload.element_bytes * tokens * max(shape.head_dim for shape in attention)
+    sequence = min(workload.sequence, tokens)
+    kinds = {shape.window for shape in attention}
+    windows = {window for window in kinds if window is not None and window < sequence}
+    eager = workload.attn == "eager"  # it always has a mask, and adds it: in the model's dtype
+    masks = len(kinds) if workload.masked or eager else len(windows)
+    per_pair = workload.element_bytes if eager else 1
+    if workload.by_document:  # those of one document, while it is attended to
+        return total + (sequence**2 * per_pair if windows or eager else 0)
+    return total + masks * tokens * sequence * per_pair
