@@ -54,14 +54,16 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[Poison]:
     plan: dict[str, Any] = {}
     add = GradSlots.add
 
-    def spoiling_add(self: GradSlots, slot: Any, tenant: Tenant, grads: Any) -> None:
+    def spoiling_add(
+        self: GradSlots, slot: Any, tenant: Tenant, grads: Any, first_row: int = 0
+    ) -> None:
         if plan.get("block") == tenant[0] and plan["times"] > 0:
             plan["skip"] -= 1
             if plan["skip"] < 0:
                 name = next(name for name, grad in grads.items() if grad is not None)
                 grads[name].view(-1)[plan["element"]] = plan["value"]
                 plan["times"] -= 1
-        add(self, slot, tenant, grads)
+        add(self, slot, tenant, grads, first_row)
 
     monkeypatch.setattr(GradSlots, "add", spoiling_add)
 
