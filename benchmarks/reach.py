@@ -1,9 +1,10 @@
 """How far one machine reaches, as `megatrain estimate` predicts it: what docs/scale.md quotes.
 
-python -m benchmarks.reach TABLE    needs, wear or paper
+python -m benchmarks.reach TABLE    needs, wear, rows or paper
 
 needs      host memory by how the optimizer's states are kept
 wear       states on a drive: time and writes
+rows       the longest row that fits, and what a step of it takes: docs/long_context.md
 paper      the claims of the paper that the idea is from, beside ours
 """
 
@@ -12,12 +13,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from benchmarks.tables import print_table
+from megatrain.config.quantities import read_bytes
 from megatrain.memory.ledger import gib
+from megatrain.planning.catalog.asked_machines import find_machine
+from megatrain.planning.catalog.families import shape_from_config
+from megatrain.planning.catalog.known_models import find_known_model
 from megatrain.planning.catalog.reference_machines import GIB
 from megatrain.planning.estimate import estimate
+from megatrain.planning.longest import longest_row
 from megatrain.planning.memory.predicted import predicted_ledger
 from megatrain.planning.search import reserves, shortfalls
 from megatrain.step.settings import StepSettings
+from megatrain.text import duration
 
 UNCLIPPED = "train.max_grad_norm=null"
 STEP = "train.batch_tokens=32k"
@@ -77,6 +84,36 @@ def wear() -> Iterator[str]:
             )
 
 
+LONG = (
+    ("8GB", "128GB"),
+    ("4090", "256GB"),
+    ("5090", "256GB"),
+    ("H100 SXM", "1TB"),
+    ("H200", "1.5TB"),
+    ("GH200", "480GB"),
+)
+"""Card and host memory."""
+
+
+def rows() -> Iterator[str]:
+    """Yield the longest row of a model on a machine, and a step that is this one row."""
+    yield (
+        f"{'model':14}{'card':9}{'RAM':>6}{'longest row':>13}{'tile':>7}{'device':>10}"
+        f"{'a step':>13}{'tok/s':>7}"
+    )
+    for name in ("Llama-3.1-8B", "Qwen2.5-7B"):
+        model = shape_from_config(find_known_model(name).config, name)
+        for gpu, ram in LONG:
+            machine, _ = find_machine(gpu)
+            length = longest_row(machine.profile(ram_bytes=read_bytes(ram)), model)
+            plan = estimate(name, gpu=gpu, ram=ram, seq=length, batch_tokens=length).plan
+            yield (
+                f"{name:14}{gpu:9}{ram:>6}{length:>13,}{plan.settings.tile_tokens or '-':>7}"
+                f"{gib(plan.ledger.total('device')):>10}{duration(plan.step_s):>13}"
+                f"{length / plan.step_s:>7,.0f}"
+            )
+
+
 def paper() -> Iterator[str]:
     """Yield the paper's claims and what is predicted for ours, with settings and price."""
     long = ["data.max_length=512k", "train.batch_tokens=512k", "data.packing=false"]
@@ -119,6 +156,7 @@ def _kept(settings: StepSettings) -> str:
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "needs": needs,
     "wear": wear,
+    "rows": rows,
     "paper": paper,
 }
 

@@ -1,4 +1,4 @@
-"""Every figure of planner.md and scale.md comes from a command in the text, which says the same.
+"""Every figure of planner, scale and long_context comes from a command, which says the same.
 
 `python docs/console.py` writes what the commands print.
 """
