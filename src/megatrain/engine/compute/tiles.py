@@ -141,6 +141,7 @@ class TiledLayer:
             d_weights, d_leaves, d_part = gradients_by(outputs, self._weights, wanted, part)
             del output, outputs, leaves, tile
             add(d_weights)
+            del d_weights  # before the next tile makes as many
             for path, found in d_leaves.items():
                 if found is not None:
                     _tile(d_mixed[path], layer.cut.mixed[path], columns).copy_(found)
@@ -180,6 +181,7 @@ class TiledLayer:
             d_weights, _, d_part = gradients_by(outputs, self._weights, {}, part)
             del meeting, outputs
             add(d_weights)
+            del d_weights  # before the next tile makes as many
             if passes:
                 _put(d_hidden[:, columns], d_part)
 
