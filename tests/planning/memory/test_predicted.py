@@ -81,8 +81,8 @@ def test_the_ring_of_the_tier_to_the_byte(tmp_path: Path, family: str, tier: Any
             StepSettings(micro_batch_tokens=8192, tape="device"),
         ),
         (
-            StepSettings(micro_batch_tokens=8192, chunk_tokens=512),
-            StepSettings(micro_batch_tokens=8192),
+            StepSettings(micro_batch_tokens=4096, chunk_tokens=512),
+            StepSettings(micro_batch_tokens=4096),
         ),
         (
             StepSettings(micro_batch_tokens=8192, gather_embedding=True),

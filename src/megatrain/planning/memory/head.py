@@ -31,16 +31,24 @@ def head_bytes(
         scoring += 4 * at_once  # the values of the part before
     table = vocab * model.hidden
     going_back = width * (table if unified else min(table, kernels.part_elements))
-    tile = workload.tile_of(settings)
-    kept, made = (6, 15) if width == 2 else (5, 9)
-    through, back = tokens * kept * hidden, tokens * made * hidden
+    tile, through = workload.tile_of(settings), held_rows_bytes(workload, settings, tokens)
+    made = 15 if width == 2 else 9
+    back = tokens * made * hidden
     if tile is not None:
-        through, back = 3 * tokens * hidden, (2 * tokens + tile * (made - 1)) * hidden
+        back = (2 * tokens + tile * (made - 1)) * hidden
     if settings.head_pieces > 1:
         through += tokens * (4 * model.hidden - hidden)  # the gradient of rows is in fp32
         waiting = 4 * model.hidden * (workload.step_tokens - tokens)
         through, back = through + waiting, back + waiting
     return max(through + 2 * chunk * hidden + logits + max(scoring, going_back), back)
+
+
+def held_rows_bytes(workload: Workload, settings: StepSettings, tokens: int) -> int:
+    """Return the hidden states, their gradients and what the tail kept, while logits go back."""
+    rows = 6 if workload.element_bytes == 2 else 5
+    if workload.tile_of(settings) is not None:
+        rows = 3
+    return rows * tokens * workload.model.hidden * workload.element_bytes
 
 
 def _score_width(width: int, settings: StepSettings) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatrain.planning.memory.head import head_bytes
+from megatrain.planning.memory.head import head_bytes, held_rows_bytes
 from megatrain.planning.memory.kernels import Kernels
 from megatrain.planning.memory.layers import layer_bytes
 from megatrain.planning.workload import Workload
@@ -29,7 +29,7 @@ def working_bytes(
     moments += [layer_bytes(layer, workload, settings, kernels) for layer in model.structures]
     looked_up = workload.distinct_tokens() if settings.gather_embedding else model.vocab
     moments.append((looked_up + 4 * tokens) * model.hidden * width)
-    if kernels.widens:
+    if kernels.widens and width == 2:
         moments += _widening_moments(workload, settings, tokens)
     others = (sum(sizes) - tokens) * model.hidden * width
     given = sum(sizes.count(size) * _given_bytes(workload, size) for size in set(sizes))
@@ -41,7 +41,7 @@ def _widening_moments(workload: Workload, settings: StepSettings, tokens: int) -
     model, width = workload.model, workload.element_bytes
     several, chunked = workload.step_tokens > tokens, tokens > settings.chunk_tokens
     table = model.vocab * model.hidden
-    rows = 7 * tokens * model.hidden * width
+    rows = held_rows_bytes(workload, settings, tokens)
     if several or chunked:
         yield rows + table * (width * (1 + chunked) + 4)
     if several or model.tied:
