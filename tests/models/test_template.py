@@ -117,6 +117,18 @@ def test_scores_that_change_nothing_cost_nothing() -> None:
     assert world_of("llama", "fp32").template.scores(logits) is logits
 
 
+@pytest.mark.parametrize("family", ["gpt2", "gpt_bigcode", "llama"])
+def test_a_tail_takes_more_tokens_than_there_are_positions(family: str) -> None:
+    world = world_of(family, "fp32")
+    config = world.plain.config
+    hidden = torch.randn(1, config.max_position_embeddings + 9, config.hidden_size)
+    weights = world.weights(config.num_hidden_layers + 1)
+    with torch.no_grad():
+        rows = world.template.tail(weights, hidden)
+        parts = [world.template.tail(weights, part) for part in hidden.split(16, dim=1)]
+    assert torch.equal(rows, torch.cat(parts))
+
+
 @pytest.mark.parametrize("family", ["gemma2", "cohere"])
 def test_gradients_go_through_scores_as_through_the_model(family: str) -> None:
     world, inputs = world_of(family, "fp32"), inputs_of("whole")

@@ -256,13 +256,16 @@ class Template:
             return hidden if call.layer == last else passing
 
         ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+        inputs = {"input_ids": ids}
         no_masks = decoder.config.model_type in BY_DOCUMENT  # others do something with theirs
+        if no_masks:  # a flat row has more tokens than a table may have positions
+            inputs["position_ids"] = ids
         with (
             masks_put_off() if no_masks else nullcontext(),
             layers_replaced(decoder.layers, answer, decoder.num_layer_outputs),
             head_replaced(decoder.model, decoder.head_path, hear),
         ):
-            return self._forward(weights, {"input_ids": ids})
+            return self._forward(weights, inputs)
 
     def _forward(self, weights: NamedTensors, inputs: Mapping[str, Any]) -> Any:
         """Run the model's forward, to its end or until a stand-in has heard enough."""

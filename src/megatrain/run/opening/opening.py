@@ -82,9 +82,14 @@ def open_run(config: Config, *, resumes: bool = False, dry_run: bool = False) ->
         plan = plan_run(
             with_longest_step(config, rows), device, model.decoder, found, rows.epoch_tokens
         )
-        flat = packs_flat(model.decoder.config, compiles=plan.settings.compile)
         data = opened.enter_context(
-            open_data(_settled(config, plan), tokenizer, plan.settings, rows, flat=flat)
+            open_data(
+                _settled(config, plan),
+                tokenizer,
+                plan.settings,
+                rows,
+                flat=packs_flat(model.decoder.config, compiles=plan.settings.compile),
+            )
         )
         home, resumed = load_home(config, plan.settings, model, tokenizer, found)
         opened.callback(home.store.close)
