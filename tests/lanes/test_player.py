@@ -323,7 +323,8 @@ def test_a_stuck_lane_is_told_with_its_op_and_all_stacks(kind: OpKind) -> None:
     player = Player(host_lanes(), deadline_s=HANG_S)
     try:
         for pending in (False, True):
-            player.play(build_step(SMALL, pending=pending), actions | {kind: never_ends})
+            step = build_step(replace(SMALL, tied=False, head_pieces=2), pending=pending)
+            player.play(step, actions | {kind: never_ends})
         assert eventually(lambda: stuck_at)
         shorten_deadline(player, 0.15)
         with pytest.raises(LaneStuck) as caught:

@@ -75,5 +75,5 @@ def test_memory_notes_who_read_and_wrote() -> None:
 
 @pytest.mark.parametrize("sort", FACT_TEXT)
 def test_every_fact_has_words(sort: str) -> None:
-    assert fact_text((sort, 1, 2, 3)).startswith("the ")
+    assert fact_text((sort, 1, 2, 3, 4)).startswith(("the ", "piece "))
     assert fact_text(None) == "nothing"
