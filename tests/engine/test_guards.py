@@ -55,7 +55,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[Poison]:
     add = GradSlots.add
 
     def spoiling_add(
-        self: GradSlots, slot: Any, tenant: Tenant, grads: Any, first_row: int = 0
+        self: GradSlots, slot: Any, tenant: Tenant, grads: Any, first_row: int | None = None
     ) -> None:
         if plan.get("block") == tenant[0] and plan["times"] > 0:
             plan["skip"] -= 1

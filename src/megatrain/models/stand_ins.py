@@ -16,6 +16,10 @@ import torch
 from torch import Tensor, nn
 
 
+class HeardEnough(Exception):
+    """Ends a forward from inside a stand-in; the caller that put it there catches this."""
+
+
 class CarriedTensor:
     """Takes the place of what a layer returns beside hidden states.
 

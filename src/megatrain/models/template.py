@@ -45,6 +45,7 @@ from megatrain.models.key_values import has_cache
 from megatrain.models.scores import Function, TracedScores, Tracer, examined
 from megatrain.models.stand_ins import (
     Call,
+    HeardEnough,
     head_replaced,
     layers_replaced,
     rows_looked_up,
@@ -57,10 +58,6 @@ NamedTensors = Mapping[str, Tensor]
 """Params by their names in the model."""
 _CUTS: WeakKeyDictionary[PreTrainedModel, list[Cut | None]] = WeakKeyDictionary()
 """Of skeletons that were tiled before: one model can have several engines, one after another."""
-
-
-class _HeardEnough(Exception):
-    """Ends the model's forward from inside a stand-in. Never leaves this module."""
 
 
 class Template:
@@ -128,7 +125,7 @@ class Template:
             first.append(hidden)
             calls.append(call)
             if len(calls) == len(self._modules):
-                raise _HeardEnough
+                raise HeardEnough
             return hidden
 
         decoder = self._decoder
@@ -170,7 +167,7 @@ class Template:
 
         def hear(rows: Tensor) -> Tensor:
             heard.append(rows)
-            raise _HeardEnough
+            raise HeardEnough
 
         self._run_tail(weights, hidden, hear)
         return heard[0].reshape(-1, heard[0].shape[-1])
@@ -274,5 +271,5 @@ class Template:
         bound, kwargs = {**self._stand_ins, **given}, {"use_cache": False, **inputs}
         try:
             return functional_call(self._decoder.model, bound, (), kwargs, tie_weights=False)
-        except _HeardEnough:
+        except HeardEnough:
             return None

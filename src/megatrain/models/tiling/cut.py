@@ -29,7 +29,7 @@ from torch.func import functional_call
 
 from megatrain.models.attention import attention_replaced
 from megatrain.models.compiled import LayerOutput, apply_layer
-from megatrain.models.stand_ins import Call
+from megatrain.models.stand_ins import Call, HeardEnough
 from megatrain.models.tiling.trees import TensorPath, with_tensors
 
 
@@ -58,10 +58,6 @@ class Cut:
     """Projections whose output only feeds the mixer, with its width."""
 
 
-class _HeardEnough(Exception):
-    """Ends a layer's forward from inside its mixer. Never leaves this module."""
-
-
 class CutLayer:
     """One layer with its cut. Weights are bound for the time of a call, by their names in it."""
 
@@ -84,12 +80,12 @@ class CutLayer:
 
         def hear(mixer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             heard.append(Meeting(mixer=mixer, args=args, kwargs=kwargs))
-            raise _HeardEnough
+            raise HeardEnough
 
         try:
             with mixer_replaced(self.module, self.cut.mixer, hear):
                 apply_layer(self.module, weights, hidden, call.args, call.kwargs)
-        except _HeardEnough:
+        except HeardEnough:
             return heard.pop()
         raise AssertionError(f"layer {call.layer} has not called its mixer")
 
