@@ -32,6 +32,7 @@ bench:  ## every benchmark, as JSON lines
 	$(python) -m benchmarks.step --trainer --json
 	$(python) -m benchmarks.overlap --json
 	$(python) -m benchmarks.overlap --late --json
+	$(python) -m benchmarks.ranks --json
 	$(python) -m benchmarks.data --json
 	$(python) -m benchmarks.disk_tier --json
 	$(python) -m benchmarks.checkpoint --params 400M --json
@@ -49,6 +50,8 @@ long-cases:  # the cases of the laws of which CI runs a part
 long-schedules:
 	$(python) -m proofs.interleavings --json
 	$(python) -m proofs.races --json
+	$(python) -m proofs.rank_races --count 500 --json
+	$(python) -m proofs.joint --json
 
 long-crashes:
 	$(python) -m proofs.crash sigkill --tier --count 300 --json

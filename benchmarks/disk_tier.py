@@ -55,6 +55,7 @@ from benchmarks.plan.memory import GIVING_BACK, measure_memory
 from megatrain import files
 from megatrain.devices.device import CpuDevice
 from megatrain.engine.actions import StepActions
+from megatrain.engine.batch import StepPart
 from megatrain.engine.machine import build_machine
 from megatrain.lanes.lane import Action
 from megatrain.lanes.player import Player
@@ -102,9 +103,10 @@ class Steps:
         shape = case.settings.shape(num_blocks=len(decoder.blocks), copying=False)
         device, optimizer = CpuDevice(), AdamW(learning_rate=1e-5, max_grad_norm=1.0)
         machine = build_machine(decoder, self._store, device, shape, optimizer, case.settings)
+        nothing = StepPart.whole([])
         self._trace = Trace()
         self._player = Player(device.lanes(), trace=self._trace)
-        self._real = StepActions(machine, [], 1).table()
+        self._real = StepActions(machine, nothing, 1).table()
         self._first, self._next = build_step(shape), build_step(shape, pending=late)
         self._num_forward = sum(op.kind is OpKind.FORWARD for op in self._first)
         if Kind.GRAD in kinds and Kind.GRAD not in on_disk:

@@ -50,6 +50,7 @@ from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder, build_decoder
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.states import WITH_CLIP
+from megatrain.ranks.ownership import SOLE, Owner
 from megatrain.step.ops import Op, OpKind
 from megatrain.step.shape import Update
 from testkit.engines import make_engine
@@ -97,10 +98,11 @@ class Model:
         ]
 
 
-def build_model(num_layers: int) -> Model:
+def build_model(num_layers: int, hidden_size: int = 128, owner: Owner = SOLE) -> Model:
+    """Return a model of which `owner` has its part, and a batch with a micro-batch for each."""
     config = LlamaConfig(
-        hidden_size=128,
-        intermediate_size=384,
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
         num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=4,
@@ -108,12 +110,13 @@ def build_model(num_layers: int) -> Model:
         tie_word_embeddings=False,
     )
     decoder = build_decoder(config, "bf16")
-    store = Store(build_layout(decoder.blocks, WITH_CLIP))
+    store = Store(build_layout(decoder.blocks, WITH_CLIP, owner))
     generator = torch.Generator().manual_seed(0)
     for param in decoder.params:
         store.param(param.name, Kind.HI).normal_(0.0, 0.02, generator=generator)
     ids = torch.randint(0, VOCABULARY, (1, 8), generator=generator)
-    return Model(decoder=decoder, store=store, batch=[MicroBatch(input_ids=ids, labels=ids)])
+    batch = [MicroBatch(input_ids=ids, labels=ids)] * owner.size
+    return Model(decoder=decoder, store=store, batch=batch)
 
 
 def play(model: Model, num_steps: int, *, update: Update, reference: bool) -> tuple[float, Trace]:

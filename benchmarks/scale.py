@@ -1,17 +1,10 @@
-"""The arithmetic at scale, as tables: what docs/scale.md quotes.
+"""What is predicted at scale, as tables: what docs/scale.md quotes.
 
     python -m benchmarks.scale TABLE    machines, patience, limits, eight, workstations,
                                         failures or data
 
-One GPU is simulated (`megatrain estimate`). Several are not built yet, so they are a closed form:
-each of N ranks owns 1/N of every block, copies it over its own
-link, gathers the rest from the others, and sends its gradients to their owners.
-
-    forward    max(2 A T/N F, 2 P/N B, 2 P/W, 28 P/M)    updates of the last step run here
-    backward   max(6 A T/N F, 2 P/N B, 4 P/W)            gathers weights, scatters gradients
-
-P params, A those a token uses, T tokens a step, F FLOP/s and B link bytes/s of a rank, W bytes/s
-between ranks, M DRAM bytes/s of all hosts together.
+One GPU and several are simulated, as `megatrain estimate` does it: the engine's own schedule on a
+virtual clock. Limits, failures and data are arithmetic.
 """
 
 from __future__ import annotations
@@ -19,15 +12,20 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 
 from benchmarks.tables import print_table
 from megatrain.planning.catalog.asked_machines import find_machine
 from megatrain.planning.catalog.families import shape_from_config
 from megatrain.planning.catalog.known_models import find_known_model
-from megatrain.planning.catalog.reference_machines import GIB, MACHINES, ReferenceMachine
+from megatrain.planning.catalog.networks import find_network
+from megatrain.planning.catalog.reference_machines import GIB, MACHINES
+from megatrain.planning.estimate import estimate
 from megatrain.planning.model.shapes import ModelShape
+from megatrain.planning.ranks.division import Division
+from megatrain.planning.ranks.sharing import as_rank
 from megatrain.planning.search import Search
+from megatrain.planning.simulate import Simulation, simulate
 from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
 
@@ -35,48 +33,15 @@ HOME = 14
 """Bytes per param in host memory."""
 SAVED = 12
 """Bytes per param in a checkpoint: weights, remainders, moments."""
-ETHERNET = {"1 GbE": 0.117e9, "10 GbE": 1.17e9, "25 GbE": 2.9e9, "100 GbE": 11.7e9}
-"""What a connection sustains each way."""
-NVLINK = 360e9
-"""80 % of the 450 GB/s each way of NVLink 4."""
+ETHERNET = ("1GbE", "10GbE", "25GbE", "100GbE")
 RESTART_S = 300.0
 """To notice, start processes and load a checkpoint."""
+MICRO = 8192
+"""Tokens of a micro-batch."""
+LAYERS = 16
+"""Of those that are alike: a step of all of them is as much longer in every lane."""
 BATCH = 4 << 20
 """Tokens per step that large models are usually pre-trained with."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks:
-    """Equal GPUs, and what is between them."""
-
-    machine: ReferenceMachine
-    count: int
-    between: float
-    """Bytes/s each way from a rank to the others."""
-    hosts: int
-    dram_rate: float
-    """Of one host."""
-
-    def step_seconds(self, model: ModelShape, step_tokens: int) -> tuple[float, str]:
-        """Return the time of a step, and what limits the longer half of it."""
-        params, active, count = model.params, model.active_params, self.count
-        flops, link = count * self.machine.sustained * 1e12, count * self.machine.link_in * 1e9
-        others = (count - 1) / count
-        gathered = others * 2 * params / self.between if count > 1 else 0.0
-        forward = {
-            "compute": 2 * active * step_tokens / flops,
-            "link": 2 * params / link,
-            "network": gathered,
-            "DRAM": 28 * params / (self.hosts * self.dram_rate),
-        }
-        backward = {
-            "compute": 6 * active * step_tokens / flops,
-            "link": 2 * params / link,
-            "network": 2 * gathered,
-        }
-        seconds = max(forward.values()) + max(backward.values())
-        longer = max(forward, backward, key=lambda half: max(half.values()))
-        return seconds, max(longer, key=lambda name: longer[name])
 
 
 def model_shape(name: str) -> ModelShape:
@@ -157,50 +122,60 @@ def limits() -> Iterator[str]:
 
 
 def eight() -> Iterator[str]:
-    """120B on one H200 and on eight in one host, by tokens per step."""
-    machine, _ = find_machine("H200")
-    yield f"{'model':20}{'GPUs':>5}{'tokens/step':>13}{'step':>9}{'tokens/s':>10}{'limit':>9}"
+    """120B on one H200 and on eight in one host, by tokens per step; memory without a limit."""
+    yield f"{'model':20}{'GPUs':>5}{'tokens/step':>13}{'step':>9}{'tokens/s':>10}{'limit':>11}"
     for name in ("Mistral-Large-Instruct-2407", "gpt-oss-120b"):
-        shape = model_shape(name)
         for count in (1, 8):
-            # Eight share a host of two sockets, one uses what one socket has.
-            dram = machine.dram_rate * 1e9 * (2 if count > 1 else 1)
-            ranks = Ranks(machine=machine, count=count, between=NVLINK, hosts=1, dram_rate=dram)
             for step_tokens in (32 << 10, 128 << 10, 1 << 20):
-                seconds, limit = ranks.step_seconds(shape, step_tokens)
+                found = estimate(
+                    name, gpu="H200", ram="64TB", gpus=count, batch_tokens=step_tokens
+                ).plan
                 yield (
-                    f"{short(name):20}{count:>5}{step_tokens:>13,}{seconds:>7.1f} s"
-                    f"{step_tokens / seconds:>10,.0f}{limit:>9}"
+                    f"{short(name):20}{count:>5}{step_tokens:>13,}{found.step_s:>7.1f} s"
+                    f"{found.simulation.tokens_per_s:>10,.0f}{found.bottleneck:>11}"
                 )
 
 
 def workstations() -> Iterator[str]:
     """RTX 5090 workstations over Ethernet: what a step must be to keep them busy."""
-    machine, _ = find_machine("5090")
     shape = model_shape("Llama-3.1-70B")
-    alone = machine.sustained * 1e12 / (8 * shape.active_params)
+    alone = BATCH / _played(shape, 1, "10GbE", BATCH).step_s
     yield f"{short(shape.name)}, {HOME * shape.params / GIB:,.0f} GiB of memory in all hosts"
     yield (
         f"{'network':9}{'hosts':>7}{'GiB each':>10}{'tokens/step, 90 % busy':>24}"
         f"{'at 4M tokens/step':>19}{'limit':>9}"
     )
-    for name, between in ETHERNET.items():
+    for network in ETHERNET:
         for count in (8, 64, 1000):
-            ranks = Ranks(
-                machine=machine, count=count, between=between, hosts=count,
-                dram_rate=machine.dram_rate * 1e9,
-            )  # fmt: skip
+            enough = 0.9 * count * alone
             needed = next(
                 tokens
-                for tokens in (1 << power for power in range(10, 40))
-                if tokens / ranks.step_seconds(shape, tokens)[0] >= 0.9 * count * alone
+                for tokens in (count * MICRO << power for power in range(20))
+                if tokens / _played(shape, count, network, tokens).step_s >= enough
             )
-            seconds, limit = ranks.step_seconds(shape, BATCH)
-            share = BATCH / seconds / (count * alone)
+            played = _played(shape, count, network, BATCH)
+            share = played.tokens_per_s / (count * alone)
             yield (
-                f"{name:9}{count:>7,}{HOME * shape.params / count / GIB:>10,.1f}"
-                f"{needed:>24,}{share:>17.0%}  {limit:>9}"
+                f"{network:9}{count:>7,}{HOME * shape.params / count / GIB:>10,.1f}"
+                f"{needed:>24,}{share:>17.0%}  {played.bottleneck:>9}"
             )
+
+
+def _played(shape: ModelShape, hosts: int, network: str, step_tokens: int) -> Simulation:
+    """Return a step on hosts with one RTX 5090 each, of the first layers in place of all."""
+    division, between = Division(num_hosts=hosts), find_network(network)
+    profile = as_rank(find_machine("5090")[0].profile(ram_bytes=64 << 40), division)
+    if profile.network is not None:
+        connected = replace(
+            profile.network,
+            host_bytes_per_s=between.bytes_per_s,
+            host_latency_s=between.latency_s,
+        )
+        profile = profile.changed(network=connected)
+    few = replace(shape, layer_kinds=shape.layer_kinds[:LAYERS])
+    workload = Workload(model=few, step_tokens=step_tokens, packed=True, division=division)
+    settings = StepSettings(micro_batch_tokens=MICRO, tape="host")
+    return simulate(profile, workload, settings)
 
 
 def failures() -> Iterator[str]:

@@ -1,6 +1,6 @@
 """A step on the CPU against the plain Hugging Face model: time, peak memory, bytes per parameter.
 
-    python -m benchmarks.step [--json] [--optimizer | --memory | --trainer] [--state STATE]
+    python -m benchmarks.step [--json] [--optimizer | --memory | --trainer | --kept]
 
 A Llama of 270M random parameters in bf16 and one batch of 4 x 512 tokens. The other side is the
 plain model with gradient checkpointing and its own loss, the mean over trained tokens. Ours is the
@@ -28,6 +28,12 @@ updates in backward and once late, for each state of the optimizer (or `--state`
                           was made, slots, tape and rings freed (`slots_per_param` says what they
                           held)
 
+With --kept, our step with all activations kept against our step (benchmarks/kept.py).
+
+    kept_over_recomputed  seconds of the one over those of the other
+    processor_time_ratio  the same in processor time, which a busy machine changes less
+    prediction_error      of the planner's ratio, against kept_over_recomputed
+
 With --trainer, a run of the trainer against a bare engine on the same batches
 (benchmarks/trainer_overhead.py).
 
@@ -54,6 +60,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.weights import fill_small
 from megatrain.engine.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.memory.host import resident_bytes
@@ -62,9 +69,11 @@ from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
 from megatrain.memory.tier import Tier
 from megatrain.memory.tier_regions import TierRegions
+from megatrain.models.adapters.lora import Lora
 from megatrain.models.decoder import Decoder, build_decoder
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.states import STATES, WITH_CLIP
+from megatrain.ranks.ownership import SOLE, Owner
 from megatrain.step.shape import Update
 from testkit.engines import make_engine
 
@@ -109,19 +118,15 @@ def build_store(
     kinds: tuple[Kind, ...],
     on_disk: tuple[Kind, ...] = (),
     scratch: Path = Path(),
+    owner: Owner = SOLE,
+    lora: Lora | None = None,
 ) -> tuple[Decoder, Store]:
     """Return a model of small random weights, some of its kinds in a file in `scratch`."""
-    decoder = build_decoder(config, "bf16")
-    layout = build_layout(decoder.blocks, kinds)
+    decoder = build_decoder(config, "bf16", lora=lora)
+    layout = build_layout(decoder.blocks, kinds, owner)
     tier = Tier(scratch, TierRegions(layout, on_disk)) if on_disk else None
     store = Store(layout, tier)
-    generator = torch.Generator().manual_seed(0)
-    for param in decoder.params:
-        weight = store.param(param.name, Kind.HI)
-        if weight.dim() > 1:
-            weight.normal_(0.0, 0.02, generator=generator)
-        else:
-            weight.fill_(1.0)
+    fill_small(store, decoder, torch.Generator().manual_seed(0))
     return decoder, store
 
 
@@ -352,6 +357,7 @@ def main() -> None:
     parser.add_argument("--optimizer", action="store_true", help="whole steps, with AdamW")
     parser.add_argument("--memory", action="store_true", help="bytes per parameter after two steps")
     parser.add_argument("--trainer", action="store_true", help="what the trainer adds to a step")
+    parser.add_argument("--kept", action="store_true", help="activations kept in all layers")
     parser.add_argument("--state", choices=list(MEMORY_TARGETS), help="of --memory: this one alone")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
@@ -370,6 +376,10 @@ def main() -> None:
         from benchmarks.trainer_overhead import measure_trainer
 
         figures = measure_trainer(options.threads, options.rounds)
+    elif options.kept:
+        from benchmarks.kept import measure_kept
+
+        figures = measure_kept(SMALL, options.rounds)
     else:
         run = measure_optimizer if options.optimizer else measure
         figures = run(options.threads, options.rounds)

@@ -24,7 +24,7 @@ from megatrain.cli.demo import byte_tokenizer
 from megatrain.config import Config
 from megatrain.disk.hf.model import load_model
 from megatrain.engine.batch import MicroBatch, StepResult
-from megatrain.engine.engine import Engine
+from megatrain.engine.engine import Engine, Says
 from megatrain.optim.adamw import AdamW
 from megatrain.run.trainer import Trainer
 
@@ -74,14 +74,14 @@ class Turns:
     def __getattr__(self, name: str) -> object:
         return getattr(self._engine, name)
 
-    def step(self, batch: Sequence[MicroBatch]) -> StepResult:
+    def step(self, batch: Sequence[MicroBatch], says: Says | None = None) -> StepResult:
         outside = _since(self._left)
         spent: dict[Engine, Clocks] = {}
         results: dict[Engine, StepResult] = {}
         engines = [self._engine, self._bare]
         for engine in engines if len(self._rounds) % 2 else reversed(engines):
             begin = _clocks()
-            results[engine] = engine.step(batch)
+            results[engine] = engine.step(batch, says)
             spent[engine] = _since(begin)
         self._rounds.append((outside, spent[self._engine], spent[self._bare]))
         self._left = _clocks()

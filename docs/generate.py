@@ -5,6 +5,7 @@
     migration.md   keys of other tools, from megatrain.config.other_tools.names
     tree.md        every module, from the first lines of their docstrings
     timeline.svg   a step, from the simulator: timeline.py
+    gpu.md         its table of causes, from megatrain.doctor.gpu_check.findings
     README.md      its table of models and machines, from megatrain.planning.estimate
 
 tests/test_docs.py checks that the pages are up to date.
@@ -26,6 +27,7 @@ from megatrain.config.rope_settings import RopeSettings
 from megatrain.config.section import Section
 from megatrain.config.settings import SECTIONS, SHORT_FORMS
 from megatrain.config.value_types import TypeName
+from megatrain.doctor.gpu_check.findings import CAUSES
 from megatrain.memory.ledger import gib
 from megatrain.planning.estimate import Estimate, estimate
 from megatrain.planning.search import reserves, shortfalls
@@ -94,6 +96,7 @@ Every error that MegaTrain raises is one of these. Scripts can rely on the code 
 | 3 | the run does not fit |
 | 4 | an error in the model folder or the data |
 | 5 | an error in the environment |
+| 6 | another rank was lost |
 | 130 | interrupted |
 
 | error | code | exit code | meaning |
@@ -198,10 +201,19 @@ def fits_table() -> str:
     return FITS_HEAD + "".join(_fits_row(*case) for case in FITS)
 
 
-def with_table(text: str, table: str) -> str:
-    """Return the README with its table replaced."""
-    before, _, rest = text.partition("<!-- fits -->\n")
-    return f"{before}<!-- fits -->\n{table}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
+def causes_table() -> str:
+    """Return the table of docs/gpu.md: what gpu-check can find."""
+    rows = [
+        f"| {cause.seen} | {cause.means} | {'; '.join(cause.tries)} |\n"
+        for cause in CAUSES.values()
+    ]
+    return "".join(["\n| found | means | try |\n|---|---|---|\n", *rows])
+
+
+def with_table(text: str, table: str, name: str = "fits") -> str:
+    """Return a page with the table called `name` replaced."""
+    before, _, rest = text.partition(f"<!-- {name} -->\n")
+    return f"{before}<!-- {name} -->\n{table}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
 
 
 PAGES = {
@@ -283,6 +295,8 @@ def main() -> None:
     for name, page in PAGES.items():
         (HERE / name).write_text(page())
     README.write_text(with_table(README.read_text(), fits_table()))
+    gpu = HERE / "gpu.md"
+    gpu.write_text(with_table(gpu.read_text(), causes_table(), "causes"))
 
 
 if __name__ == "__main__":

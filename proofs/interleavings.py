@@ -44,6 +44,7 @@ def case_of(number: int) -> Case:
         tier=source.choice(["none", "states", "gradients"]),
         grad_slots=source.randint(1, 2),
         head_pieces=1 if sort.startswith(("gemma", "gpt2")) else source.choice([1, 2, 5]),
+        kept_layers=source.randint(0, 2),
     )
 
 
@@ -52,7 +53,8 @@ def faults_of(number: int) -> list[str]:
     case = case_of(number)
     world = world_of(case.sort)
     try:
-        plain = world.play(replace(case, tier="none", grad_slots=2), reference=True)
+        simple = replace(case, tier="none", grad_slots=2, kept_layers=0)
+        plain = world.play(simple, reference=True)
         return world.play(case).differences(plain)
     except Exception:
         return [traceback.format_exc()]

@@ -122,7 +122,10 @@ def run_of(number: int) -> Run:
     grad_slots = source.randint(1, 2)
     pieces = 1 if family in TIED else source.choice([1, 1, 2, 3])
     case = replace(case, tier=tier, grad_slots=grad_slots, head_pieces=pieces)
-    return replace(run, case=replace(case, tile_tokens=source.choice([None, None, 4])))
+    case = replace(case, tile_tokens=source.choice([None, None, 4]))
+    if case.tile_tokens is None:
+        case = replace(case, kept_layers=source.randint(0, NUM_LAYERS))
+    return replace(run, case=case)
 
 
 def play(run: Run, simulator: Simulator, **changes: Any) -> Outcome:
@@ -141,7 +144,7 @@ def play(run: Run, simulator: Simulator, **changes: Any) -> Outcome:
 
 def reference(run: Run) -> Outcome:
     """Return the outcome of a run on the CPU, one op at a time, with nothing on disk."""
-    case = replace(run.case, tier="none", grad_slots=2)
+    case = replace(run.case, tier="none", grad_slots=2, kept_layers=0)
     return world_of(run.family, run.dtype).play(case, reference=True)
 
 

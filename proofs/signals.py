@@ -192,10 +192,10 @@ def _tell_places(pipe: int) -> None:
         os.write(pipe, b"t")
         return train(self)
 
-    def telling_save(*args: Any) -> Any:
+    def telling_save(*args: Any, **names: Any) -> Any:
         os.write(pipe, b"s")
         try:
-            return save(*args)
+            return save(*args, **names)
         finally:
             os.write(pipe, b"e")
 

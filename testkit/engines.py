@@ -17,6 +17,7 @@ from megatrain.losses.next_token import NEXT_TOKEN
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
 from megatrain.optim.optimizer import Optimizer
+from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.step.settings import StepSettings
 
 
@@ -27,6 +28,7 @@ def make_engine(
     optimizer: Optimizer | None = None,
     loss: Loss = NEXT_TOKEN,
     device: Device | None = None,
+    ranks: Ranks = ALONE,
     lanes: Iterable[Lane] | None = None,
     reference: bool = False,
     deadline_s: float = 600.0,
@@ -48,6 +50,7 @@ def make_engine(
             loss=loss,
             settings=StepSettings(**settings),
             device=device,
+            ranks=ranks,
             player=player,
         )
     except BaseException:

@@ -1,7 +1,11 @@
-"""A Hugging Face Hub on the loopback: the few routes that huggingface_hub and datasets ask for."""
+"""A Hugging Face Hub on the loopback: the few routes that huggingface_hub and datasets ask for.
+
+Repositories are read, made, and committed to; large files come by LFS, as one PUT each.
+"""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import threading
@@ -26,6 +30,10 @@ class Hub:
         self.gated: set[str] = set()
         self.cuts: dict[str, list[int]] = {}
         """Of a file: after how many bytes the connection is cut, once for each number."""
+        self.accepts_pushes = False
+        """Whether anybody may make repositories and commits."""
+        self.large: dict[str, bytes] = {}
+        """Files that came by LFS, by hash."""
         self.requests: list[str] = []
         """Method, path and range of each request."""
         self.url = ""
@@ -58,10 +66,75 @@ class _Handler(BaseHTTPRequestHandler):
         self._serve()
 
     def do_POST(self) -> None:
-        self._body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self._serve()
+        self._body = self._received()
+        if not self._push():
+            self._serve()
+
+    def do_PUT(self) -> None:
+        data = self._received()
+        self.hub.requests.append(f"PUT {self.path}")
+        self.hub.large[hashlib.sha256(data).hexdigest()] = data
+        self._json({})
 
     def log_message(self, *_: object) -> None: ...
+
+    def _received(self) -> bytes:
+        """Return the body of a request, also one that comes in chunks."""
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        parts = []
+        while size := int(self.rfile.readline(), 16):
+            parts.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(parts)
+
+    def _push(self) -> bool:
+        """Answer what a push asks for; return whether it was that."""
+        parts = urlsplit(self.path).path.strip("/").split("/")
+        is_batch, is_creation = parts[-1] == "batch", parts == ["api", "repos", "create"]
+        is_commit = len(parts) > 4 and parts[-2] in ("preupload", "commit")
+        if parts == ["api", "validate-yaml"]:
+            self._json({"warnings": [], "errors": []})
+            return True
+        if not (is_batch or is_creation or is_commit):
+            return False
+        self.hub.requests.append(f"POST {'/'.join(parts)}")
+        if not self.hub.accepts_pushes:
+            self._refuse(401, "")
+        elif is_creation:
+            asked = json.loads(self._body)
+            name = f"{asked['organization']}/{asked['name']}"
+            if ("models", name) not in self.hub.commits:
+                self.hub.put(name, {})
+            self._json({"url": f"{self.hub.url}/{name}"})
+        elif is_batch:
+            self._json({"objects": [self._batch(one) for one in json.loads(self._body)["objects"]]})
+        elif parts[-2] == "preupload":
+            files = json.loads(self._body)["files"]
+            modes = [(f["path"], _mode(f["path"])) for f in files]
+            answer = [{"path": p, "uploadMode": m, "shouldIgnore": False} for p, m in modes]
+            self._json({"files": answer})
+        else:
+            self._commit("/".join(parts[2:-2]))
+        return True
+
+    def _batch(self, asked: dict[str, Any]) -> dict[str, Any]:
+        href = f"{self.hub.url}/lfs/{asked['oid']}"
+        return {**asked, "actions": {"upload": {"href": href}}}
+
+    def _commit(self, name: str) -> None:
+        repo = self.hub.commits["models", name]
+        files = dict(repo[self.hub.refs["models", name]["main"]])
+        for line in self._body.splitlines():
+            entry = json.loads(line)
+            if entry["key"] == "file":
+                files[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
+            elif entry["key"] == "lfsFile":
+                files[entry["value"]["path"]] = self.hub.large[entry["value"]["oid"]]
+        commit = self.hub.put(name, files)
+        address = f"{self.hub.url}/{name}/commit/{commit}"
+        self._json({"commitUrl": address, "commitOid": commit})
 
     def _serve(self) -> None:
         path = unquote(urlsplit(self.path).path).strip("/")
@@ -148,6 +221,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
 
+def _mode(path: str) -> str:
+    """Return how a file is to come."""
+    return "lfs" if path.endswith(".safetensors") else "regular"
+
+
 def _entry(path: str, data: bytes) -> dict[str, Any]:
     oid = hashlib.sha1(data).hexdigest()
     return {"type": "file", "path": path, "size": len(data), "oid": oid}
@@ -179,6 +257,7 @@ def use(monkeypatch: pytest.MonkeyPatch, url: str, cache: str) -> None:
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", cache)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # which is no HTTP of its own
 
 
 def use_for_datasets(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path) -> None:

@@ -23,20 +23,25 @@ Fact = tuple[str | int, ...]
 
 FACT_TEXT = {
     "weights": "the weights of block {} at version {}",
+    "part": "the part of this rank of the weights of block {} at version {}",
     "master": "the master of block {} at version {}",
     "output": "the output of block {1} for micro-batch {2} in list {0}",
+    "activations": "the activations of block {1} for micro-batch {2} in step {0}",
     "input": "the input of block {1} for micro-batch {2} in step {0}",
     "dinput": "the input gradient of block {1} for micro-batch {2} in step {0}",
     "loss": "the loss of micro-batch {1} in list {0}",
+    "all routing": "the routing of list {0} of all ranks",
     "routing": "the routing of list {0} up to block {1} and micro-batch {2}",
     "read": "the master of block {} at version {} with the gradient of step {}",
     "gradient": "the gradient of block {1} in step {0} with {2} of its parts",
     "scored": "the sums of micro-batch {1} in step {0} behind {2} pieces",
     "piece": "piece {2} of the gradient of block {1} in step {0} with {3} of its parts",
+    "exchanged": "piece {2} of the gradient of block {1} in step {0}, added up over all ranks",
+    "summed": "the gradient of block {1} in step {0} over all ranks with {2} of its pieces",
     "norm": "the norm of block {1} in step {0}",
     "clip": "the clip factor of step {0}",
 }
-USED_UP = frozenset({"tape", "tape_slot", "scored", "grad_slot", "grad", "host_grad"})
+USED_UP = frozenset({"tape", "tape_slot", "kept", "scored", "grad_slot", "grad", "host_grad"})
 
 
 def fact_text(fact: Fact | None) -> str:
@@ -89,12 +94,15 @@ class Meaning:
         self._training = False
         self._actions: Mapping[OpKind, Callable[[Op, int, int], None]] = {
             OpKind.FETCH: self._fetch,
+            OpKind.GATHER: self._gather,
             OpKind.RESTORE: self._restore,
             OpKind.FORWARD: self._forward,
             OpKind.HEAD: self._head,
+            OpKind.BALANCE: self._balance,
             OpKind.PIECE: self._piece,
             OpKind.BACKWARD: self._backward,
             OpKind.STASH: self._stash,
+            OpKind.EXCHANGE: self._exchange,
             OpKind.DRAIN: self._drain,
             OpKind.NORM: self._norm,
             OpKind.CLIP: self._clip,
@@ -176,14 +184,19 @@ class Meaning:
     def _fetch(self, op: Op, block: int, micro: int) -> None:
         weights = self._weights(block)
         self.memory.use(("weights", block), weights)
-        self.memory.put(_at("slot", op.slot), weights)
+        self.memory.put(_at("slot", op.slot), self._part(block) if self.shape.divided else weights)
+
+    def _gather(self, op: Op, block: int, micro: int) -> None:
+        place = _at("slot", op.slot)
+        self.memory.use(place, self._part(block))
+        self.memory.put(place, self._weights(block))
 
     def _forward(self, op: Op, block: int, micro: int) -> None:
         self._use_weights(block, op.slot)
         if block > 0:
             self.memory.use(("hidden", micro), ("output", self._list, block - 1, micro))
             if self._training and block >= self.shape.lowest:
-                self.memory.put(self._kept_at(op, block, micro), self._input(block, micro))
+                self.memory.put(*self._kept_for_backward(op, block, micro))
             if self.shape.balances:
                 self._count_routing(block, micro)
         self.memory.put(("hidden", micro), ("output", self._list, block, micro))
@@ -195,6 +208,18 @@ class Meaning:
         elif block > 1:
             self.memory.use(("routing",), self._routing(block - 1))
         self.memory.put(("routing",), ("routing", self._list, block, micro))
+
+    def _balance(self, op: Op, block: int, micro: int) -> None:
+        """Add up what all ranks have counted. One without micro-batches has counted nothing."""
+        self.memory.reads.append(("routing",))
+        if self.shape.num_micro > 0:
+            self.memory.require(("routing",), self._routing(self.shape.last_layer))
+        self.memory.put(("routing",), ("all routing", self._list))
+
+    def _whole_routing(self) -> Fact:
+        """The routing that losses and gradients need."""
+        shape = self.shape
+        return ("all routing", self._list) if shape.divided else self._routing(shape.last_layer)
 
     def _stash(self, op: Op, block: int, micro: int) -> None:
         self.memory.take(_at("tape_slot", op.tape_slot), self._input(block, micro))
@@ -211,7 +236,7 @@ class Meaning:
             self._use_weights(0, "embedding")
         self.memory.use(("hidden", micro), ("output", self._list, block - 1, micro))
         if shape.balances and micro == 0:
-            self.memory.use(("routing",), self._routing(block - 1))
+            self.memory.use(("routing",), self._whole_routing())
         self.memory.put(("loss", micro), ("loss", self._list, micro))
         if self._training and shape.head_pieces > 1:
             self.memory.put(("scored", micro), ("scored", self._step, micro, 0))
@@ -243,9 +268,9 @@ class Meaning:
         self._use_weights(block, op.slot)
         self.memory.use(("dhidden", micro), ("dinput", self._step, block + 1, micro))
         if block > 0:
-            self.memory.take(self._kept_at(op, block, micro), self._input(block, micro))
+            self.memory.take(*self._kept_for_backward(op, block, micro))
             if shape.balances:
-                self.memory.use(("routing",), self._routing(shape.last_layer))
+                self.memory.use(("routing",), self._whole_routing())
         if block > shape.lowest:
             self.memory.put(("dhidden", micro), ("dinput", self._step, block, micro))
         if shape.trained[block]:
@@ -258,24 +283,41 @@ class Meaning:
             self.memory.take(place, ("gradient", self._step, block, part))
         self.memory.put(place, ("gradient", self._step, block, part + 1 if adds else 1))
 
+    def _exchange(self, op: Op, block: int, micro: int) -> None:
+        """Add up over all ranks what this one has added up, which may be nothing at all."""
+        place, piece, num_micro = _at("grad_slot", op.grad_slot), 0, self.shape.num_micro
+        if not self.shape.divided:
+            raise ScheduleError("there are no other ranks")
+        if self._is_cut(block):
+            piece = _piece_of(op)
+            added_up: Fact = ("piece", self._step, block, piece, num_micro)
+        else:
+            times = 2 if self.shape.tied and block == 0 else 1
+            added_up = ("gradient", self._step, block, num_micro * times)
+        if num_micro:
+            self.memory.take(place, added_up)
+        self.memory.put(place, ("exchanged", self._step, block, piece))
+
     def _drain(self, op: Op, block: int, micro: int) -> None:
-        gradient = self._whole_gradient(block, self._step)
-        if block == self.shape.head and self.shape.head_pieces > 1:
+        if self._is_cut(block):
             self._drain_piece(op, block)
             return
-        self.memory.take(_at("grad_slot", op.grad_slot), gradient)
-        self.memory.put(self._drained_at(op, block), gradient)
+        whole = self._whole_gradient(block, self._step)
+        found = ("exchanged", self._step, block, 0) if self.shape.divided else whole
+        self.memory.take(_at("grad_slot", op.grad_slot), found)
+        self.memory.put(self._drained_at(op, block), whole)
 
     def _drain_piece(self, op: Op, block: int) -> None:
         """Add the rows of a piece to those that are on the host already."""
         piece, num_micro = _piece_of(op), self.shape.num_micro
-        self.memory.take(
-            _at("grad_slot", op.grad_slot), ("piece", self._step, block, piece, num_micro)
-        )
+        found: Fact = ("piece", self._step, block, piece, num_micro)
+        if self.shape.divided:
+            found = ("exchanged", self._step, block, piece)
+        self.memory.take(_at("grad_slot", op.grad_slot), found)
         target = self._drained_at(op, block)
         if piece > 0:
-            self.memory.take(target, ("gradient", self._step, block, piece * num_micro))
-        self.memory.put(target, ("gradient", self._step, block, (piece + 1) * num_micro))
+            self.memory.take(target, self._drained(block, self._step, piece))
+        self.memory.put(target, self._drained(block, self._step, piece + 1))
 
     def _norm(self, op: Op, block: int, micro: int) -> None:
         gradient = self._whole_gradient(block, self._step)
@@ -330,6 +372,9 @@ class Meaning:
         updated = self.shape.trained[block] and self.shape.update != "none"
         return ("weights", block, self._step if updated else 0)
 
+    def _part(self, block: int) -> Fact:
+        return ("part", *self._weights(block)[1:])
+
     def _use_weights(self, block: int, slot: SlotId | None) -> None:
         place = _at("slot", slot) if self.shape.copying else ("weights", block)
         self.memory.use(place, self._weights(block))
@@ -341,19 +386,30 @@ class Meaning:
         """All micro-batches counted in the layers up to `block`."""
         return ("routing", self._list, block, self.shape.num_micro - 1)
 
+    def _is_cut(self, block: int) -> bool:
+        return block == self.shape.head and self.shape.head_pieces > 1
+
     def _whole_gradient(self, block: int, step: int) -> Fact:
-        times = 2 if self.shape.tied and block == 0 else 1
-        if block == self.shape.head:
-            times = self.shape.head_pieces
+        return self._drained(block, step, self.shape.head_pieces if self._is_cut(block) else 1)
+
+    def _drained(self, block: int, step: int, num_pieces: int) -> Fact:
+        """So many pieces of a gradient on the host: of all parts, or of all ranks."""
+        if self.shape.divided:
+            return ("summed", step, block, num_pieces)
+        times = 2 if self.shape.tied and block == 0 else num_pieces
         return ("gradient", step, block, self.shape.num_micro * times)
 
     def _read_for(self, block: int, step: int) -> Fact:
         """What the update of a step finds: the master, and a gradient that waited on disk."""
         return ("read", block, step, step) if self.shape.spills else ("master", block, step)
 
-    def _kept_at(self, op: Op, block: int, micro: int) -> Resource:
+    def _kept_for_backward(self, op: Op, block: int, micro: int) -> tuple[Resource, Fact]:
+        """Return where forward leaves what to backward: of the top layers all, else the input."""
+        if self.shape.num_blocks - 1 - block <= self.shape.kept_layers:
+            return ("kept", block, micro), ("activations", self._step, block, micro)
         on_host = self.shape.tape == "host"
-        return _at("tape_slot", op.tape_slot) if on_host else ("tape", block, micro)
+        place = _at("tape_slot", op.tape_slot) if on_host else ("tape", block, micro)
+        return place, self._input(block, micro)
 
     def _drained_at(self, op: Op, block: int) -> Resource:
         in_ring = self.shape.update == "in_backward" or self.shape.spills

@@ -1,8 +1,8 @@
-"""A loss that spans rows: preferences between pairs of answers, with reference log-probabilities.
+"""Micro-batches for a loss that spans rows, and that loss without the engine.
 
     -log sigmoid(beta x ((chosen - its reference) - (rejected - its reference)))
 
-where an answer counts with the sum of its tokens' log-probabilities. `plain_pair_loss` is the same
+where an answer counts with the sum of its tokens' log-probabilities. `plain_pair_loss` is Dpo
 written as one would without the engine: pair by pair, for ordinary autograd.
 """
 
@@ -16,43 +16,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from megatrain.engine.batch import MicroBatch
-from megatrain.errors import BatchError
 from megatrain.losses.head import IGNORED
-from megatrain.losses.loss import Loss, LossInputs, LossValue
+from megatrain.losses.preferences import Dpo
 
-BETA = 0.1
-
-
-class PairLoss(Loss):
-    """A unit is a pair: answers 2n (chosen) and 2n + 1 (rejected) of a micro-batch."""
-
-    extra_names = ("answers", "reference")
-
-    def count(self, inputs: LossInputs) -> int:
-        answers, num_answers = inputs.extra["answers"], len(inputs.extra["reference"])
-        found = set(answers[inputs.targets != IGNORED].tolist())
-        outside = sorted(found - set(range(num_answers)))
-        if outside:
-            raise BatchError(f"answer {outside[0]} has no reference log-probability")
-        for answer in range(num_answers):
-            if answer not in found or answer ^ 1 >= num_answers:
-                other = answer if answer not in found else answer ^ 1
-                raise BatchError(
-                    f"pair {answer // 2} has no {('chosen', 'rejected')[other % 2]} answer here; "
-                    "both answers must be in one micro-batch"
-                )
-        return num_answers // 2
-
-    def value(self, inputs: LossInputs, logprobs: Tensor) -> LossValue:
-        reference = inputs.extra["reference"]
-        numbers = torch.arange(len(reference), device=logprobs.device)
-        belongs = inputs.extra["answers"].view(-1) == numbers[:, None]
-        answers = (belongs * logprobs.view(-1)).sum(1)
-        chosen, rejected = (answers - reference).view(-1, 2).unbind(1)
-        margins = BETA * (chosen - rejected)
-        return LossValue(
-            total=-F.logsigmoid(margins).sum(), figures={"accuracy": (margins > 0).sum()}
-        )
+BETA = Dpo().beta
 
 
 def with_pairs(batch: Sequence[MicroBatch], seed: int = 0) -> list[MicroBatch]:
@@ -71,7 +38,10 @@ def _with_pairs(micro: MicroBatch, generator: torch.Generator) -> MicroBatch:
         places = torch.arange(length).repeat(rows, 1)
     answers = (places.view(-1) == 0).cumsum(0).view(rows, length) - 1
     reference = -100 * torch.rand(int(answers.max()) + 1, generator=generator)
-    return replace(micro, extra={"answers": answers, "reference": reference})
+    trained = answers[micro.loss_inputs().targets != IGNORED]
+    lengths = torch.bincount(trained, minlength=len(reference))
+    extra = {"answers": answers, "lengths": lengths, "reference": reference}
+    return replace(micro, extra=extra)
 
 
 def plain_pair_loss(batch: Sequence[MicroBatch]) -> Callable[[Tensor, MicroBatch], Tensor]:

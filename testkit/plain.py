@@ -7,8 +7,7 @@ tied model the table is therefore read through two leaves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatrain.devices.device import draw_seed
+from megatrain.doctor.resident import added_up, rows_chosen, untied
 from megatrain.engine.batch import MicroBatch
 from megatrain.models.documents import attending, attends_by_document, with_packed_masks
 
@@ -64,17 +64,19 @@ def plain_gradients(
     batch: Sequence[MicroBatch],
     step: int = 1,
     loss_of: Callable[[Tensor, MicroBatch], Tensor] | None = None,
+    numbers: Sequence[int] | None = None,
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Return each micro-batch's loss and every gradient, summed in fp32, in the param's dtype.
 
     The loss is `loss_of` the log-probabilities (rows, length), or that of the next token. It is
-    computed where the model is; the results are on the host.
+    computed where the model is; the results are on the host. `numbers` are those of the
+    micro-batches in their step: 0, 1, ... unless given.
     """
-    loss_of = loss_of or _next_token_loss(batch)
+    loss_of = loss_of or next_token_loss(batch)
     losses: list[float] = []
     parts: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
-    with _untied(model) as (head_name, table_name):
-        for number, micro in enumerate(batch):
+    with untied(model) as (head_name, table_name):
+        for number, micro in zip(numbers or range(len(batch)), batch, strict=True):
             model.zero_grad(set_to_none=True)
             model._drawn_for = (step, number)
             placed = micro.mapped(lambda tensor: tensor.to(model.device))
@@ -88,7 +90,7 @@ def plain_gradients(
     if head_name:
         parts[table_name] = parts.pop(head_name) + parts[table_name]
     return losses, {
-        name: _sum(parts[name], param).to(param.dtype).cpu()
+        name: added_up(parts[name], param).to(param.dtype).cpu()
         for name, param in model.named_parameters()
     }
 
@@ -110,31 +112,22 @@ def seed_like_engine(
 
 
 def plain_logprobs(model: PreTrainedModel, micro: MicroBatch) -> Tensor:
-    """Return the log-probability of each position's target, zero where there is none.
-
-    The output projection gets the rows that have a target: zeros in a sum over rows would change
-    nothing but torch's order of adding up.
-    """
+    """Return the log-probability of each position's target, zero where there is none."""
     # How packed documents are kept apart is shown in test_isolation.py and test_documents.py.
     by_document = attends_by_document(model.config, compiles=False)
     targets = F.pad(micro.labels[:, 1:], (0, 1), value=-100).flatten()
     trained = (targets != -100).nonzero().flatten()
 
-    def choose(_module: nn.Module, given: tuple[Tensor]) -> Tensor:
-        return given[0].flatten(0, 1)[trained][None]
-
-    hook = model.get_output_embeddings().register_forward_pre_hook(choose)
-    try:
-        with attending(micro.packed_documents() if by_document else None):
-            inputs = with_packed_masks(model.config, model.dtype, micro.inputs)
-            (logits,) = model(**inputs, use_cache=False).logits
-    finally:
-        hook.remove()
+    documents = micro.packed_documents() if by_document else None
+    with rows_chosen(model, trained), attending(documents):
+        inputs = with_packed_masks(model.config, model.dtype, micro.inputs)
+        (logits,) = model(**inputs, use_cache=False).logits
     found = -F.cross_entropy(logits.float(), targets[trained], reduction="none")
     return found.new_zeros(len(targets)).index_copy(0, trained, found).view(micro.labels.shape)
 
 
-def _next_token_loss(batch: Sequence[MicroBatch]) -> Callable[[Tensor, MicroBatch], Tensor]:
+def next_token_loss(batch: Sequence[MicroBatch]) -> Callable[[Tensor, MicroBatch], Tensor]:
+    """Return what a micro-batch adds to the mean over all trained tokens of `batch`."""
     num_trained = sum(int((m.labels[:, 1:] != -100).sum()) for m in batch)
 
     def loss(logprobs: Tensor, micro: MicroBatch) -> Tensor:
@@ -142,28 +135,3 @@ def _next_token_loss(batch: Sequence[MicroBatch]) -> Callable[[Tensor, MicroBatc
         return (logprobs * torch.where(targets != -100, -1.0 / num_trained, 0.0)).sum()
 
     return loss
-
-
-def _sum(parts: list[Tensor], param: Tensor) -> Tensor:
-    if not parts:
-        return torch.zeros_like(param)
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
-
-
-@contextmanager
-def _untied(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
-    """Read a tied table through two leaves; yield the names of the head's and of the table."""
-    head, table = model.get_output_embeddings(), model.get_input_embeddings().weight
-    if head.weight is not table:
-        yield "", ""
-        return
-    table_name = next(name for name, param in model.named_parameters() if param is table)
-    head.weight = nn.Parameter(table.detach().clone())
-    head_name = next(name for name, param in model.named_parameters() if param is head.weight)
-    try:
-        yield head_name, table_name
-    finally:
-        head.weight = table

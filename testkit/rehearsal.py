@@ -24,17 +24,19 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain.engine.actions import StepActions
-from megatrain.engine.batch import MicroBatch
+from megatrain.engine.batch import MicroBatch, step_part
 from megatrain.engine.machine import build_machine
-from megatrain.lanes.lane import Lane
+from megatrain.lanes.lane import Lane, Stream
 from megatrain.lanes.reference import Reference
 from megatrain.losses.loss import Loss
 from megatrain.losses.next_token import NEXT_TOKEN
 from megatrain.memory.layout import Layout
 from megatrain.memory.ledger import Ledger, Line
+from megatrain.memory.placement import UNPLACED
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
 from megatrain.models.documents import attends_by_document
+from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.step.schedule import build_step
 from megatrain.step.settings import DEVICE_PART_ELEMENTS, StepSettings
 from megatrain.step.shape import StepShape
@@ -51,25 +53,27 @@ def device_ledger(
     settings: StepSettings = DEFAULTS,
     loss: Loss = NEXT_TOKEN,
     complete: Callable[[Sequence[MicroBatch]], Sequence[MicroBatch]] = lambda batch: batch,
+    ranks: Ranks = ALONE,
 ) -> Ledger:
     """Return the device memory of a step on micro-batches of (rows, length), by purpose.
 
     Its total is the peak. Updates run on the host and need none of it. `settings` say what `shape`
     does not: chunks and tiles. `complete` adds the tensors that `loss` reads, or
-    returns another batch.
+    returns another batch. With `ranks` it is that of one of them, which has its part of the batch.
     """
     device = _MetaDevice()
     vocabulary = decoder.model.get_input_embeddings().weight.shape[0]
     with device.meter:
         store = _MetaStore(layout, device)
-        machine = build_machine(decoder, store, device, shape, None, settings)
+        machine = build_machine(decoder, store, device, shape, None, settings, ranks)
         flat = attends_by_document(decoder.config, compiles=settings.compile)
         made = [_micro_batch(*size, vocabulary, flat=flat) for size in micro_shapes]
-        batch = complete(made)
-        machine.reserve(batch)
+        part = step_part(complete(made), loss, ranks.owner)
+        machine.reserve(part.batch)
+        actions = StepActions(machine, part, 1, loss)
         fixed = sum(device.purposes.values())
         with device.meter.counting(), _FusedAttention():
-            Reference().play(build_step(shape), StepActions(machine, batch, 1, loss).table())
+            Reference().play(build_step(shape), actions.table())
     lines = device.purposes | {"working memory": device.meter.peak_bytes - fixed}
     return Ledger(
         Line(place="device", purpose=purpose, num_bytes=num_bytes)
@@ -175,11 +179,15 @@ class _MetaDevice:
     own_memory = True
     answers = False
     part_elements = DEVICE_PART_ELEMENTS
+    placement = UNPLACED
     free_bytes = 0
 
     def __init__(self) -> None:
         self.meter = _MetaMeter()
         self.purposes: dict[str, int] = {}
+
+    def groups(self, dtype: torch.dtype) -> bool:
+        return True
 
     @property
     def peak_bytes(self) -> int:
@@ -187,6 +195,12 @@ class _MetaDevice:
 
     def lanes(self) -> list[Lane]:
         return []
+
+    def further_stream(self) -> None:
+        return None
+
+    def current_stream(self) -> Stream:
+        raise AssertionError("there are no streams")
 
     def allocate(self, num_bytes: int, purpose: str) -> Tensor:
         self.purposes[purpose] = self.purposes.get(purpose, 0) + num_bytes
@@ -215,6 +229,11 @@ class _MetaDevice:
     def copy(self, target: Tensor, source: Tensor) -> None:
         pass
 
+    def communicate(
+        self, reads: Sequence[Tensor], writes: Sequence[Tensor], work: Callable[[], None]
+    ) -> None:
+        pass
+
     def to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to("meta")
 
@@ -235,3 +254,6 @@ class _MetaDevice:
 
     def close(self) -> None:
         pass
+
+    def memory_snapshot(self) -> None:
+        return None

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
+from megatrain.models.adapters.lora import Lora
 from megatrain.models.decoder import Decoder, build_decoder
 
 _SMALL: dict[str, Any] = {
@@ -48,10 +49,14 @@ SMALL: dict[str, dict[str, Any]] = {
 
 
 def decoder_of(
-    family: str, dtype: Any = "bf16", attn: str | None = None, **changes: Any
+    family: str,
+    dtype: Any = "bf16",
+    attn: str | None = None,
+    lora: Lora | None = None,
+    **changes: Any,
 ) -> Decoder:
     """Return a small model of the family."""
     fields = SMALL[family] | changes
     if family == "deepseek_v3":
         fields = {key: value for key, value in fields.items() if key != "head_dim"}
-    return build_decoder(CONFIG_MAPPING[family](**fields), dtype, (), attn)
+    return build_decoder(CONFIG_MAPPING[family](**fields), dtype, (), attn, lora)

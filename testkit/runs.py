@@ -132,7 +132,7 @@ def config_of(world: Path, run: Path, setting: Setting, **changes: Any) -> Confi
         "log": {"every": 100},
     }
     for section, keys in changes.items():
-        values[section] |= keys
+        values[section] = values.get(section, {}) | keys
     return Config.model_validate(values)
 
 
@@ -158,10 +158,10 @@ def judge_by(patch: pytest.MonkeyPatch, losses: Iterable[float]) -> None:
     """Let the evaluations of a run have these losses."""
     given = iter(losses)
 
-    def judged(engine: object, batches: object) -> MeanLoss:
+    def judged(engine: object, batches: object, *_: object) -> MeanLoss:
         return MeanLoss(loss=next(given), num_trained=1, aux_loss=None)
 
-    patch.setattr("megatrain.run.trainer.mean_loss", judged)
+    patch.setattr("megatrain.run.evaluation.eval_tokens.mean_loss", judged)
 
 
 def poison_at(patch: pytest.MonkeyPatch, step: int, value: float) -> None:
@@ -206,10 +206,10 @@ def run(
 def _let_die(trainer: Trainer, at: int) -> None:
     if_due = trainer.saving.if_due
 
-    def die_or_save(step: int, say: Callable[[str], None]) -> None:
+    def die_or_save(step: int, say: Callable[[str], None], **asked: bool) -> None:
         if step == at:
             raise Killed
-        if_due(step, say)
+        if_due(step, say, **asked)
 
     trainer.saving.if_due = die_or_save  # type: ignore[method-assign]
 
@@ -220,18 +220,25 @@ def lines_of(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
 
 
+def unequal(ended: State | None, expected: State | None) -> list[str]:
+    """Return the tensors that two states do not have in common, in every bit."""
+    if ended is None or expected is None or ended.keys() != expected.keys():
+        return ["other tensors"]
+    return [
+        f"{kind} of {name}"
+        for (name, kind), value in expected.items()
+        if not torch.equal(ended[name, kind].view(torch.uint8), value.view(torch.uint8))
+    ]
+
+
 def differences(
     world: Path, ended: State | None, run: Path, whole: tuple[State, Path]
 ) -> list[str]:
     """Return what a run has not in common with the uninterrupted one."""
     expected, at = whole
+    found = unequal(ended, expected)
     if ended is None or ended.keys() != expected.keys():
-        return ["other tensors"]
-    found = [
-        f"{kind} of {name}"
-        for (name, kind), value in expected.items()
-        if not torch.equal(ended[name, kind].view(torch.uint8), value.view(torch.uint8))
-    ]
+        return found
     found += [
         name
         for name in ("metrics.jsonl", "samples.jsonl")

@@ -14,17 +14,21 @@ Together: any interleaving that lanes can produce gives the facts of the serial 
 
 Order is tracked by vector clocks: op B comes after op A if B's clock, at A's lane, is beyond A's
 number. All of a lane's earlier ops and all that a wait brought along are in the clock.
+
+`check_ranks_meet` plays the lists of several ranks at once. An op that needs all ranks is done when
+it is the next one of its lane on all of them: whoever waits for an op that none can come to, or
+meets another op there, is stuck.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from megatrain.errors import ScheduleError
 from megatrain.step.hazards import Hazards, Ticket
-from megatrain.step.ops import Op, Resource, resource_text
+from megatrain.step.ops import Op, OpKind, Resource, resource_text
 from megatrain.step.shape import StepShape
 from testkit.oracle import Meaning
 
@@ -54,6 +58,66 @@ def one_lane_per_kind(ops: Iterable[Op]) -> list[Op]:
     it, and a kind can move to another lane (disk, comm) without a new look at its declarations.
     """
     return [replace(op, lane=op.kind.value) for op in ops]
+
+
+def meets(shape: StepShape, op: Op) -> bool:
+    """Return whether an op needs all ranks: on lane comm, or where norms become one."""
+    shares_norm = OpKind.CLIP if shape.update == "late" else OpKind.NORM
+    return op.lane == "comm" or (op.kind is shares_norm and shape.update != "none")
+
+
+def check_ranks_meet(shapes: Sequence[StepShape], lives: Sequence[Iterable[Sequence[Op]]]) -> None:
+    """Raise ScheduleError unless ranks of these shapes come to the end of their lists.
+
+    `lives` has the chained lists of each rank.
+    """
+    ranks = [_RankOnLanes(life) for life in lives]
+    while any(lane for rank in ranks for lane in rank.lanes.values()):
+        moved = False
+        for shape, rank in zip(shapes, ranks, strict=True):
+            moved |= rank.go_on(shape)
+        for lane in ranks[0].lanes:
+            waiting = [rank.at(lane) for rank in ranks]
+            if all(op is not None for op in waiting) and len(set(map(str, waiting))) == 1:
+                for rank in ranks:
+                    rank.finish(lane)
+                moved = True
+        if not moved:
+            stuck = [", ".join(rank.first_ops()) for rank in ranks]
+            raise ScheduleError(f"ranks wait for each other: {'; '.join(stuck)}")
+
+
+class _RankOnLanes:
+    """One rank's lanes, each with what it has still to do."""
+
+    def __init__(self, life: Iterable[Sequence[Op]]) -> None:
+        hazards, self._done = Hazards(), set[Ticket]()
+        self.lanes: defaultdict[str, deque[tuple[Ticket, list[Ticket]]]] = defaultdict(deque)
+        for ops in life:
+            for op in ops:
+                self.lanes[op.lane].append(hazards.feed(op))
+
+    def at(self, lane: str) -> Op | None:
+        """Return the next op of a lane, if all that it waits for is done."""
+        if not self.lanes[lane]:
+            return None
+        ticket, waits = self.lanes[lane][0]
+        return ticket.op if self._done.issuperset(waits) else None
+
+    def finish(self, lane: str) -> None:
+        self._done.add(self.lanes[lane].popleft()[0])
+
+    def go_on(self, shape: StepShape) -> bool:
+        """Do what needs no other rank, once through the lanes; return whether there was any."""
+        moved = False
+        for lane in list(self.lanes):
+            while (op := self.at(lane)) is not None and not meets(shape, op):
+                self.finish(lane)
+                moved = True
+        return moved
+
+    def first_ops(self) -> list[str]:
+        return [str(lane[0][0].op) for lane in self.lanes.values() if lane]
 
 
 class Clocks:

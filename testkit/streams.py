@@ -23,6 +23,9 @@ class LateEvent:
     def query(self) -> bool:
         return self.passed.is_set()
 
+    def synchronize(self) -> None:
+        assert self.passed.wait(HANG_S)
+
 
 class LateStream:
     """Fits megatrain.lanes.lane.Stream. `delay` says how long it dawdles before each piece."""

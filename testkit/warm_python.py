@@ -41,7 +41,7 @@ PRELOADED = (
     "megatrain.doctor.examine", "megatrain.run.trainer", "megatrain.report.page",
     "transformers.modeling_utils", "transformers.models.llama.modeling_llama",
 )  # fmt: skip
-READ_ON_IMPORT = ("HF_", "OMP_", "PYTHON", "TORCH", "TRANSFORMERS_")
+READ_ON_IMPORT = ("HF_", "OMP_", "PYTHON", "TORCH_", "TORCHINDUCTOR_", "TRANSFORMERS_")
 """Prefixes of the variables that libraries read while they are imported."""
 _GIVEN = dict(os.environ)  # before any test changes it
 

@@ -115,6 +115,7 @@ class Case:
     grad_slots: int = 2
     head_pieces: int = 1
     """Decides what is computed, too: sums over the vocabulary have another order."""
+    kept_layers: int = 0
     tile_tokens: int | None = None
     tape: Literal["device", "host"] = "device"
     tape_slots: int = 2
@@ -211,6 +212,7 @@ class World:
             "slots": case.slots,
             "grad_slots": case.grad_slots,
             "head_pieces": case.head_pieces,
+            "kept_layers": case.kept_layers,
             "tile_tokens": case.tile_tokens,
             "tape": case.tape,
             "tape_slots": case.tape_slots,

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import importlib
 import os
 import signal
+import sys
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -30,6 +33,28 @@ def pytest_configure() -> None:
     fix_the_day()
 
 
+def pytest_collection_finish() -> None:
+    """Other tests are on a machine without an accelerator.
+
+    Whatever needs the device loads it while tests are collected: autograd makes its threads for
+    the devices that there are at its first use.
+    """
+    if "testkit.host_gpu" in sys.modules:
+        importlib.import_module("testkit.host_gpu.module").show(False)
+
+
+@pytest.fixture(autouse=True)
+def _host_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.node.get_closest_marker("hostgpu") is None:
+        yield
+        return
+    control = importlib.import_module("testkit.host_gpu.control")
+    with control.present():
+        control.start_anew()
+        yield
+        control.start_anew()
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
     if exitstatus:
         terminalreporter.write_line(f"the cases of the day are those of {SEED}={os.environ[SEED]}")
@@ -43,6 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--device",
-        help="where tests/gpu runs, all of it: `cuda`, `cuda:1`, `xpu` or `simulated`. Without it, "
-        "what is fast runs on the simulator, and tests marked gpu on torch's accelerator",
+        help="where tests/gpu runs, all of it: `cuda`, `cuda:1`, `xpu`, `hostgpu` or `simulated`. "
+        "Without it, what is fast runs on the simulator, all on hostgpu, and tests marked gpu on "
+        "torch's accelerator",
     )

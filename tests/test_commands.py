@@ -40,8 +40,9 @@ SHORTER = {
         "optim.warmup=1"
     ),
     "held_out.jsonl --answers": "held_out.jsonl --answers --max-rows 20",
+    "learn.py reverse": "learn.py reverse --steps 3",
 }
-CUDA = {"-m pytest": "--collect-only -q", "-m benchmarks.gpu": "--help"}
+CUDA = {"-m pytest": "--collect-only -q", "-m benchmarks.gpu": "--help", "gpu-check": "--help"}
 """What is added to commands that ask for a GPU."""
 PROGRAMS = {
     "python": '"$@"',
@@ -147,6 +148,6 @@ def test_verbs_named_in_the_text_exist() -> None:
     named = {
         (path.name, verb)
         for path in pages
-        for verb in re.findall(r"(?:`|/bin/)megatrain ([a-z]\w*)", path.read_text())
+        for verb in re.findall(r"(?:`|/bin/)megatrain ([a-z][\w-]*)", path.read_text())
     }
     assert {verb for _, verb in named} == verbs, named

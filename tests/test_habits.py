@@ -67,6 +67,14 @@ def test_wheels_are_tried_by_the_script_that_tries_the_sdist() -> None:
     assert (ROOT / ".ci" / "smoke.py").exists()
 
 
+def test_the_runner_with_a_gpu_runs_the_commands_of_the_page() -> None:
+    commands = " ".join(_commands(GITHUB / "workflows" / "gpu.yml"))
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    for command in ("megatrain gpu-check", "pytest tests/gpu -m gpu --device"):
+        assert command in commands
+        assert command in page
+
+
 def test_hooks_run_the_commands_of_ci() -> None:
     hooks = _read(ROOT / ".pre-commit-config.yaml")["repos"][0]["hooks"]
     entries = [hook["entry"].removeprefix(".venv/bin/python ") for hook in hooks]

@@ -214,8 +214,8 @@ def test_a_cache_with_a_part_of_the_model_says_which(
         find_model(NAME)
 
 
-def test_quantised_weights_are_refused_before_they_are_downloaded(hub: Hub) -> None:
-    config = CONFIG[:-1] + b', "quantization_config": {"quant_method": "fp8"}}'
+def test_weights_that_cannot_be_read_are_refused_before_they_are_downloaded(hub: Hub) -> None:
+    config = CONFIG[:-1] + b', "quantization_config": {"quant_method": "awq"}}'
     hub.put(NAME, _model(**{"config.json": config}))
     with pytest.raises(ModelConfigError, match=rf"{NAME}: .*quantization_config is refused"):
         find_model(NAME)

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
-from megatrain.output import Output
+from megatrain.output import Output, lasting_output
 from testkit.patience import HANG_S
 
 ESTIMATE = ("estimate", "Qwen/Qwen3-8B", "--gpu", "24GB", "--ram")
@@ -65,3 +66,26 @@ def test_what_comes_after_a_loss_goes_nowhere(tmp_path: Path) -> None:
         assert output.write("two\n") == 4
         output.flush()
         assert output.loss is first
+
+
+def test_a_label_is_on_each_line_of_stderr_and_stdout_is_silent(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with lasting_output("rank 3: "):
+        print("a result")
+        print("one\ntwo", file=sys.stderr)
+        sys.stderr.write("half ")
+        sys.stderr.write("a line\n")
+    print("after")
+    assert capsys.readouterr() == ("after\n", "rank 3: one\nrank 3: two\nrank 3: half a line\n")
+
+
+def test_libraries_see_that_streams_of_ranks_take_text(capfd: pytest.CaptureFixture[str]) -> None:
+    """They try bytes, and would wrap a stream that takes them."""
+    with lasting_output("rank 1: "):
+        typer.echo("not heard")
+        typer.echo("heard", err=True)
+        for stream in (sys.stdout, sys.stderr):
+            with pytest.raises(TypeError):
+                stream.write(b"")  # type: ignore[arg-type]
+    assert capfd.readouterr() == ("", "rank 1: heard\n")

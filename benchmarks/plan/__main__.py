@@ -1,11 +1,12 @@
 """The plan against what happens: memory, time, and whether the choice was the best.
 
-    python -m benchmarks.plan --memory | --cap | --time | --choice [--json] [--rounds 3] [--steps 2]
+    python -m benchmarks.plan --memory | --cap | --time | --choice | --ranks
+                              [--json] [--rounds 3] [--steps 2]
 
 Small Llamas of random weights, on this machine's CPU: compute reads the store (`views`), or copies
 blocks into slots as an accelerator would (`copies`), with the tape on either side.
 
---memory: 39 configurations, each in a process of its own. The ledger's host total against the most
+--memory: 42 configurations, each in a process of its own. The ledger's host total against the most
 that was resident. What Python and libraries hold is measured once, in a process that has trained a
 model of no size, as the profile of a machine has it. malloc is told to give memory from 1 MiB on
 back when it is freed; left alone it keeps up to 80 MiB, now more, now less (`--keeping` shows it).
@@ -24,6 +25,10 @@ back when it is freed; left alone it keeps up to 80 MiB, now more, now less (`--
     worst, median         of |predicted / measured - 1| of the step time, each the median of rounds
     limits_named          share of the slowed cases whose slow lane was named as the limit, always
 
+--ranks: steps of 2 and 4 processes with gloo on this machine (ranks.py).
+
+    worst, median         of |predicted / measured - 1| of the step time, each the median of rounds
+
 --choice: on three such machines, every combination of micro-batch, slots and tape is tried, in
 turns; the planner chooses before.
 
@@ -40,6 +45,7 @@ import torch
 from benchmarks.plan.cap import measure_caps
 from benchmarks.plan.configurations import Configuration
 from benchmarks.plan.memory import GIVING_BACK, measure_memory, memory_configurations, run_alone
+from benchmarks.plan.ranks import measure_ranks
 from benchmarks.plan.time import measure_choice, measure_time
 
 
@@ -48,6 +54,8 @@ def _figures(options: argparse.Namespace) -> dict[str, object]:
         return measure_caps()
     if options.time:
         return measure_time(options.rounds, options.steps, options.only)
+    if options.ranks:
+        return measure_ranks(options.rounds, options.steps)
     if options.choice:
         return measure_choice(options.rounds, options.steps, options.only)
     environment = {} if options.keeping else GIVING_BACK
@@ -59,6 +67,7 @@ def main() -> None:
     parser.add_argument("--memory", action="store_true", help="ledger against resident peak")
     parser.add_argument("--cap", action="store_true", help="runs under a limit of the kernel's")
     parser.add_argument("--time", action="store_true", help="predicted against measured steps")
+    parser.add_argument("--ranks", action="store_true", help="predicted against measured, on ranks")
     parser.add_argument("--choice", action="store_true", help="the plan against all others")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2)

@@ -9,12 +9,15 @@ import torch
 from transformers import LlamaConfig
 
 from benchmarks.step import build_store
+from megatrain.config.lora_settings import LoraSettings
 from megatrain.devices.device import CpuDevice
 from megatrain.engine.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.memory.kinds import kinds_on_disk, store_kinds
+from megatrain.models.adapters.lora import Lora
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.states import STATES
+from megatrain.planning.catalog.adapting import with_adapters
 from megatrain.planning.catalog.families import shape_from_config
 from megatrain.planning.machine.profile import MachineProfile, unmeasured
 from megatrain.planning.model.shapes import ModelShape
@@ -42,13 +45,16 @@ class Configuration:
     tied: bool = False
     state: Literal["fp32", "bf16", "8bit"] = "fp32"
     tier: Literal["none", "states", "gradients"] = "none"
+    rank: int | None = None
+    """Of adapters, over a frozen base."""
 
     def __str__(self) -> str:
         size = f"{self.hidden}x{self.layers}"
         batch = f"{self.num_micro}x{self.rows}x{self.length}"
         places = f"{self.device} tape {self.tape} slots {self.slots}"
         tier = "" if self.tier == "none" else f" {self.tier} on disk"
-        return f"{size} {batch} {self.update} {places} states {self.state}{tier}"
+        adapters = "" if self.rank is None else f" adapters of rank {self.rank}"
+        return f"{size} {batch} {self.update} {places} states {self.state}{tier}{adapters}"
 
     @property
     def config(self) -> LlamaConfig:
@@ -64,7 +70,8 @@ class Configuration:
 
     @property
     def model(self) -> ModelShape:
-        return shape_from_config(self.config.to_dict())
+        found = shape_from_config(self.config.to_dict())
+        return found if self.rank is None else with_adapters(found, LoraSettings(rank=self.rank))
 
     @property
     def workload(self) -> Workload:
@@ -95,7 +102,9 @@ class Configuration:
         """Return a new engine; what is on disk is in a file without a name, in this folder."""
         late = self.update == "late"
         kinds = store_kinds(STATES["adamw"][self.state], waits=late)
-        decoder, store = build_store(self.config, kinds, kinds_on_disk(kinds, self.tier))
+        lora = None if self.rank is None else Lora(rank=self.rank, alpha=2.0 * self.rank)
+        on_disk = kinds_on_disk(kinds, self.tier)
+        decoder, store = build_store(self.config, kinds, on_disk, lora=lora)
         optimizer = AdamW(learning_rate=1e-5, max_grad_norm=1.0 if late else None, state=self.state)
         return make_engine(
             decoder,

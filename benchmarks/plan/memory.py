@@ -1,4 +1,4 @@
-"""The plan's host memory against what was resident: 39 configurations, each in its own process."""
+"""The plan's host memory against what was resident: 42 configurations, each in its own process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOTHING = Configuration(hidden=128, inner=256, layers=1, vocab=512, length=64)
 
 
 def memory_configurations() -> list[Configuration]:
-    """Return 39: sizes, policies, places, micro-batches, states, tiers."""
+    """Return 42: sizes, policies, places, micro-batches, states, tiers, adapters."""
     found = []
     for number, (hidden, inner, layers) in enumerate(_SIZES):
         size: dict[str, Any] = {"hidden": hidden, "inner": inner, "layers": layers}
@@ -65,6 +65,11 @@ def memory_configurations() -> list[Configuration]:
         Configuration(**middle, layers=8, update="late", tier="states"),
         Configuration(**middle, layers=8, update="late", tier="gradients", device="copies"),
         Configuration(**middle, layers=8, update="in_backward", tier="states", state="8bit"),
+    ]
+    found += [
+        Configuration(**middle, layers=16, update="late", rank=16),
+        Configuration(**middle, layers=8, update="late", device="copies", tape="host", rank=16),
+        Configuration(**large, update="late", rank=64),
     ]
     return found
 

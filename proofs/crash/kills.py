@@ -267,9 +267,9 @@ def _announce(tell: Tell) -> None:
     replaced = vars(checkpoints)
     save, prune = replaced["save_checkpoint"], replaced["prune"]
 
-    def telling_save(parent: Any, parts: Any, snapshot: Any, *rest: Any) -> Path:
+    def telling_save(parent: Any, parts: Any, snapshot: Any, *rest: Any, **names: Any) -> Path:
         tell(f"saving {snapshot.num_steps}")
-        path: Path = save(parent, parts, snapshot, *rest)
+        path: Path = save(parent, parts, snapshot, *rest, **names)
         tell(f"saved {snapshot.num_steps}")
         return path
 

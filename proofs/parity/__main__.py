@@ -11,40 +11,31 @@ and the number of steps must be equal. Ends with 1 if a case differs.
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import json
 import os
-import sys
 import tempfile
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from proofs.side_by_side import main_of
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    main_of(
+        __doc__,
+        package="trl",
+        kind="case",
+        names=_names,
+        compare=compare,
+        is_wrong=lambda result: bool(result["faults"]),
+        line=_line,
     )
-    parser.add_argument("--case", action="append", help="only this case; may be repeated")
-    parser.add_argument("--json", action="store_true", help="print one JSON object only")
-    options = parser.parse_args()
-    if importlib.util.find_spec("trl") is None:
-        sys.exit("trl is not installed: pip install trl, in its own environment")
+
+
+def _names() -> list[str]:
     from proofs.parity.cases import CASES
 
-    results = []
-    for case in CASES:
-        if options.case and case.name not in options.case:
-            continue
-        with redirect_stdout(sys.stderr):  # TRL prints every step
-            results.append(compare(case.name))
-        if not options.json:
-            print(_line(results[-1]), flush=True)
-    wrong = [result["case"] for result in results if result["faults"]]
-    if options.json:
-        print(json.dumps({"cases": len(results), "wrong": wrong, "results": results}))
-    sys.exit(bool(wrong) or not results)
+    return [case.name for case in CASES]
 
 
 def compare(name: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatrain.config import Config
 from megatrain.engine.batch import MicroBatch, StepResult
-from megatrain.engine.engine import Engine
+from megatrain.engine.engine import Engine, Says
 from megatrain.run.trainer import Trainer
 from proofs.parity.cases import Case, resolved
 from proofs.parity.steps import History, documents_of
@@ -37,10 +37,10 @@ def _record(engine: Engine, history: History) -> None:
     """Note each step's micro-batches as the engine gets them."""
     step = engine.step
 
-    def recorded(batch: Sequence[MicroBatch]) -> StepResult:
+    def recorded(batch: Sequence[MicroBatch], says: Says | None = None) -> StepResult:
         inputs = [{**micro.inputs, "labels": micro.labels} for micro in batch]
         history.documents.append([found for micro in inputs for found in documents_of(micro)])
-        return step(batch)
+        return step(batch, says)
 
     engine.step = recorded  # type: ignore[method-assign]
 

@@ -14,55 +14,99 @@ if TYPE_CHECKING:
     from megatrain.config import Config, load_config
     from megatrain.devices.accelerator import Accelerator, accelerator
     from megatrain.devices.device import CpuDevice
+    from megatrain.disk.checkpoint.own_loop import resume_loop, save_loop
     from megatrain.disk.hf.model import HostModel, load_model
     from megatrain.engine.batch import MicroBatch, StepResult
     from megatrain.engine.engine import Engine
     from megatrain.errors import MegaTrainError
+    from megatrain.losses.loss import Loss, LossInputs, LossValue
+    from megatrain.losses.policy_gradient import PolicyGradient, group_advantages
     from megatrain.memory.kinds import Kind
+    from megatrain.models.adapters.lora import Lora
     from megatrain.optim.adamw import AdamW
     from megatrain.optim.learning_rate import LearningRate
     from megatrain.planning.estimate import estimate
+    from megatrain.ranks.joining import join_ranks
+    from megatrain.rewards.completions import CompletionsServer
+    from megatrain.rewards.generation import generate
+    from megatrain.rewards.rollouts import Rollout, rollout_batch
+    from megatrain.run.brought.callbacks import Callback, Control, RunProgress
+    from megatrain.run.evaluation.eval_tokens import EvalTokens
     from megatrain.run.trainer import Trainer
     from megatrain.step.settings import StepSettings
 
 _HOMES = {
     "Accelerator": "megatrain.devices.accelerator",
     "AdamW": "megatrain.optim.adamw",
+    "Callback": "megatrain.run.brought.callbacks",
+    "CompletionsServer": "megatrain.rewards.completions",
     "Config": "megatrain.config",
+    "Control": "megatrain.run.brought.callbacks",
     "CpuDevice": "megatrain.devices.device",
     "Engine": "megatrain.engine.engine",
+    "EvalTokens": "megatrain.run.evaluation.eval_tokens",
     "HostModel": "megatrain.disk.hf.model",
     "Kind": "megatrain.memory.kinds",
     "LearningRate": "megatrain.optim.learning_rate",
+    "Lora": "megatrain.models.adapters.lora",
+    "Loss": "megatrain.losses.loss",
+    "LossInputs": "megatrain.losses.loss",
+    "LossValue": "megatrain.losses.loss",
     "MegaTrainError": "megatrain.errors",
     "MicroBatch": "megatrain.engine.batch",
+    "PolicyGradient": "megatrain.losses.policy_gradient",
+    "Rollout": "megatrain.rewards.rollouts",
+    "RunProgress": "megatrain.run.brought.callbacks",
     "StepResult": "megatrain.engine.batch",
     "StepSettings": "megatrain.step.settings",
     "Trainer": "megatrain.run.trainer",
     "accelerator": "megatrain.devices.accelerator",
     "estimate": "megatrain.planning.estimate",
+    "generate": "megatrain.rewards.generation",
+    "group_advantages": "megatrain.losses.policy_gradient",
+    "join_ranks": "megatrain.ranks.joining",
     "load_config": "megatrain.config",
     "load_model": "megatrain.disk.hf.model",
+    "resume_loop": "megatrain.disk.checkpoint.own_loop",
+    "rollout_batch": "megatrain.rewards.rollouts",
+    "save_loop": "megatrain.disk.checkpoint.own_loop",
 }
 __all__ = [
     "Accelerator",
     "AdamW",
+    "Callback",
+    "CompletionsServer",
     "Config",
+    "Control",
     "CpuDevice",
     "Engine",
+    "EvalTokens",
     "HostModel",
     "Kind",
     "LearningRate",
+    "Lora",
+    "Loss",
+    "LossInputs",
+    "LossValue",
     "MegaTrainError",
     "MicroBatch",
+    "PolicyGradient",
+    "Rollout",
+    "RunProgress",
     "StepResult",
     "StepSettings",
     "Trainer",
     "__version__",
     "accelerator",
     "estimate",
+    "generate",
+    "group_advantages",
+    "join_ranks",
     "load_config",
     "load_model",
+    "resume_loop",
+    "rollout_batch",
+    "save_loop",
 ]
 
 

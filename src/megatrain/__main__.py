@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 
 from megatrain.cli.app import app
-from megatrain.errors import ConfigError, MegaTrainError
+from megatrain.errors import ConfigError, MegaTrainError, RankLost
 from megatrain.output import lasting_output, say_last
+from megatrain.ranks.environment import read_environment
 
 
 def main() -> None:
-    """Run the command line. A MegaTrain error prints as one message, without a traceback."""
+    """Run the command line. A MegaTrain error prints as one message, without a traceback.
+
+    Of several ranks, rank 0 prints, and its message names the rank that failed. Only where rank 0
+    itself is lost does another one speak.
+    """
+    rank = 0
     try:
-        with lasting_output():
+        seat = read_environment(os.environ)
+        rank = 0 if seat is None else seat.owner.rank
+        with lasting_output(f"rank {rank}: " if rank else None):
             _run()
     except MegaTrainError as error:
-        say_last(f"{type(error).__name__} [{error.code}]: {error}")
+        if rank == 0 or (rank == 1 and isinstance(error, RankLost) and "rank 0" in str(error)):
+            say_last(f"{type(error).__name__} [{error.code}]: {error}")
         sys.exit(error.exit_code)
 
 

@@ -4,7 +4,7 @@ Every failure that is not a bug in MegaTrain is one of these. Each has a `code` 
 and scripts may rely on, and the `exit_code` of the command line:
 
     1 bug   2 user's config   3 does not fit   4 model folder or data   5 environment
-    130 interrupted
+    6 another rank was lost   130 interrupted
 
 A message states what happened, where, why with figures, and the cheapest way out.
 """
@@ -12,6 +12,7 @@ A message states what happened, where, why with figures, and the cheapest way ou
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 
 class MegaTrainError(Exception):
@@ -67,6 +68,11 @@ class DeviceFull(MegaTrainError):
 
     code = "MT302"
     exit_code = 3
+
+    def __init__(self, text: str, snapshot: Any = None) -> None:
+        super().__init__(text)
+        self.snapshot = snapshot
+        """What the device's allocator held then, for torch's viewer; None: it does not tell."""
 
 
 class ModelFolderError(MegaTrainError):
@@ -184,6 +190,20 @@ class TierDamaged(DiskError):
     """Bytes of the disk tier's scratch file changed on the disk; no checkpoint is affected."""
 
     code = "MT508"
+
+
+class GeneratorError(MegaTrainError):
+    """A server that answers prompts is unreachable, or sent something other than such answers."""
+
+    code = "MT509"
+    exit_code = 5
+
+
+class RankLost(MegaTrainError):
+    """Another rank of the run died, failed, or was silent beyond the deadline."""
+
+    code = "MT601"
+    exit_code = 6
 
 
 class Interrupted(MegaTrainError):

@@ -7,12 +7,16 @@ from pathlib import Path
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+ADAPTER_NAME = "adapter_model.safetensors"
+ADAPTER_INDEX_NAME = "adapter_model.safetensors.index.json"
+ADAPTER_CONFIG_NAME = "adapter_config.json"
 SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}\.safetensors")
 CARRIED = re.compile(
     r"generation_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)"
     r"|merges\.txt|chat_template\.(jinja|json)|(tokenizer|spiece|sentencepiece).*\.(json|model)"
+    r"|((video_|audio_)?preprocessor|processor)_config\.json"
 )
-"""Files of a model besides weights and config: tokenizer, chat template, generation."""
+"""Files of a model besides weights and config: tokenizer, chat template, generation, processors."""
 VOCABULARY = re.compile(
     r"(tokenizer|vocab|spiece|sentencepiece|tekken).*\.(json|model|txt)|.*\.tiktoken"
 )

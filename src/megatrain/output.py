@@ -7,6 +7,7 @@ that left has seen enough, and any other loss is an error at the end of the comm
 Laws (tests/test_output.py)
     1. No write to a lost stream raises.
     2. A closed pipe does not change the exit code; a full disk is a DiskError at the end.
+    3. With a label nothing goes to stdout, and each line of stderr has it once.
 """
 
 from __future__ import annotations
@@ -50,11 +51,44 @@ class Output:
         return getattr(self._stream, name)
 
 
+class Labelled(Output):
+    """A stream whose lines begin with a label."""
+
+    def __init__(self, stream: TextIO, label: str) -> None:
+        super().__init__(stream)
+        self._label, self._begins = label, True
+
+    def write(self, text: str) -> int:
+        super().write(text[:0])  # refuses bytes, by which libraries find out what a stream takes
+        for line in text.splitlines(keepends=True):
+            super().write(f"{self._label}{line}" if self._begins else line)
+            self._begins = line.endswith("\n")
+        return len(text)
+
+
+class Unheard(Output):
+    """A stream that nobody reads."""
+
+    def write(self, text: str) -> int:
+        super().write(text[:0])  # refuses bytes
+        return len(text)
+
+
 @contextmanager
-def lasting_output() -> Iterator[None]:
-    """Replace stdout and stderr by streams that do not fail. Raises DiskError at the end."""
+def lasting_output(label: str | None = None) -> Iterator[None]:
+    """Replace stdout and stderr by streams that do not fail. Raises DiskError at the end.
+
+    With a `label` another process prints the results: of this one only errors are printed, with
+    the label before each line.
+    """
     before = sys.stdout, sys.stderr
     streams = [None if stream is None else Output(stream) for stream in before]
+    if label is not None:
+        out, error = before
+        streams = [
+            None if out is None else Unheard(out),
+            None if error is None else Labelled(error, label),
+        ]
     sys.stdout, sys.stderr = streams
     try:
         yield

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from megatrain.text import size
+from megatrain.text import figure, size
 
 Advance = Callable[[int], None]
-"""Takes the number of bytes done since the last call. Safe to call from any thread."""
+"""Takes the number of bytes or tokens done since the last call. Safe to call from any thread."""
 
 Say = Callable[[str], None]
 """Takes a line for the user."""
@@ -19,14 +19,30 @@ _LINE_EVERY_S = 10.0
 
 
 @contextmanager
-def byte_progress(title: str, total_bytes: int) -> Iterator[Advance]:
-    """Show the progress of an action over `total_bytes`; yield the function that advances it."""
-    if sys.stderr.isatty():
+def byte_progress(title: str, total_bytes: int, *, shown: bool = True) -> Iterator[Advance]:
+    """Show the progress of an action over `total_bytes`; yield the function that advances it.
+
+    Not `shown`: another rank speaks.
+    """
+    if not shown:
+        yield lambda num_bytes: None
+    elif sys.stderr.isatty():
         with _bar(title, total_bytes) as advance:
             yield advance
     else:
-        with _lines(title, total_bytes) as advance:
+        with _lines(title, total_bytes, size, "/s") as advance:
             yield advance
+
+
+@contextmanager
+def token_progress(title: str, total: int, *, shown: bool = True) -> Iterator[Advance]:
+    """Show the progress of an action over so many tokens, by a line now and then."""
+    if not shown:
+        yield lambda num_tokens: None
+        return
+    print(f"{title}: {total:,} tokens", file=sys.stderr, flush=True)
+    with _lines(title, total, figure, " tok/s") as advance:
+        yield advance
 
 
 @contextmanager
@@ -54,18 +70,20 @@ def _bar(title: str, total_bytes: int) -> Iterator[Advance]:
 
 
 @contextmanager
-def _lines(title: str, total_bytes: int) -> Iterator[Advance]:
+def _lines(
+    title: str, total: int, in_words: Callable[[float], str], unit: str
+) -> Iterator[Advance]:
     done, begin = 0, time.monotonic()
     last = begin
 
-    def advance(num_bytes: int) -> None:
+    def advance(num_done: int) -> None:
         nonlocal done, last
-        done += num_bytes
+        done += num_done
         now = time.monotonic()
         if now - last >= _LINE_EVERY_S:
             last = now
-            rate = size(done / (now - begin))
-            share = 100 * done // max(total_bytes, 1)
-            print(f"{title}: {share}% ({rate}/s)", file=sys.stderr, flush=True)
+            rate = in_words(done / (now - begin))
+            share = 100 * done // max(total, 1)
+            print(f"{title}: {share}% ({rate}{unit})", file=sys.stderr, flush=True)
 
     yield advance

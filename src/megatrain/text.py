@@ -37,6 +37,16 @@ def size(num_bytes: float) -> str:
     return f"{figure(num_bytes)} bytes"
 
 
+def byte_rate(rate: float) -> str:
+    """Return bytes per second, as data sheets print them."""
+    return f"{rate / 1e9:.3g} GB/s"
+
+
+def flop_rate(rate: float) -> str:
+    """Return operations per second in the unit that gives a short number."""
+    return f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.3g} GFLOP/s"
+
+
 def duration(seconds: float) -> str:
     """Return a time in its two largest units."""
     if not math.isfinite(seconds):

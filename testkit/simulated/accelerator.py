@@ -13,6 +13,9 @@ against all others by vector clocks (clocks.py). Memory that is dropped while a 
 the one it was allocated on may still use it is a race too: a caching allocator would hand it out
 again. What a real device could not do is an AssertionError: an op on host memory, a copy across two
 registered pieces, a copy that changes the dtype on its way.
+
+A collective may tell, by what its work returns, whether the other ranks have come to it. Until they
+have its stream stands still, and nothing else does.
 """
 
 from __future__ import annotations
@@ -22,9 +25,11 @@ import functools
 import itertools
 import random
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -33,8 +38,11 @@ from torch import Tensor
 from megatrain.devices.runtime import PinningFailed
 from testkit.simulated.clocks import Clock, History, merge
 from testkit.simulated.dispatch import Mode
+from testkit.simulated.timeline import SimTimedEvent, Timeline
 
 Policy = Literal["late", "early", "random"]
+MEET_S = 120.0
+"""So long a rank waits for the others."""
 
 
 class Region:
@@ -84,7 +92,7 @@ class Bypass(threading.local):
 class Task:
     """One piece of work on a stream."""
 
-    __slots__ = ("done", "needs", "stream", "what", "work")
+    __slots__ = ("done", "met", "needs", "stream", "what", "work")
 
     def __init__(
         self,
@@ -95,6 +103,8 @@ class Task:
     ) -> None:
         self.stream, self.work, self.needs, self.what = stream, work, needs, what
         self.done = False
+        self.met: Callable[[], bool] | None = None
+        """Of a collective that was begun: whether all ranks have come to it."""
 
 
 class SimEvent:
@@ -102,11 +112,15 @@ class SimEvent:
 
     def __init__(self, simulator: Simulator, task: Task, clock: Clock) -> None:
         self._simulator, self.task, self.clock = simulator, task, clock
+        self.at_s = task.stream.timeline.now()
 
     def query(self) -> bool:
         return self._simulator.poll(self)
 
     def synchronize(self) -> None:
+        if self._simulator.entered is None:  # a thread that waits in place of others
+            self._simulator.await_poll(self)
+            return
         self._simulator.num_syncs += 1
         self._simulator.await_event(self)
 
@@ -118,6 +132,7 @@ class SimStream:
         self.simulator, self.name = simulator, name
         self.queue: deque[Task] = deque()
         self.clock: Clock = {name: 0}
+        self.timeline = Timeline()
         self._modes: list[tuple[SimStream | None, Mode]] = []
 
     def record_event(self) -> SimEvent:
@@ -128,6 +143,10 @@ class SimStream:
 
     def synchronize(self) -> None:
         self.record_event().synchronize()
+
+    def sleep(self, seconds: float) -> None:
+        """Do nothing for so long, before what is queued next."""
+        self.timeline.sleep(seconds)
 
     def __enter__(self) -> SimStream:
         mode = Mode(self.simulator)
@@ -170,6 +189,8 @@ class Simulator:
         self._cap_bytes: int | None = None
         self._live_bytes = self._peak_bytes = 0
         self.races: list[str] = []
+        self.ranges: list[str] = []
+        """What threads said that they were at."""
         self.failures: list[BaseException] = []
         """What queued work raised: indices out of poisoned memory, for instance."""
         self.num_syncs = self.num_tasks = self.num_allocations = self.num_registrations = 0
@@ -178,7 +199,7 @@ class Simulator:
 
     # The runtime.
 
-    def stream(self, name: str = "") -> SimStream:
+    def stream(self, name: str = "", *, first: bool = False) -> SimStream:
         with self.lock:
             made = SimStream(self, name or f"stream {len(self._streams)}")
             self._streams.append(made)
@@ -186,6 +207,13 @@ class Simulator:
 
     def current_stream(self) -> SimStream:
         return self.entered or self.default
+
+    def timed_event(self) -> SimTimedEvent:
+        return SimTimedEvent()
+
+    def named_range(self, name: str) -> AbstractContextManager[object]:
+        self.ranges.append(name)
+        return nullcontext()
 
     def empty(self, num_bytes: int) -> Tensor:
         with self.lock, self.bypassed:
@@ -221,10 +249,27 @@ class Simulator:
         with self.lock:
             self.registered_bytes -= self._registered.pop(address) - address
 
-    def limit(self, num_bytes: int) -> None:
+    def communicate(
+        self, reads: Sequence[Tensor], writes: Sequence[Tensor], work: Callable[[], None]
+    ) -> None:
+        def access(tensor: Tensor) -> Access:
+            region = self.region_of(tensor)
+            assert region is not None
+            assert region.kind == "device", "a collective needs device memory"
+            return tensor, region
+
+        with self.lock:
+            found = [access(tensor) for tensor in reads], [access(tensor) for tensor in writes]
+
+        self.launch(self.current_stream(), "collective", *found, work)
+
+    def limit(self, num_bytes: int | None) -> None:
         self._cap_bytes = num_bytes
 
     # Queued work that draws borrows the generator, in whatever thread it is done: under the lock.
+
+    def groups(self, dtype: torch.dtype) -> bool:
+        return True
 
     def seed(self, seed: int) -> None:
         with self.lock:
@@ -239,15 +284,18 @@ class Simulator:
             torch.set_rng_state(state[0])
 
     def synchronize(self) -> None:
-        with self.lock:
-            for stream in list(self._streams):
-                self.await_event(self.record(stream))
+        for stream in list(self._streams):
+            self.await_event(self.record(stream))
 
     def peak_bytes(self) -> int:
         return self._peak_bytes
 
     def free_bytes(self) -> int:
         return (self._cap_bytes or 1 << 40) - self._live_bytes
+
+    def memory_snapshot(self) -> dict[str, Any]:
+        regions = [region for region in self._regions.values() if region.kind == "device"]
+        return {"segments": [{"total_size": region.base.nbytes} for region in regions]}
 
     # Order.
 
@@ -285,12 +333,28 @@ class Simulator:
     def wait(self, stream: SimStream, event: SimEvent) -> None:
         with self.lock:
             merge(stream.clock, event.clock)
+            stream.timeline.follow(event.at_s)
             self._push(Task(stream, needs=event.task))
 
     def await_event(self, event: SimEvent) -> None:
+        begin = time.monotonic()
+        while not self._is_done(event):
+            assert time.monotonic() < begin + MEET_S, "no other rank comes"
+            time.sleep(0.001)
+
+    def await_poll(self, event: SimEvent) -> None:
+        """Wait as one who looks now and then would: the streams take their time."""
+        begin = time.monotonic()
+        while not self.poll(event):
+            assert time.monotonic() < begin + MEET_S, "no other rank comes"
+            time.sleep(0.0002)
+
+    def _is_done(self, event: SimEvent) -> bool:
         with self.lock:
-            self._run_until(event.task)
+            if time.perf_counter() < event.at_s or not self._run_until(event.task):
+                return False
             merge(self.host_clock(), event.clock)
+            return True
 
     def poll(self, event: SimEvent) -> bool:
         with self.lock:
@@ -298,9 +362,10 @@ class Simulator:
                 self._run_some()
             else:
                 self._run_until(event.task)
-            if event.task.done:
+            done = event.task.done and time.perf_counter() >= event.at_s
+            if done:
                 merge(self.host_clock(), event.clock)
-            return event.task.done
+            return done
 
     def touch(self, tensor: Tensor, *, writes: bool, what: str) -> None:
         """Note that this host thread reads or writes memory that a device may use too."""
@@ -426,27 +491,35 @@ class Simulator:
                 self._run_first(self._random.choice(waiting))
 
     def _run_first(self, stream: SimStream) -> bool:
+        """Do the first work of a stream; return whether it is done."""
         task = stream.queue[0]
         if task.needs is not None and not task.needs.done:
             return False
-        stream.queue.popleft()
-        self.num_tasks += 1
         if task.work is not None:
+            work, task.work = task.work, None
             with self.bypassed, torch._C._AutoDispatchBelowAutograd(), torch.no_grad():
                 try:
-                    task.work()
+                    met = work()
+                    task.met = met if callable(met) else None
                 except Exception as error:
                     error.add_note(f"in {task.what}")
                     self.failures.append(error)
-        task.done, task.work, task.needs = True, None, None
+        if task.met is not None and not task.met():
+            return False
+        stream.queue.popleft()
+        self.num_tasks += 1
+        task.done, task.needs, task.met = True, None, None
         return True
 
-    def _run_until(self, task: Task) -> None:
+    def _run_until(self, task: Task) -> bool:
+        """Do what `task` needs, and then that; return whether it is done."""
         while not task.done:
-            first = task.stream.queue[0]
-            if first.needs is not None and not first.needs.done:
-                self._run_until(first.needs)
-            self._run_first(task.stream)
+            needs = task.stream.queue[0].needs
+            if needs is not None and not self._run_until(needs):
+                return False
+            if not self._run_first(task.stream):
+                return False
+        return True
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:

@@ -25,7 +25,7 @@ CALLS = {
 }  # fmt: skip
 MODULES = (
     "lanes.lane", "lanes.progress", "lanes.player", "lanes.reference", "devices.pinning",
-    "devices.accelerator", "engine.engine",
+    "devices.accelerator", "engine.engine", "engine.gradients",
 )  # fmt: skip
 
 
@@ -91,6 +91,10 @@ NOT_WAITS = {
     "its deadline at the latest (tests/lanes/test_progress.py)",
     ("lanes.progress.Progress._time_left", "_reap"): "looks whether the device has moved before "
     "the deadline is told (the same)",
+    ("lanes.progress.Progress.wake", "_reap"): "wakes who can go on, and they look again",
+    ("lanes.progress.Progress._is_passed", "is_issued"): "who asks knows that it is; one that did "
+    "not would be stuck, and named, not turn in a loop",
+    ("lanes.progress._Watcher._run", "synchronize"): "blocks where it would poll (the same)",
 }
 """Sites of CALLS that order nothing, and what they are for."""
 
@@ -109,10 +113,12 @@ MUTANTS = [
         old="""    for awaited in work.waits:
         self._wait(work, awaited)
     at.awaited, at.since = None, time.monotonic()
+    begun = self._mark()
     start_ns = time.perf_counter_ns()
     num_bytes = self.act(op, work.action)
 """,
         new="""    at.awaited, at.since = None, time.monotonic()
+    begun = self._mark()
     start_ns = time.perf_counter_ns()
     num_bytes = self.act(op, work.action)
     for awaited in work.waits:
@@ -131,12 +137,14 @@ MUTANTS = [
         where="lanes.lane.Lane._perform",
         what="the event is recorded before the op",
         old="""    num_bytes = self.act(op, work.action)
+    ended = self._mark()
     if self._stream is not None:
         ticket.event = self._stream.record_event()
 """,
         new="""    if self._stream is not None:
         ticket.event = self._stream.record_event()
     num_bytes = self.act(op, work.action)
+    ended = self._mark()
 """,
         call="record_event",
     ),
@@ -201,7 +209,7 @@ MUTANTS = [
     Mutant(
         where="lanes.progress.Progress.is_complete",
         what="what is issued counts as complete",
-        old="return not on_device or on_device[0].number > ticket.number",
+        old="return self._is_passed(ticket)",
         new="return True",
         call="_reap",
         scene="a slow host",
@@ -218,9 +226,9 @@ MUTANTS = [
     Mutant(
         where="lanes.progress.Progress.await_issued",
         what="no sleep",
-        old="while not self.is_issued(ticket):",
-        new="while False:",
-        call="is_issued",
+        old="self._sleep(ticket, self.is_issued)",
+        new="pass",
+        call="_sleep",
     ),
     Mutant(
         where="lanes.progress.Progress.await_complete",
@@ -228,8 +236,6 @@ MUTANTS = [
         old="self.await_issued(ticket)",
         new="pass",
         call="await_issued",
-        equivalent="what is not issued is not complete, so the loop below waits for both; this "
-        "only sleeps instead of polling",
     ),
     Mutant(
         where="lanes.progress.Progress.await_complete",
@@ -244,6 +250,42 @@ MUTANTS = [
         old="on_device[0].event.query()",
         new="True",
         call="query",
+    ),
+    # gradients: two streams, and two halves of the outbox
+    Mutant(
+        where="engine.gradients._Outbox.begin",
+        what="sums are cast before they are whole",
+        old="self._begun = self._device.current_stream().record_event()",
+        new="pass",
+        call="record_event",
+    ),
+    Mutant(
+        where="engine.gradients._Outbox.send",
+        what="a half is cast into under its copy",
+        old="self._copied[self._turn] = self._device.current_stream().record_event()",
+        new="pass",
+        call="record_event",
+    ),
+    Mutant(
+        where="engine.gradients._Outbox._cast",
+        what="casts wait for nothing",
+        old="self._casts.wait_event(event)",
+        new="pass",
+        call="wait_event",
+    ),
+    Mutant(
+        where="engine.gradients._Outbox._cast",
+        what="a half is copied before it is cast",
+        old="self._device.current_stream().wait_event(cast)",
+        new="pass",
+        call="wait_event",
+    ),
+    Mutant(
+        where="engine.gradients._Outbox._cast",
+        what="the cast is called done before it is queued",
+        old="    _fill(piece, total)\n        cast = self._casts.record_event()",
+        new="    cast = self._casts.record_event()\n        _fill(piece, total)",
+        call="record_event",
     ),
     # player: what its caller waits for
     Mutant(

@@ -17,6 +17,7 @@ from megatrain.devices import device as devices
 from megatrain.devices import pinning
 from megatrain.devices.accelerator import Accelerator
 from megatrain.engine import embedding_rows
+from megatrain.engine.compute import inputs
 from megatrain.engine.compute.edges import Edges
 from megatrain.lanes.lane import Lane, Work
 from megatrain.lanes.progress import Progress
@@ -172,6 +173,7 @@ def watched(simulator: Simulator) -> Iterator[None]:
             (Lane, "_next", next_work),
             (Lane, "join", join),
             (pinning, "copy_bits", copy_bits),
+            (inputs, "copy_bits", copy_bits),
             (Edges, "_ask_host", ask_host),
             (Accelerator, "pin", pin),
             (TierRing, "__init__", make_ring),

@@ -119,14 +119,7 @@ PICKLES = [
             ),
             "a pickle of another name": (_instead("consolidated.00.pth", pickled), "neither"),
             "an old checkpoint": (_instead("model.ckpt", pickled), "neither"),
-            "an adapter": (
-                _instead(
-                    "adapter_model.bin",
-                    pickled,
-                    {"adapter_config.json": {"auto_mapping": {"parent_library": "evil"}}},
-                ),
-                "It has adapter_model.bin",
-            ),
+            "an adapter": (_instead("adapter_model.bin", pickled), "It has adapter_model.bin"),
             "an adapter in safetensors": (
                 _instead("adapter_model.safetensors", b"\x02\0\0\0\0\0\0\0{}"), "not supported",
             ),

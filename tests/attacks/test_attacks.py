@@ -18,14 +18,19 @@ import pytest
 
 from megatrain import load_model
 from testkit.effort import loop_s
+from tests.attacks.adapter_corpus import ADAPTER_CASES
 from tests.attacks.code_corpus import BYSTANDERS, CODE_CASES
 from tests.attacks.config_corpus import CONFIG_CASES
 from tests.attacks.folders import BENIGN, Case, write_benign
 from tests.attacks.index_corpus import INDEX_CASES
+from tests.attacks.quantised_corpus import QUANTISED_CASES
 from tests.attacks.sandbox import LOADED, MARKER, Outcome, Sandbox
 from tests.attacks.weights_corpus import WEIGHTS_CASES
 
-CASES = [*BENIGN, *CONFIG_CASES, *INDEX_CASES, *WEIGHTS_CASES, *CODE_CASES]
+CASES = [
+    *BENIGN, *CONFIG_CASES, *INDEX_CASES, *WEIGHTS_CASES, *QUANTISED_CASES, *CODE_CASES,
+    *ADAPTER_CASES,
+]  # fmt: skip
 MAX_LOOPS = 80
 """5 s on a server core: testkit/effort.py."""
 FAST_S = 1.0

@@ -142,13 +142,13 @@ def test_a_bit_that_differs_would_be_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_demo(tmp_path)
-    monkeypatch.setattr("megatrain.cli.demo._resident", _nudged)
+    monkeypatch.setattr("megatrain.cli.demo.resident_gradients", _nudged)
     with pytest.raises(AssertionError, match=r"^loss: "):
         streamed_equals_resident(tmp_path / "model")
 
 
-def _nudged(folder: Path, micro: object) -> tuple[float, dict[str, object]]:
-    return 1.0, {}
+def _nudged(model: object, batch: object) -> tuple[list[float], dict[str, object]]:
+    return [1.0], {}
 
 
 def test_the_byte_tokenizer_reads_back_what_it_wrote() -> None:

@@ -138,7 +138,8 @@ def test_overrides_replace_what_the_file_says() -> None:
         ("train.\u00b2=3",
          "override train.\u00b2=3: unknown key train.\u00b2. Known here: epochs, steps, "
          "batch_tokens, batch_rows, micro_batch_tokens, max_grad_norm, "
-         "router_aux_loss, seed, on_nonfinite, on_spike, compile."),
+         "router_aux_loss, seed, on_nonfinite, on_spike, compile, kernels, "
+         "rank_deadline."),
         ("=3", "override =3: give key=value, like train.epochs=2."),
         ("train.epoch=2",
          "override train.epoch=2: unknown key train.epoch. Did you mean train.epochs?"),
@@ -178,8 +179,8 @@ def test_overrides_that_cannot_be_meant(override: str, message: str) -> None:
          "unknown key deepspeed. No such setting: weights are streamed from host memory, "
          "without DeepSpeed, FSDP or accelerate."),
         ("model: {name_or_path: a, lora_whatever: 8}",
-         "unknown key model.lora_whatever. No such setting: every weight is trained, there are no "
-         "adapters."),
+         "unknown key model.lora_whatever. No such setting: adapters are plain LoRA of linear "
+         "modules, without this."),
         ("packin: true", "unknown key packin. Did you mean data.packing (packing elsewhere)?"),
         ("train: {max_lenght: 3}", "unknown key train.max_lenght. Did you mean data.max_length "
                                    "(max_length elsewhere)?"),
@@ -187,9 +188,10 @@ def test_overrides_that_cannot_be_meant(override: str, message: str) -> None:
         ("model: {name: a, name_or_path: a}",
          "unknown key model.name. Did you mean model.name_or_path?"),
         ("zzz: 1",
-         "unknown key zzz. Known here: model, data, train, optim, memory, eval, save, log."),
+         "unknown key zzz. Known here: model, data, lora, loss, train, optim, memory, eval, "
+         "save, log."),
         ("lora_r:",
-         "unknown key lora_r. No such setting: every weight is trained, there are no adapters."),
+         "unknown key lora_r. The key here is lora.rank."),
         ("log: {zzz: 1}", "unknown key log.zzz. Known here: every, to."),
         ("model: {name_or_path: a, dtype: bfloat16}",
          "model.dtype is bfloat16; give bf16 or fp32. Did you mean bf16?"),
@@ -203,7 +205,8 @@ def test_overrides_that_cannot_be_meant(override: str, message: str) -> None:
          "unknown key data.eval.0.weigth. Did you mean data.eval.0.weight?"),
         ("data: {train: a, eval: [{weight: 2}]}", "data.eval.0.path is missing."),
         ("sources: 2",
-         "unknown key sources. Known here: model, data, train, optim, memory, eval, save, log."),
+         "unknown key sources. Known here: model, data, lora, loss, train, optim, memory, eval, "
+         "save, log."),
         ("data: {train: a, sources: 2}",
          "unknown key data.sources. Known here: train, eval, max_length, overlong, train_on, "
          "template_kwargs, chat_template, max_bad, max_dropped, packing, "

@@ -68,6 +68,7 @@ def test_defaults_and_choices_are_those_of_the_engine() -> None:
     assert f"at most {CHUNK_TOKENS}" in str(SECTIONS["memory"].model_fields["chunk_tokens"])
     assert config.train.on_nonfinite == StepSettings().on_nonfinite
     assert config.train.compile == StepSettings().compile
+    assert config.train.kernels == StepSettings().kernels
     for key in ("betas", "eps", "weight_decay", "no_decay"):
         assert getattr(config.optim, key) == _default(AdamW, key), key
     for key in ("decay", "final_fraction"):
@@ -99,9 +100,20 @@ def test_defaults_and_choices_are_those_of_the_engine() -> None:
         ({"model": {"name_or_path": "m", "attn": "flash_attention_2", "dtype": "fp32"}},
          "model.attn is flash_attention_2 and model.dtype is fp32: its kernels compute in bf16 "
          "only. Set model.dtype to bf16, or model.attn to sdpa."),
+        ({"model": {"name_or_path": "m", "attn": "flex_attention"}},
+         "model.attn is flex_attention, which cannot be trained with: torch has no backward for it "
+         "on a CPU, and compiles its masks again for each shape of a micro-batch until it gives "
+         "up. Set model.attn to auto: documents of packed rows are attended to alone."),
+        ({"train": {"compile": "auto", "kernels": "liger"}},
+         "train.kernels is liger and train.compile is auto: a compiled layer has kernels that "
+         "torch makes. Set train.kernels to none, or train.compile to false."),
         ({"memory": {"tile_tokens": 4096}, "train": {"compile": True}},
          "memory.tile_tokens is 4096 and train.compile is true: a compiled layer computes full "
          "rows. Set memory.tile_tokens to null, or train.compile to false."),
+        ({"memory": {"tile_tokens": 4096, "kept_layers": 2}},
+         "memory.kept_layers is 2 and memory.tile_tokens is 4096: layers run over tiles to hold "
+         "less, and compute each tile again. Set memory.tile_tokens to null, or "
+         "memory.kept_layers to 0."),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_be_meant_together(sections: dict[str, Any], message: str) -> None:
@@ -205,8 +217,8 @@ def test_rows_in_place_of_files_are_one_fault(key: str, rows: object, shown: str
     with pytest.raises(ConfigError) as refused:
         Config(model="m", data={"train": "a.jsonl", key: rows})
     assert str(refused.value) == (
-        f"config: data.{key} is {shown}; give files, folders or Hub ids, not rows. Write rows to a "
-        "file first, one JSON object a line; `to_json` of a datasets.Dataset does so."
+        f"config: data.{key} is {shown}; give files, folders or Hub ids, not rows. Rows go to "
+        "mt.Trainer as train_dataset, or into a file, one JSON object a line."
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,10 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatrain.devices import accelerator
 from megatrain.devices.accelerator import Accelerator
+from megatrain.engine.compute.layers import Layers
 from megatrain.errors import DeviceFull
+from megatrain.memory import placement
 from megatrain.memory.kinds import Kind
-from megatrain.step.ops import LANES
+from megatrain.memory.store import Store
+from megatrain.step.ops import DEVICE_LANES, LANES
 from testkit.simulated.accelerator import Policy, Simulator
 from testkit.simulated.watched import watched
 from testkit.worlds import Case, make_batch, world_of
@@ -180,13 +185,18 @@ def test_steps_that_grow_leave_no_old_room_registered(tape: str) -> None:
     with watched(simulator):
         device = device_on(simulator)
         engine = world.engine(case, device=device)
-        at_rest, largest = simulator.registered_bytes, 0
+        at_rest, machine, grown = simulator.registered_bytes, engine._machine, set[int]()
         with engine:
             for length in (3, 8, 20, 8):
                 engine.step(make_batch(((1, length),), seed=length))
-                room = 2 * -(-length * 64 // 256) * 256  # of two layers, in bf16, 32 wide
-                largest = max(largest, room if tape == "host" else 0)
-                assert simulator.registered_bytes == at_rest + largest
+                room = machine.tape._host._buffer
+                needed = 2 * -(-length * 64 // 256) * 256  # of two layers, in bf16, 32 wide
+                on_host = 0 if room is None else room.nbytes
+                assert on_host >= needed if tape == "host" else on_host == 0
+                rooms = machine.inputs._going.nbytes + on_host
+                assert simulator.registered_bytes == at_rest + rooms
+                grown.add(rooms)
+        assert len(grown) == 3
         assert simulator.registered_bytes == 0
     assert clean(simulator)
 
@@ -203,6 +213,87 @@ def test_close_gives_host_memory_back_and_another_engine_may_follow() -> None:
         assert simulator.registered_bytes == 0
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_close_gives_memory_back_and_lifts_the_cap_of_a_device_that_failed_too(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulator = Simulator()
+    device = device_on(simulator, cap_bytes=PIECE)
+    device.map_host(3 * PIECE, "tape")
+    if fails:
+        monkeypatch.setattr(simulator, "synchronize", lost)
+        with pytest.raises(RuntimeError, match=r"^the device is lost$"):
+            device.close()
+    else:
+        device.close()
+    assert simulator.registered_bytes == 0
+    assert simulator.empty(2 * PIECE).nbytes == 2 * PIECE  # of another program in this process
+    with pytest.raises(DeviceFull):
+        device.allocate(2 * PIECE, "weight slots")  # it is in use again
+
+
+def lost() -> None:
+    raise RuntimeError("the device is lost")
+
+
+@pytest.mark.parametrize("number", range(1, 12, 2))
+def test_an_engine_that_cannot_be_built_leaves_nothing_registered(number: int) -> None:
+    """The allocation of each number fails."""
+    world = world_of("llama of 2 layers")
+    case = Case(sort="llama of 2 layers", steps=(), update="late", tape="host")
+    simulator = Simulator(fails_at_allocation=number)
+    with pytest.raises(DeviceFull, match=r"^device memory: .* needs") as told:
+        world.engine(case, device=device_on(simulator))
+    assert simulator.registered_bytes == 0
+    assert told.value.snapshot is not None
+
+
+OTHER_KINDS = (
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "CUDA error: out of memory",
+)
+
+
+@pytest.mark.parametrize("text", OTHER_KINDS)
+def test_memory_that_libraries_and_the_driver_lack_is_told_as_ours(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a step, when memory is allocated, and when host memory is pinned."""
+    world = world_of("llama of 2 layers")
+    case = Case(sort="llama of 2 layers", steps=(), update="none")
+    simulator = Simulator(policy="early")
+    device = device_on(simulator)
+
+    def fail(*_: object) -> Tensor:
+        raise RuntimeError(text)
+
+    with watched(simulator):
+        engine = world.engine(case, device=device)
+        monkeypatch.setattr(Layers, "forward", fail)
+        with pytest.raises(DeviceFull, match=r"^device memory: the working memory") as told:
+            engine.step(make_batch(((1, 6),), seed=0))
+        engine.close()
+    assert told.value.snapshot["segments"]
+    monkeypatch.setattr(simulator, "empty", fail)
+    with pytest.raises(DeviceFull, match=r"^device memory: tape needs 1\.0 MiB"):
+        device.allocate(1 << 20, "tape")
+    monkeypatch.setattr(simulator, "pinned", fail)
+    with pytest.raises(DeviceFull, match=r"^pinned host memory: inputs needs .*container"):
+        device.pinned(torch.ones(3))
+
+
+def test_another_failure_is_not_called_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulator = Simulator()
+    device = device_on(simulator)
+    monkeypatch.setattr(simulator, "empty", lambda num_bytes: lost())
+    monkeypatch.setattr(simulator, "pinned", lambda num_bytes: lost())
+    with pytest.raises(RuntimeError, match=r"^the device is lost$"):
+        device.allocate(1, "tape")
+    with pytest.raises(RuntimeError, match=r"^the device is lost$"):
+        device.pinned(torch.ones(3))
+
+
 # Lanes and random numbers.
 
 
@@ -212,7 +303,30 @@ def test_every_lane_but_those_of_the_host_has_a_stream_of_its_own() -> None:
     assert list(streams) == list(LANES)
     assert [streams.pop(name) for name in ("host", "disk")] == [None, None]
     assert None not in streams.values()
-    assert len(set(map(id, streams.values()))) == 3
+    assert list(streams) == list(DEVICE_LANES)
+    assert len(set(map(id, streams.values()))) == len(DEVICE_LANES)
+
+
+def test_host_memory_and_lanes_are_where_the_placement_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    core = frozenset({min(os.sched_getaffinity(0))})
+    spread = placement.Policy(mode="interleave", nodes=(0, 1))
+    near = placement.Node(number=1, cores=core, free_bytes=4 * PIECE)
+    decided = placement.Placement(kept=spread, near=near, lane_cores=core, update_cores=core)
+    asked: list[placement.Policy] = []
+    monkeypatch.setattr(accelerator, "find_placement", lambda address: decided)
+    monkeypatch.setattr(placement.Policy, "apply", lambda policy, *_: asked.append(policy))
+    device = device_on(Simulator())
+    assert {lane._cores for lane in device.lanes()} == {core}
+    arenas = [device.map_host(num_bytes, "tape") for num_bytes in (PIECE, PIECE + 1)]
+    assert asked == [placement.Policy(mode="prefer", nodes=(1,)), spread]
+    for arena in arenas:
+        device.unmap_host(arena)
+    layout = world_of("llama of 2 layers").store.layout
+    asked.clear()
+    Store(layout, placement=device.placement)
+    assert asked == [spread] * len(layout.kinds), "all are larger than a fourth of the node"
 
 
 def test_a_seed_decides_what_is_drawn_and_the_callers_draws_go_on() -> None:

@@ -1,11 +1,11 @@
-"""Laws of pinning.py: an arena is registered whole or not at all; staged copies are exact."""
+"""Laws of pinning.py: what the system allows is registered, and staged copies are exact."""
 
 from __future__ import annotations
 
 import itertools
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -14,8 +14,16 @@ from torch import Tensor
 
 from megatrain.devices import pinning
 from megatrain.devices.accelerator import Accelerator
-from megatrain.devices.pinning import RING_BUFFERS, Registry, Ring, tell
-from megatrain.devices.runtime import PinningFailed
+from megatrain.devices.device import copy_bits
+from megatrain.devices.pinning import (
+    RING_BUFFERS,
+    SHARE_BYTES,
+    Registry,
+    Ring,
+    tell_kept,
+    tell_refusal,
+)
+from megatrain.devices.runtime import NO_WAY, PINNING_CAUSES, PinningFailed
 from testkit.patience import HANG_S
 from testkit.simulated.accelerator import Policy, Simulator
 from testkit.simulated.watched import watched
@@ -31,6 +39,10 @@ def arena_of(num_bytes: int, seed: int = 0) -> Tensor:
     return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator)
 
 
+def ring_of(simulator: Simulator, num_bytes: int = BUFFER) -> Ring:
+    return Ring(simulator, [simulator.pinned(num_bytes) for _ in range(RING_BUFFERS)])
+
+
 def spans(simulator: Simulator) -> list[tuple[int, int]]:
     """Return what is registered, in order."""
     return sorted(simulator._registered.items())
@@ -42,7 +54,7 @@ def spans(simulator: Simulator) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("num_bytes", SIZES)
 def test_exactly_the_arenas_bytes_are_registered_each_once(num_bytes: int) -> None:
     simulator, arena = Simulator(), arena_of(num_bytes)
-    Registry(simulator, PIECE).register(arena)
+    Registry(simulator, PIECE).register("weights", arena)
     found = spans(simulator)
     assert found[0][0] == arena.data_ptr()
     assert found[-1][1] == arena.data_ptr() + num_bytes
@@ -62,14 +74,14 @@ def test_pieces_are_registered_in_parallel() -> None:
             super().register(address, num_bytes)
 
     simulator = Slow()
-    Registry(simulator, PIECE).register(arena_of(4 * PIECE))
+    Registry(simulator, PIECE).register("weights", arena_of(4 * PIECE))
     assert simulator.registered_bytes == 4 * PIECE
 
 
 def test_an_empty_arena_is_registered_by_doing_nothing() -> None:
     simulator = Simulator()
     registry = Registry(simulator, PIECE)
-    registry.register(arena_of(0))
+    registry.register("weights", arena_of(0))
     assert simulator.num_registrations == 0
     assert registry.pieces(arena_of(0)) == []
 
@@ -78,37 +90,47 @@ def test_close_and_unregister_leave_what_was_never_theirs() -> None:
     simulator = Simulator()
     registry = Registry(simulator, PIECE)
     first, second = arena_of(3 * PIECE + 5), arena_of(2 * PIECE)
-    registry.register(first)
-    registry.register(second)
+    registry.register("weights", first)
+    registry.register("weights", second)
     registry.unregister(first)
     assert simulator.registered_bytes == second.nbytes
     assert registry.pieces(first) is None
     assert registry.pieces(second) == [slice(0, PIECE), slice(PIECE, 2 * PIECE)]
     registry.unregister(first)  # not registered, nor would it be after a refusal
-    registry.register(first)
+    registry.register("weights", first)
     registry.close()
     assert simulator.registered_bytes == 0
     assert registry.pieces(second) is None
     registry.close()
 
 
-# Law 2: a refusal at any piece leaves nothing of the arena registered, and copies exact.
+# Law 2: a refusal at any piece ends the registering, keeps what is registered, and copies exact.
 
 NUM_PIECES = 6
 
 
 @pytest.mark.parametrize("refused", range(1, NUM_PIECES + 1))
-def test_a_refusal_at_any_piece_leaves_nothing_registered(refused: int) -> None:
+def test_a_refusal_at_any_piece_keeps_what_is_registered(
+    refused: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinning, "NUM_THREADS", 1)
     simulator = Simulator(fails_at_registration=1 + refused)
     registry = Registry(simulator, PIECE)
     before, arena = arena_of(PIECE), arena_of(NUM_PIECES * PIECE - 9)
-    registry.register(before)
-    with pytest.raises(PinningFailed, match="the simulator was told to refuse"):
-        registry.register(arena)
-    assert spans(simulator) == [(before.data_ptr(), before.data_ptr() + PIECE)]
-    assert registry.pieces(arena) is None
-    assert registry.pieces(before) == [slice(0, PIECE)]
-    registry.register(arena)  # the system may have changed its mind
+    assert registry.register("weights", before) is None
+    refusal = registry.register("weights", arena)
+    assert str(refusal) == "the simulator was told to refuse"
+    assert simulator.num_registrations == 1 + refused  # none was tried after it
+    assert simulator.registered_bytes == PIECE + (refused - 1) * PIECE
+    cuts = registry.pieces(arena)
+    assert cuts is not None
+    assert [registry.was_refused(arena[cut]) for cut in cuts] == [
+        number >= refused for number in range(1, NUM_PIECES + 1)
+    ]
+    assert not registry.was_refused(before)
+    assert registry.unregister(arena) == []
+    assert simulator.registered_bytes == PIECE
+    assert registry.register("weights", arena) is None  # the system may have changed its mind
     assert simulator.registered_bytes == before.nbytes + arena.nbytes
 
 
@@ -119,7 +141,7 @@ def test_copies_of_a_refused_arena_are_exact(refused: int, policy: Policy) -> No
     device = Accelerator(simulator, piece_bytes=PIECE, ring_buffer_bytes=BUFFER)
     arena, back = arena_of(NUM_PIECES * PIECE - 9), arena_of(NUM_PIECES * PIECE - 9, seed=1)
     with lane(simulator):
-        with pytest.warns(UserWarning, match="cannot be pinned"):
+        with pytest.warns(UserWarning, match="not all of weights, .* can be pinned"):
             device.pin("weights", arena)
         device.pin("gradients", back)
         there = device.allocate(arena.nbytes, "weight slots")
@@ -128,15 +150,81 @@ def test_copies_of_a_refused_arena_are_exact(refused: int, policy: Policy) -> No
         simulator.synchronize()
     assert torch.equal(back, arena)
     assert simulator.races == []
-    assert simulator.registered_bytes == back.nbytes
+    assert simulator.registered_bytes >= back.nbytes
 
 
-def test_a_refusal_that_forgets_pieces_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    simulator = Simulator(fails_at_registration=3)
-    monkeypatch.setattr(simulator, "unregister", lambda address: None)
-    with pytest.raises(PinningFailed):
-        Registry(simulator, PIECE).register(arena_of(NUM_PIECES * PIECE))
-    assert simulator.registered_bytes > 0
+def test_a_refused_piece_that_is_taken_for_registered_would_be_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The driver makes the host wait for such a copy."""
+    monkeypatch.setattr(Registry, "was_refused", lambda registry, piece: False)
+    simulator = Simulator(policy="late", fails_at_registration=1)
+    device = Accelerator(simulator, piece_bytes=PIECE, ring_buffer_bytes=BUFFER)
+    arena = arena_of(PIECE)
+    with lane(simulator):
+        with pytest.warns(UserWarning, match="can be pinned"):
+            device.pin("weights", arena)
+        device.copy(device.allocate(PIECE, "weight slots"), arena)
+    assert simulator.num_syncs > 0
+
+
+# Law 4: all that was registered is unregistered.
+
+
+class Stubborn(Simulator):
+    """Keeps the piece of one address."""
+
+    kept = 0
+
+    def unregister(self, address: int) -> None:
+        if address == self.kept:
+            raise PinningFailed("cudaHostUnregister: invalid argument (error 1)")
+        super().unregister(address)
+
+
+def test_what_the_driver_keeps_keeps_nothing_else_and_is_told() -> None:
+    simulator, arena = Stubborn(), arena_of(3 * PIECE)
+    device = Accelerator(simulator, piece_bytes=PIECE)
+    device.pin("weights", arena)
+    simulator.kept = arena.data_ptr()
+    with pytest.warns(UserWarning, match=r"1 pieces stay pinned \(cudaHostUnregister: invalid"):
+        device.close()
+    assert simulator.registered_bytes == PIECE
+    device.close()  # once
+
+
+def test_pieces_are_unregistered_in_parallel() -> None:
+    both = threading.Barrier(2)
+
+    class Slow(Simulator):
+        def unregister(self, address: int) -> None:
+            both.wait(HANG_S)
+            super().unregister(address)
+
+    simulator = Slow()
+    registry = Registry(simulator, PIECE)
+    registry.register("weights", arena_of(4 * PIECE))
+    assert registry.close() == []
+    assert simulator.registered_bytes == 0
+
+
+def test_large_arenas_show_their_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, bool]] = []
+    moved: list[int] = []
+
+    @contextmanager
+    def shown(title: str, total_bytes: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
+        seen.append((title, shown))
+        yield moved.append
+
+    monkeypatch.setattr(pinning, "byte_progress", shown)
+    registry, large = Registry(Simulator(), PIECE), arena_of(pinning.SHOWN_PIECES * PIECE)
+    registry.register("weights", large[PIECE:])
+    registry.close()
+    moved.clear()
+    registry.register("gradients", large)
+    assert seen == [("pinning weights", False), ("pinning gradients", True)]
+    assert sum(moved) == large.nbytes
 
 
 # Where copies are cut.
@@ -158,14 +246,14 @@ def test_copies_are_cut_at_the_borders_of_pieces(
     start: int, stop: int, cuts: list[tuple[int, int]]
 ) -> None:
     registry, arena = Registry(Simulator(), PIECE), arena_of(3 * PIECE + 17)
-    registry.register(arena)
+    registry.register("weights", arena)
     assert registry.pieces(arena[start:stop]) == [slice(*cut) for cut in cuts]
 
 
 def test_unknown_memory_has_no_pieces() -> None:
     registry, memory = Registry(Simulator(), PIECE), arena_of(8 * PIECE)
     assert registry.pieces(memory) is None
-    registry.register(memory[2 * PIECE : 4 * PIECE])
+    registry.register("weights", memory[2 * PIECE : 4 * PIECE])
     known = registry.pieces(memory[2 * PIECE : 4 * PIECE])
     assert known == [slice(0, PIECE), slice(PIECE, 2 * PIECE)]
     for unknown in (
@@ -194,7 +282,7 @@ def lane(simulator: Simulator) -> Iterator[None]:
 
 def sent_and_received(simulator: Simulator, sources: list[Tensor]) -> list[Tensor]:
     """Send each to the device, one directly behind the other, and bring all back."""
-    inbound, outbound = Ring(simulator, BUFFER), Ring(simulator, BUFFER)
+    inbound, outbound = ring_of(simulator), ring_of(simulator)
     targets = [torch.zeros_like(source) for source in sources]
     with lane(simulator):
         there = [simulator.empty(source.nbytes) for source in sources]
@@ -230,7 +318,7 @@ def test_a_ring_that_does_not_wait_for_its_buffer_would_be_noticed(
     monkeypatch.setattr(Ring, "_await", lambda ring, number: None)
     fits, exceeds = Simulator(policy=policy), Simulator(policy=policy)
     for simulator, num_buffers in ((fits, RING_BUFFERS), (exceeds, RING_BUFFERS + 1)):
-        ring, source = Ring(simulator, BUFFER), arena_of(num_buffers * BUFFER)
+        ring, source = ring_of(simulator), arena_of(num_buffers * BUFFER)
         with lane(simulator):
             ring.send(simulator.empty(source.nbytes), source)
             simulator.synchronize()
@@ -249,30 +337,56 @@ def test_a_receive_that_does_not_wait_for_the_device_would_be_noticed(
     assert not torch.equal(found, expected)
 
 
-def test_a_ring_is_as_large_as_it_says() -> None:
-    assert Ring(Simulator(), BUFFER).num_bytes == RING_BUFFERS * BUFFER
+@pytest.mark.parametrize("more", [0, 1, SHARE_BYTES + 3])
+def test_large_buffers_are_moved_by_several_threads(
+    more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: list[int] = []
+
+    def counted(target: Tensor, source: Tensor) -> None:
+        moved.append(threading.get_ident())
+        copy_bits(target, source)
+
+    monkeypatch.setattr(pinning, "copy_bits", counted)
+    simulator, source = Simulator(policy="early"), arena_of(2 * SHARE_BYTES + more)
+    target = torch.zeros_like(source)
+    with simulator.stream():
+        there = simulator.empty(source.nbytes)
+        ring_of(simulator, source.nbytes).send(there, source)
+        ring_of(simulator, source.nbytes).receive(target, there)
+        simulator.synchronize()
+    assert torch.equal(target, source)
+    assert len(moved) >= 4
+    assert threading.get_ident() not in moved
 
 
 # What is told.
 
 
-def test_what_could_not_be_pinned_is_told_in_one_line() -> None:
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        tell("weights", torch.empty(3 << 20), PinningFailed("code 2"), 192 << 20)
+@pytest.mark.parametrize("advice", [PINNING_CAUSES, NO_WAY])
+def test_what_could_not_be_pinned_is_told_in_one_line_with_what_helps(advice: str) -> None:
+    with pytest.warns(UserWarning, match="host memory") as told:
+        tell_refusal("weights", torch.empty(3 << 20), PinningFailed("why", advice), 192 << 20)
     (warning,) = told
     assert str(warning.message) == (
-        "host memory: 12.0 MiB of weights cannot be pinned (code 2); its copies use "
-        "192.0 MiB of pinned buffers, with one more pass over host memory each. "
-        "Raise `ulimit -l` (memlock) to avoid it."
+        "host memory: not all of weights, 12.0 MiB, can be pinned (why); the copies of the rest "
+        "use 192.0 MiB of pinned buffers, with one more pass over host memory each. "
+        f"{advice}."
     )
+    assert "ulimit" not in str(warning.message)  # drivers pin beyond that limit
+
+
+def test_nothing_is_told_of_what_was_unregistered() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tell_kept([])
 
 
 def test_it_is_told_once_whatever_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     simulator = Simulator()
 
     def refuse(address: int, num_bytes: int) -> None:
-        raise PinningFailed("no memlock")
+        raise PinningFailed("no more")
 
     monkeypatch.setattr(simulator, "register", refuse)
     device = Accelerator(simulator, ring_buffer_bytes=BUFFER)
@@ -282,7 +396,7 @@ def test_it_is_told_once_whatever_is_refused(monkeypatch: pytest.MonkeyPatch) ->
             device.pin(name, arena_of(PIECE))
         device.map_host(PIECE, "tape")
     (warning,) = told
-    assert str(warning.message).startswith("host memory: 0.0 MiB of weights cannot be pinned (")
+    assert str(warning.message).startswith("host memory: not all of weights, 0.0 MiB, can be")
 
 
 def test_the_sizes_are_those_that_pay() -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatrain.devices.accelerator import accelerator
-from megatrain.devices.runtime import PinningFailed, TorchRuntime
-from megatrain.errors import NoDevice
+from megatrain.devices.accelerator import Accelerator, accelerator
+from megatrain.devices.runtime import PINNING_CAUSES, TAKEN, PinningFailed, TorchRuntime
+from megatrain.errors import ConfigError, NoDevice
+from megatrain.step.ops import LANES, Op, OpKind
+from testkit.simulated.accelerator import Simulator
 
 
 @pytest.fixture
@@ -31,7 +35,37 @@ def runtime_of(device: str) -> TorchRuntime:
     """A runtime that was not given a device to set."""
     runtime = TorchRuntime.__new__(TorchRuntime)
     runtime.device = torch.device(device)
+    if device != "meta":
+        runtime._module = torch.get_device_module(runtime.device)
     return runtime
+
+
+def test_a_range_is_named_for_the_profiler_where_torch_has_one() -> None:
+    runtime, noted = runtime_of("cuda"), list[str]()
+
+    @contextmanager
+    def entered(name: str) -> Iterator[None]:
+        noted.append(f"push {name}")
+        yield
+        noted.append("pop")
+
+    runtime._module = SimpleNamespace(nvtx=SimpleNamespace(range=entered))
+    with runtime.named_range("FETCH(1)"):
+        noted.append("inside")
+    assert noted == ["push FETCH(1)", "inside", "pop"]
+    runtime._module = SimpleNamespace()
+    with pytest.raises(ConfigError, match=r"^MEGATRAIN_NVTX is set: torch has no NVTX "):
+        runtime.named_range("FETCH(1)")
+
+
+@pytest.mark.parametrize("asked", ["", "1"])
+def test_ops_are_named_if_the_environment_asks(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRAIN_NVTX", asked)
+    simulator = Simulator()
+    for lane in Accelerator(simulator).lanes():
+        lane.act(Op(kind=OpKind.UPDATE, block=len(lane.name)), lambda op: 3)
+    named = [f"UPDATE({len(name)})" for name in LANES]
+    assert simulator.ranges == (named if asked else [])
 
 
 @pytest.mark.parametrize(
@@ -64,6 +98,10 @@ def test_the_device_that_is_found_has_an_index(
     [
         ("cuda:4", r"^cuda:4: this machine has 4 devices, the last is cuda:3$"),
         ("xpu", r"^xpu: the accelerator of this machine is cuda$"),
+        ("meta", r"^meta: the accelerator of this machine is cuda$"),
+        ("cpu", r"^cpu is not an accelerator\. Use mt\.CpuDevice\(\), or memory\.device: cpu$"),
+        ("nonsense", r"^nonsense is not a device\. Give cpu, cuda, cuda:1 or xpu$"),
+        ("cuda:-1", r"^cuda:-1 is not a device\. Give cpu, cuda, cuda:1 or xpu$"),
     ],
 )
 def test_another_device_than_there_is_is_refused_by_name(
@@ -78,37 +116,112 @@ def test_another_device_than_there_is_is_refused_by_name(
 
 
 @pytest.mark.parametrize("device", ["xpu:0", "mps:0", "cpu"])
-def test_host_memory_is_registered_for_cuda_alone(device: str) -> None:
+def test_host_memory_is_registered_where_torch_has_cudas_runtime(device: str) -> None:
     kind = device.split(":")[0]
     with pytest.raises(PinningFailed, match=f"^torch cannot register host memory for {kind}$"):
         runtime_of(device).register(0, 4096)
 
 
-@pytest.mark.parametrize("code", [0, 2])
-def test_what_the_driver_answers_is_told(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[int, ...]] = []
+class Driver:
+    """CUDA's runtime, which answers every call with one code."""
 
-    def register(*args: int) -> int:
-        calls.append(args)
-        return code
+    def __init__(self, code: int) -> None:
+        self.code, self.calls = code, list[tuple[object, ...]]()
 
-    driver = SimpleNamespace(
-        cudaHostRegister=register, cudaHostUnregister=lambda *args: calls.append(args)
-    )
+    def cudaHostRegister(self, *args: int) -> int:  # noqa: N802
+        self.calls.append(args)
+        return self.code
+
+    def cudaHostUnregister(self, *args: int) -> int:  # noqa: N802
+        self.calls.append(args)
+        return self.code
+
+    def cudaGetErrorString(self, code: int) -> str:  # noqa: N802
+        return {2: "out of memory", 712: "already mapped"}[code]
+
+    def cudaGetLastError(self) -> int:  # noqa: N802
+        self.calls.append(("cleared",))
+        return self.code
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "advice"),
+    [(0, "", ""), (2, "out of memory", PINNING_CAUSES), (712, "already mapped", TAKEN)],
+)
+def test_what_the_driver_answers_is_told_in_its_words_and_does_not_stay_pending(
+    code: int, text: str, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(code)
     runtime = runtime_of("cuda:0")
-    monkeypatch.setattr(TorchRuntime, "_cudart", staticmethod(lambda: driver))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     devices: list[torch.device] = []
     monkeypatch.setattr(torch.accelerator, "set_device_index", devices.append)
-    if code:
-        with pytest.raises(PinningFailed, match=r"^cudaHostRegister returned 2$"):
-            runtime.register(4096, 100)
-    else:
-        runtime.register(4096, 100)
-    runtime.unregister(4096)
-    assert calls == [(4096, 100, 0), (4096,)]
-    assert devices == [torch.device("cuda:0")]  # of the thread that registers
+    tried: dict[str, Callable[[], None]] = {
+        "cudaHostRegister": lambda: runtime.register(4096, 100),
+        "cudaHostUnregister": lambda: runtime.unregister(4096),
+    }
+    for name, call in tried.items():
+        if not code:
+            call()
+            continue
+        with pytest.raises(PinningFailed, match=rf"^{name}: {text} \(error {code}\)$") as told:
+            call()
+        assert told.value.advice == advice
+    cleared = [("cleared",)] if code else []
+    assert driver.calls == [(4096, 100, 0), *cleared, (4096,), *cleared]
+    assert devices == [torch.device("cuda:0")] * 2  # of the thread that calls
+
+
+@pytest.mark.parametrize(
+    ("device", "by_user", "expected"),
+    [
+        ("cuda:0", None, ["expandable_segments:True"]),
+        ("cuda:0", "PYTORCH_ALLOC_CONF", []),
+        ("cuda:0", "PYTORCH_CUDA_ALLOC_CONF", []),
+        ("xpu:0", None, []),
+    ],
+)
+def test_cudas_allocator_extends_its_segments_unless_the_user_has_set_it(
+    device: str, by_user: str | None, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if by_user is not None:
+        monkeypatch.setenv(by_user, "max_split_size_mb:512")
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: told.append("set"))
+    TorchRuntime(torch.device(device))
+    assert told == [*expected, "set"]  # before the device is touched
+
+
+def test_the_allocators_snapshot_is_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"segments": []})
+    assert runtime_of("cuda:0").memory_snapshot() == {"segments": []}
+    assert runtime_of("mps:0").memory_snapshot() is None
 
 
 def test_memory_of_the_host_is_not_the_devices() -> None:
     assert not runtime_of("cuda:0").is_device(torch.zeros(1))
     assert runtime_of("meta").is_device(torch.zeros(1, device="meta"))
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "dtype", "expected"),
+    [
+        ("cuda", (9, 0), torch.bfloat16, True),
+        ("cuda", (10, 3), torch.bfloat16, True),
+        ("cuda", (9, 0), torch.float32, False),
+        ("cuda", (8, 9), torch.bfloat16, False),
+        ("cuda", (12, 0), torch.bfloat16, False),
+        ("xpu", None, torch.bfloat16, True),
+        ("meta", None, torch.bfloat16, False),
+    ],
+)
+def test_which_cards_have_a_kernel_for_products_of_experts(
+    device: str, capability: tuple[int, int] | None, dtype: torch.dtype, expected: bool
+) -> None:
+    runtime = TorchRuntime.__new__(TorchRuntime)
+    runtime.device = torch.device(device)
+    runtime._module = SimpleNamespace(get_device_capability=lambda device: capability)
+    assert runtime.groups(dtype) is expected

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megatrain.cli.app import app
+from megatrain.devices.pinning import NotPinned
 from megatrain.doctor import examine as module
 from megatrain.doctor import trial_steps
 from megatrain.doctor.examine import examine, keep
@@ -81,8 +82,7 @@ def test_whether_memory_can_be_pinned_is_found_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pins: bool
 ) -> None:
     def rates(device: object, **_: object) -> CopyRates:
-        if not pins:
-            warnings.warn("host memory: cannot be pinned", stacklevel=1)
+        warnings.warn("host memory", UserWarning if pins else NotPinned, stacklevel=1)
         return CopyRates(into=1e9, out=1e9, duplex_share=1.0)
 
     monkeypatch.setattr(module, "copy_rates", rates)

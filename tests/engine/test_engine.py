@@ -50,6 +50,7 @@ def grid() -> dict[Group, list[Case]]:
                 slots=slots,
                 grad_slots=1 + (slots + num_micro) % 2,
                 tape_slots=slots,
+                kept_layers=(slots + num_micro) % 3,
                 timing=hash((slots, num_micro)),
             )
             for slots, num_micro in product(counts, (1, 2, 3, 4))

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatrain import load_model
+from megatrain.devices.device import CpuDevice
 from megatrain.engine.engine import Engine
 from megatrain.memory.kinds import Kind
 from megatrain.memory.master import split_into
@@ -24,7 +25,8 @@ from megatrain.optim.adamw import AdamW
 from megatrain.optim.kernel import AdamWScalars
 from megatrain.optim.optimizer import decays
 from megatrain.optim.states import M, V
-from testkit.cases import in_dtypes
+from megatrain.step.settings import StepSettings
+from testkit.cases import in_dtypes, of_the_day
 from testkit.engines import make_engine
 from testkit.families import FAMILIES, save_tiny
 from testkit.plain import load_plain, make_batch, plain_gradients, seed_like_engine
@@ -86,17 +88,38 @@ def differing(expected: dict[str, Tensor], found: dict[str, Tensor]) -> list[str
 def test_three_steps_equal_the_resident_model(
     family: str, dtype: Literal["bf16", "fp32"], tmp_path: Path
 ) -> None:
+    train_both(family, dtype, tmp_path, StepSettings())
+
+
+@pytest.mark.parametrize("family", of_the_day(FAMILIES, 6))
+def test_so_do_steps_that_keep_the_activations_of_all_layers(family: str, tmp_path: Path) -> None:
+    """In slots that all layers take turns with, so that backward finds weights fetched again."""
+    num_layers = len(load_model(save_tiny(tmp_path / "counted", family)).decoder.layers)
+    settings = StepSettings(kept_layers=num_layers)
+    train_both(family, "bf16", tmp_path / "trained", settings, CpuDevice(copying=True))
+
+
+def train_both(
+    family: str,
+    dtype: Literal["bf16", "fp32"],
+    folder: Path,
+    settings: StepSettings,
+    device: CpuDevice | None = None,
+) -> None:
+    """Assert that three steps of the engine are those of the resident model."""
     attention = ATTENTION.get(family)
-    save_tiny(tmp_path, family, DTYPES[dtype])
-    model = load_model(tmp_path, dtype=dtype, attn=attention)
+    save_tiny(folder, family, DTYPES[dtype])
+    model = load_model(folder, dtype=dtype, attn=attention)
     store, params = model.store, model.decoder.params
     plain = PlainTraining(
-        load_plain(tmp_path, DTYPES[dtype], attention), {p.name: decays(p) for p in params}
+        load_plain(folder, DTYPES[dtype], attention), {p.name: decays(p) for p in params}
     )
     if family in RANDOM:
         seed_like_engine(plain.model, model.decoder.layers_path)
     optimizer = AdamW(learning_rate=RATE, weight_decay=DECAY)
-    with Engine(model.decoder, store, optimizer=optimizer) as engine:
+    with Engine(
+        model.decoder, store, optimizer=optimizer, settings=settings, device=device
+    ) as engine:
         for batch in BATCHES:
             losses, gradients = plain_gradients(plain.model, batch, step=plain.number + 1)
             result = engine.step(batch)
@@ -138,8 +161,10 @@ def test_a_difference_would_be_noticed(broken: str, tmp_path: Path) -> None:
     assert len(differing(gradients, found)) > 30
 
 
-@pytest.mark.parametrize("tape", ["device", "host"])
-def test_recompute_repeats_dropout(tape: Literal["device", "host"], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tape", "kept_layers"), [("device", 0), ("host", 0), ("host", 1)])
+def test_backward_has_the_dropout_of_forward(
+    tape: Literal["device", "host"], kept_layers: int, tmp_path: Path
+) -> None:
     rates = {"resid_pdrop": 0.2, "attn_pdrop": 0.2, "embd_pdrop": 0.2}
     save_tiny(tmp_path, "gpt2", torch.float32, **rates)
     model = load_model(tmp_path, dtype="fp32")
@@ -148,7 +173,7 @@ def test_recompute_repeats_dropout(tape: Literal["device", "host"], tmp_path: Pa
     without = plain_gradients(plain.eval(), batch)
     seed_like_engine(plain.train(), model.decoder.layers_path, embedding="transformer.wte")
     losses, gradients = plain_gradients(plain, batch)
-    with make_engine(model.decoder, model.store, tape=tape) as engine:
+    with make_engine(model.decoder, model.store, tape=tape, kept_layers=kept_layers) as engine:
         result = engine.step(batch)
         found = {p.name: model.store.param(p.name, Kind.GRAD) for p in model.decoder.params}
         assert list(result.micro_losses) == losses

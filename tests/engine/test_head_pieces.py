@@ -21,13 +21,14 @@ from megatrain.devices.device import CpuDevice
 from megatrain.engine.compute import head
 from megatrain.errors import ConfigError
 from megatrain.losses import pieces
+from megatrain.losses.preferences import Dpo
 from megatrain.memory.kinds import Kind
 from megatrain.models.template import Template
 from megatrain.optim.states import M
 from megatrain.step.shape import Update
 from proofs.races import CONFIGS
 from testkit.cases import of_the_day
-from testkit.pair_loss import PairLoss, with_pairs
+from testkit.pair_loss import with_pairs
 from testkit.plain import plain_gradients
 from testkit.simulated.accelerator import Simulator
 from testkit.simulated.watched import watched
@@ -159,7 +160,7 @@ def test_a_loss_of_log_probabilities_goes_by_pieces_too() -> None:
     world, gradients = world_of("llama"), []
     for head_pieces in (1, 4):
         case = replace(CASE, head_pieces=head_pieces)
-        with world.engine(case, loss=PairLoss()) as engine:
+        with world.engine(case, loss=Dpo()) as engine:
             loss = engine.step(with_pairs(make_batch(((2, 6), (4, 5)), seed=1))).loss
             engine.settle()
         gradients.append((loss, world.store.param("lm_head.weight", Kind.GRAD).clone()))

@@ -216,6 +216,22 @@ def test_a_larger_step_gets_more_room_and_the_old_is_let_go_first(on_host: bool)
     assert all(torch.equal(t, kept[key]) for key, t in WAYS[on_host](tape, kept))
 
 
+def test_room_on_the_host_grows_by_a_quarter_or_is_announced() -> None:
+    device = CountingDevice()
+    tape = tape_for(device, on_host=True)
+    first = dict(device.rooms)["host"]
+    assert first == len(LAYERS) * sum(map(padded, BF16_BYTES)), "the first step has what it needs"
+    tape.reserve(LAYERS, [*BF16_BYTES, 256])
+    assert dict(device.rooms)["host"] == int(1.25 * first)
+    announced = CountingDevice()
+    tape = Tape(announced, on_host=True, num_ring_slots=2)
+    tape.announce(10 * first)
+    for sizes in (BF16_BYTES, BF16_BYTES * 3, BF16_BYTES * 8):
+        tape.reserve(LAYERS, sizes)
+        assert dict(announced.rooms)["host"] == 10 * first
+    assert announced.returned == []
+
+
 @pytest.mark.parametrize("on_host", [True, False])
 def test_places_are_aligned_and_apart(on_host: bool) -> None:
     device = CountingDevice()

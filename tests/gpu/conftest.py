@@ -1,21 +1,27 @@
-"""Every test in here is collected twice: for the simulated accelerator, which needs no hardware and
-belongs to the ordinary suite, and, marked `gpu`, for a real one.
+"""Every test in here is collected for three accelerators. Two need no hardware and belong to the
+ordinary suite: the simulated one, and the one of testkit/host_gpu, which torch drives. The third,
+marked `gpu`, is a real one.
 
-    pytest                               on the simulator, what is fast
+    pytest                               what is fast on the simulator, and all on the host's
     pytest tests/gpu --device simulated  on the simulator, all of it
+    pytest tests/gpu --device hostgpu    on the host's alone
     pytest -m gpu --device cuda          on the hardware, all of it
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
+import zlib
 from collections.abc import Iterator
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 from megatrain.devices.runtime import TorchRuntime
-from tests.gpu.rigs import RealRig, Rig, SimulatedRig
+from tests.gpu.rigs import HostGpuRig, RealRig, Rig, SimulatedRig
 
 # cuBLAS sums in a fixed order only with a workspace of a fixed size, set before its first use. The
 # small one, because it counts as device memory.
@@ -28,10 +34,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     asked = metafunc.config.getoption("--device")
     # What a driver warns of is no fault of ours.
     marks = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
-    names = ["simulated", pytest.param("real", marks=marks)]
-    if asked is not None:
-        names = names[:1] if asked == "simulated" else names[1:]
+    real = pytest.param("real", marks=marks)
+    if asked is None:
+        names = ["simulated", _host_gpu_param(), real]
+    else:
+        names = [{"simulated": "simulated", "hostgpu": _host_gpu_param()}.get(asked, real)]
     metafunc.parametrize("rig", names, indirect=True)
+
+
+@functools.cache
+def _host_gpu_param() -> ParameterSet:
+    """Load the device, now: autograd makes its threads for the devices of its first use."""
+    marks = [pytest.mark.hostgpu]
+    try:
+        importlib.import_module("testkit.host_gpu")
+    except ImportError as error:
+        marks.append(pytest.mark.skip(reason=str(error)))
+    return pytest.param("hostgpu", marks=marks)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -40,7 +59,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--device") is not None:
         return
     for item in items:
-        if item.get_closest_marker("thorough") and not item.get_closest_marker("gpu"):
+        elsewhere = item.get_closest_marker("gpu") or item.get_closest_marker("hostgpu")
+        if item.get_closest_marker("thorough") and not elsewhere:
             item.add_marker(pytest.mark.long)
 
 
@@ -48,6 +68,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def rig(request: pytest.FixtureRequest) -> Rig:
     if request.param == "simulated":
         return SimulatedRig()
+    if request.param == "hostgpu":
+        return HostGpuRig(timing=zlib.crc32(request.node.nodeid.encode()))
     asked = request.config.getoption("--device")
     if torch.accelerator.current_accelerator(check_available=True) is None:
         pytest.skip(

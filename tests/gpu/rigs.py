@@ -1,9 +1,10 @@
-"""Where the tests of the accelerator run: on a real one, or on the simulated one.
+"""Where the tests of the accelerator run: on a real one, or on one of two that need no hardware.
 
-A rig makes accelerators and knows what differs between the two: how work on a stream is delayed,
-how a wait of the host for the device is noticed, what memory is in use. Every test is written once,
-for both. What the real one cannot tell, the simulated one adds: at the end of each run no two
-streams may have touched a byte unordered.
+A rig makes accelerators and knows what differs between them: how work on a stream is delayed, how a
+wait of the host for the device is noticed, what memory is in use. Every test is written once, for
+all. What the real one cannot tell, the others add. The simulated one: at the end of each run no two
+streams may have touched a byte unordered. The one of testkit/host_gpu, which torch itself drives:
+no copy made the host wait, and no host memory stays registered.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from megatrain.devices.accelerator import Accelerator
 from megatrain.devices.runtime import PinningFailed, Runtime, TorchRuntime
-from megatrain.lanes.lane import Action, Lane, Stream
+from megatrain.lanes.lane import Lane, Stream
 from megatrain.memory.store import Store
 from megatrain.optim.optimizer import Optimizer
 from megatrain.step.ops import DEVICE_LANES, LANES, Op
@@ -118,9 +119,7 @@ class SimulatedRig:
     def reference_lanes(self) -> Sequence[Lane]:
         # Memory that an op makes is on the device only in a thread that has entered a stream.
         stream = self.runtime.stream("reference")
-        return [
-            _EnteredLane(name, stream=stream if name in DEVICE_LANES else None) for name in LANES
-        ]
+        return [Lane(name, stream=stream if name in DEVICE_LANES else None) for name in LANES]
 
     @contextmanager
     def without_waits(self) -> Iterator[None]:
@@ -150,6 +149,7 @@ class RealRig:
     def __init__(self, runtime: TorchRuntime) -> None:
         self.runtime = runtime
         self.torch_device = runtime.device
+        self._module: Any = torch.get_device_module(runtime.device)
         self._first_bytes = 0
 
     @contextmanager
@@ -188,8 +188,8 @@ class RealRig:
         return world.optimizer()
 
     def spin(self, cycles: int) -> None:
-        if self.torch_device.type == "cuda":
-            torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+        if hasattr(self._module, "_sleep"):
+            self._module._sleep(cycles)
             return
         torch.ones(1 << 20, device=self.torch_device).sort()
 
@@ -198,14 +198,14 @@ class RealRig:
 
     @contextmanager
     def without_waits(self) -> Iterator[None]:
-        if self.torch_device.type != "cuda":
+        if not hasattr(self._module, "set_sync_debug_mode"):
             yield  # torch has this mode for CUDA and ROCm alone
             return
-        torch.cuda.set_sync_debug_mode("error")
+        self._module.set_sync_debug_mode("error")
         try:
             yield
         finally:
-            torch.cuda.set_sync_debug_mode("default")
+            self._module.set_sync_debug_mode("default")
 
     def is_pinned(self, tensor: Tensor) -> bool:
         return tensor.is_pinned()
@@ -220,14 +220,42 @@ class RealRig:
         return torch.accelerator.max_memory_reserved(self.torch_device) + self.SLACK_BYTES
 
 
-class _EnteredLane(Lane):
-    """Does its ops on its stream, in the caller's thread."""
+class HostGpuRig(RealRig):
+    """testkit/host_gpu, by torch as a real one; streams work at once, late, or by chance.
 
-    def act(self, op: Op, action: Action) -> int:
-        if self._stream is None:
-            return super().act(op, action)
-        with self._stream:
-            return super().act(op, action)
+    Its second device, because a thread that was not told of a device has the first.
+    """
+
+    def __init__(self, timing: int = 0) -> None:
+        from testkit.host_gpu import control
+
+        super().__init__(TorchRuntime.find("hostgpu:1"))
+        self._control, self._timing = control, timing
+
+    @contextmanager
+    def running(
+        self,
+        store: Store,
+        *,
+        seed: int = 0,
+        cap_bytes: int | None = None,
+        refuses_at: int | None = None,
+        **sizes: int,
+    ) -> Iterator[Accelerator]:
+        control = self._control
+        timing = control.TIMINGS[(self._timing + seed) % 3]
+        before = control.counters()["silent_waits"], control.registered_bytes()
+        with (
+            super().running(
+                store, seed=seed, cap_bytes=cap_bytes, refuses_at=refuses_at, **sizes
+            ) as accelerator,
+            control.timed(timing),
+        ):
+            yield accelerator
+        silent_waits = control.counters()["silent_waits"] - before[0]
+        assert not silent_waits, f"{silent_waits} copies of memory that is not pinned"
+        left = control.registered_bytes() - before[1]
+        assert not left, f"{left} bytes of host memory stay registered"
 
 
 class _Refusing:

@@ -7,6 +7,8 @@ here are large enough for that to matter little.
 from __future__ import annotations
 
 import functools
+import threading
+from typing import Any
 
 import pytest
 import torch
@@ -52,6 +54,28 @@ def test_a_tape_on_the_device_would_be_noticed(rig: Rig) -> None:
     case = Case(sort="", steps=(((4, 32),),), update="none", tape="device")
     shallow, deep = (peak_bytes(rig, depth, case) for depth in (3, 9))
     assert deep - shallow >= 6 * 4 * 32 * 256 * 2
+
+
+def test_equal_runs_have_equal_peaks(rig: Rig) -> None:
+    case = Case(sort="", steps=(((4, 32),),), update="none", tape="device")
+    assert len({peak_bytes(rig, 3, case) for _ in range(6)}) == 1
+
+
+def test_gradients_are_computed_by_the_thread_of_the_lane(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autograd's own thread would free what it made after the op: peaks would differ by chance."""
+    differentiate, threads = torch.autograd.grad, set[tuple[str, bool]]()
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        several = torch._C._is_multithreading_enabled()
+        threads.add((threading.current_thread().name, several))
+        return differentiate(*args, **kwargs)
+
+    monkeypatch.setattr(torch.autograd, "grad", noting)
+    peak_bytes(rig, 3)
+    assert threads == {("lane compute", False)}
+    assert torch._C._is_multithreading_enabled(), "the caller's own gradients are as they were"
 
 
 def test_it_runs_under_a_cap_that_is_enough(rig: Rig) -> None:

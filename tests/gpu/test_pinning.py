@@ -36,18 +36,20 @@ def test_registered_and_staged_copies_are_exact(
         warnings.simplefilter("always")
         outcome = play(rig, world, case, accelerator)
     assert outcome.differences(expected) == []
-    texts = [str(w.message) for w in told if "cannot be pinned" in str(w.message)]
+    texts = [str(w.message) for w in told if "can be pinned" in str(w.message)]
     assert len(texts) == (0 if refuses_at is None else 1), "told once"
 
 
 def test_a_wrong_copy_would_be_noticed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One byte of one copy to the device is left out."""
+    """One byte of each block's copy to the device is left out."""
     world, copy = world_of(SORT), Accelerator.copy
     with rig.running(world.store) as accelerator:
         expected = play(rig, world, CASE, accelerator, reference=True)
 
     def short(accelerator: Accelerator, target: Tensor, source: Tensor) -> None:
-        less = slice(0, target.numel() - (target.dtype is torch.uint8))
+        # Not of the inputs, which are small: no embedding has a row of what would be read there.
+        cuts = target.dtype is torch.uint8 and target.nbytes > 2048
+        less = slice(0, target.numel() - cuts)
         copy(accelerator, target[less], source[less])
 
     monkeypatch.setattr(Accelerator, "copy", short)

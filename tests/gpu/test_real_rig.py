@@ -7,6 +7,7 @@ themselves. So what fails on hardware first is about the hardware.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -49,7 +50,7 @@ class BorrowedRuntime(TorchRuntime):
         super().__init__(device)
         self._addresses: set[int] = set()
 
-    def stream(self) -> Stream:
+    def stream(self, *, first: bool = False) -> Stream:
         return Stream()
 
     def current_stream(self) -> Any:
@@ -89,6 +90,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, mock.Mock]:
     stub(accelerator, "synchronize")
     stub(accelerator, "get_memory_info", (3 * GIB, 4 * GIB))
     stub(accelerator, "memory_allocated", GIB)
+    stub(accelerator, "memory_reserved", GIB + 100)
+    stub(accelerator, "device_index", nullcontext())
     stub(accelerator, "max_memory_allocated", 2 * GIB)
     stub(accelerator, "max_memory_reserved", 2 * GIB)
     stub(accelerator, "empty_cache")
@@ -102,8 +105,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, mock.Mock]:
     # torch without CUDA has no such function.
     stub(torch._C, "_cuda_clearCublasWorkspaces", checked=False)
     driver = SimpleNamespace(
-        cudaHostRegister=mock.Mock(return_value=0), cudaHostUnregister=mock.Mock(return_value=0)
+        cudaHostRegister=mock.Mock(return_value=0),
+        cudaHostUnregister=mock.Mock(return_value=0),
+        cudaGetErrorString=mock.Mock(return_value="out of memory"),
+        cudaGetLastError=mock.Mock(return_value=2),
     )
+    stub(torch._C, "_accelerator_setAllocatorSettings", checked=False)
     stub(torch.cuda, "cudart", driver)
     return stubs | vars(driver)
 
@@ -125,7 +132,7 @@ def test_a_run_on_lanes_and_its_reference(calls: dict[str, mock.Mock]) -> None:
     assert calls["_sleep"].called
     assert [c.args for c in calls["set_sync_debug_mode"].mock_calls] == [("error",), ("default",)]
     fractions = [c.args for c in calls["set_per_process_memory_fraction"].mock_calls]
-    assert fractions == [(1.0, DEVICE), (0.25, DEVICE), (1.0, DEVICE)]
+    assert fractions == [(1.0, DEVICE), (0.25, DEVICE), (1.0, DEVICE), (1.0, DEVICE)]
     registered = sorted(c.args[0] for c in calls["cudaHostRegister"].mock_calls)
     unregistered = sorted(c.args[0] for c in calls["cudaHostUnregister"].mock_calls)
     assert registered == unregistered != []
@@ -135,7 +142,7 @@ def test_refused_registration_is_told_and_staged(calls: dict[str, mock.Mock]) ->
     rig, world = RealRig(BorrowedRuntime.find()), world_of(CASE.sort)
     with (
         rig.running(world.store, refuses_at=2, ring_buffer_bytes=1000) as accelerator,
-        pytest.warns(UserWarning, match=r"cannot be pinned \(the rig was told to refuse\)"),
+        pytest.warns(UserWarning, match=r"can be pinned \(the rig was told to refuse\)"),
     ):
         outcome = play(rig, world, CASE, accelerator)
     assert outcome.differences(world.play(CASE, reference=True)) == []
@@ -147,9 +154,9 @@ def test_the_driver_is_asked_and_believed(calls: dict[str, mock.Mock]) -> None:
     runtime.register(4096, 100)
     calls["cudaHostRegister"].assert_called_with(4096, 100, 0)
     calls["cudaHostRegister"].return_value = 2
-    with pytest.raises(PinningFailed, match="cudaHostRegister returned 2"):
+    with pytest.raises(PinningFailed, match=r"cudaHostRegister: out of memory \(error 2\)"):
         runtime.register(4096, 100)
-    assert runtime.free_bytes() == 3 * GIB
+    assert runtime.free_bytes() == 3 * GIB + 100, "with what the allocator keeps"
     runtime.limit(GIB + 100)
     assert runtime.free_bytes() == 100, "what the cap leaves, not what the device has"
     runtime.seed(5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -55,6 +56,22 @@ def test_a_lane_does_its_work_in_order(progress: Progress) -> None:
     assert done == list(range(50))
     progress.stop()
     assert lane.join(HANG_S)
+
+
+def test_a_lane_runs_on_its_cores_and_nobody_else_moves(progress: Progress) -> None:
+    before = os.sched_getaffinity(0)
+    one = frozenset({max(before)})
+    lane, free = start(Lane("in", cores=one), progress), start(Lane("out"), progress)
+    seen: dict[str, set[int]] = {}
+    works = [
+        work(0, lambda op, n=n: seen.update({n: os.sched_getaffinity(0)}), lane=n)  # type: ignore[misc]
+        for n in ("in", "out")
+    ]
+    for each, runner in zip(works, (lane, free), strict=True):
+        runner.put(each)
+        progress.await_complete(each.ticket)
+    assert seen == {"in": one, "out": before}
+    assert os.sched_getaffinity(0) == before
 
 
 @pytest.mark.parametrize(

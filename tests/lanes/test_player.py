@@ -42,6 +42,7 @@ plain_shapes = st.builds(
     grad_slots=st.integers(1, 2),
     tape=st.sampled_from(["device", "host"]),
     tape_slots=st.integers(2, 3),
+    kept_layers=st.integers(0, 3),
     copying=st.booleans(),
     update=st.sampled_from(["none", "in_backward", "late"]),
     tied=st.booleans(),
@@ -320,10 +321,11 @@ def test_a_stuck_lane_is_told_with_its_op_and_all_stacks(kind: OpKind) -> None:
         release.wait(HANG_S)
 
     actions: dict[OpKind, Action] = dict.fromkeys(OpKind, lambda op: None)
+    shape = replace(SMALL, tied=False, head_pieces=2, divided=True, balances=True)
     player = Player(host_lanes(), deadline_s=HANG_S)
     try:
         for pending in (False, True):
-            step = build_step(replace(SMALL, tied=False, head_pieces=2), pending=pending)
+            step = build_step(shape, pending=pending)
             player.play(step, actions | {kind: never_ends})
         assert eventually(lambda: stuck_at)
         shorten_deadline(player, 0.15)
@@ -339,9 +341,14 @@ def test_a_stuck_lane_is_told_with_its_op_and_all_stacks(kind: OpKind) -> None:
         player.close()
 
 
+def no_watcher_is_left() -> bool:
+    return not any(thread.name.startswith("watcher") for thread in threading.enumerate())
+
+
 def test_a_stuck_device_is_told_too() -> None:
     release = threading.Event()
     with ExitStack() as cleanup:
+        cleanup.callback(lambda: eventually(no_watcher_is_left))  # it is blocked until the release
         stream = LateStream()
         cleanup.callback(stream.close)
         cleanup.callback(release.set)

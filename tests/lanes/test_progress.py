@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 
@@ -123,46 +125,122 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-class CountedEvent(LateEvent):
-    """Knows how often somebody looked whether it has passed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_looks = 0
-
-    def query(self) -> bool:
-        self.num_looks += 1
-        return super().query()
-
-
 @pytest.mark.parametrize("moved", ["a lane", "a device", "nothing"])
 def test_the_deadline_counts_from_the_last_progress_of_any_lane(moved: str, clock: Clock) -> None:
     progress = Progress(["in", "compute"], deadline_s=0.8)
-    event, ended = CountedEvent(), list[str]()
-    awaited = ticket(0, event=event)
     others = [ticket(n, lane="compute", event=LateEvent()) for n in range(5)]
-    for each in [awaited, *others] if moved == "a device" else [awaited]:
+    for each in [ticket(0, event=LateEvent()), *(others if moved == "a device" else [])]:
         progress.issue(each)
 
-    def wait() -> None:
-        try:
-            progress.await_complete(awaited)
-        except Stopped:
-            ended.append("stopped")
+    def sleep_on() -> bool:
+        """Return whether one who waits goes on to wait."""
+        with progress._lock, suppress(Stopped):
+            return progress._time_left() > 0
+        return False
 
-    waiter = in_thread(wait)
+    waits = []
     for each in others:
         clock.now += 0.7
         if moved == "a lane":
             progress.issue(ticket(each.number, lane="compute"))
         elif moved == "a device":
             each.event.passed.set()
-        seen = event.num_looks
-        assert eventually(lambda seen=seen: event.num_looks > seen + 1 or ended)  # type: ignore[misc]
-    assert ended == (["stopped"] if moved == "nothing" else [])
-    event.passed.set()
-    waiter.join(HANG_S)
+        waits.append(sleep_on())
+    assert waits == ([True, *[False] * 4] if moved == "nothing" else [True] * 5)
     assert isinstance(progress.failure, LaneStuck) == (moved == "nothing")
+
+
+# Law 4: nobody polls.
+
+
+class CountedEvent(LateEvent):
+    """Knows how often somebody looked whether it has passed, and how many block until it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_looks = self.num_blocked = 0
+
+    def query(self) -> bool:
+        self.num_looks += 1
+        return super().query()
+
+    def synchronize(self) -> None:
+        self.num_blocked += 1
+        super().synchronize()
+
+
+def looks_during_a_wait() -> tuple[CountedEvent, int]:
+    """Return the event of a wait of three threads, and how often it was looked at meanwhile."""
+    progress, event = Progress(["in"], deadline_s=HANG_S), CountedEvent()
+    awaited = ticket(0, event=event)
+    progress.issue(awaited)
+    waiters = [in_thread(progress.await_complete, awaited) for _ in range(3)]
+    assert eventually(lambda: len(progress._sleepers) == 3 or event.num_looks > 30)
+    before = event.num_looks
+    time.sleep(0.1)
+    looks = event.num_looks - before
+    event.passed.set()
+    for waiter in waiters:
+        waiter.join(HANG_S)
+        assert not waiter.is_alive()
+    progress.stop()
+    assert progress.join(HANG_S)
+    return event, looks
+
+
+def test_nobody_looks_at_an_event_while_all_wait_for_it() -> None:
+    event, looks = looks_during_a_wait()
+    assert looks == 0
+    assert event.num_blocked == 1, "one thread blocks, in the place of all"
+
+
+def test_who_polls_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def poll(progress: Progress, awaited: Ticket) -> None:
+        while not progress.is_complete(awaited):
+            time.sleep(0.001)
+
+    monkeypatch.setattr(Progress, "await_complete", poll)
+    assert looks_during_a_wait()[1] > 0
+
+
+def test_a_watcher_works_for_ops_in_any_order() -> None:
+    progress = Progress(["in"], deadline_s=HANG_S)
+    tickets = [ticket(number, event=LateEvent()) for number in range(4)]
+    for each in tickets:
+        progress.issue(each)
+    waiters = [in_thread(progress.await_complete, tickets[number]) for number in (3, 1, 0)]
+    for each in tickets:
+        each.event.passed.set()
+    for waiter in waiters:
+        waiter.join(HANG_S)
+        assert not waiter.is_alive()
+
+
+def test_who_looks_first_wakes_who_sleeps() -> None:
+    """The watcher has not begun to block: another thread finds that the op is complete."""
+    progress, event = Progress(["in"], deadline_s=HANG_S), LateEvent()
+    awaited = ticket(0, event=event)
+    progress.issue(awaited)
+    progress._watchers["in"] = SimpleNamespace(look=threading.Condition(progress._lock))  # type: ignore[assignment]
+    waiter = in_thread(progress.await_complete, awaited)
+    assert eventually(lambda: len(progress._sleepers) == 1)
+    event.passed.set()
+    assert progress.is_complete(awaited)
+    waiter.join(HANG_S)
+    assert not waiter.is_alive()
+
+
+def test_what_a_device_raises_stops_all() -> None:
+    class Broken(LateEvent):
+        def synchronize(self) -> None:
+            raise RuntimeError("illegal address")
+
+    progress = Progress(["in"], deadline_s=HANG_S)
+    awaited = ticket(0, event=Broken())
+    progress.issue(awaited)
+    with pytest.raises(Stopped):
+        progress.await_complete(awaited)
+    assert str(progress.failure) == "illegal address"
 
 
 def test_stuck_lanes_are_told_with_all_stacks(clock: Clock) -> None:

@@ -54,6 +54,42 @@ def test_a_wait_is_blamed_on_what_held_up_the_awaited_lane() -> None:
     assert summary.compute_waited_s == pytest.approx({OpKind.UPDATE: 7e-3, OpKind.FETCH: 3e-3})
 
 
+def test_a_wait_is_blamed_on_what_the_awaited_lane_did_first() -> None:
+    """Compute waits for a block input that came behind the weights of the block."""
+    restore = Op(kind=OpKind.RESTORE, block=1, micro=0)
+    trace = Trace()
+    trace.add(Span(0, "in", FETCH, 0, 9 * MS))
+    trace.add(Span(0, "in", restore, 9 * MS, 10 * MS))
+    trace.add(Span(0, "compute", FORWARD, 2 * MS, 10 * MS, awaited=restore))
+    (summary,) = trace.step_summaries()
+    assert summary.compute_waited_s == pytest.approx({OpKind.FETCH: 7e-3, OpKind.RESTORE: 1e-3})
+    assert summary.bottleneck == "link in"
+
+
+def test_a_step_that_ends_after_compute_has_waited_for_what_ended_it() -> None:
+    """The last gradient is drained, and its norm waits for that; the update may go on."""
+    drain, norm, update = (
+        Op(kind=kind, block=0) for kind in (OpKind.DRAIN, OpKind.NORM, OpKind.UPDATE)
+    )
+    trace = Trace()
+    trace.add(Span(0, "compute", FORWARD, 0, 2 * MS))
+    trace.add(Span(0, "out", drain, 2 * MS, 7 * MS))
+    trace.add(Span(0, "host", norm, 0, 7 * MS, awaited=drain))
+    trace.add(Span(0, "host", norm, 7 * MS, 8 * MS))
+    trace.add(Span(0, "host", update, 8 * MS, 20 * MS))
+    (summary,) = trace.step_summaries()
+    assert summary.compute_waited_s == pytest.approx({OpKind.DRAIN: 5e-3, OpKind.NORM: 1e-3})
+
+
+def test_the_last_step_is_the_last_list_that_trained() -> None:
+    backward, update = Op(kind=OpKind.BACKWARD, block=1, micro=0), Op(kind=OpKind.UPDATE, block=1)
+    trace = Trace()
+    assert trace.last_step().spans == []
+    for step, op in enumerate((backward, backward, FORWARD, update)):
+        trace.add(Span(step, op.lane, op, step * MS, (step + 1) * MS))
+    assert [span.step for span in trace.last_step().spans] == [1]
+
+
 def test_waits_that_seem_to_go_in_a_circle_are_blamed_once() -> None:
     trace = Trace()
     trace.add(Span(0, "compute", FORWARD, 0, 10 * MS, awaited=FETCH))

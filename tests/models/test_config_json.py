@@ -56,7 +56,7 @@ def test_harmless_unknown_keys_are_kept() -> None:
         ({"model_type": "nonsense"}, "'nonsense' is not a causal language model"),
         ({"model_type": "bert"}, "configured as an encoder"),
         ({"model_type": "bart", "is_decoder": True}, "encoder-decoder"),
-        ({"model_type": "gemma3"}, "has a decoder and vision_config"),
+        ({"model_type": "blt"}, "has a decoder and decoder_config"),
         ({"model_type": ["llama"]}, "no model_type"),
         ({"hidden_act": 5}, "transformers rejects it as a llama"),
     ],

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from megatrain.errors import ConfigError, MissingPackage, NotSplittable
-from megatrain.models import decoder as decoder_module
-from megatrain.models.decoder import build_decoder
+from megatrain.models.chain import sides as sides_module
+from megatrain.models.decoder import _refuse_shared, build_decoder
 from testkit.families import FAMILIES, tiny_config, tiny_model
 
 
@@ -93,14 +93,14 @@ def test_building_costs_no_weights_and_leaves_the_generator_alone() -> None:
 
 
 def test_a_param_used_on_both_sides_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    probe = decoder_module._probe
+    probe = sides_module._probe
 
     def lying_probe(*args: object) -> object:
         result = probe(*args)  # type: ignore[arg-type]
         args[4]["model.norm"] = {0, 4}  # type: ignore[index]
         return result
 
-    monkeypatch.setattr(decoder_module, "_probe", lying_probe)
+    monkeypatch.setattr(sides_module, "_probe", lying_probe)
     with pytest.raises(NotSplittable, match=r"model\.norm\.weight is not used on exactly one side"):
         build_decoder(tiny_config("llama"), "bf16")
 
@@ -118,5 +118,5 @@ def test_an_attention_whose_package_is_missing_names_the_package() -> None:
 
 def test_shared_layers_are_refused() -> None:
     with pytest.raises(NotSplittable, match="share parameters"):
-        decoder_module._refuse_shared([["a"], ["b"], ["a"]])
+        _refuse_shared([["a"], ["b"], ["a"]])
     assert isinstance(build_decoder(tiny_config("llama"), "bf16").layers, nn.ModuleList)

@@ -8,13 +8,16 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
-from megatrain.data.steps.isolation import DROPS_LENGTHS, ISOLATES
+from megatrain.data.steps.isolation import DROPS_LENGTHS, ISOLATES, packing_family
 from megatrain.disk.hf.names import NameMap
+from megatrain.models.chain.joint import text_part
 from megatrain.models.decoder import Decoder, build_decoder
 from megatrain.models.documents import BY_DOCUMENT
 from megatrain.models.template import Template
 from testkit.families import FAMILIES, REFUSED, tiny_config
+from testkit.joint_families import JOINT_FAMILIES, REFUSED_JOINT, UNTRIED, tiny_joint_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 
@@ -36,8 +39,8 @@ writes this page.
 - *packs*: documents can share a row without seeing each other, so `data.packing` may be true. *by
   document*: a micro-batch is one row, and attention looks at each document alone, without a mask of
   tokens x tokens. *by masks*: a micro-batch has rows of equal length, and masks as large as a row
-  is long keep documents apart, as in all families with `train.compile` or `model.attn:
-  flex_attention`. *not with flash*: except with `model.attn: flash_attention_2`.
+  is long keep documents apart, as in all families with `train.compile`.
+  *not with flash*: except with `model.attn: flash_attention_2`.
 
 | family | class | tied | kept in fp32 | stored apart | balances | packs |
 |---|---|---|---|---|---|---|
@@ -53,6 +56,67 @@ that computes tiles. Layers that are *not cut* compute full rows, and all are ri
 
 | family | tokens meet in | outside |
 |---|---|---|
+"""
+
+JOINT = """
+## Joint models
+
+A joint model has a text decoder and towers for images, video or sound. MegaTrain trains its text on
+batches of text, with the joint class of transformers and the folder as it is published. Losses,
+gradients and weights have the bits of the joint model under ordinary autograd; `python -m
+proofs.joint` compares every family here, tiny, in fp32 and bf16. Images and sound are not trained.
+
+What a forward over text never reads is *carried*: it is not loaded, has no place in host or device
+memory and is not trained. Each export and checkpoint has a copy of it from the source folder, with
+the names, dtypes and bytes of the source, beside the files of tokenizer and processors; the joint
+class loads both. The source folder must stay where it is while the run lasts. A checkpoint of
+adapters has no copy, as it has none of the base.
+
+- `model.attn` chooses the attention of text; towers are never run.
+- `model.add_tokens` and `model.rope` are refused: change the folder or `text_config` beforehand.
+- `megatrain estimate` builds the joint class from the config.json, and counts text and carried
+  params apart.
+- *text*: the family of the text decoder in the tests. Where transformers lets a folder choose it,
+  any causal language model of transformers is tried.
+- *packs*: as above; never with `model.attn: flash_attention_2`. The others were not shown to keep
+  documents apart: layers have a state, or positions of several axes (M-RoPE) do not reach masks.
+
+| family | class | text | packs |
+|---|---|---|---|
+"""
+
+JOINT_REFUSED = """
+Refused, with words of the reason:
+
+| family | reason |
+|---|---|
+"""
+
+JOINT_UNTRIED = """
+These were not tested, because we have no tiny model of them: {}.
+"""
+
+QUANTISED = """
+## Quantised folders
+
+The weights of these folders are dequantised while they are loaded, piece by piece into their place,
+in the workers that read them. They have the bits of transformers' own dequantisation
+(`dequantize=True`), and a run starts as it would from a folder that was dequantised before.
+Masters, exports and checkpoints are those of a bf16 model; the exported config.json has no
+`quantization_config`.
+
+| `quant_method` | tensors | published so |
+|---|---|---|
+| fp8 | `X.weight` and `X.weight_scale_inv`, per block or matrix | DeepSeek, Qwen3-FP8, Kimi-K2 |
+| mxfp4 | `X_blocks` and `X_scales` | gpt-oss |
+
+- fp8 may hold some weights in 4 bits, two to a byte of I8, and scales as exponents (E8M0, U8).
+- Where an fp8 block hangs over the edge of a matrix, `weight_block_size` of the config gives its
+  size. Transformers' loader refuses such a matrix or divides it evenly; its layers read it as here.
+- Scales that do not suit their weights, and weights that are not finite, end the load with an error
+  that names the tensor.
+- Other methods (awq, gptq, bitsandbytes, compressed-tensors, ...) are refused by name. Start from
+  the unquantised folder, or let the method's own tool restore bf16.
 """
 
 TAIL = """
@@ -121,8 +185,20 @@ def page(tiles: Callable[[str], str] = tiles_row) -> str:
     """Return the text of docs/families.md."""
     refused = "".join(f"| {family} | a layer {reason} |\n" for family, reason in REFUSED.items())
     refused = refused.replace("a layer do not", "layers do not")
-    parts = (HEAD, *map(_row, FAMILIES), TILES, *map(tiles, FAMILIES), TAIL, refused)
-    return "".join(parts)
+    joint = (JOINT, *map(_joint_row, JOINT_FAMILIES), JOINT_REFUSED, *_joint_refused())
+    told = (*joint, JOINT_UNTRIED.format(", ".join(UNTRIED)), QUANTISED, TAIL, refused)
+    return "".join((HEAD, *map(_row, FAMILIES), TILES, *map(tiles, FAMILIES), *told))
+
+
+def _joint_row(family: str) -> str:
+    config = tiny_joint_config(family)
+    packs = "by document" if packing_family(config) in ISOLATES else ""
+    name = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[family]
+    return f"| {family} | {name} | {text_part(config).model_type} | {packs} |\n"
+
+
+def _joint_refused() -> list[str]:
+    return [f"| {family} | {reason} |\n" for family, reason in REFUSED_JOINT.items()]
 
 
 def printed_tiles(family: str) -> str:

@@ -6,15 +6,18 @@ from dataclasses import replace
 
 import pytest
 
+from megatrain.config.lora_settings import LoraSettings
 from megatrain.memory.kinds import Kind
 from megatrain.optim.states import ADAMW
-from megatrain.planning.costs import Cost, Costs
+from megatrain.planning.catalog.adapting import with_adapters
+from megatrain.planning.costs import FUSED_SHARE, Cost, Costs
+from megatrain.planning.model.shapes import ModelShape
 from megatrain.planning.simulate import simulate, steady_step, step_shape
 from megatrain.planning.workload import Workload
-from megatrain.step.ops import OpKind
+from megatrain.step.ops import OpKind, Role
 from megatrain.step.settings import StepSettings
 from testkit.lion import LION
-from testkit.machines import DESKTOP, EIGHT, SMALL
+from testkit.machines import DESKTOP, EIGHT, PROCESSOR, SMALL
 
 SETTINGS = StepSettings(micro_batch_tokens=2048)
 PROFILE = replace(DESKTOP, op_overhead_s=1e-12)
@@ -52,6 +55,33 @@ def test_pieces_of_the_vocabulary_cost_one_more_product_of_the_head(head_pieces:
     assert cut[OpKind.DRAIN] == pytest.approx(whole[OpKind.DRAIN])
 
 
+def test_a_loss_that_needs_log_probabilities_first_costs_one_more_projection() -> None:
+    def head_of(workload: Workload) -> float:
+        ops = steady_step(step_shape(SETTINGS, workload, unified=False))
+        head = next(op for op in ops if op.kind is OpKind.HEAD)
+        return Costs(PROFILE, workload, SETTINGS).of(head).seconds
+
+    once = Workload(model=SMALL, step_tokens=2048)
+    assert 1.1 < head_of(replace(once, projects_twice=True)) / head_of(once) < 1.5
+
+
+def test_a_layer_takes_no_less_than_the_host_takes_to_issue_it() -> None:
+    workload = Workload(model=SMALL, step_tokens=2048)
+    ops = steady_step(step_shape(SETTINGS, workload, unified=False))
+    known = Costs(PROFILE, workload, SETTINGS)
+    most = max(known.of(op).seconds for op in ops if op.lane == "compute")
+    slow = replace(PROFILE, forward_issue_s=2 * most, backward_issue_s=3 * most)
+    fast = replace(PROFILE, forward_issue_s=1e-12, backward_issue_s=1e-12)
+    for op in ops:
+        said, cost = Costs(slow, workload, SETTINGS).of(op), known.of(op)
+        if op.role is Role.LAYER and op.lane == "compute":
+            times = 2 if op.kind is OpKind.FORWARD else 3
+            assert said.seconds == pytest.approx(times * most)
+        else:
+            assert said == cost
+        assert Costs(fast, workload, SETTINGS).of(op) == cost
+
+
 def test_other_ops_do_not_depend_on_the_states() -> None:
     for kind in (OpKind.NORM, OpKind.FETCH, OpKind.DRAIN):
         assert cost_of(kind, LION) == cost_of(kind, ADAMW)
@@ -65,3 +95,61 @@ def test_tiles_cost_a_few_percent_of_compute() -> None:
         for tile in (None, 4096)
     )
     assert full < tiled < 1.05 * full
+
+
+def test_fused_layers_make_fewer_passes_on_a_device() -> None:
+    plain = Workload(model=SMALL, step_tokens=2048)
+    for machine, ratio in ((DESKTOP, FUSED_SHARE), (PROCESSOR, 1.0)):
+        eager, *fused = (
+            Costs(machine, workload, SETTINGS).passes(SMALL.blocks[1], 2048)
+            for workload in (plain, replace(plain, kernels="liger"), replace(plain, compiled=True))
+        )
+        assert fused == [pytest.approx(ratio * eager)] * 2
+
+
+def test_experts_wait_where_they_have_no_kernel() -> None:
+    dense = SMALL.blocks[1]
+    experts = replace(dense, num_experts=8, experts_per_token=2)
+    waiting = PROFILE.changed(expert_wait_s=0.125)
+    workload = Workload(model=SMALL, step_tokens=2048)
+    for block, wait_s in ((dense, 0.0), (experts, 0.125)):
+        slow, quick = (
+            Costs(profile, workload, SETTINGS).layer_seconds(block, 2048)
+            for profile in (waiting, PROFILE)
+        )
+        assert slow - quick == pytest.approx(wait_s)
+
+
+def test_backward_of_a_kept_layer_costs_what_it_costs_without_its_forward() -> None:
+    workload = Workload(model=EIGHT, step_tokens=4096)
+
+    def seconds(kept_layers: int) -> dict[OpKind, float]:
+        settings = SETTINGS.changed(kept_layers=kept_layers)
+        ops = steady_step(step_shape(settings, workload, unified=False))
+        costs = Costs(PROFILE, workload, settings)
+        return {op.kind: costs.of(op).seconds for op in ops if op.block == 3 and op.micro == 0}
+
+    recomputed, kept = seconds(0), seconds(EIGHT.num_layers)
+    assert kept[OpKind.FORWARD] == recomputed[OpKind.FORWARD]
+    saved = recomputed[OpKind.BACKWARD] - kept[OpKind.BACKWARD]
+    assert saved == pytest.approx(kept[OpKind.FORWARD], rel=1e-6)
+
+
+def test_a_frozen_base_has_no_gradients_to_compute_or_to_drain() -> None:
+    """Of 2 + 2 + 4 FLOPs per weight, forward again in backward included, 2 + 2 + 2 are left."""
+    adapted = with_adapters(replace(EIGHT, tied=False), LoraSettings(rank=16))
+
+    def seconds(model: ModelShape) -> dict[OpKind, Cost]:
+        workload = Workload(model=model, step_tokens=4096)
+        ops = steady_step(step_shape(SETTINGS, workload, unified=False))
+        costs = Costs(PROFILE, workload, SETTINGS)
+        return {op.kind: costs.of(op) for op in ops if op.block == 3}
+
+    whole, frozen = seconds(EIGHT), seconds(adapted)
+    assert frozen[OpKind.FETCH].num_bytes == pytest.approx(whole[OpKind.FETCH].num_bytes, rel=0.01)
+    assert frozen[OpKind.DRAIN].num_bytes < 0.01 * whole[OpKind.DRAIN].num_bytes
+    assert frozen[OpKind.UPDATE].seconds < 0.01 * whole[OpKind.UPDATE].seconds
+    assert 1.0 < frozen[OpKind.FORWARD].seconds / whole[OpKind.FORWARD].seconds < 1.2
+    assert 0.66 < frozen[OpKind.BACKWARD].seconds / whole[OpKind.BACKWARD].seconds < 0.9
+    layer = adapted.structures[0]
+    assert layer.gradient_flops_per_token < 0.02 * layer.matmul_flops_per_token

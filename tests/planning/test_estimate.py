@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -154,15 +156,13 @@ def test_rows_longer_than_the_usual_step_make_it_longer() -> None:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("gpt-oss-120b", "weights   are stored in MXFP4; convert them to bf16 first"),
-        ("DeepSeek-V3", "weights   are stored in FP8; convert them to bf16 first"),
+        ("gpt-oss-120b", "weights   are stored in MXFP4; loading dequantises them to bf16"),
+        ("DeepSeek-V3", "weights   are stored in FP8; loading dequantises them to bf16"),
         ("Kimi-K2-Instruct", "weights   are stored in FP8"),
         ("gemma-3-27b-pt", "weights   include a vision part"),
     ],
 )
-def test_published_weights_that_cannot_be_trained_as_they_are_are_named(
-    model: str, words: str
-) -> None:
+def test_published_weights_that_are_not_plain_are_named(model: str, words: str) -> None:
     assert words in str(estimate(model, gpu="H200", ram="2TB"))
     assert "weights   come" not in str(estimate("qwen3-8b", gpu="H200", ram="2TB"))
 
@@ -170,7 +170,12 @@ def test_published_weights_that_cannot_be_trained_as_they_are_are_named(
 def test_the_config_of_a_folder_says_how_its_weights_are_kept(tmp_path: Path) -> None:
     config = find_known_model("qwen3-8b").config | {"quantization_config": {"quant_method": "fp8"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert "weights   are stored in FP8" in str(estimate(str(tmp_path), gpu="4090", ram="192GB"))
+    assert "weights   are stored in FP8; loading" in str(
+        estimate(str(tmp_path), gpu="4090", ram="192GB")
+    )
+    config["quantization_config"]["quant_method"] = "awq"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "AWQ, which cannot be loaded" in str(estimate(str(tmp_path), gpu="4090", ram="192GB"))
 
 
 def test_what_is_known_can_be_listed() -> None:
@@ -254,3 +259,29 @@ def test_each_proposed_change_fits_when_applied(model: str, gpu: str, ram: str) 
     assert found.plan.fixes
     for fix in found.plan.fixes:
         assert make_plan(fix.profile, fix.workload).fits, fix.text
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"hosts": 8}, "--hosts is 8: what is between them? Give --network 25GbE"),
+        ({"network": "25GbE"}, "--network 25GbE: it is between hosts, and --hosts is 1"),
+        ({"gpus": 0}, "--gpus is 0, must be between 1 and"),
+        ({"hosts": -2}, "--hosts is -2, must be between 1 and"),
+        ({"hosts": 2, "network": "fast"}, "--network fast: unknown"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        estimate("Qwen3-8B", gpu="4090", ram="128GB", **options)
+
+
+def test_a_plan_for_ranks_has_them_in_its_facts() -> None:
+    found = estimate("Qwen3-8B", gpu="4090", ram="64GB", hosts=2, gpus=2, network="25GbE")
+    facts = json.loads(found.to_json())
+    assert (facts["ranks"]["num_hosts"], facts["ranks"]["per_host"]) == (2, 2)
+    assert facts["ranks"]["network"]["host_bytes_per_s"] == pytest.approx(2.9375e9)
+    assert facts["predicted"]["busy"]["comm"] > 0
+    alone = json.loads(estimate("Qwen3-8B", gpu="4090", ram="192GB").to_json())
+    assert "ranks" not in alone
+    assert alone["predicted"]["busy"]["comm"] == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,12 +15,18 @@ from megatrain.errors import ConfigError
 from megatrain.planning import estimate as estimating
 from megatrain.planning.catalog.asked_machines import find_machine
 from megatrain.planning.estimate import estimate
-from megatrain.planning.from_config import free_on_disk, within
+from megatrain.planning.from_config import (
+    compile_choice,
+    free_on_disk,
+    step_settings_of,
+    within,
+)
 from megatrain.planning.machine.examination import Examination
 from megatrain.planning.machine.facts import host_facts
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.plan import Plan
 from megatrain.run.opening import planned
+from megatrain.run.opening.adapting import adapters_of
 from megatrain.run.opening.planned import plan_run
 from testkit.families import save_tiny
 from testkit.machines import DESKTOP, GIB, PROCESSOR
@@ -33,6 +40,8 @@ SETTINGS: list[list[str]] = [
     ["model.dtype=fp32", "model.attn=eager"],
     ["model.frozen=[model.embed_tokens*, lm_head*]"],
     ["train.micro_batch_tokens=4096", "memory.chunk_tokens=512", "memory.slots=3"],
+    ["train.compile=auto", "data.packing=false"],
+    ["lora.rank=8", "lora.targets=[q_proj, v_proj]", "lora.dropout=0.1"],
     ["memory.ram=2GB", "memory.vram=1GB"],
 ]
 
@@ -59,7 +68,11 @@ def as_train_plans(path: Path, settings: list[str], machine: MachineProfile) -> 
     model = config.model
     device: Device = CpuDevice() if machine.unified else Accelerator(Simulator())
     read = read_model_folder(
-        model.name_or_path, dtype=model.dtype, frozen=model.frozen, attn=model.attn
+        model.name_or_path,
+        dtype=model.dtype,
+        frozen=model.frozen,
+        attn=model.attn,
+        lora=adapters_of(config)[0],
     )
     return plan_run(config, device, read.decoder)
 
@@ -69,6 +82,34 @@ def config_for(folder: Path, family: str) -> Path:
     path = folder / "run.yaml"
     path.write_text(f"model: {folder / 'model'}\ndata: never.jsonl\n")
     return path
+
+
+AUTO = {"compile": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "unified", "expected"),
+    [
+        ({"train": AUTO, "data": {"packing": False}}, False, True),
+        ({"train": AUTO, "data": {"packing": False}}, True, False),
+        ({"train": AUTO, "data": {"packing": True}}, False, False),
+        (
+            {"train": AUTO, "data": {"packing": False}, "memory": {"tile_tokens": 4096}},
+            False,
+            False,
+        ),
+        ({"train": {"compile": True}}, True, True),
+        ({}, False, False),
+    ],
+    ids=str,
+)
+def test_layers_are_compiled_where_that_is_known_to_suit(
+    settings: dict[str, dict[str, Any]], unified: bool, expected: bool
+) -> None:
+    data = {"train": "rows.jsonl"} | settings.get("data", {})
+    config = Config.model_validate({"model": "m", **settings, "data": data})
+    assert compile_choice(config, unified=unified)[0] is expected
+    assert step_settings_of(config, unified=unified).compile is expected
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
@@ -97,6 +138,8 @@ def test_another_setting_would_be_noticed(tmp_path: Path, machine: MachineProfil
     path = config_for(tmp_path, "llama")
     facts = as_train_plans(path, [], machine).facts()
     for settings in SETTINGS[1:-1]:
+        if machine.unified and "train.compile=auto" in settings:
+            continue  # layers are compiled for devices alone
         assert estimate(str(path), settings).plan.facts() != facts, settings
 
 

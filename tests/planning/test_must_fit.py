@@ -1,6 +1,8 @@
-"""What one GPU is said to train: models, machines, and the settings that they need."""
+"""What one GPU, and many, are said to train: models, machines, and settings that they need."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
@@ -26,7 +28,17 @@ CASES = [
     ("Llama-3.1-70B", [], "4090", "1TB", None, "bf16 none"),
     ("Qwen3-8B", [], "10GB", "128GB", None, "fp32 none"),
     ("Llama-3.1-8B", [], "8GB", "256GB", None, "fp32 none"),
+    ("Llama-3.1-70B", ["lora.rank=16"], "24GB", "192GB", None, "fp32 none"),
 ]  # fmt: skip
+
+MANY = [
+    # model, card, memory of each host, cards of a host, hosts, network; states that come of it
+    ("Llama-3.1-70B", "24GB", "128GB", 1, 8, "25GbE", "bf16 none"),
+    ("gpt-oss-120b", "H100 SXM", "2TB", 8, 1, None, "fp32 none"),
+    ("Mistral-Large", "H100 SXM", "2TB", 8, 1, None, "fp32 none"),
+    ("Llama-3.1-405B", "H200", "2TB", 8, 4, "400GbE", "fp32 none"),
+    ("Qwen3-32B", "4090", "384GB", 2, 2, "10GbE", "fp32 none"),
+]
 
 LONGEST = [("24GB", 1 << 17), ("32GB", 1 << 17), ("80GB", 1 << 19), ("141GB", 1 << 20)]
 """Device memory, and the tokens of one row of Llama-3.1-8B; host memory without a limit."""
@@ -44,6 +56,20 @@ def test_it_fits(
     assert (found.plan.wear is not None) == (chosen.tier != "none")
 
 
+@pytest.mark.parametrize(("model", "gpu", "ram", "gpus", "hosts", "network", "home"), MANY)
+def test_it_fits_on_many(
+    model: str, gpu: str, ram: str, gpus: int, hosts: int, network: str | None, home: str
+) -> None:
+    ranks: dict[str, Any] = {"gpus": gpus, "hosts": hosts, "network": network}
+    found = estimate(model, gpu=gpu, ram=ram, batch_tokens="128k", **ranks)
+    assert found.fits, str(found)
+    chosen, text = found.plan.settings, str(found)
+    assert f"{chosen.state} {chosen.tier}" == home
+    for part in (f"ranks     {gpus * hosts} on", f"each owns 1/{gpus * hosts} of", ", network "):
+        assert part in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
 @pytest.mark.parametrize(("card", "longest"), LONGEST)
 def test_the_longest_row_of_8b(card: str, longest: int) -> None:
     reference, num_bytes = find_machine(card)
@@ -55,3 +81,7 @@ def test_the_longest_row_of_8b(card: str, longest: int) -> None:
 def test_a_machine_that_is_too_small_would_be_noticed() -> None:
     assert not estimate("Mistral-Large", ["train.batch_tokens=32k"], gpu="H200", ram="900GB").fits
     assert not estimate("Qwen3-32B", ["train.batch_tokens=32k"], gpu="24GB", ram="128GB").fits
+    assert not estimate("Llama-3.1-70B", gpu="24GB", ram="64GB", hosts=8, network="25GbE").fits
+    assert not estimate("Llama-3.1-70B", gpu="24GB", ram="128GB", lora=16).fits
+    assert not estimate("Llama-3.1-70B", gpu="24GB", ram="192GB").fits
+    assert not estimate("Mistral-Large", gpu="H100 SXM", ram="512GB", gpus=8).fits

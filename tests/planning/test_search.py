@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 
-from megatrain.planning.machine.profile import MachineProfile
+from megatrain.planning.machine.profile import NOT_MEASURED, MachineProfile
 from megatrain.planning.memory.predicted import predicted_ledger
 from megatrain.planning.model.shapes import ModelShape
 from megatrain.planning.search import CHUNKS, Search, effective_profile, shortfalls
@@ -245,3 +245,47 @@ def test_one_gradient_slot_only_if_two_do_not_fit_or_are_not_faster() -> None:
             assert not search.fits(two) or search.seconds(two) >= 0.999 * search.seconds(one)
         else:
             assert search.seconds(one) > search.seconds(two)
+
+
+# Activations that stay.
+
+
+@pytest.mark.parametrize("device_gib", [40, 80])
+def test_as_many_layers_keep_their_activations_as_fit(device_gib: int) -> None:
+    profile = SERVER.changed(device_bytes=device_gib * GIB)
+    search = Search(profile, Workload(model=EIGHT, step_tokens=32768))
+    best = search.best()
+    assert best is not None
+    found = search.with_kept_layers(best)
+    kept = found.settings.kept_layers
+    assert 0 < kept <= EIGHT.num_layers
+    assert found.settings.changed(kept_layers=0) == best.settings
+    assert search.fits(found.settings)
+    assert kept == EIGHT.num_layers or not search.fits(best.settings.changed(kept_layers=kept + 1))
+    assert found.step_s < best.step_s
+    more = Search(profile.changed(device_bytes=2 * profile.device_bytes), search.workload)
+    assert more.with_kept_layers(best).settings.kept_layers >= kept
+
+
+def test_no_layer_keeps_what_is_unknown_or_does_not_pay() -> None:
+    workload = Workload(model=EIGHT, step_tokens=32768)
+    search = Search(SERVER, workload)
+    best = search.best()
+    assert best is not None
+    slow_link = SERVER.changed(copy_in_bytes_per_s=1e8, copy_out_bytes_per_s=1e8)
+    for other in (
+        Search(SERVER.changed(source=NOT_MEASURED), workload),
+        Search(SERVER, workload, pins={"kept_layers": "set by you"}),
+        Search(slow_link, workload),
+    ):
+        begin = replace(best, step_s=other.seconds(best.settings))
+        assert other.with_kept_layers(begin) == begin
+
+
+def test_layers_in_between_take_their_share_of_the_time() -> None:
+    search = Search(SERVER, Workload(model=EIGHT, step_tokens=32768))
+    settings = StepSettings(micro_batch_tokens=8192)
+    for count in (8, 20):
+        kept = settings.changed(kept_layers=count)
+        whole = simulate(SERVER, search.workload, kept).step_s
+        assert search.seconds(kept) == pytest.approx(whole, rel=0.02)

@@ -34,8 +34,8 @@ def test_steps_are_taken_while_a_save_is_under_way(
     home = tiny_model(tmp_path / "model")
     ended, real = threading.Event(), save_checkpoint
 
-    def slow(*args: object) -> Path:
-        path = real(*args)  # type: ignore[arg-type]
+    def slow(*args: object, **names: object) -> Path:
+        path = real(*args, **names)  # type: ignore[arg-type]
         ended.wait(HANG_S)
         return path
 
@@ -78,7 +78,7 @@ def test_a_failure_is_told_and_training_goes_on(
 ) -> None:
     home = tiny_model(tmp_path / "model")
 
-    def fail(parent: Path, parts: object, snapshot: object, training: object) -> Path:
+    def fail(parent: Path, parts: object, snapshot: object, *_: object, **__: object) -> Path:
         snapshot.close()  # type: ignore[attr-defined]
         raise error
 
@@ -122,7 +122,7 @@ def test_old_ones_that_cannot_be_deleted_are_told(
 def test_a_bug_in_the_saver_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = tiny_model(tmp_path / "model")
 
-    def fail(parent: Path, parts: object, snapshot: object, training: object) -> Path:
+    def fail(parent: Path, parts: object, snapshot: object, *_: object, **__: object) -> Path:
         snapshot.close()  # type: ignore[attr-defined]
         raise ZeroDivisionError("planted")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatrain.cli.demo import write_demo
-from megatrain.cli.verbs import export_model
+from megatrain.cli.exporting import export_model
 from megatrain.config import load_config
 from megatrain.disk.hf.model import load_model
 from megatrain.engine.batch import MicroBatch

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -139,6 +139,28 @@ def test_the_first_asks_and_the_second_does_not(number: signal.Signals) -> None:
         with pytest.raises(SystemExit) as left:
             os.kill(os.getpid(), signal.SIGTERM)
         assert left.value.code == 130
+
+
+@pytest.fixture
+def _handlers_stay() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("_exits", "_handlers_stay")
+def test_to_ranks_signals_at_once_are_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Interrupts(shared=True) as interrupts:
+        interrupts.patient = True
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupts.reason == "SIGTERM"
+        monkeypatch.setattr("megatrain.run.interrupts.SAME_REQUEST_S", 0.0)
+        with pytest.raises(SystemExit) as left:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert left.value.code == 130
+    os.kill(os.getpid(), signal.SIGTERM)  # the launcher's, because another rank has ended
 
 
 def test_without_a_step_the_first_is_obeyed_at_once() -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatrain.cli.verbs import evaluate_model, export_model, sample_from, train_from
+from megatrain.cli.exporting import export_model
+from megatrain.cli.verbs import evaluate_model, sample_from, train_from
 from megatrain.config import dump_config
 from megatrain.disk.checkpoint.retention import finished, step_of
 from megatrain.disk.hf.exported import RECORD_NAME, read_exported

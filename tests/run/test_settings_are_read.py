@@ -12,11 +12,11 @@ import pytest
 from pydantic import BaseModel
 
 from megatrain.cli.demo import write_demo
+from megatrain.cli.verbs import train_from
 from megatrain.config import load_config
 from megatrain.config.data_settings import DataSource
 from megatrain.config.section import Section
 from megatrain.config.settings import SECTIONS
-from megatrain.run.trainer import Trainer
 
 MODELS: list[type[BaseModel]] = [*SECTIONS.values(), DataSource]
 KEYS = {f"{section.__name__}.{key}" for section in MODELS for key in section.model_fields}
@@ -44,11 +44,9 @@ def read_keys(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     folder = tmp_path_factory.mktemp("watched")
     path = write_demo(folder / "demo", num_steps=2)
     small = ["train.batch_tokens=512", "train.micro_batch_tokens=256", "eval.samples=0"]
-    config = load_config(path, [*small, "train.steps=null", "train.epochs=0.1"])
     with pytest.MonkeyPatch.context() as patch, watched() as found:
         patch.setenv("MEGATRAIN_CACHE", str(folder / "cache"))
-        with Trainer(config) as trainer:
-            trainer.train()
+        train_from(path, [*small, "train.steps=null", "train.epochs=0.1", "lora.rank=4"])
     if "Config.run_dir" in found:  # which is save.dir, or a name that is made
         found.add("SaveSettings.dir")
     return found & KEYS

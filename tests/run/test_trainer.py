@@ -107,10 +107,10 @@ def test_a_run_that_dies_has_written_every_step_before(
 ) -> None:
     step = Engine.step
 
-    def fail_at_three(engine: Engine, batch: Any) -> Any:
+    def fail_at_three(engine: Engine, batch: Any, says: Any) -> Any:
         if engine._num_steps == 2:
             raise ZeroDivisionError
-        return step(engine, batch)
+        return step(engine, batch, says)
 
     monkeypatch.setattr(Engine, "step", fail_at_three)
     with pytest.raises(ZeroDivisionError), Trainer(config) as trainer:

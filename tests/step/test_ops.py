@@ -44,7 +44,7 @@ def test_a_resource_says_what_it_is(resource: Resource, text: str) -> None:
 def test_an_op_goes_to_the_lane_of_its_kind_unless_told() -> None:
     assert all(Op(kind=kind).lane == SPECS[kind].lane for kind in OpKind)
     assert Op(kind=OpKind.FETCH, lane="other").lane == "other"
-    assert LANES == ("in", "compute", "out", "host", "disk")
+    assert LANES == ("in", "comm", "compute", "out", "host", "disk")
 
 
 @pytest.mark.parametrize("kind", OpKind)

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import pytest
 
 from megatrain.step.ops import Op, OpKind
-from megatrain.step.resources import OpTable, block_places
+from megatrain.step.places import block_places
+from megatrain.step.resources import OpTable
 from megatrain.step.schedule import build_step
 from megatrain.step.shape import StepShape
 

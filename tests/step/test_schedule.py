@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
 
@@ -157,6 +158,33 @@ def test_an_evaluation_keeps_nothing() -> None:
     assert {op.kind for op in ops} == {OpKind.FETCH, OpKind.FORWARD, OpKind.HEAD}
     written = {resource[0] for op in ops for resource in op.writes}
     assert written == {"slot", "hidden", "loss"}
+
+
+def test_ranks_gather_behind_each_fetch_and_exchange_before_each_drain() -> None:
+    shape = StepShape(num_blocks=4, num_micro=2, divided=True, update="late", tied=True)
+    ops = [op for op in build_step(shape) if op.lane in ("in", "comm", "out")]
+    assert " ".join(map(str, ops)) == (
+        "FETCH(0) GATHER(0) FETCH(1) GATHER(1) FETCH(2) GATHER(2) FETCH(3) GATHER(3) "
+        "EXCHANGE(3) DRAIN(3) EXCHANGE(2) DRAIN(2) EXCHANGE(1) DRAIN(1) EXCHANGE(0) DRAIN(0)"
+    )
+    in_pieces = StepShape(num_blocks=4, divided=True, head_pieces=2)
+    head = [op for op in build_step(in_pieces) if op.block == 3]
+    assert texts(head, OpKind.PIECE, OpKind.EXCHANGE, OpKind.DRAIN) == (
+        "PIECE(3,0,0) EXCHANGE(3,0) DRAIN(3,0) PIECE(3,1,0) EXCHANGE(3,1) DRAIN(3,1)"
+    )
+
+
+@pytest.mark.parametrize("update", ["none", "in_backward", "late"])
+@pytest.mark.parametrize("build", [build_step, build_forward])
+def test_lane_comm_does_not_know_of_micro_batches(update: Update, build: Any) -> None:
+    """A rank that has none gathers and exchanges with the others all the same."""
+    shapes = [
+        StepShape(num_blocks=7, num_micro=num, divided=True, update=update, tape="host")
+        for num in range(4)
+    ]
+    lists = [[op for op in build(shape) if op.lane == "comm"] for shape in shapes]
+    assert lists[0]
+    assert all(ops == lists[0] for ops in lists)
 
 
 def test_views_fetch_nothing_and_read_the_store() -> None:

@@ -31,6 +31,19 @@ def test_backward_ends_at_the_lowest_trained_block(
     assert (shape.lowest, shape.bottom_layer) == (lowest, bottom_layer)
 
 
+def test_the_top_layers_that_backward_visits_keep_their_activations() -> None:
+    def kept(count: int, *trained: bool) -> tuple[int, range]:
+        shape = StepShape(num_blocks=6, kept_layers=count, trained=trained)
+        return shape.lowest_kept, shape.taped_layers
+
+    assert kept(0) == (5, range(1, 5))
+    assert kept(2) == (3, range(1, 3))
+    assert kept(4) == kept(9) == (1, range(1, 1))
+    frozen_below = (False, False, False, True, True, True)
+    assert kept(1, *frozen_below) == (4, range(3, 4))
+    assert kept(4, *frozen_below) == (3, range(3, 3))
+
+
 @pytest.mark.parametrize(
     ("numbers", "text"),
     [
@@ -39,6 +52,7 @@ def test_backward_ends_at_the_lowest_trained_block(
         ({"slots": 1}, "slots is 1, must be at least 2"),
         ({"grad_slots": 0}, "grad_slots is 0, must be at least 1"),
         ({"tape_slots": 1}, "tape_slots is 1, must be at least 2"),
+        ({"kept_layers": -1}, "kept_layers is -1, must be at least 0"),
         ({"host_grads": 1}, "host_grads is 1, must be at least 2"),
         ({"tier_slots": 0}, "tier_slots is 0, must be at least 1"),
         ({"tier": "states"}, "nothing is updated, so nothing is to be read from disk"),

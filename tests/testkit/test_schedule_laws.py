@@ -6,7 +6,7 @@ Three groups: all small shapes pass; broken schedules fail; dropped declarations
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -18,7 +18,12 @@ from megatrain.step.ops import Op, OpKind
 from megatrain.step.schedule import build_flush, build_forward, build_step
 from megatrain.step.shape import StepShape
 from testkit.cases import of_the_day
-from testkit.schedule_laws import check_schedules, one_lane_per_kind
+from testkit.schedule_laws import (
+    check_ranks_meet,
+    check_schedules,
+    meets,
+    one_lane_per_kind,
+)
 from testkit.toys import short_life, two_steps
 
 # All small shapes pass.
@@ -48,11 +53,12 @@ def small_shapes(num_layers: int) -> Iterator[StepShape]:
     copying: list[dict[str, Any]] = [
         {"copying": False},
         *({"copying": True, "slots": slots} for slots in (2, 3, 4)),
+        {"copying": True, "slots": 2 + num_layers % 2, "divided": True},
     ]
     updates = [("none", "none"), *itertools.product(("in_backward", "late"), TIERS)]
     for trained, num_micro, ring, copies, (update, tier), tied in itertools.product(
         sorted(frozen_patterns(num_layers + 2)),
-        (1, 2, 3, 4),
+        (0, 1, 2, 3, 4),
         rings,
         copying,
         updates,
@@ -60,6 +66,9 @@ def small_shapes(num_layers: int) -> Iterator[StepShape]:
     ):
         if tier != "none" and (ring["tape"] == "host" or copies.get("slots", 2) > 2):
             continue  # tape and slots are far from the disk
+        divided = "divided" in copies
+        if num_micro == (4 if divided else 0):
+            continue
         yield StepShape(
             num_blocks=num_layers + 2,
             num_micro=num_micro,
@@ -69,8 +78,9 @@ def small_shapes(num_layers: int) -> Iterator[StepShape]:
             grad_slots=1 + (num_micro + num_layers) % 2,
             host_grads=2 + num_micro % 2,
             head_pieces=1 if tied else 1 + (num_layers + 2 * num_micro) % 3,
+            kept_layers=(num_layers + num_micro) % 4,
             tied=tied,
-            gather_embedding=not tied and copies["copying"] and num_layers % 4 > 1,
+            gather_embedding=not tied and copies["copying"] and not divided and num_layers % 4 > 1,
             balances=(num_micro + num_layers) % 3 == 0,
             trained=trained,
             **ring,
@@ -104,7 +114,10 @@ IN_BACKWARD = StepShape(num_blocks=6, num_micro=2, update="in_backward")
 TIERED = replace(LATE, tape="device", tied=False, tier="states", tier_slots=2)
 SPILLING = replace(TIERED, tier="gradients")
 BY_PIECES = StepShape(num_blocks=5, num_micro=2, update="late", head_pieces=3)
+RANKS = replace(IN_BACKWARD, divided=True)
+IDLE = replace(LATE, divided=True, num_micro=0)
 FROZEN = StepShape(num_blocks=6, update="late", trained=(True, True, False, True, True, True))
+KEPT = replace(LATE, kept_layers=2, tied=False)
 Edit = Callable[[list[Op]], list[Op]]
 
 
@@ -375,6 +388,74 @@ BROKEN: list[tuple[StepShape, Edit, str]] = [
         "with 2 of its parts, needed is piece 1 of the gradient of block 4 in step 1 with 2 of its "
         "parts",
     ),
+    # ranks: weights gathered before they are used, gradients exchanged once, whole, before they go
+    (
+        RANKS,
+        without("GATHER(2)"),
+        "list 1, at FORWARD(2,0): slot[1] holds the part of this rank of the weights of block 2 at "
+        "version 1, needed is the weights of block 2 at version 1",
+    ),
+    (
+        RANKS,
+        twice("GATHER(5)"),
+        "list 1, at GATHER(5): slot[head] holds the weights of block 5 at version 1, needed is "
+        "the part of this rank of the weights of block 5 at version 1",
+    ),
+    (
+        RANKS,
+        swapped("FETCH(0)", "GATHER(0)"),
+        "list 1, at GATHER(0): slot[embedding] holds the weights of block 0 at version 0, needed "
+        "is the part of this rank of the weights of block 0 at version 1",
+    ),
+    (
+        RANKS,
+        without("EXCHANGE(3)"),
+        "list 1, at DRAIN(3): grad_slot[1] holds the gradient of block 3 in step 1 with 2 of its "
+        "parts, needed is piece 0 of the gradient of block 3 in step 1, added up over all ranks",
+    ),
+    (
+        RANKS,
+        twice("EXCHANGE(3)"),
+        "list 1, at EXCHANGE(3): grad_slot[1] holds piece 0 of the gradient of block 3 in step 1, "
+        "added up over all ranks, needed is the gradient of block 3 in step 1 with 2 of its parts",
+    ),
+    (
+        RANKS,
+        swapped("EXCHANGE(3)", "BACKWARD(3,1)"),
+        "list 1, at EXCHANGE(3): grad_slot[1] holds the gradient of block 3 in step 1 with 1 of "
+        "its parts, needed is the gradient of block 3 in step 1 with 2 of its parts",
+    ),
+    (
+        replace(RANKS, head_pieces=2),
+        swapped("EXCHANGE(5,1)", "DRAIN(5,1)"),
+        "list 1, at DRAIN(5,1): grad_slot[1] holds piece 1 of the gradient of block 5 in step 1 "
+        "with 2 of its parts, needed is piece 1 of the gradient of block 5 in step 1, added up "
+        "over all ranks",
+    ),
+    (
+        IDLE,
+        without("EXCHANGE(0)"),
+        "list 1, at DRAIN(0): grad_slot[edge] holds nothing, needed is piece 0 of the gradient of "
+        "block 0 in step 1, added up over all ranks",
+    ),
+    # activations that stay: of the top layers, and of no other
+    (
+        KEPT,
+        lambda ops: build_step(replace(KEPT, kept_layers=1), pending=True),
+        "list 1, at STASH(3,0): tape_slot[0] holds nothing, needed is the input of block 3 for "
+        "micro-batch 0 in step 1",
+    ),
+    (
+        KEPT,
+        lambda ops: build_step(replace(KEPT, kept_layers=3), pending=True),
+        "list 1, at FORWARD(2,0): the op names no tape_slot",
+    ),
+    (
+        KEPT,
+        without("BACKWARD(3,1)"),
+        "list 1, at DRAIN(3): grad_slot[1] holds the gradient of block 3 in step 1 with 1 of its "
+        "parts, needed is the gradient of block 3 in step 1 with 2 of its parts",
+    ),
     # hidden states
     (
         IN_BACKWARD,
@@ -433,6 +514,11 @@ MUTANT_SHAPES = [
     StepShape(num_blocks=5, num_micro=2, update="in_backward", head_pieces=3),
     StepShape(num_blocks=5, num_micro=2, update="late", head_pieces=2, copying=False, grad_slots=1),
     StepShape(num_blocks=4, num_micro=2, head_pieces=2, trained=(False, False, False, True)),
+    StepShape(num_blocks=6, num_micro=2, update="late", tied=True, divided=True),
+    StepShape(num_blocks=5, num_micro=2, update="in_backward", head_pieces=3, divided=True),
+    StepShape(num_blocks=5, num_micro=0, update="in_backward", grad_slots=1, divided=True),
+    StepShape(num_blocks=5, num_micro=2, update="late", divided=True, balances=True),
+    StepShape(num_blocks=6, num_micro=2, tape="host", update="late", kept_layers=2),
 ]
 Mutant = tuple[OpKind, str, str | int]
 
@@ -455,7 +541,15 @@ EQUIVALENT: dict[Mutant, str] = {
         "by scored"
     ),
     (OpKind.BACKWARD, "reads", "grad_slot"): "writes it too",
+    (OpKind.FORWARD, "writes", "kept"): (
+        "BACKWARD(b,m) is behind FORWARD(b,m) by hidden, HEAD and dhidden, and the next "
+        "FORWARD(b,m) behind it by the gradient slot, DRAIN, UPDATE and weights"
+    ),
+    (OpKind.BACKWARD, "reads", "kept"): "the same, from the other side",
     (OpKind.FORWARD, "reads", "routing"): "writes it too",
+    (OpKind.BALANCE, "reads", "routing"): "writes it too",
+    (OpKind.GATHER, "reads", "slot"): "writes it too",
+    (OpKind.EXCHANGE, "reads", "grad_slot"): "writes it too",
     (OpKind.UPDATE, "reads", "master"): "writes it too",
     (OpKind.UPDATE, "reads", "tier_slot"): "writes it too",
     (OpKind.READ, "reads", "master"): (
@@ -545,3 +639,46 @@ def test_a_race_is_told_by_both_sides() -> None:
         "list 0, at FORWARD(0,0): may overtake FETCH(0) on lane in, by which slot[embedding] is "
         "written"
     )
+
+
+# Ranks whose steps differ in nothing but their micro-batches.
+
+
+def of_ranks(shape: StepShape, num_micro: Sequence[int]) -> list[StepShape]:
+    return [replace(shape, num_micro=number, divided=True, copying=True) for number in num_micro]
+
+
+def rank_shapes(num_layers: int) -> Iterator[list[StepShape]]:
+    for number, shape in enumerate(small_shapes(num_layers)):
+        if shape.divided and shape.num_micro == 2:
+            yield of_ranks(shape, [(2, 1), (1, 0), (3, 2, 2), (1, 1, 0, 0)][number % 4])
+
+
+def meetings(shape: StepShape) -> list[str]:
+    return [str(op) for ops in short_life(shape) for op in ops if meets(shape, op)]
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 5])
+def test_ranks_meet_in_one_order_whatever_their_micro_batches(num_layers: int) -> None:
+    """What they do together is one list, so that no rank waits for one that waits for it."""
+    for shapes in rank_shapes(num_layers):
+        assert len({tuple(meetings(shape)) for shape in shapes}) == 1
+        check_ranks_meet(shapes, [short_life(shape) for shape in shapes])
+
+
+@pytest.mark.parametrize(
+    ("edit", "text"),
+    [
+        (without("EXCHANGE(3)"), "EXCHANGE"),
+        (swapped("GATHER(2)", "GATHER(1)"), "GATHER"),
+        (first("NORM(2)"), "NORM"),
+        (swapped("EXCHANGE(3)", "GATHER(2)"), "EXCHANGE"),
+    ],
+)
+def test_a_rank_that_goes_another_way_is_found(edit: Edit, text: str) -> None:
+    shapes = of_ranks(IN_BACKWARD, (2, 1))
+    lists = [[build_step(shape)] for shape in shapes]
+    check_ranks_meet(shapes, lists)
+    lists[1] = [edit(build_step(shapes[1]))]
+    with pytest.raises(ScheduleError, match=f"ranks wait for each other: .*{text}"):
+        check_ranks_meet(shapes, lists)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
+from megatrain.cli.arguments import Best, ModelArgument, require_model
+from megatrain.cli.checking import gpu_check
 from megatrain.errors import ConfigError, DoesNotFit
 from megatrain.version import __version__
 
@@ -53,17 +57,12 @@ def root(
 
 ConfigFile = Annotated[Path, typer.Argument(help="YAML file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Settings, like train.epochs=2.")]
-ModelArgument = Annotated[
-    Path, typer.Argument(help="Folder of a model, run or checkpoint, or Hub id.")
-]
 Configuration = Annotated[str | None, typer.Option(help="Configuration of a Hub dataset.")]
 Split = Annotated[str | None, typer.Option(help="Split of a Hub dataset; default: train.")]
-Best = Annotated[
-    bool, typer.Option("--best", help="From a run, use the model with the lowest evaluation loss.")
-]
 
 
 ExportPrecision = Literal["bf16", "fp32"]
+FormatOption = Literal["auto", "messages", "alpaca", "prompt_completion", "text", "pairs", "kto"]
 TrainOnOption = Literal["assistant", "last", "completion", "all"]
 
 
@@ -74,14 +73,6 @@ def _tokens(option: str, text: str) -> int:
         return read_tokens(text)
     except ValueError as error:
         raise ConfigError(f"{option} is {text}; {error}.") from None
-
-
-def _require_model(model: Path) -> None:
-    """Raise an error for a name that does not exist here or on the Hub, before importing torch."""
-    if not model.exists():
-        from megatrain.hub import find_model
-
-        find_model(str(model), need="config")
 
 
 @app.command(
@@ -98,6 +89,9 @@ def train(
         bool,
         typer.Option("--resume", help="Continue from the newest complete checkpoint, if any."),
     ] = False,
+    gpus: Annotated[
+        int | None, typer.Option(help="GPUs of this host to train on; default: one.", min=1)
+    ] = None,
 ) -> None:
     """Train a model from a YAML config. Ctrl-C finishes the step and saves; twice ends now."""
     from megatrain.run.opening.places import pin_commits, read_config
@@ -105,9 +99,21 @@ def train(
     # Errors in the config, and names that do not exist, are reported before torch is imported.
     asked = read_config(config, overrides or [])
     pin_commits(asked, resumes=resume)
+    if gpus is not None and gpus > 1:
+        _launch(gpus, asked.memory.device)
     from megatrain.cli.verbs import train_from
 
     typer.echo(train_from(config, overrides or [], dry_run=dry_run, resume=resume))
+
+
+def _launch(num_ranks: int, device: str) -> NoReturn:
+    """Start the command that this process was started with once for each rank, and end with it."""
+    from megatrain.cli.launch import launch
+    from megatrain.ranks.environment import read_environment
+
+    if read_environment(os.environ) is not None:
+        raise ConfigError("--gpus starts ranks, but torchrun has started this one. Give it there.")
+    raise typer.Exit(launch(num_ranks, sys.argv[1:], device))
 
 
 @app.command(
@@ -160,11 +166,14 @@ def evaluate(
 ) -> None:
     """Print the loss and perplexity of a model on a file or a Hub dataset."""
     length = None if max_length is None else _tokens("--max-length", max_length)
-    _require_model(model)
+    require_model(model)
     from megatrain.cli.verbs import evaluate_model
+    from megatrain.run.evaluation.judging import device_of
+    from megatrain.run.together.joined import joined
 
     options: dict[str, Any] = {"max_length": length, "name": name, "split": split}
-    typer.echo(evaluate_model(model, data, max_rows, answers=answers, best=best, **options))
+    with joined(device_of(model)) as options["ranks"]:
+        typer.echo(evaluate_model(model, data, max_rows, answers=answers, best=best, **options))
 
 
 @app.command(
@@ -179,12 +188,17 @@ def export(
         ExportPrecision | None,
         typer.Option(help="fp32 writes the masters; default: the training precision."),
     ] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Add adapters to the weights of their model.")
+    ] = False,
 ) -> None:
-    """Write a run's model as a Hugging Face folder."""
-    _require_model(model)
-    from megatrain.cli.verbs import export_model
+    """Write a run's model as a Hugging Face folder; of a run with adapters, those alone."""
+    require_model(model)
+    from megatrain.cli.exporting import export_model
+    from megatrain.run.together.joined import joined
 
-    typer.echo(export_model(model, target, best=best, dtype=dtype))
+    with joined("cpu") as ranks:
+        typer.echo(export_model(model, target, best=best, dtype=dtype, merge=merge, ranks=ranks))
 
 
 @app.command(
@@ -205,14 +219,16 @@ def sample(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or xpu.")] = "auto",
 ) -> None:
     """Generate a model's answers to prompts."""
-    _require_model(model)
+    require_model(model)
     from megatrain.cli.verbs import sample_from
     from megatrain.run.evaluation.sampling import Drawing
+    from megatrain.run.together.joined import joined
 
     drawing = Drawing(temperature=temperature, top_p=top_p, seed=seed)
     options: dict[str, Any] = {"system": system, "device": device, "best": best}
-    for answer in sample_from(model, prompts, max_new_tokens, drawing, **options):
-        typer.echo(answer)
+    with joined(device) as options["ranks"]:
+        for answer in sample_from(model, prompts, max_new_tokens, drawing, **options):
+            typer.echo(answer)
 
 
 @app.command(
@@ -238,6 +254,9 @@ def data(
     model: Annotated[Path, typer.Option("-m", "--model", help="Model folder or Hub id.")],
     max_length: Annotated[str, typer.Option(help="Longest row, in tokens, like 2k.")] = "2048",
     samples: Annotated[int, typer.Option(help="Rows to show.")] = 3,
+    row_format: Annotated[
+        FormatOption, typer.Option("--format", help="As in data.train.")
+    ] = "auto",
     train_on: Annotated[TrainOnOption, typer.Option(help="Same as data.train_on.")] = "assistant",
     chat_template: Annotated[str | None, typer.Option(help="Same as data.chat_template.")] = None,
     name: Configuration = None,
@@ -245,19 +264,11 @@ def data(
 ) -> None:
     """Show a dataset's format, lengths and bad rows, and which tokens are trained."""
     length = _tokens("--max-length", max_length)
-    _require_model(model)
+    require_model(model)
     from megatrain.cli.verbs import look_at_data
 
-    look_at_data(
-        path,
-        model,
-        length,
-        samples,
-        name=name,
-        split=split,
-        train_on=train_on,
-        chat_template=chat_template,
-    )
+    options = {"name": name, "split": split, "chat_template": chat_template}
+    look_at_data(path, model, length, samples, row_format, train_on, **options)
 
 
 @app.command(
@@ -302,12 +313,20 @@ def doctor(
     folder: Annotated[Path, typer.Argument(help="Folder whose disk is measured.")] = Path("."),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure this machine; later plans use the results."""
-    from megatrain.doctor.examine import examine, keep
+    """Measure this machine; later plans use the results. Under torchrun, the network too."""
+    from megatrain.doctor.examine import examine_together, keep
 
-    found = examine(folder, lambda what: typer.echo(f"measuring {what} ...", err=True))
-    typer.echo(found.to_json() if as_json else found.text())
-    keep(found)
+    found = examine_together(folder, lambda what: typer.echo(f"measuring {what} ...", err=True))
+    if found is not None:
+        typer.echo(found.to_json() if as_json else found.text())
+        keep(found)
+
+
+app.command(
+    "gpu-check",
+    short_help="Check that a device is right and fast; say what to try if not.",
+    epilog="Example: megatrain gpu-check --device cuda:1",
+)(gpu_check)
 
 
 @app.command(
@@ -328,7 +347,11 @@ def estimate_command(
     tokens: Annotated[str | None, typer.Option(help="Tokens to train on, like 1e9.")] = None,
     seq: Annotated[str | None, typer.Option(help="Short for data.max_length.")] = None,
     batch_tokens: Annotated[str | None, typer.Option(help="Short for train.batch_tokens.")] = None,
-    price_per_hour: Annotated[float | None, typer.Option(help="Price of the machine.")] = None,
+    lora: Annotated[int | None, typer.Option(help="Short for lora.rank: adapters alone.")] = None,
+    price_per_hour: Annotated[float | None, typer.Option(help="Price of all machines.")] = None,
+    gpus: Annotated[int, typer.Option(help="GPUs of each host.")] = 1,
+    hosts: Annotated[int, typer.Option(help="Hosts, with that memory each.")] = 1,
+    network: Annotated[str | None, typer.Option(help="Between hosts, like 25GbE or 3GB/s.")] = None,
     plot: Annotated[Path | None, typer.Option(help="PNG file to write.")] = None,
     list_known: Annotated[bool, typer.Option("--list", help="List known models and GPUs.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -351,7 +374,11 @@ def estimate_command(
         tokens=tokens,
         seq=seq,
         batch_tokens=batch_tokens,
+        lora=lora,
         price_per_hour=price_per_hour,
+        gpus=gpus,
+        hosts=hosts,
+        network=network,
     )
     typer.echo(found.to_json() if as_json else str(found))
     if plot is not None:

@@ -17,14 +17,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from megatrain.config import load_config
 from megatrain.disk.checkpoint.manifest import read_manifest
 from megatrain.disk.hf.model import load_model
+from megatrain.doctor.resident import resident_gradients
 from megatrain.engine.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.errors import Interrupted
@@ -115,7 +114,8 @@ def streamed_equals_resident(folder: Path) -> int:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(4, 200, (2, 24), generator=generator)
     micro = MicroBatch(input_ids=ids, labels=ids)
-    loss, gradients = _resident(folder, micro)
+    resident = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    (loss,), gradients = resident_gradients(resident, [micro])
     with Engine(home.decoder, home.store) as engine:
         result = engine.step([micro])
     assert result.loss == loss, f"loss: streamed {result.loss}, resident {loss}"
@@ -153,19 +153,6 @@ def _signal_when(metrics: Path, num_lines: int) -> None:
     while not metrics.exists() or metrics.read_bytes().count(b"\n") < num_lines:
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _resident(folder: Path, micro: MicroBatch) -> tuple[float, dict[str, Tensor]]:
-    """Return loss and gradients of the plain model under ordinary autograd."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
-    logits = model(**micro.inputs, use_cache=False).logits
-    targets = F.pad(micro.labels[:, 1:], (0, 1), value=-100).reshape(-1)
-    rows = logits.reshape(-1, logits.shape[-1]).float()
-    logprobs = -F.cross_entropy(rows, targets, ignore_index=-100, reduction="none")
-    loss = (logprobs * torch.where(targets != -100, -1.0 / micro.num_trained, 0.0)).sum()
-    params = dict(model.named_parameters())
-    gradients = dict(zip(params, torch.autograd.grad(loss, list(params.values())), strict=True))
-    return float(loss.detach()), gradients
 
 
 def _row(first: int, second: int) -> dict[str, object]:

@@ -14,12 +14,12 @@ from megatrain.cli.demo import (
     write_demo,
 )
 from megatrain.config import load_config
-from megatrain.config.data_settings import DataSettings, DataSource
+from megatrain.config.data_settings import DataSettings, DataSource, FormatName
 from megatrain.config.other_tools.asked import Pairs
 from megatrain.config.other_tools.translate import migrate, tool_named
 from megatrain.data.chat.choice import choose_template
 from megatrain.data.chat.render import TrainOn
-from megatrain.data.preview import card_lines, show_rows
+from megatrain.data.preview import card_lines, show_prepared
 from megatrain.data.rows.hub_rows import located
 from megatrain.data.rows.reading import parsed
 from megatrain.data.rows.source import open_source
@@ -27,13 +27,8 @@ from megatrain.data.steps.isolation import packs_flat
 from megatrain.data.tokens.limits import check_limits
 from megatrain.data.tokens.prepare import prepare
 from megatrain.data.tokens.prepared import PreparedData
-from megatrain.data.training_rows import gather
-from megatrain.devices.accelerator import find_device
-from megatrain.disk.checkpoint.manifest import MANIFEST_NAME
-from megatrain.disk.checkpoint.masters import load_masters
-from megatrain.disk.checkpoint.retention import finished, step_of
-from megatrain.disk.hf.export import Origin
-from megatrain.disk.hf.model import Precision, read_model_folder
+from megatrain.data.training_rows import gather, with_room
+from megatrain.disk.hf.model import ModelFolder, read_model_folder
 from megatrain.engine.engine import Engine
 from megatrain.errors import (
     ConfigError,
@@ -45,19 +40,19 @@ from megatrain.errors import (
 from megatrain.files import write_file
 from megatrain.memory.kinds import Kind
 from megatrain.planning.from_config import step_settings_of
+from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.report.page import write_report
-from megatrain.run.checkpoints import FOLDER
 from megatrain.run.evaluation.answers import answer_all, questions
 from megatrain.run.evaluation.judging import (
     for_lengths,
     judging_config,
     left_out,
     prompts_as_trained,
+    require_single_answers,
 )
 from megatrain.run.evaluation.mean_loss import mean_loss
 from megatrain.run.evaluation.samples import end_tokens
 from megatrain.run.evaluation.sampling import GREEDY, Drawing, continue_texts
-from megatrain.run.interrupts import Interrupts
 from megatrain.run.opening.balancing import router_aux_loss
 from megatrain.run.opening.model_limits import check_rows
 from megatrain.run.opening.opening import MODEL, open_device
@@ -66,6 +61,11 @@ from megatrain.run.opening.planned import in_words
 from megatrain.run.opening.tokenizer import load_tokenizer
 from megatrain.run.opening.training_data import open_data
 from megatrain.run.run_model import RunModel, chosen_model, tokenizer_folder
+from megatrain.run.together.cores import take_cores
+from megatrain.run.together.joined import interrupts_of_rank, joined, place_of
+from megatrain.run.together.phases import per_folder, unhurried
+from megatrain.run.together.restarting import was_restarted
+from megatrain.run.together.sameness import facts_of, require_same
 from megatrain.run.trainer import Trainer
 
 STARTER = """\
@@ -76,20 +76,30 @@ optim: {learning_rate: 1e-5, schedule: cosine, warmup: 0.03}
 """
 
 
-READ_ONLY = (Kind.HI,)
-"""A model that is not trained has weights alone."""
 _DATA = DataSettings.model_fields
 _LIMITS = ("max_bad", "max_dropped")
+
+
+def read_only(model: ModelFolder) -> tuple[Kind, ...]:
+    """Return what a model needs that is not trained: its weights.
+
+    Adapters in fp32 also leave a remainder, so that their weights are rounded as in training.
+    """
+    return (Kind.HI,) if model.decoder.adapters is None else (Kind.HI, Kind.LO)
 
 
 def train_from(
     path: Path, overrides: Sequence[str], *, dry_run: bool = False, resume: bool = False
 ) -> str:
-    """Train; return the closing line."""
+    """Train; return the closing line. Ranks that torchrun has started again resume."""
     config = read_config(path, overrides)
+    resume = resume or was_restarted(Path(config.run_dir))
     with (
-        Interrupts() as interrupts,
-        Trainer(config, resume=resume, dry_run=dry_run, interrupts=interrupts) as trainer,
+        interrupts_of_rank() as interrupts,
+        joined(config.memory.device, config.train.rank_deadline) as ranks,
+        Trainer(
+            config, resume=resume, dry_run=dry_run, interrupts=interrupts, ranks=ranks
+        ) as trainer,
     ):
         if dry_run:
             ready = f"ready to train {trainer.num_steps} steps; dry run, nothing written"
@@ -97,7 +107,7 @@ def train_from(
         outcome = trainer.train()
         model = trainer.folder.path / MODEL
         which = _exported(trainer, model)
-        report = report_on([trainer.folder.path], None)
+        report = report_on([trainer.folder.path], None) if ranks.owner.leads else ""
     return (
         f"loss {outcome.first_loss:.4f} to {outcome.last_loss:.4f} in {outcome.num_steps} steps, "
         f"{outcome.total_tokens:,} tokens, {outcome.seconds:.0f} s\n{which}, in {model}\n{report}"
@@ -135,6 +145,7 @@ def evaluate_model(
     max_length: int | None = None,
     name: str | None = None,
     split: str | None = None,
+    ranks: Ranks = ALONE,
 ) -> str:
     """Return the loss and perplexity of a model on a file, as text, and which rows were left out.
 
@@ -142,23 +153,28 @@ def evaluate_model(
 
     With `answers` the model also generates each answer, and exact matches are counted.
     """
-    found_model = _found(model, best=best)
-    read = read_model_folder(found_model.folder)
+    chosen = found_model(model, best=best, ranks=ranks)
+    read = read_model_folder(chosen.folder)
     source = DataSource(path=str(data), name=name, split=split)
-    config = judging_config(found_model, read.decoder.config, source, max_rows, max_length)
+    config = judging_config(chosen, read.decoder.config, source, max_rows, max_length)
     tokenizer = load_tokenizer(read.source)
-    rows = gather(config, tokenizer)
-    lines = left_out(rows.held[0], config.data.max_length)
+    rows = per_folder(ranks, writable_cache_folder(), lambda: gather(config, tokenizer))
+    require_single_answers(rows)
+    lines = left_out(rows.sources[0], config.data.max_length)
     config = for_lengths(config, rows.held[0])
-    device = open_device(config)
-    home = read.load(READ_ONLY)
+    device = open_device(config, ranks)
+    take_cores(ranks, device)
+    home = unhurried(ranks, lambda: read.load(read_only(read), owner=ranks.owner))
     lines += check_rows(rows.sources, home.decoder)
     coefficient = router_aux_loss(config, home.decoder)
-    settings = step_settings_of(config, unified=not device.own_memory, router_aux_loss=coefficient)
+    settings = step_settings_of(
+        with_room(config, rows), unified=not device.own_memory, router_aux_loss=coefficient
+    )
+    require_same(ranks, settings.facts() | {"data": rows.digest, **facts_of(config)})
     flat = packs_flat(home.decoder.config, compiles=settings.compile)
     with (
         open_data(config, tokenizer, settings, rows, flat=flat) as opened,
-        Engine(home.decoder, home.store, settings=settings, device=device) as engine,
+        Engine(home.decoder, home.store, settings=settings, device=device, ranks=ranks) as engine,
     ):
         found = mean_loss(engine, opened.eval_batches())
         assert found is not None, "prepared data has a trained token"
@@ -170,43 +186,6 @@ def evaluate_model(
     return "\n".join(lines)
 
 
-def export_model(
-    model: Path, target: Path, *, best: bool = False, dtype: Precision | None = None
-) -> str:
-    """Write the model of a run as a Hugging Face folder; return a summary.
-
-    `dtype` fp32 writes the masters, None the precision that the run was trained in.
-    """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target} exists and is not empty. Give another name.")
-    found = _found(model, best=best)
-    read = read_model_folder(found.folder, dtype=dtype)
-    held = read.precision
-    masters = dtype == "fp32" and held == "bf16" and found.step is not None
-    home = load_masters(_checkpoint_of(found)) if masters else read.load(READ_ONLY)
-    origin = None if found.step is None else Origin(step=found.step, best_loss=found.best_loss)
-    home.export(target, origin=origin, masters=masters)
-    num_params = sum(param.num_elements for param in home.decoder.params)
-    of_step = "" if found.step is None else f" of step {found.step}"
-    if dtype == "fp32" and held == "bf16" and not masters:
-        of_step = " converted from bf16, as the folder has no masters,"
-    written = dtype or held
-    return f"{num_params:,} params{of_step} in {target}, {written}; from_pretrained loads it"
-
-
-def _checkpoint_of(found: RunModel) -> Path:
-    """Return the checkpoint of a run's model, the only place that has its masters."""
-    if (found.folder.parent / MANIFEST_NAME).is_file():
-        return found.folder.parent
-    for checkpoint in finished(found.run / FOLDER) if found.run is not None else ():
-        if step_of(checkpoint) == found.step:
-            return checkpoint
-    raise RunFolderError(
-        f"{found.folder}: no checkpoint of the run has the masters of step {found.step} any "
-        "more. Without --dtype fp32, `megatrain export` writes its bf16 weights."
-    )
-
-
 def sample_from(
     model: Path,
     prompts: Sequence[str],
@@ -216,15 +195,17 @@ def sample_from(
     system: str | None = None,
     device: str = "auto",
     best: bool = False,
+    ranks: Ranks = ALONE,
 ) -> list[str]:
     """Return a model's answers to user messages, computed on `device`."""
-    place = find_device(device)
-    found = _found(model, best=best)
-    tokenizer = load_tokenizer(found.folder)
+    place = place_of(device, ranks.owner)
+    found = found_model(model, best=best, ranks=ranks)
+    read = read_model_folder(found.folder)
+    tokenizer = load_tokenizer(read.source)
     kwargs = prompts_as_trained(found, tokenizer)
-    home = read_model_folder(found.folder).load(READ_ONLY)
+    home = unhurried(ranks, lambda: read.load(read_only(read), owner=ranks.owner))
     asked = [_prompt_tokens(tokenizer, prompt, system, kwargs) for prompt in prompts]
-    with Engine(home.decoder, home.store, device=place) as engine:
+    with Engine(home.decoder, home.store, device=place, ranks=ranks) as engine:
         ends = end_tokens(tokenizer, home)
         made = continue_texts(engine, asked, max_new_tokens, ends, drawing)
     return [str(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in made]
@@ -235,10 +216,11 @@ def look_at_data(
     model: Path,
     max_length: int,
     samples: int,
+    row_format: FormatName = "auto",
+    train_on: TrainOn = "assistant",
     *,
     name: str | None = None,
     split: str | None = None,
-    train_on: TrainOn = "assistant",
     chat_template: str | None = None,
 ) -> None:
     """Print the format and lengths of a file, and which of its tokens would be trained."""
@@ -252,10 +234,11 @@ def look_at_data(
         train_on=train_on,
         max_bad=1.0,
         max_dropped=1.0,
+        wanted=row_format,
     )
     for line in card_lines(prepared.card):
         print(line)
-    show_rows(prepared, tokenizer, samples)
+    show_prepared(prepared, tokenizer, samples)
     try:
         check_limits(prepared.card, **{key: _DATA[key].default for key in _LIMITS})
     except DataError as error:
@@ -313,11 +296,14 @@ def run_demo(folder: Path, num_steps: int) -> None:
         print(f"{prompt} = {answer}", flush=True)
 
 
-def _found(model: Path, *, best: bool) -> RunModel:
-    """Return the requested model, and print its name."""
-    found = chosen_model(model, best=best)
-    print(found, file=sys.stderr, flush=True)
-    return found
+def found_model(model: Path, *, best: bool, ranks: Ranks) -> RunModel:
+    """Return the requested model, and print its name. Of ranks, one reads all of it to check it."""
+    leads = ranks.owner.leads
+    found = unhurried(ranks, lambda: chosen_model(model, best=best) if leads else None)
+    if found is not None:
+        print(found, file=sys.stderr, flush=True)
+    heard = ranks.agree({"model": None if found is None else found.facts()})[0]["model"]
+    return RunModel.from_facts(heard)
 
 
 def _plain_text(tokenizer: Any) -> Callable[[list[int]], str]:

@@ -21,6 +21,8 @@ def conflicts(config: Config) -> list[ConfigFault]:
         *_patience(config),
         *_attention(config),
         *_tiles(config),
+        *_kernels(config),
+        *_lora(config),
     ]
 
 
@@ -110,6 +112,13 @@ def _patience(config: Config) -> Iterator[ConfigFault]:
 
 def _attention(config: Config) -> Iterator[ConfigFault]:
     model = config.model
+    if model.attn == "flex_attention":
+        yield _fault(
+            "model.attn",
+            "model.attn is flex_attention, which cannot be trained with: torch has no backward for "
+            "it on a CPU, and compiles its masks again for each shape of a micro-batch until it "
+            "gives up. Set model.attn to auto: documents of packed rows are attended to alone.",
+        )
     if model.attn.startswith("flash") and model.dtype == "fp32":
         yield _fault(
             "model.attn",
@@ -120,9 +129,59 @@ def _attention(config: Config) -> Iterator[ConfigFault]:
 
 def _tiles(config: Config) -> Iterator[ConfigFault]:
     tile_tokens = config.memory.tile_tokens
-    if config.train.compile and isinstance(tile_tokens, int):
+    if config.train.compile is True and isinstance(tile_tokens, int):
         yield _fault(
             "memory.tile_tokens",
             f"memory.tile_tokens is {tile_tokens} and train.compile is true: a compiled layer "
             "computes full rows. Set memory.tile_tokens to null, or train.compile to false.",
+        )
+    kept_layers = config.memory.kept_layers
+    if isinstance(kept_layers, int) and kept_layers > 0 and isinstance(tile_tokens, int):
+        yield _fault(
+            "memory.kept_layers",
+            f"memory.kept_layers is {kept_layers} and memory.tile_tokens is {tile_tokens}: layers "
+            "run over tiles to hold less, and compute each tile again. Set memory.tile_tokens to "
+            "null, or memory.kept_layers to 0.",
+        )
+
+
+def _kernels(config: Config) -> Iterator[ConfigFault]:
+    train = config.train
+    if train.kernels != "none" and train.compile is not False:
+        value = "auto" if train.compile == "auto" else "true"
+        yield _fault(
+            "train.kernels",
+            f"train.kernels is {train.kernels} and train.compile is {value}: a compiled layer has "
+            "kernels that torch makes. Set train.kernels to none, or train.compile to false.",
+        )
+
+
+def _lora(config: Config) -> Iterator[ConfigFault]:
+    lora = config.lora
+    if lora.path is not None and lora.targets:
+        yield _fault(
+            "lora.targets",
+            f"lora.targets is given and lora.path is {lora.path}: the modules are those of that "
+            "folder. Remove one of the two.",
+        )
+    if lora.rank is None and lora.path is None:
+        for key in sorted(lora.model_fields_set - {"rank"}):
+            if getattr(lora, key) != type(lora).model_fields[key].default:
+                yield _fault(
+                    f"lora.{key}",
+                    f"lora.{key} is given and lora.rank is null: there are no adapters. Set "
+                    "lora.rank, or remove the other keys of lora.",
+                )
+        return
+    if config.model.frozen:
+        yield _fault(
+            "model.frozen",
+            "model.frozen is given, and lora has adapters: all params of the model are frozen "
+            "then. Remove model.frozen; lora.targets chooses the modules to adapt.",
+        )
+    if config.model.add_tokens:
+        yield _fault(
+            "model.add_tokens",
+            "model.add_tokens is given, and lora has adapters: the rows of new tokens would stay "
+            "as they are, because the tables are frozen. Remove one of the two.",
         )

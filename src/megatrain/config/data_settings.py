@@ -21,7 +21,11 @@ from megatrain.config.value_types import (
     as_list,
 )
 
-FormatName = Literal["auto", "messages", "alpaca", "prompt_completion", "text"]
+PreferenceName = Literal["pairs", "kto"]
+"""The formats whose rows are two answers each, to be compared."""
+FormatName = Literal[
+    "auto", "tokens", "messages", "alpaca", "prompt_completion", "text", "pairs", "kto"
+]
 """The formats of rows; data/rows/formats.py has everything else about each."""
 
 
@@ -67,11 +71,11 @@ def _is_row(value: object) -> bool:
 
 _COLUMNS = {
     "messages", "conversations", "text", "prompt", "completion", "instruction", "output", "query",
-    "response", "question", "answer",
+    "response", "question", "answer", "chosen", "rejected",
 }  # fmt: skip
 _ROWS = (
-    "give files, folders or Hub ids, not rows. Write rows to a file first, one JSON object a line; "
-    "`to_json` of a datasets.Dataset does so"
+    "give files, folders or Hub ids, not rows. Rows go to mt.Trainer as train_dataset, or into a "
+    "file, one JSON object a line"
 )
 Sources = Annotated[
     tuple[Annotated[DataSource, short("path")], ...],

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from megatrain.config.other_tools.names import hint
+from megatrain.config.other_tools.names import hint, is_elsewhere
 from megatrain.config.yaml_reader import Document, Path
 from megatrain.errors import ConfigError
 
@@ -134,6 +134,8 @@ def _unknown(path: Path, fields: Fields) -> str:
     if len(key) > _LONGEST_KEY:
         return unknown
     siblings = list(fields.get(home, ()))
+    if not home and is_elsewhere(key):
+        return f"{unknown} {hint(key)}"
     near = [name for name in siblings if name.startswith(f"{key}_")]
     near = near or difflib.get_close_matches(key, siblings, n=1, cutoff=0.75)
     if near:

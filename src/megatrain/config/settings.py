@@ -28,11 +28,15 @@ from pydantic import (
 from megatrain.config.conflicts import conflicts
 from megatrain.config.data_settings import DataSettings, DataSource
 from megatrain.config.faults import faults_of, refusal
-from megatrain.config.quantities import or_auto, read_tokens, read_whole
+from megatrain.config.lora_settings import LoraSettings
+from megatrain.config.loss_settings import LossSettings
+from megatrain.config.output_settings import EvalSettings, LogSettings, SaveSettings
+from megatrain.config.quantities import or_auto, read_tokens
 from megatrain.config.rope_settings import Rope, RopeSettings
 from megatrain.config.section import Section, short
 from megatrain.config.value_types import (
     Beta,
+    LayerCount,
     Length,
     Name,
     NewTokens,
@@ -41,15 +45,15 @@ from megatrain.config.value_types import (
     Patterns,
     Seed,
     Size,
+    SlotCount,
     StepCount,
     TypeName,
     Whole,
-    as_list,
     read_device,
 )
 from megatrain.config.yaml_reader import Document
 
-SHORT_FORMS = {"model": "name_or_path", "data": "train", "save": "dir"}
+SHORT_FORMS = {"model": "name_or_path", "data": "train", "loss": "name", "save": "dir"}
 """Sections that may be one word, and the key that the word sets."""
 
 
@@ -70,7 +74,8 @@ class ModelSettings(Section):
     attn: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = Field(
         default="auto",
         description="Attention implementation; auto is sdpa if transformers has it for the family, "
-        "else eager; flash_attention_2 needs the package flash-attn and dtype bf16.",
+        "else eager; flash_attention_2 needs the package flash-attn and dtype bf16; flex_attention "
+        "is refused.",
     )
     frozen: Patterns = Field(
         default=(),
@@ -134,7 +139,7 @@ class TrainSettings(Section):
         description="Coefficient of the load-balancing loss of a mixture of experts; model uses "
         "the model's own; auto uses it if config.json sets output_router_logits, else 0.",
     )
-    seed: Seed = Field(default=42, description="Seed for dropout.")
+    seed: Seed = Field(default=42, description="Seed for dropout and for new adapters.")
     on_nonfinite: Literal["stop", "skip", "rollback"] = Field(
         default="stop",
         description="Reaction to a step whose gradient is not finite, twice; rollback returns to "
@@ -144,7 +149,22 @@ class TrainSettings(Section):
         default="record",
         description="Reaction to a step whose loss or gradient norm is far above the last 64.",
     )
-    compile: bool = Field(default=False, description="Compile the layers with torch.compile.")
+    compile: Annotated[bool | Literal["auto"], TypeName("true, false or auto")] = Field(
+        default=False,
+        description="Compile the layers with torch.compile, which changes the last bits; auto does "
+        "so on an accelerator, unless documents are packed or layers run over tiles.",
+    )
+    kernels: Literal["none", "liger"] = Field(
+        default="none",
+        description="Fused kernels for norms and feed-forward on an accelerator, which change the "
+        "last bits; liger needs the package liger-kernel.",
+    )
+    rank_deadline: Number = Field(
+        default=600.0,
+        gt=0,
+        description="Seconds after which a silent rank is lost, and all end; one process alone "
+        "ignores it.",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -224,11 +244,7 @@ class MemorySettings(Section):
         default="auto",
         description="Most bytes of the scratch file in memory.disk; auto is all free space.",
     )
-    slots: Annotated[
-        int | Literal["auto"],
-        PlainValidator(or_auto(read_whole, least=2)),
-        TypeName("whole number or auto"),
-    ] = Field(
+    slots: SlotCount = Field(
         default="auto",
         description="Number of device buffers for block weights; two are enough to overlap.",
     )
@@ -248,60 +264,12 @@ class MemorySettings(Section):
         description="Number of tokens that a layer computes at a time, but for its attention; "
         "null computes full rows.",
     )
-
-
-class EvalSettings(Section):
-    """Evaluation during the run."""
-
-    every: Annotated[StepCount | None, TypeName("steps or null")] = Field(
-        default=200, description="Steps between evaluations; null evaluates at the end only."
+    kept_layers: LayerCount = Field(
+        default="auto",
+        description="Number of top layers whose activations stay in device memory from forward to "
+        "backward, so that backward does not compute them again; auto is as many as fit, if that "
+        "is faster, and 0 on a machine that `megatrain doctor` has not measured.",
     )
-    samples: Whole = Field(
-        default=4,
-        ge=0,
-        le=1000,
-        description="Number of texts to generate before the first step, at each evaluation and "
-        "after the last step; without data.eval only first and last; the plan shows the cost.",
-    )
-    max_rows: Annotated[Annotated[Whole, Field(ge=1)] | None, TypeName("rows or null")] = Field(
-        default=None, description="Most rows to evaluate on; null is all."
-    )
-    patience: Annotated[Annotated[Whole, Field(ge=1)] | None, TypeName("evaluations or null")] = (
-        Field(
-            default=None,
-            description="Stop after this many evaluations in a row without a lower loss, and "
-            "export the best checkpoint, as with save.best; null never stops early.",
-        )
-    )
-
-
-class SaveSettings(Section):
-    """The run folder and its checkpoints."""
-
-    dir: Annotated[Name | None, TypeName("path or null")] = Field(
-        default=None,
-        description="Run folder; null is runs/ plus the last part of the model's name.",
-    )
-    every: Annotated[StepCount | None, TypeName("steps or null")] = Field(
-        default=500, description="Steps between checkpoints; null saves at the end only."
-    )
-    keep: Whole = Field(default=2, ge=1, description="Checkpoints to keep; older ones are deleted.")
-    best: bool = Field(
-        default=False,
-        description="Also save when an evaluation is the best so far, keep that checkpoint, and "
-        "export it at the end instead of the last one.",
-    )
-
-
-class LogSettings(Section):
-    """Logging."""
-
-    every: StepCount = Field(default=1, description="Steps between log lines.")
-    to: Annotated[
-        tuple[Literal["tensorboard", "wandb", "trackio"], ...],
-        BeforeValidator(as_list),
-        TypeName("list of tensorboard, wandb, trackio"),
-    ] = Field(default=(), description="Where to send metrics in addition to metrics.jsonl.")
 
 
 class Config(Section):
@@ -309,6 +277,8 @@ class Config(Section):
 
     model: Annotated[ModelSettings, short(SHORT_FORMS["model"])]
     data: Annotated[DataSettings, short(SHORT_FORMS["data"])]
+    lora: LoraSettings = Field(default_factory=LoraSettings)
+    loss: Annotated[LossSettings, short(SHORT_FORMS["loss"])] = Field(default_factory=LossSettings)
     train: TrainSettings = Field(default_factory=lambda: TrainSettings.model_validate({}))
     optim: OptimSettings = Field(default_factory=OptimSettings)
     memory: MemorySettings = Field(default_factory=MemorySettings)
@@ -323,6 +293,8 @@ class Config(Section):
             *,
             model: ModelSettings | Mapping[str, Any] | str,
             data: DataSettings | Mapping[str, Any] | str,
+            lora: LoraSettings | Mapping[str, Any] = ...,
+            loss: LossSettings | Mapping[str, Any] | str = ...,
             train: TrainSettings | Mapping[str, Any] = ...,
             optim: OptimSettings | Mapping[str, Any] = ...,
             memory: MemorySettings | Mapping[str, Any] = ...,

@@ -38,12 +38,15 @@ def as_list(value: object) -> object:
     return [value] if isinstance(value, str | Mapping) else value
 
 
+ACCELERATOR_TYPES = {"cuda", "xpu"}
+"""As torch calls them. Who gives torch a device of another type adds its name."""
+
+
 def read_device(value: object) -> object:
     """Return the name of a device. Raises ValueError."""
     name, _, number = value.partition(":") if isinstance(value, str) else ("", "", "")
-    if name not in ("auto", "cpu", "cuda", "xpu") or (
-        value != name and not (name in ("cuda", "xpu") and number.isdecimal() and len(number) < 4)
-    ):
+    numbered = name in ACCELERATOR_TYPES and number.isdecimal() and len(number) < 4
+    if name not in {"auto", "cpu"} | ACCELERATOR_TYPES or (value != name and not numbered):
         raise ValueError("give auto, cpu, cuda, cuda:1 or xpu")
     return value
 
@@ -54,6 +57,16 @@ def _tokens_or_null(value: object) -> int | str | None:
 
 Number = Annotated[float, BeforeValidator(read_number), TypeName("number")]
 Whole = Annotated[int, BeforeValidator(read_whole), TypeName("whole number")]
+SlotCount = Annotated[
+    int | Literal["auto"],
+    PlainValidator(or_auto(read_whole, least=2)),
+    TypeName("whole number or auto"),
+]
+LayerCount = Annotated[
+    int | Literal["auto"],
+    PlainValidator(or_auto(read_whole, least=0)),
+    TypeName("whole number or auto"),
+]
 TokenCount = Annotated[int, BeforeValidator(read_tokens), TypeName("tokens, like 2048 or 128k")]
 OptionalTokens = Annotated[
     int | Literal["auto"] | None,

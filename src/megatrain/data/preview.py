@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -10,8 +10,10 @@ from rich.console import Console
 from rich.text import Text
 
 from megatrain.data.chat.notes import remarks
+from megatrain.data.steps.answers import PER_ROW
 from megatrain.data.tokens.documents import Documents
 from megatrain.data.tokens.limits import bad_rows, dropped_rows
+from megatrain.data.tokens.prepared import PreparedData
 
 MAX_TOKENS = 400
 BEGIN, END = "{+", "+}"
@@ -42,7 +44,9 @@ def _rows(card: Mapping[str, Any]) -> str:
     said = [f"{count:,} {what}" for what, count in counts.items() if count]
     per_row = card["documents"] / max(1, card["kept"])
     documents = f"{card['documents']:,} documents"
-    documents += "" if per_row == 1 else f" ({per_row:.1f} a row)"
+    documents += "" if per_row == 1 or card.get("preferences") else f" ({per_row:.1f} a row)"
+    if "desirable" in card:
+        documents += f", {card['desirable']:,} of them desirable"
     return ", ".join([f"{card['rows']:,} rows read, {card['kept']:,} kept", *said, documents])
 
 
@@ -55,8 +59,30 @@ def _tokens(card: Mapping[str, Any]) -> str:
     )
 
 
+def show_prepared(
+    prepared: PreparedData, tokenizer: Any, num_rows: int, console: Console | None = None
+) -> None:
+    """Print the first rows; of preferences each answer, under its name."""
+    marks = prepared.desirable if prepared.preferences == "kto" else None
+
+    def title(number: int) -> str:
+        if marks is not None:
+            return f"row {number}, {'desirable' if marks[number] else 'undesirable'}"
+        return f"row {number // PER_ROW}, {('chosen', 'rejected')[number % PER_ROW]}"
+
+    if prepared.preferences is None:
+        show_rows(prepared, tokenizer, num_rows, console)
+    else:
+        count = num_rows * (PER_ROW if marks is None else 1)
+        show_rows(prepared, tokenizer, count, console, title)
+
+
 def show_rows(
-    documents: Documents, tokenizer: Any, count: int, console: Console | None = None
+    documents: Documents,
+    tokenizer: Any,
+    count: int,
+    console: Console | None = None,
+    title: Callable[[int], str] = "document {}".format,
 ) -> None:
     """Print some documents: trained tokens underlined in green, or in marks if there is no color.
 
@@ -68,7 +94,8 @@ def show_rows(
         out.print(f"trained tokens are between {BEGIN} and {END}", markup=False)
     for number in range(min(count, len(documents.lengths))):
         ids, trained = documents.tokens(number)
-        text = Text(f"--- document {number}: {len(ids)} tokens, {int(trained.sum())} trained\n")
+        counts = f"{len(ids)} tokens, {int(trained.sum())} trained"
+        text = Text(f"--- {title(number)}: {counts}\n")
         pairs = zip(ids[:MAX_TOKENS].tolist(), trained[:MAX_TOKENS].tolist(), strict=True)
         for is_trained, stretch in groupby(pairs, key=lambda pair: bool(pair[1])):
             shown = tokenizer.decode([token for token, _ in stretch])

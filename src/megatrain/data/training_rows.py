@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from megatrain.cache import writable_cache_folder
 from megatrain.config import Config
-from megatrain.config.data_settings import DataSource
+from megatrain.config.data_settings import DataSource, PreferenceName
 from megatrain.data.chat.choice import choose_template
+from megatrain.data.rows.given import GivenRows
 from megatrain.data.rows.hub_rows import located
+from megatrain.data.steps.answers import PairedAnswers, check_room, joined_answers, tokens_together
 from megatrain.data.steps.order import MixedOrder
-from megatrain.data.tokens.documents import Documents, JoinedDocuments, hold_out, num_rows
-from megatrain.data.tokens.prepare import prepare
+from megatrain.data.tokens.documents import Documents, JoinedDocuments, Subset, hold_out, num_rows
+from megatrain.data.tokens.mismatched import MismatchedDocuments
+from megatrain.data.tokens.prepare import Enough, prepare
 from megatrain.data.tokens.prepared import PreparedData, digest_of
+from megatrain.errors import DataError
 from megatrain.memory.host import num_cores
 
 _SUMS = ("rows", "kept", "documents", "tokens", "trained_tokens")
@@ -46,11 +51,22 @@ class TrainingRows:
     shares: tuple[Share, ...]
     held: tuple[Documents, ...]
     """Of each source, or each file of data.eval."""
+    held_sources: tuple[PreparedData, ...] = ()
+    """The files of data.eval."""
+    answers: PairedAnswers | None = None
+    """What the answers of `train` bring along; None: the rows have no preferences."""
+    held_answers: tuple[PairedAnswers, ...] = ()
+    """The same of each of `held`."""
 
     @property
     def prepared(self) -> tuple[PreparedData, ...]:
         """Every file that was prepared, those of data.eval too."""
-        return (*self.sources, *(part for part in self.held if isinstance(part, PreparedData)))
+        return (*self.sources, *self.held_sources)
+
+    @property
+    def preferences(self) -> PreferenceName | None:
+        """Which preferences the rows have; None: they have none."""
+        return self.sources[0].preferences
 
     @property
     def digest(self) -> str:
@@ -93,33 +109,89 @@ class TrainingRows:
         return largest
 
 
-def gather(config: Config, tokenizer: Any) -> TrainingRows:
-    """Prepare the data of a config. Raises DataError, with the file and line."""
+def gather(
+    config: Config, tokenizer: Any, given: Mapping[str, GivenRows] = MappingProxyType({})
+) -> TrainingRows:
+    """Prepare the data of a config; `given` has rows of a program, by the path of their source.
+
+    Raises DataError, with the file and line.
+    """
     data = config.data
     choose_template(tokenizer, data.chat_template)
-    sources = tuple(_prepared(config, tokenizer, source) for source in data.train)
-    kept: Sequence[Documents] = sources
-    held: Sequence[Documents] = ()
+    sources = tuple(_prepared(config, tokenizer, source, given) for source in data.train)
+    judged: tuple[PreparedData, ...] = ()
+    kept = [_whole(config, source) for source in sources]
+    held: list[_Part] = []
     if isinstance(data.eval, float):
         split = [
-            hold_out(source, data.eval, data.seed + number, source.card["source"])
-            for number, source in enumerate(sources)
+            _held_out(part, data.eval, data.seed + number, source.card["source"])
+            for number, (part, source) in enumerate(zip(kept, sources, strict=True))
         ]
-        kept, held = [train for train, _ in split], [judged for _, judged in split]
+        kept, held = [train for train, _ in split], [part for _, part in split]
     elif data.eval is not None:
-        held = [_prepared(config, tokenizer, source) for source in data.eval]
+        judged = tuple(_prepared(config, tokenizer, source, given) for source in data.eval)
+        held = [_whole(config, source) for source in judged]
+    _check_alike((*sources, *judged))
     shares = tuple(
-        Share(name=source.card["source"], num_rows=num_rows(part), weight=given.weight)
+        Share(name=source.card["source"], num_rows=num_rows(part.documents), weight=given.weight)
         for source, part, given in zip(sources, kept, data.train, strict=True)
     )
     sizes, weights = [share.num_rows for share in shares], [share.weight for share in shares]
+    answers = [part.answers for part in kept if part.answers is not None]
     return TrainingRows(
         sources=sources,
-        train=one_of(kept),
+        train=one_of([part.documents for part in kept]),
         order=MixedOrder(sizes, weights, data.seed, shuffle=data.shuffle),
         shares=shares,
-        held=tuple(held),
+        held=tuple(part.documents for part in held),
+        held_sources=judged,
+        answers=joined_answers(answers) if answers else None,
+        held_answers=tuple(part.answers for part in held if part.answers is not None),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """A source, or some of its rows."""
+
+    documents: Documents
+    answers: PairedAnswers | None
+
+
+def _whole(config: Config, source: PreparedData) -> _Part:
+    """Return all rows of a source."""
+    if source.preferences == "kto":
+        length, rows = config.data.max_length, config.train.batch_rows
+        documents = MismatchedDocuments(source, length, group_rows=rows)
+        return _Part(documents=documents, answers=PairedAnswers(desirable=source.desirable))
+    answers = None if source.preferences is None else PairedAnswers()
+    return _Part(documents=source, answers=answers)
+
+
+def _held_out(part: _Part, fraction: float, seed: int, where: str) -> tuple[_Part, _Part]:
+    """Return the rows to train on, and those that are held out."""
+    train, held = hold_out(part.documents, fraction, seed, where)
+    return _some(part, train), _some(part, held)
+
+
+def _some(part: _Part, chosen: Subset) -> _Part:
+    answers = part.answers
+    if answers is not None and answers.desirable is not None:
+        answers = replace(answers, desirable=answers.desirable[chosen.rows])
+    return _Part(documents=chosen, answers=answers)
+
+
+def _check_alike(sources: Sequence[PreparedData]) -> None:
+    """Raise DataError if some sources have preferences and others have not, or have others."""
+    first = sources[0]
+    for source in sources:
+        if source.preferences != first.preferences:
+            raise DataError(
+                f"{first.card['source']} is {first.card['format']}, and "
+                f"{source.card['source']} is {source.card['format']}: the rows of a run are all "
+                "trained with one loss. Name the format of each source (data.train: "
+                "{path, format}), or train on them one after the other."
+            )
 
 
 def by_tokens(config: Config, rows: TrainingRows) -> Config:
@@ -140,14 +212,40 @@ def with_longest_step(config: Config, rows: TrainingRows) -> Config:
     return config.model_copy(update={"train": train.model_copy(update={"batch_tokens": tokens})})
 
 
+def with_room(config: Config, rows: TrainingRows) -> Config:
+    """Return the config for the planner: a micro-batch has room for both answers of each row.
+
+    Raises ConfigError if the config gives it less.
+    """
+    if rows.preferences is None:
+        return config
+    length, packing, train = config.data.max_length, config.data.packing, config.train
+    needed = max(tokens_together(part, packing=packing) for part in (rows.train, *rows.held))
+    for key in ("micro_batch_tokens", "batch_tokens"):
+        if isinstance(given := getattr(train, key), int) and train.batch_rows is None:
+            check_room(given, needed, f"train.{key}")
+    if train.batch_rows is not None and isinstance(train.batch_tokens, int):
+        longest = max(train.batch_tokens, needed)
+        train = train.model_copy(update={"batch_tokens": longest})
+    data = config.data.model_copy(update={"max_length": max(length, needed)})
+    return config.model_copy(update={"data": data, "train": train})
+
+
 def one_of(parts: Sequence[Documents]) -> Documents:
     """Return several parts as one."""
     return parts[0] if len(parts) == 1 else JoinedDocuments(parts)
 
 
-def _prepared(config: Config, tokenizer: Any, source: DataSource) -> PreparedData:
+def _prepared(
+    config: Config, tokenizer: Any, source: DataSource, given: Mapping[str, GivenRows]
+) -> PreparedData:
+    # Rows may have columns for several formats; a loss reads one.
+    wanted = (config.loss.preferences or "auto") if source.format == "auto" else source.format
+    rows = given.get(source.path)
     return prepare(
-        located(source.path, name=source.name, split=source.split, revision=source.revision),
+        located(source.path, name=source.name, split=source.split, revision=source.revision)
+        if rows is None
+        else rows,
         tokenizer,
         cache_dir=writable_cache_folder(),
         max_length=config.data.max_length,
@@ -157,5 +255,22 @@ def _prepared(config: Config, tokenizer: Any, source: DataSource) -> PreparedDat
         max_bad=config.data.max_bad,
         max_dropped=config.data.max_dropped,
         num_workers=num_cores(),
-        wanted=source.format,
+        wanted=wanted,
+        enough=None if rows is None else _enough(config, is_judged=source not in config.data.train),
     )
+
+
+def _enough(config: Config, *, is_judged: bool) -> Enough | None:
+    """Return how much of a stream a run needs; None: all of it, because it counts epochs.
+
+    A step has at most the tokens of a batch, so the rows of so many tokens fill all steps.
+    """
+    train, held = config.train, config.data.eval
+    if is_judged:
+        return Enough(rows=config.eval.max_rows)
+    if train.steps is None:
+        return None
+    share = 1.0 - (held if isinstance(held, float) else 0.0)
+    if isinstance(train.batch_tokens, int):
+        return Enough(tokens=math.ceil(train.steps * train.batch_tokens / share))
+    return Enough(rows=math.ceil(train.steps * (train.batch_rows or 1) / share))

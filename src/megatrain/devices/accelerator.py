@@ -12,20 +12,46 @@ Laws (testkit/simulated)
     1. The bits of the CPU, whatever the streams' timing; no two streams touch a byte unordered.
     2. Between the first ops of a step and its last it allocates nothing but the step's inputs.
     3. No op waits for the device on the host.
+    4. A cap and pinned memory end with `close`, also if the device has failed
+       (tests/devices/test_accelerator.py).
 """
 
 from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatrain.devices.device import CpuDevice, Device
-from megatrain.devices.pinning import PIECE_BYTES, RING_BUFFER_BYTES, Registry, Ring, tell
-from megatrain.devices.runtime import PinningFailed, Runtime, TorchRuntime
+from megatrain.devices.out_of_memory import is_out_of_memory
+from megatrain.devices.pinning import (
+    PIECE_BYTES,
+    RING_BUFFER_BYTES,
+    RING_BUFFERS,
+    Registry,
+    Ring,
+    tell_kept,
+    tell_refusal,
+)
+from megatrain.devices.runtime import (
+    PINNING_CAUSES,
+    Runtime,
+    TorchRuntime,
+    num_accelerators,
+    pci_address,
+)
 from megatrain.errors import DeviceFull, NoDevice
-from megatrain.lanes.lane import Lane
+from megatrain.lanes.device_clock import DeviceClock
+from megatrain.lanes.lane import Lane, Stream
 from megatrain.memory.arena import map_arena
 from megatrain.memory.ledger import gib
+from megatrain.memory.placement import Placement, find_placement
+from megatrain.memory.prefault import prefault
 from megatrain.step.ops import DEVICE_LANES, LANES
 from megatrain.step.settings import DEVICE_PART_ELEMENTS
 
@@ -48,13 +74,23 @@ class Accelerator:
         piece_bytes: int = PIECE_BYTES,
         ring_buffer_bytes: int = RING_BUFFER_BYTES,
     ) -> None:
-        """`cap_bytes` keeps the rest of the device for others; the sizes are for tests."""
+        """`cap_bytes` keeps the rest of the device for others, until `close`; it holds again
+        when memory is asked for again. The sizes are for tests.
+        """
         self._runtime, self.name = runtime, name
         self._registry = Registry(runtime, piece_bytes)
         self._ring_buffer_bytes = ring_buffer_bytes
         self._rings: tuple[Ring, Ring] | None = None
-        if cap_bytes is not None:
-            runtime.limit(cap_bytes)
+        self._cap_bytes, self._is_capped = cap_bytes, False
+        self._apply_cap()
+
+    def groups(self, dtype: torch.dtype) -> bool:
+        return self._runtime.groups(dtype)
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Decided when it is first asked for: after the cores of a host were divided."""
+        return find_placement(pci_address(self.name))
 
     @property
     def peak_bytes(self) -> int:
@@ -62,43 +98,67 @@ class Accelerator:
 
     @property
     def free_bytes(self) -> int:
+        self._apply_cap()
         return self._runtime.free_bytes()
 
     def lanes(self) -> list[Lane]:
+        place, clock = self.placement, DeviceClock(self._runtime)
+        ranges = self._runtime.named_range if os.environ.get("MEGATRAIN_NVTX") else None
         return [
-            Lane(name, stream=self._runtime.stream() if name in DEVICE_LANES else None)
+            Lane(
+                name,
+                stream=self._lane_stream(name),
+                clock=clock,
+                ranges=ranges,
+                cores=place.lane_cores,
+            )
+            if name in DEVICE_LANES
+            else Lane(name, ranges=ranges, cores=place.update_cores)
             for name in LANES
         ]
 
+    def further_stream(self) -> Stream:
+        return self._runtime.stream(first=True)
+
+    def current_stream(self) -> Stream:
+        stream: Stream = self._runtime.current_stream()
+        return stream
+
+    def _lane_stream(self, name: str) -> Stream:
+        # What little the out lane computes would otherwise wait behind products, and the link too.
+        return self._runtime.stream(first=name == "out")
+
     def allocate(self, num_bytes: int, purpose: str) -> Tensor:
+        self._apply_cap()
         try:
             return self._runtime.empty(num_bytes)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             raise DeviceFull(
-                f"device memory: {purpose} needs {gib(num_bytes)}, {gib(self.free_bytes)} are free"
+                f"device memory: {purpose} needs {gib(num_bytes)}, {gib(self.free_bytes)} are free",
+                self.memory_snapshot(),
             ) from error
 
     def map_host(self, num_bytes: int, purpose: str) -> Tensor:
-        arena = map_arena(purpose, num_bytes)
+        arena = map_arena(purpose, num_bytes, self.placement.copied(num_bytes))
         self.pin(purpose, arena)
         return arena
 
     def unmap_host(self, arena: Tensor) -> None:
-        self._registry.unregister(arena)
+        tell_kept(self._registry.unregister(arena))
 
     def pin(self, name: str, arena: Tensor) -> None:
-        try:
-            self._registry.register(arena)
-        except PinningFailed as error:
-            first = self._rings is None
-            self._rings = self._rings or (self._ring(), self._ring())
-            if first:
-                tell(name, arena, error, sum(ring.num_bytes for ring in self._rings))
+        prefault(name, arena)
+        refusal = self._registry.register(name, arena)
+        if refusal is not None and self._rings is None:
+            self._rings = self._ring(), self._ring()
+            ring_bytes = 2 * RING_BUFFERS * self._ring_buffer_bytes
+            tell_refusal(name, arena, refusal, ring_bytes)
 
     def pinned(self, tensor: Tensor) -> Tensor:
         source = tensor.contiguous()
-        copy = self._like(self._runtime.pinned(source.nbytes), source)
-        return copy.copy_(source)
+        return self._like(self._reachable(source.nbytes, "inputs"), source).copy_(source)
 
     def place(self, tensor: Tensor) -> Tensor:
         placed = self._given(self.pinned(tensor), "the model's buffers")
@@ -111,26 +171,32 @@ class Accelerator:
     def copy(self, target: Tensor, source: Tensor) -> None:
         to_device = self._runtime.is_device(target)
         target, source = target.view(torch.uint8), source.view(torch.uint8)
-        pieces = self._registry.pieces(source if to_device else target)
-        if pieces is not None:
-            for piece in pieces:
+        host = source if to_device else target
+        pieces = self._registry.pieces(host)
+        assert pieces is not None, "copies need memory that went through `pin`"
+        for piece in pieces:
+            if not self._registry.was_refused(host[piece]):
                 target[piece].copy_(source[piece], non_blocking=True)
-            return
-        assert self._rings is not None, "copies need memory that went through `pin`"
-        inbound, outbound = self._rings
-        if to_device:
-            inbound.send(target, source)
-        else:
-            outbound.receive(target, source)
+                continue
+            assert self._rings is not None
+            inbound, outbound = self._rings
+            if to_device:
+                inbound.send(target[piece], source[piece])
+            else:
+                outbound.receive(target[piece], source[piece])
+
+    def communicate(
+        self, reads: Sequence[Tensor], writes: Sequence[Tensor], work: Callable[[], None]
+    ) -> None:
+        self._runtime.communicate(reads, writes, work)
 
     def to_device(self, tensor: Tensor) -> Tensor:
         return self._given(tensor, "inputs")
 
     def to_host(self, tensor: Tensor) -> Tensor:
         source = tensor.detach().contiguous()
-        return self._like(self._runtime.pinned(source.nbytes), source).copy_(
-            source, non_blocking=True
-        )
+        target = self._like(self._reachable(source.nbytes, "results"), source)
+        return target.copy_(source, non_blocking=True)
 
     def seed(self, seed: int) -> None:
         self._runtime.seed(seed)
@@ -145,38 +211,77 @@ class Accelerator:
         self._runtime.synchronize()
 
     def close(self) -> None:
-        """Give host memory back as it was. The store outlives its engines."""
-        self.synchronize()
-        self._registry.close()
+        """Give host memory back as it was, and lift the cap. The store outlives its engines."""
+        try:
+            self.synchronize()
+        finally:
+            self._rings = None
+            tell_kept(self._registry.close())
+            if self._is_capped:
+                self._is_capped = False
+                self._runtime.limit(None)
+
+    def memory_snapshot(self) -> Any:
+        with suppress(Exception):  # it explains an error, and must not hide it
+            return self._runtime.memory_snapshot()
+        return None
 
     def _given(self, tensor: Tensor, purpose: str) -> Tensor:
         placed = self._like(self.allocate(tensor.nbytes, purpose), tensor)
         return placed.copy_(tensor, non_blocking=True)
 
+    def _apply_cap(self) -> None:
+        if self._cap_bytes is not None and not self._is_capped:
+            self._is_capped = True
+            self._runtime.limit(self._cap_bytes)
+
     def _ring(self) -> Ring:
-        return Ring(self._runtime, self._ring_buffer_bytes)
+        size = self._ring_buffer_bytes
+        buffers = [self._reachable(size, "a ring of buffers") for _ in range(RING_BUFFERS)]
+        return Ring(self._runtime, buffers)
+
+    def _reachable(self, num_bytes: int, purpose: str) -> Tensor:
+        """Return a little pinned host memory. Raises DeviceFull, naming the purpose."""
+        try:
+            return self._runtime.pinned(num_bytes)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            text = str(error).partition("\n")[0]
+            raise DeviceFull(
+                f"pinned host memory: {purpose} needs {gib(num_bytes)}, and the driver has none "
+                f"({text}). {PINNING_CAUSES}"
+            ) from error
 
     @staticmethod
     def _like(flat: Tensor, tensor: Tensor) -> Tensor:
         return flat.view(tensor.dtype).view(tensor.shape)
 
 
-def accelerator(name: str = "", *, cap_bytes: int | None = None) -> Accelerator:
-    """Return torch's accelerator, or the one called `name` (`cuda`, `cuda:1`, `xpu`)."""
-    runtime = TorchRuntime.find(name)
+def accelerator(
+    name: str = "", *, cap_bytes: int | None = None, local_rank: int | None = None
+) -> Accelerator:
+    """Return torch's accelerator, or the one called `name` (`cuda`, `cuda:1`, `xpu`).
+
+    Where the name has no number, `local_rank` is it: which of the ranks of a host this one is.
+    """
+    runtime = TorchRuntime.find(name, local_rank)
     return Accelerator(runtime, str(runtime.device), cap_bytes=cap_bytes)
 
 
-def find_device(name: str, *, cap_bytes: int | None = None) -> Device:
+def find_device(
+    name: str, *, cap_bytes: int | None = None, local_rank: int | None = None
+) -> Device:
     """Return the device called `name`; `auto` is the accelerator if there is one, else the CPU.
 
-    It uses at most `cap_bytes` of the accelerator's memory.
+    It uses at most `cap_bytes` of the accelerator's memory. `local_rank` None: the process is
+    alone, and compute on the CPU reads the store. Otherwise weights are gathered into slots.
     """
-    if name == "cpu":
-        return CpuDevice()
-    try:
-        return accelerator("" if name == "auto" else name, cap_bytes=cap_bytes)
-    except NoDevice:
-        if name != "auto":
-            raise
-        return CpuDevice()
+    if name != "cpu":
+        try:
+            wanted = "" if name == "auto" else name
+            return accelerator(wanted, cap_bytes=cap_bytes, local_rank=local_rank)
+        except NoDevice:
+            if name != "auto" or num_accelerators():
+                raise
+    return CpuDevice(copying=local_rank is not None)

@@ -13,16 +13,19 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatrain.errors import DeviceFull
-from megatrain.lanes.lane import Lane
+from megatrain.lanes.lane import Lane, Stream
 from megatrain.memory.direct import aligned_buffer
+from megatrain.memory.host import num_cores
 from megatrain.memory.ledger import gib
+from megatrain.memory.placement import Placement
 from megatrain.step.ops import LANES
 from megatrain.step.settings import PART_ELEMENTS
 
@@ -52,6 +55,13 @@ class Device(Protocol):
     def part_elements(self) -> int:
         """Elements that are worked on at once where memory is to be small: a cache or a kernel."""
 
+    def groups(self, dtype: torch.dtype) -> bool:
+        """Return whether products of experts are one kernel: the host need not know of groups."""
+
+    @property
+    def placement(self) -> Placement:
+        """Where host memory and threads go that work with it."""
+
     @property
     def peak_bytes(self) -> int:
         """The most bytes of device memory that were in use at once."""
@@ -62,6 +72,12 @@ class Device(Protocol):
 
     def lanes(self) -> list[Lane]:
         """Return new lanes, each with its stream."""
+
+    def further_stream(self) -> Stream | None:
+        """Return a stream beside those of the lanes; None: work is done when its call returns."""
+
+    def current_stream(self) -> Stream:
+        """Return the stream of the lane that calls, where there are streams."""
 
     def allocate(self, num_bytes: int, purpose: str) -> Tensor:
         """Return device memory as uint8. Raises DeviceFull, naming the purpose."""
@@ -90,6 +106,11 @@ class Device(Protocol):
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Queue a copy of flat bits, one side on the device, one in mapped or pinned memory."""
 
+    def communicate(
+        self, reads: Sequence[Tensor], writes: Sequence[Tensor], work: Callable[[], None]
+    ) -> None:
+        """Queue what ranks do together: `work` reads and writes device memory, or its copies."""
+
     def to_device(self, tensor: Tensor) -> Tensor:
         """Return a small tensor, which is `pinned`, on the device: the copy is queued."""
 
@@ -109,6 +130,9 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Let go of host memory that was pinned. Another engine may use the device then."""
+
+    def memory_snapshot(self) -> Any:
+        """Return what device memory holds, as torch's viewer reads it; None: nobody knows."""
 
 
 class Meter:
@@ -152,12 +176,25 @@ class CpuDevice:
         self.copying = copying
         self.meter = Meter(cap_bytes)
 
+    def groups(self, dtype: torch.dtype) -> bool:
+        return True  # it has no kernel either, but nobody waits
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(update_threads=max(1, num_cores() // 2))  # compute needs the rest
+
     @property
     def peak_bytes(self) -> int:
         return self.meter.peak_bytes
 
     def lanes(self) -> list[Lane]:
         return [Lane(name) for name in LANES]
+
+    def further_stream(self) -> None:
+        return None
+
+    def current_stream(self) -> Stream:
+        raise AssertionError("there are no streams")
 
     def allocate(self, num_bytes: int, purpose: str) -> Tensor:
         return self.counted(torch.empty(num_bytes, dtype=torch.uint8), purpose)
@@ -186,6 +223,11 @@ class CpuDevice:
     def copy(self, target: Tensor, source: Tensor) -> None:
         copy_bits(target, source)
 
+    def communicate(
+        self, reads: Sequence[Tensor], writes: Sequence[Tensor], work: Callable[[], None]
+    ) -> None:
+        work()
+
     def to_device(self, tensor: Tensor) -> Tensor:
         return tensor
 
@@ -206,6 +248,9 @@ class CpuDevice:
 
     def close(self) -> None:
         pass
+
+    def memory_snapshot(self) -> None:
+        return None
 
 
 def copy_bits(target: Tensor, source: Tensor) -> None:

@@ -1,17 +1,18 @@
 """Host memory that a device copies to and from at full speed, or the way around.
 
-An arena is registered in place, in pieces and in parallel: the driver touches and locks every page,
-which takes minutes for a terabyte on one core. A copy may not cross from one piece into the next,
-so copies are cut there.
+An arena is registered in place, in pieces and in parallel: the driver locks every page, which takes
+minutes for a terabyte on one core. A copy may not cross from one piece into the next, so copies
+are cut there.
 
-Where the system refuses (memlock limits, containers, devices without registration), copies go
-through a ring of small pinned buffers: the lane's thread moves bytes between arena and ring while
-the device moves others. That is correct but slower, and reported once.
+Where the system refuses a piece (containers, devices without registration), none that follows is
+tried, and copies of those go through a ring of small pinned buffers: threads move bytes between
+arena and ring while the device moves others. That is correct but slower, and reported once.
 
 Laws (tests/devices/test_pinning.py)
-    1. Exactly the arena's bytes are registered, each once, or none of them.
-    2. A refusal at any piece leaves nothing registered of that arena, and copies exact.
+    1. Exactly the arena's bytes are registered, each once, unless the system refuses.
+    2. A refusal at any piece ends the registering, keeps what is registered, and copies exact.
     3. A staged copy reuses no buffer that the device still uses.
+    4. All that was registered is unregistered, whatever the driver says to some of it.
 """
 
 from __future__ import annotations
@@ -19,104 +20,144 @@ from __future__ import annotations
 import bisect
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 from torch import Tensor
 
 from megatrain.devices.device import copy_bits
 from megatrain.devices.runtime import PinningFailed, Runtime
+from megatrain.memory.host import num_cores
 from megatrain.memory.ledger import gib
+from megatrain.progress import byte_progress
 
 PIECE_BYTES = 1 << 30
 NUM_THREADS = 8
+SHOWN_PIECES = 16
+"""Of an arena of so many pieces the progress is shown."""
 RING_BUFFERS = 3
 RING_BUFFER_BYTES = 32 << 20
+STAGING_THREADS = 4
+"""Of a ring: one thread moves about 10 GB/s, which is less than a link of PCIe 4 does."""
+SHARE_BYTES = 1 << 20
+"""Less is not worth another thread."""
 
 
 class Registry:
-    """Which host memory is registered."""
+    """Which host memory is registered, and which could not be."""
 
     def __init__(self, runtime: Runtime, piece_bytes: int = PIECE_BYTES) -> None:
         self._runtime = runtime
         self._piece_bytes = piece_bytes
         self._starts: list[int] = []
         self._stops: dict[int, int] = {}
+        self._refused: set[int] = set()
 
-    def register(self, arena: Tensor) -> None:
-        """Register the entire arena. Raises PinningFailed, and then none of it is registered."""
+    def register(self, name: str, arena: Tensor) -> PinningFailed | None:
+        """Register the arena. Returns the first refusal: not all of it is registered then."""
         first, end = arena.data_ptr(), arena.data_ptr() + arena.nbytes
         starts = range(first, end, self._piece_bytes)
-        done: list[int] = []
+        stops = {start: min(start + self._piece_bytes, end) for start in starts}
+        done: set[int] = set()
+        refusals: list[PinningFailed] = []
 
         def register(start: int) -> None:
-            self._runtime.register(start, min(self._piece_bytes, end - start))
-            done.append(start)
+            if refusals:
+                return
+            try:
+                self._runtime.register(start, stops[start] - start)
+            except PinningFailed as refusal:
+                refusals.append(refusal)
+            else:
+                done.add(start)
+                advance(stops[start] - start)
 
         try:
-            with ThreadPoolExecutor(NUM_THREADS) as threads:
+            with (
+                byte_progress(
+                    f"pinning {name}", arena.nbytes, shown=len(starts) >= SHOWN_PIECES
+                ) as advance,
+                ThreadPoolExecutor(NUM_THREADS) as threads,
+            ):
                 list(threads.map(register, starts))
-        except BaseException:
-            for start in done:
-                self._runtime.unregister(start)
-            raise
-        for start in starts:
-            bisect.insort(self._starts, start)
-            self._stops[start] = min(start + self._piece_bytes, end)
+        finally:  # whatever else was raised: what is registered is known
+            for start in starts:
+                bisect.insort(self._starts, start)
+                self._stops[start] = stops[start]
+            self._refused.update(set(starts) - done)
+        return refusals[0] if refusals else None
 
-    def unregister(self, arena: Tensor) -> None:
-        """Unregister the registered parts of the arena.
+    def unregister(self, arena: Tensor) -> list[PinningFailed]:
+        """Unregister the registered parts of the arena; return what the driver refused.
 
         Call it before unmapping: a later mapping at the same addresses could not be registered.
         """
         first = bisect.bisect_left(self._starts, arena.data_ptr())
         last = bisect.bisect_left(self._starts, arena.data_ptr() + arena.nbytes)
-        for start in self._starts[first:last]:
-            self._runtime.unregister(start)
-            del self._stops[start]
-        del self._starts[first:last]
+        return self._forget(first, last)
 
     def pieces(self, tensor: Tensor) -> list[slice] | None:
-        """Return where to cut a flat host tensor of bytes; None if it is not registered."""
+        """Return where to cut a flat host tensor of bytes; None if some was never registered."""
         cuts, at = [], tensor.data_ptr()
         first, end = at, at + tensor.nbytes
         while at < end:
-            number = bisect.bisect_right(self._starts, at) - 1
-            stop = self._stops[self._starts[number]] if number >= 0 else 0
-            if stop <= at:
+            start = self._piece_at(at)
+            if start is None:
                 return None
+            stop = self._stops[start]
             cuts.append(slice(at - first, min(stop, end) - first))
             at = stop
         return cuts
 
-    def close(self) -> None:
-        """Unregister everything."""
-        for start in self._starts:
-            with suppress(PinningFailed):
-                self._runtime.unregister(start)
-        self._starts.clear()
-        self._stops.clear()
+    def was_refused(self, piece: Tensor) -> bool:
+        """Return whether copies of memory in one piece must be staged."""
+        return self._piece_at(piece.data_ptr()) in self._refused
+
+    def close(self) -> list[PinningFailed]:
+        """Unregister everything; return what the driver refused."""
+        return self._forget(0, len(self._starts))
+
+    def _piece_at(self, address: int) -> int | None:
+        number = bisect.bisect_right(self._starts, address) - 1
+        if number < 0 or self._stops[self._starts[number]] <= address:
+            return None
+        return self._starts[number]
+
+    def _forget(self, first: int, last: int) -> list[PinningFailed]:
+        starts = self._starts[first:last]
+        registered = [start for start in starts if start not in self._refused]
+        del self._starts[first:last]
+        for start in starts:
+            del self._stops[start]
+        self._refused.difference_update(starts)
+        if not registered:
+            return []
+        with ThreadPoolExecutor(NUM_THREADS) as threads:  # the driver unlocks every page
+            answers = threads.map(self._unregistered, registered)
+            return [answer for answer in answers if answer is not None]
+
+    def _unregistered(self, start: int) -> PinningFailed | None:
+        try:
+            self._runtime.unregister(start)
+        except PinningFailed as refusal:
+            return refusal
+        return None
 
 
 class Ring:
     """A few pinned buffers that one lane's copies go through in turn."""
 
-    def __init__(self, runtime: Runtime, buffer_bytes: int = RING_BUFFER_BYTES) -> None:
-        self._runtime = runtime
-        self._buffers = [runtime.pinned(buffer_bytes) for _ in range(RING_BUFFERS)]
+    def __init__(self, runtime: Runtime, buffers: Sequence[Tensor]) -> None:
+        self._runtime, self._buffers = runtime, buffers
+        self._threads = ThreadPoolExecutor(min(STAGING_THREADS, num_cores()))
         self._events: list[object | None] = [None] * RING_BUFFERS
         self._turn = 0
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers)
 
     def send(self, target: Tensor, source: Tensor) -> None:
         """Copy host bytes to the device; the bytes of `source` are read when this returns."""
         for span in self._spans(source):
             number, buffer = self._next(span)
-            copy_bits(buffer, source[span])
+            self._move(buffer, source[span])
             target[span].copy_(buffer, non_blocking=True)
             self._events[number] = self._runtime.current_stream().record_event()
 
@@ -142,7 +183,16 @@ class Ring:
 
     def _unload(self, target: Tensor, number: int, buffer: Tensor, span: slice) -> None:
         self._await(number)
-        copy_bits(target[span], buffer)
+        self._move(target[span], buffer)
+
+    def _move(self, target: Tensor, source: Tensor) -> None:
+        """Copy bytes on the host, a share in each thread."""
+        share = max(SHARE_BYTES, -(-target.nbytes // STAGING_THREADS))
+        shares = [slice(at, at + share) for at in range(0, target.nbytes, share)]
+        if len(shares) == 1:
+            copy_bits(target, source)
+            return
+        list(self._threads.map(lambda part: copy_bits(target[part], source[part]), shares))
 
     def _await(self, number: int) -> None:
         event = self._events[number]
@@ -156,11 +206,26 @@ class Ring:
             yield slice(number * size, min((number + 1) * size, tensor.nbytes))
 
 
-def tell(name: str, arena: Tensor, error: PinningFailed, ring_bytes: int) -> None:
-    """Warn once about memory that could not be pinned, with the cost and the way out."""
+class NotPinned(UserWarning):
+    """Host memory could not be pinned."""
+
+
+def tell_refusal(name: str, arena: Tensor, refusal: PinningFailed, ring_bytes: int) -> None:
+    """Warn of memory that could not be pinned, with the cost and the way out."""
     warnings.warn(
-        f"host memory: {gib(arena.nbytes)} of {name} cannot be pinned ({error}); its copies use "
-        f"{gib(ring_bytes)} of pinned buffers, with one more pass over host memory each. "
-        "Raise `ulimit -l` (memlock) to avoid it.",
+        f"host memory: not all of {name}, {gib(arena.nbytes)}, can be pinned ({refusal}); the "
+        f"copies of the rest use {gib(ring_bytes)} of pinned buffers, with one more pass over host "
+        f"memory each. {refusal.advice}.",
+        NotPinned,
         stacklevel=2,
     )
+
+
+def tell_kept(refusals: Sequence[PinningFailed]) -> None:
+    """Warn of memory that stays pinned."""
+    if refusals:
+        warnings.warn(
+            f"host memory: {len(refusals)} pieces stay pinned ({refusals[0]}). The system has them "
+            "back when this process ends; until then no other engine can pin them.",
+            stacklevel=2,
+        )

@@ -6,27 +6,54 @@ and ROCm alone.
 
 from __future__ import annotations
 
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from megatrain.errors import NoDevice
+from megatrain.errors import ConfigError, NoDevice
+from megatrain.lanes.device_clock import TimedEvent
 from megatrain.lanes.lane import Stream
+
+PINNING_CAUSES = (
+    "Usual causes: the memory limit of a container (cgroup), WSL2, which lets devices have half "
+    "of the memory, or an IOMMU without room for it"
+)
+TAKEN = "Another engine of this process has pinned it: close that one first"
+NO_WAY = "Nothing helps on such a device"
+_ALREADY_REGISTERED = 712
+_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+_filling = threading.Lock()
+"""Held while torch's switch for filling fresh memory is off: it is the process's."""
 
 
 class PinningFailed(Exception):
-    """The system refused to pin host memory. Does not leave the devices."""
+    """The system refused to pin host memory, or to let go of it. Does not leave the devices."""
+
+    def __init__(self, what: str, advice: str = PINNING_CAUSES) -> None:
+        super().__init__(what)
+        self.advice = advice
 
 
 class Runtime(Protocol):
     """What an accelerator's driver offers."""
 
-    def stream(self) -> Stream:
-        """Return a new stream."""
+    def stream(self, *, first: bool = False) -> Stream:
+        """Return a new stream; `first`: what is queued on it goes before the work of others."""
 
     def current_stream(self) -> Any:
         """Return the stream that this thread has entered."""
+
+    def timed_event(self) -> TimedEvent:
+        """Return a new event that notes when a stream comes to it."""
+
+    def named_range(self, name: str) -> AbstractContextManager[object]:
+        """Name what this thread issues inside, for the driver's own profiler."""
 
     def empty(self, num_bytes: int) -> Tensor:
         """Return device memory as uint8. Raises torch.OutOfMemoryError."""
@@ -40,14 +67,25 @@ class Runtime(Protocol):
     def register(self, address: int, num_bytes: int) -> None:
         """Pin host memory in place. Raises PinningFailed."""
 
-    def unregister(self, address: int) -> None: ...
+    def unregister(self, address: int) -> None:
+        """Undo `register`. Raises PinningFailed."""
 
-    def limit(self, num_bytes: int) -> None:
-        """Make `empty` and compute fail beyond this many bytes."""
+    def communicate(
+        self, reads: Sequence[Tensor], writes: Sequence[Tensor], work: Callable[[], None]
+    ) -> None:
+        """Queue a collective on the stream that this thread has entered."""
 
-    def seed(self, seed: int) -> None: ...
+    def limit(self, num_bytes: int | None) -> None:
+        """Make `empty` and compute fail beyond this many bytes; None: beyond all there are."""
 
-    def random_state(self) -> list[Tensor]: ...
+    def groups(self, dtype: torch.dtype) -> bool:
+        """Return whether torch has a kernel for products of groups of rows."""
+
+    def seed(self, seed: int) -> None:
+        """Set what compute draws from, on the device and on the host."""
+
+    def random_state(self) -> list[Tensor]:
+        """Return the states of all that `seed` sets."""
 
     def set_random_state(self, state: list[Tensor]) -> None: ...
 
@@ -56,6 +94,9 @@ class Runtime(Protocol):
     def peak_bytes(self) -> int: ...
 
     def free_bytes(self) -> int: ...
+
+    def memory_snapshot(self) -> Any:
+        """Return what the allocator holds now, for people to look at; None: it does not tell."""
 
 
 class TorchRuntime:
@@ -66,14 +107,20 @@ class TorchRuntime:
         """With an index: `cuda:0`."""
         self._limit: int | None = None
         self._module: Any = torch.get_device_module(device)
+        _grow_segments(device)
         torch.accelerator.set_device_index(device)
 
     @classmethod
-    def find(cls, name: str = "") -> TorchRuntime:
+    def find(cls, name: str = "", local_rank: int | None = None) -> TorchRuntime:
         """Return the runtime of torch's accelerator, or of the one called `name`.
 
-        Raises NoDevice.
+        Where that has no number, `local_rank` chooses: the rank of that number on this host, or
+        the only device that the launcher lets us see. Raises NoDevice.
         """
+        if name.partition(":")[0] == "cpu":
+            raise NoDevice(
+                f"{name} is not an accelerator. Use mt.CpuDevice(), or memory.device: cpu"
+            )
         found = torch.accelerator.current_accelerator(check_available=True)
         if found is None:
             raise NoDevice(
@@ -91,24 +138,44 @@ class TorchRuntime:
         if device.index is not None and device.index >= count:
             last = f"{found.type}:{count - 1}"
             raise NoDevice(f"{name}: this machine has {count} devices, the last is {last}")
-        index = torch.accelerator.current_device_index() if device.index is None else device.index
-        return cls(torch.device(device.type, index))
+        if device.index is not None:
+            return cls(device)
+        if local_rank is None or count == 1:
+            return cls(torch.device(device.type, torch.accelerator.current_device_index()))
+        if local_rank >= count:
+            raise NoDevice(
+                f"rank {local_rank} of this host has no device: the host has {count}. Start at "
+                f"most {count} ranks on it"
+            )
+        return cls(torch.device(device.type, local_rank))
 
-    def stream(self) -> Stream:
-        return torch.Stream(self.device)
+    def stream(self, *, first: bool = False) -> Stream:
+        return torch.Stream(self.device, priority=-1 if first else 0)
 
     def current_stream(self) -> torch.Stream:
         return torch.accelerator.current_stream(self.device)
+
+    def timed_event(self) -> torch.Event:
+        return torch.Event(self.device, enable_timing=True)
+
+    def named_range(self, name: str) -> AbstractContextManager[object]:
+        if not hasattr(self._module, "nvtx"):
+            raise ConfigError(
+                f"MEGATRAIN_NVTX is set: torch has no NVTX ranges for {self.device.type}. Unset it"
+            )
+        entered: AbstractContextManager[object] = self._module.nvtx.range(name)
+        return entered
 
     def empty(self, num_bytes: int) -> Tensor:
         # With deterministic algorithms torch fills fresh memory: gigabytes, and on the stream of
         # the allocating thread, which no lane waits for.
         settings: Any = torch.utils.deterministic
-        fills, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
-        try:
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        finally:
-            settings.fill_uninitialized_memory = fills
+        with _filling:
+            fills, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
+            try:
+                return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+            finally:
+                settings.fill_uninitialized_memory = fills
 
     def pinned(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -117,33 +184,60 @@ class TorchRuntime:
         return tensor.device.type == self.device.type
 
     def register(self, address: int, num_bytes: int) -> None:
-        if self.device.type != "cuda":
-            raise PinningFailed(f"torch cannot register host memory for {self.device.type}")
+        if not hasattr(self._module, "cudart"):
+            raise PinningFailed(f"torch cannot register host memory for {self.device.type}", NO_WAY)
         torch.accelerator.set_device_index(self.device)  # this may be a new thread
-        code = self._cudart().cudaHostRegister(address, num_bytes, 0)
-        if int(code) != 0:
-            raise PinningFailed(f"cudaHostRegister returned {code}")
+        # Flag 0: for the devices of this process, which has one.
+        self._check("cudaHostRegister", self._cudart.cudaHostRegister(address, num_bytes, 0))
 
     def unregister(self, address: int) -> None:
-        self._cudart().cudaHostUnregister(address)
+        torch.accelerator.set_device_index(self.device)
+        self._check("cudaHostUnregister", self._cudart.cudaHostUnregister(address))
 
-    @staticmethod
-    def _cudart() -> Any:
-        return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    @property
+    def _cudart(self) -> Any:
+        return self._module.cudart()
 
-    def limit(self, num_bytes: int) -> None:
+    def _check(self, call: str, code: Any) -> None:
+        """Raise PinningFailed with CUDA's own text if the call failed."""
+        if int(code) == 0:
+            return
+        _clear_error(self._cudart)
+        text = f"{call}: {self._cudart.cudaGetErrorString(code)} (error {int(code)})"
+        raise PinningFailed(text, TAKEN if int(code) == _ALREADY_REGISTERED else PINNING_CAUSES)
+
+    def communicate(
+        self, reads: Sequence[Tensor], writes: Sequence[Tensor], work: Callable[[], None]
+    ) -> None:
+        work()  # torch queues it behind the stream, and the stream behind it
+
+    def limit(self, num_bytes: int | None) -> None:
         _, total = torch.accelerator.get_memory_info(self.device)
         self._limit = num_bytes
-        self._module.set_per_process_memory_fraction(min(1.0, num_bytes / total), self.device)
+        share = 1.0 if num_bytes is None else min(1.0, num_bytes / total)
+        self._module.set_per_process_memory_fraction(share, self.device)
+
+    def groups(self, dtype: torch.dtype) -> bool:
+        if dtype is not torch.bfloat16 or self.device.type not in ("cuda", "xpu"):
+            return False
+        if self.device.type == "xpu":
+            return True
+        major, _ = self._module.get_device_capability(self.device)
+        return torch.version.hip is None and major in (9, 10)
+
+    # Some layers draw on the host, which decides whether they run. Seeds of both are host work.
 
     def seed(self, seed: int) -> None:
-        self._module.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
+        with torch.accelerator.device_index(self.device.index):  # not that of the thread
+            self._module.manual_seed(seed)
 
     def random_state(self) -> list[Tensor]:
-        return [self._module.get_rng_state(self.device)]
+        return [torch.get_rng_state(), self._module.get_rng_state(self.device)]
 
     def set_random_state(self, state: list[Tensor]) -> None:
-        self._module.set_rng_state(state[0], self.device)
+        torch.set_rng_state(state[0])
+        self._module.set_rng_state(state[1], self.device)
 
     def synchronize(self) -> None:
         torch.accelerator.synchronize(self.device)
@@ -152,7 +246,50 @@ class TorchRuntime:
         return int(torch.accelerator.max_memory_allocated(self.device))
 
     def free_bytes(self) -> int:
-        free = int(torch.accelerator.get_memory_info(self.device)[0])
+        allocated = torch.accelerator.memory_allocated(self.device)
+        # What torch's allocator has kept of freed memory is there for who asks next.
+        kept = torch.accelerator.memory_reserved(self.device) - allocated
+        free = int(torch.accelerator.get_memory_info(self.device)[0]) + kept
         if self._limit is None:
             return free
-        return max(0, min(free, self._limit - torch.accelerator.memory_allocated(self.device)))
+        return max(0, min(free, self._limit - allocated))
+
+    def memory_snapshot(self) -> Any:
+        snapshot = getattr(getattr(self._module, "memory", None), "_snapshot", None)
+        return None if snapshot is None else snapshot()
+
+
+def _grow_segments(device: torch.device) -> None:
+    """Let CUDA's allocator extend its segments: lengths that change would leave holes otherwise.
+
+    It reads this before its first allocation. Settings of the user stay.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return
+    if not any(name in os.environ for name in _ALLOCATOR_SETTINGS):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+def _clear_error(cudart: Any) -> None:
+    """Forget the failure of this thread's last call: the next kernel would be blamed for it."""
+    for library in (cudart, ctypes.CDLL(None)):  # torch has made its CUDA's names global
+        for name in ("cudaGetLastError", "hipGetLastError"):
+            if (clear := getattr(library, name, None)) is not None:
+                clear()
+                return
+
+
+def num_accelerators() -> int:
+    """Return how many accelerators torch can use here."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return 0 if found is None else torch.accelerator.device_count()
+
+
+def pci_address(device: str) -> str | None:
+    """Return where a CUDA or ROCm device is on the bus, as /sys calls it; None if unknown."""
+    if not device.startswith("cuda"):
+        return None
+    facts: Any = torch.cuda.get_device_properties(device)
+    if hasattr(facts, "pci_bus_id"):
+        return f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
+    return None  # a torch that does not know

@@ -12,20 +12,17 @@ import os
 import secrets
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from megatrain.cache import writable_cache_folder
-from megatrain.devices.accelerator import Accelerator
-from megatrain.devices.device import CpuDevice, Device
-from megatrain.devices.runtime import TorchRuntime
+from megatrain.devices.pinning import NotPinned
+from megatrain.doctor.between_ranks import measured_network
 from megatrain.doctor.rates import (
     COPY_BYTES,
     Bench,
@@ -36,8 +33,9 @@ from megatrain.doctor.rates import (
     product_rates,
     shapes_for,
 )
-from megatrain.doctor.trial_steps import calibrated
-from megatrain.errors import DoesNotFit, NoDevice
+from megatrain.doctor.subject import Subject, find_subject
+from megatrain.doctor.trial_steps import calibrated, with_issue_times
+from megatrain.errors import DoesNotFit
 from megatrain.files import make_folder, remove, write_file
 from megatrain.memory.arena import map_arena
 from megatrain.memory.direct import (
@@ -54,8 +52,10 @@ from megatrain.optim.kernel import AdamWScalars, Kernel
 from megatrain.optim.native import NativeKernel, load_kernel
 from megatrain.planning.machine.examination import Examination
 from megatrain.planning.machine.facts import HostFacts, host_facts, profile_path
-from megatrain.planning.machine.profile import MachineProfile
+from megatrain.planning.machine.profile import EXPERT_WAIT_S, FlopRate, MachineProfile
 from megatrain.progress import Say
+from megatrain.ranks.environment import local_rank, read_environment
+from megatrain.ranks.joining import join_ranks
 
 ENOUGH_S = 25.0
 """After so long, on a machine that is slow or busy, what refines figures is left out."""
@@ -64,21 +64,11 @@ NEEDED_BYTES = 2 << 30
 PARAMS = 24 << 20
 """Of the optimizer's trial: 480 MiB, beyond most caches."""
 DISK_BYTES = 256 << 20
+RANKS_DEADLINE_S = 600.0
+"""Others wait while rank 0 measures all else."""
 _READERS = 4
 """As many as load a model."""
 _CHUNK = 16 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """The device to be measured."""
-
-    name: str
-    """For people; empty for the processor."""
-    device: Device
-    place: torch.device
-    device_bytes: int
-    stream: Callable[[], AbstractContextManager[Any]]
 
 
 def examine(folder: Path, say: Say) -> Examination:
@@ -90,7 +80,10 @@ def examine(folder: Path, say: Say) -> Examination:
         raise DoesNotFit(
             f"host memory: the measurements need {gib(NEEDED_BYTES)}, {gib(usable)} are free"
         )
-    profile, kernel = _measured(facts, usable, folder, say, begin + ENOUGH_S)
+    subject = find_subject()
+    profile, kernel = measure_rates(subject, facts, usable, say, begin + ENOUGH_S)
+    say(f"disk, in {folder}")
+    profile = _with_disk(profile, folder)
     return Examination(
         facts=facts,
         profile=profile,
@@ -98,8 +91,33 @@ def examine(folder: Path, say: Say) -> Examination:
         folder=str(folder),
         when=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         seconds=time.monotonic() - begin,
+        placement=str(subject.new_device().placement),
         load=load,
     )
+
+
+def examine_together(folder: Path, say: Say) -> Examination | None:
+    """Measure this machine and, if a launcher started several ranks, what is between them.
+
+    Rank 0 has the results: all others return None, and say nothing.
+    """
+    seat = read_environment(os.environ)
+    if seat is None:
+        return examine(folder, say)
+    subject = find_subject(number=local_rank())
+    ranks = join_ranks(subject.place.type, RANKS_DEADLINE_S)
+    try:
+        found = examine(folder, say) if ranks.owner.leads else None
+        facts = ranks.agree({"profile": None if found is None else found.profile.to_json()})
+        if found is not None:
+            say("collectives")
+        profile = MachineProfile.from_json(facts[0]["profile"])
+        network = measured_network(ranks, subject.new_device(), profile)
+    except BaseException as error:
+        ranks.fail(error)
+        raise
+    ranks.close()
+    return found and replace(found, profile=profile.changed(network=network))
 
 
 def keep(found: Examination) -> None:
@@ -108,27 +126,30 @@ def keep(found: Examination) -> None:
     write_file(path, found.to_json().encode())
 
 
-def _measured(
-    facts: HostFacts, usable: int, folder: Path, say: Say, until: float
+def measure_rates(
+    subject: Subject, facts: HostFacts, usable: int, say: Say, until: float
 ) -> tuple[MachineProfile, str]:
-    subject = _subject()
-    own_memory = subject.device.own_memory
-    bench = Bench(place=subject.place, synchronize=subject.device.synchronize)
+    """Return the profile of a subject in this host, but for its disk, and the optimizer's kernel.
+
+    `until` (time.monotonic) is when what refines figures is left out.
+    """
+    own_memory = subject.runtime is not None
+    device = subject.new_device()
+    bench = Bench(place=subject.place, synchronize=device.synchronize)
     widths, tokens = shapes_for(own_memory)
     say("copies")
-    copying = subject.device if own_memory else CpuDevice(copying=True)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")  # the device warns if it cannot pin
-        copies = copy_rates(copying, num_bytes=COPY_BYTES, stream=subject.stream)
+        copies = copy_rates(device, num_bytes=COPY_BYTES, stream=subject.new_stream)
     say("products")
     forward, backward = product_rates(bench, widths, tokens, until=until)
     best = max(point.flops for point in forward)
     say("attention and element-wise work")
-    attention = attention_share(bench, best, heads=widths[-1] // 64, length=1024)
+    widest = max(point.width for point in forward)
+    attention = attention_share(bench, best, heads=max(1, widest // 64), length=1024)
     say("optimizer and memory traffic")
     kernel = load_kernel()
-    # Half of the cores, as in training, where compute, copies and data need the rest.
-    update_cores = max(1, facts.cores // 2)
+    update_cores = device.placement.update_threads  # as in training
     profile = MachineProfile(
         name=subject.name or facts.processor,
         source="measured",
@@ -141,40 +162,28 @@ def _measured(
         unified=not own_memory,
         forward_flops=forward,
         backward_flops=backward,
-        fp32_efficiency=fp32_share(bench, widths[1], tokens[1]),
+        fp32_efficiency=fp32_share(bench, *_usual_shape(forward, widths[1], tokens[1])),
         attention_efficiency=min(attention, 1.0),
         device_bytes_per_s=elementwise_rate(bench),
+        expert_wait_s=0.0 if device.groups(torch.bfloat16) else EXPERT_WAIT_S,
         copy_in_bytes_per_s=copies.into,
         copy_out_bytes_per_s=copies.out,
         duplex_share=copies.duplex_share,
-        # Drivers pin beyond the limit of memlock on most systems: what counts is whether they did.
-        pinned_bytes=min(facts.memlock_bytes or COPY_BYTES, COPY_BYTES) if told else 0,
+        # Drivers pin beyond the limit of memlock: what counts is whether they did.
+        pinned_bytes=COPY_BYTES if any(w.category is NotPinned for w in told) else 0,
         compute_cores=0.0 if own_memory else float(torch.get_num_threads()),
         update_cores=float(update_cores),
     )
-    if profile.unified and time.monotonic() < until:
+    if time.monotonic() < until:
         say("trial steps")
-        profile = calibrated(profile)
-    say(f"disk, in {folder}")
-    return _with_disk(profile, folder), kernel.description
+        profile = calibrated(profile) if profile.unified else with_issue_times(profile, device)
+    return profile, kernel.description
 
 
-def _subject() -> Subject:
-    """Return torch's accelerator, or the CPU if there is none."""
-    try:
-        runtime = TorchRuntime.find()
-    except NoDevice:
-        cpu = CpuDevice()
-        return Subject(
-            name="", device=cpu, place=torch.device("cpu"), device_bytes=0, stream=nullcontext
-        )
-    return Subject(
-        name=str(torch.get_device_module(runtime.device).get_device_name(runtime.device)),
-        device=Accelerator(runtime),
-        place=runtime.device,
-        device_bytes=runtime.free_bytes(),
-        stream=runtime.stream,
-    )
+def _usual_shape(points: Sequence[FlopRate], width: int, tokens: int) -> tuple[int, int]:
+    """Return the largest measured shape up to this one; the first is the smallest."""
+    usual = [point for point in points if point.width <= width and point.tokens <= tokens]
+    return max(usual or points[:1], key=lambda point: point.width * point.tokens)[:2]
 
 
 def _dram_rate(kernel: Kernel, num_threads: int) -> float:

@@ -31,6 +31,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from megatrain.devices.device import Device
+from megatrain.memory.arena import map_arena
 from megatrain.planning.machine.profile import FlopRate
 
 BUDGET_S = 0.25
@@ -156,6 +157,24 @@ class CopyRates:
     out: float
     duplex_share: float
     """What each direction keeps while both are busy."""
+
+    @property
+    def both(self) -> float:
+        """The sum of both directions while both are busy."""
+        return 2 * min(self.into, self.out) * self.duplex_share
+
+
+def registration_rate(device: Device, *, num_bytes: int = COPY_BYTES) -> float:
+    """Return the bytes per second at which host memory that was written before is pinned."""
+    seconds = []
+    for _ in range(2):
+        arena = map_arena("the pinning of doctor", num_bytes)
+        arena.fill_(1)
+        begin = time.perf_counter()
+        device.pin("the pinning of doctor", arena)
+        seconds.append(time.perf_counter() - begin)
+        device.unmap_host(arena)
+    return num_bytes / max(min(seconds), 1e-9)
 
 
 StreamMaker = Callable[[], AbstractContextManager[object]]

@@ -1,17 +1,22 @@
-"""Trial steps of a small model: the real cost of blocks on this CPU.
+"""Trial steps of a small model: the real cost of blocks on this CPU, or of issuing them.
 
 Products, attention and element-wise work measured apart add up to a block only roughly. Here the
 gradients of a small Llama are computed by the engine at a few widths and numbers of tokens,
 and the rates are chosen so that its ops cost what they took (doctor/fit.py). Nothing is updated:
-what updates take from compute is the simulator's part. On a processor alone: a device works behind
-the host's back, and a trace of the host shows nothing of it.
+what updates take from compute is the simulator's part.
+
+A device is known by its products and copies, measured apart. Of it the steps show how long the host
+takes to issue a layer: a device that computes faster than that waits for the host.
 """
 
 from __future__ import annotations
 
+import statistics
+
 import torch
 from transformers import LlamaConfig
 
+from megatrain.devices.device import CpuDevice, Device
 from megatrain.doctor.fit import fitted, merged_profiles
 from megatrain.engine.batch import MicroBatch
 from megatrain.engine.engine import Engine
@@ -19,10 +24,11 @@ from megatrain.lanes.trace import Span
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
-from megatrain.models.decoder import build_decoder
+from megatrain.models.decoder import Decoder, build_decoder
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.model.skeleton import shape_of
 from megatrain.planning.workload import Workload
+from megatrain.step.ops import OpKind, Role
 from megatrain.step.settings import StepSettings
 
 SHAPES = ((1024, 512), (1024, 128), (512, 512), (512, 128), (256, 512), (256, 128))
@@ -32,6 +38,8 @@ LAYERS = 4
 """More than caches hold, of the widest."""
 TRIAL_VOCABULARY = 8192
 STEPS = 3
+ISSUED = (256, 128)
+"""Width and tokens of a model that a device does faster than a host can issue it."""
 
 
 def calibrated(profile: MachineProfile) -> MachineProfile:
@@ -39,7 +47,31 @@ def calibrated(profile: MachineProfile) -> MachineProfile:
     return merged_profiles([_fitted(profile, width, tokens) for width, tokens in SHAPES])
 
 
+def with_issue_times(profile: MachineProfile, device: Device) -> MachineProfile:
+    """Return the profile with the time that this host takes to issue a layer to the device."""
+    spans, _ = _trial(*ISSUED, device)
+
+    def usual(kind: OpKind) -> float:
+        times = [
+            span.issued_ns[1] - span.issued_ns[0]
+            for span in spans
+            if span.issued_ns is not None and (span.op.kind, span.op.role) == (kind, Role.LAYER)
+        ]
+        return statistics.median(times) / 1e9
+
+    return profile.changed(
+        forward_issue_s=usual(OpKind.FORWARD), backward_issue_s=usual(OpKind.BACKWARD)
+    )
+
+
 def _fitted(profile: MachineProfile, width: int, tokens: int) -> MachineProfile:
+    spans, decoder = _trial(width, tokens, CpuDevice())
+    workload = Workload(model=shape_of(decoder), step_tokens=tokens, sequence=tokens)
+    return fitted(profile, workload, StepSettings(micro_batch_tokens=tokens), spans)
+
+
+def _trial(width: int, tokens: int, device: Device) -> tuple[list[Span], Decoder]:
+    """Return what the lanes did in steps of a small model, and the model."""
     config = LlamaConfig(
         hidden_size=width,
         intermediate_size=11 * width // 4,
@@ -49,17 +81,14 @@ def _fitted(profile: MachineProfile, width: int, tokens: int) -> MachineProfile:
         vocab_size=TRIAL_VOCABULARY,
     )
     decoder = build_decoder(config, "bf16")
-    workload = Workload(model=shape_of(decoder), step_tokens=tokens, sequence=tokens)
-    settings = StepSettings(micro_batch_tokens=tokens)
     store = Store(build_layout(decoder.blocks, (Kind.HI, Kind.GRAD)))
     for param in decoder.params:
         weight = store.param(param.name, Kind.HI)
         weight.normal_(0.0, 0.02) if weight.dim() > 1 else weight.fill_(1.0)
     ids = torch.arange(tokens).view(1, tokens) % TRIAL_VOCABULARY
     batch = [MicroBatch(input_ids=ids, labels=ids)]
-    with Engine(decoder, store, trace=True) as engine:
+    with Engine(decoder, store, device=device, trace=True) as engine:
         for _ in range(1 + STEPS):
             engine.step(batch)
     assert engine.trace is not None
-    spans: list[Span] = [span for span in engine.trace.spans if span.step > 0]
-    return fitted(profile, workload, settings, spans)
+    return [span for span in engine.trace.spans if span.step > 0], decoder

@@ -5,26 +5,26 @@ to one step (hidden states, their gradients, losses, the layers' arguments) live
 micro-batch, and is dropped as it is used up.
 
 Random numbers (dropout) are a function of seed, step, block, micro-batch and tile, so that
-recompute draws what forward drew, whatever the order of ops.
+recompute draws what forward drew, whatever the order of ops and the rank.
 
 Laws (tests/engine/test_exactness.py)
     1. Losses and gradients are those of ordinary autograd through the resident model.
     2. Gradients add up in fp32, micro-batch by micro-batch; the two gradients of a tied table too,
        the head's part first.
     3. No gradient that is not finite reaches a weight.
+    4. Gradients are computed by the lane's own thread (tests/gpu/test_memory.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatrain.devices.device import draw_seed
-from megatrain.engine.batch import MicroBatch
+from megatrain.engine.batch import StepPart
 from megatrain.engine.compute.graph import gradients_of
 from megatrain.engine.compute.head import Head
 from megatrain.engine.compute.tiles import Returned
@@ -33,8 +33,7 @@ from megatrain.lanes.lane import Action
 from megatrain.losses.loss import Loss
 from megatrain.losses.next_token import NEXT_TOKEN
 from megatrain.models.balance import probability_sums
-from megatrain.models.documents import PackedDocuments, attending
-from megatrain.models.key_values import inputs_with
+from megatrain.models.documents import attending
 from megatrain.models.stand_ins import Call
 from megatrain.step.ops import Op, OpKind, Role
 
@@ -43,35 +42,50 @@ class StepActions:
     """The actions of one step, or of one evaluation."""
 
     def __init__(
-        self, machine: Machine, batch: Sequence[MicroBatch], step: int, loss: Loss = NEXT_TOKEN
+        self,
+        machine: Machine,
+        part: StepPart,
+        step: int,
+        loss: Loss = NEXT_TOKEN,
+        *,
+        predicts: bool = False,
+        caches: Sequence[Any] | None = None,
+        notes_likeliest: bool = False,
     ) -> None:
-        self._machine, self._batch, self._step = machine, batch, step
+        """Lay out the inputs; nothing may be under way, and the machine has room for the step.
+
+        `predicts`: an evaluation computes logits after the last tokens, not log-probabilities, with
+        keys and values of earlier tokens in `caches`, by micro-batch. `notes_likeliest`: it also
+        notes which tokens are the likeliest.
+        """
+        self._machine, self._step = machine, step
+        self._part = part
         self._hidden: dict[int, Tensor] = {}
         self._d_hidden: dict[int, Tensor] = {}
         self._calls: dict[int, list[Call]] = {}
-        self._host_inputs: dict[int, dict[str, Tensor | int]] = {}
-        self._inputs: dict[int, dict[str, Tensor | int]] = {}
-        self._rows: dict[int, Tensor | None] = {}
-        self._documents: dict[int, PackedDocuments | None] = {}
-        self.head = Head(machine, batch, loss)
-        self.predicts = False
-        """True: an evaluation computes logits after the last tokens, not log-probabilities."""
+        self._sent = machine.inputs.laid_out(
+            part.batch, machine.weights.rows, predicts=predicts, caches=caches
+        )
+        self._inputs = self._sent.micros
+        self.head = Head(machine, part, self._inputs, loss, notes_likeliest=notes_likeliest)
+        self._predicts = predicts
         self.aux_loss: Tensor | None = None
         """Where experts are balanced: the load-balancing loss, once the first HEAD is complete."""
         self._routing = machine.routing()
-        self.caches: Sequence[Any] | None = None
-        """In a prediction: keys and values of earlier tokens, by micro-batch."""
 
     def table(self) -> dict[OpKind, Action]:
         """Return the action of each kind of op."""
         return {
             OpKind.FETCH: self._fetch,
+            OpKind.GATHER: self._gather,
             OpKind.FORWARD: self._forward,
             OpKind.STASH: self._stash,
-            OpKind.HEAD: self._head,
-            OpKind.PIECE: self._piece,
+            OpKind.HEAD: _in_this_thread(self._head),
+            OpKind.BALANCE: self._balance_ranks,
+            OpKind.PIECE: _in_this_thread(self._piece),
             OpKind.RESTORE: self._restore,
-            OpKind.BACKWARD: self._backward,
+            OpKind.BACKWARD: _in_this_thread(self._backward),
+            OpKind.EXCHANGE: self._exchange,
             OpKind.DRAIN: self._drain,
             OpKind.NORM: self._norm,
             OpKind.CLIP: self._clip,
@@ -82,7 +96,12 @@ class StepActions:
         }
 
     def _fetch(self, op: Op) -> int:
-        return self._machine.weights.fetch(op)
+        # All that computes waits for the embedding, and so for the inputs.
+        num_bytes = self._sent.send() if op.role is Role.EMBEDDING else 0
+        return num_bytes + self._machine.weights.fetch(op)
+
+    def _gather(self, op: Op) -> int:
+        return self._machine.weights.gather(op)
 
     def _forward(self, op: Op) -> None:
         machine, block, micro = self._machine, _block(op), _micro(op)
@@ -94,13 +113,18 @@ class StepActions:
             else:
                 given = self._hidden.pop(micro)
                 call = self._calls[micro][block - 1]
-                with attending(self._documents[micro]):
-                    hidden, logits = machine.layers.forward(
-                        weights, given, call, lambda tile: self._seed(block, micro, tile)
-                    )
+                with attending(self._inputs[micro].documents):
+                    if op.keeps_activations:
+                        leaves = machine.weights.leaves(op)
+                        leaf = given.detach().requires_grad_(op.passes_gradient)
+                        hidden, logits = machine.kept.forward((block, micro), leaves, leaf, call)
+                    else:
+                        hidden, logits = machine.layers.forward(
+                            weights, given, call, lambda tile: self._seed(block, micro, tile)
+                        )
                 if self._routing is not None:
-                    num_tokens = self._batch[micro].num_tokens
-                    self._routing.add(logits, self._mask(micro), num_tokens)
+                    inputs = self._inputs[micro]
+                    self._routing.add(logits, inputs.mask, inputs.num_tokens)
                 if op.keeps_input:
                     machine.tape.keep((block, micro), op.tape_slot, given)
         self._hidden[micro] = machine.device.counted(hidden, "hidden states")
@@ -126,7 +150,7 @@ class StepActions:
             self._pass_gradient(micro, self.head.train(op, self._hidden.pop(micro)))
             return
         self._calls.pop(micro)
-        run = self.head.predict if self.predicts else self.head.evaluate
+        run = self.head.predict if self._predicts else self.head.evaluate
         run(op, self._hidden.pop(micro))
 
     def _piece(self, op: Op) -> None:
@@ -148,10 +172,14 @@ class StepActions:
             machine.gradients.add(grads.params)
             self._pass_gradient(micro, None)
             return
+        returned = Returned(d_hidden, lambda logits, columns: self._balance(logits, micro, columns))
+        if op.keeps_activations:
+            passed = machine.kept.backward((block, micro), leaves, returned, machine.gradients.add)
+            self._pass_gradient(micro, passed)
+            return
         kept = machine.tape.take((block, micro), op.tape_slot)
         given = kept.detach().requires_grad_(op.passes_gradient)
-        returned = Returned(d_hidden, lambda logits, columns: self._balance(logits, micro, columns))
-        with attending(self._documents[micro]):
+        with attending(self._inputs[micro].documents):
             passed = machine.layers.backward(
                 leaves,
                 given,
@@ -174,14 +202,17 @@ class StepActions:
             return []
         with torch.no_grad():
             d_sums = self._routing.d_sums(self._machine.settings.router_aux_loss)
-        mask = self._mask(micro)
+        mask = self._inputs[micro].mask
         mask = None if mask is None else mask[:, columns]
         return [(probability_sums(one, mask), d_sums) for one in logits]
 
-    def _mask(self, micro: int) -> Tensor | None:
-        mask = self._inputs[micro].get("attention_mask")
-        assert mask is None or isinstance(mask, Tensor)
-        return mask
+    def _balance_ranks(self, op: Op) -> int:
+        assert self._routing is not None
+        assert self._machine.shared_routing is not None
+        return self._machine.shared_routing.add_up(self._routing, self._part)
+
+    def _exchange(self, op: Op) -> int:
+        return self._machine.gradients.exchange(op)
 
     def _drain(self, op: Op) -> int:
         return self._machine.gradients.drain(op)
@@ -217,32 +248,30 @@ class StepActions:
 
     def _seed(self, block: int, micro: int, tile: int | None = None) -> None:
         """Set the generator that layers draw from, for a block or for a tile of it."""
-        seed = draw_seed(self._machine.settings.seed, self._step, micro, block, tile)
+        number = self._part.numbers[micro]
+        seed = draw_seed(self._machine.settings.seed, self._step, number, block, tile)
         self._machine.device.seed(seed)
 
     def _front(self, weights: Mapping[str, Tensor], micro: int) -> tuple[Tensor, list[Call]]:
-        machine = self._machine
-        if micro not in self._inputs:
-            cache = None if self.caches is None else self.caches[micro]
-            host = machine.inputs(self._batch[micro]) | inputs_with(cache)
-            self._host_inputs[micro] = host
-            to_device = machine.device.to_device
-            self._inputs[micro] = {
-                name: to_device(value) if isinstance(value, Tensor) else value
-                for name, value in host.items()
-            }
-            self._rows[micro] = machine.weights.rows(micro)
-            self._documents[micro] = self._placed_documents(micro)
-        host, inputs, rows = self._host_inputs[micro], self._inputs[micro], self._rows[micro]
-        with attending(self._documents[micro]):
-            return machine.edges.front(weights, host, inputs, rows)
+        given = self._inputs[micro]
+        with attending(given.documents):
+            return self._machine.edges.front(
+                weights, given.on_host, given.model, given.rows, given.answers
+            )
 
-    def _placed_documents(self, micro: int) -> PackedDocuments | None:
-        """Return the documents of a packed row; their bounds follow the inputs to the device."""
-        documents = self._machine.documents(self._batch[micro])
-        if documents is None or self.caches is not None:
-            return None
-        return replace(documents, bounds=self._machine.device.to_device(documents.bounds))
+
+def _in_this_thread(action: Action) -> Action:
+    """Return an action whose gradients are computed by the thread that runs it.
+
+    A device has a thread of autograd's own otherwise. It frees what it made when the op has ended
+    already, so that the peak of equal steps is not equal, and the lane hands work to it and back.
+    """
+
+    def act(op: Op) -> int | None:
+        with torch.autograd.set_multithreading_enabled(False):
+            return action(op)
+
+    return act
 
 
 def _block(op: Op) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise, zip_longest
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -15,6 +16,8 @@ from megatrain.errors import BatchError
 from megatrain.losses.head import IGNORED, next_token_targets
 from megatrain.losses.loss import Loss, LossInputs
 from megatrain.models.documents import PackedDocuments
+from megatrain.ranks.ownership import SOLE, Owner
+from megatrain.ranks.ranks import Ranks, Said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +44,14 @@ class MicroBatch:
         }
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
-    def loss_inputs(self, give: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> LossInputs:
-        """Return what the loss sees, after `give`."""
-        labels = give(self.labels)
-        return LossInputs(
-            targets=next_token_targets(labels).view(labels.shape),
-            extra={name: give(tensor) for name, tensor in self.extra.items()},
-        )
+    def with_extra(self, **tensors: Tensor) -> MicroBatch:
+        """Return the micro-batch with more tensors for the loss, or others by the same names."""
+        return replace(self, extra={**self.extra, **tensors})
+
+    def loss_inputs(self) -> LossInputs:
+        """Return what the loss sees, on the host."""
+        targets = next_token_targets(self.labels).view(self.labels.shape)
+        return LossInputs(targets=targets, extra=self.extra)
 
     def documents(self) -> list[MicroBatch]:
         """Return each document as a micro-batch: a row, or a part of a packed row.
@@ -120,6 +124,36 @@ class MicroBatch:
         return int((self.labels[:, 1:] != IGNORED).sum())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPart:
+    """What one rank does of a step: some of its micro-batches, perhaps none."""
+
+    batch: Sequence[MicroBatch]
+    numbers: Sequence[int]
+    """Of each among the micro-batches of the step."""
+    num_units: int
+    """Of the loss, in the full step."""
+    num_tokens: int
+    """Of the full step, padding not counted."""
+
+    @classmethod
+    def whole(cls, batch: Sequence[MicroBatch]) -> Self:
+        """Return all of a batch, of which no loss is asked."""
+        num_tokens = sum(micro.num_tokens for micro in batch)
+        return cls(batch=batch, numbers=range(len(batch)), num_units=1, num_tokens=num_tokens)
+
+
+def step_part(batch: Sequence[MicroBatch], loss: Loss, owner: Owner = SOLE) -> StepPart:
+    """Return what `owner` does of a step on `batch`: every so-many-th micro-batch."""
+    counts = (loss.count(micro.loss_inputs()) for micro in batch)
+    return StepPart(
+        batch=batch[owner.rank :: owner.size],
+        numbers=range(owner.rank, len(batch), owner.size),
+        num_units=sum(counts) or 1,  # a micro-batch that is tried alone may have none
+        num_tokens=sum(micro.num_tokens for micro in batch),
+    )
+
+
 def _span(begin: int, end: int, tensor: Tensor) -> Tensor:
     """Return a part of a tensor's rows, taken as one, as a row."""
     return tensor.reshape(1, -1)[:, begin:end]
@@ -167,6 +201,45 @@ class StepResult:
     fault: Fault | None = None
     applied: bool = True
     """False: the step was skipped because of `fault`."""
+    said: Sequence[Said] = ()
+    """What each rank said with the step."""
+
+
+class Heard:
+    """What all ranks found: losses and figures in the order of micro-batches, and what they said.
+
+    All ranks must ask.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        losses: Sequence[float],
+        figures: Sequence[Mapping[str, float]],
+        num_units: int,
+        aux_loss: float | None,
+        says: Said | None = None,
+    ) -> None:
+        """`losses` and `figures` are of this rank's own micro-batches, `aux_loss` of all if any."""
+        said = {"losses": losses, "figures": figures, "aux_loss": aux_loss, "said": says or {}}
+        heard = ranks.agree(said)
+        known = [of_rank["aux_loss"] for of_rank in heard if of_rank["aux_loss"] is not None]
+        self.aux_loss: float | None = known[0] if known else None
+        self.said: list[Said] = [of_rank["said"] for of_rank in heard]
+        self.losses: list[float] = _in_turn([of_rank["losses"] for of_rank in heard])
+        sums: dict[str, float] = {}
+        for found in _in_turn([of_rank["figures"] for of_rank in heard]):
+            for name, figure in found.items():
+                sums[name] = sums.get(name, 0.0) + figure
+        self.figures = {name: total / num_units for name, total in sums.items()}
+        """Means over the units of the loss."""
+
+
+def _in_turn(lists: Sequence[Sequence[Any]]) -> list[Any]:
+    """Return the items of all lists, the first of each before the second of any."""
+    missing = object()
+    taken = chain.from_iterable(zip_longest(*lists, fillvalue=missing))
+    return [item for item in taken if item is not missing]
 
 
 def check_batch(batch: Sequence[MicroBatch], vocab_size: int, *, predicts: bool = False) -> None:

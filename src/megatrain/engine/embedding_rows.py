@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megatrain.devices.device import Device
 from megatrain.engine.batch import MicroBatch
+from megatrain.engine.tape import HOST_GROWTH
 from megatrain.errors import ConfigError
 from megatrain.memory.kinds import Kind
 from megatrain.memory.store import Store
@@ -76,12 +77,14 @@ class EmbeddingRows:
                 device.unmap_host(arena)
             self._on_device = None
             self._on_device = device.allocate(self._num_bytes, "embedding rows")
-            self._going = device.map_host(self._num_bytes, "embedding rows")
-            self._coming = device.map_host(self._num_bytes, "gradients of embedding rows")
+            # To pin takes time: memory of the host grows by a quarter at least, if it grows.
+            num_bytes = max(self._num_bytes, int(self._going.nbytes * HOST_GROWTH))
+            self._going = device.map_host(num_bytes, "embedding rows")
+            self._coming = device.map_host(num_bytes, "gradients of embedding rows")
 
     def places(self, micro: int) -> Tensor:
         """Return, for each token of a micro-batch, its row; on the host."""
-        return self._device.pinned(self._places[micro])
+        return self._places[micro]
 
     def weights(self, block: int, slot: SlotId | None) -> dict[str, Tensor]:
         """Return the block's params as the front gets them: of the table the step's rows."""

@@ -24,46 +24,51 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from megatrain.devices.device import CpuDevice, Device
+from megatrain.devices.out_of_memory import is_out_of_memory
 from megatrain.engine.actions import StepActions
 from megatrain.engine.batch import (
     Fault,
+    Heard,
     MicroBatch,
+    StepPart,
     StepResult,
     check_batch,
     check_loss,
     locate_fault,
+    step_part,
 )
+from megatrain.engine.checks import check_pieces, check_possible, check_ranks, check_tier
+from megatrain.engine.compute.one_kernel import kernel_switches
 from megatrain.engine.machine import build_machine
 from megatrain.engine.snapshot import Snapshot
 from megatrain.errors import (
     CheckpointMismatch,
-    ConfigError,
     DeviceFull,
     LaneStuck,
     NonFiniteStep,
     PlayerStopped,
 )
-from megatrain.lanes.player import Player
+from megatrain.lanes.player import LANE_DEADLINE_S, Player
 from megatrain.lanes.playing import Plays
 from megatrain.lanes.trace import Trace
 from megatrain.losses.loss import Loss
 from megatrain.losses.next_token import NEXT_TOKEN
-from megatrain.memory.kinds import kinds_on_disk
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
 from megatrain.models.key_values import bytes_per_token, caches_keys_and_values
 from megatrain.optim.optimizer import Optimizer
+from megatrain.ranks.ranks import ALONE, Ranks, Said
 from megatrain.step.ops import Op, OpKind
-from megatrain.step.schedule import build_flush, build_forward, build_step
+from megatrain.step.schedule import build_ops
 from megatrain.step.settings import StepSettings
-from megatrain.step.shape import StepShape
 
 LEAST_CACHE_BYTES = 64 << 20
+Says = Callable[[], Said]
+"""Asked late, so that what happens during a step is heard with its result."""
 _UNTIL_KNOWN = tuple(kind for kind in OpKind if kind.spec.ends_step)
 """A step's caller waits for these: losses and norms. Updates continue."""
 
@@ -80,52 +85,67 @@ class Engine:
         loss: Loss = NEXT_TOKEN,
         settings: StepSettings = StepSettings(),  # noqa: B008  (immutable)
         device: Device | None = None,
+        ranks: Ranks = ALONE,
         player: Plays | None = None,
         trace: bool = False,
     ) -> None:
         """Without an optimizer gradients stay in the store, in kind `grad`.
 
+        With `ranks` the store has the part of one of them, and all call the same methods with the
+        same batches, in the same order: each does its share and gets the results of all.
+
         A `player` is for tests: it has its own lanes and trace, and the engine closes it.
         """
         device = device or CpuDevice()
-        _check_possible(decoder, device, settings)
+        check_possible(decoder, device, settings)
+        check_ranks(store, device, settings, ranks)
         if optimizer is not None:
-            _check_tier(store, settings)
+            check_tier(store, settings)
         self._shape = functools.partial(
             settings.shape,
             num_blocks=len(decoder.blocks),
             copying=device.copying,
+            divided=not ranks.owner.is_alone,
             updates=optimizer is not None,
             balances=settings.router_aux_loss != 0,
             tied=decoder.tied,
             trained=tuple(any(p.trained for p in block.params) for block in decoder.blocks),
         )
-        self._machine = build_machine(decoder, store, device, self._shape(), optimizer, settings)
-        if settings.head_pieces > 1 and not self._machine.template.scores_by_element:
-            raise ConfigError(
-                f"head_pieces is {settings.head_pieces}: what {decoder.config.model_type} does to "
-                "its logits needs all of them at once, so the vocabulary cannot go in pieces"
+        try:
+            self._machine = build_machine(
+                decoder, store, device, self._shape(), optimizer, settings, ranks
             )
+            check_pieces(self._machine.template, settings)
+        except BaseException:
+            with suppress(Exception):  # nobody else would; what was raised is the cause
+                device.close()
+            raise
         self._vocab_size: int = decoder.model.get_input_embeddings().weight.shape[0]
-        self.device = device
-        self._player: Plays = player or Player(device.lanes(), trace=Trace() if trace else None)
-        self.trace = self._player.trace
-        self._schedule = functools.cache(_build)
+        self._player: Plays = player or _make_player(device, ranks, Trace() if trace else None)
+        self.trace, self.loss, self._schedule = self._player.trace, loss, functools.cache(build_ops)
+        self._switches = kernel_switches(decoder, device)
         self._late = optimizer is not None and settings.update == "late"
-        self._loss, self._skips_nonfinite = loss, settings.on_nonfinite == "skip"
+        self._skips_nonfinite = settings.on_nonfinite == "skip"
         self._pending: StepActions | None = None
-        self._num_steps = 0
-        trained = self._shape().trained_blocks if optimizer is not None else []
+        self.device, self._ranks, self._num_steps = device, ranks, 0
+        trained = [] if optimizer is None else self._shape().trained_blocks
         self._expected = dict.fromkeys(trained, 0)
         self.aux_loss: float | None = None
         """Of the last evaluation; None if experts are not balanced."""
         self.figures: dict[str, float] = {}
-        """Of the last evaluation: what else the loss reports, means over its units."""
+        """Of the last evaluation: sums of the loss over its units as means, for `loss.reported`."""
         self.torn = False
         """True once a failure left some blocks updated and others not: reload the weights."""
 
-    def step(self, batch: Sequence[MicroBatch]) -> StepResult:
+    def announce(self, step_tokens: int | None) -> None:
+        """Say how many tokens a step has at most, if that is known: memory is mapped once."""
+        if step_tokens is not None:
+            self._machine.announce(-(-step_tokens // self._ranks.owner.size))
+
+    def step(self, batch: Sequence[MicroBatch], says: Says | None = None) -> StepResult:
         """Train on one batch; return when the loss is known and compute is done.
+
+        All ranks hear what each `says` when compute is done, with the result.
 
         A late update whose gradient is not finite is not applied: the step is run once more from
         the same inputs, and if that changes nothing, stopped or skipped. In backward, the blocks
@@ -133,17 +153,17 @@ class Engine:
 
         Raises BatchError before anything is touched, NonFiniteStep, else what a lane raised.
         """
-        batch = self._received(batch)
-        self._machine.reserve(batch)
+        part = self._received(batch)
+        self._machine.reserve(part.batch)
         self._num_steps += 1
-        actions = StepActions(self._machine, batch, self._num_steps, self._loss)
+        actions = StepActions(self._machine, part, self._num_steps, self.loss)
         kind = "pending step" if self._pending is not None else "step"
-        self._play(kind, actions, len(batch), until=_UNTIL_KNOWN)
+        self._play(kind, actions, part, until=_UNTIL_KNOWN)
         self._pending, fault = None, None
         blocks = self._machine.updates.faulty_blocks
         if blocks and self._late:
-            actions = StepActions(self._machine, batch, self._num_steps, self._loss)
-            self._play("step", actions, len(batch), until=_UNTIL_KNOWN)
+            actions = StepActions(self._machine, part, self._num_steps, self.loss)
+            self._play("step", actions, part, until=_UNTIL_KNOWN)
             fault = Fault(blocks=blocks, repeated=bool(self._machine.updates.faulty_blocks))
         elif blocks:
             fault = Fault(blocks=blocks, repeated=True)
@@ -156,48 +176,73 @@ class Engine:
         sat_out = () if fault is None or applied else self._expected if self._late else blocks
         for block in self._expected.keys() - set(sat_out):
             self._expected[block] += 1
-        losses = tuple(float(actions.head.losses[micro]) for micro in range(len(batch)))
+        heard = self._heard(actions, actions.head.trained(), None if says is None else says())
         return StepResult(
-            loss=sum(losses),
-            micro_losses=losses,
+            loss=sum(heard.losses),
+            micro_losses=tuple(heard.losses),
             num_tokens=sum(micro.num_tokens for micro in batch),
             num_trained=sum(micro.num_trained for micro in batch),
             grad_norm=self._machine.updates.norm if self._late else None,
-            aux_loss=None if actions.aux_loss is None else float(actions.aux_loss),
-            figures=actions.head.mean_figures(),
+            aux_loss=heard.aux_loss,
+            figures=self.loss.reported(heard.figures),
             fault=fault,
             applied=applied,
+            said=heard.said,
         )
 
-    def _received(self, batch: Sequence[MicroBatch], *, predicts: bool = False) -> list[MicroBatch]:
-        """Return the batch, checked, where the device can take it from."""
-        check_batch(batch, self._vocab_size, predicts=predicts)
-        if not predicts:
-            check_loss(batch, self._loss)
-        return [micro.mapped(self.device.pinned) for micro in batch]
+    def _received(self, batch: Sequence[MicroBatch]) -> StepPart:
+        """Return this rank's part of a batch, checked."""
+        check_batch(batch, self._vocab_size)
+        check_loss(batch, self.loss)
+        return step_part(batch, self.loss, self._ranks.owner)
+
+    def _heard(
+        self, actions: StepActions, losses: Sequence[float], says: Said | None = None
+    ) -> Heard:
+        head, aux = actions.head, actions.aux_loss
+        aux_loss = None if aux is None else float(aux)
+        return Heard(self._ranks, losses, head.own_figures(), head.num_units, aux_loss, says)
 
     def _gradient_is_finite(self, micro: MicroBatch) -> bool:
-        """Return whether a micro-batch alone gives a finite gradient, without an update."""
+        """Return whether a micro-batch alone gives a finite gradient, without an update.
+
+        All ranks try it.
+        """
+        part = step_part([micro], self.loss)
         step = self._schedule("step", self._shape(num_micro=1))
         ops = [op for op in step if op.kind.spec.ends_step and op.kind is not OpKind.CLIP]
-        self._machine.reserve([micro])  # it takes the place of the first, and may be larger
-        actions = StepActions(self._machine, [micro], self._num_steps, self._loss)
+        self._machine.reserve(part.batch)  # it takes the place of the first, and may be larger
+        actions = StepActions(self._machine, part, self._num_steps, self.loss)
         self._play_ops(ops, actions, (OpKind.NORM,))
-        return not self._machine.updates.faulty_blocks
+        return self._machine.updates.all_finite()
 
-    def evaluate(self, batch: Sequence[MicroBatch]) -> tuple[float, int]:
+    def evaluate(
+        self, batch: Sequence[MicroBatch], likeliest: list[tuple[Tensor, Tensor]] | None = None
+    ) -> tuple[float, int]:
         """Return the loss summed over the batch's units, not divided, and their number.
 
         That is the negative log-probability of the trained tokens, unless another loss is set.
         `aux_loss` is then the batch's load-balancing loss, `figures` what else the loss reports.
+        `likeliest` gets, for each micro-batch of this rank, the log-probability of each target and
+        the likeliest token in its place. (rows, length)
         """
-        batch = self._received(batch)
-        actions = StepActions(self._machine, batch, 0, self._loss)
-        self._forward(actions, batch)
-        total = actions.head.evaluated()
-        self.aux_loss = None if actions.aux_loss is None else float(actions.aux_loss)
-        self.figures = actions.head.mean_figures()
-        return total, actions.head.num_units
+        part = self._received(batch)
+        actions = self._forward(part, self.loss, notes_likeliest=likeliest is not None)
+        if likeliest is not None:
+            likeliest += actions.head.likeliest()
+        heard = self._heard(actions, actions.head.evaluated())
+        self.aux_loss, self.figures = heard.aux_loss, heard.figures
+        return sum(heard.losses), part.num_units
+
+    def logprobs(self, batch: Sequence[MicroBatch]) -> list[Tensor]:
+        """Return, by micro-batch, the log-probability of each position's target. (rows, length)
+
+        In fp32 on the host, 0 where there is none; position t is about label t + 1. Without
+        dropout. No loss is asked. Every rank computes all of the batch.
+        """
+        check_batch(batch, self._vocab_size, predicts=True)
+        actions = self._forward(StepPart.whole(batch), NEXT_TOKEN)
+        return [actions.head.logprobs[micro] for micro in range(len(batch))]
 
     def predict(
         self, batch: Sequence[MicroBatch], caches: Sequence[Any] | None = None
@@ -206,12 +251,11 @@ class Engine:
 
         Rows are padded on the right. Labels are not looked at, but must be there. `caches` has for
         each micro-batch what models/key_values.py makes, or None: the tokens then follow those
-        that it holds, without padding, and are added to it.
+        that it holds, without padding, and are added to it. Every rank predicts all of the batch.
         """
-        batch = self._received(batch, predicts=True)
-        actions = StepActions(self._machine, batch, 0)
-        actions.predicts, actions.caches = True, caches
-        self._forward(actions, batch)
+        check_batch(batch, self._vocab_size, predicts=True)
+        part = StepPart.whole(batch)
+        actions = self._forward(part, NEXT_TOKEN, predicts=True, caches=caches)
         return [actions.head.predictions[micro] for micro in range(len(batch))]
 
     @property
@@ -231,15 +275,17 @@ class Engine:
         element_bytes = int(machine.decoder.model.dtype.itemsize)
         return room // bytes_per_token(self.model_config, element_bytes)
 
-    def _forward(self, actions: StepActions, batch: Sequence[MicroBatch]) -> None:
+    def _forward(self, part: StepPart, loss: Loss, **changes: Any) -> StepActions:
         """Play an evaluation, without dropout; after settle no lane computes."""
         self.settle()
-        self._machine.reserve(batch, trains=False)
+        self._machine.reserve(part.batch, trains=False)
         models = {self._machine.decoder.model, self._machine.template.model}
         for model in models:
             model.eval()
         try:
-            self._play("forward", actions, len(batch), until=(OpKind.HEAD,))
+            actions = StepActions(self._machine, part, 0, loss, **changes)
+            self._play("forward", actions, part, until=_UNTIL_KNOWN)
+            return actions
         finally:
             for model in models:
                 model.train()
@@ -272,7 +318,7 @@ class Engine:
         """Finish all updates. Weights, masters and moments are then those after the last step."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
-            self._play("flush", pending, 1, until=(OpKind.UPDATE,))
+            self._play_ops(self._schedule("flush", self._shape()), pending, until=(OpKind.UPDATE,))
         self._guarded(self._player.settle)
 
     def close(self) -> None:
@@ -303,15 +349,17 @@ class Engine:
             error.add_note(f"and then, closing the engine: {failure!r}")
 
     def _play(
-        self, kind: str, actions: StepActions, num_micro: int, until: tuple[OpKind, ...]
+        self, kind: str, actions: StepActions, part: StepPart, until: tuple[OpKind, ...]
     ) -> None:
-        self._play_ops(self._schedule(kind, self._shape(num_micro=num_micro)), actions, until)
+        shape = self._shape(num_micro=len(part.batch))
+        self._play_ops(self._schedule(kind, shape), actions, until)
 
     def _play_ops(self, ops: list[Op], actions: StepActions, until: tuple[OpKind, ...]) -> None:
         # Layers draw from the global generator, seeded for each op; the caller's draws continue.
         random_state = self.device.random_state()
         try:
-            self._guarded(lambda: self._player.play(ops, actions.table()).wait(*until))
+            with self._switches():
+                self._guarded(lambda: self._player.play(ops, actions.table()).wait(*until))
         finally:
             self.device.set_random_state(random_state)
 
@@ -320,6 +368,8 @@ class Engine:
         try:
             run()
         except BaseException as error:
+            # Before anything of it is freed.
+            snapshot = [self.device.memory_snapshot()] if is_out_of_memory(error) else None
             if not isinstance(error, LaneStuck):
                 with suppress(Exception):  # what a lane raised meanwhile is not the cause
                     self._player.close()
@@ -328,55 +378,17 @@ class Engine:
             self.torn = self.torn or self._machine.updates.half_applied
             self._machine.updates.fail()
             self._pending = None
-            self._machine.tape.clear()
-            if isinstance(error, torch.OutOfMemoryError):
+            self._machine.forget()
+            if snapshot is not None:
                 where = "; ".join(getattr(error, "__notes__", ()))
                 raise DeviceFull(
                     f"device memory: the working memory of compute does not fit ({where}). Smaller "
-                    "micro-batches, or fewer slots, leave more room"
+                    "micro-batches, or fewer slots, leave more room",
+                    snapshot[0],
                 ) from error
             raise
 
 
-def _build(kind: str, shape: StepShape) -> list[Op]:
-    if kind == "forward":
-        return build_forward(shape)
-    if kind == "flush":
-        return build_flush(shape)
-    return build_step(shape, pending=kind == "pending step")
-
-
-def _check_possible(decoder: Decoder, device: Device, settings: StepSettings) -> None:
-    """Raise ConfigError for what the device or the model cannot do."""
-    router_aux_loss = settings.router_aux_loss
-    if settings.gather_embedding and not device.own_memory:
-        raise ConfigError("gather_embedding needs a device with its own memory")
-    num_tokens = decoder.model.get_output_embeddings().weight.shape[0]
-    if settings.head_pieces > 1 and decoder.tied:
-        raise ConfigError(
-            f"head_pieces is {settings.head_pieces}: the head of this model reads the embedding's "
-            "table, whose gradient is one sum and cannot leave in pieces"
-        )
-    if not 1 <= settings.head_pieces <= num_tokens:
-        raise ConfigError(
-            f"head_pieces is {settings.head_pieces}, must be between 1 and the {num_tokens} tokens "
-            "of the vocabulary"
-        )
-    if router_aux_loss and decoder.balancing is None:
-        raise ConfigError(
-            f"router_aux_loss is {router_aux_loss:g}: the code of {decoder.config.model_type} "
-            "has no load-balancing loss, or none that can be computed layer by layer"
-        )
-
-
-def _check_tier(store: Store, settings: StepSettings) -> None:
-    """Raise ConfigError unless the store has on disk what the settings say."""
-    planned = kinds_on_disk(store.kinds, settings.tier)
-    if store.on_disk != planned:
-        found, wanted = (
-            ", ".join(map(str, kinds)) or "nothing" for kinds in (store.on_disk, planned)
-        )
-        raise ConfigError(
-            f"the store has {found} on disk, but StepSettings.tier is {settings.tier!r}: it needs "
-            f"{wanted} there"
-        )
+def _make_player(device: Device, ranks: Ranks, trace: Trace | None) -> Player:
+    deadline_s = LANE_DEADLINE_S + ranks.patience_s  # a lane that waits for a rank is not stuck
+    return Player(device.lanes(), deadline_s=deadline_s, trace=trace)

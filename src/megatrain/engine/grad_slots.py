@@ -150,6 +150,35 @@ class GradSlots:
             if portion.padding.start < portion.padding.stop:
                 yield "", portion.segment, portion.padding, None
 
+    def runs(self, slot: SlotId, tenant: Tenant) -> Iterator[tuple[int, range, Tensor]]:
+        """Yield segment, elements of it and their sums, flat, of all that the slot holds.
+
+        The sums are the slot's own memory, to read and to change. What has no gradient is zero.
+        """
+        buffer, sums, start = self._buffers[slot], self._sums[slot], 0
+        run: tuple[int, int, int, int] | None = None
+        for portion in self._portions[tenant]:
+            view, size = self._views[tenant][portion.name], portion.num_elements
+            known = sums.get(portion.name)
+            assert known is None or known.data_ptr() == view.data_ptr(), "a sum is not in its slot"
+            view[0 if known is None else len(known) :].zero_()
+            sums[portion.name] = view
+            buffer[start + size : start + _padded(portion)].zero_()
+            stop = portion.start + size
+            if (
+                run is not None
+                and run[0] == portion.segment
+                and portion.start - run[1] == start - run[3]
+            ):
+                run = (run[0], run[1], stop, run[3])
+            else:
+                if run is not None:
+                    yield _run(buffer, *run)
+                run = (portion.segment, portion.start, stop, start)
+            start += _padded(portion)
+        if run is not None:
+            yield _run(buffer, *run)
+
     def _slot_with(self, name: str) -> SlotId | None:
         block = self._layout.places[name].segment.block
         return next((slot for slot, users in self._users.items() if (block, 0) in users), None)
@@ -203,6 +232,12 @@ def _rows_of(place: Place, segment: int, rows: slice | None, *, pads: bool) -> P
         start += rows.start * (place.param.num_elements // shape[0])
         shape = (rows.stop - rows.start, *shape[1:])
     return Portion(name, segment, start, shape, slice(stop, place.padded_stop if pads else stop))
+
+
+def _run(
+    buffer: Tensor, segment: int, begin: int, end: int, start: int
+) -> tuple[int, range, Tensor]:
+    return segment, range(begin, end), buffer[start : start + end - begin]
 
 
 def _padded(portion: Portion) -> int:

@@ -2,6 +2,7 @@
 
     HEAD, PIECE,     begin(op), add(grads)   compute lane: sums in fp32, in gradient slots
     BACKWARD
+    EXCHANGE(b)      exchange(op)            comm lane: with other ranks, each gets the part it owns
     DRAIN(b)         drain(op)               out lane: queue the copies to the host, in its dtype
     NORM(b)          finish(op)              host lane: the drained bytes are the full gradient now
     NORM, UPDATE     flat(op)                host lane: where it is, one flat view per segment
@@ -10,12 +11,12 @@
 On the host a gradient is in the store (kind `grad`) until the norm of the step is known. Where
 updates run in backward, or gradients wait on disk, it is in a ring of a few buffers.
 
-Who waits: nothing here does. `drain` queues casts and copies on the stream of the out lane, and the
-host ops run once it is complete. The schedule gives a slot to the next block after the drain, and a
-buffer of the ring after the update. Views of `flat` are valid until the next drain into them.
+Who waits: nothing here does. `drain` queues casts and copies, which are done when the stream of the
+out lane is there, and the host ops run once it is complete. The schedule gives a slot to the next
+block after the drain, and a buffer of the ring after the update. Views of `flat` are valid until
+the next drain into them.
 
-To come: ranks that own a part. A drain then exchanges parts, adds them in the order of the ranks,
-and keeps what its rank owns.
+Where ranks share the store, all that is on the host is what this rank owns.
 
 Laws (tests/engine/test_gradients.py; of the sums: grad_slots.py)
     1. The views of `flat` have dtype and size of their segments, and do not overlap.
@@ -32,16 +33,22 @@ from torch import Tensor
 
 from megatrain.devices.device import Device
 from megatrain.engine.embedding_rows import EmbeddingRows
+from megatrain.engine.exchange import Exchange
 from megatrain.engine.grad_slots import GradSlots, Tenant
+from megatrain.lanes.progress import Event
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import PAGE, Layout, Segment
 from megatrain.memory.store import Store
+from megatrain.ranks.ownership import overlap
+from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.step.ops import Op, Role, SlotId
-from megatrain.step.resources import block_places
+from megatrain.step.places import block_places
 from megatrain.step.settings import vocabulary_pieces
 from megatrain.step.shape import StepShape
 
 OUTBOX_BYTES = 64 << 20
+_CAST = 256
+"""Halves of the outbox begin where every kernel can write fast."""
 User = TypeVar("User", int, Tenant)
 
 
@@ -57,6 +64,7 @@ class Gradients:
         *,
         updates: bool,
         projection: Sequence[str] = (),
+        ranks: Ranks = ALONE,
     ) -> None:
         """`updates`: an optimizer will read them. Without one they stay in the store, if there.
 
@@ -85,10 +93,15 @@ class Gradients:
             slot: device.map_host(max(map(self._num_pages, blocks)) * PAGE, "gradients")
             for slot, blocks in _users(ring_slot_of).items()
         }
+        self._exchange: Exchange | None = None
+        if shape.divided and trains:
+            largest = max(self._num_bytes(block, of_all=True) for block in shape.trained_blocks)
+            self._exchange = Exchange(device, ranks, largest)
         self._outbox: _Outbox | None = None
         if device.own_memory and trains:
             largest = max(map(self._num_bytes, shape.trained_blocks))
-            self._outbox = _Outbox(device, min(largest, OUTBOX_BYTES))
+            # A rank may own nothing of a model that is tiny.
+            self._outbox = _Outbox(device, max(PAGE, min(largest, OUTBOX_BYTES)))
             if not self._ring:
                 device.pin("gradients", store.arena(Kind.GRAD))
 
@@ -124,22 +137,52 @@ class Gradients:
             tenant = (block, self._piece)
             self._slots.add(self._slot_of[tenant], tenant, parts, first_row)
 
+    def exchange(self, op: Op) -> int:
+        """Queue what makes this rank's part of the gradient the sum of all ranks.
+
+        Returns the bytes that go to others.
+        """
+        assert op.block is not None
+        assert op.grad_slot is not None
+        assert self._exchange is not None
+        segments, num_bytes = self._store.layout.trained_segments(op.block), 0
+        for number, elements, total in self._slots.runs(op.grad_slot, (op.block, op.piece or 0)):
+            segment = segments[number]
+            num_bytes += self._exchange.add_up(total, elements, segment.parts, segment.dtype)
+        return num_bytes
+
     def drain(self, op: Op) -> int:
         """Queue the copies of the gradient, or of its piece, to the host; return their bytes."""
         assert op.block is not None
         assert op.grad_slot is not None
-        targets = [target for _, target in self.flat(op)]
-        tenant = (op.block, op.piece or 0)
-        if self._outbox is None:
-            return self._slots.move_out(op.grad_slot, tenant, targets)
-        num_bytes = 0
+        tenant, num_bytes = (op.block, op.piece or 0), 0
+        targets = self.flat(op)
+        if self._outbox is None and self._exchange is None:
+            return self._slots.move_out(op.grad_slot, tenant, [target for _, target in targets])
+        if self._outbox is not None:
+            self._outbox.begin()
         for name, number, span, total in self._slots.parts(op.grad_slot, tenant):
-            target = targets[number][span]
+            segment, whole = targets[number]
             if self._rows is not None and name == self._rows.name:
                 target = self._rows.drained()
+            else:
+                owned = segment.owned
+                here = overlap(range(span.start, span.stop), owned)
+                target = whole[here.start - owned.start : here.stop - owned.start]
+                if total is not None:
+                    total = total.view(-1)[here.start - span.start : here.stop - span.start]
             num_bytes += target.nbytes
-            self._outbox.send(target, None if total is None else total.view(-1))
+            self._send(target, None if total is None else total.view(-1))
         return num_bytes
+
+    def _send(self, target: Tensor, total: Tensor | None) -> None:
+        """Queue the copy of a flat sum to the host; None is zero."""
+        if self._outbox is not None:
+            self._outbox.send(target, total)
+        elif total is None:
+            target.zero_()
+        else:
+            target.copy_(total)
 
     def finish(self, op: Op) -> None:
         """Make the drained bytes of the op's block its full gradient: rows become a table."""
@@ -172,34 +215,67 @@ class Gradients:
     def _num_pages(self, block: int) -> int:
         return -(-self._num_bytes(block) // PAGE)
 
-    def _num_bytes(self, block: int) -> int:
+    def _num_bytes(self, block: int, *, of_all: bool = False) -> int:
+        """Return the bytes of what is here of a block's gradient, or of all ranks' parts."""
         segments = self._store.layout.trained_segments(block)
-        return sum(segment.num_elements * segment.dtype.itemsize for segment in segments)
+        counts = [s.num_elements if of_all else len(s.owned) for s in segments]
+        return sum(c * s.dtype.itemsize for c, s in zip(counts, segments, strict=True))
 
 
 class _Outbox:
     """Where a gradient takes the dtype of the host, on its way there. Of the out lane alone.
 
     A copy that changes the dtype needs a buffer. This one is filled and copied out piece by piece,
-    so that it does not grow with the largest block. The order of the lane protects it.
+    so that it does not grow with the largest block. It has two halves: while the lane's stream
+    copies from one, a stream of its own casts into the other, and the link does not idle. Only
+    these two streams use it: a half is cast into when its last copy is done.
     """
 
     def __init__(self, device: Device, num_bytes: int) -> None:
         self._device = device
-        self._buffer = device.allocate(num_bytes, "outbox")
+        buffer, half = device.allocate(num_bytes, "outbox"), num_bytes // 2 // _CAST * _CAST
+        self._halves = buffer[:half], buffer[half : 2 * half]
+        self._copied: list[Event | None] = [None, None]
+        self._turn = 0
+        self._casts = device.further_stream()
+        self._begun: Event | None = None
+
+    def begin(self) -> None:
+        """Let what is sent from now on be read after all that the lane has waited for."""
+        if self._casts is not None:
+            self._begun = self._device.current_stream().record_event()
 
     def send(self, target: Tensor, total: Tensor | None) -> None:
         """Queue the copy of a flat sum to the host, in the dtype of `target`; None is zero."""
-        most = self._buffer.nbytes // target.element_size()
+        most = self._halves[0].nbytes // target.element_size()
         for start in range(0, len(target), most):
             span = slice(start, min(start + most, len(target)))
             size = (span.stop - span.start) * target.element_size()
-            piece = self._buffer[:size].view(target.dtype)
-            if total is None:
-                piece.zero_()
-            else:
-                piece.copy_(total[span])
+            piece = self._halves[self._turn][:size].view(target.dtype)
+            self._cast(piece, None if total is None else total[span])
             self._device.copy(target[span], piece)
+            if self._casts is not None:
+                self._copied[self._turn] = self._device.current_stream().record_event()
+            self._turn = 1 - self._turn
+
+    def _cast(self, piece: Tensor, total: Tensor | None) -> None:
+        if self._casts is None:
+            _fill(piece, total)
+            return
+        with self._casts:
+            for event in (self._begun, self._copied[self._turn]):
+                if event is not None:
+                    self._casts.wait_event(event)
+            _fill(piece, total)
+            cast = self._casts.record_event()
+        self._device.current_stream().wait_event(cast)
+
+
+def _fill(piece: Tensor, total: Tensor | None) -> None:
+    if total is None:
+        piece.zero_()
+    else:
+        piece.copy_(total)
 
 
 def _users(slot_of: Mapping[User, SlotId]) -> dict[SlotId, list[User]]:
@@ -222,6 +298,6 @@ def _cut(buffer: Tensor, segments: Sequence[Segment]) -> Iterator[tuple[Segment,
     """Yield the segments, one after the other in `buffer`."""
     start = 0
     for segment in segments:
-        stop = start + segment.num_elements * segment.dtype.itemsize
+        stop = start + len(segment.owned) * segment.dtype.itemsize
         yield segment, buffer[start:stop].view(segment.dtype)
         start = stop

@@ -3,35 +3,39 @@
 weights, gradients, updates   three doors: each hides where its bytes are and how they move
 tier_ring                     masters and states of the blocks that are on their way to or from disk
 tape                          block inputs, from forward to backward
+kept                          of the top layers all that backward needs, if there is room
 template, edges               the model's own code, as functions of weights
+inputs                        the tensors of a batch, on their way to the device
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-
-from torch import Tensor
-from transformers.utils.generic import is_flash_attention_requested
+from dataclasses import dataclass
 
 from megatrain.devices.device import Device
 from megatrain.engine.batch import MicroBatch
 from megatrain.engine.compute.edges import Edges
+from megatrain.engine.compute.fused import use_liger
+from megatrain.engine.compute.inputs import Inputs
+from megatrain.engine.compute.kept import KeptActivations
 from megatrain.engine.compute.layers import Layers
 from megatrain.engine.embedding_rows import EmbeddingRows
+from megatrain.engine.exchange import SharedRouting
 from megatrain.engine.gradients import Gradients
-from megatrain.engine.tape import Tape
+from megatrain.engine.tape import ALIGNMENT, Tape
 from megatrain.engine.updates import Updates
 from megatrain.engine.weights import Weights
 from megatrain.memory.store import Store
 from megatrain.memory.tier_ring import TierRing
 from megatrain.models.balance import Routing
 from megatrain.models.decoder import Decoder
-from megatrain.models.documents import PackedDocuments, attends_by_document
+from megatrain.models.experts import count_on_host, has_experts
 from megatrain.models.template import Template
 from megatrain.optim.optimizer import Optimizer
+from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.step.ops import SlotId
-from megatrain.step.resources import block_places
+from megatrain.step.places import block_places
 from megatrain.step.settings import StepSettings
 from megatrain.step.shape import StepShape
 
@@ -53,36 +57,32 @@ class Machine:
     template: Template
     """The model that computes: `on_host`, or its copy on a device with its own memory."""
     edges: Edges
+    inputs: Inputs
     layers: Layers
+    kept: KeptActivations
     settings: StepSettings
+    shared_routing: SharedRouting | None
+    """Where ranks add up what their routers have done; None: alone, or nothing is balanced."""
 
     def routing(self) -> Routing | None:
         """Return a new count of what routers do; None if experts are not balanced."""
         if not self.settings.router_aux_loss:
             return None
         assert self.decoder.balancing is not None
-        return Routing(self.decoder.balancing)
+        shared = self.shared_routing
+        return Routing(self.decoder.balancing, None if shared is None else shared.own)
 
-    def inputs(self, micro: MicroBatch) -> dict[str, Tensor | int]:
-        """Return what the model's forward gets of a micro-batch, on the host.
+    def forget(self) -> None:
+        """Drop what a failed step kept for its backward."""
+        self.tape.clear()
+        self.kept.clear()
 
-        Flash attention is given the lengths of packed documents. Left to itself, transformers
-        looks for documents in a single row only, and asks the device in every layer.
-        """
-        flash = is_flash_attention_requested(self.decoder.config)
-        lengths = micro.document_lengths() if flash else {}
-        pin = self.device.pinned
-        pinned = {n: pin(v) if isinstance(v, Tensor) else v for n, v in lengths.items()}
-        return {**micro.inputs, **pinned}
-
-    def documents(self, micro: MicroBatch) -> PackedDocuments | None:
-        """Return the documents of a packed row, on the host; None: nothing, or masks, part them."""
-        if not attends_by_document(self.decoder.config, compiles=self.settings.compile):
-            return None
-        documents = micro.packed_documents()
-        if documents is None:
-            return None
-        return replace(documents, bounds=self.device.pinned(documents.bounds))
+    def announce(self, step_tokens: int) -> None:
+        """Say how many tokens a step has at most, so that room for it is made once."""
+        micros = -(-step_tokens // self.settings.micro_batch_tokens)
+        # Micro-batches of other sizes may be one more each than full ones, and each is padded.
+        num_bytes = step_tokens * self.template.bytes_per_token + 2 * micros * ALIGNMENT
+        self.tape.announce(len(self.taped_layers) * num_bytes)
 
     def reserve(self, batch: Sequence[MicroBatch], *, trains: bool = True) -> None:
         """Make room for a step, or an evaluation, on `batch`. Nothing may be under way."""
@@ -101,6 +101,7 @@ def build_machine(
     shape: StepShape,
     optimizer: Optimizer | None,
     settings: StepSettings,
+    ranks: Ranks = ALONE,
 ) -> Machine:
     """Return a machine with the memory that `shape` needs, whatever its number of micro-batches."""
     # A compiled layer is one graph: it runs without tiles.
@@ -112,8 +113,13 @@ def build_machine(
         tiled=tile_tokens is not None,
     )
     template = on_host.placed(device.place) if device.own_memory else on_host
+    if waits_for_experts(decoder, device, compiles=settings.compile):
+        count_on_host(template.model)
+    if settings.kernels == "liger":
+        use_liger(template.model, device)
     rows = EmbeddingRows(decoder, store, device) if shape.gather_embedding else None
-    weights = Weights(decoder, store, device, shape, rows)
+    weights = Weights(decoder, store, device, shape, rows, ranks)
+    edges = Edges(on_host, template, answers=device.answers)
     return Machine(
         weights=weights,
         gradients=Gradients(
@@ -123,19 +129,41 @@ def build_machine(
             rows,
             updates=optimizer is not None,
             projection=(weights.head_weight, weights.head_bias),
+            ranks=ranks,
         ),
-        updates=Updates(optimizer, decoder.params, store, shape),
+        updates=Updates(optimizer, decoder.params, store, shape, ranks),
         tier_ring=TierRing(store, _tier_slots(shape)),
         tape=Tape(device, on_host=shape.tape == "host", num_ring_slots=shape.tape_slots),
-        taped_layers=range(shape.bottom_layer, shape.head),
+        taped_layers=shape.taped_layers,
         decoder=decoder,
         device=device,
         on_host=on_host,
         template=template,
-        edges=Edges(on_host, template, answers=device.answers),
+        edges=edges,
+        inputs=Inputs(device, decoder, edges, settings),
         layers=Layers(template, tile_tokens),
+        kept=KeptActivations(template, device.counted),
         settings=settings,
+        shared_routing=_shared_routing(decoder, device, shape, ranks),
     )
+
+
+def waits_for_experts(decoder: Decoder, device: Device, *, compiles: bool) -> bool:
+    """Return whether the host waits for the device in each layer of experts.
+
+    Compiled layers leave it to torch.
+    """
+    model = decoder.model
+    return not compiles and has_experts(model) and not device.groups(model.dtype)
+
+
+def _shared_routing(
+    decoder: Decoder, device: Device, shape: StepShape, ranks: Ranks
+) -> SharedRouting | None:
+    if not shape.balances or not shape.divided:
+        return None
+    assert decoder.balancing is not None
+    return SharedRouting(device, ranks, decoder.balancing.num_experts)
 
 
 def _tier_slots(shape: StepShape) -> dict[int, SlotId]:

@@ -9,7 +9,9 @@ Laws (tests/engine/test_tape.py)
     1. A tensor is returned bit for bit, with its strides: a layer may compute other bits
        from a transposed input than from its copy.
     2. With the tape on the host, no more inputs are on the device than the ring has places.
-    3. Room is allocated by `reserve` alone, and only if a step needs more than any before.
+    3. Room is allocated by `reserve` alone, and only if a step needs more than any before. On the
+       host it has at first what steps were announced to need, and grows by a quarter at least: to
+       map and pin tens of gigabytes takes seconds.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from torch import Tensor
 Key = tuple[int, int]
 """A layer's block and a micro-batch."""
 ALIGNMENT = 256
+HOST_GROWTH = 1.25
 
 
 class Home(Protocol):
@@ -57,11 +60,17 @@ class Tape:
         self._kept: dict[Key, Tensor] = {}
         self._forms: dict[Key, _Form] = {}
         self._device = _Room(lambda size: home.allocate(size, "tape"))
-        self._host = _Room(lambda size: home.map_host(size, "tape"), home.unmap_host)
+        self._host = _Room(
+            lambda size: home.map_host(size, "tape"), home.unmap_host, grows_by=HOST_GROWTH
+        )
+
+    def announce(self, num_bytes: int) -> None:
+        """Say what the inputs of a step will take in all, where that is known before the first."""
+        self._host.announced_bytes = num_bytes
 
     def reserve(self, layers: Sequence[int], micro_bytes: Sequence[int]) -> None:
         """Make room for the inputs of `layers`, one per micro-batch. Nothing may be under way."""
-        if not self._home.copying or not layers:
+        if not self._home.copying or not layers or not micro_bytes:
             return
         inputs = {(b, m): size for b in layers for m, size in enumerate(micro_bytes)}
         if self._on_host:
@@ -125,8 +134,10 @@ class _Room:
         self,
         allocate: Callable[[int], Tensor],
         release: Callable[[Tensor], None] = lambda buffer: None,
+        grows_by: float = 1.0,
     ) -> None:
-        self._allocate, self._release = allocate, release
+        self._allocate, self._release, self._grows_by = allocate, release, grows_by
+        self.announced_bytes = 0
         self._buffer: Tensor | None = None
         self._starts: dict[Key, int] = {}
         self._sizes: Mapping[Key, int] = {}
@@ -135,10 +146,12 @@ class _Room:
         self._starts, total = dict(_starts(sizes)), sum(map(_padded, sizes.values()))
         self._sizes = sizes
         if self._buffer is None or self._buffer.nbytes < total:
+            room = max(total, self.announced_bytes)
             if self._buffer is not None:
+                room = max(room, int(self._buffer.nbytes * self._grows_by))
                 self._release(self._buffer)
             self._buffer = None  # the old one first: both at once might not fit
-            self._buffer = self._allocate(total)
+            self._buffer = self._allocate(room)
 
     def at(self, key: Key, num_bytes: int) -> Tensor:
         assert self._buffer is not None

@@ -16,7 +16,8 @@ Who waits: `apply` waits while a snapshot holds the block (snapshot.py), and not
 caller of a step reads `norm` and `faulty_blocks` once NORM and CLIP are complete; they are valid
 until the next step is played.
 
-To come: ranks that update the part they own, with one sum of norms over all ranks.
+Where ranks share the store, each updates the part that it owns. They share the squared norms of
+their parts, so that all have the same norm and the same verdict.
 
 Laws (tests/engine/test_updates.py)
     1. No gradient that is not finite reaches a weight.
@@ -39,6 +40,7 @@ from megatrain.memory.tier_ring import TierRing
 from megatrain.models.decoder import Param
 from megatrain.optim.optimizer import Optimizer
 from megatrain.optim.views import UpdateViews
+from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.step.ops import Op
 from megatrain.step.shape import StepShape
 
@@ -65,8 +67,9 @@ class Updates:
         params: Collection[Param],
         store: Store,
         shape: StepShape,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self._optimizer = optimizer
+        self._optimizer, self._ranks = optimizer, ranks
         if optimizer is not None:
             self._views = UpdateViews(store, optimizer.states, optimizer.decayed(params))
         self._order = shape.update_order
@@ -94,17 +97,31 @@ class Updates:
         squared = sum(self._optimizer.squared_norm(part) for _, part in gradient)
         self._squared_norms[op.block] = squared
         if not self._late:
-            applies = math.isfinite(squared)
+            self._share_norms([op.block])
+            applies = math.isfinite(self._squared_norms[op.block])
             self._verdicts[op.block] = Verdict(step=step, scale=1.0, applies=applies)
+
+    def all_finite(self) -> bool:
+        """Return whether the gradients that were just measured are finite, on all ranks."""
+        if self._late:
+            self._share_norms(self._order)
+        return not self.faulty_blocks
 
     def judge(self, step: int) -> None:
         """Decide on all blocks by the norm of the step."""
         assert self._optimizer is not None
+        self._share_norms(self._order)
         self.norm = math.sqrt(math.fsum(self._squared_norms.values()))
         applies = math.isfinite(self.norm)
         scale = self._optimizer.clip_factor(self.norm) if applies else 0.0
         verdict = Verdict(step=step, scale=scale, applies=applies)
         self._verdicts = dict.fromkeys(self._order, verdict)
+
+    def _share_norms(self, blocks: Sequence[int]) -> None:
+        """Make the squared norms of this rank's parts those of full blocks."""
+        shared = self._ranks.share([self._squared_norms[block] for block in blocks])
+        for block, of_ranks in zip(blocks, zip(*shared, strict=True), strict=True):
+            self._squared_norms[block] = sum(of_ranks)
 
     def apply(self, op: Op, gradient: Gradient, region: Tensor | None = None) -> int:
         """Update the op's block, by its verdict; return the bytes of gradient it read.

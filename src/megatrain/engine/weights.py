@@ -1,6 +1,7 @@
 """Weights: the door through which compute sees the params of a block.
 
     FETCH(b)             weights.fetch(op)    in lane: queue the copy of the block to the device
+    GATHER(b)            weights.gather(op)   comm lane: queue what other ranks have of it
     FORWARD(b, m), ...   weights.of(op)       compute lane: its params by name, in their own shapes
 
 The store owns all weights. Compute reads each block from a source that is chosen once:
@@ -13,8 +14,10 @@ Who waits: nothing here does. A fetch queues its copy on the stream of its lane.
 it after the last op that reads the slot, and compute after the fetch, so no op releases a slot.
 Views are valid until the next fetch into their slot: an action keeps none beyond its op.
 
-To come, as further sources: blocks in parts (pages of experts), and blocks that several ranks own
-(the fetch copies the rank's part and gathers the others).
+Where ranks share the store a fetch brings this rank's part of a block into its slot, and a gather
+the parts of the others.
+
+To come, as a further source: blocks in parts (pages of experts).
 
 Laws (tests/engine/test_weights.py)
     1. What compute reads are the block's params, in their own shapes, without a further copy.
@@ -25,8 +28,10 @@ Laws (tests/engine/test_weights.py)
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from megatrain.devices.device import Device
@@ -35,8 +40,9 @@ from megatrain.engine.embedding_rows import EmbeddingRows
 from megatrain.memory.kinds import Kind
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
+from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.step.ops import Op, SlotId
-from megatrain.step.resources import block_places
+from megatrain.step.places import block_places
 from megatrain.step.shape import StepShape
 
 
@@ -60,13 +66,14 @@ class Weights:
         device: Device,
         shape: StepShape,
         rows: EmbeddingRows | None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self._device, self._rows = device, rows
         self._trained = frozenset(param.name for param in decoder.params if param.trained)
         self._embedding_slot = block_places(shape)[0].slot
         self._sources: list[Source]
         if shape.copying:
-            slots = Slots(store, device, shape)
+            slots = self._slots = Slots(store, device, shape, ranks)
             self._sources = [rows or slots, *[slots] * shape.head]
         else:
             self._sources = [_InStore(decoder, store)] * shape.num_blocks
@@ -85,6 +92,11 @@ class Weights:
         """Queue the copy of the op's block into its slot; return its bytes."""
         assert op.block is not None
         return self._sources[op.block].fetch(op.block, op.slot)
+
+    def gather(self, op: Op) -> int:
+        """Queue the parts of other ranks into the slot of the op's block; return their bytes."""
+        assert op.block is not None
+        return self._slots.gather(op.block, op.slot)
 
     def of(self, op: Op) -> dict[str, Tensor]:
         """Return the params of the op's block. Valid until the next fetch into its slot."""
@@ -107,8 +119,8 @@ class Weights:
         )
 
     def rows(self, micro: int) -> Tensor | None:
-        """Return the row of each token of a micro-batch, on the device; None: its own number."""
-        return None if self._rows is None else self._device.to_device(self._rows.places(micro))
+        """Return the row of each token of a micro-batch, on the host; None: its own number."""
+        return None if self._rows is None else self._rows.places(micro)
 
     def _leaf(self, name: str, weight: Tensor) -> Tensor:
         return weight.detach().requires_grad_(name in self._trained)
@@ -133,10 +145,11 @@ class _InStore:
 class Slots:
     """Device buffers that blocks visit. Layers take turns; embedding and head have one each."""
 
-    def __init__(self, store: Store, device: Device, shape: StepShape) -> None:
-        self._store, self._device = store, device
-        extents = store.layout.block_extents
-        sizes = [extents[block, Kind.HI].num_bytes for block in range(shape.num_blocks)]
+    def __init__(
+        self, store: Store, device: Device, shape: StepShape, ranks: Ranks = ALONE
+    ) -> None:
+        self._store, self._device, self._ranks = store, device, ranks
+        sizes = [store.layout.gathered_bytes(block) for block in range(shape.num_blocks)]
         largest = max(sizes[layer] for layer in shape.layers)
         needed: dict[SlotId, int] = dict.fromkeys(range(shape.slots), largest)
         if not shape.gather_embedding:
@@ -149,15 +162,29 @@ class Slots:
 
     def fetch(self, block: int, slot: SlotId | None) -> int:
         assert slot is not None
-        source = self._store.block_bytes(block, Kind.HI)
-        self._device.copy(self._buffers[slot][: source.nbytes], source)
-        return source.nbytes
+        num_bytes = 0
+        for segment, start in self._store.layout.gathered_starts(block):
+            source = self._store.segment(segment, Kind.HI).view(torch.uint8)
+            start += segment.owned.start * segment.dtype.itemsize
+            self._device.copy(self._buffers[slot][start : start + source.nbytes], source)
+            num_bytes += source.nbytes
+        return num_bytes
+
+    def gather(self, block: int, slot: SlotId | None) -> int:
+        """Queue what brings the parts of other ranks; return their bytes."""
+        assert slot is not None
+        num_bytes = 0
+        for segment, start in self._store.layout.gathered_starts(block):
+            size = segment.gathered_elements * segment.dtype.itemsize
+            parts = self._buffers[slot][start : start + size]
+            self._device.communicate([parts], [parts], partial(self._ranks.wire.gather, parts))
+            num_bytes += size - size // self._ranks.owner.size
+        return num_bytes
 
     def weights(self, block: int, slot: SlotId | None) -> dict[str, Tensor]:
         assert slot is not None
         views = self._views.get((slot, block))
         if views is None:
-            layout = self._store.layout
-            buffer = self._buffers[slot][: layout.block_extents[block, Kind.HI].num_bytes]
-            views = self._views[slot, block] = layout.block_params(block, Kind.HI, buffer)
+            views = self._store.layout.gathered_params(block, self._buffers[slot])
+            self._views[slot, block] = views
         return views

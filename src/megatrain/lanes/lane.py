@@ -4,7 +4,8 @@
                             issued and complete when the action returns
     device lane (stream)    waits until the ops it needs are issued, makes its stream wait for
                             their events, runs the action, which only queues work on the stream,
-                            and records the op's event
+                            and records the op's event. With a trace the device's clock is marked
+                            before and behind the action, behind the waits
 
 The lane enters its stream for the life of its thread, so an action queues on the right one
 without naming it.
@@ -18,15 +19,17 @@ Laws (tests/lanes/test_lane.py)
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
+from megatrain.lanes.device_clock import DeviceClock, TimedEvent
 from megatrain.lanes.progress import Event, Progress, Stopped
-from megatrain.lanes.trace import Span, Trace
+from megatrain.lanes.trace import IssuedOp, Span, Trace
 from megatrain.step.hazards import Ticket
 from megatrain.step.ops import Op
 
@@ -62,12 +65,24 @@ class Lane:
         name: str,
         *,
         stream: Stream | None = None,
+        clock: DeviceClock | None = None,
+        ranges: Callable[[str], AbstractContextManager[object]] | None = None,
+        cores: frozenset[int] | None = None,
         delay: Callable[[Op], float] | None = None,
         bandwidth: float | None = None,
     ) -> None:
-        """`delay` (seconds before an op) and `bandwidth` (bytes/s) slow a lane down for tests."""
+        """With a `clock` the trace shows when its stream did an op, else when that was issued.
+
+        `ranges` names what the thread does, for a profiler. The thread, and those that it starts,
+        run on `cores` only; None: on any.
+
+        `delay` (seconds before an op) and `bandwidth` (bytes/s) slow a lane down for tests.
+        """
         self.name = name
         self._stream = stream
+        self._cores = cores
+        self._clock = clock
+        self._ranges = ranges
         self._delay = delay
         self._bandwidth = bandwidth
         self._queue: SimpleQueue[Work | None] = SimpleQueue()
@@ -77,6 +92,10 @@ class Lane:
 
     def start(self, progress: Progress, trace: Trace | None) -> None:
         self._progress, self._trace = progress, trace
+        if trace is None:
+            self._clock = None  # nobody would read it
+        elif self._clock is not None:
+            self._clock.set()
         self._thread.start()
 
     def put(self, work: Work) -> None:
@@ -89,12 +108,17 @@ class Lane:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    def entered(self) -> AbstractContextManager[object]:
+        """Return what a thread that does its ops has entered: its stream, if it has one."""
+        return self._stream or nullcontext()
+
     def act(self, op: Op, action: Action) -> int:
         """Do the op in the caller's thread, as slowly as this lane is; return its bytes."""
         if self._delay is not None:
             time.sleep(self._delay(op))
         start = time.monotonic()
-        num_bytes = action(op) or 0
+        with nullcontext() if self._ranges is None else self._ranges(str(op)):
+            num_bytes = action(op) or 0
         if self._bandwidth is not None:
             least_s = num_bytes / self._bandwidth
             time.sleep(max(0.0, start + least_s - time.monotonic()))
@@ -103,7 +127,10 @@ class Lane:
     def _run(self) -> None:
         at = self._progress.activities[self.name]
         try:
-            with self._stream or nullcontext():
+            if self._cores is not None:
+                with suppress(OSError):  # cores may have been taken away since they were chosen
+                    os.sched_setaffinity(0, self._cores)  # of this thread alone
+            with self.entered():
                 while (work := self._next()) is not None:
                     self._perform(work)
                     at.op = None
@@ -127,17 +154,29 @@ class Lane:
         ticket, op = work.ticket, work.ticket.op
         at = self._progress.activities[self.name]
         at.op = op
+        taken_ns = time.perf_counter_ns()
         for awaited in work.waits:
             self._wait(work, awaited)
         at.awaited, at.since = None, time.monotonic()
+        begun = self._mark()
         start_ns = time.perf_counter_ns()
         num_bytes = self.act(op, work.action)
+        ended = self._mark()
         if self._stream is not None:
             ticket.event = self._stream.record_event()
         if self._trace is not None:
             end_ns = time.perf_counter_ns()
-            self._trace.add(Span(work.step, self.name, op, start_ns, end_ns, num_bytes))
+            span = Span(work.step, self.name, op, start_ns, end_ns, num_bytes)
+            if self._clock is not None and begun is not None and ended is not None:
+                issued = IssuedOp(span, ticket, work.waits, taken_ns, self._clock, begun, ended)
+                self._trace.add_issued(issued)
+            else:
+                ticket.end_ns = end_ns
+                self._trace.add(span)
         self._progress.issue(ticket)
+
+    def _mark(self) -> TimedEvent | None:
+        return None if self._clock is None else self._clock.mark(self._stream)
 
     def _wait(self, work: Work, awaited: Ticket) -> None:
         progress, on_host = self._progress, self._stream is None
@@ -147,7 +186,7 @@ class Lane:
             at.awaited, at.since = awaited, time.monotonic()
             start_ns = time.perf_counter_ns()
             (progress.await_complete if on_host else progress.await_issued)(awaited)
-            if self._trace is not None:
+            if self._trace is not None and self._clock is None:
                 end_ns = time.perf_counter_ns()
                 op = work.ticket.op
                 self._trace.add(

@@ -15,7 +15,8 @@ Laws (tests/lanes/test_player.py)
        waits or by the next one. No lane is inside an action any more when the caller sees it (a
        stuck lane excepted), and the player takes no more work. Work already queued on a
        stream runs on: synchronise the device before touching anything it uses.
-    3. No call waits beyond the deadline without progress. After `close` no thread is left.
+    3. No call waits beyond the deadline without progress. After `close` no thread is left, but a
+       watcher (progress.py) while its device hangs.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from megatrain.lanes.progress import Progress, Stopped
 from megatrain.lanes.trace import Trace
 from megatrain.step.hazards import Hazards, Ticket
 from megatrain.step.ops import Op, OpKind
+
+LANE_DEADLINE_S = 600.0
 
 
 class OnLanes:
@@ -50,7 +53,11 @@ class Player:
     """Lanes and the order between them. One caller at a time."""
 
     def __init__(
-        self, lanes: Iterable[Lane], *, deadline_s: float = 600.0, trace: Trace | None = None
+        self,
+        lanes: Iterable[Lane],
+        *,
+        deadline_s: float = LANE_DEADLINE_S,
+        trace: Trace | None = None,
     ) -> None:
         """Start the lanes. `deadline_s` must exceed the longest single op."""
         self.trace = trace
@@ -84,6 +91,8 @@ class Player:
         with suppress(Stopped):
             for ticket in tickets:
                 self._progress.await_complete(ticket)
+            if self.trace is not None:
+                self.trace.collect()
             return
         self._raise_stopped()
 
@@ -128,7 +137,7 @@ class Player:
     def _join(self) -> bool:
         until = time.monotonic() + self._deadline_s
         ended = [lane.join(max(0.0, until - time.monotonic())) for lane in self._lanes.values()]
-        return all(ended)
+        return all(ended) and self._progress.join(max(0.0, until - time.monotonic()))
 
     def _raise_stopped(self) -> NoReturn:
         failure = self._progress.failure

@@ -10,6 +10,12 @@ Laws (tests/lanes/test_progress.py)
        deadlocks (schedule.py), so some lane always moves within the time of its longest op, and
        a long queue is not a stuck one.
     3. The first failure is the one that is raised.
+    4. Nobody polls: who waits for the device sleeps, and is woken when it is there.
+
+A thread that waits for an event is blocked, and nothing reaches it: not that another lane has
+failed, nor that the deadline has passed. So each lane with a stream has a watcher, a
+thread that blocks in its place, and who waits sleeps until the watcher, a failure or the deadline
+wakes it. A watcher whose device hangs stays blocked; it is a daemon, and ends with the process.
 
 Waking a thread is the cost that counts here (10 us and more), not the lock, which is held for
 less than 1 us: each sleeper has its own condition, and only threads that can continue are woken.
@@ -22,7 +28,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,15 +36,15 @@ from megatrain.errors import LaneStuck
 from megatrain.step.hazards import Ticket
 from megatrain.step.ops import Op
 
-POLL_S = 2e-4
-"""Between two looks at a device event: short beside an update, and 5000 calls/s cost little."""
-
 
 class Event(Protocol):
     """A point in a stream's work; torch.Event is one."""
 
     def query(self) -> bool:
         """Return whether the device has passed it."""
+
+    def synchronize(self) -> None:
+        """Block until the device has passed it, and let other threads run meanwhile."""
 
 
 class Stopped(Exception):
@@ -66,6 +72,7 @@ class Activity:
 class _Sleeper:
     ticket: Ticket
     condition: threading.Condition
+    until_complete: bool
 
 
 class Progress:
@@ -80,6 +87,7 @@ class Progress:
         self._num_issued = dict.fromkeys(self.activities, 0)
         self._on_device: dict[str, deque[Ticket]] = {lane: deque() for lane in self.activities}
         self._sleepers: list[_Sleeper] = []
+        self._watchers: dict[str, _Watcher] = {}
         self._moved_at = time.monotonic()
 
     def begin(self) -> None:
@@ -92,7 +100,7 @@ class Progress:
             self._num_issued[ticket.lane] = ticket.number + 1
             self._moved_at = time.monotonic()
             for sleeper in self._sleepers:
-                if self.is_issued(sleeper.ticket):
+                if not sleeper.until_complete and self.is_issued(sleeper.ticket):
                     sleeper.condition.notify()
             if ticket.event is not None:
                 self._on_device[ticket.lane].append(ticket)
@@ -107,29 +115,65 @@ class Progress:
             return True
         with self._lock:
             self._reap(ticket.lane)
-            on_device = self._on_device[ticket.lane]
-            return not on_device or on_device[0].number > ticket.number
+            return self._is_passed(ticket)
 
     def await_issued(self, ticket: Ticket) -> None:
         """Sleep until the ticket is issued. Raises Stopped when everything stops."""
         if self.is_issued(ticket):
             return
         with self._lock:
-            sleeper = _Sleeper(ticket, threading.Condition(self._lock))
-            self._sleepers.append(sleeper)
-            try:
-                while not self.is_issued(ticket):
-                    sleeper.condition.wait(self._time_left())
-            finally:
-                self._sleepers.remove(sleeper)
+            self._sleep(ticket, self.is_issued)
 
     def await_complete(self, ticket: Ticket) -> None:
         """Sleep until the ticket is complete. Raises Stopped when everything stops."""
         self.await_issued(ticket)
         while not self.is_complete(ticket):
             with self._lock:
-                self._time_left()
-            time.sleep(POLL_S)
+                watcher = self._watchers.get(ticket.lane)
+                if watcher is None:
+                    watcher = self._watchers[ticket.lane] = _Watcher(self, ticket.lane)
+                watcher.look.notify()
+                self._sleep(ticket, self._is_passed, until_complete=True)
+
+    def _sleep(
+        self, ticket: Ticket, is_there: Callable[[Ticket], bool], *, until_complete: bool = False
+    ) -> None:
+        sleeper = _Sleeper(ticket, threading.Condition(self._lock), until_complete)
+        self._sleepers.append(sleeper)
+        try:
+            while not is_there(ticket):
+                sleeper.condition.wait(self._time_left())
+        finally:
+            self._sleepers.remove(sleeper)
+
+    def next_awaited(self, lane: str, look: threading.Condition) -> Ticket | None:
+        """Sleep until somebody waits for an op of a lane, and return the first such op.
+
+        None: everything stops.
+        """
+        with self._lock:
+            while not self.stopped:
+                awaited = [
+                    s.ticket
+                    for s in self._sleepers
+                    if s.until_complete and s.ticket.lane == lane and not self._is_passed(s.ticket)
+                ]
+                if awaited:
+                    return min(awaited, key=lambda ticket: ticket.number)
+                look.wait()
+        return None
+
+    def wake(self, lane: str) -> None:
+        """Look how far a lane's device has come, and wake who has waited."""
+        with self._lock:
+            self._reap(lane)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the watchers to end, once all is stopped. Returns whether they did in time."""
+        until = time.monotonic() + timeout_s
+        return all(
+            [w.join(max(0.0, until - time.monotonic())) for w in self._watchers.values()]  # noqa: C419
+        )
 
     def fail(self, error: BaseException) -> None:
         """Stop everything because of `error`, unless something else failed before."""
@@ -154,6 +198,13 @@ class Progress:
             self.stopped = True
             for sleeper in self._sleepers:
                 sleeper.condition.notify()
+            for watcher in self._watchers.values():
+                watcher.look.notify()
+
+    def _is_passed(self, ticket: Ticket) -> bool:
+        """Return whether a ticket is complete, as far as is known."""
+        on_device = self._on_device[ticket.lane]
+        return self.is_issued(ticket) and (not on_device or on_device[0].number > ticket.number)
 
     def _time_left(self) -> float:
         if self.stopped:
@@ -169,11 +220,43 @@ class Progress:
         return left
 
     def _reap(self, lane: str) -> None:
-        """Forget the tickets that the device is done with."""
+        """Forget the tickets that the device is done with, and wake who has waited for them.
+
+        A thread that looks wakes the others: the watcher may find nobody left to block for.
+        """
         on_device = self._on_device[lane]
         while on_device and on_device[0].event.query():
             on_device.popleft()
             self._moved_at = time.monotonic()
+        for sleeper in self._sleepers:
+            if sleeper.until_complete and self._is_passed(sleeper.ticket):
+                sleeper.condition.notify()
+
+
+class _Watcher:
+    """The thread that blocks until the device is there, for those who sleep."""
+
+    def __init__(self, progress: Progress, lane: str) -> None:
+        """Made while the lock of `progress` is held."""
+        self._progress, self._lane = progress, lane
+        self.look = threading.Condition(progress._lock)
+        """Of the one who waits for a new op: notify it."""
+        self._thread = threading.Thread(target=self._run, name=f"watcher {lane}", daemon=True)
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> bool:
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        progress = self._progress
+        try:
+            while (ticket := progress.next_awaited(self._lane, self.look)) is not None:
+                ticket.event.synchronize()
+                progress.wake(self._lane)
+        except BaseException as error:
+            error.add_note(f"raised while the device was at work for lane {self._lane}")
+            progress.fail(error)
 
 
 def _stacks() -> list[str]:

@@ -35,7 +35,7 @@ class Reference:
         trace: Trace | None = None,
         synchronize: Callable[[], None] = lambda: None,
     ) -> None:
-        """Of `lanes` only their slowness matters; none of them is started.
+        """Of `lanes` only their slowness and their streams matter; none of them is started.
 
         `synchronize` makes sure, after each op, that a device has done it.
         """
@@ -48,7 +48,9 @@ class Reference:
         """Do all ops; returns when they are done."""
         for op in ops:
             start_ns = time.perf_counter_ns()
-            num_bytes = self._lanes[op.lane].act(op, actions[op.kind])
+            lane = self._lanes[op.lane]
+            with lane.entered():
+                num_bytes = lane.act(op, actions[op.kind])
             self._synchronize()
             if self.trace is not None:
                 end_ns = time.perf_counter_ns()

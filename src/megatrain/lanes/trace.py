@@ -1,25 +1,40 @@
 """The trace of a step: spans of ops by lane, for people and for Perfetto.
 
 A span is an op's own time in its lane. Where `awaited` is set it is instead time the lane
-waited before `op` because `awaited`, on another lane, was not done. On a lane with a stream both
-are times of the host that issues: the device's own times are not in them.
+waited before `op` because `awaited`, on another lane, was not done.
 
-`add` is one append: any lane calls it without waiting. Read a trace when the lanes are settled.
+    host lane     both are times of its thread
+    device lane   both are times of the device, by the marks that its stream passed: an op from the
+                  first mark to the second, a wait from when the stream was free, and the op
+                  in its lane, to the end of the op it awaited that ended last
+
+What a lane adds, it adds by one append: none waits. `collect` reads the marks that devices have
+passed, once somebody has waited for the ops. Read a trace when the lanes are settled.
+
+Laws (tests/lanes/test_trace.py)
+    1. Times of a device lane are the device's. When the host issued an op changes none of them,
+       unless the device had nothing else to do.
+    2. What holds up compute is named, however many lanes it went through.
 """
 
 from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatrain.files import write_file
+from megatrain.lanes.device_clock import DeviceClock, TimedEvent
+from megatrain.step.hazards import Ticket
 from megatrain.step.ops import Op, OpKind
+
+_AT_ONCE = 0.1
+"""Of its time: a device that is done so soon after an op was issued has waited for the host."""
 
 
 class Span(NamedTuple):
@@ -32,10 +47,43 @@ class Span(NamedTuple):
     end_ns: int
     num_bytes: int = 0
     awaited: Op | None = None
+    issued_ns: tuple[int, int] | None = None
+    """From when to when the host issued the op, where the times are a device's."""
 
     @property
     def seconds(self) -> float:
         return (self.end_ns - self.start_ns) / 1e9
+
+
+class IssuedOp(NamedTuple):
+    """An op on a device, whose times are known once it is done."""
+
+    span: Span
+    """With the times at which it was issued."""
+    ticket: Ticket
+    waits: Sequence[Ticket]
+    taken_ns: int
+    """When its lane came to it, before any wait."""
+    clock: DeviceClock
+    begun: TimedEvent
+    ended: TimedEvent
+
+    def spans(self, free_ns: int) -> Iterator[Span]:
+        """Yield the wait before it, if any, and the op. It is complete, as are those it awaited.
+
+        `free_ns` is when its stream was done with the op before.
+        """
+        issued = self.span
+        start_ns = max(free_ns, self.clock.read(self.begun))
+        end_ns = self.ticket.end_ns = max(start_ns, self.clock.read(self.ended))
+        last = max(self.waits, key=lambda ticket: ticket.end_ns, default=None)
+        if last is not None:
+            since_ns, until_ns = max(free_ns, self.taken_ns), min(last.end_ns, start_ns)
+            if since_ns < until_ns:
+                yield Span(issued.step, issued.lane, issued.op, since_ns, until_ns, awaited=last.op)
+        yield issued._replace(
+            start_ns=start_ns, end_ns=end_ns, issued_ns=(issued.start_ns, issued.end_ns)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +105,57 @@ class StepSummary:
     compute_waited_s: Mapping[OpKind, float]
     """How long lane `compute` waited, by the kind of op that it finally waited for: a fetch
     that itself waits for an update counts as update."""
+    host_paced_s: float = 0.0
+    """How long a device's lane `compute` was at the pace of the host: between ops, with none issued
+    and nothing to wait for, and in ops that it had done as soon as the host had issued them."""
+
+    @property
+    def limits_s(self) -> dict[str, float]:
+        """The seconds by what limits the step (LIMITS): `compute` is what nothing else explains."""
+        found: defaultdict[str, float] = defaultdict(float, host=self.host_paced_s)
+        for kind, waited_s in self.compute_waited_s.items():
+            found[kind.spec.limit] += waited_s
+        found["compute"] += max(0.0, self.seconds - sum(found.values()))
+        return dict(found)
+
+    @property
+    def bottleneck(self) -> str:
+        """What limits the step most, as a plan names it."""
+        limits = self.limits_s
+        return max(limits, key=lambda limit: limits[limit])
 
 
 class Trace:
-    """Spans in the order they ended."""
+    """Spans; those of one lane in the order they ended."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
         self.add = self.spans.append
+        # In the order of issue: an op comes behind those that it awaits.
+        self._on_device: deque[IssuedOp] = deque()
+        self.add_issued = self._on_device.append
+        self._free_ns: dict[str, int] = {}
+
+    def collect(self) -> None:
+        """Add the spans of ops that devices have done, but for those behind one that is not.
+
+        Not for lanes: it takes some microseconds an op.
+        """
+        op: IssuedOp | None = None
+        while self._on_device and self._on_device[0].ended.query():
+            op = self._on_device.popleft()
+            lane = op.span.lane
+            self.spans.extend(op.spans(self._free_ns.get(lane, 0)))
+            self._free_ns[lane] = op.ticket.end_ns
+        if op is not None and not self._on_device:
+            op.clock.set()
+
+    def last_step(self) -> Trace:
+        """Return the spans of the last list that trained: evaluations and flushes may follow it."""
+        trained = [span.step for span in self.spans if span.op.kind is OpKind.BACKWARD]
+        last = Trace()
+        last.spans += [span for span in self.spans if trained and span.step == trained[-1]]
+        return last
 
     def lane_summaries(self) -> dict[str, LaneSummary]:
         total_s = _extent_s(self.spans)
@@ -76,12 +167,11 @@ class Trace:
     def step_summaries(self) -> list[StepSummary]:
         """Return one summary per list played, in order."""
         steps: dict[int, list[Span]] = {}
-        waits: dict[str, list[Span]] = {}
+        lanes: dict[str, list[Span]] = {}
         for span in self.spans:
             steps.setdefault(span.step, []).append(span)
-            if span.awaited is not None:
-                waits.setdefault(span.lane, []).append(span)
-        return [_step_summary(steps[step], waits) for step in sorted(steps)]
+            lanes.setdefault(span.lane, []).append(span)
+        return [_step_summary(steps[step], lanes) for step in sorted(steps)]
 
     def write(self, path: Path) -> None:
         """Write the trace as Chrome's JSON, which Perfetto opens: one row per lane."""
@@ -134,31 +224,60 @@ def _lane_summary(ops: list[Span], total_s: float) -> LaneSummary:
     )
 
 
-def _step_summary(spans: list[Span], waits: Mapping[str, list[Span]]) -> StepSummary:
+def _step_summary(spans: list[Span], lanes: Mapping[str, list[Span]]) -> StepSummary:
     blamed_ns: Counter[OpKind] = Counter()
-    for span in spans:
-        if span.lane == "compute" and span.awaited is not None:
-            blamed_ns.update(_blame(span, waits, frozenset()))
+    computed = [span for span in spans if span.lane == "compute"]
+    for span in [*computed, *_tail(spans, computed)]:
+        if span.awaited is not None:
+            blamed_ns.update(_blame(span, lanes, frozenset()))
     return StepSummary(
         seconds=_extent_s(spans),
         compute_waited_s={kind: wait_ns / 1e9 for kind, wait_ns in blamed_ns.items() if wait_ns},
+        host_paced_s=_host_paced_ns(computed) / 1e9,
     )
 
 
-def _blame(wait: Span, waits: Mapping[str, list[Span]], asked: frozenset[str]) -> Counter[OpKind]:
+def _tail(spans: list[Span], computed: list[Span]) -> Iterator[Span]:
+    """Yield the time from compute's last op to the end of the step, as a wait for what ended it."""
+    ends = [span for span in spans if span.awaited is None and span.op.kind.spec.ends_step]
+    last = max(ends, key=lambda span: span.end_ns, default=None)
+    if last is not None and computed and last.end_ns > computed[-1].end_ns:
+        yield computed[-1]._replace(
+            start_ns=computed[-1].end_ns, end_ns=last.end_ns, awaited=last.op
+        )
+
+
+def _host_paced_ns(spans: list[Span]) -> int:
+    """Return how long a device has waited for the host in a lane, or may have."""
+    found_ns, free_ns = 0, spans[0].start_ns if spans else 0
+    for span in spans:
+        if span.issued_ns is not None:
+            found_ns += span.start_ns - free_ns
+            own_ns = span.end_ns - span.start_ns
+            if span.end_ns - span.issued_ns[1] < _AT_ONCE * own_ns:
+                found_ns += own_ns
+        free_ns = span.end_ns
+    return found_ns
+
+
+def _blame(wait: Span, lanes: Mapping[str, list[Span]], asked: frozenset[str]) -> Counter[OpKind]:
     """Return the wait's nanoseconds by root cause.
 
-    If the awaited lane waited too, its own wait is followed. Not twice: lanes never wait in
-    a circle, but the end of a wait is noted a wake-up late and may overlap with the next.
+    It is what the awaited lane did meanwhile: an op may be late because of those before it. If that
+    lane waited too, its own wait is followed. Not twice: lanes never wait in a circle, but the
+    end of a wait is noted a wake-up late and may overlap with the next.
     """
     assert wait.awaited is not None
     lane = wait.awaited.lane
     blamed: Counter[OpKind] = Counter()
     left_ns = wait.end_ns - wait.start_ns
     if lane not in asked:
-        for deeper in _within(waits.get(lane, []), wait.start_ns, wait.end_ns):
-            blamed.update(_blame(deeper, waits, asked | {lane}))
-            left_ns -= deeper.end_ns - deeper.start_ns
+        for span in _within(lanes.get(lane, []), wait.start_ns, wait.end_ns):
+            if span.awaited is not None:
+                blamed.update(_blame(span, lanes, asked | {lane}))
+            else:
+                blamed[span.op.kind] += span.end_ns - span.start_ns
+            left_ns -= span.end_ns - span.start_ns
     blamed[wait.awaited.kind] += left_ns
     return blamed
 

@@ -20,7 +20,7 @@ Laws (tests/losses/test_head.py)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,30 +60,34 @@ def next_token_targets(labels: Tensor) -> Tensor:
     return targets.reshape(-1)
 
 
+def trained_index(targets: Tensor) -> Tensor:
+    """Return the numbers of the rows that have a target, ascending. On the host."""
+    return (targets != IGNORED).nonzero().view(-1)
+
+
 def trained_rows(
-    targets_host: Tensor,
-    chunk_tokens: int = CHUNK_TOKENS,
-    give: Callable[[Tensor], Tensor] = lambda tensor: tensor,
-    targets: Tensor | None = None,
+    targets: Tensor, chunk_tokens: int = CHUNK_TOKENS, index: Tensor | None = None
 ) -> TrainedRows:
-    """Return the rows that have a target; `give` takes them to where `targets` are."""
-    index = (targets_host != IGNORED).nonzero().view(-1)
-    return TrainedRows(
-        chunks=torch.split(give(index), chunk_tokens) if len(index) else (),
-        targets=targets_host if targets is None else targets,
-    )
+    """Return the rows that have a target; `index` is `trained_index`, where `targets` are."""
+    index = trained_index(targets) if index is None else index
+    chunks = torch.split(index, chunk_tokens) if len(index) else ()
+    return TrainedRows(chunks=chunks, targets=targets)
 
 
-def head_logprobs(rows: Tensor, trained: TrainedRows, projection: Projection) -> Tensor:
+def head_logprobs(
+    rows: Tensor, trained: TrainedRows, projection: Projection, likeliest: Tensor | None = None
+) -> Tensor:
     """Return the log-probabilities of the targets, zero where there is none. (tokens,)
 
-    Chunk by chunk, without gradients.
+    Chunk by chunk, without gradients. `likeliest` gets the tokens of the highest scores. (tokens,)
     """
     result = torch.zeros(len(rows), dtype=torch.float32, device=rows.device)
     for chunk in trained.chunks:
-        see = _Look(trained.targets.index_select(0, chunk))
+        see = _Look(trained.targets.index_select(0, chunk), notes_likeliest=likeliest is not None)
         projection.read(projection.logits(rows.index_select(0, chunk)), see)
         result.index_copy_(0, chunk, see.logprobs)
+        if likeliest is not None and see.likeliest is not None:
+            likeliest.index_copy_(0, chunk, see.likeliest)
     return result
 
 
@@ -118,11 +122,14 @@ def head_gradients(
 class _Look:
     """Notes the log-probabilities of a chunk's targets; scores become log-probabilities."""
 
-    def __init__(self, targets: Tensor) -> None:
+    def __init__(self, targets: Tensor, *, notes_likeliest: bool = False) -> None:
         self._targets = targets[:, None]
         self.logprobs = torch.empty_like(targets, dtype=torch.float32)
+        self.likeliest = torch.empty_like(targets) if notes_likeliest else None
 
     def __call__(self, part: slice, values: Tensor) -> None:
+        if self.likeliest is not None:
+            self.likeliest[part] = values.argmax(1)
         torch.ops.aten._log_softmax.out(values, -1, False, out=values)
         self.logprobs[part] = values.gather(1, self._targets[part])[:, 0]
 

@@ -80,6 +80,10 @@ class Loss(abc.ABC):
         Log-probabilities are zero where there is no target.
         """
 
+    def reported(self, means: Mapping[str, float]) -> dict[str, float]:
+        """Return the figures for people, from the means of `LossValue.figures` over all units."""
+        return dict(means)
+
     def weights(self, inputs: LossInputs, logprobs: Tensor | None, num_units: int) -> TokenWeights:
         """Return the weight of each token in a step of `num_units`.
 

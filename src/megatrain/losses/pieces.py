@@ -39,22 +39,31 @@ class RowSums:
 
 
 def row_sums(
-    rows: Tensor, trained: TrainedRows, projection: Projection, num_pieces: int
+    rows: Tensor,
+    trained: TrainedRows,
+    projection: Projection,
+    num_pieces: int,
+    likeliest: Tensor | None = None,
 ) -> RowSums:
-    """Return the sums over all pieces of the vocabulary, chunk by chunk."""
+    """Return the sums over all pieces of the vocabulary, chunk by chunk.
+
+    `likeliest` gets the tokens of the highest scores. (tokens,)
+    """
     result = RowSums(
         log_sums=torch.zeros(len(rows), dtype=torch.float32, device=rows.device),
         logprobs=torch.zeros(len(rows), dtype=torch.float32, device=rows.device),
     )
     for chunk in trained.chunks:
         inputs = rows.index_select(0, chunk)
-        see = _Sum(trained.targets.index_select(0, chunk))
+        see = _Sum(trained.targets.index_select(0, chunk), notes_likeliest=likeliest is not None)
         for tokens in vocabulary_pieces(len(projection.weight), num_pieces):
             see.first_token = tokens.start
             piece = projection.piece(tokens)
             piece.read(piece.logits(inputs), see)
         result.log_sums.index_copy_(0, chunk, see.log_sums)
         result.logprobs.index_copy_(0, chunk, see.chosen - see.log_sums)
+        if likeliest is not None and see.likeliest is not None:
+            likeliest.index_copy_(0, chunk, see.likeliest)
     return result
 
 
@@ -93,8 +102,10 @@ def piece_gradients(
 class _Sum:
     """Adds up the pieces of a chunk's rows; scores are overwritten."""
 
-    def __init__(self, targets: Tensor) -> None:
+    def __init__(self, targets: Tensor, *, notes_likeliest: bool = False) -> None:
         self._targets, self.first_token = targets, 0
+        self.likeliest = torch.zeros_like(targets) if notes_likeliest else None
+        self._highest = torch.full_like(targets, -torch.inf, dtype=torch.float32)
         self.log_sums = torch.full_like(targets, -torch.inf, dtype=torch.float32)
         self.chosen = torch.zeros_like(self.log_sums)
         """The scores of the targets in the pieces so far."""
@@ -102,10 +113,19 @@ class _Sum:
     def __call__(self, part: slice, values: Tensor) -> None:
         place, inside = _places(self._targets[part] - self.first_token, values.shape[1])
         self.chosen[part] += values.gather(1, place)[:, 0].where(inside, 0.0)
+        if self.likeliest is not None:
+            self._note_likeliest(part, values, self.likeliest)
         # By hand, and in place: logsumexp would make another tensor of this size.
         largest = values.amax(1, keepdim=True)
         log_sums = values.sub_(largest).exp_().sum(1).log_().add_(largest[:, 0])
         self.log_sums[part] = torch.logaddexp(self.log_sums[part], log_sums)
+
+    def _note_likeliest(self, part: slice, values: Tensor, likeliest: Tensor) -> None:
+        """Note the token of the highest score so far; of equal ones, the first."""
+        highest, place = values.max(1)
+        is_new = highest > self._highest[part]
+        likeliest[part] = torch.where(is_new, place + self.first_token, likeliest[part])
+        self._highest[part] = torch.maximum(highest, self._highest[part])
 
 
 class _Turn:

@@ -1,7 +1,7 @@
 """Where each param sits: every byte of the store as (block, kind, byte range).
 
 A kind is one arena. Inside it blocks follow each other, each on a page boundary, so that a block
-can be registered with a device, written with direct I/O, moved to a disk, or divided among ranks.
+can be registered with a device, written with direct I/O or moved to a disk.
 
     arena `hi`   | block 0: segment, segment | block 1: segment | ...
     segment      | param | pad | param | pad | ...      one dtype, all trained or all frozen
@@ -11,10 +11,14 @@ every kind of its segment. One pass over a segment therefore updates all of its 
 pointers: hi[i], lo[i], grad[i] and the optimizer's states at i belong together for every i. Padding
 holds zeros, and an update of zeros by zero gradients leaves zeros.
 
+Where ranks share a store, each has its part of every segment, cut on ALIGN elements, in every kind
+(ranks/ownership.py). Segments and params are numbered over all ranks; arenas have what is here.
+
 Laws (tests/memory/test_layout.py)
     1. Params never overlap, in any kind; each starts on ALIGN elements, each block on PAGE bytes.
     2. Frozen params have weights only; fp32 params have no `lo`.
     3. The bytes of a kind are known before anything is allocated.
+    4. The arenas of all ranks together have every element of every param once.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from torch import Tensor
 
 from megatrain.memory.kinds import Kind
 from megatrain.models.decoder import Block, Param
+from megatrain.ranks.ownership import SOLE, Owner, overlap
 
 PAGE = 4096
 ALIGN = 256
@@ -69,14 +74,31 @@ class Segment:
     dtype: torch.dtype
     trained: bool
     num_elements: int
-    """Padding included."""
+    """Of all ranks, padding included."""
+    owner: Owner
+    """The rank whose part is here."""
     starts: dict[Kind, int]
-    """Its first byte in the arena of each kind that it has."""
+    """Of what is here: its first byte in the arena of each kind that it has."""
+
+    @property
+    def owned(self) -> range:
+        """The elements that are here."""
+        return self.owner.owned(self.num_elements, ALIGN)
+
+    @property
+    def parts(self) -> list[range]:
+        """The elements of each rank."""
+        return self.owner.parts(self.num_elements, ALIGN)
+
+    @property
+    def gathered_elements(self) -> int:
+        """Room for the parts of all ranks, as if none were shorter."""
+        return self.owner.size * self.owner.part(self.num_elements, ALIGN)
 
     def extent(self, kind: Kind) -> Extent:
         """Return its bytes in the arena of `kind`."""
         start = self.starts[kind]
-        size = _num_bytes(kind, self.dtype, self.num_elements)
+        size = _num_bytes(kind, self.dtype, len(self.owned))
         return Extent(kind=kind, start=start, stop=start + size)
 
 
@@ -89,12 +111,22 @@ class Place:
     start: int
     """In elements, from the start of the segment."""
 
+    @property
+    def owned(self) -> range:
+        """The elements of the param that are here, counted from its first."""
+        return self._within(self.segment.owned)
+
+    @property
+    def parts(self) -> list[range]:
+        """The elements of the param that each rank has, counted from its first."""
+        return [self._within(part) for part in self.segment.parts]
+
     def extent(self, kind: Kind) -> Extent:
-        """Return the param's bytes in the arena of `kind`, without padding."""
-        dtype = self.param.dtype
-        start = self.segment.starts[kind] + _num_bytes(kind, dtype, self.start)
-        size = _num_bytes(kind, dtype, self.param.num_elements)
-        return Extent(kind=kind, start=start, stop=start + size)
+        """Return the bytes of what is here of the param in the arena of `kind`, without padding."""
+        dtype, owned = self.param.dtype, self.owned
+        first = self.start + owned.start - self.segment.owned.start
+        start = self.segment.starts[kind] + _num_bytes(kind, dtype, max(0, first))
+        return Extent(kind=kind, start=start, stop=start + _num_bytes(kind, dtype, len(owned)))
 
     @property
     def padded_stop(self) -> int:
@@ -105,12 +137,18 @@ class Place:
         """Return whether the param has bytes of `kind`."""
         return kind in self.segment.starts
 
+    def _within(self, elements: range) -> range:
+        """Return which of the segment's elements are the param's, counted from its first."""
+        found = overlap(range(self.start, self.start + self.param.num_elements), elements)
+        return range(found.start - self.start, found.stop - self.start)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The places of all params. Immutable, and the same for the same blocks on any machine."""
+    """The places of all params. Immutable, and the same for the same blocks and rank anywhere."""
 
     num_blocks: int
+    owner: Owner
     kinds: tuple[Kind, ...]
     segments: tuple[Segment, ...]
     places: dict[str, Place]
@@ -139,26 +177,38 @@ class Layout:
         earlier = self.segments[: self.segments.index(segment)]
         return sum(other.num_elements for other in earlier if other.trained)
 
-    def block_params(self, block: int, kind: Kind, buffer: Tensor) -> dict[str, Tensor]:
-        """Return the params of a block as views into `buffer`, a copy of its bytes in `kind`."""
-        origin = self.block_extents[block, kind].start
+    def gathered_starts(self, block: int) -> list[tuple[Segment, int]]:
+        """Return the block's segments, and their first bytes where its weights are gathered."""
+        starts, start = [], 0
+        for segment in self.segments:
+            if segment.block == block:
+                starts.append((segment, start))
+                start += segment.gathered_elements * segment.dtype.itemsize
+        return starts
+
+    def gathered_bytes(self, block: int) -> int:
+        """Return the bytes of a block's weights with the parts of all ranks."""
+        segments = [segment for segment in self.segments if segment.block == block]
+        return sum(segment.gathered_elements * segment.dtype.itemsize for segment in segments)
+
+    def gathered_params(self, block: int, buffer: Tensor) -> dict[str, Tensor]:
+        """Return the params of a block as views into `buffer`, where its weights are gathered."""
         views = {}
-        for place in self.block_places(block):
-            extent = place.extent(kind)
-            flat = buffer[extent.start - origin : extent.stop - origin]
-            views[place.param.name] = flat.view(kind_dtype(kind, place.param.dtype)).view(
-                place.param.shape
-            )
+        for segment, begin in self.gathered_starts(block):
+            flat = buffer[begin:][: segment.num_elements * segment.dtype.itemsize]
+            for place in self.segment_places(segment):
+                span = slice(place.start, place.start + place.param.num_elements)
+                views[place.param.name] = flat.view(segment.dtype)[span].view(place.param.shape)
         return views
 
     @property
     def num_params(self) -> int:
-        """Scalars, padding not counted."""
+        """Scalars of all ranks, padding not counted."""
         return sum(place.param.num_elements for place in self.places.values())
 
 
-def build_layout(blocks: Iterable[Block], kinds: tuple[Kind, ...]) -> Layout:
-    """Return the layout of `blocks` in `kinds`.
+def build_layout(blocks: Iterable[Block], kinds: tuple[Kind, ...], owner: Owner = SOLE) -> Layout:
+    """Return the layout of what `owner` has of `blocks` in `kinds`.
 
     Params keep their order, but bf16 comes before fp32, and frozen params come last.
     """
@@ -183,6 +233,7 @@ def build_layout(blocks: Iterable[Block], kinds: tuple[Kind, ...]) -> Layout:
                 dtype=dtype,
                 trained=trained,
                 num_elements=num_elements,
+                owner=owner,
                 starts={kind: ends[kind] for kind in present},
             )
             segments.append(segment)
@@ -194,6 +245,7 @@ def build_layout(blocks: Iterable[Block], kinds: tuple[Kind, ...]) -> Layout:
             extents[block.index, kind] = Extent(kind=kind, start=begins[kind], stop=ends[kind])
     return Layout(
         num_blocks=len(blocks),
+        owner=owner,
         kinds=kinds,
         segments=tuple(segments),
         places=places,

@@ -28,6 +28,7 @@ from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import Extent, Layout, Place, Segment, kind_dtype
 from megatrain.memory.ledger import Ledger, Line
 from megatrain.memory.master import join
+from megatrain.memory.placement import UNPLACED, Placement, Policy
 from megatrain.memory.tier import Scratch, Tier
 from megatrain.memory.tier_regions import TierRegions
 
@@ -45,24 +46,31 @@ def store_ledger(layout: Layout, regions: TierRegions | None = None) -> Ledger:
     )
 
 
-def open_store(layout: Layout, scratch: Scratch | None) -> Store:
+def open_store(layout: Layout, scratch: Scratch | None, placement: Placement = UNPLACED) -> Store:
     """Return a store of zeros, some kinds on disk if there is a place for them.
 
     Raises DoesNotFit, DiskFull or DiskError.
     """
     tier = None if scratch is None else scratch.open(layout)
     try:
-        return Store(layout, tier)
+        return Store(layout, tier, placement)
     except BaseException:
         if tier is not None:
             tier.close()
         raise
 
 
+def _policy(kind: Kind, num_bytes: int, placement: Placement) -> Policy | None:
+    """Return which NUMA nodes an arena is on: weights and gradients are copied by the device."""
+    return placement.copied(num_bytes) if kind in (Kind.HI, Kind.GRAD) else placement.kept
+
+
 class Store:
     """The arenas of a layout, and its scratch file if some kinds are on disk."""
 
-    def __init__(self, layout: Layout, tier: Tier | None = None) -> None:
+    def __init__(
+        self, layout: Layout, tier: Tier | None = None, placement: Placement = UNPLACED
+    ) -> None:
         """Map the arenas. Raises DoesNotFit if their bytes are not free; touches none of them.
 
         The kinds of `tier` get no arena. The store closes it.
@@ -70,8 +78,8 @@ class Store:
         store_ledger(layout, None if tier is None else tier.regions).require("host", free_bytes())
         self.layout, self.tier = layout, tier
         self._arenas = {
-            kind: map_arena(kind.name, layout.kind_bytes[kind])
-            for kind in self.kinds
+            kind: map_arena(kind.name, num_bytes, _policy(kind, num_bytes, placement))
+            for kind, num_bytes in layout.kind_bytes.items()
             if kind not in self.on_disk
         }
 
@@ -98,15 +106,16 @@ class Store:
     def param(self, name: str, kind: Kind, region: Tensor | None = None) -> Tensor:
         """Return the param's view in `kind`, in the kind's dtype and the param's shape.
 
-        It is flat where several elements share a number. `region` has the bytes of the param's
-        block, if the kind is on disk.
+        It is flat where several elements share a number, or where ranks share the param: then it
+        is what is here of it. `region` has the bytes of the param's block, if the kind is on disk.
         """
         place = self.layout.places[name]
         numbers = self._numbers(place, kind, region).view(kind_dtype(kind, place.param.dtype))
-        return numbers.view(place.param.shape) if kind.elements_per_number == 1 else numbers
+        is_flat = kind.elements_per_number > 1 or not place.segment.owner.is_alone
+        return numbers if is_flat else numbers.view(place.param.shape)
 
     def segment(self, segment: Segment, kind: Kind, region: Tensor | None = None) -> Tensor:
-        """Return a segment's flat view in `kind`, padding included: what one update pass walks.
+        """Return what is here of a segment in `kind`, flat, with padding: for one update pass.
 
         `region` has the bytes of the segment's block, if the kind is on disk.
         """

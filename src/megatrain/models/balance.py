@@ -58,8 +58,9 @@ class Balancing:
 class Routing:
     """What the routers have done with the tokens of a step so far."""
 
-    def __init__(self, balancing: Balancing) -> None:
-        self._balancing = balancing
+    def __init__(self, balancing: Balancing, memory: Tensor | None = None) -> None:
+        """`memory` is where counts and sums are to be, fp32; None: anywhere. (2, experts)"""
+        self._balancing, self._memory = balancing, memory
         self._counts: Tensor | None = None
         self._sums: Tensor | None = None
         self._num_rows = 0.0
@@ -68,9 +69,23 @@ class Routing:
         """Count the routers of one layer; of its tokens, `num_tokens` are not padding."""
         for layer_logits in logits:
             counts, sums = self._counted(layer_logits, mask)
-            self._counts = counts if self._counts is None else self._counts + counts
-            self._sums = sums if self._sums is None else self._sums + sums
+            if self._counts is None or self._sums is None:
+                self._counts, self._sums = self._kept(counts, sums)
+            else:
+                self._counts.add_(counts)
+                self._sums.add_(sums)
             self._num_rows += num_tokens
+
+    def _kept(self, counts: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+        if self._memory is None:
+            return counts, sums
+        return self._memory[0].copy_(counts), self._memory[1].copy_(sums)
+
+    def widen(self, total: Tensor, own_tokens: int, num_tokens: int) -> None:
+        """Take `total`, of all ranks, for what was counted: of `num_tokens`, not `own_tokens`."""
+        self._counts, self._sums = total[0], total[1]
+        num_routers = self._num_rows / max(1, own_tokens)
+        self._num_rows = num_routers * num_tokens
 
     def loss(self) -> Tensor:
         """Return the loss over all that was counted: top_k when experts are used evenly. ()"""

@@ -4,12 +4,13 @@ Transformers turns unknown keys into attributes, and some attributes load code o
 passes here reaches it:
 
     1. the file is a small JSON object, not deep, without repeated keys;
-    2. no key asks for code, kernels, quantisation or an attention implementation, and none starts
-       with an underscore or hides a method of the configuration class;
+    2. no key asks for code, kernels or an attention implementation, and none starts with an
+       underscore or hides a method of the configuration class; of quantisations, transformers
+       sees none, and those that we cannot read are refused;
     3. every number is finite and within the range of any model we could hold, and so are the
        products that transformers would loop over;
-    4. `model_type` names a causal language model that transformers ships itself, without parts
-       that have their own configurations.
+    4. `model_type` names a causal language model that transformers ships itself, alone or in a
+       joint model whose parts are known (chain/joint.py).
 
 Laws (tests/models/test_config_json.py)
     Whatever the bytes, the result is a configuration or a ModelConfigError.
@@ -29,6 +30,8 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megatrain.errors import ModelConfigError, listing
+from megatrain.models.chain.joint import UNFIT, is_joint, part_class, parts_of, text_part
+from megatrain.quantisation import QUANTISATION_KEY, Quantisation, read_quantisation
 
 CONFIG_NAME = "config.json"
 MAX_CONFIG_BYTES = 4 << 20
@@ -37,11 +40,6 @@ MAX_TEXT = 65536
 MAX_ENTRIES = 1 << 16
 MAX_KEY = 256
 
-QUANTISED = (
-    "quantised weights cannot be trained at full precision. Convert the model to bf16 first: load "
-    "it with transformers (dequantize=True in its quantization config) and save_pretrained it to "
-    "another folder"
-)
 # Keys that make transformers import, fetch or replace code, whatever their value.
 REFUSED_KEYS = {
     "auto_map": "runs code from the folder",
@@ -55,14 +53,16 @@ REFUSED_KEYS = {
     "experts_implementation": "loads kernels",
     "distributed_config": "changes how the model is built",
     "per_layer_config": "changes how the model is built",
-    "quantization_config": QUANTISED,
-    "compression_config": QUANTISED,
+    QUANTISATION_KEY: "a part of a model that is quantised in its own way cannot be read",
+    "compression_config": "it is an old form of compressed-tensors, which cannot be read",
 }
 UNDERSCORE = "keys with a leading underscore reach internals"
 # Written by transformers itself; these carry no meaning for the model ...
 IGNORED_KEYS = {"_name_or_path", "_commit_hash"}
 # ... and these do, and are plain values.
-UNDERSCORED = {"_sliding_window_pattern", "_remove_final_layer_norm"}
+UNDERSCORED = {"_sliding_window_pattern", "_remove_final_layer_norm", "_pad_token_id"}
+PER_LAYER = "per_layer_config"
+"""Which transformers writes for text parts whose layers differ in width."""
 AUTOSET = "_attn_implementation_autoset"
 """A flag that many folders carry; as a flag, and only so, it is ignored."""
 KNOWN_DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
@@ -98,16 +98,23 @@ def parse_config(data: bytes) -> PreTrainedConfig:
     """Return the configuration that `data` describes. Raises ModelConfigError."""
     fields = read_object(data)
     _check_value(fields, "", 0)
+    read_quantisation(fields.pop(QUANTISATION_KEY, None))
     model_type = fields.get("model_type")
     if not isinstance(model_type, str):
         raise ModelConfigError(f"{CONFIG_NAME}: no model_type; it is the family, e.g. llama")
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or model_type not in CONFIG_MAPPING:
+    joint = is_joint(model_type)
+    if not joint and (
+        model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or model_type not in CONFIG_MAPPING
+    ):
         raise ModelConfigError(
             f"{CONFIG_NAME}: model_type {model_type[:80]!r} is not a causal language model of the "
             "installed transformers. A newer transformers may have it."
         )
     config_class = CONFIG_MAPPING[model_type]
-    _check_single(model_type, config_class)
+    if model_type in UNFIT:
+        raise ModelConfigError(f"{CONFIG_NAME}: {model_type} is refused: {UNFIT[model_type]}.")
+    if not joint:
+        _check_single(model_type)
     _check_repeats(fields)
     passed = _passed(fields, config_class)
     try:
@@ -116,8 +123,10 @@ def parse_config(data: bytes) -> PreTrainedConfig:
         raise ModelConfigError(
             f"{CONFIG_NAME}: transformers rejects it as a {model_type}: {_first_line(error)}"
         ) from error
-    _check_causal(config)
-    _check_products(config)
+    text = text_part(config)
+    for one in (config,) if text is config else (config, text):
+        _check_causal(one)
+        _check_products(one)
     return config
 
 
@@ -130,6 +139,18 @@ def read_object(data: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelConfigError(f"{CONFIG_NAME} is a {type(value).__name__}, not an object")
     return value
+
+
+def without_quantisation(data: bytes) -> tuple[bytes, Quantisation | None]:
+    """Return a config.json of plain weights, and how those of `data` are quantised.
+
+    Raises ModelConfigError.
+    """
+    fields = read_object(data)
+    if QUANTISATION_KEY not in fields:
+        return data, None
+    quantisation = read_quantisation(fields.pop(QUANTISATION_KEY))
+    return json.dumps(fields, indent=2).encode() + b"\n", quantisation
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> Any:
@@ -151,7 +172,10 @@ def _check_value(value: Any, where: str, depth: int, largest: int = LARGEST_INT)
     if isinstance(value, dict):
         for key, item in value.items():
             inner = f"{where}.{key[:MAX_KEY]}" if where else key[:MAX_KEY]
-            _check_key(key, inner, depth)
+            if depth == 1 and (key in UNDERSCORED or (key, type(item)) == (AUTOSET, bool)):
+                continue  # of a part; what the part may not have is seen later
+            if depth != 1 or key != PER_LAYER:
+                _check_key(key, inner, depth)
             _check_size(inner, key, item)
             _check_value(item, inner, depth + 1, _largest(key))
     elif isinstance(value, list):
@@ -231,10 +255,27 @@ def _passed(fields: dict[str, Any], config_class: type[PreTrainedConfig]) -> dic
     for key in {"dtype", "torch_dtype"} & passed.keys():
         if passed[key] not in [None, *KNOWN_DTYPES]:
             del passed[key]
-    for name, part_class in config_class.sub_configs.items():
+    for name, declared in config_class.sub_configs.items():
         if isinstance(passed.get(name), dict):
-            passed[name] = _passed(passed[name], part_class)
+            found = part_class(config_class.model_type, name, declared, passed[name])
+            passed[name] = _passed_part(name, passed[name], found or PreTrainedConfig)
     return passed
+
+
+def _passed_part(
+    name: str, fields: dict[str, Any], config_class: type[PreTrainedConfig]
+) -> dict[str, Any]:
+    """Return what transformers may see of a part. Its layers may have other fields."""
+    layers = fields.get(PER_LAYER)
+    if layers is None:
+        return _passed(fields, config_class)
+    if not isinstance(layers, dict) or not all(isinstance(one, dict) for one in layers.values()):
+        raise ModelConfigError(
+            f"{CONFIG_NAME}: {name}.{PER_LAYER} is not a list of fields by layer"
+        )
+    rest = {key: value for key, value in fields.items() if key != PER_LAYER}
+    own = {layer: _passed(one, config_class) for layer, one in layers.items()}
+    return {**_passed(rest, config_class), PER_LAYER: own}
 
 
 def _check_keys(fields: dict[str, Any], config_class: type[PreTrainedConfig]) -> None:
@@ -267,18 +308,12 @@ def _declared(config_class: type[PreTrainedConfig]) -> set[str]:
     return {name for name in fields if not name.startswith("_")} - set(REFUSED_KEYS)
 
 
-def _check_single(model_type: str, config_class: type[PreTrainedConfig]) -> None:
-    """Refuse a combination of several models. (A group of settings, as in mpt, is not a model.)"""
-    parts = {
-        name
-        for name, part_class in config_class.sub_configs.items()
-        if getattr(part_class, "model_type", None) != ""
-    }
-    if parts:
+def _check_single(model_type: str) -> None:
+    """Refuse a combination of several models that is not a joint model."""
+    if parts := parts_of(model_type):
         raise ModelConfigError(
             f"{model_type} has a decoder and {listing(parts - {'text_config'} or parts)}; only "
-            "text decoders are supported. Many such models have a text-only version (for instance "
-            "gemma3_text)."
+            "text decoders, alone or in joint models of transformers, are supported."
         )
 
 
@@ -292,7 +327,7 @@ def _check_causal(config: PreTrainedConfig) -> None:
 
 
 def _refusal(key: str, reason: str) -> str:
-    way_out = "" if reason == QUANTISED else " Remove the key to continue."
+    way_out = "" if reason.endswith("cannot be read") else " Remove the key to continue."
     return f"{CONFIG_NAME}: key {key[:120]} is refused: {reason}.{way_out}"
 
 

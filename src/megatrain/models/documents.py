@@ -30,11 +30,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
-from transformers import AttentionMaskInterface, PreTrainedConfig, masking_utils
+from transformers import AttentionMaskInterface, AutoConfig, PreTrainedConfig, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_masks_for_generate
 
 from megatrain.models.attention import Answer, AttentionOutput, attention_replaced
+from megatrain.models.chain.joint import TEXT_PART, text_part
 
 BY_DOCUMENT = frozenset(
     """
@@ -48,6 +49,18 @@ BY_DOCUMENT = frozenset(
     stablelm starcoder2 vaultgemma youtu
     """.split()  # noqa: SIM905
 )
+JOINT_BY_DOCUMENT = frozenset(
+    """
+    aria aya_vision cohere2_vision cohere_compass cosmos3_edge cosmos3_omni deepseek_vl
+    deepseek_vl_hybrid exaone4_5 fuyu gemma3 glmasr got_ocr2 granite_speech granite_speech_plus
+    hyperclovax_vision_v2 idefics2 idefics3 internvl janus kimi_k25 lighton_ocr llava llava_next
+    llava_next_video llava_onevision mistral3 moss_transcribe_diarize ovis2 phi4_multimodal
+    pp_chart2table qianfan_ocr qwen2_audio qwen3_asr qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe
+    smolvlm vibevoice_asr video_llama_3 video_llava vipllava voxtral
+    """.split()  # noqa: SIM905
+)
+"""Joint families of which the same is true for text. Where the text part may be of any family, it
+must be one of BY_DOCUMENT too."""
 TAKES_MASKS = frozenset({"afmoe", "gpt_oss"})
 """Families (as of transformers 5.22) that forget, and take a mask for each kind of layer."""
 _NO_WINDOW = 0
@@ -84,8 +97,16 @@ class PutOffMask:
 
 def attends_by_document(config: PreTrainedConfig, *, compiles: bool) -> bool:
     """Return whether a packed row of this model can be attended to by document."""
-    attends = config._attn_implementation in ("sdpa", "eager") and not compiles
-    return attends and config.model_type in BY_DOCUMENT
+    attends = text_part(config)._attn_implementation in ("sdpa", "eager") and not compiles
+    return attends and by_document(config)
+
+
+def by_document(config: PreTrainedConfig) -> bool:
+    """Return whether the layers of a model can attend to each document alone."""
+    text = text_part(config)
+    if config.sub_configs.get(TEXT_PART) is AutoConfig and text.model_type not in BY_DOCUMENT:
+        return False
+    return config.model_type in BY_DOCUMENT | JOINT_BY_DOCUMENT
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from megatrain.models.chain.joint import text_part
 from megatrain.models.stand_ins import Call
 
 ARGUMENT = "past_key_values"
@@ -70,6 +71,7 @@ def has_cache(call: Call) -> bool:
 
 def bytes_per_token(config: PreTrainedConfig, element_bytes: int) -> int:
     """Return at most how many bytes a token takes in a cache."""
+    config = text_part(config)
     heads = getattr(config, "num_attention_heads", None) or 1
     kept = getattr(config, "num_key_value_heads", None) or heads
     kept = max(kept) if isinstance(kept, list) else kept

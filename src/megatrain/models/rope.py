@@ -27,6 +27,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from megatrain.errors import ConfigError, ModelConfigError, listing
+from megatrain.models.chain.joint import text_part
 from megatrain.models.config_json import parse_config, read_object
 
 ORIGINAL = "original_max_position_embeddings"
@@ -119,6 +120,11 @@ def require_rotary(model: nn.Module) -> None:
 def _declared(config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
     """Return the parameters of layers that see the whole row, by kind. Raises ConfigError."""
     name, parameters = config.model_type, getattr(config, "rope_parameters", None)
+    if text_part(config) is not config:
+        raise ConfigError(
+            f"model.rope: {name} is a joint model. Scale the positions in text_config of its "
+            "config.json, and remove model.rope."
+        )
     if not parameters or getattr(config, "alibi", False) is True:
         raise ConfigError(
             f"model.rope scales rotary positions, but this {name} has none that its config.json "

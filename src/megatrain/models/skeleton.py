@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from megatrain.errors import MissingPackage, NotSplittable
+from megatrain.models.chain.joint import attention_choice, joint_class
 
 MAX_PARAMS = 1 << 14
 """A fused layer has up to 40; building takes 0.1 ms each."""
@@ -35,14 +37,16 @@ def build_skeleton(
     """Return the model with parameters on meta and buffers as `from_pretrained` leaves them."""
     try:
         with torch.device("meta"), _few_params():
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attn
-            )
+            model = _built(config, dtype, attention_choice(config, attn))
         _apply_dtype_plan(model, dtype)
         _make_buffers(model)
     except NotSplittable:
         raise
     except ImportError as error:
+        if attn is None and joint_class(config) is not None:
+            raise MissingPackage(
+                f"transformers cannot build a {config.model_type}: {str(error).strip()[:300]}"
+            ) from error
         if attn is None:
             raise
         package = _PACKAGES.get(attn, attn)
@@ -60,6 +64,14 @@ def build_skeleton(
             # It looks at the tokens only to warn of padding: on a device the host waits for that.
             module.warn_if_padding_and_no_attention_mask = _say_nothing
     return model.train()
+
+
+def _built(config: PreTrainedConfig, dtype: torch.dtype, attn: Any) -> PreTrainedModel:
+    joint = joint_class(config)
+    if joint is not None:
+        made: PreTrainedModel = joint._from_config(config, dtype=dtype, attn_implementation=attn)
+        return made
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn)
 
 
 def _say_nothing(*_: object) -> None:

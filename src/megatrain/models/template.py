@@ -40,7 +40,7 @@ from megatrain.models.compiled import (
     representatives,
 )
 from megatrain.models.decoder import Decoder
-from megatrain.models.documents import BY_DOCUMENT, masks_put_off, with_packed_masks
+from megatrain.models.documents import by_document, masks_put_off, with_packed_masks
 from megatrain.models.key_values import has_cache
 from megatrain.models.scores import Function, TracedScores, Tracer, examined
 from megatrain.models.stand_ins import (
@@ -254,7 +254,7 @@ class Template:
 
         ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
         inputs = {"input_ids": ids}
-        no_masks = decoder.config.model_type in BY_DOCUMENT  # others do something with theirs
+        no_masks = by_document(decoder.config)  # others do something with theirs
         if no_masks:  # a flat row has more tokens than a table may have positions
             inputs["position_ids"] = ids
         with (

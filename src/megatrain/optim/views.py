@@ -2,7 +2,7 @@
 
 Inside a segment, params of equal decay that follow each other form a run, and each run is one
 update: one pass over plain memory. Views are made for each update, so that states may live
-elsewhere, and runs may be cut to the part that a rank owns, without the optimizer knowing.
+elsewhere, and runs are cut to the part that a rank owns, without the optimizer knowing.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from megatrain.errors import ConfigError
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import Layout, Segment
 from megatrain.memory.store import Store
+from megatrain.ranks.ownership import overlap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,7 @@ class UpdateViews:
                 self._firsts[id(segment)] = layout.first_trained(segment)
 
     def of(self, segment: Segment, region: Tensor | None = None) -> Iterator[tuple[slice, Views]]:
-        """Yield the runs of a segment: where each is in the segment's gradient, and its views.
+        """Yield the runs of what is here of a segment: where each is in its gradient, its views.
 
         `region` has what the segment's block has on disk; None if that is nothing.
         """
@@ -78,7 +79,7 @@ class UpdateViews:
                     lo=None if lo is None else lo[span],
                     states=tuple(_part(*state, span) for state in states),
                     decays=run.decays,
-                    first=self._firsts[id(segment)] + run.start,
+                    first=self._firsts[id(segment)] + segment.owned.start + run.start,
                 ),
             )
 
@@ -94,11 +95,16 @@ def _part(kind: Kind, numbers: Tensor, span: slice) -> Tensor:
 
 
 def _runs(layout: Layout, segment: Segment, decayed: frozenset[str]) -> list[_Run]:
+    """Return the runs of what is here, counted from its first element."""
     runs: list[_Run] = []
+    owned = segment.owned
     for place in layout.segment_places(segment):
+        here = overlap(range(place.start, place.padded_stop), owned)
+        if not here:
+            continue
         decays = place.param.name in decayed
+        start, stop = here.start - owned.start, here.stop - owned.start
         if runs and runs[-1].decays == decays:
-            runs[-1] = _Run(runs[-1].start, place.padded_stop, decays)
-        else:
-            runs.append(_Run(place.start, place.padded_stop, decays))
+            start = runs.pop().start
+        runs.append(_Run(start, stop, decays))
     return runs

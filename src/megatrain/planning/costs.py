@@ -2,14 +2,16 @@
 
 A cost is seconds alone, and the rates at which it uses what lanes share meanwhile: host memory
 traffic, the two directions of the link, and cores where compute is on the host's. Who slows whom is
-the simulator's part.
+the simulator's part. With ranks the machine is that of one of them (ranks/sharing.py).
 
-    products       2 FLOPs per weight and token forward, 4 backward; forward again in backward
+    products       2 FLOPs per weight and token forward, 4 backward, of which 2 are the weight's own
+                   gradient, if it is trained; forward again in backward
     attention      as products, at a share of their rate
     element-wise   bytes that norms, rotations and activations read and write
     copies         bytes over the link
     update         params over the kernel's rate
     disk           bytes of masters, states and waiting gradients over the disk's rates
+    network        bytes that other ranks own over what is between them (ranks/collectives.py)
 """
 
 from __future__ import annotations
@@ -22,12 +24,16 @@ from megatrain.memory.kinds import Kind, bytes_per_param, update_traffic
 from megatrain.optim.states import ADAMW
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.model.shapes import BlockShape
+from megatrain.planning.ranks.collectives import Collective, Collectives
 from megatrain.planning.workload import Workload
 from megatrain.step.ops import Op, OpKind, Role
 from megatrain.step.settings import StepSettings
 
 BACKWARD_PASSES = 2.5
 """Element-wise work of backward over that of forward."""
+FUSED_SHARE = 0.4
+"""Element-wise work of compiled layers or fused kernels on a device, as a share: a norm reads and
+writes once instead of five times, a residual goes with it. Predicted, not measured."""
 BACKWARD_ATTENTION = 2.5
 """FLOPs of attention's backward over forward's: a fused kernel computes the scores once more."""
 
@@ -46,6 +52,8 @@ class Cost:
     """Host cores it keeps busy while it runs alone."""
     link: str = ""
     """`in` or `out` if it is on the link."""
+    link_share: float = 0.0
+    """Of both directions of the link, what it takes while it runs alone, beside a copy."""
 
 
 class Costs:
@@ -56,6 +64,7 @@ class Costs:
         self._micro_sizes = workload.micro_sizes(settings.micro_batch_tokens)
         self._blocks = workload.model.blocks
         self._on_disk = workload.kinds_on_disk(settings)
+        self._owned = workload.division.owned
         self._cached: dict[tuple[object, ...], Cost] = {}
 
     def of(self, op: Op) -> Cost:
@@ -70,7 +79,8 @@ class Costs:
         if op.block is None:
             return (op.kind,)
         tokens = 0 if op.micro is None else self._micro_sizes[op.micro]
-        return (op.kind, self._kind_of_block[op.block], tokens, op.adds, op.num_pieces)
+        kind = (op.kind, self._kind_of_block[op.block], op.keeps_activations)
+        return (*kind, tokens, op.adds, op.num_pieces)
 
     @cached_property
     def _kind_of_block(self) -> list[int]:
@@ -82,6 +92,14 @@ class Costs:
         match op.kind:
             case OpKind.FETCH:
                 return self._copy("in", self._fetched_bytes(op, block))
+            case OpKind.GATHER:
+                return self._collective(self._collectives.gather(block))
+            case OpKind.BALANCE:
+                return self._collective(self._collectives.smallest())
+            case OpKind.EXCHANGE:
+                moved = self._collectives.exchange(block, op.num_pieces)
+                added_s = self._collectives.added_seconds(block, op.num_pieces)
+                return self._collective(moved, added_s)
             case OpKind.RESTORE:
                 return self._copy("in", self._taped_bytes(tokens))
             case OpKind.STASH:
@@ -100,8 +118,9 @@ class Costs:
             case OpKind.SPILL:
                 return self._disk(block, (Kind.GRAD,), self.profile.disk_write_bytes_per_s)
             case OpKind.CLIP:
-                return Cost(seconds=self.profile.op_overhead_s)
-        return self._compute(self._compute_seconds(op, block, tokens))
+                return Cost(seconds=self.profile.op_overhead_s + 2 * self._agreed_s)
+        seconds = self._compute_seconds(op, block, tokens)
+        return self._compute(max(seconds, self._issue_seconds(op, block, tokens)))
 
     # Compute.
 
@@ -113,24 +132,36 @@ class Costs:
         if op.kind is OpKind.HEAD and op.trains and op.num_pieces > 1:
             return self._head_sums_seconds(tokens)
         if op.kind in (OpKind.HEAD, OpKind.PIECE):
-            return self.head_seconds(tokens) / op.num_pieces
+            first = self._head_sums_seconds(tokens) if self._projects_first(op) else 0.0
+            return first + self.head_seconds(tokens) / op.num_pieces
         if op.role is Role.EMBEDDING:
             return self._embedding_seconds(block, tokens, backward=op.kind is OpKind.BACKWARD)
         forward = self.layer_seconds(block, tokens)
         if op.kind is OpKind.FORWARD:
             return forward
         backward = self._layer_backward_seconds(block, tokens)
-        return forward + backward + self._layer_sums(block, tokens, adds=op.adds)
+        recompute = 0.0 if op.keeps_activations else forward
+        return recompute + backward + self._layer_sums(block, tokens, adds=op.adds)
+
+    def _issue_seconds(self, op: Op, block: BlockShape, tokens: int) -> float:
+        """Return how long the host takes to issue an op: a device has done it no sooner."""
+        if op.role is not Role.LAYER:
+            return 0.0
+        forward = op.kind is OpKind.FORWARD
+        profile, (_, num_tiles) = self.profile, self._tiles(block, tokens)
+        return num_tiles * (profile.forward_issue_s if forward else profile.backward_issue_s)
 
     def layer_seconds(self, block: BlockShape, tokens: int) -> float:
         at_once, num_tiles = self._tiles(block, tokens)
         products = block.matmul_flops_per_token * tokens / self._forward_rate(at_once)
         passes = self.passes(block, tokens) + (num_tiles - 1) * self.profile.op_overhead_s
-        return products + self.attention_seconds(block, tokens, 1.0) + passes
+        waits = num_tiles * self.profile.expert_wait_s if block.num_experts else 0.0
+        return products + self.attention_seconds(block, tokens, 1.0) + passes + waits
 
     def _layer_backward_seconds(self, block: BlockShape, tokens: int) -> float:
         at_once, num_tiles = self._tiles(block, tokens)
-        products = 2 * block.matmul_flops_per_token * tokens / self._backward_rate(at_once)
+        flops = block.matmul_flops_per_token + block.gradient_flops_per_token
+        products = flops * tokens / self._backward_rate(at_once)
         if num_tiles > 1:  # what is before attention is computed once more
             before, _ = block.params_around_attention(self._width)
             products += 2.0 * before * tokens / self._forward_rate(at_once)
@@ -163,7 +194,10 @@ class Costs:
 
     def passes(self, block: BlockShape, tokens: int) -> float:
         """Return the seconds of forward's element-wise work."""
-        return tokens * elementwise_bytes(block, self._width) / self.profile.device_bytes_per_s
+        workload, on_device = self.workload, not self.profile.unified
+        is_fused = on_device and (workload.compiled or workload.kernels != "none")
+        moved = tokens * elementwise_bytes(block, self._width)
+        return (FUSED_SHARE if is_fused else 1.0) * moved / self.profile.device_bytes_per_s
 
     def add_up(self, block: BlockShape, *, adds: bool) -> float:
         """Return the seconds in which a block's gradient gets into its slot."""
@@ -174,14 +208,20 @@ class Costs:
             moved = 0
         return moved / self.profile.device_bytes_per_s
 
+    def _projects_first(self, op: Op) -> bool:
+        """Return whether the head has all log-probabilities first; by pieces it always has."""
+        return self.workload.projects_twice and op.kind is OpKind.HEAD and op.trains
+
     def head_seconds(self, tokens: int) -> float:
         model, profile = self.workload.model, self.profile
         flops = model.head_flops_per_token * tokens
-        products = flops / self._forward_rate(tokens) + 2 * flops / self._backward_rate(tokens)
+        trains = model.trains_projection
+        products = flops / self._forward_rate(tokens)
+        products += (1 + trains) * flops / self._backward_rate(tokens)
         # Logits: widened, their maximum and sum taken, turned into their gradient, narrowed.
         scores = tokens * model.vocab * (4 * self.workload.element_bytes + 20)
         chunks = -(-tokens // self.settings.chunk_tokens)
-        added = chunks * model.vocab * model.hidden * (self.workload.element_bytes + 8)
+        added = trains * chunks * model.vocab * model.hidden * (self.workload.element_bytes + 8)
         seconds = products + (scores + added) / profile.device_bytes_per_s
         return seconds / profile.head_efficiency
 
@@ -220,7 +260,7 @@ class Costs:
         if self._gathers(op):
             model = self.workload.model
             return self.workload.distinct_tokens() * model.hidden * self.workload.element_bytes
-        return block.weight_bytes(self.workload.dtype)
+        return block.weight_bytes(self.workload.dtype, self._owned)
 
     def _gathers(self, op: Op) -> bool:
         """Return whether the op moves rows of the embedding instead of all of it."""
@@ -238,7 +278,8 @@ class Costs:
     def _disk(self, block: BlockShape, kinds: Sequence[Kind], rate: float) -> Cost:
         """Return the cost of moving the block's `kinds`: they are hashed on the way."""
         is_fp32 = self.workload.dtype == "fp32"
-        num_bytes = int(block.trained_elements() * bytes_per_param(kinds, is_fp32=is_fp32))
+        params = block.trained_elements(self._owned)
+        num_bytes = int(params * bytes_per_param(kinds, is_fp32=is_fp32))
         return self._transfer(num_bytes, rate)
 
     def _transfer(self, num_bytes: int, rate: float, link: str = "") -> Cost:
@@ -257,7 +298,7 @@ class Costs:
         )
 
     def _drain(self, op: Op, block: BlockShape) -> Cost:
-        num_bytes = block.gradient_bytes(self.workload.dtype) // op.num_pieces
+        num_bytes = block.gradient_bytes(self.workload.dtype, self._owned) // op.num_pieces
         if self.profile.unified:
             seconds = 2 * num_bytes / self.profile.device_bytes_per_s + self.profile.op_overhead_s
             return Cost(seconds=seconds, num_bytes=num_bytes, cores=self.profile.compute_cores)
@@ -265,20 +306,47 @@ class Costs:
             num_bytes = self._fetched_bytes(op, block)
         return self._copy("out", num_bytes)
 
+    # Between ranks.
+
+    @cached_property
+    def _collectives(self) -> Collectives:
+        return Collectives(self.profile, self.workload.division, self.workload.dtype)
+
+    @property
+    def _agreed_s(self) -> float:
+        """What it takes until all ranks have heard a few numbers."""
+        return 0.0 if self.workload.division.is_alone else self._collectives.latency_s
+
+    def _collective(self, moved: Collective, added_s: float = 0.0) -> Cost:
+        """Return the cost of a collective, and of the sums behind it, which are compute."""
+        profile = self.profile
+        assert profile.network is not None
+        seconds = moved.seconds + added_s + profile.op_overhead_s
+        cores = profile.network.cores * moved.seconds + profile.compute_cores * added_s
+        return Cost(
+            seconds=seconds,
+            num_bytes=moved.num_bytes,
+            dram_rate=moved.dram_bytes / seconds,
+            cores=cores / seconds,
+            link_share=moved.link_share if profile.device_bytes else 0.0,
+        )
+
     # Host.
 
     def _norm(self, op: Op, block: BlockShape) -> Cost:
-        num_bytes = block.gradient_bytes(self.workload.dtype)
+        num_bytes = block.gradient_bytes(self.workload.dtype, self._owned)
         moved = 3 * num_bytes if self._gathers(op) else num_bytes
-        return self._host(moved / self._update_rate, moved, num_bytes)
+        shared_s = self._agreed_s if self.settings.update == "in_backward" else 0.0
+        return self._host(moved / self._update_rate + shared_s, moved, num_bytes)
 
     def _update(self, block: BlockShape) -> Cost:
-        params = block.trained_elements()
+        params = block.trained_elements(self._owned)
         is_fp32 = self.workload.dtype == "fp32"
         states = self.workload.states[self.settings.state]
         moved = params * update_traffic(states, is_fp32=is_fp32)
         seconds = moved / self._update_rate
-        return self._host(seconds, moved, block.gradient_bytes(self.workload.dtype))
+        num_bytes = block.gradient_bytes(self.workload.dtype, self._owned)
+        return self._host(seconds, moved, num_bytes)
 
     @property
     def _update_rate(self) -> float:
@@ -299,11 +367,13 @@ def elementwise_bytes(block: BlockShape, hidden: int) -> float:
     """Return what forward's element-wise work reads and writes per token, in bf16.
 
     A norm widens, squares, averages, scales and narrows: 30 bytes per element. A residual is three
-    passes of two bytes; a rotation ten, of queries and keys; an activation and a product five.
+    passes of two bytes; a rotation ten, of queries and keys; an activation and a product five. What
+    an adapter gives is scaled and added to what it adapts: five.
     """
     norms = sum(1 for t in block.tensors if len(t.shape) == 1 and t.shape[0] == hidden)
     total = (30.0 * max(1, norms) + 12.0) * hidden
     if block.attention is not None:
         keys = block.attention.kv_heads * block.attention.head_dim
         total += 20.0 * (block.attention.query_width + keys)
-    return total + (10.0 if block.gated else 4.0) * block.inner
+    _, _, adapted = block.adapted_widths
+    return total + (10.0 if block.gated else 4.0) * block.inner + 10.0 * adapted

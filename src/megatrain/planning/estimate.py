@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from megatrain.memory.host import free_bytes
 from megatrain.planning.catalog.asked_machines import find_machine
 from megatrain.planning.catalog.asked_models import shape_for
 from megatrain.planning.catalog.known_models import known_models
+from megatrain.planning.catalog.networks import NETWORKS, find_network
 from megatrain.planning.catalog.reference_machines import MACHINES
 from megatrain.planning.from_config import (
     free_on_disk,
@@ -44,10 +45,16 @@ from megatrain.planning.from_config import (
 from megatrain.planning.longest import LONGEST_ROW
 from megatrain.planning.machine.examination import kept_examination
 from megatrain.planning.machine.profile import MachineProfile
+from megatrain.planning.machine.reserve import with_reserve
 from megatrain.planning.model.shapes import ModelShape
 from megatrain.planning.plan import Plan, make_plan
+from megatrain.planning.ranks.division import Division
+from megatrain.planning.ranks.sharing import as_rank
 from megatrain.planning.search import capacities, shortfall_texts, shortfalls
 from megatrain.text import duration, figure
+
+MOST_RANKS = 4096
+"""Of a host, or hosts: more is a mistake."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +103,9 @@ class Estimate:
             "figures": self.figures,
             "weights": workload.model.weights,
             "params": workload.model.params,
+            "carried_params": workload.model.carried_params,
             "active_params": workload.model.active_params,
+            "trained_params": workload.model.trained_params,
             "step_tokens": workload.step_tokens,
             "sequence": workload.sequence,
             "available": capacities(plan.profile),
@@ -122,9 +131,14 @@ class Estimate:
         rows = [_row("machine", self.machine), _row("figures", self.figures)]
         if model.weights:
             rows.append(_row("weights", model.weights))
+        if model.carried_params:
+            rows.append(_row("carried", f"{figure(model.carried_params)} parameters besides text"))
         if model.active_params < 0.95 * model.params:
             share = f"{figure(model.active_params)} of {figure(model.params)} parameters"
             rows.append(_row("experts", f"a token uses {share}"))
+        if model.is_adapted:
+            trained = f"{figure(model.trained_params)} of {figure(model.params)} parameters"
+            rows.append(_row("adapters", f"{trained} are trained; the base is frozen"))
         length, most = self.plan.workload.sequence, model.positions
         if most is not None and length > most and not self.scales_positions:
             rows.append(
@@ -153,8 +167,12 @@ def estimate(
     tokens: str | float | None = None,
     seq: str | int | None = None,
     batch_tokens: str | int | None = None,
+    lora: int | None = None,
     disk: str | int | None = None,
     price_per_hour: float | None = None,
+    gpus: int = 1,
+    hosts: int = 1,
+    network: str | None = None,
 ) -> Estimate:
     """Return what training `model` would need and take.
 
@@ -162,11 +180,16 @@ def estimate(
     are settings like `train.max_grad_norm=null`. `gpu` is a name (`4090`) or a size (`24GB`); None:
     this machine, as `megatrain doctor` measured it. `ram` is the host memory a run may use; None:
     the free memory here, or the usual one. `disk` is the free space of `memory.disk`; None: what is
-    free there, or the usual 2 TB. `seq` and `batch_tokens` are data.max_length and
-    train.batch_tokens. Raises ConfigError, ModelFolderError or ModelConfigError.
+    free there, or the usual 2 TB. `seq`, `batch_tokens` and `lora` are data.max_length,
+    train.batch_tokens and lora.rank. `gpus` are those of each host, one rank on each, `hosts` are
+    equal and have `ram` each, and `network` is between them: a name like `25GbE`, or `3GB/s`.
+    Raises ConfigError, ModelFolderError or ModelConfigError.
     """
+    division = _division(gpus, hosts, network)
     if disk is not None:  # its size is given, so its path does not matter
         overrides = ["memory.disk=.", *overrides]
+    if lora is not None:
+        overrides = [f"lora.rank={lora}", *overrides]
     config = _config(model, overrides, seq, batch_tokens)
     if config.data.max_length > LONGEST_ROW:
         raise ConfigError(
@@ -174,9 +197,10 @@ def estimate(
             f"{LONGEST_ROW:,} tokens. Lower --seq, or data.max_length."
         )
     profile, machine, figures = _machine(
-        gpu, None if ram is None else _read("ram", ram, read_bytes)
+        gpu, None if ram is None else _read("ram", ram, read_bytes), division
     )
-    if config.memory.device == "cpu" and not profile.unified:
+    profile = _connected(as_rank(profile, division), division, network)
+    if config.memory.device == "cpu" and not profile.on_host:
         raise ConfigError(
             f"memory.device is cpu, but {machine} computes on its GPU. Set memory.device=auto"
         )
@@ -185,7 +209,7 @@ def estimate(
     elif gpu is None:
         profile = profile.changed(disk_bytes=free_on_disk(config))
     return Estimate(
-        plan=_planned(config, within(profile, config), shape_for(config)),
+        plan=_planned(config, with_reserve(within(profile, config)), shape_for(config), division),
         machine=machine,
         figures=figures,
         tokens=None if tokens is None else _read("tokens", tokens, read_count),
@@ -194,14 +218,45 @@ def estimate(
     )
 
 
-def _planned(config: Config, profile: MachineProfile, model: ModelShape) -> Plan:
-    size = step_size_of(config, profile, model)
+def _division(gpus: int, hosts: int, network: str | None) -> Division:
+    """Return the ranks that are asked for. Raises ConfigError."""
+    for name, number in (("gpus", gpus), ("hosts", hosts)):
+        if not 1 <= number <= MOST_RANKS:
+            raise ConfigError(f"--{name} is {number}, must be between 1 and {MOST_RANKS:,}")
+    if hosts > 1 and network is None:
+        raise ConfigError(
+            f"--hosts is {hosts}: what is between them? Give --network 25GbE, or 3GB/s"
+        )
+    if hosts == 1 and network is not None:
+        raise ConfigError(
+            f"--network {network[:60]}: it is between hosts, and --hosts is 1. Leave it out, or "
+            "give the number of hosts"
+        )
+    return Division(num_hosts=hosts, per_host=gpus)
+
+
+def _connected(profile: MachineProfile, division: Division, network: str | None) -> MachineProfile:
+    """Return the machine of a rank with the network that its host has."""
+    if network is None:
+        return profile
+    found = find_network(network)
+    assert profile.network is not None, division
+    between = replace(
+        profile.network, host_bytes_per_s=found.bytes_per_s, host_latency_s=found.latency_s
+    )
+    return profile.changed(network=between)
+
+
+def _planned(
+    config: Config, profile: MachineProfile, model: ModelShape, division: Division
+) -> Plan:
+    size = step_size_of(config, profile, model, division=division)
     if size is not None:
         config = config.settled(size.tokens)
     plan = make_plan(
         profile,
-        workload_of(config, model),
-        step_settings_of(config, unified=profile.unified),
+        workload_of(config, model, division, unified=profile.on_host),
+        step_settings_of(config, unified=profile.on_host, division=division),
         pins_of(config),
     )
     return plan if size is None else plan.with_step_reason(size.reason)
@@ -225,19 +280,24 @@ def _config(
     return resolve_config(Document(name="estimate", value=bare), [*given, *overrides])
 
 
-def _machine(gpu: str | None, ram_bytes: int | None) -> tuple[MachineProfile, str, str]:
+def _machine(
+    gpu: str | None, ram_bytes: int | None, division: Division
+) -> tuple[MachineProfile, str, str]:
     """Return the profile, how people know it, and where its figures are from."""
     if gpu is None:
         return _this_machine(ram_bytes)
     reference, device_bytes = find_machine(gpu)
-    profile = reference.profile(ram_bytes=ram_bytes)
+    profile = reference.profile(ram_bytes=ram_bytes, per_host=division.per_host)
     name = reference.name
     if device_bytes is not None:
         profile = profile.changed(device_bytes=reference.usable(device_bytes))
         profile = profile.changed(name=f"{gpu.strip()} card")
         name = f"{profile.name}, as fast as {reference.name}"
     usual = "" if ram_bytes else "; host memory as usual"
-    return profile, name, f"published, not measured{usual}"
+    if min(reference.sockets, division.per_host) > 1:
+        usual += f"; {reference.sockets} processors a host"
+    times = "" if division.is_alone else f"{division.size} x "
+    return profile, times + name, f"published, not measured{usual}"
 
 
 def _this_machine(ram_bytes: int | None) -> tuple[MachineProfile, str, str]:
@@ -256,7 +316,16 @@ def known() -> str:
     models = [f"  {model.name:45}{figure(model.published_params):>8}" for model in known_models()]
     machines = [f"  {machine.name:45}{machine.memory_gib:>4} GiB" for machine in MACHINES]
     return "\n".join(
-        ["models, with their parameters", *models, "", "machines for --gpu", *machines]
+        [
+            "models, with their parameters",
+            *models,
+            "",
+            "machines for --gpu",
+            *machines,
+            "",
+            "networks for --network",
+            *(f"  {each.name:45}{each.bytes_per_s / 1e9:>5.3g} GB/s" for each in NETWORKS),
+        ]
     )
 
 

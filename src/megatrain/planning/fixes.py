@@ -183,16 +183,28 @@ def _without_packing(start: Fix) -> Fix | None:
 
 def _with_tiles(start: Fix) -> Fix | None:
     """Let the plan cut rows into tiles, where the user wants full rows or larger tiles."""
-    if "tile_tokens" not in start.pins:
+    return _left_to_plan(start, "tile_tokens")
+
+
+def _keeping_less(start: Fix) -> Fix | None:
+    """Let the plan say how many layers keep their activations."""
+    return _left_to_plan(start, "kept_layers", kept_layers=0)
+
+
+def _left_to_plan(start: Fix, name: str, **begins: int) -> Fix | None:
+    """Let the plan choose a setting that the user has chosen; the search begins with `begins`."""
+    if name not in start.pins:
         return None
-    pins = {name: why for name, why in start.pins.items() if name != "tile_tokens"}
-    found = replace(start, pins=pins)
+    pins = {other: why for other, why in start.pins.items() if other != name}
+    settings = start.settings.changed(**begins)
+    found = replace(start, pins=pins, settings=settings)
     place = "host" if start.profile.unified else "device"
     saved = start.ledger.total(place) - found.ledger.total(place)
     if saved < _LEAST:
         return None
-    override = "memory.tile_tokens=auto"
-    return _then(start, f"{override} (-{gib(saved)} {place})", override, pins=pins)
+    override = f"memory.{name}=auto"
+    text = f"{override} (-{gib(saved)} {place})"
+    return _then(start, text, override, pins=pins, settings=settings)
 
 
 def _without_clipping(start: Fix) -> Fix | None:
@@ -338,6 +350,7 @@ def _more(start: Fix, place: str, sizes: list[int], headroom: float, now: int) -
 
 _LEAST = 1 << 20
 _KINDS = (
+    _Kind(cost=0.4, change=_keeping_less),
     _Kind(cost=0.5, change=_with_tiles),
     _Kind(cost=1.1, change=_without_packing),
     _Kind(cost=1.0, change=_without_clipping),

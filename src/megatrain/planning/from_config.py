@@ -14,6 +14,7 @@ from megatrain.files import free_disk_bytes
 from megatrain.optim.states import STATES
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.model.shapes import ModelShape
+from megatrain.planning.ranks.division import SOLE_RANK, Division
 from megatrain.planning.step_size import USUAL, StepSize, choose_step
 from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
@@ -22,8 +23,19 @@ USUAL_TOKENS = 8192
 """Of a micro-batch, where nothing is known about the machine."""
 
 
-def workload_of(config: Config, model: ModelShape) -> Workload:
-    """Return what one step of the run works on."""
+def workload_of(
+    config: Config, model: ModelShape, division: Division = SOLE_RANK, *, unified: bool
+) -> Workload:
+    """Return what one step of the run works on, and the ranks that share it.
+
+    Raises ConfigError if more layers are to keep their activations than the model has.
+    """
+    kept = config.memory.kept_layers
+    if kept != "auto" and kept > model.num_layers:
+        raise ConfigError(
+            f"memory.kept_layers is {kept}, but {model.name} has {model.num_layers} layers. Set it "
+            f"to {model.num_layers} or less, or to auto."
+        )
     return Workload(
         model=model,
         step_tokens=_step_tokens(config),
@@ -32,28 +44,51 @@ def workload_of(config: Config, model: ModelShape) -> Workload:
         dtype=config.model.dtype,
         attn=config.model.attn,
         packed=config.data.packing,
-        compiled=config.train.compile,
+        compiled=compile_choice(config, unified=unified)[0],
+        kernels=config.train.kernels,
         max_grad_norm=config.train.max_grad_norm,
+        projects_twice=config.loss.name != "next_token",
         states=STATES[config.optim.name],
+        division=division,
     )
 
 
 def step_settings_of(
-    config: Config, *, unified: bool, router_aux_loss: float = 0.0
+    config: Config,
+    *,
+    unified: bool,
+    router_aux_loss: float = 0.0,
+    division: Division = SOLE_RANK,
 ) -> StepSettings:
     """Return the config's settings of a step; where it has `auto`, simple rules decide."""
     train = config.train
+    of_rank = -(-_step_tokens(config) // division.size)
     by_rules = {
-        "micro_batch_tokens": max(config.data.max_length, min(_step_tokens(config), USUAL_TOKENS)),
+        "micro_batch_tokens": max(config.data.max_length, min(of_rank, USUAL_TOKENS)),
         "tape": "device" if unified else "host",
     }
     return StepSettings(
         update="in_backward" if train.max_grad_norm is None else "late",
         router_aux_loss=router_aux_loss,
         on_nonfinite=train.on_nonfinite,
-        compile=train.compile,
+        compile=compile_choice(config, unified=unified)[0],
+        kernels=train.kernels,
         seed=train.seed,
     ).changed(**by_rules | _given(config))
+
+
+def compile_choice(config: Config, *, unified: bool) -> tuple[bool, str]:
+    """Return whether layers are compiled, and why."""
+    wanted = config.train.compile
+    if wanted != "auto":
+        return wanted, "set by you"
+    if unified:
+        return False, "compute is on the CPU"
+    if config.data.packing:
+        return False, "packed documents are attended to alone, which a graph does not do"
+    if isinstance(config.memory.tile_tokens, int):
+        return False, "layers run over tiles"
+    return True, "fewer passes over memory; the gain is predicted, not measured"
 
 
 def _step_tokens(config: Config) -> int:
@@ -62,15 +97,22 @@ def _step_tokens(config: Config) -> int:
 
 
 def step_size_of(
-    config: Config, profile: MachineProfile, model: ModelShape, epoch_tokens: int | None = None
+    config: Config,
+    profile: MachineProfile,
+    model: ModelShape,
+    epoch_tokens: int | None = None,
+    division: Division = SOLE_RANK,
 ) -> StepSize | None:
-    """Return the size of a step that the config leaves to the plan; None: it has one."""
+    """Return the size of a step that the config leaves to the plan; None: it has one.
+
+    With several ranks the profile is that of one of them (ranks/sharing.py).
+    """
     if config.train.batch_tokens != "auto":
         return None
     return choose_step(
         profile,
-        workload_of(config, model),
-        step_settings_of(config, unified=profile.unified),
+        workload_of(config, model, division, unified=profile.on_host),
+        step_settings_of(config, unified=profile.on_host, division=division),
         pins_of(config),
         epoch_tokens,
     )
@@ -89,6 +131,7 @@ def _given(config: Config) -> dict[str, Any]:
         "tape": memory.tape,
         "chunk_tokens": memory.chunk_tokens,
         "tile_tokens": memory.tile_tokens,
+        "kept_layers": memory.kept_layers,
         "state": config.optim.state,
     }
     return {name: value for name, value in values.items() if value != "auto"}

@@ -25,6 +25,7 @@ from megatrain.planning.bound import Bound, bound_of
 from megatrain.planning.fixes import Fix, find_fixes
 from megatrain.planning.machine.profile import NOT_MEASURED, MachineProfile
 from megatrain.planning.memory.predicted import predicted_ledger
+from megatrain.planning.ranks.described import rank_lines, whose
 from megatrain.planning.reasons import home_reasons, reasons_for
 from megatrain.planning.search import (
     Search,
@@ -43,6 +44,9 @@ from megatrain.text import figure
 
 _COSTS_NOTHING = ("fp32", "none")
 """Of the states, and of the tiers."""
+_LEAST_GAIN = 0.02
+_FASTER = 4
+"""As the next Ethernet that is sold: 10, 25, 100, 400."""
 _WORTH_NAMING = 0.15
 """A share of the step: what takes less is not named beside the first."""
 
@@ -90,6 +94,19 @@ class Plan:
         """Return the least times that the plan's costs allow. Walks all ops of a step."""
         return bound_of(self.simulation)
 
+    def with_setting(self, name: str, value: int, reason: str) -> Plan:
+        """Return the plan with one setting changed, and all else as it is."""
+        settings = self.settings.changed(**{name: value})
+        ledger = predicted_ledger(self.profile, self.workload, settings)
+        profile = effective_profile(self.profile, ledger)
+        return replace(
+            self,
+            settings=settings,
+            ledger=ledger,
+            simulation=simulate(profile, self.workload, settings),
+            reasons={**self.reasons, name: reason},
+        )
+
     def with_step_reason(self, reason: str) -> Plan:
         """Return the plan with the reason for the tokens of its step."""
         return replace(self, reasons={"batch_tokens": reason, **self.reasons})
@@ -108,6 +125,7 @@ class Plan:
         return {
             "model": self.workload.model.name,
             "machine": self.profile.name,
+            **self._rank_facts(),
             "fits": self.fits,
             "settings": self.settings.facts(),
             "reasons": self.reasons,
@@ -121,6 +139,13 @@ class Plan:
             "lever": self.lever,
             "fixes": [fix.text for fix in self.fixes],
         }
+
+    def _rank_facts(self) -> dict[str, Any]:
+        division, network = self.workload.division, self.profile.network
+        if division.is_alone or network is None:
+            return {}
+        hosts = {"num_hosts": division.num_hosts, "per_host": division.per_host}
+        return {"ranks": hosts | {"network": network.facts()}}
 
     def _predicted(self) -> dict[str, Any]:
         simulation = self.simulation
@@ -155,6 +180,7 @@ class Plan:
             f"step      {workload.step_tokens:,} tokens in rows of {workload.sequence:,}, "
             f"{workload.dtype}",
             *([] if why is None else [f"          auto: {why}"]),
+            *rank_lines(self.profile, workload, self.ledger),
             "",
         ]
 
@@ -169,7 +195,8 @@ class Plan:
             free = f" of {gib(has[place])}" if has.get(place) else ""
             short = f", {gib(missing[place])} short" if place in missing else ""
             total = self.ledger.total(place) + reserved.get(place, 0)
-            rows.append(f"{place:10}{gib(total):>12}{free}{short}")
+            of = whose(place, self.workload.division)
+            rows.append(f"{place:10}{gib(total):>12}{free}{short}{of}")
             lines = [line for line in self.ledger.lines if line.place == place]
             for line in sorted(lines, key=lambda line: -line.num_bytes):
                 rows.append(f"  {line.purpose:28}{gib(line.num_bytes):>12}")
@@ -182,6 +209,8 @@ class Plan:
         shares = simulation.busy_shares
         lanes = ["compute", "in", "out", "host", *([] if self.wear is None else ["disk"])]
         busy = ", ".join(f"{lane} {shares[lane]:.0%}" for lane in lanes)
+        if not self.workload.division.is_alone:
+            busy += f", network {shares['comm']:.0%}"
         return [
             f"speed     {simulation.tokens_per_s:,.0f} tokens/s, {simulation.step_s:,.3g} s a step",
             f"limit     {self._limit()}",
@@ -223,6 +252,8 @@ def make_plan(
     """
     search = Search(profile, workload, settings, pins)
     best = search.best()
+    if best is not None:
+        best = search.with_kept_layers(best)
     chosen = search.smallest() if best is None else best.settings
     ledger = predicted_ledger(profile, workload, chosen)
     # The speed of a plan that does not fit does not matter: few layers are played then.
@@ -243,7 +274,10 @@ def make_plan(
 
 
 def _lever(search: Search, settings: StepSettings) -> str:
-    """Return the change that would raise tokens per second most, and by how much."""
+    """Return the change that would raise tokens per second most, and by how much.
+
+    A setting costs less than a network: that is named only where no setting helps.
+    """
     workload, profile = search.workload, search.profile
     here = Search(profile, workload).seconds(settings) / workload.step_tokens
     found: list[tuple[float, str]] = []
@@ -260,6 +294,18 @@ def _lever(search: Search, settings: StepSettings) -> str:
         gain = here * workload.step_tokens / search.seconds(other) - 1
         found.append((gain, "train.max_grad_norm=null"))
     gain, text = max(found, default=(0.0, ""))
-    if gain < 0.02:
+    if gain < _LEAST_GAIN:
+        gain, text = _faster_network(search, settings, here * workload.step_tokens)
+    if gain < _LEAST_GAIN:
         return "none: within 2 % of the bound of this machine"
     return f"{text}: {gain:+.0%} tokens/s"
+
+
+def _faster_network(search: Search, settings: StepSettings, step_s: float) -> tuple[float, str]:
+    """Return the gain of four times the rates between ranks; none for a process alone."""
+    network = search.profile.network
+    if search.workload.division.is_alone or network is None:
+        return 0.0, ""
+    faster = search.profile.changed(network=network.faster(_FASTER))
+    seconds = Search(faster, search.workload).seconds(settings)
+    return step_s / seconds - 1, f"a network {_FASTER} times as fast"

@@ -37,8 +37,11 @@ LANE_LABELS = {
     "in": "link to the device",
     "out": "link to the host",
     "host": "optimizer",
+    "comm": "network",
 }
-_COLOURS = {"compute": "#d55e00", "in": "#0072b2", "out": "#3a9bd9", "host": "#00875f"}
+_COLOURS = {
+    "compute": "#d55e00", "in": "#0072b2", "out": "#3a9bd9", "host": "#00875f", "comm": "#8a4fbf",
+}  # fmt: skip
 _CURVE = "#222222"
 _RED = "#d55e00"
 _APART = 1.4

@@ -20,6 +20,7 @@ def reasons_for(search: Search, settings: StepSettings) -> dict[str, str]:
         "slots": _slots(search, settings),
         "tape": _tape(search, settings),
         "update": _update(search),
+        "kept_layers": _kept(search, settings),
         "chunk_tokens": _chunk(search, settings),
         "tile_tokens": _tile(search, settings),
         "grad_slots": _grad_slots(search, settings),
@@ -115,6 +116,23 @@ def _tape(search: Search, settings: StepSettings) -> str:
     return f"a {other} tape {_against(search, settings, settings.changed(tape=other))}"
 
 
+def _kept(search: Search, settings: StepSettings) -> str:
+    """Return why so many layers keep their activations, and what that saves."""
+    count, layers = settings.kept_layers, search.workload.model.num_layers
+    if not count and not search.may_keep(settings):
+        tiled = search.workload.tile_of(settings) is not None
+        return "layers run over tiles" if tiled else "what these layers hold is not known"
+    if not count or count < layers:
+        missing = _lack(search, settings.changed(kept_layers=count + 1))
+        more = f"{count + 1} need {missing}" if missing else "more are not faster"
+    if not count:
+        return more
+    gain = search.seconds(settings.changed(kept_layers=0)) / search.seconds(settings) - 1
+    if count >= layers:
+        return f"all layers, nothing computed twice: {gain:+.0%}"
+    return f"{gain:+.0%}; {more}"
+
+
 def _update(search: Search) -> str:
     if search.workload.max_grad_norm is not None:
         return "exact clipping: updates behind the next forward"
@@ -157,6 +175,8 @@ def _pieces(search: Search, settings: StepSettings) -> str:
 def _gather(search: Search, settings: StepSettings) -> str:
     if search.workload.model.tied:
         return "the head reads the table too"
+    if not search.workload.division.is_alone:
+        return "the table is divided among ranks"
     if search.profile.unified:
         return "unused: compute reads the store"
     other = settings.changed(gather_embedding=not settings.gather_embedding)

@@ -9,6 +9,7 @@ played whole.
     2. for each micro-batch size and place of the tape: from the settings that need least, as much
        of the usual ones as fits; full rows before all others
     3. around the fastest of those: more slots, rows in place of the table, one gradient slot
+    4. in what is left then: activations of as many top layers as fit, if that is faster
 
 A less exact state is never taken for speed, and a disk is never worn while host memory is enough.
 
@@ -21,13 +22,15 @@ Laws (tests/planning/test_search.py)
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from megatrain.memory.ledger import Ledger, gib
-from megatrain.planning.machine.profile import MachineProfile
+from megatrain.planning.machine.profile import NOT_MEASURED, MachineProfile
+from megatrain.planning.memory.device import KEPT_ACTIVATIONS
 from megatrain.planning.memory.predicted import predicted_ledger
 from megatrain.planning.model.shapes import ModelShape
 from megatrain.planning.simulate import simulate
@@ -38,6 +41,8 @@ HOST_HEADROOM = 1.04
 """A run needs this much more than its ledger before it is started: the ledger is true to 3 %."""
 DEVICE_HEADROOM = 1.03
 """Working memory is predicted, not reserved."""
+KEPT_HEADROOM = 0.1
+"""More of kept activations than the ledger has: they are many tensors, predicted by rules."""
 MAX_MICRO_TOKENS = 1 << 16
 CHUNKS = (4096, 2048, 1024, 512, 256)
 TILES = (None, 16384, 8192, 4096, 2048, 1024)
@@ -83,7 +88,11 @@ def reserves(profile: MachineProfile, ledger: Ledger) -> dict[str, int]:
     if profile.device_bytes and not profile.unified:
         headrooms["device"] = DEVICE_HEADROOM
     totals = {place: ledger.total(place) for place in headrooms}
-    return {place: int(totals[place] * headrooms[place]) - totals[place] for place in headrooms}
+    found = {place: int(totals[place] * headrooms[place]) - totals[place] for place in headrooms}
+    for line in ledger.lines:
+        if line.purpose == KEPT_ACTIVATIONS and line.place in found:
+            found[line.place] += int(KEPT_HEADROOM * line.num_bytes)
+    return found
 
 
 def shortfalls(profile: MachineProfile, ledger: Ledger) -> dict[str, int]:
@@ -164,6 +173,35 @@ class Search:
                     best = other
         return self._with_fewer_grad_slots(best)
 
+    def with_kept_layers(self, best: Candidate) -> Candidate:
+        """Return the candidate with activations kept by as many top layers as memory is left for.
+
+        Not where that does not save time, and not on a machine that was not measured.
+        """
+        if "kept_layers" in self.pins or not self.may_keep(best.settings):
+            return best
+        num_layers = self.workload.model.num_layers
+        kept = bisect_left(
+            range(1, num_layers + 1),
+            True,
+            key=lambda count: not self.fits(best.settings.changed(kept_layers=count)),
+        )
+        if kept == 0:
+            return best
+        other = self._try(best.settings.changed(kept_layers=kept))
+        return other if other.step_s < best.step_s * _WORTH else best
+
+    def may_keep(self, settings: StepSettings) -> bool:
+        """Return whether the plan may let layers keep activations.
+
+        Tiles are there to hold less, and layers without attention, or with one that families take
+        apart, hold what no rule here predicts.
+        """
+        attention = [layer.attention for layer in self.workload.model.structures]
+        known = all(shape is not None and not shape.score_bytes for shape in attention)
+        measured = self.profile.source != NOT_MEASURED
+        return known and measured and self.workload.tile_of(settings) is None
+
     def fits(self, settings: StepSettings) -> bool:
         """Return whether the ledger of these settings fits."""
         found = self._fitting.get(settings)
@@ -225,6 +263,11 @@ class Search:
         )
         if layers <= _MORE or settings.slots > _FEW:
             return simulate(profile, self.workload, settings).step_s
+        if 0 < settings.kept_layers < layers:  # as much of the way from none to all of them
+            none, every = (
+                self.seconds(settings.changed(kept_layers=count)) for count in (0, layers)
+            )
+            return none + (every - none) * settings.kept_layers / layers
         few = simulate(profile, self.few, settings).step_s
         more = simulate(profile, self._more, settings).step_s
         return more + (layers - _MORE) * (more - few) / (_MORE - _FEW)
@@ -264,6 +307,7 @@ class Search:
         """What a setting may be, from the best for speed to what needs least memory."""
         gathers = self._choices("gather_embedding", [False, True]) if self._may_gather else [False]
         tiled = self.workload.model.tiled and not self.workload.compiled
+        tiled = tiled and self.settings.kept_layers == 0
         return {
             "tile_tokens": self._choices("tile_tokens", TILES if tiled else TILES[:1]),
             "head_pieces": self._choices("head_pieces", [1] if self._has_no_pieces else PIECES),
@@ -293,12 +337,15 @@ class Search:
         if self.profile.unified:
             return False
         free = self.profile.changed(copy_in_bytes_per_s=1e3 * self.profile.copy_in_bytes_per_s)
+        if free.network is not None:  # a block that is still there is not gathered again either
+            free = free.changed(network=free.network.faster(1e3))
         here = simulate(self.profile, self.few, settings).step_s
         return simulate(free, self.few, settings).step_s < here * _WORTH
 
     @property
     def _may_gather(self) -> bool:
-        return not self.workload.model.tied and not self.profile.unified
+        alone = self.workload.division.is_alone
+        return alone and not self.workload.model.tied and not self.profile.unified
 
     @property
     def _has_no_pieces(self) -> bool:
@@ -307,18 +354,18 @@ class Search:
         return model.tied or self.profile.unified or not model.head.is_trained
 
     def _micro_sizes(self) -> list[int]:
-        """Return full rows, twice as many each time, up to the step's tokens.
+        """Return full rows, twice as many each time, up to a rank's part of the step's tokens.
 
         One row is always offered, however long; beyond MAX_MICRO_TOKENS no second one joins it.
         """
         workload = self.workload
-        size = min(workload.sequence, workload.step_tokens)
+        size, most = min(workload.sequence, workload.step_tokens), workload.even_tokens
         sizes: list[int] = []
-        while size < workload.step_tokens and (size <= MAX_MICRO_TOKENS or not sizes):
+        while size < most and (size <= MAX_MICRO_TOKENS or not sizes):
             sizes.append(size)
             size *= 2
-        if workload.step_tokens <= MAX_MICRO_TOKENS or not sizes:
-            sizes.append(workload.step_tokens)
+        if most <= MAX_MICRO_TOKENS or not sizes:
+            sizes.append(most)
         return sizes
 
 

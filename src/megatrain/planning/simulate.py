@@ -3,7 +3,8 @@
 Each lane does its ops in order, one at a time; an op begins when those it waits for are done. While
 several run at once they share what the machine has one of, and go as fast as that lets them:
 
-    link      both directions at once keep `duplex_share` of their rates
+    link      both directions at once keep `duplex_share` of their rates; what ranks send each
+              other without links of their own takes its share of both
     memory    copies and the optimizer share the host's memory traffic, each by its demand
     cores     where compute is on the host's cores, so do all others
 
@@ -89,7 +90,7 @@ class Simulation:
 
     @property
     def bottleneck(self) -> str:
-        """What limits the step: `compute`, `link in`, `link out`, `tape` or `optimizer`."""
+        """What limits the step: `compute`, `link in`, `network`, ... (step/ops.py)."""
         return max(self.chain, key=lambda limit: self.chain[limit])
 
     def trace(self) -> Trace:
@@ -130,6 +131,7 @@ def step_shape(settings: StepSettings, workload: Workload, *, unified: bool) -> 
         num_micro=workload.num_micro(settings.micro_batch_tokens),
         copying=not unified,
         tied=model.tied,
+        divided=not workload.division.is_alone,
         trained=tuple(block.is_trained for block in model.blocks),
     )
 
@@ -228,6 +230,8 @@ def shared_speeds(costs: Sequence[Cost], profile: MachineProfile) -> list[float]
     speeds = [1.0] * len(costs)
     if {"in", "out"} <= {cost.link for cost in costs}:
         speeds = [profile.duplex_share if cost.link else 1.0 for cost in costs]
+    for way in ("in", "out"):
+        _share(speeds, [cost.link_share or float(cost.link == way) for cost in costs], 1.0)
     _share(speeds, [cost.dram_rate for cost in costs], profile.dram_bytes_per_s)
     _share(speeds, [cost.cores for cost in costs], profile.cores)
     return speeds

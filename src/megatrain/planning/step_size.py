@@ -4,11 +4,15 @@ A longer step spreads the costs that a step has once, weights through the link a
 over more tokens, until compute hides them; a still longer one only needs more memory for its tape
 and takes fewer steps from the same data. So the size is the smallest that is fast enough:
 
-    rows of data.max_length: 1, 2, 4, 8 ... of them, up to LONGEST tokens
+    rows of data.max_length: 1, 2, 4, 8 ... of them, up to LONGEST tokens; with ranks, up to as
+    many for each of them, and MOST_RANKS_TOKENS for all
       ->  those that leave an epoch LEAST_STEPS steps; one row, if none does
       ->  those that fit, with the most exact optimizer state that FLOOR tokens allow
       ->  the smallest from FLOOR on with ENOUGH of the speed of a very long step,
           or else the fastest
+
+Speeds are those of steps that recompute: what the plan lets layers keep comes on top, from the
+device memory that happens to be free, and must not change how a model trains.
 
 FLOOR is for training, not for speed: with fewer tokens the gradient is noisier than most recipes
 expect. Only data and memory may force a shorter step, and memory only after less exact states.
@@ -35,6 +39,8 @@ FLOOR = 16384
 LONGEST = 131072
 USUAL = 32768
 """Where the machine was not measured: enough for the usual cards (docs/planner.md)."""
+MOST_RANKS_TOKENS = 1 << 20
+"""Of a step that several ranks share: what a network needs beyond it, training rarely tolerates."""
 VERY_LONG = 4
 """A very long step, in those of LONGEST tokens: nothing that a step has once matters any more."""
 ENOUGH = 0.95
@@ -69,7 +75,7 @@ def choose_step(
     data, where they are known.
     """
     trial = _Trial(profile, workload, settings, pins)
-    sizes = step_sizes(trial.row)
+    sizes = step_sizes(trial.row, workload.division.size)
     allowed = [size for size in sizes if _num_steps(size, epoch_tokens) >= LEAST_STEPS]
     limit = _OF_AUTO if allowed == sizes else _OF_DATA if allowed else _OF_ROW
     allowed = allowed or sizes[:1]
@@ -86,10 +92,10 @@ def choose_step(
     return _fast_enough(kept, first, longer, limit)
 
 
-def step_sizes(row_tokens: int) -> list[int]:
+def step_sizes(row_tokens: int, num_ranks: int = 1) -> list[int]:
     """Return full rows, twice as many each time, up to LONGEST tokens; at least one row."""
     sizes = [row_tokens]
-    while 2 * sizes[-1] <= LONGEST:
+    while 2 * sizes[-1] <= min(num_ranks * LONGEST, MOST_RANKS_TOKENS):
         sizes.append(2 * sizes[-1])
     return sizes
 
@@ -148,7 +154,7 @@ class _Trial:
         Where `tried` is faster, as with its tape on the device, return that.
         """
         roomy = self.profile.changed(ram_bytes=_NO_LIMIT, pinned_bytes=0)
-        longest = step_sizes(self.row)[-1]
+        longest = step_sizes(self.row, self.workload.division.size)[-1]
         search = self._search(roomy, VERY_LONG * longest)
         ways = self._large_parts(roomy, longest) or [tried.settings]
         seconds = min(map(search.seconds, ways))
@@ -157,8 +163,9 @@ class _Trial:
     def _large_parts(self, profile: MachineProfile, tokens: int) -> list[StepSettings]:
         """Return the best settings with each of the two largest micro-batches that fit."""
         found: list[StepSettings] = []
-        micro = self.row
-        while 2 * micro <= min(tokens, MAX_MICRO_TOKENS) and "micro_batch_tokens" not in self.pins:
+        micro, size = self.row, self.workload.division.size
+        most = min(tokens // size, MAX_MICRO_TOKENS)
+        while 2 * micro <= most and "micro_batch_tokens" not in self.pins:
             micro *= 2
         while micro >= self.row and len(found) < 2:
             settings = self.settings.changed(micro_batch_tokens=micro)

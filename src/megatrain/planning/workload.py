@@ -1,7 +1,8 @@
 """What a step works on: a model, and so many tokens of rows of one length.
 
 Laws (tests/planning/test_workload.py)
-    1. The micro-batches of a step hold its tokens; only the last may be smaller.
+    1. The micro-batches of a step hold its tokens; only the last may be smaller. Of several ranks
+       the first has most of them.
     2. What a setting keeps on disk is what the store keeps there.
 """
 
@@ -11,7 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from megatrain.memory.kinds import Kind, kinds_on_disk, store_kinds
 from megatrain.optim.states import STATES, StatesByName
-from megatrain.planning.model.shapes import Dtype, ModelShape
+from megatrain.planning.model.shapes import BlockShape, Dtype, ModelShape
+from megatrain.planning.ranks.division import SOLE_RANK, Division
 from megatrain.step.settings import StepSettings
 
 
@@ -33,10 +35,16 @@ class Workload:
     """Rows hold several documents, which must not see each other."""
     compiled: bool = False
     """Layers are compiled: each is one graph, for rows as they are."""
+    kernels: str = "none"
+    """Fused kernels of layers, as `train.kernels`."""
     max_grad_norm: float | None = 1.0
     """None: no clipping, so that updates may run in backward."""
+    projects_twice: bool = False
+    """The loss needs all log-probabilities of a micro-batch before its gradients."""
     states: StatesByName = field(default_factory=lambda: STATES["adamw"], hash=False)
     """What the optimizer keeps beside the fp32 master, by StepSettings.state."""
+    division: Division = SOLE_RANK
+    """The ranks that share the model and the step."""
 
     def with_step(self, tokens: int) -> Workload:
         """Return the workload with steps of so many tokens, and rows in proportion."""
@@ -61,13 +69,24 @@ class Workload:
         return self.packed and self.model.by_document and not self.compiled
 
     def num_micro(self, micro_batch_tokens: int) -> int:
-        """Return the micro-batches of a step; the last may be smaller."""
-        return -(-self.step_tokens // micro_batch_tokens)
+        """Return the micro-batches that a rank has of a step; the last may be smaller."""
+        return -(-self.step_tokens // (micro_batch_tokens * self.division.size))
 
     def micro_sizes(self, micro_batch_tokens: int) -> list[int]:
-        """Return the tokens of each micro-batch of a step."""
+        """Return the tokens of each micro-batch of a step; of ranks, of the one that has most."""
         full, rest = divmod(self.step_tokens, micro_batch_tokens)
-        return [micro_batch_tokens] * full + ([rest] if rest else [])
+        sizes = [micro_batch_tokens] * full + ([rest] if rest else [])
+        return sizes[:: self.division.size]
+
+    @property
+    def even_tokens(self) -> int:
+        """The tokens of a rank, in full rows, if all have as many: micro-batches of more leave some
+        of them idle."""
+        size = self.division.size
+        if size == 1:
+            return self.step_tokens
+        rows = -(-self.step_tokens // self.sequence)
+        return min(self.step_tokens, -(-rows // size) * self.sequence)
 
     @property
     def element_bytes(self) -> int:
@@ -85,6 +104,16 @@ class Workload:
         """Return the bytes of one block input of each micro-batch."""
         per_token = self.model.hidden * self.element_bytes
         return [tokens * per_token for tokens in self.micro_sizes(settings.micro_batch_tokens)]
+
+    def kept_layers(self, settings: StepSettings) -> tuple[BlockShape, ...]:
+        """Return the layers whose activations stay on the device: the top ones, if trained."""
+        lowest = next(i for i, block in enumerate(self.model.blocks) if block.is_trained)
+        first = max(lowest - 1, self.model.num_layers - settings.kept_layers, 0)
+        return self.model.layers[first:]
+
+    def num_taped(self, settings: StepSettings) -> int:
+        """Return how many layers have their inputs on the tape."""
+        return self.model.num_layers - len(self.kept_layers(settings))
 
     def distinct_tokens(self) -> int:
         """Return the most rows of the embedding that one step needs."""

@@ -15,10 +15,24 @@ _COLUMNS = ("loss", "grad_norm", "learning_rate", "tokens_per_s")
 _TITLES = ("Loss", "Gradient norm", "Learning rate", "Tokens per second")
 
 
+_PREFERENCES = (
+    ("rewards/accuracies", "Pairs ranked right", "share whose chosen answer has the larger reward"),
+    ("rewards/margins", "Reward margin", "of good answers over bad ones"),
+    ("rewards/chosen", "Reward of good answers", "beta x log-ratio to the reference, if any"),
+    ("rewards/rejected", "Reward of bad answers", "beta x log-ratio to the reference, if any"),
+    ("kl", "Drift from the reference", "as KTO estimates it"),
+)
+"""Figures of losses over preferences: name, title, what it is."""
+
+
 def curves(runs: Sequence[Run]) -> Html:
     """Return the charts, several runs laid over each other, and the same as tables."""
     charts = [
-        line_chart("Loss", _lines(runs, "loss") + _eval_lines(runs), "per trained token"),
+        line_chart("Loss", _lines(runs, "loss") + _eval_lines(runs, "loss"), _unit(runs)),
+        *(
+            line_chart(title, _lines(runs, name) + _eval_lines(runs, name), text)
+            for name, title, text in _PREFERENCES
+        ),
         line_chart(
             "Balance of experts", _lines(runs, "aux_loss"), "top_k where they are used evenly"
         ),
@@ -63,11 +77,20 @@ def _plain_lines(runs: Sequence[Run], name: str) -> list[Series]:
     ]  # fmt: skip
 
 
-def _eval_lines(runs: Sequence[Run]) -> list[Series]:
-    if len(runs) == 1:
-        return [Series(label="eval", points=runs[0].curve("eval_loss"), look="dots", colour=1)]
+def _unit(runs: Sequence[Run]) -> str:
+    """Return what the loss is a mean over."""
+    is_of_rows = any(run.curve("rewards/chosen") or run.curve("kl") for run in runs)
+    return "per row of preferences" if is_of_rows else "per trained token"
+
+
+def _eval_lines(runs: Sequence[Run], name: str) -> list[Series]:
     return [
-        Series(label=f"{run.name}, eval", points=run.curve("eval_loss"), look="dots", colour=colour)
+        Series(
+            label="eval" if len(runs) == 1 else f"{run.name}, eval",
+            points=run.curve(f"eval_{name}"),
+            look="dots",
+            colour=1 if len(runs) == 1 else colour,
+        )
         for colour, run in enumerate(runs)
     ]
 

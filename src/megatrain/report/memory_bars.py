@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from megatrain.report.drawing.markup import Html, join_html, tag
 from megatrain.report.run import LedgerLine, Run
-from megatrain.report.tables import table
+from megatrain.report.tables import bar_row, table
 from megatrain.text import percent, size
 
 _PLACES = {"Host memory": ("host", "pinned"), "Device memory": ("device",)}
@@ -57,15 +57,7 @@ def _purpose(line: LedgerLine) -> str:
 
 
 def _row(name: str, num_bytes: float, scale: float, look: str) -> Html:
-    bar = tag("svg", tag("rect", width=f"{num_bytes / scale:.2%}", height="100%", class_=look),
-              class_="bar", aria_hidden="true")  # fmt: skip
-    return tag(
-        "tr",
-        tag("th", name, scope="row"),
-        tag("td", bar, class_="bars"),
-        tag("td", size(num_bytes), class_="number"),
-        class_=look,
-    )
+    return bar_row(name, num_bytes / scale, size(num_bytes), look)
 
 
 def _verdict(planned: float, measured: float) -> Html:

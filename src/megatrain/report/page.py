@@ -1,7 +1,4 @@
-"""From run folders to one HTML file that needs nothing else: no network, no script.
-
-The page carries a policy that forbids loading or running anything, should untrusted text ever
-slip through; it is complete without scripts, and has none.
+"""From run folders to one HTML file (drawing/document.py).
 
     folder --run_folder--> Run --sections--> Html --write_report--> report.html, report.png
 
@@ -21,8 +18,8 @@ from megatrain.errors import ConfigError
 from megatrain.files import PNG_SIGNS, require_replaceable, write_file
 from megatrain.report.config_diff import config_section
 from megatrain.report.curves import curves
-from megatrain.report.drawing.markup import Html, join_html, tag
-from megatrain.report.drawing.style import STYLE
+from megatrain.report.drawing.document import document, signs
+from megatrain.report.drawing.markup import Html
 from megatrain.report.loss_png import draw_loss
 from megatrain.report.memory_bars import memory_section
 from megatrain.report.run import Run, read_run
@@ -33,8 +30,6 @@ from megatrain.report.time_split import split_section
 from megatrain.report.timeline import timeline_section
 
 _NAME = "MegaTrain report"
-_SIGNS = (b"<!DOCTYPE html>", f"{_NAME}</title>".encode())
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 
 def write_report(folders: Sequence[Path], target: Path) -> list[Path]:
@@ -49,7 +44,7 @@ def write_report(folders: Sequence[Path], target: Path) -> list[Path]:
     picture = target.with_suffix(".png")
     if picture == target:
         raise ConfigError(f"{target} is the name of a picture. Give a name that ends in .html")
-    require_replaceable(target, _SIGNS)
+    require_replaceable(target, signs(_NAME))
     require_replaceable(picture, PNG_SIGNS)
     runs = [read_run(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
     write_file(target, render(runs).encode(), durable=False)
@@ -63,29 +58,7 @@ def write_report(folders: Sequence[Path], target: Path) -> list[Path]:
 def render(runs: Sequence[Run]) -> Html:
     """Return the page."""
     title = " and ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs"
-    parts = {name: section(runs) for name, section in _SECTIONS.items()}
-    parts = {name: part for name, part in parts.items() if part}
-    links = (tag("li", tag("a", name, href=f"#{_anchor(name)}")) for name in parts)
-    sections = (
-        tag("section", tag("h2", name, id=f"{_anchor(name)}-title"), part, id=_anchor(name),
-            aria_labelledby=f"{_anchor(name)}-title")
-        for name, part in parts.items()
-    )  # fmt: skip
-    head = (
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("title", f"{title} - {_NAME}"),
-        tag("style", Html(STYLE)),
-    )
-    body = (
-        tag("header", tag("h1", title)),
-        tag("nav", tag("ul", *links), aria_label="Sections"),
-        tag("main", *sections),
-        tag("footer", tag("p", "Written by MegaTrain.")),
-    )
-    page = tag("html", tag("head", *head), tag("body", *body), lang="en")
-    return join_html([Html("<!DOCTYPE html>\n"), page, "\n"])
+    return document(title, _NAME, {name: section(runs) for name, section in _SECTIONS.items()})
 
 
 def _settings(runs: Sequence[Run]) -> Html:
@@ -126,7 +99,3 @@ def _names(folders: Sequence[Path]) -> list[str]:
         twice = parts[:number].count(own)
         names.append("/".join(own[-length:]) + (f" ({twice + 1})" if twice else ""))
     return names
-
-
-def _anchor(name: str) -> str:
-    return name.lower().replace(" ", "-")

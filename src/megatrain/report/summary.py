@@ -15,8 +15,10 @@ from megatrain.step.ops import PARTS
 from megatrain.text import count, duration, figure, percent
 
 _WORK = {**PARTS, "data": "reading data", "other": "other work"}
-_HIDDEN_BY_TOKENS = frozenset(PARTS) - {"compute"}
-"""Their time does not grow with the tokens of a step; the compute they hide behind does."""
+_WAYS_OUT = dict.fromkeys(PARTS, "; a larger train.batch_tokens hides it") | {
+    "issue": "; a larger train.micro_batch_tokens makes it less",
+}
+"""Waits do not grow with the tokens of a step; the compute that they hide behind does."""
 
 
 def summary_section(runs: Sequence[Run]) -> Html:
@@ -58,9 +60,9 @@ def limits(run: Run) -> str:
         return ""
     most = max(shares, key=lambda part: shares[part])
     if most != "compute":
-        way_out = "; a larger train.batch_tokens hides it" if most in _HIDDEN_BY_TOKENS else ""
         work = _WORK.get(most, most)
-        return f"{work} limits the step with {percent(shares[most])} of its time{way_out}"
+        limit = f"{work} limits the step with {percent(shares[most])} of its time"
+        return limit + _WAYS_OUT.get(most, "")
     sentence = f"compute limits the step with {percent(shares[most])} of its time"
     waits = {part: share for part, share in shares.items() if part != "compute"}
     if not waits:

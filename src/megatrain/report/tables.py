@@ -38,6 +38,19 @@ def table(head: Sequence[str], rows: Iterable[Html], caption: str) -> Html:
     return tag("div", body, class_="wide", role="region", aria_label=caption, tabindex="0")
 
 
+def bar_row(name: str, share: float, text: str, look: str) -> Html:
+    """Return a row with a bar of so long a share of its cell."""
+    bar = tag("svg", tag("rect", width=f"{share:.2%}", height="100%", class_=look),
+              class_="bar", aria_hidden="true")  # fmt: skip
+    return tag(
+        "tr",
+        tag("th", name, scope="row"),
+        tag("td", bar, class_="bars"),
+        tag("td", text, class_="number"),
+        class_=look,
+    )
+
+
 def flattened(facts: Mapping[str, Any], before: str = "") -> dict[str, str]:
     """Return nested facts as lines for people: `length, p95`."""
     lines: dict[str, str] = {}

@@ -41,11 +41,15 @@ def _run(run: Run, num_runs: int) -> Html:
     shares = split_shares(run)
     if not shares:
         return Html()
-    text = ", ".join(f"{part} {percent(share)}" for part, share in shares.items())
-    bar = _bar(shares, f"Time of a step: {text}")
-    entries = legend((_look(part), f"{part} {percent(share)}") for part, share in shares.items())
     name = (tag("h3", run.name),) if num_runs > 1 else ()
-    return tag("div", *name, bar, entries, _chart(run, list(shares)))
+    return tag("div", *name, share_bar(shares), _chart(run, list(shares)))
+
+
+def share_bar(shares: Mapping[str, float]) -> Html:
+    """Return the shares of a step by kind of work as one bar, with a legend."""
+    text = ", ".join(f"{part} {percent(share)}" for part, share in shares.items())
+    entries = legend((_look(part), f"{part} {percent(share)}") for part, share in shares.items())
+    return join_html([_bar(shares, f"Time of a step: {text}"), entries])
 
 
 def _bar(shares: Mapping[str, float], text: str) -> Html:

@@ -24,14 +24,17 @@ _KNOWN = (*OpKind, "wait")
 
 def timeline_section(runs: Sequence[Run]) -> Html:
     """Return a timeline for each run that has a trace."""
-    return join_html(_timeline(run, len(runs)) for run in runs if run.spans)
+    return join_html(
+        draw_lanes(run.spans, run.name if len(runs) > 1 else "") for run in runs if run.spans
+    )
 
 
-def _timeline(run: Run, num_runs: int) -> Html:
-    total_s = max(span.end_s for span in run.spans) or 1.0
-    lanes = _lanes(run.spans)
-    busy = {lane: _busy_s(run.spans, lane) / total_s for lane in lanes}
-    rows = (lane_row(run.spans, lane, row, total_s) for row, lane in enumerate(lanes))
+def draw_lanes(spans: Sequence[SpanRecord], heading: str = "") -> Html:
+    """Return the timeline of one step."""
+    total_s = max(span.end_s for span in spans) or 1.0
+    lanes = _lanes(spans)
+    busy = {lane: _busy_s(spans, lane) / total_s for lane in lanes}
+    rows = (lane_row(spans, lane, row, total_s) for row, lane in enumerate(lanes))
     text = f"One step of {duration(total_s)} by lane: " + ", ".join(
         f"{lane} busy {percent(share)}" for lane, share in busy.items()
     )
@@ -45,7 +48,7 @@ def _timeline(run: Run, num_runs: int) -> Html:
     times = (x_label(place, label) for place, label in time_marks(total_s))
     return tag(
         "figure",
-        *((tag("h3", run.name),) if num_runs > 1 else ()),
+        *((tag("h3", heading),) if heading else ()),
         tag(
             "div",
             tag("div", *names, class_="lanes", aria_hidden="true"),
@@ -53,7 +56,7 @@ def _timeline(run: Run, num_runs: int) -> Html:
             class_="timeline",
             style=f"--lanes:{len(lanes)}",
         ),
-        _legend(run.spans),
+        _legend(spans),
     )
 
 

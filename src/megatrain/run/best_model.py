@@ -2,34 +2,66 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from megatrain.disk.checkpoint.manifest import read_manifest
 from megatrain.disk.checkpoint.parts import checkpoint_parts
 from megatrain.disk.checkpoint.restore import restore, verify
 from megatrain.disk.checkpoint.retention import best_of
 from megatrain.disk.hf.export import Origin
 from megatrain.disk.hf.model import HostModel
 from megatrain.errors import CheckpointDamaged, DiskError
+from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.checkpoints import Checkpoints
 from megatrain.run.state import RunState
+from megatrain.run.together.phases import unhurried
 
 
-def load_best(checkpoints: Checkpoints, home: HostModel, state: RunState) -> tuple[Origin, str]:
+def load_best(
+    checkpoints: Checkpoints, home: HostModel, state: RunState, ranks: Ranks = ALONE
+) -> tuple[Origin, str]:
     """Put the best model that was saved into `home`; return which it is, also in words.
 
     The last one stays where memory holds its only copy, or where the best cannot be read: the
-    text reports it.
+    text reports it. Rank 0 chooses, and reads the whole; each rank then reads its part.
     """
     checkpoints.wait()
+    choose = partial(_chosen, checkpoints, state) if ranks.owner.leads else lambda: None
+    chosen = unhurried(ranks, choose)
+    said = ranks.agree({"chosen": None if chosen is None else asdict(chosen)})[0]["chosen"]
+    found = _Chosen(**said)
+    if found.path is not None:
+        path = Path(found.path)
+        unhurried(ranks, lambda: restore(path, read_manifest(path), checkpoint_parts(home)))
+    return Origin(step=found.step, best_loss=found.loss), found.text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chosen:
+    """The model that is the result of a run."""
+
+    step: int
+    loss: float | None = None
+    text: str
+    path: str | None = None
+    """Of its checkpoint; None: memory has it."""
+
+
+def _chosen(checkpoints: Checkpoints, state: RunState) -> _Chosen:
     last = f"model of step {state.step}, the last"
     best = best_of(checkpoints.folder, checkpoints.damaged)
     if best is None:
-        return Origin(step=state.step), f"{last}; no evaluated model was saved"
+        return _Chosen(step=state.step, text=f"{last}; no evaluated model was saved")
     text = state.evaluations.rank(best.step, best.eval_loss)
-    if best.step != state.step:
-        if checkpoints.saved_step != state.step:
-            return Origin(step=state.step), f"{last}, because the best was not saved"
-        try:
-            manifest = verify(best.path)  # a restore that failed half-way would leave a mixture
-        except (CheckpointDamaged, DiskError) as error:
-            return Origin(step=state.step), f"{last}, because the best is damaged: {error}"
-        restore(best.path, manifest, checkpoint_parts(home))
-    return Origin(step=best.step, best_loss=best.eval_loss), text
+    found = _Chosen(step=best.step, loss=best.eval_loss, text=text)
+    if best.step == state.step:
+        return found
+    if checkpoints.saved_step != state.step:
+        return _Chosen(step=state.step, text=f"{last}, because the best was not saved")
+    try:
+        verify(best.path)  # a restore that failed half-way would leave a mixture
+    except (CheckpointDamaged, DiskError) as error:
+        return _Chosen(step=state.step, text=f"{last}, because the best is damaged: {error}")
+    return replace(found, path=str(best.path))

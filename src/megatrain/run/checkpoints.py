@@ -1,5 +1,7 @@
 """A run's checkpoints: saved in the background, kept by rule, found again.
 
+All ranks save together; what is deleted, and the links, are rank 0's alone.
+
 One save at a time. A request for another waits for the active one; training waits only where
 it reaches a block that is not yet copied (engine/snapshot.py). A save that fails is reported and
 recorded, and the run continues with the checkpoint before it.
@@ -43,6 +45,7 @@ from megatrain.engine.engine import Engine
 from megatrain.errors import CheckpointDamaged, DiskError, DiskFull, SnapshotLost
 from megatrain.files import free_disk_bytes, point, sync_folder
 from megatrain.memory.ledger import gib
+from megatrain.ranks.ranks import ALONE, Ranks
 
 FOLDER = "checkpoints"
 Record = Callable[[dict[str, Any]], None]
@@ -83,9 +86,17 @@ class Checkpoints:
     """Saves an engine's state into a run folder."""
 
     def __init__(
-        self, run: Path, home: HostModel, engine: Engine, *, keep: int, keep_best: bool
+        self,
+        run: Path,
+        home: HostModel,
+        engine: Engine,
+        *,
+        keep: int,
+        keep_best: bool,
+        ranks: Ranks = ALONE,
     ) -> None:
         """Raises DiskFull if the disk has no room for a checkpoint."""
+        self._ranks = ranks
         self.folder = run / FOLDER
         self._run, self._engine = run, engine
         self._keep, self._keep_best = keep, keep_best
@@ -104,7 +115,8 @@ class Checkpoints:
         """The last step whose save is acknowledged."""
         self.was_full = False
         """Whether the last save failed because the disk is full."""
-        self._require_a_start()
+        if ranks.owner.leads:
+            self._require_a_start()
 
     def _require_a_start(self) -> None:
         """Raise DiskFull if no save could succeed. Deletes nothing: the run may be a dry one."""
@@ -196,13 +208,15 @@ class Checkpoints:
         def work() -> None:
             path, error, deleted, full = None, None, [], False
             try:
-                path = save_checkpoint(self.folder, self._parts, snapshot, training)
+                path = save_checkpoint(
+                    self.folder, self._parts, snapshot, training, ranks=self._ranks
+                )
                 self.saved_step = step
                 self._known_whole.add(path)
-                deleted = self._tidy(path)
+                deleted = self._tidy(path) if self._ranks.owner.leads else []
             except DiskFull as failure:
                 error, full = str(failure), path is None
-                if full:
+                if full and self._ranks.owner.leads:
                     self._free_after_failure()
             except (DiskError, SnapshotLost, OSError) as failure:
                 error = str(failure).removesuffix(".")  # OSError: someone removed the folder

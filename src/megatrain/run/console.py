@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Self
 
@@ -13,12 +14,13 @@ from megatrain.text import figure
 class Live:
     """Shows steps. On a terminal a bar that is overwritten; elsewhere one line per call."""
 
-    def __init__(self, num_steps: int) -> None:
-        self._num_steps = num_steps
+    def __init__(self, num_steps: int, *, speaks: bool = True) -> None:
+        """`speaks`: false for all ranks but one."""
+        self._num_steps, self._speaks = num_steps, speaks
         self._began = time.monotonic()
         self._first: int | None = None
         self._progress: Any = None
-        if sys.stderr.isatty():
+        if speaks and sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -41,6 +43,8 @@ class Live:
 
     def say(self, text: str) -> None:
         """Print a line that stays. A terminal or pipe that is gone must not end a run."""
+        if not self._speaks:
+            return
         with suppress(OSError):
             if self._progress is not None:
                 self._progress.console.print(text, markup=False, highlight=False)
@@ -72,6 +76,7 @@ def _text(metrics: dict[str, Any]) -> str:
     parts = [
         f"loss {metrics['loss']:.4f}",
         f"aux {metrics['aux_loss']:.4f}" if "aux_loss" in metrics else "",
+        preference_words(metrics),
         "" if norm is None else f"norm {norm:.3g}",
         f"lr {metrics['learning_rate']:.3g}",
         f"{metrics['seconds']:.3g} s",
@@ -80,6 +85,16 @@ def _text(metrics: dict[str, Any]) -> str:
         "" if metrics.get("applied", True) else "SKIPPED: not finite",
     ]
     return "  ".join(part for part in parts if part)
+
+
+def preference_words(figures: Mapping[str, Any]) -> str:
+    """Return what a loss over preferences reports, in few words; nothing for other losses."""
+    found = {name: figures.get(f"rewards/{name}") for name in ("margins", "accuracies")}
+    words = [
+        "" if found["margins"] is None else f"margin {found['margins']:.3g}",
+        "" if found["accuracies"] is None else f"right {found['accuracies']:.0%}",
+    ]
+    return "  ".join(word for word in words if word)
 
 
 def _duration(seconds: float) -> str:

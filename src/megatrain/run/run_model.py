@@ -17,10 +17,15 @@ Laws (tests/run/test_run_model.py)
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatrain.disk.adapters.folder import (
+    is_adapter_folder,
+    read_adapter_folder,
+    tokenizer_source,
+)
 from megatrain.disk.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from megatrain.disk.checkpoint.restore import verify_model
 from megatrain.disk.checkpoint.retention import finished, loss_of, step_of
@@ -52,6 +57,17 @@ class RunModel:
     """The run folder it belongs to."""
     passed_over: tuple[str, ...] = ()
     """Why newer models are skipped."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return it as JSON can say it."""
+        run = None if self.run is None else str(self.run)
+        return asdict(self) | {"folder": str(self.folder), "run": run}
+
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Any]) -> RunModel:
+        run = None if facts["run"] is None else Path(facts["run"])
+        paths = {"folder": Path(facts["folder"]), "run": run}
+        return cls(**{**facts, **paths, "passed_over": tuple(facts["passed_over"])})
 
     def __str__(self) -> str:
         if self.step is None:
@@ -99,6 +115,12 @@ def chosen_model(path: Path, *, best: bool = False) -> RunModel:
 
 def tokenizer_folder(path: Path) -> Path:
     """Return a folder that has the tokenizer of what `path` means; no weight is checked."""
+    folder = _tokenizer_folder(path)
+    is_own = not is_adapter_folder(folder)
+    return folder if is_own else tokenizer_source(read_adapter_folder(folder))
+
+
+def _tokenizer_folder(path: Path) -> Path:
     checkpoint = _checkpoint_at(path)
     if checkpoint is not None:
         return checkpoint / MODEL

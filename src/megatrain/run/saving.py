@@ -6,21 +6,27 @@ all steps are on stable storage before a save begins, so that a resume finds eve
 A disk that is full does not end a run. Old checkpoints make room as far as the keep rule allows; a
 save that failed all the same is tried again as soon as there is room. At the end memory holds the
 only copy of the last steps: the run then waits for space until it is stopped.
+
+All ranks begin the same saves. Rank 0 alone looks at the disk, and the others do what it decides.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config
 from megatrain.engine.engine import Engine
 from megatrain.errors import DiskError, DiskFull
 from megatrain.progress import Say
+from megatrain.ranks.ranks import Ranks
 from megatrain.run.checkpoints import Checkpoints
 from megatrain.run.folder import RunFolder
 from megatrain.run.interrupts import Interrupts
+from megatrain.run.together.phases import unhurried
+from megatrain.run.together.requests import Requests
 
 RETRY_S = 60.0
 """Between two tries to save on a full disk."""
@@ -38,23 +44,29 @@ class Saving:
         engine: Engine,
         interrupts: Interrupts,
         facts: Callable[[], dict[str, Any]],
+        ranks: Ranks,
     ) -> None:
         self._every, self._keeps_best = config.save.every, config.keeps_best
         self._folder, self._checkpoints, self._engine = folder, checkpoints, engine
-        self._interrupts, self._facts = interrupts, facts
+        self._facts, self._ranks = facts, ranks
+        self.requests = Requests(
+            ranks, interrupts, lambda: folder.save_was_asked() or self._has_room_again()
+        )
         self._retry_at = 0.0
         self.pause: Callable[[float], None] = time.sleep
         """What to do while waiting for room."""
         self._said_trouble: str | None = None
+        self.on_saved: Callable[[Path], None] = lambda checkpoint: None
+        """What to do when a checkpoint is complete."""
         self.best_is_new = False
         """Whether the last step's evaluation is the best so far."""
 
-    def if_due(self, step: int, say: Say) -> None:
-        """Begin to save the state after `step` if it is time."""
+    def if_due(self, step: int, say: Say, *, is_asked: bool = False) -> None:
+        """Begin to save the state after `step` if it is time, or asked for."""
         is_time = self._every is not None and step % self._every == 0
         is_best = self._keeps_best and self.best_is_new
         self.best_is_new = False
-        if is_time or is_best or self._folder.save_was_asked() or self._has_room_again():
+        if is_time or is_best or is_asked or self.requests.save():
             self._begin(step)
         self.report(say)
 
@@ -84,19 +96,26 @@ class Saving:
 
     def _waited_for_room(self, step: int, say: Say) -> bool:
         """Wait until another try is worth while; False if the run was asked to end."""
-        if self._interrupts.reason is not None:
+        self.requests.ask()
+        if self.requests.stop is not None:
             return False
-        if self._has_room_again():
+        if self._all_have_room_again():
             return True
         say(
             f"the state after step {step} is in memory only. Waiting for space in "
             f"{self._folder.path}, retrying every {RETRY_S:.0f} s; Ctrl-C discards it"
         )
-        while self._interrupts.reason is None:
+        while self.requests.stop is None:
             self.pause(_POLL_S)
-            if self._has_room_again():
+            if self._all_have_room_again():
                 return True
+            self.requests.ask()
         return False
+
+    def _all_have_room_again(self) -> bool:
+        """Return whether rank 0 finds that a save should be tried again now."""
+        mine = self._ranks.owner.leads and self._has_room_again()
+        return bool(self._ranks.agree({"room": mine})[0]["room"])
 
     def _has_room_again(self) -> bool:
         """Return whether a save that failed on a full disk should be tried again now."""
@@ -114,6 +133,8 @@ class Saving:
         for saved in self._checkpoints.ended():
             say(str(saved))
             self._folder.append("events.jsonl", saved.event())
+            if saved.path is not None:
+                self.on_saved(saved.path)
             if saved.full:  # at once if an old one was deleted for it
                 self._retry_at = time.monotonic() + (0.0 if saved.deleted else RETRY_S)
         self.report_trouble(say)
@@ -133,13 +154,31 @@ class Saving:
         """Begin to save the state after the last step, unless that was done."""
         if self._checkpoints.last_step == step:
             return
-        try:
-            self._checkpoints.make_room()
-            lines = self._lengths()
-        except (DiskError, OSError) as error:
-            self._checkpoints.give_up(step, error)
+        lines, failure = self._prepared()
+        if lines is None:
+            assert failure is not None
+            self._checkpoints.give_up(step, failure)
             return
         self._checkpoints.begin(step, {**self._facts(), "lines": lines})
+
+    def _prepared(self) -> tuple[dict[str, int] | None, Exception | None]:
+        """Make room for a save, on rank 0; return the length of the lines, or what went wrong."""
+        self._checkpoints.wait()
+        lines, failure = unhurried(self._ranks, self._look_at_disk)
+        facts = {"lines": lines, "error": None if failure is None else str(failure)}
+        said = self._ranks.agree(facts | {"full": isinstance(failure, DiskFull)})[0]
+        if failure is None and said["error"] is not None:
+            failure = (DiskFull if said["full"] else DiskError)(said["error"])
+        return said["lines"], failure
+
+    def _look_at_disk(self) -> tuple[dict[str, int] | None, Exception | None]:
+        if not self._ranks.owner.leads:
+            return None, None
+        try:
+            self._checkpoints.make_room()
+            return self._lengths(), None
+        except (DiskError, OSError) as error:
+            return None, error
 
     def _lengths(self) -> dict[str, int]:
         """Return the length of the lines; if the disk is unexpectedly full, make space for them."""

@@ -107,8 +107,10 @@ def check_sinks(names: Sequence[str]) -> None:
 class Sinks:
     """All sinks of a run. Use it in a `with` block, or `close` it."""
 
-    def __init__(self, config: Config, folder: Path, say: Callable[[str], None]) -> None:
-        """`say` prints a line for people."""
+    def __init__(
+        self, config: Config, folder: Path, say: Callable[[str], None], *, speaks: bool = True
+    ) -> None:
+        """`say` prints a line for people; `speaks`: false for all ranks but one."""
         self._say = say
         self._sinks: dict[str, Sink] = {}
         settings = {
@@ -116,7 +118,7 @@ class Sinks:
             for section, values in config.model_dump(mode="json").items()
             for key, value in values.items()
         }
-        for name in config.log.to:
+        for name in config.log.to if speaks else ():
             self._try(name, self._open, name, settings, folder)
 
     def log(self, record: Mapping[str, Any]) -> None:

@@ -57,6 +57,17 @@ class RunState:
         seen.append(value)
         return spike
 
+    def outcome(self, seconds: float) -> Outcome:
+        """Return what a run in this state came to, in so many seconds of this process."""
+        return Outcome(
+            num_steps=self.step,
+            first_loss=math.nan if self.first_loss is None else self.first_loss,
+            last_loss=math.nan if self.last_loss is None else self.last_loss,
+            eval_loss=self.eval_loss,
+            seconds=seconds,
+            total_tokens=self.total_tokens,
+        )
+
     def to_json(self) -> dict[str, Any]:
         return {
             "step": self.step,

@@ -1,13 +1,11 @@
-"""Where a step's time went: compute, and what compute waited for."""
+"""A step's line of metrics."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from megatrain.engine.batch import StepResult
-from megatrain.lanes.trace import Trace
 from megatrain.planning.bound import Bound
-from megatrain.step.ops import PARTS
 
 
 def step_metrics(
@@ -23,6 +21,7 @@ def step_metrics(
         "step": step,
         "loss": result.loss,
         **({} if result.aux_loss is None else {"aux_loss": result.aux_loss}),
+        **result.figures,
         "grad_norm": result.grad_norm,
         "learning_rate": rate,
         "num_tokens": result.num_tokens,
@@ -38,17 +37,3 @@ def step_metrics(
     if result.fault is not None:
         metrics["fault"] = str(result.fault)
     return metrics
-
-
-def step_split(trace: Trace, seconds: float, data_seconds: float) -> dict[str, float]:
-    """Return the seconds of a step by cause; they add up to `seconds`, data included.
-
-    `trace` has the spans of this step alone. Whatever compute did not wait for counts as compute.
-    """
-    split = dict.fromkeys((*PARTS, "data"), 0.0)
-    for summary in trace.step_summaries():
-        for kind, waited in summary.compute_waited_s.items():
-            split[kind.spec.part] += waited
-    split["data"] = data_seconds
-    split["compute"] = max(0.0, seconds - sum(split.values()) + split["compute"])
-    return {name: round(value, 6) for name, value in split.items()}

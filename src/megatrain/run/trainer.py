@@ -1,8 +1,9 @@
 """Training, from a config to a model that has learned.
 
-    with Trainer(config) as trainer:
+    with Trainer(config) as trainer:                        # everything in a config
         trainer.train()
         trainer.export("out")
+    Trainer(model="folder", train_dataset=rows, train={"steps": 100})     # or rows in memory
 
 Each step: take a batch, let the engine train on it, write a line to metrics.jsonl. On schedule:
 evaluate, let the model write, save. Everything the run knows about itself is in its folder.
@@ -13,46 +14,61 @@ Laws (tests/run/test_trainer.py, test_resume.py)
     3. Counts are of real tokens; a step's split adds up to its time.
     4. A run that was stopped and resumed, however often, ends in the bits of one that was not, and
        has the same lines, except for times.
+    5. All ranks take the same way: they decide by what they have agreed on (test_ranks.py).
 """
 
 from __future__ import annotations
 
-import math
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from megatrain.config import Config
 from megatrain.disk.hf.export import Origin
 from megatrain.disk.hf.source_mark import source_mark
-from megatrain.errors import DiskError, Interrupted, NonFiniteStep
-from megatrain.memory.kinds import Kind
+from megatrain.errors import DeviceFull, DiskError, NonFiniteStep
+from megatrain.losses.loss import Loss
+from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.best_model import load_best
+from megatrain.run.brought.arguments import ComputeMetrics, arranged
+from megatrain.run.brought.callbacks import Callback, Callbacks, RunProgress
 from megatrain.run.checkpoints import Checkpoints
 from megatrain.run.console import Live
-from megatrain.run.evaluation.mean_loss import mean_loss
-from megatrain.run.evaluation.samples import samples_in_words, writes_after, written_texts
-from megatrain.run.folder import RunFolder, machine_facts
+from megatrain.run.evaluation.eval_tokens import judged_loss
+from megatrain.run.evaluation.mean_loss import MeanLoss
+from megatrain.run.evaluation.samples import writes_after
+from megatrain.run.full_device import keep_snapshot
 from megatrain.run.interrupts import Interrupts
-from megatrain.run.opening import places
+from megatrain.run.loop.interrupted import interrupted
+from megatrain.run.loop.one_step import take_step
+from megatrain.run.loop.pause import Pause
+from megatrain.run.loop.rollback import Rollbacks
 from megatrain.run.opening.assembly import learning_rate
-from megatrain.run.opening.balancing import balancing_note
-from megatrain.run.opening.first_lines import data_lines, opening_line, tier_lines
-from megatrain.run.opening.opening import Opening, open_run
-from megatrain.run.opening.planned import facts, in_words, predicted_against_measured
-from megatrain.run.opening.resumption import KEPT, LoadedCheckpoint, resume
+from megatrain.run.opening.first_lines import (
+    first_notes,
+    nothing_to_resume,
+    opening_lines,
+    rate_jump,
+    resumed_event,
+    resumed_in_words,
+    write_facts,
+    write_samples,
+)
+from megatrain.run.opening.opening import Opening, checkpoint_facts, open_run
+from megatrain.run.opening.planned import compared_with_plan, facts
+from megatrain.run.opening.resumption import LoadedCheckpoint
+from megatrain.run.opening.smaller import can_shrink, opened_smaller
+from megatrain.run.publishing.push import push
 from megatrain.run.saving import Saving
 from megatrain.run.sinks import Sinks
 from megatrain.run.state import Outcome, RunState
-from megatrain.run.step_time import step_metrics, step_split
 
-KEPT_FOR_PATIENCE = "eval.patience: the best checkpoint is kept and exported, as with save.best"
-NOTHING_TO_JUDGE = "save.best: data.eval is null, so there is no best model; the last is used"
+Acted = TypeVar("Acted")
 TRACED_STEP = 3
 """The first ones warm up."""
-MOST_ROLLBACKS = 3
-"""From one checkpoint: more would mean that something else is wrong."""
 
 
 class Trainer:
@@ -60,31 +76,57 @@ class Trainer:
 
     def __init__(
         self,
-        config: Config,
+        config: Config | None = None,
         *,
+        model: str | Mapping[str, Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        callbacks: Sequence[Callback] = (),
+        loss: Loss | Mapping[str, Any] | str | None = None,
+        compute_metrics: ComputeMetrics | None = None,
         resume: bool = False,
         dry_run: bool = False,
         interrupts: Interrupts | None = None,
+        ranks: Ranks = ALONE,
+        **sections: Any,
     ) -> None:
         """Open the run folder, read the data and load the model: all that can fail early.
 
-        With `resume` continue from the newest complete checkpoint in the folder, or start if it
-        has none. With `dry_run` nothing is written, and `train` may not be called. `interrupts`
-        are open already, and `train` ends early on their request.
+        Give a config; or a model, rows, and sections of a config by name, `train={...}` and others
+        (docs/python.md). With `resume` continue from the newest complete checkpoint in the folder,
+        or start if it has none. With `dry_run` nothing is written, and `train` may not be called.
+        `interrupts` are open already, and `train` ends early on their request. With several `ranks`
+        all do the same calls; the one that leads writes and prints.
         """
-        self.interrupts = interrupts or Interrupts()
-        opened = open_run(config, resumes=resume, dry_run=dry_run)
-        self.config, self.folder, self.plan = opened.config, opened.folder, opened.plan
-        self.device, self.engine, self.home = opened.device, opened.engine, opened.home
-        self.tokenizer, self.data = opened.tokenizer, opened.data
+        config, brought = arranged(
+            config,
+            model=model,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            callbacks=callbacks,
+            loss=loss,
+            compute_metrics=compute_metrics,
+            sections=sections,
+            ranks=ranks,
+        )
+        self.interrupts, self._ranks, self._is_dry = interrupts or Interrupts(), ranks, dry_run
+        self._pause = Pause(listens=interrupts is None)
+        self._callbacks = Callbacks(brought.callbacks, ranks)
+        opened = open_run(config, resumes=resume, dry_run=dry_run, ranks=ranks, brought=brought)
         try:
+            self._take_parts(opened)
             self._begin(opened, resume)
+            self._tell("on_init_end")
         except BaseException:
             opened.close()
             raise
 
-    def _begin(self, opened: Opening, wants_resume: bool) -> None:
-        """Set the state of the run, and write the known facts into its folder."""
+    def _take_parts(self, opened: Opening) -> None:
+        """Take what was opened, and make what works with it."""
+        self._opened = opened
+        self.config, self.folder, self.plan = opened.config, opened.folder, opened.plan
+        self.device, self.engine, self.home = opened.device, opened.engine, opened.home
+        self.tokenizer, self.data = opened.tokenizer, opened.data
         config, folder = self.config, self.folder
         self.num_steps = self.data.num_steps
         self._rate = learning_rate(config, self.num_steps)
@@ -95,30 +137,23 @@ class Trainer:
             self.engine,
             keep=config.save.keep,
             keep_best=config.keeps_best,
+            ranks=self._ranks,
         )
-        self.saving = Saving(
-            config, folder, self.checkpoints, self.engine, self.interrupts, self._facts
-        )
+        parts = (folder, self.checkpoints, self.engine, self.interrupts)
+        self.saving = Saving(config, *parts, self._facts, self._ranks)
+        self.saving.on_saved = lambda path: self._tell("on_save", checkpoint=path)
+
+    def _begin(self, opened: Opening, wants_resume: bool) -> None:
+        """Set the state of the run, and write the known facts into its folder."""
+        config, folder = self.config, self.folder
         self.state = RunState()
-        weight_bytes = self.home.store.arena(Kind.HI).nbytes
-        self.notes = [
-            samples_in_words(config, self.plan, self.num_steps, weight_bytes),
-            *data_lines(self.data, needs_count=config.train.steps is None),
-            *tier_lines(self.home, self.plan),
-            *opened.notes,
-        ]
+        self.notes = first_notes(opened, self.checkpoints.shortage())
         """Notes on choices and findings while opening."""
-        self._rollbacks: list[int] = []
+        self._rollbacks = Rollbacks(self._ranks)
         self._step_seconds: list[float] = []
         self._has_ended = False
-        if config.keeps_best != config.save.best:
-            self.notes.append(KEPT_FOR_PATIENCE if config.keeps_best else NOTHING_TO_JUDGE)
-        if (note := balancing_note(config, self.home.decoder)) is not None:
-            self.notes.append(note)
-        if (shortage := self.checkpoints.shortage()) is not None:
-            self.notes.append(shortage)
         if wants_resume and opened.resumed is None:
-            self.notes.append(_nothing_to_resume(folder))
+            self.notes.append(nothing_to_resume(folder))
         self._source_mark = (
             source_mark(self.home.source)
             if opened.resumed is None
@@ -126,11 +161,7 @@ class Trainer:
         )
         self._take_up(opened.resumed)
         self.notes += folder.write_config(config)
-        folder.write_json("machine.json", machine_facts())
-        folder.write_json("data_card.json", self.data.card)
-        if opened.pins:
-            folder.write_json(places.FILE, opened.pins)
-            self.notes += places.commits_in_words(opened.pins)
+        self.notes += write_facts(opened)
         self._write_plan()
 
     def _take_up(self, resumed: LoadedCheckpoint | None) -> None:
@@ -144,72 +175,63 @@ class Trainer:
         self.state = known.state
         lost = self.folder.cut(known.lines)
         self.checkpoints.took_up(self.state.step, resumed.path, resumed.damaged)
-        self.notes += [f"skipped: {reason}" for reason in resumed.skipped]
-        self.notes += [f"changed: {text}" for text in resumed.changed]
-        self.notes += [*lost, *resumed.converted]
-        self.notes += self._rate_jump(known.learning_rate)
+        self.notes += resumed_in_words(resumed, lost)
+        self.notes += rate_jump(self._rate, known.learning_rate, self.state.step, self.num_steps)
         self.notes.append(f"resumed from {resumed.path.name}")
-        record = {"event": "resumed", "step": self.state.step, "checkpoint": resumed.path.name}
-        changes = {"skipped": resumed.skipped, "changed": resumed.changed, "lost": lost}
-        changes |= {"converted": resumed.converted} if resumed.converted else {}
-        self.folder.append("events.jsonl", record | changes)
-
-    def _rate_jump(self, before: float | None) -> list[str]:
-        """Return a note if the schedule is not the one that the last step was trained by."""
-        step = self.state.step
-        if before in (None, self._rate.rate(step - 1)) or step >= self.num_steps:
-            return []
-        return [
-            f"the learning rate jumps: step {step} was trained at {before:.3g}, step {step + 1} "
-            f"will be at {self._rate.rate(step):.3g}, because train or optim settings changed"
-        ]
+        self.folder.append("events.jsonl", resumed_event(resumed, self.state.step, lost))
 
     def train(self) -> Outcome:
         """Run all steps; return the result. The run folder then has all facts.
 
-        Raises Interrupted, once the state is saved, if the run is to end early.
+        Raises Interrupted, once the state is saved, if the run is to end early. In a program that
+        leaves Ctrl-C to Python, the first one raises KeyboardInterrupt when the step is done; the
+        next call continues.
         """
-        assert not self.folder.is_dry, "a dry run takes no step"
+        assert not self._is_dry, "a dry run takes no step"
+        self._callbacks.control.should_training_stop = False
         config, state, began = self.config, self.state, time.monotonic()
+        leads = self._ranks.owner.leads
         with (
-            Live(self.num_steps) as live,
-            Sinks(config, self.folder.path, live.say) as self._sinks,
+            Live(self.num_steps, speaks=leads) as live,
+            Sinks(config, self.folder.path, live.say, speaks=leads) as self._sinks,
+            self._pause,
         ):
             self._live = live
-            live.say(opening_line(config, self.device, self.home, self.num_steps))
-            live.say(in_words(self.plan, self.num_steps))
-            for note in self.notes:
-                live.say(note)
+            for line in (*opening_lines(self._opened), *self.notes):
+                live.say(line)
             self.interrupts.patient = True
+            self._tell("on_train_begin")
             if state.step == 0:
                 self._look(0)
             while state.step < self.num_steps and not self._is_over():
+                self._pause.raise_if_asked(state.step)
                 self._take_step(state.step + 1)
                 state = self.state
-                self.saving.if_due(state.step, live.say)
+                is_asked = self._callbacks.take("should_save")
+                self.saving.if_due(state.step, live.say, is_asked=is_asked)
                 self._end_if_asked()
             self.saving.at_end(state.step, live.say)
-            if self.interrupts.reason is not None and self.checkpoints.saved_step != state.step:
-                raise self._interrupted(self.interrupts.reason)
+            self.saving.requests.ask()
+            stop = self.saving.requests.stop
+            if stop is not None and self.checkpoints.saved_step != state.step:
+                raise interrupted(self._opened, self.checkpoints, state, stop)
             self._has_ended = True
             self.interrupts.patient = False
             self._if_possible(self._write_plan)
             if self.plan.knows_time and self._step_seconds:
-                live.say(predicted_against_measured(self.plan, self._step_seconds))
+                live.say(compared_with_plan(self.plan, self._step_seconds, self.engine.trace))
             self.saving.report_trouble(live.say)
-        return Outcome(
-            num_steps=state.step,
-            first_loss=math.nan if state.first_loss is None else state.first_loss,
-            last_loss=math.nan if state.last_loss is None else state.last_loss,
-            eval_loss=state.eval_loss,
-            seconds=time.monotonic() - began,
-            total_tokens=state.total_tokens,
-        )
+            self._tell("on_train_end")
+        return state.outcome(time.monotonic() - began)
 
     def evaluate(self) -> float | None:
         """Return the mean loss over the evaluation's tokens; None without such data."""
-        found = mean_loss(self.engine, self.data.eval_batches())
+        found = self._judged()
         return None if found is None else found.loss
+
+    def _judged(self) -> MeanLoss | None:
+        compute = self._opened.brought.compute_metrics
+        return judged_loss(self.engine, self.data.eval_batches(), compute)
 
     def export(self, folder: str | Path) -> str:
         """Write the model as a folder that `from_pretrained` loads; return which one it is.
@@ -221,9 +243,13 @@ class Trainer:
         said = f"model of step {self.state.step}"
         origin = Origin(step=self.state.step)
         if self._has_ended and self.config.keeps_best:
-            origin, said = load_best(self.checkpoints, self.home, self.state)
-        self.home.export(folder, origin=origin)
+            origin, said = load_best(self.checkpoints, self.home, self.state, self._ranks)
+        self.home.export(folder, origin=origin, ranks=self._ranks)
         return said
+
+    def push_to_hub(self, repo_id: str, *, private: bool | None = None) -> str:
+        """Export the model with a model card, and commit it to the Hub; return its address."""
+        return push(self._opened, self.state, self.export, repo_id, private=private)
 
     def close(self) -> None:
         """Finish updates and saves, and let go of the device and the folder."""
@@ -238,8 +264,11 @@ class Trainer:
     def _take_step(self, step: int) -> None:
         """Train one step, or leave it out; then evaluate if it is time."""
         config, state = self.config, self.state
+        if self._callbacks and self.data.is_at_start:
+            self._tell("on_epoch_begin")
+        self._tell("on_step_begin")
         try:
-            metrics = self._step(step)
+            metrics = self._fitting(lambda: self._step(step))
         except NonFiniteStep as error:
             if config.train.on_nonfinite != "rollback":
                 raise
@@ -254,73 +283,64 @@ class Trainer:
         state.step, state.eval_loss = step, None
         metrics["total_tokens"] = state.total_tokens
         self.folder.append("metrics.jsonl", metrics)
+        self._tell("on_step_end")
         if step % config.log.every == 0 or step == self.num_steps:
             self._live.step(metrics)
             self._sinks.log(metrics)
-        every = config.eval.every
-        if step == self.num_steps or (every is not None and step % every == 0):
+            self._tell("on_log", logs=metrics)
+        every, is_asked = config.eval.every, self._callbacks.take("should_evaluate")
+        if step == self.num_steps or is_asked or (every is not None and step % every == 0):
             self._look(step)
+        if self._callbacks and self.data.is_at_start:
+            self._tell("on_epoch_end")
 
     def _step(self, step: int) -> dict[str, Any]:
-        state, began = self.state, time.monotonic()
-        batch = self.data.next_batch()
-        if (reason := state.left_out.get(step)) is not None:
-            self.engine.leave_out()
-            return {"step": step, "applied": False, "fault": f"left out: {reason}"}
-        data_seconds = time.monotonic() - began
-        trace = self.engine.trace
-        assert trace is not None
-        trace.spans.clear()
-        result = self.engine.step(batch)
-        seconds = time.monotonic() - began
-        self._step_seconds.append(seconds - data_seconds)
-        if step == min(TRACED_STEP, self.num_steps):
-            self._if_possible(lambda: self.engine.write_trace(self.folder.path / "trace.json"))
-        split = step_split(trace, seconds, data_seconds)
-        rate = self._rate.rate(step - 1)
-        metrics = step_metrics(step, result, rate, seconds, split, self._bound)
-        if result.applied:
-            spikes = [state.judge("loss", result.loss)]
-            if result.grad_norm is not None:
-                spikes.append(state.judge("gradient norm", result.grad_norm))
-            if found := [spike for spike in spikes if spike is not None]:
-                metrics["spike"] = "; ".join(found)
-        state.total_tokens += result.num_tokens
-        state.first_loss = result.loss if state.first_loss is None else state.first_loss
-        state.last_loss = result.loss
-        return metrics
+        rate, requests = self._rate.rate(step - 1), self.saving.requests
+        taken = take_step(self._opened, self.state, requests, step, rate, self._bound)
+        if taken.seconds is not None:
+            self._step_seconds.append(taken.seconds)
+            if step == min(TRACED_STEP, self.num_steps):
+                self._if_possible(self._write_trace)
+        return taken.metrics
+
+    def _fitting(self, act: Callable[[], Acted]) -> Acted:
+        """Do it; before the first step is taken, in smaller micro-batches if it does not fit."""
+        while True:
+            try:
+                return act()
+            except DeviceFull as error:
+                self._if_possible(partial(keep_snapshot, self.folder, error, self._live.say))
+                if self.state.step or not can_shrink(self._opened):
+                    raise
+                reason = str(error)
+            gc.collect()  # the error held what compute was at
+            self._take_parts(opened_smaller(self._opened, reason, self._live.say))
+            self._write_plan()
 
     def _look(self, step: int) -> None:
         """Evaluate, and let the model write."""
-        found = mean_loss(self.engine, self.data.eval_batches())
+        found = self._fitting(self._judged)
         if found is not None:
             record: dict[str, Any] = {"step": step, **found.metrics()}
             self.saving.best_is_new = self.state.evaluations.is_best(step, found.loss)
             self.state.eval_loss = found.loss
-            if step < self.num_steps and self._is_over():
+            if step < self.num_steps and self._lost_patience():
                 record |= self.state.evaluations.facts()
             self.folder.append("metrics.jsonl", record)
             self._sinks.log(record)
             self._live.say(f"step {step}: evaluation {found.in_words()}")
             if "stopped_early" in record:
                 self._live.say(self.state.evaluations.in_words())
+            self._tell("on_evaluate", metrics=record)
         if not writes_after(step, self.num_steps, self.config):
             return
-        asked = self.data.questions(self.config.eval.samples)
-        for record in written_texts(self.engine, self.home, self.tokenizer, asked):
-            self.folder.append("samples.jsonl", {"step": step, **record})
+        write_samples(self._opened, step)
+        self.saving.requests.ask()  # it may have taken long
 
     def _facts(self) -> dict[str, Any]:
         """Return what a checkpoint knows of the run, besides tensors and lines."""
-        return {
-            "run": self.state.to_json(),
-            "eval_loss": self.state.eval_loss,
-            "data": self.data.state(),
-            "config": self.config.model_dump(mode="json"),
-            **{name: getattr(self.plan.settings, name) for name in KEPT},
-            "learning_rate": self._rate.rate(self.state.step - 1) if self.state.step else None,
-            "source_mark": self._source_mark,
-        }
+        rate = self._rate.rate(self.state.step - 1) if self.state.step else None
+        return checkpoint_facts(self._opened, self.state, rate, self._source_mark)
 
     def _if_possible(self, write: Callable[[], None]) -> None:
         """Write what only explains the run: a disk that fails must not end it."""
@@ -330,37 +350,31 @@ class Trainer:
             self._live.say(f"{error}. Training continues.")
 
     def _end_if_asked(self) -> None:
-        reason = self.interrupts.reason
-        if reason is not None:
+        if self._ranks.owner.is_alone:
+            self.saving.requests.ask()
+        if (reason := self.saving.requests.stop) is not None:
             self.saving.at_end(self.state.step, self._live.say)
-            raise self._interrupted(reason)
-
-    def _interrupted(self, reason: str) -> Interrupted:
-        self.folder.append(
-            "events.jsonl", {"event": "interrupted", "step": self.state.step, "reason": reason}
-        )
-        saved = self.checkpoints.saved_step
-        return Interrupted(
-            f"{reason}: stopped after step {self.state.step} of {self.num_steps}, "
-            + (f"saved after step {saved}" if saved is not None else "nothing is saved")
-            + "; continue with `megatrain train ... --resume`"
-        )
+            raise interrupted(self._opened, self.checkpoints, self.state, reason)
 
     def _is_over(self) -> bool:
+        return self._lost_patience() or self._callbacks.control.should_training_stop
+
+    def _lost_patience(self) -> bool:
         return self.state.evaluations.is_over(self.config.eval.patience)
+
+    def _tell(self, event: str, **details: Any) -> None:
+        """Call the callbacks."""
+        if self._callbacks:
+            leads = self._ranks.owner.leads
+            progress = RunProgress.of(self.state, self.data, self.folder.path, leads=leads)
+            self._callbacks.tell(event, self.config, progress, trainer=self, **details)
 
     def _roll_back(self, step: int, reason: str) -> None:
         """Go back to the last checkpoint, and leave the step out from then on."""
         self.engine.settle()
         self.checkpoints.wait()
         self.saving.report(self._live.say)
-        found = resume(self.checkpoints.folder, self.config, self.home)
-        if found is None or self._rollbacks.count(found.manifest.step) == MOST_ROLLBACKS:
-            raise NonFiniteStep(
-                f"step {step}: {reason}. There is no checkpoint to return to"
-                + (f" that was not tried {MOST_ROLLBACKS} times." if found else ".")
-            )
-        self._rollbacks.append(found.manifest.step)
+        found = self._rollbacks.load(step, reason, self.checkpoints, self.config, self.home)
         left_out = self.state.left_out
         self._take_up(found)
         self.state.left_out |= left_out | {step: reason}
@@ -372,13 +386,12 @@ class Trainer:
         found = facts(self.plan, self.device, self._step_seconds)
         self.folder.write_json("plan.json", found)
 
+    def _write_trace(self) -> None:
+        if self._ranks.owner.leads:
+            self.engine.write_trace(self.folder.path / "trace.json")
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _nothing_to_resume(folder: RunFolder) -> str:
-    dropped = "; the lines of unsaved steps are dropped" if folder.has_run else ""
-    return f"nothing to resume: {folder.path} has no checkpoint. Starting at step 0{dropped}"

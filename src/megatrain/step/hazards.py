@@ -31,6 +31,8 @@ class Ticket:
     number: int
     event: Any = None
     """Set when a lane with a stream issues the op: passes when the device has done it."""
+    end_ns: int = 0
+    """When it was done, by time.perf_counter_ns, if that is traced and known by now."""
 
 
 class Hazards:

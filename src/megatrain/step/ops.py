@@ -19,8 +19,10 @@ resources that its op declares.
                    loss[m]
                    scored[m]      sums over the vocabulary, by token, and the gradient of the rows
                                   before the projection from the pieces so far
-                   routing        what the routers of all layers have done with the step's tokens
+                   routing        what the routers of all layers have done with the step's tokens,
+                                  and behind BALANCE those of all ranks
                    tape_slot[r]   ring between compute and a tape on the host
+                   kept[b,m]      the activations of layer b, where they stay until backward
     on either      tape[b,m]      the kept input of layer b
 """
 
@@ -35,6 +37,7 @@ SlotId = int | str
 """A slot's number, or the name of one that is kept for the embedding or the head."""
 LANE_NAMES: Mapping[str, str] = {
     "in": "link in",
+    "comm": "network",
     "compute": "compute",
     "out": "link out",
     "host": "optimizer",
@@ -42,22 +45,26 @@ LANE_NAMES: Mapping[str, str] = {
 }
 """The lanes, in the order that data takes through them, and what users call them."""
 LANES = tuple(LANE_NAMES)
-DEVICE_LANES = ("in", "compute", "out")
+DEVICE_LANES = ("in", "comm", "compute", "out")
 """Those whose ops a device does; the others work on the host and have no stream."""
 LIMITS: Mapping[str, str] = {
     "compute": "compute: the device is busy; only a faster one helps",
     "link in": "link in: weights on their way to the device",
     "link out": "link out: gradients on their way to the host",
     "tape": "tape: block inputs on the link",
+    "network": "network: weights and gradients between the ranks",
     "optimizer": "optimizer: updates at the speed of host memory",
     "disk": "disk: optimizer states on their way to an update and back",
+    "host": "host: it issues work slower than the device does it; larger micro-batches help",
 }
 """What can limit a step, and the sentence that explains it."""
 PARTS: Mapping[str, str] = {
     "compute": "compute",
     "fetch": "fetching weights",
+    "gather": "waiting for other ranks",
     "drain": "draining gradients",
     "update": "updating weights",
+    "issue": "issuing work to the device",
 }
 """The parts into which the time of a step is split, and the work of each."""
 
@@ -66,12 +73,15 @@ class OpKind(StrEnum):
     """What an op does."""
 
     FETCH = "fetch"  # weights of a block into its slot
+    GATHER = "gather"  # the parts of other ranks into that slot
     RESTORE = "restore"  # a block input from the host tape into the ring
     FORWARD = "forward"
     HEAD = "head"  # loss and its gradient; with pieces of the vocabulary, the loss alone
+    BALANCE = "balance"  # what the routers of all ranks have done, added up
     PIECE = "piece"  # gradient of the loss through one piece of the vocabulary
-    BACKWARD = "backward"  # recompute and backward
+    BACKWARD = "backward"  # backward, behind a recompute where activations were not kept
     STASH = "stash"  # a block input from the ring to the host tape
+    EXCHANGE = "exchange"  # gradients of all ranks, summed: each gets the part that it owns
     DRAIN = "drain"  # gradient of a block to the host
     NORM = "norm"  # squared norm of a drained gradient
     CLIP = "clip"  # norms into one factor
@@ -106,12 +116,15 @@ class OpSpec:
 
 SPECS: Mapping[OpKind, OpSpec] = {
     OpKind.FETCH: OpSpec(lane="in", limit="link in", part="fetch", colour="c2"),
+    OpKind.GATHER: OpSpec(lane="comm", limit="network", part="gather", colour="c6"),
     OpKind.RESTORE: OpSpec(lane="in", limit="tape", part="fetch", colour="yellow"),
     OpKind.FORWARD: OpSpec(lane="compute", limit="compute", part="compute", colour="c0"),
     OpKind.HEAD: OpSpec(lane="compute", limit="compute", part="compute", colour="yellow"),
+    OpKind.BALANCE: OpSpec(lane="comm", limit="network", part="gather", colour="sky"),
     OpKind.PIECE: OpSpec(lane="compute", limit="compute", part="compute", colour="yellow"),
     OpKind.BACKWARD: OpSpec(lane="compute", limit="compute", part="compute", colour="c1"),
     OpKind.STASH: OpSpec(lane="out", limit="tape", part="drain", colour="sky"),
+    OpKind.EXCHANGE: OpSpec(lane="comm", limit="network", part="gather", colour="c5"),
     OpKind.DRAIN: OpSpec(lane="out", limit="link out", part="drain", colour="gold"),
     OpKind.NORM: OpSpec(lane="host", limit="optimizer", part="update", colour="sky"),
     OpKind.CLIP: OpSpec(lane="host", limit="optimizer", part="update", colour="ink"),
@@ -163,6 +176,8 @@ class Op:
     """False: an evaluation, which wants no gradients."""
     keeps_input: bool = False
     """The layer's input goes onto the tape."""
+    keeps_activations: bool = False
+    """Of FORWARD: its activations stay on the device. Of BACKWARD: they are there."""
     passes_gradient: bool = False
     """A block below is trained: the gradient of this block's input is wanted."""
     reads: tuple[Resource, ...] = ()

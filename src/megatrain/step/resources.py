@@ -1,102 +1,20 @@
-"""The resources that each op of a shape reads and writes, and the places it uses.
+"""The resources that each op of a shape reads and writes.
 
 The only module that gives an op its declarations. Waits follow from them, so a line missing here is
 a race: testkit/schedule_laws.py compares them with an independent model of ops,
 testkit/oracle.py.
-
-Places (tests/step/test_resources.py)
-    1. Layer b lives in slot (b-1) % slots, in forward and in backward, so at the turn the last
-       slots layers are where backward needs them.
-    2. Embedding and head never take a layer's weight slot. Each has its own. They share the
-       gradient slot "edge"; if they are tied, the table's gradient stays in "edge" from the first
-       HEAD to DRAIN(0), the head's parts first, and the head's other params use "head".
-       Pieces of the head take turns with the layers instead. So does the embedding by rows,
-       unless a head that is there whole has room for them.
-    3. The rings of tape, gradients, host gradients and the tier restart in each step, so all steps
-       of a shape are the same ops.
-    4. Between disk and update layers take turns in update order. Embedding and head, often the
-       largest blocks, share the tier slot "edge": one is the first to be updated, the other the
-       last.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import count
+from dataclasses import replace
 
 from megatrain.step.ops import Op, OpKind, Resource, Role, SlotId
+from megatrain.step.places import block_places
 from megatrain.step.shape import StepShape
 
 CLIP_FACTOR: Resource = ("clip",)
 ROUTING: Resource = ("routing",)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockPlaces:
-    """Where the bytes of one block pass on their way."""
-
-    role: Role
-    slot: SlotId | None
-    """None: never fetched, compute reads the store."""
-    weights: Resource
-    """What compute reads: the slot, or the store itself."""
-    grad_slots: tuple[SlotId, ...]
-    """Of its pieces, one after another, which for most blocks is one. None: frozen."""
-    host_grad: SlotId | None
-    """None: frozen, or the gradient has its own place, grad[b]."""
-    drained: Resource
-    """The place of the gradient on the host: grad[b], or the ring."""
-    tier_slot: SlotId | None
-    """None: frozen, or masters and moments stay in host memory."""
-    master: Resource
-    """What an update works in: master[b], or the ring between it and the disk."""
-
-
-def block_places(shape: StepShape) -> list[BlockPlaces]:
-    """Return the places of each block. Layers take turns, edges have names."""
-    slots: dict[int, SlotId] = {0: "embedding", shape.head: "head"}
-    slots |= {layer: turn % shape.slots for turn, layer in enumerate(shape.layers)}
-    grad_slots = _grad_slots(shape)
-    host_grads: dict[int, SlotId] = {0: "edge", shape.head: "head" if shape.tied else "edge"}
-    trained_layers = [layer for layer in shape.layers if shape.trained[layer]]
-    for turn, layer in enumerate(reversed(trained_layers)):
-        host_grads[layer] = turn % shape.host_grads
-    tier_slots: dict[int, SlotId] = {0: "edge", shape.head: "edge"}
-    ordered_layers = [block for block in shape.update_order if block in shape.layers]
-    tier_slots |= {layer: turn % shape.tier_slots for turn, layer in enumerate(ordered_layers)}
-    in_ring = shape.update == "in_backward" or shape.spills
-    return [
-        BlockPlaces(
-            role=shape.role(block),
-            slot=slots[block] if shape.copying else None,
-            weights=("slot", slots[block]) if shape.copying else ("weights", block),
-            grad_slots=grad_slots.get(block, ()),
-            host_grad=host_grads[block] if trained and in_ring else None,
-            drained=("host_grad", host_grads[block]) if trained and in_ring else ("grad", block),
-            tier_slot=tier_slots[block] if trained and shape.has_tier else None,
-            master=("tier_slot", tier_slots[block])
-            if trained and shape.has_tier
-            else ("master", block),
-        )
-        for block, trained in enumerate(shape.trained)
-    ]
-
-
-def _grad_slots(shape: StepShape) -> dict[int, tuple[SlotId, ...]]:
-    """Return the gradient slots of each trained block, as backward reaches them."""
-    turns = (turn % shape.grad_slots for turn in count())
-    slots: dict[int, tuple[SlotId, ...]] = {}
-    for block in reversed(shape.trained_blocks):
-        role = shape.role(block)
-        if role is Role.HEAD and shape.head_pieces > 1:
-            slots[block] = tuple(next(turns) for _ in range(shape.head_pieces))
-        elif role is Role.HEAD:
-            slots[block] = ("head" if shape.tied else "edge",)
-        elif role is Role.EMBEDDING and not shape.rows_take_turns:
-            slots[block] = ("edge",)
-        else:
-            slots[block] = (next(turns),)
-    return slots
 
 
 class OpTable:
@@ -105,7 +23,7 @@ class OpTable:
     def __init__(self, shape: StepShape) -> None:
         self.shape = shape
         self.places = block_places(shape)
-        self._num_taped = (shape.last_layer - shape.bottom_layer + 1) * shape.num_micro
+        self._num_taped = len(shape.taped_layers) * shape.num_micro
 
     def fetch(self, block: int) -> Op:
         places = self.places[block]
@@ -118,16 +36,30 @@ class OpTable:
             writes=(places.weights,),
         )
 
+    def gather(self, block: int) -> Op:
+        places = self.places[block]
+        return Op(
+            kind=OpKind.GATHER,
+            block=block,
+            role=places.role,
+            slot=places.slot,
+            reads=(places.weights,),
+            writes=(places.weights,),
+        )
+
     def forward(self, block: int, micro: int, *, trains: bool) -> Op:
         places = self.places[block]
         reads, writes = [places.weights], list[Resource]()
         ring = None
         if places.role is Role.LAYER:
             reads.append(("hidden", micro))
-        keeps_input = trains and block >= self.shape.bottom_layer
+        keeps_input = trains and block in self.shape.taped_layers
+        keeps_activations = trains and self._keeps(block)
         if keeps_input:
             ring = self._ring(block, micro, backward=False)
             writes.append(_tape_place(block, micro, ring))
+        elif keeps_activations:
+            writes.append(("kept", block, micro))
         if self.shape.balances and places.role is Role.LAYER:
             writes.append(ROUTING)
             if (block, micro) != (self.shape.layers[0], 0):
@@ -141,6 +73,8 @@ class OpTable:
             tape_slot=ring,
             trains=trains,
             keeps_input=keeps_input,
+            keeps_activations=keeps_activations,
+            passes_gradient=keeps_activations and block > self.shape.lowest,
             reads=tuple(reads),
             writes=(("hidden", micro), *writes),
         )
@@ -168,6 +102,9 @@ class OpTable:
             reads=(("tape", layer, micro),),
             writes=(_tape_place(layer, micro, ring),),
         )
+
+    def balance(self) -> Op:
+        return Op(kind=OpKind.BALANCE, reads=(ROUTING,), writes=(ROUTING,))
 
     def head(self, micro: int, *, trains: bool) -> Op:
         shape, head = self.shape, self.shape.head
@@ -232,11 +169,13 @@ class OpTable:
         reads = [places.weights, ("dhidden", micro)]
         writes: list[Resource] = []
         ring = None
-        if places.role is Role.LAYER:
+        if self._keeps(block):
+            reads.append(("kept", block, micro))
+        elif places.role is Role.LAYER:
             ring = self._ring(block, micro, backward=True)
             reads.append(_tape_place(block, micro, ring))
-            if self.shape.balances:
-                reads.append(ROUTING)
+        if places.role is Role.LAYER and self.shape.balances:
+            reads.append(ROUTING)
         passes_gradient = block > self.shape.lowest
         if passes_gradient:
             writes.append(("dhidden", micro))
@@ -250,10 +189,22 @@ class OpTable:
             slot=places.slot,
             grad_slot=self._grad_slot(block),
             tape_slot=ring,
+            keeps_activations=self._keeps(block),
             adds=adds,
             passes_gradient=passes_gradient,
             reads=tuple(reads),
             writes=tuple(writes),
+        )
+
+    def exchange(self, block: int, piece: int | None = None) -> Op:
+        """Of the same piece as the drain that follows."""
+        drain = self.drain(block, piece)
+        return replace(
+            drain,
+            kind=OpKind.EXCHANGE,
+            lane=OpKind.EXCHANGE.spec.lane,
+            host_grad=None,
+            writes=drain.reads,
         )
 
     def drain(self, block: int, piece: int | None = None) -> Op:
@@ -342,6 +293,9 @@ class OpTable:
             writes=(("master", block),),
         )
 
+    def _keeps(self, block: int) -> bool:
+        return self.shape.lowest_kept <= block < self.shape.head
+
     def _spreads(self, block: int) -> bool:
         """Return whether NORM makes the block's gradient out of rows before it measures it."""
         return self.shape.role(block) is Role.EMBEDDING and self.shape.gather_embedding
@@ -373,7 +327,8 @@ class OpTable:
         if shape.tape == "device":
             return None
         if backward:
-            turn = self._num_taped + (shape.last_layer - layer) * shape.num_micro + micro
+            turns_before = shape.taped_layers[-1] - layer
+            turn = self._num_taped + turns_before * shape.num_micro + micro
         else:
             turn = (layer - shape.bottom_layer) * shape.num_micro + micro
         return turn % shape.tape_slots

@@ -1,10 +1,14 @@
 """A step as a list of ops: a pure function of its shape.
 
     forward    FETCH(b)   FORWARD(b,m) for each m, each with STASH(b,m) if the tape is on the host
+                          and the layer's activations do not stay on the device
     head                  HEAD(m) for each m: loss, its gradient, the head's own gradient
                           or, by pieces p of the vocabulary, HEAD(m) for each m: the loss alone;
                           then for each p PIECE(p,m) for each m, and DRAIN(p) behind them
     backward   FETCH(b)   RESTORE(b,m)   BACKWARD(b,m) for each m, then DRAIN(b) and NORM(b)
+    ranks      GATHER(b)  behind each FETCH(b): the parts of the other ranks
+               EXCHANGE(b) before each DRAIN(b): their gradients for our part, added up
+               BALANCE    before the first HEAD, where experts are balanced
     update     UPDATE(b)  behind NORM(b), or after CLIP, on top of the next step's list in the
                           order in which its forward needs the blocks
     disk       READ(b)    as early as the ring has room, in the order of updates: on top of a step
@@ -28,7 +32,9 @@ Laws (tests/step/test_schedule.py)
     3. At the turn the last slots layers are still in their slots and are not fetched again.
     4. So are those of lane `disk`: a READ is below the WRITE that frees its slot, and no READ
        overtakes one that is needed before it.
-    5. Per step each other layer is fetched twice and each gradient drained once, whatever the
+    5. Ops of lane `comm` are the same on all ranks, in one order, whatever micro-batches each has.
+    6. A layer whose activations stay is neither stashed nor restored.
+    7. Per step each other layer is fetched twice and each gradient drained once, whatever the
        number of micro-batches.
 """
 
@@ -60,7 +66,7 @@ def build_forward(shape: StepShape) -> list[Op]:
     """Return an evaluation: forward and the loss of each micro-batch, no tape, no gradients."""
     table = OpTable(shape)
     losses = [table.head(micro, trains=False) for micro in range(shape.num_micro)]
-    return [*_forward(table, trains=False), *losses]
+    return [*_forward(table, trains=False), *_balance(table), *losses]
 
 
 def _pending_updates(table: OpTable) -> Iterator[Op]:
@@ -113,7 +119,7 @@ def _forward(table: OpTable, *, trains: bool) -> Iterator[Op]:
     for block in range(shape.head):
         for micro in range(shape.num_micro):
             yield table.forward(block, micro, trains=trains)
-            if trains and block >= shape.bottom_layer and shape.tape == "host":
+            if trains and block in shape.taped_layers and shape.tape == "host":
                 yield table.stash(block, micro)
         if shape.role(block) is Role.LAYER:
             yield from next(fetches, ())
@@ -127,25 +133,35 @@ def _fetches_of_forward(table: OpTable) -> Iterator[list[Op]]:
 
 
 def _fetch(table: OpTable, block: int) -> list[Op]:
-    return [] if table.places[block].slot is None else [table.fetch(block)]
+    if table.places[block].slot is None:
+        return []
+    return [table.fetch(block), *([table.gather(block)] if table.shape.divided else [])]
+
+
+def _drain(table: OpTable, block: int, piece: int | None = None) -> Iterator[Op]:
+    if table.shape.divided:
+        yield table.exchange(block, piece)
+    yield table.drain(block, piece)
 
 
 def _backward(table: OpTable, reads: Iterator[list[Op]]) -> Iterator[Op]:
     shape = table.shape
     restores = _restores(table)
     yield from islice(restores, shape.tape_slots)
+    yield from _balance(table)
     for micro in range(shape.num_micro):
         yield table.head(micro, trains=True)
     for piece in range(shape.head_pieces) if shape.head_pieces > 1 else ():
         if piece > 0 and shape.trained[shape.head]:
-            yield table.drain(shape.head, piece - 1)
+            yield from _drain(table, shape.head, piece - 1)
         for micro in range(shape.num_micro):
             yield table.piece(piece, micro)
     yield from _hand_over(table, shape.head, reads)
     for layer in range(shape.last_layer, shape.bottom_layer - 1, -1):
         for micro in range(shape.num_micro):
             yield table.backward(layer, micro)
-            yield from islice(restores, 1)
+            if layer in shape.taped_layers:
+                yield from islice(restores, 1)
         yield from _hand_over(table, layer, reads)
         if layer - shape.slots >= shape.bottom_layer:
             yield from _fetch(table, layer - shape.slots)
@@ -155,9 +171,13 @@ def _backward(table: OpTable, reads: Iterator[list[Op]]) -> Iterator[Op]:
         yield from _hand_over(table, 0, reads)
 
 
+def _balance(table: OpTable) -> list[Op]:
+    return [table.balance()] if table.shape.balances and table.shape.divided else []
+
+
 def _restores(table: OpTable) -> Iterator[Op]:
     if table.shape.tape == "host":
-        for layer in range(table.shape.last_layer, table.shape.bottom_layer - 1, -1):
+        for layer in reversed(table.shape.taped_layers):
             for micro in range(table.shape.num_micro):
                 yield table.restore(layer, micro)
 
@@ -165,9 +185,18 @@ def _restores(table: OpTable) -> Iterator[Op]:
 def _hand_over(table: OpTable, block: int, reads: Iterator[list[Op]]) -> Iterator[Op]:
     """Yield what follows the last part of a block's gradient."""
     if table.shape.trained[block]:
-        yield table.drain(block)
+        yield from _drain(table, block)
         yield table.norm(block)
         if table.shape.spills:
             yield table.spill(block)
         if table.shape.update == "in_backward":
             yield from _update(table, block, reads)
+
+
+def build_ops(kind: str, shape: StepShape) -> list[Op]:
+    """Return the ops of a `step`, a `pending step`, a `forward` or a `flush`."""
+    if kind == "forward":
+        return build_forward(shape)
+    if kind == "flush":
+        return build_flush(shape)
+    return build_step(shape, pending=kind == "pending step")

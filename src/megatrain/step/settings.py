@@ -40,6 +40,8 @@ class StepSettings:
     """What is on disk between updates: nothing, remainders and states, or gradients as well."""
     chunk_tokens: int = CHUNK_TOKENS
     """Tokens whose logits exist at a time."""
+    kept_layers: int = 0
+    """Top layers whose activations stay on the device: backward does not compute them again."""
     tile_tokens: int | None = None
     """Tokens that a layer computes at a time, but for its attention; None: the full row."""
     grad_slots: Literal[1, 2] = 2
@@ -54,6 +56,8 @@ class StepSettings:
     """The engine skips the step, or raises NonFiniteStep."""
     compile: bool = False
     """Let torch compile the layers, those of equal structure once (models/compiled.py)."""
+    kernels: Literal["none", "liger"] = "none"
+    """Fused kernels for norms and feed-forward on a device (engine/compute/fused.py)."""
     seed: int = 0
     """Seed for dropout."""
 
@@ -77,6 +81,7 @@ class StepSettings:
             slots=self.slots,
             grad_slots=self.grad_slots,
             head_pieces=self.head_pieces,
+            kept_layers=self.kept_layers,
             tape=self.tape,
             tape_slots=self.tape_slots,
             copying=copying,

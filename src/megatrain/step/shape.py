@@ -22,7 +22,8 @@ class StepShape:
 
     num_blocks: int
     num_micro: int = 1
-    """Micro-batches of the step. Each block serves all of them before the next block."""
+    """Micro-batches of the step. Each block serves all of them before the next block. A rank may
+    have none: it still gathers and exchanges with the others."""
     slots: int = 2
     """Slots that the layers rotate through. Embedding and head have their own slots."""
     grad_slots: int = 2
@@ -33,6 +34,9 @@ class StepShape:
     tape_slots: int = 2
     """Device ring between compute and a host tape. No stall if `tape_slots` micro-batches of
     backward last as long as one fetch and two restores."""
+    kept_layers: int = 0
+    """Top layers whose activations stay on the device from forward to backward; more than there
+    are means all. Those that backward does not visit keep nothing."""
     copying: bool = True
     """False: unified memory. There are no fetches, compute reads weights in the store."""
     update: Update = "none"
@@ -47,6 +51,8 @@ class StepShape:
     """The head reads the embedding's weights too, and adds to their gradient before it does."""
     gather_embedding: bool = False
     """Of the embedding only the rows of the step's tokens visit the device."""
+    divided: bool = False
+    """Ranks own a part of each block: weights are gathered, and gradients exchanged."""
     balances: bool = False
     """The layers' routers are counted in forward; backward needs the counts of all of them."""
     trained: tuple[bool, ...] = ()
@@ -64,6 +70,14 @@ class StepShape:
             )
         if not any(self.trained):
             raise ScheduleError("no block is trained, so a step would have nothing to do")
+        if self.num_micro < (0 if self.divided else 1):
+            raise ScheduleError(f"num_micro is {self.num_micro}, must be at least 1")
+        if self.divided and not self.copying:
+            raise ScheduleError(
+                "blocks are divided among ranks, so weights need slots to gather in"
+            )
+        if self.divided and self.gather_embedding:
+            raise ScheduleError("the embedding is divided among ranks, so its rows are not here")
         if self.tied and self.head_pieces > 1:
             raise ScheduleError("a tied table's gradient is one sum, it cannot leave in pieces")
         if self.has_tier and self.update == "none":
@@ -98,6 +112,16 @@ class StepShape:
         return max(1, self.lowest)
 
     @property
+    def lowest_kept(self) -> int:
+        """The lowest layer that keeps its activations; the head's number if none does."""
+        return max(self.bottom_layer, self.head - self.kept_layers)
+
+    @property
+    def taped_layers(self) -> range:
+        """Layers whose inputs go onto the tape: backward visits them and computes them again."""
+        return range(self.bottom_layer, self.lowest_kept)
+
+    @property
     def trained_blocks(self) -> list[int]:
         return [block for block, trained in enumerate(self.trained) if trained]
 
@@ -124,11 +148,11 @@ class StepShape:
 
 _LEAST = {
     "num_blocks": 3,
-    "num_micro": 1,
     "slots": 2,
     "grad_slots": 1,
     "head_pieces": 1,
     "tape_slots": 2,
+    "kept_layers": 0,
     "host_grads": 2,
     "tier_slots": 1,
 }

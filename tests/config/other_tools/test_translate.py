@@ -125,13 +125,17 @@ def _migrated(tool: Tool, **values: Any) -> Migration:
         ("TRL", {"output_dir": "out"}, "mapped output_dir save.dir = out"),
         ("TRL", {"fp16": True}, "changed fp16 model.dtype = bf16 "
          "(use bf16: the size of fp16 and the range of fp32)"),
-        ("TRL", {"use_peft": True, "learning_rate": 2e-4},
-         "mapped learning_rate optim.learning_rate = 0.0002 (chosen for LoRA: full fine-tuning "
-         "usually needs a tenth or less)"),
         ("LLaMA-Factory", {"lora_new_thing": 1},
-         "dropped lora_new_thing every weight is trained, there are no adapters"),
-        ("LLaMA-Factory", {"stage": "dpo"}, "dropped stage next-token "
-         "training only, no preference or reinforcement method"),
+         "dropped lora_new_thing adapters are plain LoRA of linear modules, without this"),
+        ("LLaMA-Factory", {"stage": "ppo"}, "dropped stage ppo: not a loss of a run; "
+         "docs/rewards.md has rewards, by your own loop"),
+        ("Axolotl", {"adapter": "qlora", "lora_r": 32}, "changed adapter lora.rank = 32 (the base "
+         "is not quantized: it is streamed as it is)"),
+        ("LLaMA-Factory", {"finetuning_type": "oft"}, "dropped finetuning_type oft: lora is the "
+         "only kind of adapter"),
+        ("TRL", {"lora_r": 8}, "dropped lora_r adapters are off, every weight is trained"),
+        ("TRL", {"beta": 0.2}, "dropped beta it belongs to dpo and ipo and orpo and simpo and "
+         "kto: set loss.name to train so"),
         ("LLaMA-Factory", {"stage": "pt"}, "changed stage data.train_on = "
          "all (pt trains on all tokens, sft on the assistant's)"),
         ("Axolotl", {"optimizer": "paged_adamw_8bit"},
@@ -223,6 +227,64 @@ def test_lines_by_text(tool: Tool, values: dict[str, Any], line: str) -> None:
     assert line in [" ".join(words.split()) for words in told]
 
 
+_LORA = {"rank": 16, "alpha": 32, "dropout": 0.05}
+
+
+@pytest.mark.parametrize(
+    ("tool", "values", "lora"),
+    [
+        ("TRL", {"use_peft": True}, _LORA),
+        ("TRL", {"use_peft": True, "lora_r": 4, "lora_target_modules": "all-linear",
+                 "use_rslora": True},
+         {**_LORA, "rank": 4, "targets": ["all-linear"], "rslora": True}),
+        ("TRL", {"use_peft": False}, {}),
+        ("LLaMA-Factory", {}, {"rank": 8}),
+        ("LLaMA-Factory", {"finetuning_type": "full", "lora_rank": 4}, {}),
+        ("LLaMA-Factory", {"finetuning_type": "lora", "lora_rank": 4, "lora_target": "q_proj, v"},
+         {"rank": 4, "targets": ["q_proj", "v"]}),
+        ("LLaMA-Factory", {"adapter_name_or_path": "saved", "lora_rank": 4}, {"path": "saved"}),
+        ("Axolotl", {}, {}),
+        ("Axolotl", {"adapter": "lora", "lora_r": 64, "lora_alpha": 8,
+                     "lora_target_linear": True},
+         {"rank": 64, "alpha": 8, "targets": ["all-linear"]}),
+        ("Axolotl", {"adapter": "lora", "lora_model_dir": "saved"}, {"path": "saved"}),
+    ],
+)  # fmt: skip
+def test_adapters_where_the_tool_would_train_them(
+    tool: Tool, values: dict[str, Any], lora: dict[str, Any]
+) -> None:
+    result = _migrated(tool, **values)
+    assert result.config.get("lora", {}) == lora
+    assert unaccounted(values, result) == []
+
+
+@pytest.mark.parametrize(
+    ("tool", "values", "loss"),
+    [
+        ("LLaMA-Factory", {"stage": "sft", "pref_beta": 0.3}, {}),
+        ("LLaMA-Factory", {"stage": "dpo"}, {"name": "dpo", "beta": 0.1}),
+        ("LLaMA-Factory", {"stage": "dpo", "pref_loss": "simpo"},
+         {"name": "simpo", "beta": 0.1, "gamma": 0.5}),
+        ("LLaMA-Factory", {"stage": "dpo", "pref_loss": "orpo", "pref_beta": 0.3},
+         {"name": "orpo", "beta": 0.3}),
+        ("LLaMA-Factory", {"stage": "kto", "kto_chosen_weight": 2.0},
+         {"name": "kto", "beta": 0.1, "desirable_weight": 2.0}),
+        ("Axolotl", {"rl": "ipo", "rl_beta": 0.2}, {"name": "ipo", "beta": 0.2}),
+        ("Axolotl", {"rl": "grpo"}, {}),
+        ("TRL", {"loss_type": "sigmoid", "label_smoothing": 0.1},
+         {"name": "dpo", "beta": 0.1, "label_smoothing": 0.1}),
+        ("TRL", {"desirable_weight": 1.5}, {"name": "kto", "beta": 0.1, "desirable_weight": 1.5}),
+        ("TRL", {"loss_type": "nll"}, {}),
+    ],
+)  # fmt: skip
+def test_losses_with_the_values_of_the_tool(
+    tool: Tool, values: dict[str, Any], loss: dict[str, Any]
+) -> None:
+    result = _migrated(tool, **values)
+    assert result.config.get("loss", {}) == loss
+    assert unaccounted(values, result) == []
+
+
 @pytest.mark.parametrize(
     ("values", "pairs", "train_on"),
     [
@@ -299,12 +361,16 @@ def test_names_of_llama_factory_are_the_files_and_formats_they_stand_for() -> No
         {"path": "openai/gsm8k", "name": "main", "split": "test", "format": "prompt_completion"},
         {"path": str(at / "books.txt"), "format": "text"},
     ]
+    assert _info("pairs,marked") == [
+        {"path": str(at / "pairs.json"), "format": "pairs"},
+        {"path": str(at / "marked.json"), "format": "kto"},
+    ]
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("pairs", "pairs of .*: it has preferences"),
+        ("ranked", "column better for chosen is not read; rename it chosen"),
         ("odd", "column ask for prompt is not read; rename it instruction"),
         ("tagged", "user_tag customer is not a supported name"),
         ("cut", "num_samples are not supported"),

@@ -246,7 +246,8 @@ def test_a_format_is_described_in_one_place_and_named_in_the_config() -> None:
     for kind, spec in FORMATS.items():
         for row in ROWS_OF_FORMATS[kind]:
             (found, *_) = spec.find(row, set(row))
-            assert (found.kind, found.is_text) == (kind, spec.turns is None)
+            has_turns = spec.turns is not None or spec.preference is not None
+            assert (found.kind, found.is_conversation) == (kind, has_turns)
 
 
 ROWS_OF_FORMATS: dict[str, list[dict[str, Any]]] = {
@@ -254,4 +255,7 @@ ROWS_OF_FORMATS: dict[str, list[dict[str, Any]]] = {
     "alpaca": [{"instruction": "a", "output": "b"}],
     "pair": [{"prompt": "a", "completion": "b"}, {"question": "a", "answer": "b"}],
     "text": [{"text": "a"}],
+    "pairs": [{"prompt": "a", "chosen": "b", "rejected": "c"}],
+    "kto": [{"prompt": "a", "completion": "b", "label": True}],
+    "tokens": [{"input_ids": [1, 2]}],
 }

@@ -6,7 +6,6 @@ import json
 import os
 import struct
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -20,12 +19,12 @@ from megatrain.disk.hf import load as load_module
 from megatrain.disk.hf.model import read_model_folder
 from megatrain.errors import DiskError, WeightsMismatch
 from megatrain.memory.direct import DirectReader
-from megatrain.memory.host import resident_bytes
 from megatrain.memory.kinds import Kind
 from megatrain.memory.tier import Scratch
 from megatrain.optim.states import WITH_CLIP, M, V
 from testkit.families import save_tiny, tiny_model
 from testkit.faulty_os import faulty
+from testkit.peak_bytes import peak_above
 
 
 @pytest.fixture
@@ -191,25 +190,12 @@ def test_a_disk_that_fails_is_our_error_and_stops_all_workers(
 
 def test_nothing_is_held_twice(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama", torch.bfloat16, hidden_size=1024, intermediate_size=8192)
-    peak, done = 0, threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not done.is_set():
-            peak = max(peak, resident_bytes())
-            time.sleep(0.002)
-
     load_model(tmp_path)  # so that what stays from the first call of anything is not counted
-    before = resident_bytes()
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    model = load_model(tmp_path)
-    done.set()
-    watcher.join()
+    model, peak = peak_above(lambda: load_model(tmp_path))
     weights = model.store.layout.kind_bytes[Kind.HI]
     assert weights > 150 << 20
     buffers = load_module.NUM_LOAD_WORKERS * load_module.READ_BYTES
-    assert peak - before < weights + buffers + (32 << 20)
+    assert peak < weights + buffers + (32 << 20)
 
 
 def test_generation_config_is_not_needed(folder: Path) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatrain.config import Config
 from megatrain.errors import ConfigError, ModelConfigError, ModelFolderError
-from megatrain.planning.catalog.asked_models import find_shape
+from megatrain.planning.catalog.asked_models import find_shape, shape_for
 from megatrain.planning.catalog.known_models import find_known_model
 from testkit.families import save_tiny
 from testkit.hub_on_loopback import serving, use
@@ -60,6 +61,17 @@ def test_a_model_with_eyes_counts_its_decoder(tmp_path: Path) -> None:
     text = find_known_model("gemma-3-4b-it").config
     folder = _write(tmp_path / "m", {"model_type": "gemma3", "text_config": text, "x": 1})
     assert find_shape(str(folder)).params == find_shape("gemma-3-4b-pt").params
+
+
+def test_adapters_of_a_folder_need_a_rank_to_be_estimated() -> None:
+    given: dict[str, Any] = {"model": "Qwen/Qwen3-8B", "data": "rows.jsonl"}
+    with pytest.raises(ConfigError, match=r"Give their rank too, like lora\.rank=16"):
+        shape_for(Config.model_validate(given | {"lora": {"path": "adapters"}}))
+    with_rank = {"lora": {"path": "adapters", "rank": 16}}
+    alone = {"lora": {"rank": 16}}
+    assert shape_for(Config.model_validate(given | with_rank)) == shape_for(
+        Config.model_validate(given | alone)
+    )
 
 
 def test_what_is_nowhere_is_said() -> None:

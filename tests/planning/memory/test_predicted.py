@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.plan.configurations import Configuration
 from benchmarks.plan.memory import GIVING_BACK, MEMORY_TARGETS, measure_memory
+from megatrain.config.lora_settings import LoraSettings
 from megatrain.memory.kinds import kinds_on_disk, store_kinds
 from megatrain.memory.layout import build_layout
 from megatrain.memory.ledger import Ledger
@@ -17,12 +18,15 @@ from megatrain.memory.store import Store, store_ledger
 from megatrain.memory.tier import Tier
 from megatrain.memory.tier_regions import TierRegions
 from megatrain.memory.tier_ring import TierRing
+from megatrain.models.adapters.lora import Lora
+from megatrain.models.decoder import Decoder
 from megatrain.optim.states import ADAMW, WITH_CLIP
+from megatrain.planning.catalog.adapting import with_adapters
 from megatrain.planning.memory.predicted import predicted_ledger, store_lines
 from megatrain.planning.model.skeleton import shape_of
 from megatrain.planning.simulate import step_shape
 from megatrain.planning.workload import Workload
-from megatrain.step.resources import block_places
+from megatrain.step.places import block_places
 from megatrain.step.settings import StepSettings
 from testkit.lion import EIGHT_BIT, LION
 from testkit.machines import DESKTOP, EIGHT, PROCESSOR
@@ -32,8 +36,21 @@ from testkit.rehearsed import SMALL, decoder_of
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("family", SMALL)
 def test_the_store_to_the_byte(family: str, dtype: str) -> None:
-    decoder = decoder_of(family, dtype)
-    workload = Workload(model=shape_of(decoder), step_tokens=1, dtype=dtype)  # type: ignore[arg-type]
+    _check_store(decoder_of(family, dtype), dtype)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_the_store_of_adapters_over_a_frozen_base_to_the_byte(family: str) -> None:
+    decoder = decoder_of(family, lora=Lora(rank=8, alpha=16.0))
+    _check_store(decoder, "bf16")
+    model = shape_of(decoder)
+    lines = Ledger(store_lines(Workload(model=model, step_tokens=1), StepSettings()))
+    base = model.params - model.trained_params
+    assert lines.total("host") == pytest.approx(2 * base + 14 * model.trained_params, rel=0.01)
+
+
+def _check_store(decoder: Decoder, dtype: Any) -> None:
+    workload = Workload(model=shape_of(decoder), step_tokens=1, dtype=dtype)
     for states in (ADAMW, LION, EIGHT_BIT):
         planned = replace(workload, states={"fp32": states})
         for update in ("late", "in_backward"):
@@ -108,6 +125,16 @@ def test_what_clipping_costs() -> None:
     assert late.total("pinned") == pytest.approx(4 * EIGHT.params, rel=1e-3)
 
 
+def test_checkpoints_and_export_of_adapters_have_the_adapters_alone() -> None:
+    adapted = with_adapters(EIGHT, LoraSettings(rank=16))
+    ledger = predicted_ledger(
+        DESKTOP, Workload(model=adapted, step_tokens=8192), StepSettings(micro_batch_tokens=8192)
+    )
+    sizes = {line.purpose: line.num_bytes for line in ledger.lines if line.place == "disk"}
+    assert sizes["exported model"] == pytest.approx(2 * adapted.trained_params, rel=0.01)
+    assert sizes["checkpoints"] == pytest.approx(3 * 12 * adapted.trained_params, rel=0.01)
+
+
 def test_where_the_device_is_the_host_its_memory_is_the_hosts() -> None:
     workload = Workload(model=EIGHT, step_tokens=8192)
     found = predicted_ledger(PROCESSOR, workload, StepSettings(micro_batch_tokens=8192))
@@ -123,6 +150,7 @@ def test_the_host_against_a_real_run() -> None:
             Configuration(
                 hidden=256, inner=768, layers=4, device="copies", tape="host", state="bf16"
             ),
+            Configuration(hidden=512, inner=1408, layers=8, rank=16),
         ],
         GIVING_BACK,
     )

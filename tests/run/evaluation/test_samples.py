@@ -38,7 +38,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def home_with(generation: object, eos: object = 2) -> Any:
     carried = {} if generation is None else {GENERATION_NAME: json.dumps(generation).encode()}
-    decoder = SimpleNamespace(config=SimpleNamespace(eos_token_id=eos))
+    config = SimpleNamespace(eos_token_id=eos)
+    decoder = SimpleNamespace(config=config, text_config=config)
     return SimpleNamespace(carried=carried, decoder=decoder)
 
 
@@ -98,7 +99,7 @@ def test_sampling_computes_on_the_device_that_training_would_use(
     expected = sample_from(folder, ["1 + 1"], 3, device="cpu")
     monkeypatch.setattr(
         "megatrain.devices.accelerator.TorchRuntime.find",
-        lambda name: simulator if not name else None,
+        lambda name, local_rank: simulator if not name else None,
     )
     monkeypatch.setattr(Simulator, "device", "simulated", raising=False)
     with watched(simulator):
@@ -117,7 +118,7 @@ def test_evaluation_computes_on_the_device_that_training_would_use(
     model, rows = tmp_path / "model-0.0", tmp_path / "rows.jsonl"
     expected = verbs.evaluate_model(model, rows, 5, answers=True)
     simulator = Simulator(policy="late")
-    monkeypatch.setattr("megatrain.devices.accelerator.TorchRuntime.find", lambda name: simulator)
+    monkeypatch.setattr("megatrain.devices.accelerator.TorchRuntime.find", lambda *_: simulator)
     monkeypatch.setattr(Simulator, "device", "simulated", raising=False)
     with watched(simulator):
         assert verbs.evaluate_model(model, rows, 5, answers=True) == expected

@@ -20,7 +20,7 @@ from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
 from megatrain.models.decoder import build_decoder
 from megatrain.run.evaluation import sampling
-from megatrain.run.evaluation.sampling import Drawing, continue_texts
+from megatrain.run.evaluation.sampling import GREEDY, Drawing, continuations, continue_texts
 from testkit.engines import make_engine
 from testkit.families import FAMILIES, tiny_config, tiny_model
 from testkit.simulated.accelerator import Simulator
@@ -197,6 +197,27 @@ def test_a_row_that_has_ended_stays_and_the_others_go_on() -> None:
         assert row == text[:until]
 
 
+@pytest.mark.parametrize("drawing", [GREEDY, Drawing(temperature=1.5, top_p=0.9, seed=3)])
+def test_log_probabilities_are_those_of_the_model(drawing: Drawing) -> None:
+    with engine() as ours:
+        found = continuations(ours, PROMPTS, 6, NO_END, drawing)
+        for prompt, made in zip(PROMPTS, found, strict=True):
+            ids = torch.tensor([[*prompt, *made.tokens]])
+            (exact,) = ours.logprobs([MicroBatch(input_ids=ids, labels=ids)])
+            torch.testing.assert_close(
+                torch.tensor(made.logprobs), exact[0, len(prompt) - 1 : -1], rtol=1e-4, atol=1e-5
+            )
+
+
+def test_rows_that_are_chosen_some_at_a_time_are_greedily_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with engine() as ours:
+        together = continuations(ours, PROMPTS, 4, NO_END, GREEDY)
+        monkeypatch.setattr(sampling, "PART_ELEMENTS", 64)
+        assert continuations(ours, PROMPTS, 4, NO_END, GREEDY) == together
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_drawn_text_is_the_same_for_the_same_seed(seed: int) -> None:
     with engine() as ours:
@@ -212,7 +233,8 @@ def test_top_p_draws_from_the_likeliest_tokens_alone() -> None:
     generator = torch.Generator().manual_seed(0)
     for top_p, expected in ((0.4, {0}), (0.7, {0, 1}), (0.9, {0, 1, 2}), (1.0, {0, 1, 2, 3})):
         drawing = Drawing(temperature=1.0, top_p=top_p)
-        assert {sampling._choose(logits, drawing, generator) for _ in range(300)} == expected
+        rows = logits.repeat(300, 1)
+        assert set(sampling._choose(rows, drawing, generator).tolist()) == expected
 
 
 @pytest.mark.parametrize(

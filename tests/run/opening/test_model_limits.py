@@ -34,7 +34,7 @@ def _decoder(family: str, **changes: Any) -> Any:
         setattr(config, key, value)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    return SimpleNamespace(config=config, model=model)
+    return SimpleNamespace(config=config, text_config=config, model=model)
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from megatrain.cli.verbs import evaluate_model, export_model, sample_from
+from megatrain.cli.exporting import export_model
+from megatrain.cli.verbs import evaluate_model, sample_from
 from megatrain.disk.hf.model import ModelFolder
 from megatrain.errors import ConfigError, DataError
 from megatrain.models import config_json as model_config

@@ -14,20 +14,26 @@ from benchmarks.plan.cap import measure_caps
 from megatrain.cli.demo import write_demo
 from megatrain.cli.verbs import train_from
 from megatrain.config import Config, load_config
+from megatrain.devices.accelerator import Accelerator
 from megatrain.devices.device import CpuDevice
 from megatrain.disk.hf.model import ModelFolder
 from megatrain.errors import DoesNotFit
+from megatrain.lanes.trace import Span, Trace
 from megatrain.models.decoder import Decoder
 from megatrain.optim.states import STATES
 from megatrain.planning.from_config import step_settings_of
 from megatrain.planning.machine.profile import MachineProfile, unmeasured
 from megatrain.planning.plan import Plan
+from megatrain.ranks.ranks import Ranks
 from megatrain.report.run import read_run
 from megatrain.report.summary import run_facts as report_facts
 from megatrain.run.opening import planned
 from megatrain.run.opening.planned import facts, plan_run
 from megatrain.run.opening.resumption import read_model
 from megatrain.run.trainer import Trainer
+from megatrain.step.ops import Op, OpKind
+from testkit.rank_threads import ONE_AT_A_TIME, Together
+from testkit.simulated.accelerator import Simulator
 
 BASE = 2_000_000
 PLENTY = 1 << 28
@@ -86,6 +92,23 @@ def test_what_the_config_decides_is_kept(path: Path, machine: str) -> None:
     assert (settings.micro_batch_tokens, settings.slots, settings.tape) == (256, 3, "host")
 
 
+@pytest.mark.parametrize(("measured", "free", "expected"), [(8, 5, 5), (5, 8, 5), (None, 5, 5)])
+def test_a_card_is_planned_with_what_is_free_now_and_was_there_when_it_was_measured(
+    path: Path, monkeypatch: pytest.MonkeyPatch, measured: int | None, free: int, expected: int
+) -> None:
+    card = None
+    if measured is not None:
+        card = _profile().changed(device_bytes=measured << 30, unified=False)
+    monkeypatch.setattr(planned, "measured_profile", lambda: card)
+    device = Accelerator(Simulator(), cap_bytes=free << 30)
+    config = config_of(path)
+    plan = plan_run(config, device, decoder_of(config))
+    assert plan.profile.device_bytes == expected << 30
+    (reserve,) = (line for line in plan.ledger.lines if line.purpose == "libraries and driver")
+    assert reserve.place == "device"
+    assert reserve.num_bytes >= (expected << 30) // 8
+
+
 def test_what_it_leaves_open_is_planned_with_a_reason_where_rates_are_known(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,6 +117,20 @@ def test_what_it_leaves_open_is_planned_with_a_reason_where_rates_are_known(
     assert plan.fits
     assert plan.knows_time
     assert {"micro_batch_tokens", "slots", "tape"} <= plan.reasons.keys()
+
+
+def test_a_step_is_held_to_its_plan_with_what_limited_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planned, "measured_profile", _profile)
+    plan, trace = plan_of(path), Trace()
+    backward, fetch = Op(kind=OpKind.BACKWARD, block=1, micro=0), Op(kind=OpKind.FETCH, block=1)
+    trace.add(Span(0, "in", fetch, 0, 9))
+    trace.add(Span(0, "compute", backward, 0, 9, awaited=fetch))
+    trace.add(Span(0, "compute", backward, 9, 10))
+    said = planned.compared_with_plan(plan, [plan.step_s], trace)
+    assert said.endswith(f"(+0%); limited by {plan.bottleneck} (measured: link in)")
+    assert planned.compared_with_plan(plan, [plan.step_s], None).endswith(plan.bottleneck)
 
 
 def test_a_run_that_continues_has_its_prediction_and_keeps_its_bits(
@@ -272,3 +309,22 @@ def test_plan_json_has_its_prediction_after_a_resume(
     assert after["predicted"]["step_s"] > 0
     assert after["settings"] == before["settings"]
     assert after["ledger"]
+
+
+@pytest.mark.usefixtures("machine")
+def test_ranks_on_a_processor_plan_for_their_host(path: Path) -> None:
+    config = config_of(path)
+
+    def work(ranks: Ranks) -> Plan:
+        with ONE_AT_A_TIME:
+            decoder = decoder_of(config)
+        return plan_run(config, CpuDevice(copying=True), decoder, ranks=ranks)
+
+    first, second = Together(2).run(work)
+    assert first.settings == second.settings
+    assert first.workload.division.size == 2
+    purposes = {line.purpose for line in first.ledger.lines if line.place == "host"}
+    assert {"weight slots", "exchange"} <= purposes
+    alone = plan_run(config, CpuDevice(), decoder_of(config))
+    assert alone.workload.division.is_alone
+    assert "exchange" not in {line.purpose for line in alone.ledger.lines}

@@ -2,7 +2,7 @@
 
 The file is in `dataset_dir`, looked up from the working directory and beside the config. A name
 becomes a file or a Hub dataset with one of our formats. Entries that our formats cannot read as
-LLaMA-Factory would (other columns, other tags, preferences, scripts) are refused by name.
+LLaMA-Factory would (other columns, other tags, scripts) are refused by name.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ _TAGS = {
     "function_tag": ("function_call", "tool_call"),
     "system_tag": ("system", "developer"),
 }
-_READ = {"file_name", "hf_hub_url", "subset", "split", "formatting", "columns", "tags"}
+_PREFERENCES = {"chosen": ("chosen",), "rejected": ("rejected",), "kto_tag": ("label", "kto_tag")}
+_READ = {
+    "file_name", "hf_hub_url", "subset", "split", "formatting", "columns", "tags", "ranking",
+}  # fmt: skip
 
 
 def sources(names: list[str], asked: ToolConfig) -> list[dict[str, Any]]:
@@ -74,8 +77,6 @@ def _source(name: str, info: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _place(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    if entry.get("ranking"):
-        raise DroppedKey("it has preferences; only next-token training is supported")
     if unread := [str(key) for key in entry if key not in _READ and entry[key] not in (None, "")]:
         raise DroppedKey(f"{', '.join(sorted(unread))} are not supported")
     if isinstance(entry.get("hf_hub_url"), str):
@@ -93,6 +94,18 @@ def _place(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 def _format(entry: Mapping[str, Any]) -> str:
     kind = entry.get("formatting") or "alpaca"
     columns, tags = (_mapping(entry, key) for key in ("columns", "tags"))
+    answers = {key: value for key, value in columns.items() if key in _PREFERENCES}
+    columns = {key: value for key, value in columns.items() if key not in _PREFERENCES}
+    for key, value in answers.items():
+        if value not in _PREFERENCES[key]:
+            raise DroppedKey(f"column {value} for {key} is not read; rename it {key}")
+    found = _of_turns(kind, columns, tags)
+    if entry.get("ranking"):
+        return "pairs"
+    return "kto" if "kto_tag" in answers else found
+
+
+def _of_turns(kind: Any, columns: Mapping[str, Any], tags: Mapping[str, Any]) -> str:
     if kind in ("sharegpt", "openai"):
         for given, allowed in ((columns, _MESSAGES), (tags, _TAGS)):
             for key, value in given.items():

@@ -11,16 +11,18 @@ DEFAULTS: dict[Tool, dict[str, Any]] = {
     "LLaMA-Factory": {
         "learning_rate": 5e-5, "num_train_epochs": 3, "lr_scheduler_type": "linear",
         "adam_beta2": 0.999, "warmup_steps": 0, "cutoff_len": 2048, "packing": False,
+        "finetuning_type": "lora", "pref_loss": "sigmoid", "pref_beta": 0.1, "simpo_gamma": 0.5,
     },
     "Axolotl": {
         "adam_beta2": 0.999, "num_epochs": 1, "sequence_len": 512, "warmup_ratio": 0.03,
-        "sample_packing": False,
+        "sample_packing": False, "rl_beta": 0.1, "simpo_gamma": 0.5,
     },
     "TRL": {
         "learning_rate": 2e-5, "num_train_epochs": 3, "lr_scheduler_type": "linear",
         "adam_beta2": 0.999, "warmup_steps": 0, "max_length": 1024, "packing": False,
         "assistant_only_loss": False, "dataset_test_split": "test",
-        "router_aux_loss_coef": "model",
+        "router_aux_loss_coef": "model", "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05,
+        "loss_type": "nll", "beta": 0.1, "simpo_gamma": 0.5,
     },
 }  # fmt: skip
 """A tool's value for a key that is absent, null or dropped."""

@@ -20,7 +20,7 @@ class Rule:
     """Why there is none, or a note on our key."""
 
 
-FULL = "every weight is trained, there are no adapters"
+ONE_ADAPTER = "adapters are plain LoRA of linear modules, without this"
 EXACT = "weights are kept exact, nothing is quantized"
 STREAMED = "weights are streamed from host memory, without DeepSpeed, FSDP or accelerate"
 ONE_PROCESS = "one process drives one device"
@@ -34,7 +34,8 @@ SAFE = "always done"
 OWN_TEMPLATE = (
     "chat template and special tokens come from the tokenizer; data.chat_template replaces it"
 )
-NO_METHOD = "next-token training only, no preference or reinforcement method"
+NO_METHOD = "not a loss of a run; docs/rewards.md has rewards, by your own loop"
+ONE_REFERENCE = "the reference is the model that training starts from"
 NO_TRICK = "not supported: it changes the training result"
 NO_KERNEL = "not needed: logits are always computed in chunks, with exact results"
 BY_ROWS = "rows x accumulation x GPUs; train.batch_tokens where rows are packed"
@@ -122,6 +123,12 @@ _HF = _table(
     },
 )
 
+_LORA = {
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+    "use_rslora": "lora.rslora",
+}
+
 LLAMA_FACTORY = _HF | _table(
     {
         "model_name_or_path": "model.name_or_path",
@@ -142,12 +149,22 @@ LLAMA_FACTORY = _HF | _table(
         "new_special_tokens": "model.add_tokens",
         "add_special_tokens": "model.add_tokens",
         "add_tokens": "model.add_tokens; as special tokens",
-    },
+        "finetuning_type": "lora.rank",
+        "lora_rank": "lora.rank",
+        "lora_target": "lora.targets",
+        "adapter_name_or_path": "lora.path",
+        "pref_beta": "loss.beta",
+        "pref_loss": "loss.name",
+        "simpo_gamma": "loss.gamma",
+        "dpo_label_smoothing": "loss.label_smoothing",
+        "kto_chosen_weight": "loss.desirable_weight",
+        "kto_rejected_weight": "loss.undesirable_weight",
+    }
+    | _LORA,
     {
-        NO_METHOD: "pref_beta pref_loss pref_ftx ref_model reward_model kto_chosen_weight "
-        "simpo_gamma",
-        FULL: "finetuning_type lora_rank lora_alpha lora_dropout lora_target adapter_name_or_path "
-        "additional_target loraplus_lr_ratio use_rslora use_dora pissa_init create_new_adapter "
+        NO_METHOD: "reward_model",
+        ONE_REFERENCE: "ref_model ref_model_adapters",
+        ONE_ADAPTER: "additional_target loraplus_lr_ratio use_dora pissa_init create_new_adapter "
         "freeze_extra_modules",
         EXACT: "quantization_bit quantization_method quantization_type double_quantization "
         "upcast_layernorm",
@@ -160,7 +177,7 @@ LLAMA_FACTORY = _HF | _table(
         PRINTED: "plot_loss include_effective_tokens_per_second",
         NO_KERNEL: "enable_liger_kernel use_unsloth use_unsloth_gc",
         RECOMPUTE: "disable_gradient_checkpointing",
-        NO_TRICK: "use_galore use_badam use_apollo use_muon use_llama_pro "
+        NO_TRICK: "pref_ftx use_galore use_badam use_apollo use_muon use_llama_pro "
         "mixture_of_depths shift_attn",
         "its factor is cutoff_len over the positions of the model: set model.rope to it, like "
         "{type: yarn, factor: 4.0}; a run whose rows need it names the line": "rope_scaling",
@@ -217,17 +234,33 @@ AXOLOTL = {
         "tokens": "model.add_tokens; as special tokens",
         "rope_scaling": "model.rope",
         "overrides_of_model_config": "model.rope; of its keys rope_scaling alone",
+        "adapter": "lora.rank",
+        "lora_r": "lora.rank",
+        "lora_alpha": "lora.alpha",
+        "lora_dropout": "lora.dropout",
+        "lora_target_modules": "lora.targets",
+        "lora_target_linear": "lora.targets",
+        "lora_model_dir": "lora.path",
+        "peft_use_rslora": "lora.rslora",
+        "rl": "loss.name",
+        "rl_beta": "loss.beta",
+        "dpo_beta": "loss.beta",
+        "orpo_alpha": "loss.beta",
+        "simpo_gamma": "loss.gamma",
+        "dpo_label_smoothing": "loss.label_smoothing",
+        "kto_desirable_weight": "loss.desirable_weight",
+        "kto_undesirable_weight": "loss.undesirable_weight",
     },
     {
-        FULL: "adapter lora_r lora_alpha lora_dropout lora_target_modules lora_target_linear "
-        "lora_modules_to_save lora_model_dir peft_use_dora peft lora_mlp_kernel lora_qkv_kernel "
-        "lora_o_kernel relora_steps",
+        ONE_ADAPTER: "lora_modules_to_save peft_use_dora peft relora_steps",
+        "not needed: adapters are computed by plain products": "lora_mlp_kernel lora_qkv_kernel "
+        "lora_o_kernel",
         EXACT: "load_in_8bit load_in_4bit gptq qat quantization",
         OWN_TEMPLATE: "chat_template special_tokens tokenizer_type tokenizer_config "
         "default_system_message resize_token_embeddings_to_32x",
         NO_CODE: "trust_remote_code",
         "plugins are not supported": "plugins",
-        NO_METHOD: "rl dpo_beta trl reward_model process_reward_model",
+        NO_METHOD: "trl reward_model process_reward_model",
         "taken from the model's config.json": "model_type base_model_config is_llama_derived_model "
         "is_mistral_derived_model is_falcon_derived_model",
         CACHE: "dataset_prepared_path dataset_exact_deduplication skip_prepare_dataset",
@@ -272,14 +305,25 @@ TRL = _HF | _table(
         "activation_offloading": "memory.tape",
         "router_aux_loss_coef": "train.router_aux_loss; the mean over a step, not over each "
         "micro-batch",
-    },
+        "use_peft": "lora.rank",
+        "lora_r": "lora.rank",
+        "lora_target_modules": "lora.targets",
+        "loss_type": "loss.name",
+        "beta": "loss.beta",
+        "simpo_gamma": "loss.gamma",
+        "label_smoothing": "loss.label_smoothing",
+        "desirable_weight": "loss.desirable_weight",
+        "undesirable_weight": "loss.undesirable_weight",
+    }
+    | _LORA,
     {
-        FULL: "use_peft lora_r lora_alpha lora_dropout lora_target_modules lora_modules_to_save "
-        "lora_task_type use_rslora use_dora",
+        ONE_ADAPTER: "lora_modules_to_save lora_task_type lora_target_parameters use_dora",
+        ONE_REFERENCE: "precompute_ref_log_probs sync_ref_model",
         EXACT: "load_in_8bit load_in_4bit bnb_4bit_quant_type use_bnb_nested_quant",
         OWN_TEMPLATE: "eos_token pad_token",
         NO_CODE: "trust_remote_code",
-        NO_METHOD: "beta loss_type num_generations max_prompt_length max_completion_length",
+        NO_METHOD: "num_generations max_completion_length",
+        "data.max_length bounds prompt and answer together": "max_prompt_length",
         INDEXED: "dataset_num_proc dataset_streaming dataset_batch_size",
         SHUFFLED: "shuffle_dataset",
         "the row format is detected; see data.train.format": "dataset_text_field dataset_kwargs",
@@ -310,7 +354,7 @@ _ELSEWHERE = _table(
     {STREAMED: "zero_stage cpu_offload", EXACT: "quantize fp8", INDEXED: "num_workers"},
 )
 _PREFIXES = {
-    FULL: ("lora", "qlora", "dora_", "peft", "adapter"),
+    ONE_ADAPTER: ("lora", "qlora", "dora_", "peft", "adapter"),
     EXACT: ("bnb_", "quant", "load_in_", "gptq", "awq"),
     STREAMED: ("deepspeed", "fsdp", "zero_", "accelerate"),
     ONE_PROCESS: ("ddp_", "nproc", "num_gpus", "tensor_parallel"),
@@ -327,6 +371,11 @@ def prefix_rule(key: str) -> Rule | None:
         if key.lower().startswith(prefixes):
             return Rule(why=why)
     return None
+
+
+def is_elsewhere(key: str) -> bool:
+    """Return whether another tool has this very key, and we have its setting."""
+    return key in NAMES and bool(NAMES[key].to)
 
 
 def hint(key: str) -> str:

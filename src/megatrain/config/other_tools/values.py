@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from megatrain.config.other_tools import sources
 from megatrain.config.other_tools.asked import Converter, DroppedKey, ToolConfig
+from megatrain.config.other_tools.methods import METHODS
 from megatrain.config.other_tools.names import NO_METHOD
 from megatrain.config.quantities import read_number, read_whole
 from megatrain.config.rope_settings import RopeSettings
@@ -64,14 +65,6 @@ def _switch(on: Any, off: Any = None, note: str = "") -> Converter:
         return off, ""
 
     return convert
-
-
-def _learning_rate(value: Any, asked: ToolConfig) -> tuple[Any, str]:
-    uses_lora = (
-        asked.get("finetuning_type") == "lora" or asked.get("adapter") or asked.get("use_peft")
-    )
-    note = "chosen for LoRA: full fine-tuning usually needs a tenth or less" if uses_lora else ""
-    return value, note
 
 
 def _betas(value: Any, asked: ToolConfig) -> tuple[Any, str]:
@@ -200,7 +193,7 @@ def _axolotl_loggers(value: Any, asked: ToolConfig) -> tuple[Any, str]:
 def _attention(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     if not value:
         raise DroppedKey(OFF)
-    kinds = {"flash_attention": "flash_attention_2", "flex_attention": "flex_attention",
+    kinds = {"flash_attention": "flash_attention_2", "flex_attention": "auto",
              "sdp_attention": "sdpa", "eager_attention": "eager"}  # fmt: skip
     return next(ours for key, ours in kinds.items() if asked.get(key)), ""
 
@@ -234,8 +227,10 @@ def trl_names(asked: ToolConfig) -> list[str]:
 
 def _llama_factory_train_on(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     stage = asked.given("stage", "sft")
+    if stage in ("dpo", "kto"):
+        raise DroppedKey("the answers are trained: their format decides")
     if stage not in ("sft", "pt"):
-        raise DroppedKey(NO_METHOD)
+        raise DroppedKey(f"{stage}: {NO_METHOD}")
     if stage == "pt" or asked.get("train_on_prompt"):
         return "all", ""
     return ("last", "") if asked.get("mask_history") else ("assistant", "")
@@ -302,7 +297,6 @@ CONVERTERS: dict[str, Converter] = {
     "tokens": _tokens,
     "rope_scaling": _rope,
     "overrides_of_model_config": _model_overrides,
-    "learning_rate": _learning_rate,
     "adam_beta1": _betas,
     "adam_beta2": _betas,
     "optim": _optimizer,
@@ -337,7 +331,8 @@ CONVERTERS: dict[str, Converter] = {
         "not supported; sdpa is the default",
     ),
     "attn_implementation": _choice(
-        {name: name for name in ("eager", "sdpa", "flash_attention_2", "flex_attention")},
+        {name: name for name in ("eager", "sdpa", "flash_attention_2")}
+        | {"flex_attention": "auto"},
         "not supported; sdpa is the default",
     ),
     "flash_attention": _attention,
@@ -373,7 +368,7 @@ CONVERTERS: dict[str, Converter] = {
     "wandb_project": _axolotl_loggers,
     "use_tensorboard": _axolotl_loggers,
     "use_trackio": _axolotl_loggers,
-}
+} | METHODS
 """Converters by key of the other tool; any other key keeps its value."""
 BY_TOOL: dict[tuple[str, str], Converter] = {
     ("LLaMA-Factory", "packing"): _llama_factory_packing,

@@ -118,9 +118,11 @@ class Encoder:
         return found
 
     def _texts(self, place: str, row: Row) -> list[RenderedText] | BadRow:
+        if row.token_ids:
+            return []
         if row.text:
             return [RenderedText(text=row.text, spans=())]
-        if self.template is None:
+        if self.template is None or row.joined:
             return [self._joined(place, row)]
         try:
             if row.plain:
@@ -154,14 +156,14 @@ class Encoder:
     ) -> None:
         """Compare one conversation of many with the output of the library."""
         for (_, row), parts in zip(rows, texts, strict=True):
-            if self.template is None or row.text or isinstance(parts, BadRow):
+            if self.template is None or not row.messages or row.joined or isinstance(parts, BadRow):
                 continue
             with suppress(BadRow):  # the template may refuse turns after the last answer
                 self.template.check(row)
                 return
 
     def _joined(self, place: str, row: Row) -> RenderedText:
-        """Join a prompt and its answer directly, for tokenizers without template."""
+        """Join a prompt and its answer directly, as without a template."""
         if not row.plain:
             raise DataError(
                 f"{place} is a conversation, but there is no chat template. Use the tokenizer of "
@@ -196,10 +198,12 @@ class Encoder:
     def _documents(
         self, place: str, row: Row, parts: Sequence[RenderedText], encoded: Sequence[Any]
     ) -> list[Tokens]:
+        if row.token_ids:
+            return [Tokens(input_ids=list(row.token_ids), runs=row.trained_runs)]
         if row.text:
             return [self._whole(encoded[0].ids)]
         documents = [self._masked(*pair) for pair in zip(parts, encoded, strict=True)]
-        if self.template is None:
+        if self.template is None or row.joined:
             return [self._framed(documents[0])]
         for rendered, one in zip(parts, encoded, strict=True):
             if rendered.tags is not None:

@@ -18,11 +18,12 @@ from megatrain.data.rows.messages import REASONING
 from megatrain.data.rows.rows import Row
 
 _TEMPLATED, _JOINED = "pairs_in_template", "pairs_joined"
+_SAME = "same_answers"
 _ROWS, _DOCUMENTS, _TOKENS, _REPEATED = (
     "rewritten_rows", "rewritten_documents", "rewritten_tokens", "repeated_tokens",
 )  # fmt: skip
 _COUNTS = (
-    _TEMPLATED, _JOINED, _ROWS, _DOCUMENTS, _TOKENS, _REPEATED,
+    _TEMPLATED, _JOINED, _SAME, _ROWS, _DOCUMENTS, _TOKENS, _REPEATED,
     EMPTY_THOUGHT, LOST_THOUGHT, LOST_WORDS, UNOPENED_THOUGHT,
 )  # fmt: skip
 
@@ -46,14 +47,16 @@ class Notes:
     def add(self, row: Row, documents: Sequence[Tokens], template: ChatTemplate | None) -> None:
         """Count a row that is used."""
         self.unused.update(row.unused)
-        if row.text:
+        if not row.messages:
             return
         self.others.update(row.others)
         self.unread.update(_unread(row, template))
         if row.plain:
-            self.counts[_JOINED if template is None else _TEMPLATED] += 1
+            self.counts[_JOINED if template is None or row.joined else _TEMPLATED] += 1
         lengths = [len(document.input_ids) for document in documents]
-        if len(lengths) > 1:
+        if row.rejected is not None:
+            self.counts[_SAME] += row.messages == row.rejected.messages
+        elif len(lengths) > 1:
             self.counts[_ROWS] += 1
             self.counts[_DOCUMENTS] += len(lengths)
             self.counts[_TOKENS] += sum(lengths)
@@ -125,6 +128,7 @@ _SENTENCES = {
     _TEMPLATED: "{count:,} prompts and completions go through the chat template; "
     "data.chat_template: none joins them without it",
     _JOINED: "{count:,} prompts and completions are joined without a chat template",
+    _SAME: "{count:,} rows have the same answer as chosen and as rejected; they prefer nothing",
     EMPTY_THOUGHT: "{count:,} trained answers begin with an empty thought; this teaches a "
     "thinking model not to think; data.template_kwargs: {{enable_thinking: false}} makes it part "
     "of the prompt, if the template supports it",

@@ -9,6 +9,7 @@ arguments into a pipe, and if the child ends before it has read them, the write 
 Laws (tests/data/chat/test_probe.py)
     1. A template that does not end, or not within its memory, is a DataError.
     2. So are child processes that cannot start, as those of a script that cannot be imported.
+    3. A child that does not need the program never imports it (tests/data/rows/test_given.py).
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from __future__ import annotations
 import multiprocessing
 import resource
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing import connection
 from multiprocessing.context import SpawnProcess
+from types import ModuleType
 from typing import Any
 
 from megatrain.data.chat.template import ChatTemplate
@@ -34,14 +36,22 @@ _BEGUN, _READY = b"begun", b"ready"
 
 
 def probe_template(
-    tokenizer: Any, row: Row, kwargs: Mapping[str, Any] | None = None, limit_s: float = LIMIT_S
+    tokenizer: Any,
+    row: Row,
+    kwargs: Mapping[str, Any] | None = None,
+    limit_s: float = LIMIT_S,
+    *,
+    needs_program: bool = True,
 ) -> None:
     """Render one conversation in a child; it is killed `limit_s` after it has the tokenizer.
+
+    Not `needs_program`: the child does not import the caller's program, which may be a notebook or
+    a script without a guard; `require_children` and other children of the run do.
 
     Waits for the child. A template that raises is not an error here: its rows are counted later.
     Raises DataError if the child did not start or had to be killed.
     """
-    child, pipe = _begun(_render_once)
+    child, pipe = _begun(_render_once, needs_program=needs_program)
     with pipe, suppress(OSError, EOFError):  # it has ended: its exit code shows how
         pipe.send((tokenizer, row, dict(kwargs or {})))
         _await(_READY, pipe, child)
@@ -67,12 +77,15 @@ def require_children() -> None:
     child.join()
 
 
-def _begun(work: Callable[[connection.Connection], None]) -> tuple[SpawnProcess, Any]:
+def _begun(
+    work: Callable[[connection.Connection], None], *, needs_program: bool = True
+) -> tuple[SpawnProcess, Any]:
     """Return a child that has started `work`, and our end of the pipe to it."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     child = context.Process(target=work, args=(theirs,))
-    child.start()
+    with nullcontext() if needs_program else _program_hidden():
+        child.start()
     theirs.close()
     try:
         _await(_BEGUN, ours, child)
@@ -85,6 +98,17 @@ def _begun(work: Callable[[connection.Connection], None]) -> tuple[SpawnProcess,
             'its code under `if __name__ == "__main__":`.'
         ) from None
     return child, ours
+
+
+@contextmanager
+def _program_hidden() -> Iterator[None]:
+    """Let `__main__` be empty while a child learns what to import."""
+    program = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = program
 
 
 def _await(word: bytes, pipe: Any, child: SpawnProcess) -> None:

@@ -86,6 +86,14 @@ def read_mapping(value: object, name: str) -> Mapping[str, Any]:
     return value
 
 
+def read_flag(value: object, name: str) -> bool:
+    """Return a truth value, also from 0, 1 or text."""
+    value = decoded(value.lower() if isinstance(value, str) else value)
+    if not isinstance(value, bool | int | float) or value not in (0, 1):
+        raise BadRow(WRONG_TYPE, f"{name} is {kind_of(value)}, not true or false")
+    return bool(value)
+
+
 def check_encodable(value: object, name: str) -> None:
     """Raise BadRow if a text somewhere inside `value` cannot be encoded."""
     try:

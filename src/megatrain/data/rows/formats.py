@@ -11,21 +11,28 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
-from megatrain.config.data_settings import FormatName
-from megatrain.data.rows.cells import (
-    EMPTY,
-    WRONG_TYPE,
-    decoded,
-    optional_text,
-    read_cell,
-    read_list,
-    read_text,
+from megatrain.config.data_settings import FormatName, PreferenceName
+from megatrain.data.rows.cells import read_cell, read_text
+from megatrain.data.rows.messages import Turn
+from megatrain.data.rows.preferences import (
+    Preference,
+    find_marked,
+    find_pairs,
+    read_marked,
+    read_pair,
 )
-from megatrain.data.rows.messages import Turn, read_turn
-from megatrain.data.rows.skipped import BadRow
+from megatrain.data.rows.turns import (
+    ALPACA,
+    alpaca_prompt,
+    plain_turn,
+    read_turns,
+    turn_keys,
+    with_system,
+)
 from megatrain.errors import DataError, listing
 
 FIRST_ROWS = 100
@@ -35,12 +42,12 @@ _PAIRS = (
     ("query", "response"),
     ("question", "answer"),
 )
-_TURN_KEYS = (("role", "content"), ("from", "value"), ("role", "value"), ("from", "content"))
 _MESSAGES = ("messages", "conversations", "conversation")
-_ALPACA = ("instruction", "input", "output", "system", "history")
+_PREFERENCES: Mapping[str, PreferenceName] = {"pairs": "pairs", "kto": "kto"}
 _KNOWN = (
     "messages or conversations (role, content | from, value); instruction, input, output; "
-    "prompt, completion; query, response; question, answer; text"
+    "prompt, completion; query, response; question, answer; text; prompt, chosen, rejected; "
+    "input_ids"
 )
 
 
@@ -61,14 +68,26 @@ class Format:
         return f"{how}: {FORMATS[self.kind].describe(self)}"
 
     @property
-    def is_text(self) -> bool:
-        """Whether a row is one column of text, and not a conversation."""
-        return FORMATS[self.kind].turns is None
+    def is_conversation(self) -> bool:
+        """Whether a row has turns, and is not one text or tokens."""
+        spec = FORMATS[self.kind]
+        return spec.turns is not None or spec.preference is not None
+
+    @property
+    def preferences(self) -> PreferenceName | None:
+        """Which preferences the rows have; None: they have none."""
+        return _PREFERENCES.get(self.kind)
+
+    def preference(self, value: Mapping[str, Any]) -> Preference:
+        """Return a row's prompt and answers. Raises BadRow."""
+        read = FORMATS[self.kind].preference
+        assert read is not None, "the row prefers nothing"
+        return read(value, self.columns, self.turn_keys)
 
     def turns(self, value: Mapping[str, Any]) -> tuple[int, list[Turn]]:
         """Return the number of turns that are a prompt, and all turns. Raises BadRow."""
         read = FORMATS[self.kind].turns
-        assert read is not None, "text has no turns"
+        assert read is not None, "it has no turns"
         return read(value, self)
 
 
@@ -84,7 +103,11 @@ class FormatSpec:
     """Yields the forms of it that a row has, given the columns that are not null."""
     describe: Callable[[Format], str]
     turns: Callable[[Mapping[str, Any], Format], tuple[int, list[Turn]]] | None
-    """Returns the number of turns that are a prompt, and all turns. None: the row is text."""
+    """Returns the number of turns that are a prompt, and all turns. None: there are no such."""
+    preference: Callable[[Mapping[str, Any], Sequence[str], tuple[str, str]], Preference] | None = (
+        None
+    )
+    """Returns a prompt and its answers, given the columns and the keys of a turn."""
 
 
 def detect_format(
@@ -144,37 +167,15 @@ def formats_of(value: object) -> Iterator[Format]:
 def _find_messages(value: Mapping[str, Any], columns: set[str]) -> Iterator[Format]:
     for name in _MESSAGES:
         if name in columns:
-            yield Format(kind="messages", columns=(name,), turn_keys=_turn_keys(value[name]))
-
-
-def _turn_keys(turns: object) -> tuple[str, str]:
-    turns = decoded(turns)
-    first = turns[0] if isinstance(turns, list) and turns else None
-    for keys in _TURN_KEYS:
-        if isinstance(first, Mapping) and all(first.get(key) is not None for key in keys):
-            return keys
-    return _TURN_KEYS[0]
+            yield Format(kind="messages", columns=(name,), turn_keys=turn_keys(value[name]))
 
 
 def _message_turns(value: Mapping[str, Any], shape: Format) -> tuple[int, list[Turn]]:
-    return 0, _with_system(value, _turns(read_cell(value, shape.columns[0]), shape))
+    return 0, with_system(value, _turns(read_cell(value, shape.columns[0]), shape))
 
 
 def _turns(value: object, shape: Format) -> list[Turn]:
-    turns = read_list(value, shape.columns[0])
-    if not turns:
-        raise BadRow(EMPTY, f"{shape.columns[0]} has no turns")
-    return [read_turn(turn, number, shape.turn_keys) for number, turn in enumerate(turns)]
-
-
-def _with_system(value: Mapping[str, Any], turns: list[Turn]) -> list[Turn]:
-    """Prepend the system prompt that some tools keep in its own column."""
-    system = optional_text(value, "system") if turns[0].message["role"] != "system" else ""
-    return [_turn("system", system), *turns] if system.strip() else turns
-
-
-def _turn(role: str, content: str) -> Turn:
-    return Turn(message={"role": role, "content": content})
+    return read_turns(value, shape.columns[0], shape.turn_keys)
 
 
 # Alpaca.
@@ -183,27 +184,12 @@ def _turn(role: str, content: str) -> Turn:
 def _find_alpaca(value: Mapping[str, Any], columns: set[str]) -> Iterator[Format]:
     if {"instruction", "output"} <= columns:
         # Optional columns may be null in some rows; the name must not change with them.
-        yield Format(kind="alpaca", columns=tuple(name for name in _ALPACA if name in value))
+        yield Format(kind="alpaca", columns=tuple(name for name in ALPACA if name in value))
 
 
 def _alpaca_turns(value: Mapping[str, Any], shape: Format) -> tuple[int, list[Turn]]:
-    turns = []
-    if system := optional_text(value, "system"):
-        turns.append(_turn("system", system))
-    for number, pair in enumerate(_history(value.get("history"))):
-        if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
-            raise BadRow(WRONG_TYPE, f"history {number} is not a pair")
-        for role, text in zip(("user", "assistant"), pair, strict=True):
-            turns.append(_turn(role, read_text(text, f"history {number}")))
-    instruction = read_text(read_cell(value, "instruction"), "instruction")
-    extra = optional_text(value, "input")
-    turns.append(_turn("user", f"{instruction}\n{extra}" if extra else instruction))
-    turns.append(_turn("assistant", read_text(read_cell(value, "output"), "output")))
-    return 0, turns
-
-
-def _history(value: object) -> Sequence[Any]:
-    return () if value is None or value == "" else read_list(value, "history")
+    answer = read_text(read_cell(value, "output"), "output")
+    return 0, [*alpaca_prompt(value), plain_turn("assistant", answer)]
 
 
 # Prompt and completion.
@@ -221,9 +207,9 @@ def _pair_turns(value: Mapping[str, Any], shape: Format) -> tuple[int, list[Turn
         before, after = _turns(prompt, shape), _turns(answer, shape)
     else:
         asked, given = shape.columns
-        before = [_turn("user", read_text(prompt, asked))]
-        after = [_turn("assistant", read_text(answer, given))]
-    before = _with_system(value, before)
+        before = [plain_turn("user", read_text(prompt, asked))]
+        after = [plain_turn("assistant", read_text(answer, given))]
+    before = with_system(value, before)
     return len(before), [*before, *after]
 
 
@@ -235,7 +221,35 @@ def _find_text(value: Mapping[str, Any], columns: set[str]) -> Iterator[Format]:
         yield Format(kind="text", columns=("text",))
 
 
+# Preferences.
+
+
+def _find_preferences(
+    kind: PreferenceName,
+    find: Callable[..., Iterator[Any]],
+    value: Mapping[str, Any],
+    columns: set[str],
+) -> Iterator[Format]:
+    for found, keys in find(value, columns):
+        yield Format(kind=kind, columns=found, turn_keys=keys)
+
+
+# Tokens.
+
+
+def _find_tokens(value: Mapping[str, Any], columns: set[str]) -> Iterator[Format]:
+    if "input_ids" in columns:
+        yield Format(kind="tokens", columns=("input_ids",))
+
+
 FORMATS: Mapping[str, FormatSpec] = {
+    "tokens": FormatSpec(
+        name="tokens",
+        columns="input_ids",
+        find=_find_tokens,
+        describe=lambda shape: f"tokens ({shape.columns[0]})",
+        turns=None,
+    ),
     "messages": FormatSpec(
         name="messages",
         columns=" or ".join(_MESSAGES),
@@ -263,5 +277,22 @@ FORMATS: Mapping[str, FormatSpec] = {
         find=_find_text,
         describe=lambda shape: f"text ({shape.columns[0]})",
         turns=None,
+    ),
+    # Last: rows of another format may have these columns beside those that they are read by.
+    "pairs": FormatSpec(
+        name="pairs",
+        columns="chosen and rejected",
+        find=partial(_find_preferences, "pairs", find_pairs),
+        describe=lambda shape: f"pairs ({', '.join(shape.columns)})",
+        turns=None,
+        preference=read_pair,
+    ),
+    "kto": FormatSpec(
+        name="kto",
+        columns="prompt, completion and label",
+        find=partial(_find_preferences, "kto", find_marked),
+        describe=lambda shape: f"kto ({', '.join(shape.columns)})",
+        turns=None,
+        preference=read_marked,
     ),
 }

@@ -16,6 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from megatrain.data.rows.given import GivenRows
 from megatrain.data.rows.reading import Raw, data_files, without_filling
 from megatrain.errors import ConfigError, DataError
 from megatrain.hub import dataset_commit, is_id
@@ -45,7 +46,7 @@ class HubRows:
             yield number + 1, without_filling(dataset[number])
 
 
-Where = str | Path | HubRows
+Where = str | Path | HubRows | GivenRows
 
 
 def located(

@@ -105,6 +105,11 @@ def data_files(path: str | Path) -> list[Path]:
         return _files_in(path)
     if path.exists():
         return [path]
+    if name.startswith("<"):
+        raise DataError(
+            f"{name}: these rows were given by a program, as an argument of mt.Trainer. Run that "
+            "program again, or give a file with the rows."
+        )
     if _kind(path) in _READERS or not is_id(name):
         raise DataError(f"{path}: no such file or folder")
     return []

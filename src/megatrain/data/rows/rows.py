@@ -1,15 +1,16 @@
-"""One canonical row, whatever the file's shape: a list of messages, or plain text.
+"""One canonical row, whatever the file's shape: a list of messages, plain text, or tokens.
 
 Laws (tests/data/rows/test_rows.py)
     1. The same conversation in any shape gives the same row.
     2. Any contents give a Row, or a BadRow with one of the reasons of cells.py.
     3. Every column of a row is used, or named as unused.
+    4. A row of pairs is two conversations with one prompt (tests/data/rows/test_preferences.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatrain.data.rows.cells import (
@@ -26,8 +27,9 @@ from megatrain.data.rows.cells import (
     read_text,
 )
 from megatrain.data.rows.formats import Format
-from megatrain.data.rows.messages import Message
+from megatrain.data.rows.messages import Message, Turn
 from megatrain.data.rows.skipped import BadRow
+from megatrain.data.rows.tokens import TOKEN_COLUMNS, read_token_row
 
 RESERVED = (
     "conversation", "conversations", "messages", "tools", "chat_template", "add_generation_prompt",
@@ -43,10 +45,13 @@ _TOOLS, _FUNCTIONS, _KWARGS = "tools", "functions", "chat_template_kwargs"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Either a conversation or a text."""
+    """A conversation, a text, or tokens that somebody else has made."""
 
     messages: tuple[Message, ...] = ()
     text: str = ""
+    token_ids: Sequence[int] = ()
+    trained_runs: tuple[tuple[int, int], ...] = ()
+    """Begin and end of each run of trained tokens, of a row that is tokens."""
     plain: bool = False
     """Whether it is a prompt and its answer, which can be joined without a chat template."""
     num_prompt: int = 0
@@ -59,6 +64,17 @@ class Row:
     """Keys of messages that we do not know; the template gets them."""
     unused: tuple[str, ...] = ()
     """Columns that nothing reads."""
+    joined: bool = False
+    """Whether a prompt and its answer are one text, which a chat template would tear apart."""
+    rejected: Row | None = None
+    """The same prompt with the answer that is rejected; this row has the chosen one."""
+    desirable: bool | None = None
+    """The mark of a completion; None: it has none."""
+
+    @property
+    def may_split(self) -> bool:
+        """Whether each part of it is a row as good as it."""
+        return bool(self.text) or len(self.token_ids) > 0
 
 
 def canonical(value: object, shape: Format) -> Row:
@@ -69,29 +85,61 @@ def canonical(value: object, shape: Format) -> Row:
         raise BadRow(IS_NULL, "the row")
     if not isinstance(value, Mapping):
         raise BadRow(WRONG_TYPE, f"the row is {kind_of(value)}")
-    if not shape.is_text:
-        return _conversation(value, shape)
+    if shape.is_conversation:
+        _check_media(value)
+        return _conversation(value, shape) if shape.preferences is None else _row(value, shape)
+    if shape.kind == "tokens":
+        ids, runs = read_token_row(value)
+        return Row(token_ids=ids, trained_runs=runs, unused=_unused(value, TOKEN_COLUMNS))
     (column,) = shape.columns
     return Row(text=read_text(read_cell(value, column), column), unused=_unused(value, (column,)))
 
 
 def _conversation(value: Mapping[str, Any], shape: Format) -> Row:
+    num_prompt, turns = shape.turns(value)
+    used = (*shape.columns, "system")
+    plain = num_prompt == 1 and isinstance(value[shape.columns[0]], str)
+    return _talk(value, num_prompt, turns, used, plain=plain)
+
+
+def _row(value: Mapping[str, Any], shape: Format) -> Row:
+    """Return a row of preferences: its first answer, with the second beside it."""
+    read = shape.preference(value)
+    rows = [
+        _talk(value, len(read.prompt), [*read.prompt, *answer], read.used, plain=read.is_plain)
+        for answer in read.answers
+    ]
+    rows = [replace(row, joined=read.is_joined) for row in rows]
+    rejected = rows[1] if len(rows) > 1 else None
+    return replace(rows[0], rejected=rejected, desirable=read.desirable)
+
+
+def _check_media(value: Mapping[str, Any]) -> None:
     for name in _MEDIA_COLUMNS:
         if value.get(name):
             raise BadRow(MEDIA, f"column {name}")
-    num_prompt, turns = shape.turns(value)
+
+
+def _talk(
+    value: Mapping[str, Any],
+    num_prompt: int,
+    turns: Sequence[Turn],
+    used: Sequence[str],
+    *,
+    plain: bool,
+) -> Row:
+    """Return these turns with what else the row has for the template."""
     if not any(turn.message["role"] == "assistant" for turn in turns[num_prompt:]):
         raise BadRow(NO_ANSWER)
-    used = (*shape.columns, "system", _TOOLS, _FUNCTIONS, _KWARGS)
     return Row(
         messages=tuple(turn.message for turn in turns),
-        plain=num_prompt == 1 and isinstance(value[shape.columns[0]], str),
+        plain=plain,
         num_prompt=num_prompt,
         untrained=frozenset(n for n, turn in enumerate(turns) if not turn.is_trained),
         tools=_tools(value),
         template_kwargs=_template_kwargs(value),
         others=tuple(dict.fromkeys(key for turn in turns for key in turn.others)),
-        unused=_unused(value, used),
+        unused=_unused(value, (*used, _TOOLS, _FUNCTIONS, _KWARGS)),
     )
 
 

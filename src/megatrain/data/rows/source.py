@@ -1,4 +1,4 @@
-"""A dataset named by the user: a file, a folder of files, or a Hub id.
+"""A dataset of the user: a file, a folder of files, a Hub id, or rows that a program gives.
 
 with its format:   source = open_source("train.jsonl");  print(source.format)
 its rows:          for place, row in source.rows(skipped): ...
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megatrain.config.data_settings import FormatName
 from megatrain.data.rows.formats import FIRST_ROWS, Format, detect_format
+from megatrain.data.rows.given import GivenRows
 from megatrain.data.rows.hub_rows import HubRows, Where, located
 from megatrain.data.rows.reading import data_files, parsed, read_unparsed
 from megatrain.data.rows.rows import Row, canonical
@@ -29,7 +30,8 @@ class RowSource:
     name: str
     files: tuple[Path, ...]
     hub: HubRows | None
-    """None: the rows are in files."""
+    """None: the rows are in files, or given."""
+    given: GivenRows | None
     format: Format
 
     def values(self, advance: Advance = lambda _: None) -> Iterator[tuple[str, object]]:
@@ -37,7 +39,7 @@ class RowSource:
 
         Lines of JSON come unparsed: see `parsed` in reading.py.
         """
-        return _values(self.files, self.hub, advance)
+        return _values(self.files, self.hub or self.given, advance)
 
     def rows(self, skipped: SkippedRows) -> Iterator[tuple[str, Row]]:
         """Yield each usable row with its place; count the others in `skipped`."""
@@ -53,15 +55,21 @@ def open_source(where: Where, wanted: FormatName = "auto") -> RowSource:
 
     Raises DataError if it is neither a file, a folder nor a dataset, or not of that format.
     """
-    where = where if isinstance(where, HubRows) else located(where)
-    hub = where if isinstance(where, HubRows) else None
-    files = () if isinstance(where, HubRows) else tuple(data_files(where))
+    where = where if isinstance(where, HubRows | GivenRows) else located(where)
+    whole = where if isinstance(where, HubRows | GivenRows) else None
+    files = () if isinstance(where, HubRows | GivenRows) else tuple(data_files(where))
     for path in files:
         _check_encoding(path)
-    first = [(place, parsed(value)) for place, value in islice(_values(files, hub), FIRST_ROWS)]
+    first = [(place, parsed(value)) for place, value in islice(_values(files, whole), FIRST_ROWS)]
     _check_first(first, str(where))
     shape = detect_format((value for _, value in first), where=str(where), wanted=wanted)
-    return RowSource(name=str(where), files=files, hub=hub, format=shape)
+    return RowSource(
+        name=str(where),
+        files=files,
+        hub=where if isinstance(where, HubRows) else None,
+        given=where if isinstance(where, GivenRows) else None,
+        format=shape,
+    )
 
 
 def _check_encoding(path: Path) -> None:
@@ -88,11 +96,11 @@ def _check_first(first: list[tuple[str, object]], where: str) -> None:
 
 
 def _values(
-    files: tuple[Path, ...], hub: HubRows | None, advance: Advance = lambda _: None
+    files: tuple[Path, ...], whole: HubRows | GivenRows | None, advance: Advance = lambda _: None
 ) -> Iterator[tuple[str, object]]:
-    if hub is not None:
-        for number, value in hub.values():
-            yield f"{hub}:{number}", value
+    if whole is not None:
+        for number, value in whole.values():
+            yield f"{whole}:{number}", value
     for path in files:
         for number, value in read_unparsed(path, advance):
             yield f"{path.name}:{number}", value

@@ -24,19 +24,33 @@ from transformers import PreTrainedConfig
 from transformers.utils.generic import is_flash_attention_requested
 
 from megatrain.errors import ConfigError
-from megatrain.models.documents import BY_DOCUMENT, attends_by_document
+from megatrain.models.chain.joint import text_part
+from megatrain.models.documents import (
+    BY_DOCUMENT,
+    JOINT_BY_DOCUMENT,
+    attends_by_document,
+    by_document,
+)
 
 BY_MASKS = frozenset({"axk2", "codegen", "deepseek_v32", "gpt_neo", "gpt_neox_japanese", "gptj"})
 """Families that cannot attend by document: they read masks, or have their own attention."""
-ISOLATES = BY_DOCUMENT | BY_MASKS
+ISOLATES = BY_DOCUMENT | BY_MASKS | JOINT_BY_DOCUMENT
 
-DROPS_LENGTHS = frozenset({"gpt_neo", "gptj", "nemotron", "stablelm"})
-"""Families whose flash attention is not given the lengths of documents."""
+DROPS_LENGTHS = frozenset({"gpt_neo", "gptj", "nemotron", "stablelm"}) | JOINT_BY_DOCUMENT
+"""Families whose flash attention is not given the lengths of documents, or was not shown to be."""
+
+
+def packing_family(config: PreTrainedConfig) -> str:
+    """Return the name by which packing knows a model. Some joint models take any text decoder."""
+    family, text = str(config.model_type), str(text_part(config).model_type)
+    if family not in JOINT_BY_DOCUMENT or by_document(config):
+        return family
+    return f"{family} with {text}"
 
 
 def packs_flat(config: PreTrainedConfig, *, compiles: bool) -> bool:
     """Return whether a packed micro-batch is one row, of rows of any lengths."""
-    flash = is_flash_attention_requested(config)
+    flash = is_flash_attention_requested(text_part(config))
     return flash or attends_by_document(config, compiles=compiles)
 
 
@@ -51,6 +65,6 @@ def check_packing(model_type: str, attn: str = "auto") -> None:
     if attn.startswith("flash") and model_type in DROPS_LENGTHS:
         raise ConfigError(
             f"data.packing: with model.attn {attn}, {model_type} does not keep the documents of a "
-            "packed row apart: its code does not pass their lengths to the kernel. Set model.attn "
-            "to sdpa, or data.packing to false."
+            "packed row apart: its code is not known to pass their lengths to the kernel. Set "
+            "model.attn to sdpa, or data.packing to false."
         )

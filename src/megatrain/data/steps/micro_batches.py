@@ -5,7 +5,8 @@ micro-batch are laid one after the other as one flat row, whatever their lengths
 micro-batches are needed. Other models keep documents apart by position ids, which they read only
 where there is no attention mask: then packed rows share a micro-batch only if equally long. Rows
 of one document each are padded on the right to the longest of their micro-batch; rows of like
-length go together.
+length go together. The two answers of a row of preferences (answers.py) are two such rows, or
+neighbours in a packed one.
 
 Laws (tests/data/steps/test_micro_batches.py)
     1. Every token of every document is there once; labels are its trained tokens but the first.
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megatrain.data.steps.answers import PairedAnswers
 from megatrain.data.steps.order import Indices
 from megatrain.data.steps.packing import pack
 from megatrain.data.tokens.documents import Documents
@@ -36,28 +38,46 @@ def micro_batches(
     packing: bool,
     flat: bool,
     pad_id: int,
+    answers: PairedAnswers | None = None,
 ) -> list[MicroBatch]:
     """Return the rows of a step as micro-batches, longest rows first.
 
-    `flat`: packed rows of any lengths are one row, `isolation.packs_flat`.
+    `flat`: packed rows of any lengths are one row, `isolation.packs_flat`. Without packing the
+    documents of a row, if they are several, are as many rows of one micro-batch.
     """
+    if not packing:
+        widest = [int(documents.lengths[row].max()) for row in rows]
+        groups = _groups(widest, micro_batch_tokens, height=len(rows[0]) if rows else 1)
+        made = [[rows[number] for number in group] for group in groups]
+        return [_padded(group, documents, pad_id, answers) for group in made]
     lengths = [int(documents.lengths[row].sum()) for row in rows]
-    if packing and flat:
+    if flat:
         laid = pack(lengths, micro_batch_tokens)
         one_row = [np.concatenate([rows[number] for number in group]) for group in laid]
-        return [_packed([row], documents) for row in one_row]
-    groups = _groups(lengths, micro_batch_tokens, equal=packing)
-    gathered = [[rows[number] for number in group] for group in groups]
+        return [_packed([row], documents, answers) for row in one_row]
+    groups = _groups(lengths, micro_batch_tokens, equal=True)
+    made = [[rows[number] for number in group] for group in groups]
+    return [_packed(group, documents, answers) for group in made]
+
+
+def laid_out(numbers: Indices, documents: Documents, *, packing: bool, pad_id: int) -> MicroBatch:
+    """Return these documents as one micro-batch, in their order: a packed row, or a row for each.
+
+    It says to which document each position belongs, as for answers.
+    """
     if packing:
-        return [_packed(group, documents) for group in gathered]
-    return [_padded(group, documents, pad_id) for group in gathered]
+        return _packed([numbers], documents, PairedAnswers())
+    return _padded([numbers], documents, pad_id, PairedAnswers())
 
 
-def _groups(lengths: Sequence[int], micro_batch_tokens: int, equal: bool) -> Iterator[list[int]]:
+def _groups(
+    lengths: Sequence[int], micro_batch_tokens: int, *, equal: bool = False, height: int = 1
+) -> Iterator[list[int]]:
+    """Yield what shares a micro-batch; each takes `height` of its rows."""
     group: list[int] = []
     for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
         width = lengths[group[0]] if group else 0
-        full = (len(group) + 1) * width > micro_batch_tokens
+        full = (len(group) + 1) * height * width > micro_batch_tokens
         if group and (full or (equal and lengths[number] != width)):
             yield group
             group = []
@@ -75,22 +95,31 @@ def _document(documents: Documents, number: int) -> tuple[NDArray[np.int64], NDA
     return ids, labels
 
 
-def _packed(rows: Sequence[Indices], documents: Documents) -> MicroBatch:
+def _packed(
+    rows: Sequence[Indices], documents: Documents, answers: PairedAnswers | None
+) -> MicroBatch:
     ids, labels, positions = [], [], []
     for row in rows:
         parts = [_document(documents, int(number)) for number in row]
         ids.append(np.concatenate([part[0] for part in parts]))
         labels.append(np.concatenate([part[1] for part in parts]))
         positions.append(np.concatenate([np.arange(len(part[0])) for part in parts]))
+    begins = torch.from_numpy(np.stack(positions)) == 0
+    places = begins.view(-1).cumsum(0).view(begins.shape) - 1
+    targets = torch.from_numpy(np.stack(labels))
     return MicroBatch(
         input_ids=torch.from_numpy(np.stack(ids)),
-        labels=torch.from_numpy(np.stack(labels)),
+        labels=targets,
         position_ids=torch.from_numpy(np.stack(positions)),
+        extra={} if answers is None else answers.extra(np.concatenate(rows), places, targets),
     )
 
 
-def _padded(rows: Sequence[Indices], documents: Documents, pad_id: int) -> MicroBatch:
-    parts = [_document(documents, int(row[0])) for row in rows]
+def _padded(
+    rows: Sequence[Indices], documents: Documents, pad_id: int, answers: PairedAnswers | None
+) -> MicroBatch:
+    numbers = np.concatenate(rows)
+    parts = [_document(documents, int(number)) for number in numbers]
     shape = (len(parts), max(len(ids) for ids, _ in parts))
     input_ids = torch.full(shape, pad_id)
     labels = torch.full(shape, IGNORED)
@@ -100,6 +129,10 @@ def _padded(rows: Sequence[Indices], documents: Documents, pad_id: int) -> Micro
         labels[number, : len(ids)] = torch.from_numpy(targets)
         mask[number, : len(ids)] = 1
     no_padding = bool(mask.all())
+    places = torch.arange(shape[0])[:, None].repeat(1, shape[1])
     return MicroBatch(
-        input_ids=input_ids, labels=labels, attention_mask=None if no_padding else mask
+        input_ids=input_ids,
+        labels=labels,
+        attention_mask=None if no_padding else mask,
+        extra={} if answers is None else answers.extra(numbers, places, labels),
     )

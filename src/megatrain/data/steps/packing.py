@@ -12,6 +12,7 @@ Laws (tests/data/steps/test_packing.py)
     2. Packed rows of log-normal documents are at least 97 % full.
     3. The same window gives the same packed rows, in any process.
     4. Without shuffling, documents come in the order of the rows.
+    5. Documents that belong together are neighbours in one packed row.
 """
 
 from __future__ import annotations
@@ -73,8 +74,13 @@ class Windows:
         shuffle: bool = True,
         num_rows: int,
         seed: int,
+        together: int = 1,
     ) -> None:
-        """`num_rows` per window. Raises DataError if a document is longer than `max_length`."""
+        """`num_rows` per window; `together`: how many documents of a row are never separated.
+
+        Packed rows are then as long as the longest of them together, if `max_length` is less.
+        Raises DataError if a document is longer than `max_length`.
+        """
         lengths = documents.lengths
         longest = int(lengths.max(initial=0))
         if longest > max_length:
@@ -85,6 +91,9 @@ class Windows:
         self.order = order
         self.lengths = lengths
         self.max_length = max_length
+        units = lengths.reshape(-1, together).sum(1) if together > 1 else lengths
+        self._room = max(max_length, int(units.max(initial=0)))
+        self._together = together
         self.packing = packing
         self.shuffle = shuffle
         self.num_rows = num_rows
@@ -95,14 +104,14 @@ class Windows:
     def rows(self, epoch: int, window: int) -> list[Indices]:
         """Return the window's packed rows, each as the documents it holds."""
         rows = self.order.rows(epoch, window * self.num_rows, (window + 1) * self.num_rows)
-        documents = documents_of(rows, self._row_starts)
+        units = documents_of(rows, self._row_starts).reshape(-1, self._together)
         if not self.packing:
-            return list(documents[:, None])
-        lengths = self.lengths[documents].tolist()
+            return list(units)
+        lengths = self.lengths[units].sum(1).tolist()
         if not self.shuffle:
-            return [documents[row] for row in pack_in_order(lengths, self.max_length)]
-        packed = pack(lengths, self.max_length)
+            return [units[row].reshape(-1) for row in pack_in_order(lengths, self._room)]
+        packed = pack(lengths, self._room)
         # Packing puts long documents first; shuffled, no step sees one kind of length only.
         shuffle = Permutation(len(packed), self._seed, epoch, window)
         places = shuffle(np.arange(len(packed), dtype=np.int64))
-        return [documents[packed[place]] for place in places]
+        return [units[packed[place]].reshape(-1) for place in places]

@@ -8,6 +8,7 @@ Laws (tests/data/steps/test_steps.py)
     1. However often a run is stopped and resumed, it sees the steps of the uninterrupted run.
     2. Every document comes exactly once per epoch.
     3. By rows, each step but the last of an epoch has exactly `batch_rows` rows.
+    4. Both answers of a row of preferences are in one micro-batch (test_answers.py there).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
+from megatrain.data.steps.answers import PER_ROW, PairedAnswers, check_room, tokens_together
 from megatrain.data.steps.micro_batches import micro_batches
 from megatrain.data.steps.order import Indices, Order
 from megatrain.data.steps.packing import WINDOW_ROWS, Windows
@@ -52,10 +54,13 @@ class Steps:
         shuffle: bool = True,
         pad_id: int = 0,
         seed: int = 0,
+        answers: PairedAnswers | None = None,
     ) -> None:
         """Give one of `batch_tokens` and `batch_rows`. Without `shuffle` packing keeps order.
 
-        `flat`: a packed micro-batch is one row (micro_batches.py).
+        `flat`: a packed micro-batch is one row (micro_batches.py). `answers`: the documents are the
+        answers of preferences, two for each row. Raises ConfigError if sizes do not fit into each
+        other.
         """
         if (batch_tokens is None) == (batch_rows is None):
             raise ConfigError("give either batch_tokens or batch_rows")
@@ -65,7 +70,10 @@ class Steps:
                 f"batch_tokens {batch_tokens} is not true: a row must fit in a micro-batch, "
                 "and a micro-batch in a step"
             )
+        if answers is not None:
+            check_room(micro_batch_tokens, tokens_together(documents, packing=packing))
         self.documents = documents
+        self.answers = answers
         self._windows = Windows(
             order,
             documents,
@@ -74,6 +82,7 @@ class Steps:
             shuffle=shuffle,
             num_rows=batch_rows or WINDOW_ROWS,
             seed=seed,
+            together=1 if answers is None else PER_ROW,
         )
         self._batch_tokens = batch_tokens
         self._micro_batch_tokens = micro_batch_tokens
@@ -92,6 +101,7 @@ class Steps:
             packing=self._windows.packing,
             flat=self._flat,
             pad_id=self._pad_id,
+            answers=self.answers,
         )
         return batch, after
 
@@ -167,5 +177,6 @@ class Steps:
         lengths = hashlib.blake2b(self.documents.lengths.tobytes())
         lengths.update(self.documents.row_starts.tobytes())
         packed = (windows.max_length, windows.packing, windows.shuffle, windows.num_rows)
-        mark = repr((kind, lengths.hexdigest(), packed, self._seed))
+        of_answers = () if self.answers is None else ("answers",)
+        mark = repr((kind, lengths.hexdigest(), packed, self._seed, *of_answers))
         return hashlib.blake2b(mark.encode(), digest_size=8).hexdigest()

@@ -58,6 +58,7 @@ class Subset:
     def __init__(self, documents: Documents, rows: Indices) -> None:
         starts = documents.row_starts
         self._documents = documents
+        self.rows = rows
         self._chosen = documents_of(rows, starts)
         self.lengths: Lengths = documents.lengths[self._chosen]
         self.row_starts: Indices = np.cumsum(np.append(0, starts[rows + 1] - starts[rows]))

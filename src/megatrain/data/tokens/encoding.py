@@ -5,6 +5,8 @@ Nothing here needs torch: a worker is ready in a second and holds the tokenizer,
 Laws (tests/data/tokens/test_prepare.py)
     1. No document is longer than `max_length` or without a target.
     2. Every row is bad, or all of its documents are kept, or it is counted once as dropped.
+    3. Of a row of pairs both documents are kept, chosen and rejected, or none
+       (tests/data/tokens/test_preferences.py).
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypedDict
 
 import numpy as np
@@ -21,7 +23,7 @@ from numpy.typing import NDArray
 from megatrain.data.chat.masks import Encoder, Tokens
 from megatrain.data.chat.notes import Notes
 from megatrain.data.chat.render import TrainOn
-from megatrain.data.chat.spans import clipped
+from megatrain.data.chat.spans import clipped, merged_runs
 from megatrain.data.rows.formats import Format
 from megatrain.data.rows.reading import parsed
 from megatrain.data.rows.rows import Row, canonical
@@ -46,6 +48,7 @@ class Settings(TypedDict):
 
 TOO_LONG = "longer than max_length"
 NO_TARGET = "no trained token"
+SEVERAL_TEXTS = "chat template rewrites earlier turns of the answer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +91,8 @@ class EncodedChunk:
     dropped: SkippedRows = field(default_factory=SkippedRows)
     """Rows that lost a document, or all of them, by the first reason."""
     notes: Notes = field(default_factory=Notes)
+    desirable: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
+    """The mark of each document; of rows without one, none."""
 
 
 class ChunkEncoder:
@@ -112,10 +117,11 @@ class ChunkEncoder:
                 found.append(None)
             except BadRow as bad:
                 found.append((place, bad))
-        documents = iter(zip(rows, self._encoder.encode_rows(rows), strict=True))
+        documents = iter(zip(rows, self._documents(rows), strict=True))
         kept: list[Tokens] = []
         numbers: list[int] = []
         places: list[str] = []
+        marks: list[bool] = []
         for number, bad_row in enumerate(found):
             if bad_row is not None:
                 encoded.bad.add(*bad_row)
@@ -129,11 +135,21 @@ class ChunkEncoder:
             kept += left
             numbers += [number] * len(left)
             places += [place] * len(left)
+            marks += [] if row.desirable is None else [row.desirable] * len(left)
         encoded.num_kept = len(set(numbers))
         encoded.rows = np.array(numbers, dtype=np.int64)
+        encoded.desirable = np.array(marks, dtype=np.bool_)
         _put_together(encoded, kept)
         _find_extremes(encoded, places)
         return encoded
+
+    def _documents(self, rows: Sequence[tuple[str, Row]]) -> list[list[Tokens] | BadRow]:
+        """Return each row's documents; of preferences, one for each answer."""
+        if self._shape.preferences is None:
+            return self._encoder.encode_rows(rows)
+        talks = [(place, one) for place, row in rows for one in (row, row.rejected) if one]
+        made = iter(self._encoder.encode_rows(talks))
+        return [_answers([next(made) for one in (row, row.rejected) if one]) for _, row in rows]
 
     def _kept(
         self, encoded: EncodedChunk, place: str, row: Row, documents: Sequence[Tokens]
@@ -158,7 +174,8 @@ class ChunkEncoder:
         if lost:
             encoded.dropped.add(place, lost[0])
         self._count_long(encoded, row, documents)
-        return kept
+        # One answer alone cannot be compared.
+        return [] if lost and self._shape.preferences else kept
 
     def _pieces(self, row: Row, document: Tokens) -> Iterator[Tokens | BadRow]:
         length, most = len(document.input_ids), self._max_length
@@ -166,7 +183,7 @@ class ChunkEncoder:
             yield document
         elif self._overlong == "truncate":
             yield _cut(document, 0, most)
-        elif self._overlong == "split" and row.text:
+        elif self._overlong == "split" and row.may_split:
             # A single token left over has no successor to predict.
             for start in range(0, length - 1, most):
                 yield _cut(document, start, start + most)
@@ -177,7 +194,34 @@ class ChunkEncoder:
         if all(len(document.input_ids) <= self._max_length for document in documents):
             return
         encoded.num_truncated += self._overlong == "truncate"
-        encoded.num_split += self._overlong == "split" and bool(row.text)
+        encoded.num_split += self._overlong == "split" and row.may_split
+
+
+def _answers(parts: Sequence[list[Tokens] | BadRow]) -> list[Tokens] | BadRow:
+    """Return the one document of each answer, or why there is none."""
+    found: list[Tokens] = []
+    for part in parts:
+        if isinstance(part, BadRow):
+            return part
+        if len(part) > 1:
+            return BadRow(SEVERAL_TEXTS, "data.train_on: last trains the last turn of the answer")
+        found += part
+    return with_one_prompt(found)
+
+
+def with_one_prompt(answers: Sequence[Tokens]) -> list[Tokens]:
+    """Return the answers with as many tokens of a prompt each.
+
+    An answer may share a token with the prompt, which is then trained; of the other answer the
+    tokens of the same place are trained too. So both are compared after the same tokens.
+    """
+    begin = min((answer.runs[0][0] for answer in answers if answer.runs), default=0)
+    return [
+        replace(answer, runs=merged_runs([(begin, answer.runs[0][1]), *answer.runs[1:]]))
+        if answer.runs
+        else answer
+        for answer in answers
+    ]
 
 
 def _no_target_text(place: str, document: Tokens, what: str) -> str:

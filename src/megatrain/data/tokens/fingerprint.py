@@ -1,8 +1,9 @@
 """The name of a prepared data set: a hash of everything that decides its contents.
 
 Files are known by size, time of change, and their first and last MiB: reading all of them at every
-start would cost minutes, and a file whose middle changes gets another time. Our own code is known
-by its text, so a cache never outlives the code that wrote it.
+start would cost minutes, and a file whose middle changes gets another time. Rows that a program
+gives are known by all of their contents (data/rows/given.py). Our own code is known by its text, so
+a cache never outlives the code that wrote it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ def fingerprint(source: RowSource, tokenizer: Any, settings: Mapping[str, object
         _add_file(digest, path)
     if source.hub is not None:
         _add(digest, f"{source.hub} {source.hub.commit}")
+    if source.given is not None:
+        _add(digest, f"{source.given} {source.given.mark()}")
     _add(digest, repr(source.format))
     _add_tokenizer(digest, tokenizer)
     _add(digest, json.dumps(settings, sort_keys=True))

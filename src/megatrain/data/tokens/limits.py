@@ -54,7 +54,7 @@ def _ways_out(card: Mapping[str, Any], dropped: SkippedRows) -> str:
     if TOO_LONG in dropped.counts:
         ways.append(f"set data.max_length to {card['longest_read']} to keep all of them")
         ways.append("cut them with data.overlong: truncate")
-        if card["format"].endswith("text (text)"):
+        if card["format"].endswith(("text (text)", "tokens (input_ids)")):
             ways[-1] = "cut them into pieces with data.overlong: split"
     if NO_TARGET in dropped.counts:
         ways.append("check data.train_on and data.overlong: these rows have no trained token")

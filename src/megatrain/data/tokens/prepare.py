@@ -10,6 +10,7 @@ Laws (tests/data/tokens/test_prepare.py)
     1. Any number of workers gives the same bytes.
     2. The same data, tokenizer and settings are not tokenised twice; any other are.
     3. A preparation that fails leaves nothing that a later one would take for complete.
+    4. Rows that a program gives need no other process to import it (test_given_rows.py).
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +55,19 @@ _HOPELESS_ROWS = 2000
 """If this many first rows are all bad, the rest is not tried."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Enough:
+    """How much of a stream a run needs: so many tokens, or so many rows, that are kept."""
+
+    tokens: int | None = None
+    rows: int | None = None
+
+    def has(self, writer: PreparedWriter) -> bool:
+        """Return whether what was written is enough."""
+        by_tokens = self.tokens is not None and writer.num_tokens >= self.tokens
+        return by_tokens or (self.rows is not None and writer.total.num_kept >= self.rows)
+
+
 def prepare(
     path: Where,
     tokenizer: Any,
@@ -66,15 +82,22 @@ def prepare(
     max_dropped: float = 0.2,
     num_workers: int = 1,
     wanted: FormatName = "auto",
+    enough: Enough | None = None,
 ) -> PreparedData:
     """Return the documents of a file, folder or Hub dataset, from the cache if they are there.
 
-    `wanted` names the format of its rows. Raises DataError if they do not have it, too many are
+    Rows that a program gives are prepared in this process; of a stream, as many as are `enough`.
+    `wanted` names the format of the rows. Raises DataError if they do not have it, too many are
     bad or dropped, none is left, or the chat template contradicts itself.
     """
     if max_length < 2:
         raise ConfigError(f"max_length {max_length}: a document needs at least two tokens")
     source = open_source(path, wanted)
+    if source.format.preferences and train_on == "all":
+        raise ConfigError(
+            f"data.train_on is all, and the rows of {source.name} are {source.format.kind}: only "
+            "answers are compared. Set it to assistant, last or completion."
+        )
     settings: Settings = {
         "max_length": max_length,
         "train_on": train_on,
@@ -82,21 +105,31 @@ def prepare(
         "overlong": overlong,
         "no_target": no_target,
     }
-    if source.format.kind != "text":
+    if source.format.is_conversation:
         check_kwargs(tokenizer, settings["template_kwargs"])
-    folder = Path(cache_dir) / fingerprint(source, tokenizer, settings)
-    if folder.is_dir():
+    num_workers = 1 if source.given is not None else num_workers
+    named = source.given is None or not source.given.is_stream
+    name = fingerprint(source, tokenizer, settings) if named else source.name
+    folder = Path(cache_dir) / name
+    if named and folder.is_dir():
         prepared = PreparedData(folder)
     else:
         _probe(source, tokenizer, settings["template_kwargs"], num_workers)
-        prepared = _prepared(source, tokenizer, settings, folder, num_workers)
+        prepared = _prepared(source, tokenizer, settings, folder, num_workers, enough)
     check_limits(prepared.card, max_bad=max_bad, max_dropped=max_dropped)
     return prepared
 
 
 def _prepared(
-    source: RowSource, tokenizer: Any, settings: Settings, folder: Path, num_workers: int
+    source: RowSource,
+    tokenizer: Any,
+    settings: Settings,
+    folder: Path,
+    num_workers: int,
+    enough: Enough | None,
 ) -> PreparedData:
+    """Prepare the rows in `folder`; a stream beside it, under the name of what was read."""
+    stream = source.given if source.given is not None and source.given.is_stream else None
     total_bytes = sum(path.stat().st_size for path in source.files)
     writer = PreparedWriter(folder)
     try:
@@ -105,10 +138,16 @@ def _prepared(
                 writer.add(encoded)
                 if writer.total.num_rows >= _HOPELESS_ROWS:
                     _check_hope(source.name, writer.total)
+                if stream is not None and enough is not None and enough.has(writer):
+                    break
         about = {"source": source.name, "format": str(source.format), **settings}
+        about["preferences"] = source.format.preferences
         if source.hub is not None:
             about["commit"] = source.hub.commit
-        return writer.publish(about)
+        if stream is None:
+            return writer.publish(about)
+        about["stream_state"] = stream.state()
+        return writer.publish(about, folder.parent / fingerprint(source, tokenizer, settings))
     except OSError as error:
         writer.discard()
         raise DiskError(f"{folder.parent}: cannot write to it: {error.strerror}") from error
@@ -128,12 +167,14 @@ def _probe(
     source: RowSource, tokenizer: Any, template_kwargs: Mapping[str, Any], num_workers: int
 ) -> None:
     """Render the first conversation in a child process, where it can do no harm."""
-    if source.format.is_text or not tokenizer.chat_template:
+    if not source.format.is_conversation or not tokenizer.chat_template:
         if num_workers > 1:
             require_children()
         return
+    is_given = source.given is not None
+    probe = partial(probe_template, needs_program=False) if is_given else probe_template
     for _, row in source.rows(SkippedRows()):
-        probe_template(tokenizer, row, template_kwargs)
+        probe(tokenizer, row, template_kwargs)
         return
 
 

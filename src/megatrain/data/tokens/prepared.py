@@ -2,6 +2,7 @@
 
     <folder>/documents.arrow    input_ids: list<int32>, trained: list<int32> (begin, end, begin...),
                                 row: int64, the row of the source that the document came from
+                                desirable: bool, the mark of a completion; null without one
     <folder>/card.json          rows, documents, tokens, lengths, rows left out and why, and a
                                 digest of all documents: the same tokens, trained alike, in order
 
@@ -24,6 +25,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatrain import files
+from megatrain.config.data_settings import PreferenceName
 from megatrain.data.chat.spans import mask_of
 from megatrain.data.steps.order import Indices
 from megatrain.data.tokens.documents import Lengths
@@ -34,7 +36,12 @@ Card = dict[str, Any]
 
 _FILE, _CARD = "documents.arrow", "card.json"
 _SCHEMA = pa.schema(
-    {"input_ids": pa.list_(pa.int32()), "trained": pa.list_(pa.int32()), "row": pa.int64()}
+    {
+        "input_ids": pa.list_(pa.int32()),
+        "trained": pa.list_(pa.int32()),
+        "row": pa.int64(),
+        "desirable": pa.bool_(),
+    }
 )
 _PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 _HASHED_BYTES = 64 * 2**30
@@ -57,6 +64,7 @@ class PreparedData:
             self._ids = table.column("input_ids").chunks
             self._runs = table.column("trained").chunks
             self._rows = table.column("row").chunks
+            self._desirable = table.column("desirable")
         except (OSError, ValueError, KeyError, pa.ArrowException) as error:
             raise DataError(
                 f"{folder}: the prepared data is damaged ({error}). Delete the folder; the next "
@@ -81,6 +89,23 @@ class PreparedData:
     def rows(self) -> Indices:
         """The row of the source that each document came from, counted from 0. (documents,)"""
         return np.concatenate([np.zeros(0, np.int64), *(chunk.to_numpy() for chunk in self._rows)])
+
+    @property
+    def preferences(self) -> PreferenceName | None:
+        """Which preferences the rows have; None: they have none."""
+        found: PreferenceName | None = self.card.get("preferences")
+        return found
+
+    @property
+    def desirable(self) -> NDArray[np.bool_]:
+        """The mark of each document, if documents are marked completions. (documents,)"""
+        return np.asarray(self._desirable.to_numpy(), dtype=np.bool_)
+
+    @cached_property
+    def prompt_lengths(self) -> Lengths:
+        """Tokens before the first trained one of each document. (documents,)"""
+        firsts = [chunk.values.to_numpy()[chunk.offsets.to_numpy()[:-1]] for chunk in self._runs]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *firsts]).astype(np.int64)
 
     @cached_property
     def row_starts(self) -> Indices:
@@ -111,7 +136,8 @@ class PreparedWriter:
         self._waiting_tokens = 0
         self._lengths: list[NDArray[np.int32]] = []
         self._content = [xxhash.xxh3_128() for _ in range(4)]
-        self.total = EncodedChunk()
+        self._marks: list[NDArray[np.bool_]] = []
+        self.total, self.num_tokens = EncodedChunk(), 0
 
     def add(self, encoded: EncodedChunk) -> None:
         """Add a chunk's documents; they are on disk some 2**20 tokens later."""
@@ -133,13 +159,19 @@ class PreparedWriter:
         columns = (encoded.ids, encoded.lengths, encoded.edges, encoded.num_edges)
         for content, column in zip(self._content, columns, strict=True):
             content.update(np.ascontiguousarray(column, dtype=np.int32).data)
+        self._marks.append(encoded.desirable)
         self._waiting.append(encoded)
         self._waiting_tokens += len(encoded.ids)
+        self.num_tokens += len(encoded.ids)
         if self._waiting_tokens >= _BATCH_TOKENS:
             self._flush()
 
-    def publish(self, about: Card) -> PreparedData:
-        """Finish the files, give them their name, open them."""
+    def publish(self, about: Card, folder: Path | None = None) -> PreparedData:
+        """Finish the files, give them their name, open them.
+
+        `folder` is the name of data that could not be named before it was read.
+        """
+        self._final = folder or self._final
         self._flush()
         self._writer.close()
         files.close_durably(self._sink)
@@ -165,6 +197,7 @@ class PreparedWriter:
                 _lists([one.ids for one in waiting], [one.lengths for one in waiting]),
                 _lists([one.edges for one in waiting], [one.num_edges for one in waiting]),
                 pa.array(np.concatenate([one.rows for one in waiting])),
+                _marks([one.desirable for one in waiting], sum(len(one.rows) for one in waiting)),
             ]
             self._writer.write_batch(pa.record_batch(arrays, schema=_SCHEMA))
         self._waiting, self._waiting_tokens = [], 0
@@ -172,6 +205,8 @@ class PreparedWriter:
     def _card(self) -> Card:
         total = self.total
         lengths = np.concatenate([np.zeros(0, dtype=np.int32), *self._lengths])
+        marks = np.concatenate([np.zeros(0, dtype=np.bool_), *self._marks])
+        marked = [xxhash.xxh3_128_hexdigest(marks.tobytes())] if len(marks) else []
         points = np.percentile(lengths, _PERCENTILES) if len(lengths) else np.zeros(7)
         return {
             "rows": total.num_rows,
@@ -193,7 +228,8 @@ class PreparedWriter:
             "dropped": total.dropped.counts,
             "dropped_places": total.dropped.places,
             **total.notes.card(),
-            "digest": digest_of([content.hexdigest() for content in self._content]),
+            **({"desirable": int(marks.sum())} if len(marks) else {}),
+            "digest": digest_of([*(content.hexdigest() for content in self._content), *marked]),
         }
 
 
@@ -215,6 +251,12 @@ def _file_digest(path: Path) -> str:
 def digest_of(parts: Sequence[str]) -> str:
     """Return one digest for several, in their order."""
     return xxhash.xxh3_128_hexdigest("|".join(parts).encode())
+
+
+def _marks(values: Sequence[NDArray[np.bool_]], count: int) -> pa.Array:
+    """Return the marks of documents, or as many nulls where they have none."""
+    found = np.concatenate(values)
+    return pa.array(found) if len(found) else pa.nulls(count, pa.bool_())
 
 
 def _lists(

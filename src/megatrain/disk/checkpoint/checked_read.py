@@ -56,31 +56,45 @@ def read_checked(
     records: Mapping[str, FileRecord],
     title: str,
     takes: Mapping[str, Take] | None = None,
+    spans: Mapping[str, Iterable[range]] | None = None,
+    *,
+    shown: bool = True,
 ) -> None:
     """Read all files on all workers, and pass their chunks to `takes`, by file.
 
-    Raises CheckpointDamaged or DiskError for the first file that does not match its record.
+    Of a file that has `spans`, it reads the chunks that have some of their bytes: those that a rank
+    needs. Raises CheckpointDamaged or DiskError for the first file that does not match its record.
     """
-    takes = takes or {}
-    num_bytes = sum(record.num_bytes for record in records.values())
+    takes, spans = takes or {}, spans or {}
     with ExitStack() as stack:
-        advance = stack.enter_context(byte_progress(f"{title} {folder.name}", num_bytes))
         chunks: list[_Chunk] = []
         for name, record in sorted(records.items()):
             reader = stack.enter_context(_opened(folder, name, record.num_bytes))
-            for number, expected in enumerate(record.digests):
+            for number in _chunks_of(record, spans.get(name)):
                 start = number * CHUNK_BYTES
-                stop = min(start + CHUNK_BYTES, record.num_bytes)
                 chunk = _Chunk(
                     reader=reader,
                     name=name,
                     start=start,
-                    stop=stop,
-                    expected=expected,
+                    stop=min(start + CHUNK_BYTES, record.num_bytes),
+                    expected=record.digests[number],
                     take=takes.get(name),
                 )
                 chunks.append(chunk)
-        _run(chunks, advance)
+        num_bytes = sum(chunk.stop - chunk.start for chunk in chunks)
+        title = f"{title} {folder.name}"
+        _run(chunks, stack.enter_context(byte_progress(title, num_bytes, shown=shown)))
+
+
+def _chunks_of(record: FileRecord, spans: Iterable[range] | None) -> list[int]:
+    """Return the numbers of the chunks that have bytes of `spans`; all chunks without any."""
+    if spans is None:
+        return list(range(len(record.digests)))
+    found: set[int] = set()
+    for span in spans:
+        if span:
+            found.update(range(span.start // CHUNK_BYTES, -(-span.stop // CHUNK_BYTES)))
+    return sorted(found)
 
 
 def _opened(folder: Path, name: str, num_bytes: int) -> DirectReader:
@@ -108,7 +122,7 @@ class CheckedFile:
         self._record, self._advance = record, advance
         self._chunks: dict[int, tuple[Tensor, Tensor]] = {}
         """By number, the last one read at the end: a buffer, and the chunk in it."""
-        self._checked: set[int] = set()
+        self._counted: set[int] = set()
 
     def read(self, start: int, stop: int) -> Tensor:
         """Return a copy of the bytes [start, stop), known to be right.
@@ -122,12 +136,6 @@ class CheckedFile:
             copy_bytes(found[begin - start : end - start], chunk[begin - first : end - first])
         return found
 
-    def finish(self) -> None:
-        """Compare the chunks that nothing was read from. Raises what `read` does."""
-        for number in range(len(self._record.digests)):
-            if number not in self._checked:
-                self._chunk(number)
-
     def _chunk(self, number: int) -> Tensor:
         if number in self._chunks:
             self._chunks[number] = self._chunks.pop(number)
@@ -140,8 +148,8 @@ class CheckedFile:
         stop = min(start + CHUNK_BYTES, self._record.num_bytes)
         data = _checked(self._reader, start, stop, self._record.digests[number], buffer)
         self._chunks[number] = buffer, data
-        if number not in self._checked:
-            self._checked.add(number)
+        if number not in self._counted:
+            self._counted.add(number)
             self._advance(len(data))
         return data
 

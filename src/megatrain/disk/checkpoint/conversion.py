@@ -2,11 +2,12 @@
 
 A worker takes one state file, a window of elements at a time: moments are decoded to fp32 and
 encoded as the store keeps them, remainders are copied. Rounding is that of an update
-(optim/rounding.py), with the seed of the run and the number of updates so far.
+(optim/rounding.py), with the seed of the run and the number of updates so far. A rank converts
+what it has, and reads the chunks of that.
 
-Laws (tests/disk/checkpoint/test_conversion.py)
+Laws (tests/disk/checkpoint/test_conversion.py, tests/disk/checkpoint/test_restore_ranks.py)
     1. Moments in fp32 have the decoded values exactly; in other codes they are encoded from these.
-    2. The bits depend on the checkpoint and the seed, not on windows, workers or the disk tier.
+    2. The bits depend on the checkpoint and the seed, not on windows, workers, ranks or the tier.
     3. Memory grows by a few chunks per worker: no kind is held twice.
     4. A state file with a changed byte is named, and no byte that failed its hash is used.
 """
@@ -67,8 +68,10 @@ def convert_states(
     Raises CheckpointDamaged, CheckpointMismatch or DiskError.
     """
     files = conversion.files()
-    total = sum(records[name].num_bytes for name in files)
-    with byte_progress(f"converting the states of {folder.name}", total) as advance:
+    owner = conversion.layout.owner
+    total = sum(records[name].num_bytes for name in files) // owner.size
+    title = f"converting the states of {folder.name}"
+    with byte_progress(title, total, shown=owner.leads) as advance:
 
         def work(name: str) -> None:
             with CheckedFile(folder, name, records[name], advance) as source:
@@ -79,7 +82,6 @@ def convert_states(
                     wanted=targets[name],
                     filling=filling,
                 ).convert()
-                source.finish()
 
         with ThreadPoolExecutor(NUM_HASH_WORKERS, thread_name_prefix="convert") as pool:
             try:
@@ -115,7 +117,7 @@ class _StateFile:
         for place in layout.places.values():
             if f"{self._conversion.wanted[0]}.{place.param.name}" in self._targets:
                 first = layout.first_trained(place.segment) + place.start
-                for begin in range(0, place.param.num_elements, WINDOW):
+                for begin in range(place.owned.start, place.owned.stop, WINDOW):
                     self._convert_window(place, begin, first + begin)
 
     def _convert_window(self, place: Place, begin: int, number: int) -> None:
@@ -123,7 +125,7 @@ class _StateFile:
 
         `number` is that of the first element in the store.
         """
-        count = min(WINDOW, place.param.num_elements - begin)
+        count = min(WINDOW, place.owned.stop - begin)
         if place.has(Kind.LO):
             self._put(place, Kind.LO, begin, self._numbers(place, Kind.LO, begin, count))
         conversion = self._conversion

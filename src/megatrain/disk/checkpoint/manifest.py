@@ -16,7 +16,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,10 @@ class FileRecord:
         hashes = tuple(by_chunk[number] for number in range(len(by_chunk)))
         return cls(num_bytes=num_bytes, digests=hashes)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return it for JSON; `record_of` reads it."""
+        return {"num_bytes": self.num_bytes, "digests": list(self.digests)}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
@@ -76,7 +80,7 @@ class Manifest:
             "model": self.model,
             "chunk_bytes": CHUNK_BYTES,
             "training": self.training,
-            "files": {name: asdict(record) for name, record in sorted(self.files.items())},
+            "files": {name: record.to_json() for name, record in sorted(self.files.items())},
         }
         return signed(json.dumps(fields, indent=1).encode())
 

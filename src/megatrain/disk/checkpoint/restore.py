@@ -3,11 +3,15 @@
 `verify` reads a folder and names damaged files. `restore` does the same and puts the bytes where
 they belong in the store on the way: one pass over the disk (checked_read.py).
 
-Laws (tests/disk/checkpoint/test_restore.py)
+Where ranks share a store, each reads the chunks that have a part of what it owns, whatever number
+of ranks has saved them. All together read every chunk.
+
+Laws (tests/disk/checkpoint/test_restore.py, tests/disk/checkpoint/test_restore_ranks.py)
     1. The restored state is bit-identical to the saved one.
     2. A changed, missing, cut, swapped or stale file is found, and the tensor in it named.
     3. After CheckpointDamaged the store holds no bytes that failed their hash; it holds a mixture,
        and another checkpoint must be restored before it is used.
+    4. Each chunk is compared by a rank that uses it, and no rank reads a chunk without use for it.
 """
 
 from __future__ import annotations
@@ -59,7 +63,9 @@ def restore(
 ) -> None:
     """Fill the tensors of `parts` from a checkpoint, which may keep its states differently.
 
-    Raises CheckpointDamaged, CheckpointMismatch or DiskError.
+    Raises CheckpointDamaged, CheckpointMismatch or DiskError. A rank finds damage in its own chunks
+    only: where ranks share the store, call this within `Agreement(ranks.agree)`
+    (ranks/agreement.py), so that all raise, and go back to the same older checkpoint.
     """
     files = {file.name: file for files in parts.blocks for file in files}
     converted = {} if conversion is None else conversion.files()
@@ -68,7 +74,7 @@ def restore(
             f"{folder} belongs to another model, or model.frozen or model.dtype differ. "
             "Resume with the model and settings it was saved with."
         )
-    for name, file in (files | converted).items():
+    for name, file in (parts.files | converted).items():
         record = manifest.files.get(name)
         if record is None or record.num_bytes != file.num_bytes:
             _require_states(folder / name, file)
@@ -77,10 +83,11 @@ def restore(
         _require_states(folder / name, file)
     plain = {name: record for name, record in manifest.files.items() if name not in converted}
     with _filling(parts.store) as filling:
-        takes = {
-            name: _take(folder / name, files[name], filling) for name in files if name in plain
-        }
-        read_checked(folder, plain, "resuming", takes)
+        here = {name: file for name, file in files.items() if name in plain}
+        takes = {name: _take(folder / name, file, filling) for name, file in here.items()}
+        spans = {name: file.spans_here() for name, file in here.items()}
+        shown = parts.store is None or parts.store.layout.owner.leads
+        read_checked(folder, plain, "resuming", takes, spans, shown=shown)
         if conversion is not None:
             convert_states(folder, manifest.files, files, conversion, filling)
 
@@ -116,16 +123,20 @@ def _filling(store: Store | None) -> AbstractContextManager[TierFilling | None]:
 def _take(path: Path, file: WeightsFile, filling: TierFilling | None) -> Take:
     """Return what puts a file's chunks into its tensors."""
     header = torch.frombuffer(bytearray(file.header), dtype=torch.uint8)
-    places = [(start, start + tensor.num_bytes, tensor) for start, tensor in file.placed()]
+    places = [
+        (start, start + tensor.here.start, start + tensor.here.stop, tensor)
+        for start, tensor in file.placed()
+        if tensor.here
+    ]
 
     def take(start: int, data: Tensor) -> None:
         stop = start + len(data)
         if start < len(header) and not torch.equal(header[start:stop], data[: len(header) - start]):
             _require_states(path, file)
             raise CheckpointMismatch(f"{file.name}: its tensors do not match this model")
-        for first, last, tensor in places:
+        for origin, first, last, tensor in places:
             begin, end = max(start, first), min(stop, last)
             if begin < end:
-                tensor.put(begin - first, data[begin - start : end - start], filling)
+                tensor.put(begin - origin, data[begin - start : end - start], filling)
 
     return take

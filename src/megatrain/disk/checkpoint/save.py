@@ -6,10 +6,17 @@
 Every file is new and the manifest comes last, so a crash at any instant leaves a folder without a
 manifest, which readers ignore, or a complete checkpoint.
 
-Laws (tests/disk/checkpoint/test_save.py)
+Ranks that share a store save together: one folder with the files of one process. The files of a
+block are written by one rank, which gets the parts of the others while they hold the block; ranks
+take turns, block by block. The first rank makes the folder, and writes the manifest when all have
+said that their files are on stable storage.
+
+Laws (tests/disk/checkpoint/test_save.py, tests/disk/checkpoint/test_save_ranks.py)
     1. A failure at any call leaves no folder behind, and older checkpoints as they were.
     2. A block is held no longer than it takes to copy it into the writer's buffers.
     3. Memory grows by the buffers of the queue, not by the state.
+    4. The bytes of a checkpoint do not depend on how many ranks have saved it.
+    5. A save is acknowledged on all ranks, or fails on all of them.
 """
 
 from __future__ import annotations
@@ -18,11 +25,14 @@ import secrets
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatrain.disk.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest
+from megatrain.disk.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, record_of
 from megatrain.disk.checkpoint.parts import Parts
+from megatrain.disk.hf.joint_files import JointFiles
+from megatrain.disk.hf.weights_file import WeightsFile
 from megatrain.engine.snapshot import Snapshot
 from megatrain.errors import DiskError, DiskFull
 from megatrain.files import (
@@ -37,7 +47,11 @@ from megatrain.files import (
 from megatrain.memory.direct import DirectWriter, WriteQueue
 from megatrain.memory.ledger import gib
 from megatrain.progress import Advance
+from megatrain.ranks.agreement import Agreement
+from megatrain.ranks.ownership import Owner
+from megatrain.ranks.ranks import ALONE, Ranks
 
+FOLDERS = ("model", "state")
 MOST_SPARE_BYTES = 64 << 20
 """For the manifest, the file system's own bookkeeping, and the log of the run."""
 
@@ -48,33 +62,52 @@ def save_checkpoint(
     snapshot: Snapshot,
     training: Mapping[str, Any],
     advance: Advance = lambda num_bytes: None,
+    ranks: Ranks = ALONE,
 ) -> Path:
     """Write a checkpoint into a new folder of `parent`, and return the folder: it is acknowledged.
 
-    Raises DiskError or SnapshotLost; then nothing is left of it. Closes the snapshot.
+    All ranks call it for the same step, and all return or raise alike; `training` is that of the
+    first. Raises DiskError or SnapshotLost, and then nothing is left of it; or RankLost. Closes the
+    snapshot.
     """
-    folder = parent / f"step-{snapshot.num_steps:08}-{secrets.token_hex(4)}"
+    leads, name = ranks.owner.leads, f"step-{snapshot.num_steps:08}-{secrets.token_hex(4)}"
     try:
-        require_space(parent, parts)
-        make_folder(parent)
-        make_new_folder(folder)
-        for name in ("model", "state"):
-            make_new_folder(folder / name)
-        records = _write_files(folder, parts, snapshot, advance)
-        for name in ("model", "state"):
-            sync_folder(folder / name)
-        sync_folder(folder)
-        manifest = Manifest(
-            step=snapshot.num_steps, files=records, model=parts.model, training=training
-        )
-        write_file(folder / MANIFEST_NAME, manifest.to_bytes())
+        with Agreement(ranks.carrier.agree) as agreement:
+            if leads:
+                require_space(parent, parts)
+                make_folder(parent)
+                make_new_folder(parent / name)
+                for each in FOLDERS:
+                    make_new_folder(parent / name / each)
+            folder = parent / str(agreement.settle(facts={"folder": name})[0]["folder"])
+            records = _write_files(folder, parts, snapshot, advance, ranks, agreement)
+            if leads:
+                _complete(folder, parts, snapshot.num_steps, training, records)
     except BaseException:
         snapshot.close()
-        with suppress(DiskError):  # a crash would leave it too: it has no manifest
-            delete_checkpoint(folder)
+        if leads:
+            with suppress(DiskError):  # a crash would leave it too: it has no manifest
+                delete_checkpoint(parent / name)
         raise
     snapshot.close()
     return folder
+
+
+def _complete(
+    folder: Path,
+    parts: Parts,
+    step: int,
+    training: Mapping[str, Any],
+    records: dict[str, FileRecord],
+) -> None:
+    """Write the small files and then the manifest, over the `records` of all others."""
+    for name, data in parts.small.items():
+        write_file(folder / name, data)
+        records[name] = FileRecord.of_bytes(data)
+    _sync(folder)
+    sync_folder(folder)
+    manifest = Manifest(step=step, files=records, model=parts.model, training=training)
+    write_file(folder / MANIFEST_NAME, manifest.to_bytes())
 
 
 def delete_checkpoint(folder: Path) -> None:
@@ -107,37 +140,92 @@ def existing(path: Path) -> Path:
 
 
 def _write_files(
-    folder: Path, parts: Parts, snapshot: Snapshot, advance: Advance
+    folder: Path,
+    parts: Parts,
+    snapshot: Snapshot,
+    advance: Advance,
+    ranks: Ranks,
+    agreement: Agreement,
 ) -> dict[str, FileRecord]:
-    """Write all files; return their sizes and hashes once they are on stable storage."""
-    finishing: list[tuple[str, int, DirectWriter, Future[None]]] = []
-    with WriteQueue() as carrier:
+    """Write the files of all blocks, as far as they are this rank's.
+
+    Returns the sizes and hashes of the files of all ranks, once they are on stable storage.
+    """
+    finishing: list[_Finishing] = []
+    with WriteQueue() as queue:
+        joint = JointFiles(ranks, queue, advance)
         for block in snapshot.order:
-            snapshot.wait(block)
-            writers = []
-            try:
-                for file in parts.blocks[block]:
-                    writers.append((file, file.fill(folder / file.name, carrier, advance)))
-                snapshot.let_go(block)
-            except BaseException:
-                for _, writer in writers:
-                    writer.abandon()
-                raise
-            for file, writer in writers:
-                finishing.append((file.name, file.num_bytes, writer, writer.finish_later()))
-            _raise_failures(finishing)
-        records = {}
-        for name, num_bytes, writer, future in finishing:
-            future.result()
-            records[name] = FileRecord.of_digests(num_bytes, writer.digests)
-    for name, data in parts.small.items():
-        write_file(folder / name, data)
-        records[name] = FileRecord.of_bytes(data)
-    return records
+            finishing.extend(_write_block(folder, parts, snapshot, block, joint, ranks.owner))
+            joint.attempt(lambda: _raise_failures(finishing))
+            if not agreement.all_well(joint.failure):
+                break  # for example because a disk is full
+        else:
+            finishing.extend(_write_carried(folder, parts, joint))
+        records = joint.attempt(lambda: {one.file.name: one.record() for one in finishing}) or {}
+    if not ranks.owner.leads:
+        joint.attempt(lambda: _sync(folder))
+    # Nobody writes any more, so that the first may delete the folder.
+    said = agreement.settle(joint.failure, {n: record.to_json() for n, record in records.items()})
+    return {name: record_of(value) for of_rank in said for name, value in of_rank.items()}
 
 
-def _raise_failures(finishing: list[tuple[str, int, DirectWriter, Future[None]]]) -> None:
-    """Stop as soon as a file fails, for example because the disk is full."""
-    for _, _, _, future in finishing:
-        if future.done():
-            future.result()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Finishing:
+    """A file whose bytes are in the queue."""
+
+    file: WeightsFile
+    writer: DirectWriter
+    done: Future[None]
+
+    def record(self) -> FileRecord:
+        """Return its record once it is on stable storage. Raises DiskError."""
+        self.done.result()
+        return FileRecord.of_digests(self.file.num_bytes, self.writer.digests)
+
+
+def _write_block(
+    folder: Path, parts: Parts, snapshot: Snapshot, block: int, joint: JointFiles, owner: Owner
+) -> list[_Finishing]:
+    """Write a block's files, or help the rank that does, while the block is held."""
+    writers: list[tuple[WeightsFile, DirectWriter]] = []
+    try:
+        joint.attempt(lambda: snapshot.wait(block))
+        for file in parts.blocks[block]:
+            writer = joint.write(file, folder / file.name, block % owner.size)
+            if writer is not None:
+                writers.append((file, writer))
+        joint.attempt(lambda: snapshot.let_go(block))
+        if joint.failure is None:
+            return [
+                _Finishing(file=file, writer=writer, done=writer.finish_later())
+                for file, writer in writers
+            ]
+    except BaseException:
+        for _, writer in writers:
+            writer.abandon()
+        raise
+    for _, writer in writers:
+        writer.abandon()
+    return []
+
+
+def _write_carried(folder: Path, parts: Parts, joint: JointFiles) -> list[_Finishing]:
+    """Copy what the model carries, when all blocks are free again. The first rank writes it."""
+    written = []
+    for file in parts.carried:
+        writer = joint.write(file, folder / file.name, rank=0)
+        if writer is not None:
+            written.append(_Finishing(file=file, writer=writer, done=writer.finish_later()))
+    return written
+
+
+def _sync(folder: Path) -> None:
+    for each in FOLDERS:
+        sync_folder(folder / each)
+
+
+def _raise_failures(finishing: list[_Finishing]) -> None:
+    """Raise what a file has failed with so far."""
+    for one in finishing:
+        if one.done.done():
+            one.done.result()

@@ -8,11 +8,15 @@ shards get names that no file in the folder has: until that one name is put in p
 old export is complete, after it the new one. Only then are the old shards removed. The record of a
 run's export (exported.py) is removed first and written last.
 
-Laws (tests/disk/hf/test_export.py)
+Ranks that share a store export together: the first one writes, the others send it their parts
+(joint_files.py), so that none has the model whole.
+
+Laws (tests/disk/hf/test_export.py, tests/disk/hf/test_export_ranks.py)
     1. `from_pretrained` of an export has every bit of `hi`.
     2. A failure at any call leaves the old export or the new one, never a mixture; where there was
        none, none or all of it.
     3. Peak memory grows by the writer's buffers, not by the model.
+    4. The bytes do not depend on how many ranks have the model, and all ranks end alike.
 """
 
 from __future__ import annotations
@@ -26,10 +30,12 @@ from pathlib import Path
 
 import torch
 
+from megatrain.disk.adapters.merge import merged
 from megatrain.disk.checkpoint.manifest import FileRecord
 from megatrain.disk.hf.exported import RECORD_NAME, ExportRecord
 from megatrain.disk.hf.folder import read_index
-from megatrain.disk.hf.weights_file import NamedTensor, WeightsFile, folder_tensors, master_tensors
+from megatrain.disk.hf.joint_files import JointFiles
+from megatrain.disk.hf.weights_file import NamedTensor, WeightsFile, as_masters, folder_tensors
 from megatrain.errors import DiskError, ModelFolderError, WeightsFormatError
 from megatrain.files import (
     make_folder,
@@ -40,12 +46,14 @@ from megatrain.files import (
     temporary_name,
     write_file,
 )
-from megatrain.memory.direct import WriteQueue
+from megatrain.memory.direct import DirectWriter, WriteQueue
 from megatrain.memory.store import Store
-from megatrain.model_files import INDEX_NAME, SINGLE_NAME
+from megatrain.model_files import ADAPTER_CONFIG_NAME, ADAPTER_NAME, INDEX_NAME, SINGLE_NAME
 from megatrain.models.config_json import CONFIG_NAME, read_object
 from megatrain.models.decoder import Decoder
-from megatrain.progress import Advance, byte_progress
+from megatrain.progress import byte_progress
+from megatrain.ranks.agreement import Agreement
+from megatrain.ranks.ranks import ALONE, Ranks
 
 SHARD_BYTES = 5_000_000_000
 
@@ -69,29 +77,79 @@ def export_weights(
     shard_bytes: int = SHARD_BYTES,
     origin: Origin | None = None,
     masters: bool = False,
+    ranks: Ranks = ALONE,
+    beside: Sequence[NamedTensor] = (),
 ) -> None:
     """Write the model to `folder`: shards, index, config, and the `carried` files, by name.
 
-    `masters` writes fp32, what `lo` has included. With an `origin` the folder also gets a record
-    of it. Raises DiskError; the folder is then unchanged.
+    `masters` writes fp32, what `lo` has included. Adapters are merged into the weights that they
+    belong to. `beside` are tensors that the model carries, behind its own (carried.py).
+    `write_tensors` says the rest.
     """
     dtype = torch.float32 if masters else decoder.model.dtype
     small = {**carried, CONFIG_NAME: config_bytes(config_json, dtype)}
-    tensors = (
-        master_tensors(decoder, store)
-        if masters
-        else [tensor for _, tensor in folder_tensors(decoder, store)]
-    )
+    found = folder_tensors(decoder, store)
+    found = merged(as_masters(found, store) if masters else found, decoder, store)
+    tensors = [*(tensor for _, tensor in found), *beside]
+    write_tensors(folder, tensors, small, shard_bytes=shard_bytes, origin=origin, ranks=ranks)
+
+
+def write_tensors(
+    folder: Path,
+    tensors: list[NamedTensor],
+    small: Mapping[str, bytes],
+    *,
+    single: str = SINGLE_NAME,
+    shard_bytes: int = SHARD_BYTES,
+    origin: Origin | None = None,
+    ranks: Ranks = ALONE,
+) -> None:
+    """Write tensors to `folder`, in one file named `single` or in shards, and `small` files.
+
+    With an `origin` the folder also gets a record of it. All ranks call it alike, and only the
+    first touches the folder. Raises DiskError; the folder is then unchanged.
+    """
     total_bytes = sum(tensor.num_bytes for tensor in tensors)
+    title, leads = f"exporting {folder.name}", ranks.owner.leads
+    with (
+        Agreement(ranks.carrier.agree) as agreement,
+        byte_progress(title, total_bytes, shown=leads) as advance,
+        WriteQueue() as queue,
+    ):
+        together = _Together(joint=JointFiles(ranks, queue, advance), agreement=agreement)
 
-    def write(place: Path) -> None:
-        with byte_progress(f"exporting {folder.name}", total_bytes) as advance:
-            _export(place, tensors, small, shard_bytes, origin, advance)
+        def write(place: Path) -> None:
+            old = _present_weights(place)
+            shards = _plan_shards(tensors, shard_bytes, taken=old, single=single)
+            _export(place, shards, small, old, origin, together)
 
-    if folder.is_dir() and any(folder.iterdir()):
-        write(folder)
-    else:
-        _appear_whole(folder, write)
+        if not leads:
+            for shard in _plan_shards(tensors, shard_bytes, taken=set(), single=single):
+                together.write(shard, folder)
+        elif folder.is_dir() and any(folder.iterdir()):
+            write(folder)
+        else:
+            _appear_whole(folder, write)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Together:
+    """Shards of all ranks' parts, written by the first."""
+
+    joint: JointFiles
+    agreement: Agreement
+
+    def write(self, shard: WeightsFile, path: Path) -> DirectWriter | None:
+        """Do what `JointFiles.write` does, unless a rank has failed: then all raise."""
+        self.agreement.settle()
+        writer = self.joint.write(shard, path, rank=0)
+        try:
+            self.agreement.settle(self.joint.failure)
+        except BaseException:
+            if writer is not None:
+                writer.abandon()
+            raise
+        return writer
 
 
 def _appear_whole(folder: Path, write: Callable[[Path], None]) -> None:
@@ -109,21 +167,20 @@ def _appear_whole(folder: Path, write: Callable[[Path], None]) -> None:
 
 def _export(
     folder: Path,
-    tensors: list[NamedTensor],
+    shards: list[WeightsFile],
     small: Mapping[str, bytes],
-    shard_bytes: int,
+    old: set[str],
     origin: Origin | None,
-    advance: Advance,
+    together: _Together,
 ) -> None:
-    old = _present_weights(folder)
-    shards = _plan_shards(tensors, shard_bytes, taken=old)
     if (folder / RECORD_NAME).exists():
         remove(folder / RECORD_NAME)
         sync_folder(folder)
     for name, data in small.items():
         write_file(folder / name, data)
-    records = _write_weights(folder, shards, advance)
-    kept = {shard.name for shard in shards} | ({INDEX_NAME} if len(shards) > 1 else set())
+    records = _write_weights(folder, shards, together)
+    kept = {shard.name for shard in shards} | set(small)
+    kept |= {INDEX_NAME} if len(shards) > 1 else set()
     for name in sorted(
         old - kept, key=lambda name: (name != SINGLE_NAME, name != INDEX_NAME, name)
     ):
@@ -136,7 +193,8 @@ def _export(
 
 def _present_weights(folder: Path) -> set[str]:
     """Return the names of weight files that a reader of `folder` would use now."""
-    names = {name for name in (SINGLE_NAME, INDEX_NAME) if (folder / name).exists()}
+    read = (SINGLE_NAME, INDEX_NAME, ADAPTER_NAME, ADAPTER_CONFIG_NAME)
+    names = {name for name in read if (folder / name).exists()}
     if INDEX_NAME in names:
         try:
             shards = set(read_index(folder).values())
@@ -147,7 +205,7 @@ def _present_weights(folder: Path) -> set[str]:
 
 
 def _plan_shards(
-    tensors: list[NamedTensor], shard_bytes: int, taken: set[str]
+    tensors: list[NamedTensor], shard_bytes: int, taken: set[str], single: str
 ) -> list[WeightsFile]:
     """Return the tensors in shards of at most `shard_bytes` (or one tensor), under free names."""
     groups: list[list[NamedTensor]] = [[]]
@@ -159,7 +217,7 @@ def _plan_shards(
         groups[-1].append(tensor)
         size += tensor.num_bytes
     if len(groups) == 1:
-        return [WeightsFile(name=SINGLE_NAME, tensors=groups[0])]
+        return [WeightsFile(name=single, tensors=groups[0])]
     stem = "model"
     while taken & set(shard_names(len(groups), stem)):
         stem = f"model-{secrets.token_hex(3)}"
@@ -183,14 +241,13 @@ def index_bytes(shards: Sequence[WeightsFile]) -> bytes:
 
 
 def _write_weights(
-    folder: Path, shards: list[WeightsFile], advance: Advance
+    folder: Path, shards: list[WeightsFile], together: _Together
 ) -> dict[str, FileRecord]:
     """Write all shards, then make them the folder's weights by one rename; return their records."""
     records: dict[str, FileRecord] = {}
     try:
-        with WriteQueue() as carrier:
-            for shard in shards:
-                records[shard.name] = _write_shard(folder, shard, carrier, advance)
+        for shard in shards:
+            records[shard.name] = _write_shard(folder, shard, together)
         if len(shards) > 1:
             index = index_bytes(shards)
             write_file(folder / INDEX_NAME, index)
@@ -204,11 +261,11 @@ def _write_weights(
     return records
 
 
-def _write_shard(
-    folder: Path, shard: WeightsFile, carrier: WriteQueue, advance: Advance
-) -> FileRecord:
+def _write_shard(folder: Path, shard: WeightsFile, together: _Together) -> FileRecord:
     temporary = temporary_name(folder / shard.name)
-    with shard.fill(temporary, carrier, advance) as writer:
+    writer = together.write(shard, temporary)
+    assert writer is not None
+    with writer:
         writer.finish()
     try:
         rename(temporary, folder / shard.name)

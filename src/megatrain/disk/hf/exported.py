@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ class ExportRecord:
             "step": self.step,
             "best_loss": self.best_loss,
             "chunk_bytes": CHUNK_BYTES,
-            "files": {name: asdict(record) for name, record in sorted(self.files.items())},
+            "files": {name: record.to_json() for name, record in sorted(self.files.items())},
         }
         return signed(json.dumps(fields, indent=1).encode())
 

@@ -48,30 +48,35 @@ class StoredTensor:
 
 def read_config_bytes(folder: Path) -> bytes:
     """Return the bytes of `folder/config.json`. Raises ModelFolderError or ModelConfigError."""
-    with _explained(folder):
+    with readable(folder):
         _require_folder(folder)
         if not os.path.lexists(folder / CONFIG_NAME):
             raise ModelFolderError(
                 f"{folder}: no {CONFIG_NAME}: this is not a Hugging Face model folder"
             )
-        data = _read(resolve_file(folder, CONFIG_NAME), MAX_CONFIG_BYTES)
+        data = read_limited(resolve_file(folder, CONFIG_NAME), MAX_CONFIG_BYTES)
     if len(data) > MAX_CONFIG_BYTES:
         raise ModelConfigError(f"{CONFIG_NAME} is larger than {MAX_CONFIG_BYTES >> 20} MiB")
     return data
 
 
-def read_folder(folder: Path) -> dict[str, StoredTensor]:
-    """Return every tensor of the folder's weights, by name."""
-    with _explained(folder):
+def read_folder(
+    folder: Path, single: str = SINGLE_NAME, index: str = INDEX_NAME
+) -> dict[str, StoredTensor]:
+    """Return every tensor of the folder's weights, by name; `single` and `index` name their files.
+
+    Raises ModelFolderError, WeightsFormatError or DiskError.
+    """
+    with readable(folder):
         _require_folder(folder)
-        if (folder / SINGLE_NAME).exists():
-            path = resolve_file(folder, SINGLE_NAME)
+        if (folder / single).exists():
+            path = resolve_file(folder, single)
             return {e.name: StoredTensor(path=path, entry=e) for e in read_entries(path)}
-        if (folder / INDEX_NAME).exists():
-            return _read_shards(folder)
+        if (folder / index).exists():
+            return _read_shards(folder, index)
         others = [p.name for kind in ("*.bin", "*.safetensors") for p in folder.glob(kind)]
     hint = f" It has {listing(others)}, which are not supported; convert them." if others else ""
-    raise ModelFolderError(f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}.{hint}")
+    raise ModelFolderError(f"{folder} has neither {single} nor {index}.{hint}")
 
 
 def _require_folder(folder: Path) -> None:
@@ -84,7 +89,7 @@ def read_carried(folder: Path) -> dict[str, bytes]:
 
     A tokenizer that is a link to a private file would be published with the next export.
     """
-    with _explained(folder):
+    with readable(folder):
         names = [path.name for path in folder.iterdir() if path.exists()]
         files = {
             name: resolve_file(folder, name) for name in sorted(names) if CARRIED.fullmatch(name)
@@ -97,64 +102,62 @@ def read_carried(folder: Path) -> dict[str, bytes]:
         return {name: path.read_bytes() for name, path in files.items()}
 
 
-def read_index(folder: Path) -> dict[str, str]:
+def read_index(folder: Path, name: str = INDEX_NAME) -> dict[str, str]:
     """Return the index's map from tensor to shard name."""
-    data = _read(resolve_file(folder, INDEX_NAME), MAX_INDEX_BYTES)
+    data = read_limited(resolve_file(folder, name), MAX_INDEX_BYTES)
     if len(data) > MAX_INDEX_BYTES:
-        raise WeightsFormatError(f"{INDEX_NAME} is larger than {MAX_INDEX_BYTES >> 20} MiB")
-    return parse_index(data)
+        raise WeightsFormatError(f"{name} is larger than {MAX_INDEX_BYTES >> 20} MiB")
+    return parse_index(data, name)
 
 
-def _read_shards(folder: Path) -> dict[str, StoredTensor]:
-    wanted = read_index(folder)
+def _read_shards(folder: Path, index: str) -> dict[str, StoredTensor]:
+    wanted = read_index(folder, index)
     found: dict[str, StoredTensor] = {}
-    for shard, names in _by_shard(wanted).items():
+    for shard, names in _by_shard(wanted, index).items():
         path = resolve_file(folder, shard)
         for entry in read_entries(path):
             if wanted.get(entry.name) != shard:
                 raise WeightsFormatError(
-                    f"{shard} has tensor {entry.name[:200]!r}, but {INDEX_NAME} disagrees"
+                    f"{shard} has tensor {entry.name[:200]!r}, but {index} disagrees"
                 )
             found[entry.name] = StoredTensor(path=path, entry=entry)
         # At once: a thousand links to one large file without tensors would keep us busy.
         if absent := names - found.keys():
             raise WeightsFormatError(
-                f"{INDEX_NAME} puts {len(absent)} tensors in {shard}, which lacks them: "
+                f"{index} puts {len(absent)} tensors in {shard}, which lacks them: "
                 f"{listing(absent)}"
             )
     return found
 
 
-def _by_shard(wanted: dict[str, str]) -> dict[str, set[str]]:
+def _by_shard(wanted: dict[str, str], index: str) -> dict[str, set[str]]:
     """Return each shard's tensors, shards in order."""
     shards: dict[str, set[str]] = {shard: set() for shard in sorted(set(wanted.values()))}
     if len(shards) > MAX_SHARDS:
-        raise WeightsFormatError(
-            f"{INDEX_NAME} names {len(shards)} files; the limit is {MAX_SHARDS}"
-        )
+        raise WeightsFormatError(f"{index} names {len(shards)} files; the limit is {MAX_SHARDS}")
     for tensor, shard in wanted.items():
         shards[shard].add(tensor)
     return shards
 
 
-def parse_index(data: bytes) -> dict[str, str]:
+def parse_index(data: bytes, where: str = INDEX_NAME) -> dict[str, str]:
     """Return the index's map from tensor to shard name. Raises WeightsFormatError."""
     try:
         index: Any = json.loads(data.decode("utf-8"), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
-        raise WeightsFormatError(f"{INDEX_NAME} is not valid JSON: {str(error)[:200]}") from error
+        raise WeightsFormatError(f"{where} is not valid JSON: {str(error)[:200]}") from error
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise WeightsFormatError(f"{INDEX_NAME} has no weight_map")
+        raise WeightsFormatError(f"{where} has no weight_map")
     for tensor, shard in weight_map.items():
         if len(tensor) > MAX_NAME:
             raise WeightsFormatError(
-                f"{INDEX_NAME}: the name {tensor[:80]!r}... has {len(tensor)} characters, more "
+                f"{where}: the name {tensor[:80]!r}... has {len(tensor)} characters, more "
                 f"than {MAX_NAME}"
             )
         if not isinstance(shard, str) or not SHARD_NAME.fullmatch(shard):
             raise WeightsFormatError(
-                f"{INDEX_NAME} puts {tensor[:200]!r} in {str(shard)[:200]!r}, "
+                f"{where} puts {tensor[:200]!r} in {str(shard)[:200]!r}, "
                 "which is not the plain name of a safetensors file"
             )
     return weight_map
@@ -192,14 +195,14 @@ def _in_hub_cache(base: Path, path: Path) -> bool:
     )
 
 
-def _read(path: Path, most: int) -> bytes:
+def read_limited(path: Path, most: int) -> bytes:
     """Return the bytes of a file, and at most one byte more than `most`."""
     with path.open("rb") as file:
         return file.read(most + 1)
 
 
 @contextmanager
-def _explained(folder: Path) -> Iterator[None]:
+def readable(folder: Path) -> Iterator[None]:
     """Turn the system's error into ours."""
     try:
         yield

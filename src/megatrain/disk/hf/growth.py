@@ -8,27 +8,41 @@ expecting nor excluding it. All other rows keep every bit.
 Laws (tests/disk/hf/test_growth.py)
     1. The master of each new row is the mean, in fp32, of the rows of the old tokens.
     2. No other row changes; a tied table grows once.
+    3. The bits of a row do not depend on how ranks share its table.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from megatrain.errors import ConfigError
 from megatrain.memory.kinds import Kind
-from megatrain.memory.master import join, split_into
+from megatrain.memory.master import split_into
 from megatrain.memory.store import Store
 from megatrain.models.config_json import read_object
 from megatrain.models.decoder import Decoder
+from megatrain.ranks.ownership import overlap
 
 if TYPE_CHECKING:
     from megatrain.disk.hf.names import FolderTensor
+
+
+class StoredRows(Protocol):
+    """The rows of a table in a folder."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        """Return rows in fp32."""
+
 
 _ROWS = 4096
 """Rows of a table whose masters exist at a time."""
@@ -49,6 +63,11 @@ class Growth:
     def config(self, config_json: bytes) -> bytes:
         """Return a config.json with room for all tokens."""
         fields = read_object(config_json)
+        if "text_config" in fields:
+            raise ConfigError(
+                "model.add_tokens: the vocabulary of a joint model also has the tokens that stand "
+                "for images and sound, so it cannot grow here. Remove model.add_tokens."
+            )
         size = fields.get("vocab_size")
         if isinstance(size, int) and size > max(self.new_ids):
             return config_json
@@ -77,20 +96,29 @@ class Growth:
         width = tensor.num_elements // tensor.shape[0]
         return replace(tensor, shape=(rows, *tensor.shape[1:]), num_elements=rows * width)
 
-    def fill(self, decoder: Decoder, store: Store, num_rows: int) -> None:
-        """Give the new tokens their rows; the folder has filled the first `num_rows`."""
+    def fill(self, decoder: Decoder, store: Store, rows_of: Callable[[str], StoredRows]) -> None:
+        """Give the new tokens their rows; the store has those that the folder has.
+
+        `rows_of` has those of the folder, by table. Raises DiskError.
+        """
         for name in tables(decoder):
-            hi, place = store.param(name, Kind.HI), store.layout.places[name]
-            rows = {*self.new_ids, *range(num_rows, len(hi))}
-            num_old = min(self.num_tokens, num_rows)
-            if not place.has(Kind.LO):
-                hi[sorted(rows)] = _mean(hi, None, num_old)
+            place, stored = store.layout.places[name], rows_of(name)
+            rows = sorted({*self.new_ids, *range(len(stored), place.param.shape[0])})
+            width = math.prod(place.param.shape[1:])
+            spans = [overlap(range(row * width, (row + 1) * width), place.owned) for row in rows]
+            if not any(spans):
                 continue
-            with store.changing(place.segment.block, Kind.LO) as region:
-                lo = store.param(name, Kind.LO, region)
-                mean = _mean(hi, lo, num_old)
-                for row in rows:
-                    split_into(mean, hi[row : row + 1], lo[row : row + 1])
+            hi, split = store.param(name, Kind.HI).view(-1), place.has(Kind.LO)
+            mean = _mean(stored, min(self.num_tokens, len(stored)), None if split else hi.dtype)
+            with store.changing(place.segment.block, Kind.LO) if split else nullcontext() as region:
+                lo = store.param(name, Kind.LO, region).view(-1) if split else None
+                for row, span in zip(rows, spans, strict=True):
+                    values = mean[span.start - row * width : span.stop - row * width]
+                    here = slice(span.start - place.owned.start, span.stop - place.owned.start)
+                    if lo is None:
+                        hi[here] = values
+                    elif span:
+                        split_into(values, hi[here], lo[here])
 
 
 def tables(decoder: Decoder) -> list[str]:
@@ -104,11 +132,15 @@ def tables(decoder: Decoder) -> list[str]:
     return list(dict.fromkeys([*names, head, *([bias] if bias in owned else [])]))
 
 
-def _mean(hi: Tensor, lo: Tensor | None, count: int) -> Tensor:
-    """Return the mean of the masters of the first `count` rows, in fp32. (1, ...)"""
-    total = torch.zeros((1, *hi.shape[1:]), dtype=torch.float64)
+def _mean(stored: StoredRows, count: int, kept: torch.dtype | None) -> Tensor:
+    """Return the mean of the masters of the first `count` rows, in fp32, flat.
+
+    `kept` is their dtype in a store that has no remainders, which rounds them.
+    """
+    total: Tensor | float = 0.0
     for start in range(0, count, _ROWS):
-        rows = slice(start, min(start + _ROWS, count))
-        master = hi[rows].float() if lo is None else join(hi[rows], lo[rows])
-        total += master.double().sum(0, keepdim=True)
-    return (total / count).float()
+        master = stored[start : min(start + _ROWS, count)]
+        master = master if kept is None else master.to(kept).float()
+        total = total + master.double().sum(0, keepdim=True)
+    assert isinstance(total, Tensor), "no token is old"
+    return (total / count).float().view(-1)

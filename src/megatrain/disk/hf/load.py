@@ -2,22 +2,30 @@
 
     folder --> which tensors, checked against the model --> chunks --> workers: read, convert, place
 
-Nothing is held twice: a worker owns one buffer of CHUNK_BYTES, reads a run of a tensor into it past
+Nothing is held twice: a worker owns one buffer of READ_BYTES, reads a run of a tensor into it past
 the page cache, and writes it where it belongs. bf16 goes to `hi` as it is and leaves `lo` zero,
 which costs no memory; fp32 and fp16 are split exactly into `hi` and `lo`. Where `lo` is on disk,
 bf16 leaves the disk alone, and other pieces go there chunk by chunk.
 
-Laws (tests/disk/hf/test_load.py)
+Quantised tensors are dequantised by the workers (scaled.py), and placed as what they are then.
+
+Where ranks share the store, each reads what it owns, and buffers. Of quantised tensors it reads
+whole rows, and of transposed ones whole matrices. A rank that owns rows of new
+tokens reads the old rows of their table too, for the mean.
+
+Laws (tests/disk/hf/test_load.py, tests/disk/hf/test_load_ranks.py)
     1. Loaded masters have exactly the values of the folder.
     2. Missing, surplus, misshapen and mistyped tensors are named, before a byte is read.
     3. Peak memory stays within the arenas and the workers' buffers.
+    4. The stores of all ranks together have the bits of the store of one process.
 """
 
 from __future__ import annotations
 
+import math
 import queue
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -30,20 +38,24 @@ from megatrain.disk.hf.folder import StoredTensor, read_folder
 from megatrain.disk.hf.growth import Growth, tables
 from megatrain.disk.hf.names import FolderTensor, NameMap
 from megatrain.disk.hf.safetensors_format import DTYPES
+from megatrain.disk.hf.scaled import Piece, PlacedValues, Scaled, pair_scales, typed
 from megatrain.errors import WeightsMismatch, listing
 from megatrain.memory.direct import DISK_PAGE, DirectReader, aligned_buffer, copy_bytes
 from megatrain.memory.kinds import Kind
+from megatrain.memory.layout import Layout
 from megatrain.memory.master import split_into
 from megatrain.memory.store import Store
 from megatrain.memory.tier_filling import TierFilling
 from megatrain.models.decoder import Decoder
 from megatrain.progress import Advance, byte_progress
+from megatrain.quantisation import Quantisation
+from megatrain.ranks.ownership import overlap
 
 READ_BYTES = 16 << 20
 NUM_LOAD_WORKERS = 4
 # Matching a name takes 50 us: no model has more tables and masks in its folder than this.
 _MOST_PER_TENSOR, _MOST_SURPLUS = 4, 4096
-_WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,56 +64,106 @@ class Match:
 
     stored: StoredTensor
     tensor: FolderTensor
+    scaled: Scaled | None = None
+    """Its values and scales, if it is quantised."""
+    dtype: torch.dtype = torch.bfloat16
+    """Of the param, and so of what was quantised."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.entry.shape if self.scaled is None else self.scaled.shape
+
+    @property
+    def paths(self) -> set[Path]:
+        """The files that have it."""
+        return {self.stored.path} | ({self.scaled.scales.path} if self.scaled else set())
 
 
 def load_weights(
-    folder: Path, decoder: Decoder, store: Store, growth: Growth | None = None
+    folder: Path,
+    decoder: Decoder,
+    store: Store,
+    growth: Growth | None = None,
+    quantisation: Quantisation | None = None,
 ) -> None:
     """Fill `hi` and `lo` of `store`, and the decoder's persistent buffers, from `folder`.
 
     With `growth` the folder's tables may lack the rows of new tokens, which are then made.
     Raises ModelFolderError, WeightsFormatError, WeightsMismatch or DiskError.
     """
-    matches, aliases = match_tensors(folder, decoder, growth)
-    total_bytes = sum(m.stored.entry.stop - m.stored.entry.start for m in (*matches, *aliases))
+    matches, aliases = match_tensors(folder, decoder, growth, quantisation)
+    read_into(decoder, store, matches, aliases, title=f"loading {folder.name}")
+    if growth is not None:
+        stored = {m.tensor.param: m for m in matches if m.tensor.param in tables(decoder)}
+        growth.fill(decoder, store, lambda name: TableRows(stored[name]))
+
+
+def read_into(
+    decoder: Decoder, store: Store, matches: list[Match], aliases: list[Match], *, title: str
+) -> None:
+    """Read tensors to their places, and compare second copies. Raises WeightsMismatch, DiskError.
+
+    Shapes and dtypes have been checked.
+    """
+    first, second = (list(_chunks(each, store.layout)) for each in (matches, aliases))
+    total_bytes = sum(chunk.num_bytes for _, chunk in (*first, *second))
     with ExitStack() as stack:
-        advance = stack.enter_context(byte_progress(f"loading {folder.name}", total_bytes))
-        paths = {match.stored.path for match in (*matches, *aliases)}
+        advance = stack.enter_context(
+            byte_progress(title, total_bytes, shown=store.layout.owner.leads)
+        )
+        paths = {path for match in (*matches, *aliases) for path in match.paths}
         readers = {path: stack.enter_context(DirectReader(path)) for path in sorted(paths)}
         filling = None
         if store.tier is not None:
             filling = stack.enter_context(TierFilling(store.layout, store.tier))
         places = _Places(decoder, store, filling)
-        _run(matches, readers, places.put, advance)
-        _run(aliases, readers, places.compare, advance)
-    if growth is not None:
-        table = tables(decoder)[0]
-        rows = next(m.tensor.shape[0] for m in matches if m.tensor.param == table)
-        growth.fill(decoder, store, rows)
+        _run(first, readers, places.put, advance)
+        _run(second, readers, places.compare, advance)
 
 
 def match_tensors(
-    folder: Path, decoder: Decoder, growth: Growth | None = None
+    folder: Path,
+    decoder: Decoder,
+    growth: Growth | None = None,
+    quantisation: Quantisation | None = None,
 ) -> tuple[list[Match], list[Match]]:
     """Return the folder's tensors with their places, and the second copies of tied params."""
     names = NameMap(decoder)
     matches: list[Match] = []
     aliases: list[Match] = []
     surplus: list[str] = []
-    tensors = read_folder(folder)
-    if len(tensors) > _MOST_PER_TENSOR * len(names.tensors) + _MOST_SURPLUS:
+    carried: list[StoredTensor] = []
+    tensors, scaled = read_folder(folder), dict[str, Scaled]()
+    if quantisation is not None:
+        tensors, scaled = pair_scales(tensors, quantisation)
+    dtypes = {param.name: param.dtype for param in decoder.params}
+
+    def match_of(name: str, tensor: FolderTensor) -> Match:
+        dtype = dtypes.get(tensor.param, torch.bfloat16)
+        return Match(stored=tensors[name], tensor=tensor, scaled=scaled.get(name), dtype=dtype)
+
+    known = len(names.tensors) + len(decoder.carried)
+    if len(tensors) > _MOST_PER_TENSOR * known + _MOST_SURPLUS:
         raise WeightsMismatch(
             f"the weights are {len(tensors)} tensors; the {decoder.config.model_type} in "
-            f"config.json has {len(names.tensors)}"
+            f"config.json has {known}"
         )
-    for name, stored in tensors.items():
+    for name in tensors:
         if tensor := names.find(name):
-            matches.append(Match(stored=stored, tensor=tensor))
+            matches.append(match_of(name, tensor))
         elif tensor := names.find_alias(name):
-            aliases.append(Match(stored=stored, tensor=tensor))
-        elif not _ignorable(decoder, name):
+            aliases.append(match_of(name, tensor))
+        elif names.is_carried(name) and name in scaled:
+            raise WeightsMismatch(
+                f"{name} is quantised and beside the text, so it would be carried without its "
+                "scales. Start from the unquantised folder."
+            )
+        elif names.is_carried(name):
+            carried.append(tensors[name])
+        elif not is_ignorable(decoder, name):
             surplus.append(name)
     _refuse_mismatch(decoder, names, matches, aliases, surplus, growth)
+    _refuse_carried(decoder, names, carried)
     if growth is not None:
         matches = [_narrowed(match, decoder, growth) for match in matches]
         aliases = [_narrowed(match, decoder, growth) for match in aliases]
@@ -109,7 +171,7 @@ def match_tensors(
 
 
 def _narrowed(match: Match, decoder: Decoder, growth: Growth) -> Match:
-    rows = match.stored.entry.shape[0] if match.stored.entry.shape else 0
+    rows = match.shape[0] if match.shape else 0
     return replace(match, tensor=growth.narrowed(decoder, match.tensor, rows))
 
 
@@ -134,9 +196,11 @@ def _refuse_mismatch(
     for match in (*matches, *aliases):
         entry = match.stored.entry
         tensor = match.tensor if growth is None else _narrowed(match, decoder, growth).tensor
-        if entry.shape != tensor.shape:
-            faults.append(f"{entry.name} has shape {entry.shape}; the model has {tensor.shape}")
-        elif tensor.param not in buffers and DTYPES.get(entry.dtype) not in _WEIGHT_DTYPES:
+        if match.shape != tensor.shape:
+            faults.append(f"{entry.name} has shape {match.shape}; the model has {tensor.shape}")
+        elif match.scaled is not None and tensor.param not in buffers:
+            continue
+        elif tensor.param not in buffers and DTYPES.get(entry.dtype) not in WEIGHT_DTYPES:
             faults.append(f"{entry.name} is {entry.dtype}; weights must be BF16, F16 or F32")
         elif tensor.param in buffers and entry.dtype not in DTYPES:
             faults.append(f"{entry.name} is {entry.dtype}, which is not supported")
@@ -149,7 +213,19 @@ def _refuse_mismatch(
         )
 
 
-def _ignorable(decoder: Decoder, name: str) -> bool:
+def _refuse_carried(decoder: Decoder, names: NameMap, carried: list[StoredTensor]) -> None:
+    """Raise WeightsMismatch unless all that is carried is there, in a form that can be written."""
+    unknown = [one.entry.name for one in carried if one.entry.dtype not in DTYPES]
+    if unknown:
+        raise WeightsMismatch(f"the dtypes of these tensors are not supported: {listing(unknown)}")
+    if missing := names.missing_carried(decoder, (one.entry.name for one in carried)):
+        raise WeightsMismatch(
+            f"the weights do not match the {decoder.config.model_type} in config.json: "
+            f"{len(missing)} tensors beside the text decoder are missing: {listing(missing)}"
+        )
+
+
+def is_ignorable(decoder: Decoder, name: str) -> bool:
     """Return whether a surplus tensor is known to be harmless: old tables and masks."""
     patterns = set(decoder.model._keys_to_ignore_on_load_unexpected or ())
     patterns |= {r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"}
@@ -163,13 +239,18 @@ class _Places:
         self._store, self._filling = store, filling
         self._buffers = decoder.persistent_buffers()
 
-    def put(self, tensor: FolderTensor, start: int, values: Tensor) -> None:
-        """Place `values`, the elements of `tensor` from `start` on."""
-        begin = tensor.start + start
-        span = slice(begin, begin + len(values))
+    def put(self, tensor: FolderTensor, run: PlacedValues) -> None:
+        """Place a run of elements of `tensor`."""
+        begin, values = tensor.start + run.first, run.values
         if tensor.param in self._buffers:
-            self._buffers[tensor.param].view(-1)[span] = values
+            self._buffers[tensor.param].view(-1)[begin : begin + len(values)] = values
             return
+        begin -= self._store.layout.places[tensor.param].owned.start
+        if run.stride:  # bf16, so `lo` has nothing
+            hi = self._store.param(tensor.param, Kind.HI).view(-1)[begin:]
+            hi.as_strided(values.shape, (run.stride, 1)).copy_(values)
+            return
+        span = slice(begin, begin + len(values))
         hi = self._store.param(tensor.param, Kind.HI).view(-1)[span]
         if values.dtype is hi.dtype:
             copy_bytes(hi.view(torch.uint8), values.view(torch.uint8))
@@ -183,9 +264,10 @@ class _Places:
             lo = self._store.param(tensor.param, Kind.LO).view(-1)[span]
             split_into(values.float(), hi, lo)
 
-    def compare(self, tensor: FolderTensor, start: int, values: Tensor) -> None:
+    def compare(self, tensor: FolderTensor, run: PlacedValues) -> None:
         """Check that a second copy of a tied param holds the values of the first."""
-        begin = tensor.start + start
+        begin, values = tensor.start + run.first, run.values
+        begin -= self._store.layout.places[tensor.param].owned.start
         span = slice(begin, begin + len(values))
         weight = self._store.param(tensor.param, Kind.HI).view(-1)[span]
         if not torch.equal(values.to(weight.dtype), weight):
@@ -195,32 +277,77 @@ class _Places:
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chunk:
+    """A run of elements of a folder's tensor."""
+
+    match: Match
+    first: int
+    last: int
+
+    @property
+    def num_bytes(self) -> int:
+        return (self.last - self.first) * self.dtype.itemsize
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.match.stored.entry.dtype]
+
+    def runs(self, readers: Mapping[Path, DirectReader], buffer: Tensor) -> Iterator[PlacedValues]:
+        """Yield its elements, which are valid until the next use of `buffer`."""
+        start = self.match.stored.entry.start + self.first * self.dtype.itemsize
+        data = readers[self.match.stored.path].read(start, start + self.num_bytes, buffer)
+        yield PlacedValues(first=self.first, values=typed(data, self.dtype))
+
+
+class TableRows:
+    """The rows of a table in a folder, as far as it has them."""
+
+    def __init__(self, match: Match) -> None:
+        self._match = match
+        self._shape = match.tensor.shape
+
+    def __len__(self) -> int:
+        return self._shape[0]
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        """Return rows in fp32. Raises DiskError."""
+        width = math.prod(self._shape[1:])
+        first, last = rows.start * width, rows.stop * width
+        found = torch.empty(last - first)
+        with ExitStack() as stack:
+            paths = self._match.paths
+            readers = {path: stack.enter_context(DirectReader(path)) for path in paths}
+            buffer = aligned_buffer(READ_BYTES + 2 * DISK_PAGE)
+            for chunk in _cut(self._match, range(first, last)):
+                for run in chunk.runs(readers, buffer):
+                    begin = run.first - first
+                    found[begin : begin + len(run.values)] = run.values
+        return found.view(rows.stop - rows.start, *self._shape[1:])
+
+
 def _run(
-    matches: list[Match],
+    chunks: list[tuple[FolderTensor, _Chunk | Piece]],
     readers: dict[Path, DirectReader],
-    place: Callable[[FolderTensor, int, Tensor], None],
+    place: Callable[[FolderTensor, PlacedValues], None],
     advance: Advance,
 ) -> None:
-    """Read the tensors of `matches` in chunks, in file order, on all workers."""
+    """Read `chunks`, in file order, on all workers."""
     buffers: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
     for _ in range(NUM_LOAD_WORKERS):
         buffers.put(aligned_buffer(READ_BYTES + 2 * DISK_PAGE))
 
-    def work(chunk: tuple[Match, int, int]) -> None:
-        match, first, last = chunk
-        entry = match.stored.entry
-        dtype = DTYPES[entry.dtype]
-        base, size = entry.start, dtype.itemsize
+    def work(tensor: FolderTensor, chunk: _Chunk | Piece) -> None:
         buffer = buffers.get()
         try:
-            data = readers[match.stored.path].read(base + first * size, base + last * size, buffer)
-            place(match.tensor, first, _typed(data, dtype))
+            for run in chunk.runs(readers, buffer):
+                place(tensor, run)
         finally:
             buffers.put(buffer)
-        advance((last - first) * size)
+        advance(chunk.num_bytes)
 
     with ThreadPoolExecutor(NUM_LOAD_WORKERS, thread_name_prefix="load") as pool:
-        futures = [pool.submit(work, chunk) for chunk in _chunks(matches)]
+        futures = [pool.submit(work, tensor, chunk) for tensor, chunk in chunks]
         try:
             for future in futures:
                 future.result()
@@ -229,16 +356,22 @@ def _run(
             raise
 
 
-def _chunks(matches: list[Match]) -> Iterator[tuple[Match, int, int]]:
-    """Yield runs of elements of at most CHUNK_BYTES, in the order of the files' bytes."""
+def _chunks(matches: list[Match], layout: Layout) -> Iterator[tuple[FolderTensor, _Chunk | Piece]]:
+    """Yield what is here of the tensors, and buffers, in the order of the files' bytes."""
     for match in sorted(matches, key=lambda m: (m.stored.path, m.stored.entry.start)):
-        step = READ_BYTES // DTYPES[match.stored.entry.dtype].itemsize
-        for first in range(0, match.tensor.num_elements, step):
-            yield match, first, min(first + step, match.tensor.num_elements)
+        tensor, place = match.tensor, layout.places.get(match.tensor.param)
+        here = range(tensor.start, tensor.start + tensor.num_elements)
+        if place is not None:
+            here = overlap(here, place.owned)
+        elements = range(here.start - tensor.start, here.stop - tensor.start)
+        yield from ((tensor, chunk) for chunk in _cut(match, elements))
 
 
-def _typed(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return bytes as elements; a tensor may start at any byte of a file."""
-    if data.storage_offset() % dtype.itemsize:
-        data = data.clone()
-    return data.view(dtype)
+def _cut(match: Match, elements: range) -> Iterator[_Chunk | Piece]:
+    """Yield runs of at most READ_BYTES of a tensor's elements."""
+    if match.scaled is not None:
+        yield from match.scaled.pieces(elements, match.dtype)
+        return
+    step = READ_BYTES // DTYPES[match.stored.entry.dtype].itemsize
+    for first in range(elements.start, elements.stop, step):
+        yield _Chunk(match=match, first=first, last=min(first + step, elements.stop))

@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from megatrain.disk.adapters.export import export_adapters
+from megatrain.disk.adapters.folder import (
+    AdapterFolder,
+    config_folder,
+    is_adapter_folder,
+    read_adapter_folder,
+    tokenizer_source,
+)
+from megatrain.disk.adapters.start import start_adapters
+from megatrain.disk.hf.carried import SourceTensor, carried_tensors
 from megatrain.disk.hf.export import SHARD_BYTES, Origin, export_weights
 from megatrain.disk.hf.folder import read_carried, read_config_bytes
 from megatrain.disk.hf.growth import Growth
-from megatrain.disk.hf.load import load_weights
+from megatrain.disk.hf.load import load_weights, match_tensors
+from megatrain.errors import ConfigError
 from megatrain.hub import find_model
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout
+from megatrain.memory.placement import UNPLACED, Placement
 from megatrain.memory.store import Store, open_store
 from megatrain.memory.tier import Scratch
-from megatrain.models.config_json import parse_config
+from megatrain.models.adapters.lora import Lora
+from megatrain.models.chain.joint import text_part
+from megatrain.models.config_json import parse_config, without_quantisation
 from megatrain.models.decoder import Decoder, build_decoder
 from megatrain.models.rope import require_rotary, with_rope
 from megatrain.optim.states import WITH_CLIP
+from megatrain.quantisation import Quantisation
+from megatrain.ranks.ownership import SOLE, Owner
+from megatrain.ranks.ranks import ALONE, Ranks
 
 Precision = Literal["bf16", "fp32"]
 
@@ -37,6 +54,15 @@ class HostModel:
     config_json: bytes
     carried: Mapping[str, bytes]
     """Tokenizer and generation files, by name: they go with every export and checkpoint."""
+    base: Path | None = None
+    """The folder whose weights are under the adapters, if it is not `source`."""
+    beside: Sequence[SourceTensor] = ()
+    """Of a joint model: what is not text, in the source. It goes with them too."""
+
+    @property
+    def weights(self) -> Path:
+        """The folder of the weights that the model came with."""
+        return self.base or self.source
 
     def export(
         self,
@@ -45,12 +71,33 @@ class HostModel:
         shard_bytes: int = SHARD_BYTES,
         origin: Origin | None = None,
         masters: bool = False,
+        merge: bool = False,
+        ranks: Ranks = ALONE,
     ) -> None:
         """Write the weights as a folder that `from_pretrained` loads. Safe over `source` too.
 
         A new folder appears complete or not at all. `origin` names the model of a run, and is
-        recorded in the folder. `masters` writes fp32 masters in place of the weights.
+        recorded in the folder. `masters` writes fp32 masters in place of the weights. Of a model
+        with adapters these alone are written, as PEFT loads them, unless `merge` adds them to the
+        weights. Of `ranks` that share the model, all call this alike. Raises ConfigError for a
+        merge that is not possible, and DiskError.
         """
+        if merge and self.decoder.adapters is None:
+            raise ConfigError("there are no adapters to merge: the model is exported without merge")
+        if merge and not ranks.owner.is_alone:
+            raise ConfigError("one process merges adapters: export without torchrun")
+        if self.decoder.adapters is not None and not merge:
+            export_adapters(
+                Path(folder),
+                self.decoder,
+                self.store,
+                base=self.weights,
+                config_json=self.config_json,
+                carried=self.carried,
+                origin=origin,
+                ranks=ranks,
+            )
+            return
         export_weights(
             Path(folder),
             self.decoder,
@@ -60,6 +107,8 @@ class HostModel:
             shard_bytes=shard_bytes,
             origin=origin,
             masters=masters,
+            ranks=ranks,
+            beside=self.beside,
         )
 
 
@@ -75,31 +124,97 @@ class ModelFolder:
     """Of the weights in the folder."""
     growth: Growth | None = None
     """New tokens, of which the folder's weights know nothing."""
+    quantisation: Quantisation | None = None
+    """Of the folder's weights; `config_json` says nothing of it."""
+    adapter: AdapterFolder | None = None
+    """What the adapters are read from; None: they are new, or there are none."""
+    over: Path | None = None
+    """The folder of the weights, if it is known; None: the one that `adapter` names."""
 
-    def empty(self, kinds: tuple[Kind, ...], scratch: Scratch | None = None) -> HostModel:
-        """Return the model with weights that are all zeros; `scratch`: some kinds are on disk.
+    def empty(
+        self,
+        kinds: tuple[Kind, ...],
+        scratch: Scratch | None = None,
+        owner: Owner = SOLE,
+        placement: Placement = UNPLACED,
+    ) -> HostModel:
+        """Return what `owner` has of the model, all zeros; `scratch`: some kinds are on disk.
 
-        Raises DoesNotFit, DiskFull or DiskError.
+        Raises DoesNotFit, DiskFull or DiskError, and for the folder of a joint model what
+        `load_model` does.
         """
         return HostModel(
             decoder=self.decoder,
-            store=open_store(build_layout(self.decoder.blocks, kinds), scratch),
+            store=open_store(build_layout(self.decoder.blocks, kinds, owner), scratch, placement),
             source=self.source,
             config_json=self.config_json,
             carried=self.carried,
+            base=self.over,
+            beside=() if self.adapter is not None else self._beside(self.over or self.source),
         )
 
-    def load(self, kinds: tuple[Kind, ...], scratch: Scratch | None = None) -> HostModel:
-        """Return the model with its weights at home.
+    def load(
+        self,
+        kinds: tuple[Kind, ...],
+        scratch: Scratch | None = None,
+        owner: Owner = SOLE,
+        placement: Placement = UNPLACED,
+        *,
+        base: Path | None = None,
+    ) -> HostModel:
+        """Return the model with the weights that `owner` has at home. Reads no others.
 
-        Raises what `load_model` does, and DiskFull if the scratch file has no room.
+        With `base` the weights come from that folder, and adapters stay zero: a checkpoint has
+        them. Raises what `load_model` does, and DiskFull if the scratch file has no room.
         """
-        home = self.empty(kinds, scratch)
+        over = base or self.over or self._named_base()
+        home = replace(self.empty(kinds, scratch, owner, placement), base=over)
         try:
-            load_weights(home.source, home.decoder, home.store, self.growth)
+            if self.adapter is not None:
+                home = replace(home, beside=self._beside(over))
+            load_weights(over, home.decoder, home.store, self.growth, self._quantisation(over))
+            if self.adapter is not None and base is None:
+                self.adapter.load(home.decoder, home.store)
+            elif base is None:
+                start_adapters(home.decoder, home.store)
         except BaseException:
             home.store.close()
             raise
+        return home
+
+    def _beside(self, folder: Path) -> Sequence[SourceTensor]:
+        """Return what a joint model carries. It stays in the folder, which must therefore fit."""
+        if not self.decoder.carried:
+            return ()
+        match_tensors(folder, self.decoder, self.growth, self._quantisation(folder))
+        return carried_tensors(folder, self.decoder)
+
+    def _quantisation(self, folder: Path) -> Quantisation | None:
+        """Return that of the weights in a folder, which may not be the one that was read."""
+        if folder == self.source:
+            return self.quantisation
+        return without_quantisation(read_config_bytes(folder))[1]
+
+    def _named_base(self) -> Path:
+        assert self.adapter is not None
+        return self.adapter.base()
+
+    def load_adapters(self, kinds: tuple[Kind, ...], owner: Owner = SOLE) -> HostModel:
+        """Return the adapters in a store that has nothing else: enough to export them."""
+        assert self.adapter is not None
+        blocks = [
+            replace(block, params=tuple(param for param in block.params if param.is_adapter))
+            for block in self.decoder.blocks
+        ]
+        home = HostModel(
+            decoder=self.decoder,
+            store=open_store(build_layout(blocks, kinds, owner), None, UNPLACED),
+            source=self.source,
+            config_json=self.config_json,
+            carried=self.carried,
+            base=self.over or self.adapter.base("config"),
+        )
+        self.adapter.load(home.decoder, home.store)
         return home
 
 
@@ -110,15 +225,20 @@ def load_model(
     kinds: tuple[Kind, ...] = WITH_CLIP,
     frozen: tuple[str, ...] = (),
     attn: str | None = None,
+    lora: Lora | None = None,
+    owner: Owner = SOLE,
 ) -> HostModel:
     """Return the model of a folder, or of an id on the Hub, its weights in host memory.
 
-    `frozen` are name patterns of params that are not trained; `attn` an attention implementation of
-    transformers, None for its own choice. Raises ModelConfigError, NotSplittable, MissingPackage,
-    DoesNotFit, ModelFolderError, WeightsFormatError, WeightsMismatch, HubError or DiskError.
+    Of several ranks, each has what its `owner` owns. `frozen` are name patterns of params that are
+    not trained; `attn` an attention implementation of transformers, None for its own choice; with
+    `lora` new adapters are trained, and nothing else. Raises ConfigError, ModelConfigError,
+    NotSplittable, MissingPackage, DoesNotFit, ModelFolderError, WeightsFormatError,
+    WeightsMismatch, HubError or DiskError.
     """
     found = find_model(str(folder)).folder
-    return read_model_folder(found, dtype=dtype, frozen=frozen, attn=attn).load(kinds)
+    model = read_model_folder(found, dtype=dtype, frozen=frozen, attn=attn, lora=lora)
+    return model.load(kinds, owner=owner)
 
 
 def read_model_folder(
@@ -129,23 +249,37 @@ def read_model_folder(
     attn: str | None = None,
     growth: Growth | None = None,
     rope: Mapping[str, Any] | None = None,
+    lora: Lora | None = None,
+    start: AdapterFolder | None = None,
 ) -> ModelFolder:
     """Return what a model folder holds besides weights. Its config is parsed once, here.
+
+    A folder of adapters stands for the model that they belong to, with them. `lora` gives a model
+    new adapters; `start` says what they start with.
 
     `dtype` None is the folder's own, and `attn` may be `auto` too: the choice of transformers.
     With `growth` config and tokenizer have new tokens, with `rope` other rotary positions. Raises
     ConfigError if the tokens could not be trained, or the positions do not suit the model.
     """
     source = Path(folder)
-    config_json = read_config_bytes(source)
+    over: Path | None = source
+    if is_adapter_folder(source):
+        start = read_adapter_folder(source)
+        given, source = read_config_bytes(config_folder(start)), tokenizer_source(start)
+        lora, over = start.lora(), None
+    else:
+        given = read_config_bytes(source)
+    config_json, quantisation = without_quantisation(given)
     carried = read_carried(source)  # refused now, and not by the export at the end of a run
     if growth is not None:
         config_json, carried = growth.config(config_json), growth.carried(carried)
     if rope is not None:
         config_json = with_rope(config_json, rope)
     config = parse_config(config_json)
-    precision: Precision = "fp32" if config.dtype is torch.float32 else "bf16"
-    decoder = build_decoder(config, dtype or precision, frozen, None if attn == "auto" else attn)
+    stored_dtype = config.dtype or text_part(config).dtype
+    precision: Precision = "fp32" if stored_dtype is torch.float32 else "bf16"
+    attn = None if attn == "auto" else attn
+    decoder = build_decoder(config, dtype or precision, frozen, attn, lora)
     if growth is not None:
         growth.check(decoder)
     if rope is not None:
@@ -157,4 +291,7 @@ def read_model_folder(
         decoder=decoder,
         precision=precision,
         growth=growth,
+        quantisation=quantisation,
+        adapter=start,
+        over=over,
     )

@@ -7,7 +7,9 @@ conversion is run once on the meta device, where it moves no bytes, and watched:
 runs of elements of params. They map each tensor of a folder to its place, so that it can be read
 straight into its place, and export is the same map walked the other way.
 
-Laws (tests/models/test_families.py)
+What a joint model carries has names too, and no place: its tensors are known by name alone.
+
+Laws (tests/models/test_families.py, tests/disk/hf/test_carried.py)
     1. The map covers each element of each param and persistent buffer exactly once.
     2. It has the names and shapes that `save_pretrained` writes.
 """
@@ -15,6 +17,7 @@ Laws (tests/models/test_families.py)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,11 +53,13 @@ class NameMap:
     """The tensors of a decoder's folder, in the form that `save_pretrained` writes."""
 
     def __init__(self, decoder: Decoder) -> None:
-        originals = _meta_tensors(decoder)
+        originals, carried = _meta_tensors(decoder), _carried_tensors(decoder)
         self._own = {name: _whole(name, tensor) for name, tensor in originals.items()}
         self._aliases = {a: self._own[p.name] for p in decoder.params for a in p.aliases}
-        self._rename = _renamer(decoder.model, originals)
+        self._rename = _renamer(decoder.model, {**originals, **carried})
         self.tensors = _reversed_names(decoder.model, originals)
+        self._carried = _reverted(decoder.model, carried).keys() | carried.keys()
+        self._carried |= {alias for param in decoder.carried for alias in param.aliases}
 
     def find(self, name: str) -> FolderTensor | None:
         """Return what a folder's tensor `name` is, in any spelling that transformers accepts."""
@@ -63,6 +68,25 @@ class NameMap:
     def find_alias(self, name: str) -> FolderTensor | None:
         """Return the tied param of which `name` is the other name."""
         return self._look_up(name, self._aliases)
+
+    def is_carried(self, name: str) -> bool:
+        """Return whether a folder's tensor `name` is one that the model carries."""
+        return name in self._carried or self._rename(name) in self._carried
+
+    def missing_carried(self, decoder: Decoder, found: Iterable[str]) -> list[str]:
+        """Return the params that are carried and that the tensors `found` of a folder lack."""
+        buffers = {name for name, _ in decoder.model.named_buffers()}
+        names = {form for name in found for form in (name, self._rename(name))}
+        params = [param for param in decoder.carried if param.name not in buffers]
+        lacked = [p.name for p in params if not names & {p.name, *p.aliases}]
+        if not lacked:
+            return []
+        one_by_one = {
+            name: _reverted(decoder.model, {name: tensor}).keys()
+            for name, tensor in _carried_tensors(decoder).items()
+            if name in lacked
+        }
+        return sorted(name for name in lacked if not one_by_one[name] & names)
 
     def _look_up(self, name: str, tensors: dict[str, FolderTensor]) -> FolderTensor | None:
         return tensors.get(name) or tensors.get(self._rename(name))
@@ -89,12 +113,16 @@ class NameMap:
 
 def _meta_tensors(decoder: Decoder) -> dict[str, Tensor]:
     """Return a meta tensor for each param and persistent buffer, with its own storage."""
-    sources = {p.name: (p.shape, p.dtype) for p in decoder.params}
+    sources = {p.name: (p.shape, p.dtype) for p in decoder.params if not p.is_adapter}
     sources |= {n: (tuple(b.shape), b.dtype) for n, b in decoder.persistent_buffers().items()}
     return {
         name: torch.empty(shape, dtype=dtype, device="meta")
         for name, (shape, dtype) in sources.items()
     }
+
+
+def _carried_tensors(decoder: Decoder) -> dict[str, Tensor]:
+    return {p.name: torch.empty(p.shape, dtype=p.dtype, device="meta") for p in decoder.carried}
 
 
 def _whole(name: str, tensor: Tensor) -> FolderTensor:
@@ -119,16 +147,8 @@ def _reversed_names(
 ) -> dict[str, FolderTensor]:
     """Return the folder's tensors: the reverse conversion of transformers, run on `originals`."""
     owners = {_storage(tensor): name for name, tensor in originals.items()}
-    try:
-        with _KeepViews():  # type: ignore[no-untyped-call]
-            converted = revert_weight_conversion(model, dict(originals))
-    except Exception as error:  # sizes that a model is built with, and no folder could have
-        raise NotSplittable(
-            f"{model.config.model_type}: transformers cannot convert its tensor names: "
-            f"{type(error).__name__}: {str(error)[:300]}"
-        ) from error
     result: dict[str, FolderTensor] = {}
-    for name, tensor in converted.items():
+    for name, tensor in _reverted(model, originals, views=True).items():
         owner = owners.get(_storage(tensor))
         if owner is None or not tensor.is_contiguous():
             raise NotSplittable(
@@ -143,6 +163,21 @@ def _reversed_names(
             num_elements=tensor.numel(),
         )
     return result
+
+
+def _reverted(
+    model: PreTrainedModel, originals: dict[str, Tensor], *, views: bool = False
+) -> dict[str, Tensor]:
+    """Return transformers' reverse conversion of `originals`, as `views` of them if asked to."""
+    try:
+        with _KeepViews() if views else nullcontext():  # type: ignore[no-untyped-call]
+            converted: dict[str, Tensor] = revert_weight_conversion(model, dict(originals))
+    except Exception as error:  # sizes that a model is built with, and no folder could have
+        raise NotSplittable(
+            f"{model.config.model_type}: transformers cannot convert its tensor names: "
+            f"{type(error).__name__}: {str(error)[:300]}"
+        ) from error
+    return converted
 
 
 def _storage(tensor: Tensor) -> int:

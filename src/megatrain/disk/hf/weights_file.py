@@ -1,25 +1,30 @@
-"""A safetensors file, written directly from the memory of its tensors."""
+"""A safetensors file, and the numbers of its tensors where they are: in memory or on disk.
+
+Where ranks share a store, a tensor knows which of its numbers each rank has: it is their parts, one
+behind the other. A rank reads and writes what is here (joint_files.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatrain.disk.hf.names import FolderTensor, NameMap
 from megatrain.disk.hf.safetensors_format import format_header
-from megatrain.memory.direct import DirectWriter, WriteQueue, copy_bytes
+from megatrain.memory.direct import copy_bytes
 from megatrain.memory.kinds import Kind
-from megatrain.memory.layout import kind_dtype
+from megatrain.memory.layout import Place, kind_dtype
 from megatrain.memory.master import join
 from megatrain.memory.store import Store
 from megatrain.memory.tier_filling import TierFilling
 from megatrain.models.decoder import Decoder, Param
-from megatrain.progress import Advance
+from megatrain.ranks.ownership import overlap
 
 PIECE_ELEMENTS = 4 << 20
 """Of a master, which is put together while it is written."""
@@ -27,15 +32,19 @@ PIECE_ELEMENTS = 4 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedTensor:
-    """A tensor of a file: a name, a shape, and the elements where they are, flat."""
+    """A tensor of a file: a name, a shape, and the numbers that are here, flat."""
 
     name: str
     shape: tuple[int, ...]
     values: Tensor
+    first: int = 0
+    """Which number of the tensor is the first here."""
+    parts: tuple[range, ...] = ()
+    """The numbers of each rank. Empty: each rank has all of them, and the first one gives them."""
 
     @property
     def memory(self) -> Tensor:
-        """Its bytes: a view, to read and to fill."""
+        """The bytes that are here: a view, to read and to fill."""
         return self.values.view(torch.uint8)
 
     @property
@@ -45,14 +54,28 @@ class NamedTensor:
 
     @property
     def num_bytes(self) -> int:
-        return self.values.numel() * self.dtype.itemsize
+        """In the file, of all ranks."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def here(self) -> range:
+        """Which of its bytes are here."""
+        size = self.dtype.itemsize
+        return range(self.first * size, (self.first + self.values.numel()) * size)
+
+    def part_bytes(self, rank: int) -> int:
+        """Return how many of its bytes a rank gives to the file."""
+        if not self.parts:
+            return self.num_bytes if rank == 0 else 0
+        return len(self.parts[rank]) * self.dtype.itemsize
 
     def pieces(self) -> Iterator[Tensor]:
-        """Yield the bytes to write, one piece behind the other."""
+        """Yield the bytes that are here, one piece behind the other."""
         yield self.memory
 
     def put(self, start: int, data: Tensor, filling: TierFilling | None) -> None:
-        """Take bytes that were read, from byte `start` of the tensor on."""
+        """Take bytes that are here and were read, from byte `start` of the tensor on."""
+        start -= self.here.start
         copy_bytes(self.memory[start : start + len(data)], data)
 
 
@@ -73,7 +96,7 @@ class TierTensor(NamedTensor):
 
     def put(self, start: int, data: Tensor, filling: TierFilling | None) -> None:
         assert filling is not None
-        filling.put(self.param, self.kind, start, data)
+        filling.put(self.param, self.kind, start - self.here.start, data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,34 +149,35 @@ class WeightsFile:
             yield start, tensor
             start += tensor.num_bytes
 
-    def fill(self, path: Path, carrier: WriteQueue, advance: Advance) -> DirectWriter:
-        """Write all bytes to a new file; the tensors may change as soon as this returns.
-
-        The caller finishes the file. Raises DiskError, and then leaves none.
-        """
-        writer = DirectWriter(path, self.num_bytes, carrier)
-        try:
-            writer.write(torch.frombuffer(bytearray(self.header), dtype=torch.uint8))
-            for tensor in self.tensors:
-                for piece in tensor.pieces():
-                    writer.write(piece)
-                    advance(len(piece))
-            writer.let_go()
-        except BaseException:
-            writer.abandon()
-            raise
-        return writer
+    def spans_here(self) -> Iterator[range]:
+        """Yield the bytes of the file that are of use here: the header, and what is here."""
+        yield range(len(self.header))
+        for start, tensor in self.placed():
+            yield range(start + tensor.here.start, start + tensor.here.stop)
 
 
 def state_tensor(store: Store, param: str, kind: Kind) -> NamedTensor:
     """Return a param in `kind` as a tensor of a state file, named `kind.param`."""
-    described = described_tensor(store.layout.places[param].param, kind)
-    name, shape = described.name, described.shape
-    if kind not in store.on_disk:
-        return NamedTensor(name=name, shape=shape, values=store.param(param, kind).view(-1))
-    return TierTensor(
-        name=name, shape=shape, values=described.values, store=store, param=param, kind=kind
+    place, owner = store.layout.places[param], store.layout.owner
+    described = described_tensor(place.param, kind)
+    numbers = [_numbers(kind, part) for part in place.parts]
+    here = numbers[owner.rank]
+    tensor = replace(
+        described,
+        values=described.values[here.start : here.stop],
+        first=here.start,
+        parts=() if owner.is_alone else tuple(numbers),
     )
+    if kind in store.on_disk:
+        return TierTensor(**tensor_fields(tensor), store=store, param=param, kind=kind)
+    return replace(tensor, values=store.param(param, kind).view(-1))
+
+
+def _numbers(kind: Kind, elements: range) -> range:
+    """Return the numbers of `kind` that elements of a param have. No two ranks share one."""
+    shared = kind.elements_per_number
+    stop = -(-elements.stop // shared)
+    return range(elements.start // shared if elements else stop, stop)
 
 
 def described_tensor(param: Param, kind: Kind) -> NamedTensor:
@@ -166,35 +190,64 @@ def described_tensor(param: Param, kind: Kind) -> NamedTensor:
 
 def folder_tensors(decoder: Decoder, store: Store) -> list[tuple[FolderTensor, NamedTensor]]:
     """Return the tensors of the model's folder as views of the store, no copies."""
-    buffers = decoder.persistent_buffers()
+    return placed_tensors(NameMap(decoder).tensors.values(), decoder, store)
+
+
+def placed_tensors(
+    tensors: Iterable[FolderTensor], decoder: Decoder, store: Store
+) -> list[tuple[FolderTensor, NamedTensor]]:
+    """Return tensors of a folder, each with what is here of it, as views of the store."""
+    buffers, alone = decoder.persistent_buffers(), store.layout.owner.is_alone
     result = []
-    for tensor in NameMap(decoder).tensors.values():
-        source = buffers.get(tensor.param)
-        if source is None:
-            source = store.param(tensor.param, Kind.HI)
-        values = _part(source, tensor)
-        result.append((tensor, NamedTensor(name=tensor.name, shape=tensor.shape, values=values)))
+    for tensor in tensors:
+        name, shape, place = tensor.name, tensor.shape, store.layout.places.get(tensor.param)
+        if place is None:
+            values = buffers[tensor.param].reshape(-1)[tensor.start :][: tensor.num_elements]
+            result.append((tensor, NamedTensor(name=name, shape=shape, values=values)))
+            continue
+        named = NamedTensor(
+            name=name,
+            shape=shape,
+            values=_here(tensor, place, store.param(tensor.param, Kind.HI)),
+            first=_of_tensor(tensor, place.owned).start,
+            parts=() if alone else tuple(_of_tensor(tensor, part) for part in place.parts),
+        )
+        result.append((tensor, named))
     return result
 
 
-def master_tensors(decoder: Decoder, store: Store) -> list[NamedTensor]:
-    """Return the tensors of the model's folder, its params as fp32 masters."""
-    result: list[NamedTensor] = []
-    for tensor, plain in folder_tensors(decoder, store):
+def as_masters(
+    tensors: Iterable[tuple[FolderTensor, NamedTensor]], store: Store
+) -> list[tuple[FolderTensor, NamedTensor]]:
+    """Return the same tensors, those that are params as fp32 masters."""
+    result: list[tuple[FolderTensor, NamedTensor]] = []
+    for tensor, plain in tensors:
         place = store.layout.places.get(tensor.param)
         if place is None:  # a buffer has no master
-            result.append(plain)
+            result.append((tensor, plain))
             continue
-        lo = None
-        if place.has(Kind.LO):
-            lo = partial(_remainder, store, tensor)
-        result.append(MasterTensor(name=plain.name, shape=plain.shape, values=plain.values, lo=lo))
+        lo = partial(_remainder, store, tensor) if place.has(Kind.LO) else None
+        result.append((tensor, MasterTensor(**tensor_fields(plain), lo=lo)))
     return result
 
 
 def _remainder(store: Store, tensor: FolderTensor) -> Tensor:
-    return _part(store.at_rest(tensor.param, Kind.LO), tensor)
+    place = store.layout.places[tensor.param]
+    return _here(tensor, place, store.at_rest(tensor.param, Kind.LO))
 
 
-def _part(param: Tensor, tensor: FolderTensor) -> Tensor:
-    return param.reshape(-1)[tensor.start : tensor.start + tensor.num_elements]
+def _here(tensor: FolderTensor, place: Place, numbers: Tensor) -> Tensor:
+    """Return what is here of a folder's tensor; `numbers` are what is here of its param."""
+    found, first = _of_tensor(tensor, place.owned), tensor.start - place.owned.start
+    return numbers.view(-1)[found.start + first : found.stop + first]
+
+
+def _of_tensor(tensor: FolderTensor, elements: range) -> range:
+    """Return which elements of a param are the tensor's, counted from its first."""
+    found = overlap(range(tensor.start, tensor.start + tensor.num_elements), elements)
+    return range(found.start - tensor.start, found.stop - tensor.start)
+
+
+def tensor_fields(tensor: NamedTensor) -> dict[str, Any]:
+    """Return what a tensor consists of, to make one of another class."""
+    return {field.name: getattr(tensor, field.name) for field in fields(NamedTensor)}

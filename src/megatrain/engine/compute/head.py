@@ -2,31 +2,24 @@
 
 A micro-batch at a time. The rows before the output projection come from the model's own code
 (edges.py), the passes over chunks of logits from losses/head.py, and the weight of each token from
-the loss. A loss that needs log-probabilities costs one more projection; planning/costs.py does not
-count it, because no loss that can be configured needs it.
+the loss. A loss that needs log-probabilities costs one more projection.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from megatrain.engine.batch import MicroBatch
+from megatrain.engine.batch import StepPart
+from megatrain.engine.compute.inputs import MicroInputs
 from megatrain.engine.compute.tail import Tail
 from megatrain.engine.machine import Machine
-from megatrain.losses.head import (
-    TrainedRows,
-    head_gradients,
-    head_logprobs,
-    next_token_targets,
-    trained_rows,
-)
-from megatrain.losses.loss import Loss, LossInputs, TokenWeights
+from megatrain.losses.head import TrainedRows, head_gradients, head_logprobs
+from megatrain.losses.loss import Loss, TokenWeights
 from megatrain.losses.pieces import piece_gradients, row_sums
 from megatrain.losses.projection import Projection
 from megatrain.step.ops import Op
@@ -50,14 +43,26 @@ class _Scored:
 class Head:
     """The head's part of one step, or of one evaluation."""
 
-    def __init__(self, machine: Machine, batch: Sequence[MicroBatch], loss: Loss) -> None:
-        self._machine, self._batch, self._loss = machine, batch, loss
-        self.losses: dict[int, Tensor] = {}
+    def __init__(
+        self,
+        machine: Machine,
+        part: StepPart,
+        inputs: Sequence[MicroInputs],
+        loss: Loss,
+        *,
+        notes_likeliest: bool = False,
+    ) -> None:
+        self._machine, self._batch, self._loss = machine, part.batch, loss
+        self._inputs, self._notes_likeliest = inputs, notes_likeliest
+        self.num_units = part.num_units
+        self._losses: dict[int, Tensor] = {}
         """By micro-batch, once its HEAD is complete, as the rest: its part of the step's loss."""
-        self.figures: dict[int, dict[str, Tensor]] = {}
+        self._figures: dict[int, Mapping[str, Tensor]] = {}
         """What else the loss reports."""
         self.logprobs: dict[int, Tensor] = {}
         """In an evaluation: of each token's target. (rows, length)"""
+        self._likeliest: dict[int, Tensor] = {}
+        """In an evaluation that notes them: the tokens of the highest scores. (rows, length)"""
         self.predictions: dict[int, Tensor] = {}
         """In a prediction: the logits after each row's last token."""
         self._scored: dict[int, _Scored] = {}
@@ -76,8 +81,7 @@ class Head:
         """Compute the loss and what the pieces of the vocabulary need to know of each other."""
         machine, micro = self._machine, _micro(op)
         rows = self._rows(op, hidden)
-        inputs = self._loss_inputs(micro)
-        trained = self._trained(micro, inputs.targets)
+        inputs, trained = self._inputs[micro].loss, self._inputs[micro].trained
         sums = row_sums(rows, trained, self._projection(op), op.num_pieces)
         logprobs = sums.logprobs.view(inputs.targets.shape) if self._loss.needs_logprobs else None
         found = self._loss.weights(inputs, logprobs, self.num_units)
@@ -127,44 +131,55 @@ class Head:
         machine, micro = self._machine, _micro(op)
         rows = self._rows(op, hidden)
         del hidden  # before there are logits
-        targets = self._loss_inputs(micro).targets
-        trained, projection = self._trained(micro, targets), self._projection(op)
+        targets, trained = self._inputs[micro].loss.targets, self._inputs[micro].trained
+        projection = self._projection(op)
+        likeliest = torch.zeros_like(targets).view(-1) if self._notes_likeliest else None
         if op.num_pieces > 1:
-            logprobs = row_sums(rows, trained, projection, op.num_pieces).logprobs
+            logprobs = row_sums(rows, trained, projection, op.num_pieces, likeliest).logprobs
         else:
-            logprobs = head_logprobs(rows, trained, projection)
+            logprobs = head_logprobs(rows, trained, projection, likeliest)
         self.logprobs[micro] = machine.device.to_host(logprobs.view(targets.shape))
+        if likeliest is not None:
+            self._likeliest[micro] = machine.device.to_host(likeliest.view(targets.shape))
 
     def predict(self, op: Op, hidden: Tensor) -> None:
         """Compute the logits after the last token of each row of a micro-batch."""
         machine, micro = self._machine, _micro(op)
         with torch.no_grad():
             rows = machine.edges.tail(machine.weights.of(op), hidden)
-            last = machine.device.to_device(machine.device.pinned(self._batch[micro].last_tokens()))
+            last = self._inputs[micro].last_tokens
+            assert last is not None
             logits = F.linear(rows.index_select(0, last), *machine.weights.projection(op))
             self.predictions[micro] = machine.device.to_host(machine.edges.scores(logits).float())
 
-    def evaluated(self) -> float:
-        """Return the loss of an evaluation summed over all units, in double precision."""
-        total = 0.0
+    def likeliest(self) -> list[tuple[Tensor, Tensor]]:
+        """Return log-probabilities and likeliest tokens of each micro-batch, if they are noted."""
+        return [(self.logprobs[micro], found) for micro, found in sorted(self._likeliest.items())]
+
+    def own_figures(self) -> list[dict[str, float]]:
+        """Return what else the loss reports of each micro-batch."""
+        return [
+            {name: float(figure) for name, figure in found.items()}
+            for _, found in sorted(self._figures.items())
+        ]
+
+    def trained(self) -> list[float]:
+        """Return the loss of each micro-batch of a step."""
+        return [float(loss) for _, loss in sorted(self._losses.items())]
+
+    def evaluated(self) -> list[float]:
+        """Return the loss of each micro-batch of an evaluation, in double precision."""
+        totals = []
         for micro, logprobs in sorted(self.logprobs.items()):
             value = self._loss.value(self._batch[micro].loss_inputs(), logprobs.double())
-            total += float(value.total)
-            self.figures[micro] = dict(value.figures)
-        return total
-
-    def mean_figures(self) -> dict[str, float]:
-        """Return what else the loss reports: means over the units of all micro-batches."""
-        sums: dict[str, float] = {}
-        for _, figures in sorted(self.figures.items()):
-            for name, figure in figures.items():
-                sums[name] = sums.get(name, 0.0) + float(figure)
-        return {name: total / self.num_units for name, total in sums.items()}
+            totals.append(float(value.total))
+            self._figures[micro] = dict(value.figures)
+        return totals
 
     def _through_logits(self, micro: int, rows: Tensor, projection: Projection) -> Tensor:
         """Go through the logits of a micro-batch, once or twice, and back to the rows."""
-        inputs, logprobs = self._loss_inputs(micro), None
-        trained = self._trained(micro, inputs.targets)
+        inputs, trained = self._inputs[micro].loss, self._inputs[micro].trained
+        logprobs = None
         if self._loss.needs_logprobs:
             logprobs = head_logprobs(rows, trained, projection).view(inputs.targets.shape)
         found = self._loss.weights(inputs, logprobs, self.num_units)
@@ -173,12 +188,25 @@ class Head:
         return result.rows
 
     def _note(self, micro: int, found: TokenWeights, logprobs: Tensor) -> None:
-        """Send the loss of a micro-batch to the host, and what else it reports."""
-        to_host, loss = self._machine.device.to_host, found.loss
+        """Note the loss of a micro-batch and what else it reports; the last sends all to the host.
+
+        A copy for each would make compute wait for the copies of other lanes as often.
+        """
+        loss = found.loss
         if loss is None:
             loss = (logprobs * found.weights.reshape(-1)).sum()
-        self.losses[micro] = to_host(loss)
-        self.figures[micro] = {name: to_host(figure) for name, figure in found.figures.items()}
+        self._losses[micro], self._figures[micro] = loss, found.figures
+        if len(self._losses) < len(self._batch):
+            return
+        micros, names = sorted(self._losses), found.figures
+        losses = self._together([self._losses[m] for m in micros])
+        figures = {n: self._together([self._figures[m][n] for m in micros]) for n in names}
+        self._losses = dict(zip(micros, losses, strict=True))
+        self._figures = {m: {n: figures[n][at] for n in names} for at, m in enumerate(micros)}
+
+    def _together(self, numbers: Sequence[Tensor]) -> Tensor:
+        """Send numbers to the host in one copy."""
+        return self._machine.device.to_host(torch.stack([number.view(()) for number in numbers]))
 
     def _rows(self, op: Op, hidden: Tensor) -> Tensor:
         """Return the rows that the output projection gets, to go forward only."""
@@ -203,26 +231,6 @@ class Head:
         machine = self._machine
         grads = {machine.weights.head_weight: d_weight, machine.weights.head_bias: d_bias}
         machine.gradients.add(grads, first_token if machine.device.copying else None)
-
-    def _loss_inputs(self, micro: int) -> LossInputs:
-        """Return what the loss sees, on the device."""
-        return self._batch[micro].loss_inputs(self._machine.device.to_device)
-
-    def _trained(self, micro: int, targets: Tensor) -> TrainedRows:
-        """Return the rows that have a target, on the device; the host knows which they are."""
-        device = self._machine.device
-        return trained_rows(
-            next_token_targets(self._batch[micro].labels),
-            self._machine.settings.chunk_tokens,
-            lambda tensor: device.to_device(device.pinned(tensor)),
-            targets.view(-1),
-        )
-
-    @functools.cached_property
-    def num_units(self) -> int:
-        """The units of the loss in all micro-batches."""
-        counts = (self._loss.count(micro.loss_inputs()) for micro in self._batch)
-        return sum(counts) or 1  # a micro-batch that is tried alone may have none
 
 
 def _micro(op: Op) -> int:

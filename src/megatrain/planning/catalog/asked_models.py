@@ -19,7 +19,16 @@ from typing import Any, Literal
 
 from megatrain import hub
 from megatrain.config import Config
-from megatrain.errors import ConfigError, HubError, ModelConfigError, ModelFolderError
+from megatrain.config.lora_settings import LoraSettings
+from megatrain.errors import (
+    ConfigError,
+    HubError,
+    MissingPackage,
+    ModelConfigError,
+    ModelFolderError,
+    NotSplittable,
+)
+from megatrain.planning.catalog.adapting import with_adapters
 from megatrain.planning.catalog.families import ALIASES, FAMILIES, shape_from_config
 from megatrain.planning.catalog.freezing import with_frozen
 from megatrain.planning.catalog.known_models import find_known_model, weights_note
@@ -39,14 +48,26 @@ NEEDED = {
 
 
 def shape_for(config: Config) -> ModelShape:
-    """Return the shape of a config's model, with frozen params. Raises as `find_shape` does."""
-    model = config.model
-    if not model.frozen:
+    """Return the shape of a config's model, with adapters and frozen params.
+
+    Raises as `find_shape` does.
+    """
+    model, lora = config.model, config.lora
+    if lora.path is not None and lora.rank is None:
+        raise ConfigError(
+            f"lora.path is {lora.path}: an estimate reads no adapters. Give their rank too, like "
+            "lora.rank=16; a run compares it with the folder."
+        )
+    if not model.frozen and lora.rank is None:
         return find_shape(model.name_or_path)
     if (Path(model.name_or_path) / "config.json").is_file():  # then names can be matched exactly
         path = Path(model.name_or_path) / "config.json"
-        return _by_skeleton(_bytes(path), path.parent.resolve().name, model.dtype, model.frozen)
-    return with_frozen(find_shape(model.name_or_path), model.frozen)
+        name = path.parent.resolve().name
+        return _by_skeleton(_bytes(path), name, model.dtype, model.frozen, lora)
+    found = find_shape(model.name_or_path)
+    if lora.rank is not None:
+        found = with_adapters(found, lora)
+    return with_frozen(found, model.frozen) if model.frozen else found
 
 
 def find_shape(asked: str) -> ModelShape:
@@ -91,6 +112,12 @@ def _read(path: Path, name: str) -> ModelShape:
     parts = fields.get("text_config")
     decoder = parts if isinstance(parts, Mapping) else fields
     family = str(decoder.get("model_type"))
+    if decoder is not fields:  # what is beside text is known by the joint class alone
+        try:
+            return _by_skeleton(data, name, "bf16", ())
+        except (ModelConfigError, NotSplittable, MissingPackage):
+            if ALIASES.get(family, family) not in FAMILIES:
+                raise
     if ALIASES.get(family, family) not in FAMILIES:
         return _by_skeleton(data, name, "bf16", ())
     _check(decoder, path)
@@ -98,7 +125,7 @@ def _read(path: Path, name: str) -> ModelShape:
 
 
 def _weights(fields: Mapping[str, Any]) -> str:
-    """Return a note on weights that need a conversion before training."""
+    """Return a note on weights that are not plain."""
     quantised = fields.get("quantization_config")
     if isinstance(quantised, Mapping):
         return weights_note(str(quantised.get("quant_method", "a quantised form"))[:20].upper())
@@ -128,9 +155,17 @@ def _check(fields: Mapping[str, Any], path: Path) -> None:
 
 
 def _by_skeleton(
-    data: bytes, name: str, dtype: Literal["bf16", "fp32"], frozen: tuple[str, ...]
+    data: bytes,
+    name: str,
+    dtype: Literal["bf16", "fp32"],
+    frozen: tuple[str, ...],
+    lora: LoraSettings | None = None,
 ) -> ModelShape:
+    from megatrain.models.adapters.lora import Lora
     from megatrain.models.config_json import parse_config
     from megatrain.models.decoder import build_decoder
 
-    return shape_of(build_decoder(parse_config(data), dtype, frozen), name)
+    adapters = None
+    if lora is not None and lora.rank is not None:  # its scale is not a size
+        adapters = Lora(rank=lora.rank, alpha=1.0, dropout=lora.dropout, targets=lora.targets)
+    return shape_of(build_decoder(parse_config(data), dtype, frozen, lora=adapters), name)

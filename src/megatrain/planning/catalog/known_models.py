@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.errors import ConfigError
+from megatrain.quantisation import READABLE
 
 _LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 """The same in every model of DeepSeek's kind so far."""
@@ -55,7 +56,7 @@ class KnownModel:
     config: dict[str, Any]
     """What of its config.json the dimensions are."""
     weights: str = ""
-    """What must be done to its published weights before they can be trained."""
+    """What is special about its published weights."""
 
 
 @cache
@@ -133,10 +134,12 @@ def _row(line: str) -> KnownModel:
 
 
 def weights_note(form: str) -> str:
-    """Return what must be done to weights of this form before they can be trained."""
+    """Return what to know of weights of this form."""
     if form == "vision":
-        return "include a vision part; make a text-only copy first"
-    return f"are stored in {form}; convert them to bf16 first"
+        return "include a vision part, which is carried as it is and not counted here"
+    if form.lower() in READABLE:
+        return f"are stored in {form}; loading dequantises them to bf16"
+    return f"are stored in {form}, which cannot be loaded; start from unquantised ones"
 
 
 def _extra(family: str, word: str) -> dict[str, Any]:

@@ -11,6 +11,9 @@ sheet and the share that is sustained. The machine at hand is measured instead
                 26; PCIe 5 x16 twice that; both ways at once each keeps about 85 % of it
     DRAM        reads and writes mixed, as the optimizer makes them: 70 to 80 % of the channels'
                 sum. Desktops have two channels, servers eight or twelve
+    nvlink      bytes/s each way from one card to the others of its host, 80 % of the sheet's: 300
+                for NVLink 3, 450 for NVLink 4, 900 for NVLink 5, 448 for Infinity Fabric
+    sockets     boards of eight cards are in hosts of two processors
     disk        one drive. A Samsung 980 Pro of 1 TB writes at 4 GB/s until 113 GB fill its cache,
                 at 1.5 from then on (TechPowerUp); a server's PM9A3 is rated for 6.5 and 3.5
 
@@ -26,13 +29,14 @@ from pathlib import Path
 
 from megatrain.memory.kinds import update_traffic
 from megatrain.optim.states import ADAMW
-from megatrain.planning.machine.profile import FlopRate, MachineProfile
+from megatrain.planning.machine.network import Network
+from megatrain.planning.machine.profile import EXPERT_WAIT_S, FlopRate, MachineProfile
 
 GIB = 1 << 30
 USUAL_DISK_BYTES = 2 * 10**12
 """Free on the drive of a machine that names a disk and not its size."""
-_USABLE = 0.94
-"""Of device memory: the context, the libraries' workspaces and fragments take the rest."""
+_USABLE = 0.97
+"""Of device memory: the context takes the rest. Libraries have a line of the plan (reserve.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,17 +63,27 @@ class ReferenceMachine:
     clock_share: float = 1.0
     """Clock held in training over the boost clock of the sheet, where it is known to be higher."""
     unified: bool = False
+    grouped: bool = False
+    """Torch has a kernel for products of experts: on NVIDIA's sm90 and sm100."""
+    nvlink: float = 0.0
+    """What a card gets from others of its host over direct links; 0: it has none."""
+    sockets: int = 1
+    """Processors of a host with many such cards, each with the memory channels of `dram_rate`."""
 
-    def profile(self, *, ram_bytes: int | None = None) -> MachineProfile:
-        """Return it as a profile, with so much host memory or what such a host usually has."""
-        flops, dram = self.sustained * 1e12, self.dram_rate * 1e9
+    def profile(self, *, ram_bytes: int | None = None, per_host: int = 1) -> MachineProfile:
+        """Return it as a profile, with so much host memory or what such a host usually has.
+
+        It is the host of `per_host` such cards.
+        """
+        sockets = min(self.sockets, per_host)
+        flops, dram = self.sustained * 1e12, self.dram_rate * 1e9 * sockets
         return MachineProfile(
             name=self.name,
             source=self.source,
-            ram_bytes=ram_bytes or self.ram_gib * GIB,
+            ram_bytes=ram_bytes or self.ram_gib * GIB * sockets,
             dram_bytes_per_s=dram,
             update_params_per_s=dram / update_traffic(ADAMW),
-            cores=self.cores,
+            cores=self.cores * sockets,
             disk_read_bytes_per_s=self.disk_read * 1e9,
             disk_write_bytes_per_s=self.disk_write * 1e9,
             disk_bytes=USUAL_DISK_BYTES,
@@ -80,9 +94,23 @@ class ReferenceMachine:
                 FlopRate(width, tokens, flops * share) for width, tokens, share in _SHAPES
             ),
             device_bytes_per_s=self.memory_rate * 1e9 * 0.85,
+            expert_wait_s=0.0 if self.grouped or self.unified else EXPERT_WAIT_S,
             copy_in_bytes_per_s=self.link_in * 1e9,
             copy_out_bytes_per_s=self.link_out * 1e9,
             duplex_share=self.duplex_share,
+            network=self._network if per_host > 1 else None,
+        )
+
+    @property
+    def _network(self) -> Network | None:
+        """What is between such cards in one host; None: nothing but host memory."""
+        if not self.nvlink:
+            return None
+        return Network(
+            name="direct links",
+            peer_bytes_per_s=self.nvlink * 1e9,
+            peer_latency_s=1e-5,
+            own_links=True,
         )
 
     @staticmethod

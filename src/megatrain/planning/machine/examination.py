@@ -21,7 +21,7 @@ from megatrain.memory.kinds import Kind, bytes_per_param, store_kinds, update_tr
 from megatrain.optim.states import ADAMW, ADAMW_8BIT, WITH_CLIP, WITHOUT_CLIP
 from megatrain.planning.machine.facts import HostFacts, host_facts, profile_path
 from megatrain.planning.machine.profile import MachineProfile
-from megatrain.text import count, duration, figure, size
+from megatrain.text import byte_rate, count, duration, figure, flop_rate, size
 
 BYTES_PER_PARAM = bytes_per_param(WITH_CLIP)
 UNCLIPPED_BYTES_PER_PARAM = bytes_per_param(WITHOUT_CLIP)
@@ -41,6 +41,8 @@ class Examination:
     """Where the disk was measured."""
     when: str
     seconds: float
+    placement: str = ""
+    """Where arenas and threads of a run go."""
     load: float = 0.0
     """Others' processes that wanted a core when it began."""
 
@@ -62,6 +64,7 @@ class Examination:
             folder=str(fields["folder"]),
             when=str(fields["when"]),
             seconds=float(fields["seconds"]),
+            placement=str(fields.get("placement", "")),
             load=float(fields["load"]),
         )
 
@@ -105,10 +108,11 @@ class Examination:
         rows: list[tuple[str, str]] = [
             ("processor", f"{facts.processor}, {facts.cores} cores"),
             ("NUMA nodes", count(facts.numa_nodes)),
+            ("  memory and threads", self.placement or "as the system places them"),
             ("host memory", f"{size(facts.ram_bytes)}, {size(profile.ram_bytes)} usable now"),
             ("control group limit", "none" if limit is None else size(limit)),
             ("pinning limit", "none" if lock is None else size(lock)),
-            ("memory traffic", _per_s(profile.dram_bytes_per_s)),
+            ("memory traffic", byte_rate(profile.dram_bytes_per_s)),
             ("device", profile.device or "none: compute happens on the processor"),
         ]
         if not profile.unified:
@@ -119,8 +123,9 @@ class Examination:
             *self._products(),
             ("  in fp32", f"{profile.fp32_efficiency:.0%} of that"),
             ("  attention", f"{profile.attention_efficiency:.0%} of that"),
-            ("element-wise work", _per_s(profile.device_bytes_per_s)),
+            ("element-wise work", byte_rate(profile.device_bytes_per_s)),
             ("optimizer", f"{figure(profile.update_params_per_s)} params/s, {self.kernel}"),
+            *self._network(),
             ("disk read / write", self._disk()),
             ("  measured in", self.folder),
             *((name, text) for name, text in facts.versions.items()),
@@ -134,6 +139,20 @@ class Examination:
             )
         return "\n".join([*lines, "", *text])
 
+    def _network(self) -> list[tuple[str, str]]:
+        """Return the rates between ranks, if they were measured."""
+        network = self.profile.network
+        if network is None:
+            return []
+        between_hosts = network.host_bytes_per_s is not None
+        rate = network.host_bytes_per_s or network.peer_bytes_per_s
+        latency_s = network.host_latency_s if between_hosts else network.peer_latency_s
+        where = "a host, to others" if between_hosts else "a rank, in this host"
+        return [
+            ("gather / exchange", f"{_pair(rate, rate * network.exchange_share)}, {where}"),
+            ("  latency", f"{1e6 * latency_s:,.0f} us a message; {network.name}"),
+        ]
+
     def _disk(self) -> str:
         profile = self.profile
         return _pair(profile.disk_read_bytes_per_s, profile.disk_write_bytes_per_s)
@@ -144,9 +163,9 @@ class Examination:
         for width in sorted({point.width for point in self.profile.forward_flops}):
             points = sorted(p for p in self.profile.forward_flops if p.width == width)
             few, many = points[0], points[-1]
-            text = f"{_flops(few.flops)} at {few.tokens} tokens"
+            text = f"{flop_rate(few.flops)} at {few.tokens} tokens"
             if many is not few:
-                text += f", {_flops(many.flops)} at {count(many.tokens)}"
+                text += f", {flop_rate(many.flops)} at {count(many.tokens)}"
             rows.append((f"products, width {width}", text))
         return rows
 
@@ -165,14 +184,6 @@ def kept_examination() -> Examination | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, MegaTrainError):
         return None
     return found if found.facts.key == facts.key else None
-
-
-def _flops(rate: float) -> str:
-    return f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.3g} GFLOP/s"
-
-
-def _per_s(rate: float) -> str:
-    return f"{rate / 1e9:.3g} GB/s"
 
 
 def _pair(first: float, second: float) -> str:

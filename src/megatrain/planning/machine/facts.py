@@ -25,6 +25,9 @@ from megatrain.cache import cache_folder
 from megatrain.memory.host import control_groups, num_cores, read_system_file
 from megatrain.version import __version__
 
+_CORES = num_cores()
+"""When the process began: one of several ranks on a host then keeps to its share of them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
@@ -32,7 +35,7 @@ class HostFacts:
 
     processor: str
     cores: int
-    """Those this process may run on."""
+    """Those this process may run on, or could when it began."""
     ram_bytes: int
     group_limit_bytes: int | None
     """What the control group may hold; None: no limit."""
@@ -62,7 +65,7 @@ def host_facts(root: Path = Path("/")) -> HostFacts:
     """Return the facts of this host, as the files under `root` give them."""
     return HostFacts(
         processor=_processor(root),
-        cores=num_cores(),
+        cores=_CORES,
         ram_bytes=_ram(root),
         group_limit_bytes=min((group.limit_bytes for group in control_groups(root)), default=None),
         memlock_bytes=_memlock(),

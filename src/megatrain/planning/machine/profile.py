@@ -19,7 +19,10 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from megatrain.errors import ConfigError
+from megatrain.planning.machine.network import Network
 
+EXPERT_WAIT_S = 1e-4
+"""Assumed where experts have no kernel: the queue runs empty, and is filled again."""
 NOT_MEASURED = "not measured"
 """The source of a profile whose rates mean nothing."""
 
@@ -46,7 +49,7 @@ class MachineProfile:
     """Host memory traffic that all cores together sustain, reads and writes added."""
     update_params_per_s: float
     """The optimizer's kernel alone, on the cores it is given."""
-    cores: int
+    cores: float
     disk_read_bytes_per_s: float = 2e9
     disk_write_bytes_per_s: float = 1e9
     disk_bytes: int = 0
@@ -58,6 +61,10 @@ class MachineProfile:
     """Name of the device, as people know it."""
     device_bytes: int
     """Device memory that a run may use; 0 if it is the host's."""
+    reserved_bytes: int = 0
+    """Of the device's, what libraries take beside the lines of the ledger (reserve.py)."""
+    reserved_pinned_share: float = 0.0
+    """Of pinned host memory, what the driver's tables of it take on the device."""
     unified: bool = False
     """True: compute reads weights in host memory (a CPU); nothing is fetched."""
     forward_flops: tuple[FlopRate, ...]
@@ -74,6 +81,13 @@ class MachineProfile:
     """Element-wise work: bytes read and written in device memory."""
     op_overhead_s: float = 2e-4
     """Fixed cost of one op of a lane."""
+    forward_issue_s: float = 0.0
+    """Host time to issue the forward of a layer to the device, which cannot be done sooner; 0: not
+    known, or the host computes."""
+    backward_issue_s: float = 0.0
+    """The same of its backward, recompute included."""
+    expert_wait_s: float = 0.0
+    """What a forward of experts waits for the device; 0: their products are one kernel."""
 
     copy_in_bytes_per_s: float
     """Host to device, alone."""
@@ -89,11 +103,15 @@ class MachineProfile:
     """Cores that compute takes from the optimizer's and copies: 0 where the device is its own."""
     update_cores: float = 1.0
     """Cores of the optimizer's kernel."""
+    network: Network | None = None
+    """Between ranks; None: not known."""
 
     def __post_init__(self) -> None:
         for name in ("forward_flops", "backward_flops"):
             points = tuple(FlopRate(*point) for point in getattr(self, name))
             object.__setattr__(self, name, points)
+        if isinstance(self.network, dict):
+            object.__setattr__(self, "network", Network.from_facts(self.network))
         if not self.forward_flops:
             raise ConfigError(f"profile {self.name}: forward_flops is empty")
         for name in _RATES:
@@ -103,6 +121,11 @@ class MachineProfile:
         for point in (*self.forward_flops, *self.backward_flops):
             if not all(math.isfinite(value) and value > 0 for value in point):
                 raise ConfigError(f"profile {self.name}: {point} must be positive")
+
+    @property
+    def on_host(self) -> bool:
+        """Whether what compute uses is in host memory, be it the store itself or copies of it."""
+        return self.unified or not self.device_bytes
 
     def forward_rate(self, width: int, tokens: int) -> float:
         """Return the FLOP/s of forward products of `tokens` rows through matrices so wide."""

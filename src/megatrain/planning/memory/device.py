@@ -4,10 +4,13 @@
     gradient slots    fp32 sums: one or two for the layers, one for embedding and head
     embedding rows    those of a step's tokens, where they are gathered
     outbox, tape      engine/gradients.py, engine/tape.py
+    kept activations  of the top layers, from forward to backward (engine/compute/kept.py)
+    exchange          two buffers between ranks (engine/exchange.py); slots then have room for the
+                      parts of all ranks
 
 Laws (tests/planning/memory/test_device.py)
     1. Slots, tape and outbox are those of a rehearsal, to the byte.
-    2. Working memory is that of a rehearsal within 10 %.
+    2. Working memory, with activations that stay, is that of a rehearsal within 10 %.
 """
 
 from __future__ import annotations
@@ -17,48 +20,82 @@ from collections.abc import Iterator
 from megatrain.memory.ledger import Line
 from megatrain.planning.memory.head import piece_elements
 from megatrain.planning.memory.kernels import Kernels
-from megatrain.planning.memory.working import working_bytes
+from megatrain.planning.memory.working import kept_total, working_bytes
+from megatrain.planning.ranks.collectives import PLANNED_EXCHANGE_BYTES
 from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
 
 PLANNED_OUTBOX_BYTES = 64 << 20
 TAPE_ALIGNMENT = 256
 """As in engine/gradients.py and engine/tape.py, which need torch; a test holds them equal."""
+KEPT_ACTIVATIONS = "kept activations"
+"""The purpose of activations that stay from forward to backward."""
 
 
 def device_lines(
-    workload: Workload, settings: StepSettings, kernels: Kernels, *, unified: bool
+    workload: Workload,
+    settings: StepSettings,
+    kernels: Kernels,
+    *,
+    unified: bool,
+    own_memory: bool = True,
 ) -> Iterator[Line]:
-    """Yield the device's memory by purpose; their sum is the peak."""
-    sizes = {"working memory": working_bytes(workload, settings, kernels, unified=unified)}
+    """Yield the device's memory by purpose; their sum is the peak.
+
+    Without `own_memory` slots are in the host's, and gradients need no outbox.
+    """
+    sizes = {
+        "working memory": working_bytes(workload, settings, kernels, unified=unified),
+        KEPT_ACTIVATIONS: kept_total(workload, settings),
+    }
     if unified:
         sizes |= _unified_bytes(workload, settings)
     else:
         sizes |= _slot_bytes(workload, settings)
+    if not own_memory:
+        sizes.pop("outbox", None)
+    elif not unified:
+        sizes["working memory"] += _input_bytes(workload, settings)
     for purpose, num_bytes in sizes.items():
         yield Line(place="device", purpose=purpose, num_bytes=round(num_bytes))
 
 
+def _input_bytes(workload: Workload, settings: StepSettings) -> int:
+    """Return what the device has of the batch itself: engine/compute/inputs.py.
+
+    Tokens, positions or a mask, targets, the numbers of trained rows, and of gathered ones.
+    """
+    per_token = 8 * (4 + settings.gather_embedding)
+    return per_token * sum(workload.micro_sizes(settings.micro_batch_tokens))
+
+
 def _slot_bytes(workload: Workload, settings: StepSettings) -> dict[str, float]:
     model, dtype = workload.model, workload.dtype
-    largest = max(layer.weight_bytes(dtype) for layer in model.structures)
-    slots = settings.slots * largest + model.head.weight_bytes(dtype)
+    division = workload.division
+    largest = max(layer.weight_bytes(dtype, division.gathered) for layer in model.structures)
+    slots = settings.slots * largest + model.head.weight_bytes(dtype, division.gathered)
     rows = 0
     if settings.gather_embedding:
         rows = workload.distinct_tokens() * model.hidden * workload.element_bytes
     else:
-        slots += model.embedding.weight_bytes(dtype)
+        slots += model.embedding.weight_bytes(dtype, division.gathered)
     kinds = (model.embedding, *model.structures, model.head)
-    gradients = max(block.gradient_bytes(dtype) for block in kinds)
+    drained = max(block.gradient_bytes(dtype, division.owned) for block in kinds)
+    exchanged = 0
+    if not division.is_alone:
+        gradients = max(block.gradient_bytes(dtype) for block in kinds)
+        exchanged = 2 * max(4 * division.size, min(PLANNED_EXCHANGE_BYTES, gradients))
     sizes = workload.taped_bytes(settings)
     taped = [-(-size // TAPE_ALIGNMENT) * TAPE_ALIGNMENT for size in sizes]
-    on_host = settings.tape == "host"
-    tape = settings.tape_slots * max(taped) if on_host else model.num_layers * sum(taped)
+    num_taped = workload.num_taped(settings)
+    ring = settings.tape_slots * max(taped) if num_taped else 0
+    tape = ring if settings.tape == "host" else num_taped * sum(taped)
     return {
         "weight slots": slots,
         "gradient slots": _grad_slot_bytes(workload, settings),
         "embedding rows": rows,
-        "outbox": min(PLANNED_OUTBOX_BYTES, gradients),
+        "outbox": min(PLANNED_OUTBOX_BYTES, drained),
+        "exchange": exchanged,
         "tape": tape,
     }
 
@@ -78,7 +115,7 @@ def _grad_slot_bytes(workload: Workload, settings: StepSettings) -> int:
     if pieces > 1:
         turns = [*piece_elements(model, pieces), *turns]
         edges = [] if settings.gather_embedding else [embedding]
-        turns += [embedding] if settings.gather_embedding else []
+        turns += [embedding] if settings.gather_embedding and embedding else []
     slots = [
         max(turns[slot :: settings.grad_slots], default=0) for slot in range(settings.grad_slots)
     ]
@@ -94,7 +131,7 @@ def _unified_bytes(workload: Workload, settings: StepSettings) -> dict[str, floa
     """
     model, dtype = workload.model, workload.dtype
     num_micro = workload.num_micro(settings.micro_batch_tokens)
-    edge = 4 * model.vocab * model.hidden
+    edge = 4 * model.vocab * model.hidden if model.trains_projection else 0
     row = min(settings.micro_batch_tokens, workload.step_tokens)
     chunked = row > settings.chunk_tokens
     tiled = workload.tile_of(settings) is not None
@@ -105,5 +142,5 @@ def _unified_bytes(workload: Workload, settings: StepSettings) -> dict[str, floa
     waiting = max(layer.gradient_bytes(dtype) for layer in model.structures)
     if model.tied and not several and not chunked:  # the head's part, until the embedding's comes
         waiting += model.embedding.gradient_bytes(dtype)
-    tape = model.num_layers * sum(workload.taped_bytes(settings))
+    tape = workload.num_taped(settings) * sum(workload.taped_bytes(settings))
     return {"gradient slots": sums, "waiting gradients": waiting, "tape": tape}

@@ -31,6 +31,8 @@ def head_bytes(
         scoring += 4 * at_once  # the values of the part before
     table = vocab * model.hidden
     going_back = width * (table if unified else min(table, kernels.part_elements))
+    if not model.trains_projection:
+        going_back = 0
     tile, through = workload.tile_of(settings), held_rows_bytes(workload, settings, tokens)
     made = 15 if width == 2 else 9
     back = tokens * made * hidden
@@ -38,7 +40,8 @@ def head_bytes(
         back = (2 * tokens + tile * (made - 1)) * hidden
     if settings.head_pieces > 1:
         through += tokens * (4 * model.hidden - hidden)  # the gradient of rows is in fp32
-        waiting = 4 * model.hidden * (workload.step_tokens - tokens)
+        others = sum(workload.micro_sizes(settings.micro_batch_tokens)) - tokens
+        waiting = 4 * model.hidden * others
         through, back = through + waiting, back + waiting
     return max(through + 2 * chunk * hidden + logits + max(scoring, going_back), back)
 
@@ -59,6 +62,8 @@ def _score_width(width: int, settings: StepSettings) -> int:
 
 def piece_elements(model: ModelShape, num_pieces: int) -> list[int]:
     """Return the elements of the head's params that add up with each piece, padding included."""
+    if not model.head.is_trained:
+        return []
     others = max(0, model.head.trained_elements() - model.vocab * model.hidden)
     pieces = vocabulary_pieces(model.vocab, num_pieces)
     sizes = [(tokens.stop - tokens.start) * model.hidden for tokens in pieces]

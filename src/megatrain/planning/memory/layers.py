@@ -1,6 +1,7 @@
 """A layer's backward at its largest: tensors that its recompute kept, and their gradients.
 
     full rows   of the feed-forward and of attention all that recompute kept is there at once
+    kept        the same tensors of a layer whose activations stay, from its forward on
     tiles       of the full row there is what attention gets and gives, and its gradients; all else
                 is a tile long, and the gradients of params come in several parts
 
@@ -26,6 +27,21 @@ def layer_bytes(
     return _tiled(block, block.attention, workload, tokens, tile, kernels)
 
 
+def kept_bytes(block: BlockShape, workload: Workload, tokens: int) -> float:
+    """Return what the graph of a layer holds of a micro-batch, its input included."""
+    width = workload.element_bytes
+    per_token, _ = _kept_per_token(block, workload, tokens)
+    # What only the gradient of a matrix needs is kept for matrices that are trained, or adapted.
+    frozen = block.num_experts > 0 and not any(
+        t.role == "experts" for t in block.trained_part.tensors
+    )
+    per_token += (3 if frozen else 4) * width * block.inner
+    if block.num_experts:  # rows sorted by expert, and their results
+        rows = 1 if frozen else 2
+        per_token += rows * width * block.experts_per_token * workload.model.hidden
+    return tokens * per_token
+
+
 def _full_rows(block: BlockShape, workload: Workload, tokens: int, kernels: Kernels) -> float:
     hidden, width = workload.model.hidden, workload.element_bytes
     kept, attending = _kept_per_token(block, workload, tokens)
@@ -36,7 +52,8 @@ def _full_rows(block: BlockShape, workload: Workload, tokens: int, kernels: Kern
         return max(_feed_forward(block, workload, tokens, kept), at_end)
     if kernels.accumulates and block.attention is not None:
         attending += _accumulated(block.attention, width)
-    in_attention = tokens * (kept + attending) + gradients - width * block.attention_params / 2
+    in_attention = tokens * (kept + attending) + gradients
+    in_attention -= width * block.trained_part.attention_params / 2
     return max(_feed_forward(block, workload, tokens, kept), in_attention, at_end)
 
 
@@ -76,7 +93,7 @@ def _tiled(
     d_hidden = hidden * width
     before = hidden * (width + _norm_bytes(width)) + 3 * made
     after = hidden * (2 * width + _norm_bytes(width) * max(1, norms - 1)) + 2 * mixed
-    before_params, after_params = block.params_around_attention(hidden)
+    before_params, after_params = block.trained_part.params_around_attention(hidden)
     after_tile = max(
         _feed_forward(block, workload, tile, after),
         tile * (after + d_hidden) + width * after_params,
@@ -103,7 +120,10 @@ def _accumulated(attention: AttentionShape, width: int) -> int:
 def _kept_per_token(block: BlockShape, workload: Workload, tokens: int) -> tuple[float, float]:
     """Return what recompute keeps beside the feed-forward, and what attention's backward adds."""
     hidden, width = workload.model.hidden, workload.element_bytes
-    kept: float = hidden * (2 * width + _norm_bytes(width) * _num_norms(block, hidden))
+    norms, trained = (_num_norms(each, hidden) for each in (block, block.trained_part))
+    kept: float = hidden * (2 * width + _norm_bytes(width) * norms - width * (norms - trained))
+    inputs, ranks, _ = block.adapted_widths
+    kept += width * ranks + ((width + 1) * inputs if block.drops else 0)
     attention = block.attention
     if attention is None:
         return kept, 0.0
@@ -112,8 +132,10 @@ def _kept_per_token(block: BlockShape, workload: Workload, tokens: int) -> tuple
     repeated = workload.masked or workload.attn == "eager" or attention.score_bytes
     seen = queries if repeated else attention.kv_heads * attention.head_dim
     kept += (10 * queries if latent else 2 * (queries + seen)) * width + 4 * attention.heads
-    if any("q_norm" in tensor.name for tensor in block.tensors):
-        kept += (4 + width) * (queries + attention.kv_heads * attention.head_dim)
+    for tensor in block.tensors:
+        if "q_norm" in tensor.name:
+            of_weight = width if tensor.trained else 0
+            kept += (4 + of_weight) * (queries + attention.kv_heads * attention.head_dim)
     scores = attention.heads * min(workload.sequence, tokens)
     held, made = _score_bytes(workload, attention.score_bytes)
     return kept + scores * held, 4.0 * width * (queries + seen) + scores * made
@@ -124,7 +146,10 @@ def _num_norms(block: BlockShape, hidden: int) -> int:
 
 
 def _norm_bytes(width: int) -> int:
-    """Return what a norm keeps of each element: in bf16 also a copy in fp32."""
+    """Return what a norm keeps of each element: in bf16 also a copy in fp32.
+
+    Its result before the product with its weight is among them, for the gradient of the weight.
+    """
     return 4 + 2 * width if width == 2 else 10
 
 
@@ -140,5 +165,7 @@ def _score_bytes(workload: Workload, of_family: int) -> tuple[int, int]:
 
 
 def _largest_matrix(block: BlockShape, name: str) -> int:
-    found = (t.num_elements for t in block.tensors if name in t.name and len(t.shape) > 1)
-    return max(found, default=max((t.num_elements for t in block.tensors), default=0))
+    """Return the elements of the largest gradient of matrices with this name."""
+    tensors = block.trained_part.tensors
+    found = (t.num_elements for t in tensors if name in t.name and len(t.shape) > 1)
+    return max(found, default=max((t.num_elements for t in tensors), default=0))

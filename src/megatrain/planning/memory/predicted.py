@@ -2,12 +2,13 @@
 
     host      Python and libraries, the store, a host tape, rings, save buffers
     pinned    of the host's, what copies must reach: weights and waiting gradients
-    device    slots, gradient slots, outbox, tape, and the working memory of compute
+    device    slots, gradient slots, outbox, tape, the working memory of compute, and a reserve
     tier      what of the store is on disk while a run lasts
     disk      checkpoints and the exported model
 
 All but the working memory is exact. Where the machine's device is the host itself, the device's
-lines are the host's.
+lines are the host's. With several ranks, host and tier are those of one host with all of its ranks,
+pinned and device those of one rank, and disk is what all of them write.
 
 Laws (tests/planning/memory/test_predicted.py)
     1. The store's lines are those of the layout, to the byte.
@@ -22,35 +23,56 @@ from dataclasses import replace
 from megatrain.memory.kinds import Kind
 from megatrain.memory.ledger import Ledger, Line
 from megatrain.planning.machine.profile import MachineProfile
+from megatrain.planning.machine.reserve import reserve_line
 from megatrain.planning.memory.device import device_lines
 from megatrain.planning.memory.kernels import CARD_KERNELS, HOST_KERNELS
-from megatrain.planning.model.shapes import PLANNED_PAGE, BlockShape, Dtype, ModelShape
+from megatrain.planning.model.shapes import PLANNED_PAGE, BlockShape, ModelShape
+from megatrain.planning.ranks.division import SOLE_RANK
 from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
 
 KEPT_CHECKPOINTS = 2
 SAVE_BYTES = 64 << 20
 """What writing a checkpoint or an export holds beside the store."""
+COMMUNICATOR_BYTES = 512 << 20
+"""Assumed of NCCL: the buffers of its channels."""
 TIER_SAVE_BYTES = 64 << 20
 """More, where the state comes from a disk tier, a few chunks ahead of the writer."""
 
 
 def predicted_ledger(profile: MachineProfile, workload: Workload, settings: StepSettings) -> Ledger:
     """Return all bytes of a run."""
+    division = workload.division
+    rings = list(_ring_lines(profile, workload, settings))
     host = [
         Line(place="host", purpose="Python and libraries", num_bytes=profile.base_bytes),
         *store_lines(workload, settings),
-        *_ring_lines(profile, workload, settings),
+        *rings,
         *_tier_ring_lines(workload, settings),
         Line(place="host", purpose="save buffers", num_bytes=_save_bytes(settings)),
     ]
-    on_host = profile.unified or not profile.device_bytes
+    on_host = profile.on_host
     kernels = HOST_KERNELS if on_host else CARD_KERNELS
-    device = list(device_lines(workload, settings, kernels, unified=profile.unified))
+    device = list(
+        device_lines(
+            workload,
+            settings,
+            kernels,
+            unified=profile.unified,
+            own_memory=division.is_alone or not on_host,
+        )
+    )
     disk = _disk_lines(workload, settings)
     if on_host:
-        return Ledger([*host, *(_moved(line) for line in device), *disk])
-    return Ledger([*host, *_pinned_lines(workload, settings), *device, *disk])
+        host += [_moved(line) for line in device]
+        device = []
+    else:
+        pinned = list(_pinned_lines(workload, settings))
+        device = [*pinned, *device, reserve_line(profile, [*pinned, *rings])]
+        talks = 0 if division.is_alone else COMMUNICATOR_BYTES
+        device.append(Line(place="device", purpose="communicators", num_bytes=talks))
+    here = [replace(line, num_bytes=line.num_bytes * division.per_host) for line in host]
+    return Ledger([*here, *device, *disk])
 
 
 def _save_bytes(settings: StepSettings) -> int:
@@ -65,13 +87,11 @@ def _moved(line: Line) -> Line:
 
 
 def store_lines(workload: Workload, settings: StepSettings) -> Iterator[Line]:
-    """Yield the arenas of the store, in host memory or in the tier."""
+    """Yield the arenas of one rank's store, in host memory or in the tier."""
     blocks = list(_counted(workload.model))
     on_disk = workload.kinds_on_disk(settings)
     for kind in workload.kinds(settings):
-        total = sum(
-            count * _pages(_arena_bytes(kind, block, workload.dtype)) for block, count in blocks
-        )
+        total = sum(count * _pages(_arena_bytes(kind, block, workload)) for block, count in blocks)
         place = "tier" if kind in on_disk else "host"
         yield Line(place=place, purpose=kind.purpose, num_bytes=total)
 
@@ -82,21 +102,23 @@ def _tier_ring_lines(workload: Workload, settings: StepSettings) -> Iterator[Lin
     if not kinds:
         return
     slots = settings.shape(num_blocks=model.num_blocks, copying=True).tier_slots
-    layers = max(_region_bytes(kinds, layer, workload.dtype) for layer in model.structures)
-    edges = [_region_bytes(kinds, edge, workload.dtype) for edge in (model.embedding, model.head)]
+    layers = max(_region_bytes(kinds, layer, workload) for layer in model.structures)
+    edges = [_region_bytes(kinds, edge, workload) for edge in (model.embedding, model.head)]
     yield Line(place="host", purpose="tier ring", num_bytes=slots * layers + max(edges))
 
 
-def _region_bytes(kinds: Iterable[Kind], block: BlockShape, dtype: Dtype) -> int:
+def _region_bytes(kinds: Iterable[Kind], block: BlockShape, workload: Workload) -> int:
     """Return what a block has on disk."""
-    return sum(_pages(_arena_bytes(kind, block, dtype)) for kind in kinds)
+    return sum(_pages(_arena_bytes(kind, block, workload)) for kind in kinds)
 
 
-def _arena_bytes(kind: Kind, block: BlockShape, dtype: Dtype) -> int:
+def _arena_bytes(kind: Kind, block: BlockShape, workload: Workload) -> int:
     trained = None if kind.is_for_frozen else True
+    dtype, owned = workload.dtype, workload.division.owned
     return round(
         sum(
-            kind.bytes_per_element(is_fp32=fp32) * block.elements(dtype, fp32=fp32, trained=trained)
+            kind.bytes_per_element(is_fp32=fp32)
+            * block.elements(dtype, fp32=fp32, trained=trained, cut=owned)
             for fp32 in (False, True)
         )
     )
@@ -117,13 +139,13 @@ def _ring_lines(
     profile: MachineProfile, workload: Workload, settings: StepSettings
 ) -> Iterator[Line]:
     """Yield the tape on the host, and gradients on their way to an update or to the disk."""
-    model, dtype = workload.model, workload.dtype
+    model, dtype, owned = workload.model, workload.dtype, workload.division.owned
     if settings.tape == "host" and not profile.unified:
-        total = model.num_layers * sum(workload.taped_bytes(settings))
+        total = workload.num_taped(settings) * sum(workload.taped_bytes(settings))
         yield Line(place="host", purpose="tape", num_bytes=total)
     if settings.update == "in_backward" or settings.tier == "gradients":
-        layers = 2 * max(layer.gradient_bytes(dtype) for layer in model.structures)
-        edges = [block.gradient_bytes(dtype) for block in (model.embedding, model.head)]
+        layers = 2 * max(layer.gradient_bytes(dtype, owned) for layer in model.structures)
+        edges = [block.gradient_bytes(dtype, owned) for block in (model.embedding, model.head)]
         rings = layers + (sum(edges) if model.tied else max(edges))
         yield Line(place="host", purpose="gradient rings", num_bytes=rings)
 
@@ -136,9 +158,15 @@ def _pinned_lines(workload: Workload, settings: StepSettings) -> Iterator[Line]:
 
 
 def _disk_lines(workload: Workload, settings: StepSettings) -> Iterator[Line]:
-    """Yield what a run writes: checkpoints that are kept, one that is being written, an export."""
-    lines = list(store_lines(workload, settings.changed(update="in_backward")))
-    whole = sum(line.num_bytes for line in lines)
+    """Yield what a run writes: checkpoints that are kept, one that is being written, an export.
+
+    Of a model with adapters these have the adapters alone.
+    """
+    model = workload.model.trained_part if workload.model.is_adapted else workload.model
+    saved = replace(workload, model=model, division=SOLE_RANK)
+    lines = list(store_lines(saved, settings.changed(update="in_backward")))
+    carried = workload.model.carried_params * (4 if workload.dtype == "fp32" else 2)
+    whole = sum(line.num_bytes for line in lines) + carried
     checkpoints = (KEPT_CHECKPOINTS + 1) * whole
     yield Line(place="disk", purpose="checkpoints", num_bytes=checkpoints)
-    yield Line(place="disk", purpose="exported model", num_bytes=lines[0].num_bytes)
+    yield Line(place="disk", purpose="exported model", num_bytes=lines[0].num_bytes + carried)

@@ -4,6 +4,9 @@ It is the largest of a few moments of a step, counted in bytes per token: of a l
 (layers.py), of the head's (head.py), and of the embedding's. Beside it there are the hidden states
 of the other micro-batches, and what each micro-batch is given all along.
 
+Activations that stay are apart. They are largest while the head works; the first layer to go back
+has its own among them, and where layers are computed again they are gone.
+
 Law (tests/planning/memory/test_device.py): that of a rehearsal within 10 %.
 """
 
@@ -13,7 +16,7 @@ from collections.abc import Iterator
 
 from megatrain.planning.memory.head import head_bytes, held_rows_bytes
 from megatrain.planning.memory.kernels import Kernels
-from megatrain.planning.memory.layers import layer_bytes
+from megatrain.planning.memory.layers import kept_bytes, layer_bytes
 from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
 
@@ -21,33 +24,64 @@ from megatrain.step.settings import StepSettings
 def working_bytes(
     workload: Workload, settings: StepSettings, kernels: Kernels, *, unified: bool
 ) -> float:
-    """Return the most that compute holds at once, besides the memory reserved before a step."""
+    """Return the most that compute holds at once.
+
+    Besides the memory reserved before a step, and the activations that stay.
+    """
     sizes = workload.micro_sizes(settings.micro_batch_tokens)
     tokens = max(sizes)
     model, width = workload.model, workload.element_bytes
     moments = [head_bytes(workload, settings, kernels, tokens, unified=unified)]
-    moments += [layer_bytes(layer, workload, settings, kernels) for layer in model.structures]
+    kept, layers = workload.kept_layers(settings), model.layers
+    gone = kept_total(workload, settings)
+    moments += [
+        layer_bytes(layer, workload, settings, kernels) - kept_bytes(layer, workload, tokens)
+        for layer in set(kept)
+    ]
+    moments += [
+        layer_bytes(layer, workload, settings, kernels) - gone
+        for layer in set(layers[: len(layers) - len(kept)])
+    ]
     looked_up = workload.distinct_tokens() if settings.gather_embedding else model.vocab
-    moments.append((looked_up + 4 * tokens) * model.hidden * width)
+    if not model.embedding.is_trained:
+        looked_up = 0
+    moments.append((looked_up + 4 * tokens) * model.hidden * width - gone)
     if kernels.widens and width == 2:
-        moments += _widening_moments(workload, settings, tokens)
+        several = sum(sizes) > tokens
+        moments += _widening_moments(workload, settings, tokens, several=several)
     others = (sum(sizes) - tokens) * model.hidden * width
     given = sum(sizes.count(size) * _given_bytes(workload, size) for size in set(sizes))
     return max(moments) + others + given
 
 
-def _widening_moments(workload: Workload, settings: StepSettings, tokens: int) -> Iterator[float]:
+def kept_total(workload: Workload, settings: StepSettings) -> float:
+    """Return the activations that stay, of all micro-batches, and the output of the last layer."""
+    kept = workload.kept_layers(settings)
+    if not kept:
+        return 0.0
+    sizes = workload.micro_sizes(settings.micro_batch_tokens)
+    by_layer = {
+        layer: sum(sizes.count(size) * kept_bytes(layer, workload, size) for size in set(sizes))
+        for layer in set(kept)
+    }
+    output = sum(sizes) * workload.model.hidden * workload.element_bytes
+    return sum(by_layer[layer] for layer in kept) + output
+
+
+def _widening_moments(
+    workload: Workload, settings: StepSettings, tokens: int, *, several: bool
+) -> Iterator[float]:
     """Yield the moments at which a gradient is added to a sum, and exists in fp32 once more."""
     model, width = workload.model, workload.element_bytes
-    several, chunked = workload.step_tokens > tokens, tokens > settings.chunk_tokens
+    chunked = tokens > settings.chunk_tokens
     table = model.vocab * model.hidden
     rows = held_rows_bytes(workload, settings, tokens)
-    if several or chunked:
+    if (several or chunked) and model.trains_projection:
         yield rows + table * (width * (1 + chunked) + 4)
-    if several or model.tied:
+    if (several or model.tied) and model.embedding.is_trained:
         yield rows + table * (width + 4)
     for layer in model.structures if several else ():
-        largest = max(tensor.num_elements for tensor in layer.tensors)
+        largest = max((t.num_elements for t in layer.trained_part.tensors), default=0)
         yield rows + layer.gradient_bytes(workload.dtype) + 4 * largest
 
 

@@ -12,15 +12,23 @@ Laws (tests/planning/model/test_shapes.py)
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 Dtype = Literal["bf16", "fp32"]
 ParamRole = Literal["matrix", "experts", "table", "vector"]
+ElementCut = Callable[[int], int]
+"""Takes the elements of a segment, returns those that are meant: of one rank, or of all parts."""
 PLANNED_PAGE = 4096
 PLANNED_ALIGN = 256
 """As in memory/layout.py, which needs torch; a test holds them equal."""
+
+
+def whole(num_elements: int) -> int:
+    """Return all elements of a segment: nothing is cut."""
+    return num_elements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +42,8 @@ class TensorShape:
     fp32: bool = False
     """Kept in fp32 whatever the model's dtype."""
     trained: bool = True
+    adapts: Literal["", "in", "out"] = ""
+    """The half of an adapter that it is: rank x in, or out x rank."""
 
     @property
     def num_elements(self) -> int:
@@ -84,6 +94,8 @@ class BlockShape:
     gated: bool = True
     num_experts: int = 0
     experts_per_token: int = 0
+    drops: bool = False
+    """Its adapters have dropout: a copy of each input, and its mask."""
 
     @cached_property
     def params(self) -> int:
@@ -96,10 +108,17 @@ class BlockShape:
 
     @cached_property
     def matmul_flops_per_token(self) -> float:
-        """FLOPs of the products of forward, without attention."""
+        """FLOPs of the products of forward, without attention; as many give inputs a gradient."""
+        return self._product_flops(self.tensors)
+
+    @cached_property
+    def gradient_flops_per_token(self) -> float:
+        """FLOPs of the products that give trained params their gradients."""
+        return self._product_flops([tensor for tensor in self.tensors if tensor.trained])
+
+    def _product_flops(self, tensors: Sequence[TensorShape]) -> float:
         roles = ("matrix", "experts")
-        used = (t.num_elements * self._share(t) for t in self.tensors if t.role in roles)
-        return 2.0 * sum(used)
+        return 2.0 * sum(t.num_elements * self._share(t) for t in tensors if t.role in roles)
 
     @cached_property
     def is_trained(self) -> bool:
@@ -118,18 +137,43 @@ class BlockShape:
         before = max(0, self.attention_params - out)
         return before, self.params - before
 
+    @cached_property
+    def trained_part(self) -> BlockShape:
+        """The same block with nothing in it but what is trained."""
+        return replace(self, tensors=tuple(tensor for tensor in self.tensors if tensor.trained))
+
+    @cached_property
+    def adapted_widths(self) -> tuple[int, int, int]:
+        """The inputs, ranks and outputs of its adapters, each added up."""
+        inward = [tensor.shape for tensor in self.tensors if tensor.adapts == "in"]
+        outward = (tensor.shape[0] for tensor in self.tensors if tensor.adapts == "out")
+        return sum(size for _, size in inward), sum(rank for rank, _ in inward), sum(outward)
+
     def _share(self, tensor: TensorShape) -> float:
         if tensor.role == "experts" and self.num_experts:
             return self.experts_per_token / self.num_experts
         return 1.0
 
-    def elements(self, dtype: Dtype, *, fp32: bool, trained: bool | None = None) -> int:
+    def elements(
+        self, dtype: Dtype, *, fp32: bool, trained: bool | None = None, cut: ElementCut = whole
+    ) -> int:
         """Return the padded elements of the tensors that compute sees in fp32, or in bf16."""
         return sum(
-            padded
-            for (kept_fp32, is_trained), padded in self._padded.items()
-            if (kept_fp32 or dtype == "fp32") is fp32 and trained in (None, is_trained)
+            cut(padded)
+            for (is_fp32, is_trained), padded in self.segments(dtype).items()
+            if is_fp32 is fp32 and trained in (None, is_trained)
         )
+
+    def segments(self, dtype: Dtype) -> dict[tuple[bool, bool], int]:
+        """Return padded elements by whether compute sees them in fp32 and they are trained."""
+        return self._segments[dtype]
+
+    @cached_property
+    def _segments(self) -> dict[Dtype, dict[tuple[bool, bool], int]]:
+        found: dict[Dtype, dict[tuple[bool, bool], int]] = {"bf16": self._padded, "fp32": {}}
+        for (_, trained), padded in self._padded.items():
+            found["fp32"][True, trained] = found["fp32"].get((True, trained), 0) + padded
+        return found
 
     @cached_property
     def _padded(self) -> dict[tuple[bool, bool], int]:
@@ -140,18 +184,19 @@ class BlockShape:
             found[key] = found.get(key, 0) + tensor.padded
         return found
 
-    def weight_bytes(self, dtype: Dtype) -> int:
+    def weight_bytes(self, dtype: Dtype, cut: ElementCut = whole) -> int:
         """Return what a fetch of the block moves."""
-        return 2 * self.elements(dtype, fp32=False) + 4 * self.elements(dtype, fp32=True)
+        low = self.elements(dtype, fp32=False, cut=cut)
+        return 2 * low + 4 * self.elements(dtype, fp32=True, cut=cut)
 
-    def gradient_bytes(self, dtype: Dtype) -> int:
+    def gradient_bytes(self, dtype: Dtype, cut: ElementCut = whole) -> int:
         """Return what a drain of the block moves."""
-        low = self.elements(dtype, fp32=False, trained=True)
-        return 2 * low + 4 * self.elements(dtype, fp32=True, trained=True)
+        low = self.elements(dtype, fp32=False, trained=True, cut=cut)
+        return 2 * low + 4 * self.elements(dtype, fp32=True, trained=True, cut=cut)
 
-    def trained_elements(self) -> int:
+    def trained_elements(self, cut: ElementCut = whole) -> int:
         """Return what an update of the block walks, padding included."""
-        return sum(padded for (_, trained), padded in self._padded.items() if trained)
+        return sum(cut(padded) for (_, trained), padded in self._padded.items() if trained)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,13 +216,15 @@ class ModelShape:
     tied: bool
     """The output projection is the embedding's table."""
     weights: str = ""
-    """What must be done to its published weights before they can be trained."""
+    """What is special about its published weights."""
     by_document: bool = True
     """Packed rows are attended to document by document, without masks (models/documents.py)."""
     tiled: bool = True
     """Its layers can be cut into tiles of tokens (models/tiling)."""
     positions: int | None = None
     """Of a row, as far as the model declares them."""
+    carried_params: int = 0
+    """Of a joint model: what is not text. It stays on disk, and goes with what a run writes."""
 
     @property
     def num_layers(self) -> int:
@@ -200,6 +247,22 @@ class ModelShape:
         return sum(block.params for block in self.blocks)
 
     @property
+    def trained_params(self) -> int:
+        return sum(block.trained_part.params for block in self.blocks)
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether adapters are trained in place of the model's own params."""
+        return any(tensor.adapts for layer in self.structures for tensor in layer.tensors)
+
+    @property
+    def trains_projection(self) -> bool:
+        """Whether the output projection gets a gradient."""
+        if self.tied:
+            return self.embedding.is_trained
+        return self.head.gradient_flops_per_token > 0
+
+    @property
     def active_params(self) -> int:
         """Params that one token uses; a table counts fully, as is common."""
         return round(sum(block.active_params for block in self.blocks))
@@ -217,6 +280,16 @@ class ModelShape:
             if layer.attention is not None:
                 total += layer.attention.flops_per_token(sequence, masked=masked)
         return total
+
+    @property
+    def trained_part(self) -> ModelShape:
+        """The same model with nothing in it but what is trained."""
+        return replace(
+            self,
+            embedding=self.embedding.trained_part,
+            structures=tuple(layer.trained_part for layer in self.structures),
+            head=self.head.trained_part,
+        )
 
     def renamed(self, name: str) -> ModelShape:
         return replace(self, name=name)

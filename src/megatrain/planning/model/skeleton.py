@@ -6,7 +6,8 @@ Law (tests/planning/catalog/test_families.py): tensors from dimensions are those
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatrain.planning.model.dimensions import (
     attention_of,
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
 
 def shape_of(decoder: Decoder, name: str = "") -> ModelShape:
     """Return the shape of a decoder, tensor by tensor."""
-    from megatrain.models.documents import BY_DOCUMENT
+    from megatrain.models.documents import by_document
 
     config = decoder.config
-    facts = dict(config.to_dict())
+    facts = dict(decoder.text_config.to_dict())
     first, *layers, last = decoder.blocks
     structures, kinds = list[BlockShape](), list[int]()
     windows = layer_windows(facts, len(layers))
@@ -35,6 +36,9 @@ def shape_of(decoder: Decoder, name: str = "") -> ModelShape:
     for window, block in zip(windows, layers, strict=True):
         prefix = f"{decoder.layers_path}.{block.index - 1}."
         structure = _structure(block.params, prefix, facts, window, hidden)
+        structure = replace(
+            structure, drops=bool(decoder.adapters and decoder.adapters.lora.dropout)
+        )
         if structure not in structures:
             structures.append(structure)
         kinds.append(structures.index(structure))
@@ -48,8 +52,9 @@ def shape_of(decoder: Decoder, name: str = "") -> ModelShape:
         layer_kinds=tuple(kinds),
         head=BlockShape(tensors=tuple(_tensor(param, "", None) for param in last.params)),
         tied=decoder.tied,
-        by_document=str(config.model_type) in BY_DOCUMENT,
+        by_document=by_document(config),
         positions=declared_positions(facts),
+        carried_params=sum(param.num_elements for param in decoder.carried),
     )
 
 
@@ -77,6 +82,7 @@ def _tensor(param: Any, prefix: str, role: ParamRole | None) -> TensorShape:
         role=role if role and len(param.shape) > 1 else role_of(name, param.shape),
         fp32=str(param.dtype) == "torch.float32",
         trained=param.trained,
+        adapts=_half(name),
     )
 
 
@@ -84,8 +90,19 @@ _OUTWARD = ("down_proj", "mlp.c_proj", "fc2", "dense_4h_to_h", "fc_out")
 """How families call the matrix that leads out of the feed-forward."""
 
 
+def _half(name: str) -> Literal["", "in", "out"]:
+    """Return which half of an adapter a param is."""
+    if name.endswith(".lora_A"):
+        return "in"
+    return "out" if name.endswith(".lora_B") else ""
+
+
 def _leads_out(tensor: TensorShape) -> bool:
-    return any(name in tensor.name for name in _OUTWARD) and "bias" not in tensor.name
+    return (
+        any(name in tensor.name for name in _OUTWARD)
+        and "bias" not in tensor.name
+        and not tensor.adapts
+    )
 
 
 def _inner_width(tensors: Iterable[TensorShape], experts: tuple[int, int], hidden: int) -> int:
@@ -98,6 +115,6 @@ def _inner_width(tensors: Iterable[TensorShape], experts: tuple[int, int], hidde
 
 def _is_gated(tensors: Iterable[TensorShape]) -> bool:
     """Return whether two matrices, or one of twice the size, lead into the feed-forward."""
-    inside = [tensor for tensor in tensors if "att" not in tensor.name]
+    inside = [tensor for tensor in tensors if "att" not in tensor.name and not tensor.adapts]
     outward = sum(tensor.num_elements for tensor in inside if _leads_out(tensor))
     return sum(tensor.num_elements for tensor in inside) > 2.5 * outward

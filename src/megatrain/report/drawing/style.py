@@ -75,7 +75,7 @@ border-top:1px solid var(--c);opacity:.6}
 .swatch.again{border-top-style:dashed}
 .swatch.dots{width:.6rem;height:.6rem;border-radius:50%;background:var(--c)}
 .swatch.none{display:none}
-.k-compute{--k:var(--c0)}.k-data{--k:var(--sky)}.k-other,.k-wait{--k:var(--grey)}
+.k-compute{--k:var(--c0)}.k-data{--k:var(--sky)}.k-issue{--k:var(--c4)}.k-other,.k-wait{--k:var(--grey)}
 svg [class^=k-]{fill:var(--k)}
 svg .narrow{stroke:var(--k);stroke-width:.3}
 .shares{display:block;width:100%;height:1.75rem;border-radius:.3rem}
@@ -104,6 +104,8 @@ figure th{width:34%}
 .part{fill:var(--grey)}.planned{fill:var(--c0)}.measured{fill:var(--c1)}
 tr.planned th,tr.measured th,tr.planned .number,tr.measured .number{color:var(--ink);
 font-weight:600}
+.state{font-weight:600;white-space:nowrap}
+.ok{color:var(--c2)}.slow{color:var(--c4)}.wrong{color:var(--alarm)}
 pre{white-space:pre-wrap;font:.85rem/1.45 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;
 background:var(--card);border-radius:.4rem;padding:.7rem .9rem;margin:.25rem 0;tab-size:4}
 .prompt{border-left:3px solid var(--c0);border-radius:0 .4rem .4rem 0}

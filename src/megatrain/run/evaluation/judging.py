@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -10,11 +11,15 @@ from transformers import PreTrainedConfig
 from megatrain.config import Config, load_config
 from megatrain.config.data_settings import DataSource
 from megatrain.data.chat.choice import NONE, choose_template
-from megatrain.data.steps.isolation import ISOLATES
+from megatrain.data.steps.isolation import ISOLATES, packing_family
 from megatrain.data.tokens.documents import Documents
 from megatrain.data.tokens.limits import bad_rows, dropped_rows
 from megatrain.data.tokens.prepared import PreparedData
+from megatrain.data.training_rows import TrainingRows
+from megatrain.errors import ConfigError
+from megatrain.models.chain.joint import text_part
 from megatrain.models.rope import num_positions
+from megatrain.run.folder import is_run
 from megatrain.run.run_model import RunModel
 
 EVAL_TOKENS = 8192
@@ -39,8 +44,8 @@ def judging_config(
     rows: dict[str, object] = {
         "train": [source],
         "eval": [source],
-        "packing": model_config.model_type in ISOLATES,
-        "max_length": num_positions(model_config) or NO_LIMIT,
+        "packing": packing_family(model_config) in ISOLATES,
+        "max_length": num_positions(text_part(model_config)) or NO_LIMIT,
         "max_bad": 1.0,  # rows left out are counted and printed
         "max_dropped": 1.0,
     }
@@ -55,6 +60,15 @@ def judging_config(
         rows["max_length"] = max_length
     train["batch_tokens"] = rows["max_length"]
     return Config.model_validate(value | {"data": rows, "train": train})
+
+
+def device_of(model: Path) -> str:
+    """Return the device that the run of a model computes on, as its config says; else `auto`."""
+    here = model.resolve()
+    for folder in (here, *here.parents[:3]):
+        if is_run(folder) and (folder / "config.yaml").exists():
+            return load_config(folder / "config.yaml").memory.device
+    return "auto"
 
 
 def prompts_as_trained(model: RunModel, tokenizer: Any) -> Mapping[str, Any]:
@@ -88,9 +102,19 @@ def for_lengths(config: Config, rows: Documents) -> Config:
     return config.model_copy(update={"data": data, "train": train})
 
 
-def left_out(rows: Documents, max_length: int) -> list[str]:
+def require_single_answers(rows: TrainingRows) -> None:
+    """Raise ConfigError for rows of preferences: they are compared with a reference."""
+    if rows.preferences is not None:
+        card = rows.sources[0].card
+        raise ConfigError(
+            f"{card['source']} is read as {card['format']}: `megatrain eval` reports the loss per "
+            "token of rows with one answer each. Preferences are evaluated while a model is "
+            "trained on them: give the file as data.eval of such a run."
+        )
+
+
+def left_out(rows: PreparedData, max_length: int) -> list[str]:
     """Return how many rows are not evaluated on, and why; nothing if all are."""
-    assert isinstance(rows, PreparedData)
     card, lines = rows.card, []
     for what, skipped in (("dropped", dropped_rows(card)), ("bad", bad_rows(card))):
         if skipped.total:

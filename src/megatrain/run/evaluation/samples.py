@@ -71,7 +71,9 @@ def end_tokens(tokenizer: Any, home: HostModel) -> frozenset[int]:
     """
     named = _generation_config(home.carried).get("eos_token_id")
     if named is None:
-        named = getattr(home.decoder.config, "eos_token_id", None)
+        parts = (home.decoder.config, home.decoder.text_config)
+        ends_of = (getattr(part, "eos_token_id", None) for part in parts)
+        named = next((end for end in ends_of if end is not None), None)
     ends = [*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id]
     return frozenset(end for end in ends if type(end) is int)
 

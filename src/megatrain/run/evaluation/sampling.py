@@ -11,6 +11,7 @@ Laws (tests/run/evaluation/test_sampling.py)
     1. Greedy text is what transformers' `generate` gives greedily.
     2. A row that has ended stays as it is; all stop when all have ended.
     3. What a prompt gets does not depend on the prompts beside it, drawn text apart.
+    4. Log-probabilities are those of `Engine.logprobs`, within rounding.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from megatrain.engine.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
 from megatrain.models.key_values import new_cache
+from megatrain.step.settings import PART_ELEMENTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +76,16 @@ class _Group:
         return MicroBatch(input_ids=ids, labels=ids)
 
 
+@dataclass(slots=True, kw_only=True)
+class Continuation:
+    """What a model has written behind a prompt."""
+
+    tokens: list[int] = field(default_factory=list)
+    """With the end token, if one came."""
+    logprobs: list[float] = field(default_factory=list)
+    """Of each token under the model itself: at temperature 1, whatever it was drawn by."""
+
+
 def continue_texts(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
@@ -82,7 +94,19 @@ def continue_texts(
     drawing: Drawing = GREEDY,
 ) -> list[list[int]]:
     """Return the new tokens of each prompt, the end token included."""
-    new: list[list[int]] = [[] for _ in prompts]
+    found = continuations(engine, prompts, max_new_tokens, end_tokens, drawing)
+    return [one.tokens for one in found]
+
+
+def continuations(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    end_tokens: frozenset[int],
+    drawing: Drawing,
+) -> list[Continuation]:
+    """Return what follows each prompt, with log-probabilities."""
+    new = [Continuation() for _ in prompts]
     generator = torch.Generator().manual_seed(drawing.seed)
     for numbers in _rounds(engine, [len(prompt) + max_new_tokens for prompt in prompts]):
         groups = _groups(engine, numbers, prompts, max_new_tokens)
@@ -97,7 +121,7 @@ def continue_texts(
 def _advance(
     engine: Engine,
     groups: list[_Group],
-    new: list[list[int]],
+    new: list[Continuation],
     end_tokens: frozenset[int],
     drawing: Drawing,
     generator: torch.Generator,
@@ -105,18 +129,19 @@ def _advance(
     """Add one token to each text that has not ended."""
     caches = [group.cache for group in groups]
     found = engine.predict([group.batch() for group in groups], caches)
-    rows = [
-        (number, row, group, place)
-        for group, logits in zip(groups, found, strict=True)
-        for place, (number, row) in enumerate(zip(group.numbers, logits, strict=True))
-    ]
-    for number, row, group, place in sorted(rows, key=lambda item: item[0]):
-        if place in group.ended:
-            group.texts[place].append(group.texts[place][-1])  # its row is still computed
-            continue
-        token = _choose(row, drawing, generator)
+    waiting: list[tuple[int, Tensor, _Group, int]] = []
+    for group, logits in zip(groups, found, strict=True):
+        for place, number in enumerate(group.numbers):
+            if place in group.ended:
+                group.texts[place].append(group.texts[place][-1])  # its row is still computed
+            else:
+                waiting.append((number, logits[place], group, place))
+    waiting.sort(key=lambda item: item[0])
+    chosen = _chosen([row for _, row, _, _ in waiting], drawing, generator)
+    for (number, _, group, place), (token, logprob) in zip(waiting, chosen, strict=True):
         group.texts[place].append(token)
-        new[number].append(token)
+        new[number].tokens.append(token)
+        new[number].logprobs.append(logprob)
         if token in end_tokens:
             group.ended.add(place)
     for group in groups:
@@ -156,12 +181,25 @@ def _groups(
     ]
 
 
-def _choose(logits: Tensor, drawing: Drawing, generator: torch.Generator) -> int:
+def _chosen(
+    rows: Sequence[Tensor], drawing: Drawing, generator: torch.Generator
+) -> Iterator[tuple[int, float]]:
+    """Yield for each row of logits a token and its log-probability; some rows at a time."""
+    together = max(1, PART_ELEMENTS // len(rows[0]))
+    for first in range(0, len(rows), together):
+        logits = torch.stack(list(rows[first : first + together]))
+        tokens = _choose(logits, drawing, generator)
+        logprobs = logits.log_softmax(1).gather(1, tokens[:, None])[:, 0]
+        yield from zip(tokens.tolist(), logprobs.tolist(), strict=True)
+
+
+def _choose(logits: Tensor, drawing: Drawing, generator: torch.Generator) -> Tensor:
+    """Return a token for each row."""
     if drawing.temperature == 0:
-        return int(logits.argmax())
-    shares = torch.softmax(logits.double() / drawing.temperature, dim=0)
+        return logits.argmax(1)
+    shares = torch.softmax(logits.double() / drawing.temperature, dim=1)
     if drawing.top_p < 1:
-        likeliest, tokens = shares.sort(descending=True, stable=True)
-        before = likeliest.cumsum(0) - likeliest
-        shares = shares.index_fill(0, tokens[before >= drawing.top_p], 0.0)
-    return int(torch.multinomial(shares, 1, generator=generator))
+        likeliest, tokens = shares.sort(dim=1, descending=True, stable=True)
+        before = likeliest.cumsum(1) - likeliest
+        shares = shares.scatter(1, tokens, likeliest.where(before < drawing.top_p, 0.0))
+    return torch.multinomial(shares, 1, generator=generator)[:, 0]

@@ -1,16 +1,29 @@
-"""What a run prints before its first step."""
+"""What a run prints and writes of itself, beside its steps."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from megatrain.config import Config
 from megatrain.data.preview import card_lines
 from megatrain.devices.device import Device
 from megatrain.disk.hf.model import HostModel
 from megatrain.memory.host import is_in_memory
+from megatrain.memory.kinds import Kind
+from megatrain.optim.learning_rate import LearningRate
 from megatrain.planning.plan import Plan
+from megatrain.run.evaluation.samples import samples_in_words, written_texts
+from megatrain.run.folder import RunFolder, machine_facts
+from megatrain.run.opening import places
+from megatrain.run.opening.balancing import balancing_note
+from megatrain.run.opening.opening import Opening
+from megatrain.run.opening.planned import in_words
+from megatrain.run.opening.resumption import LoadedCheckpoint
 from megatrain.run.opening.training_data import TrainingData
 from megatrain.text import size
 
+KEPT_FOR_PATIENCE = "eval.patience: the best checkpoint is kept and exported, as with save.best"
+NOTHING_TO_JUDGE = "save.best: data.eval is null, so there is no best model; the last is used"
 MOST_REASONS = 3
 COUNTED_ROWS = 1_000_000
 """Steps by tokens of so many rows are counted in some 3 s."""
@@ -25,6 +38,32 @@ def opening_line(config: Config, device: Device, home: HostModel, num_steps: int
         f"{num_params:,} params of {config.model.name_or_path} on {device.name}, "
         f"{num_steps} steps of {length}; run folder {config.run_dir}"
     )
+
+
+def opening_lines(opened: Opening) -> list[str]:
+    """Return that line, and the plan."""
+    num_steps = opened.data.num_steps
+    return [
+        opening_line(opened.config, opened.device, opened.home, num_steps),
+        in_words(opened.plan, num_steps),
+    ]
+
+
+def write_facts(opened: Opening) -> list[str]:
+    """Write what is known of the machine and the rows; return notes on commits of the Hub."""
+    opened.folder.write_json("machine.json", machine_facts())
+    opened.folder.write_json("data_card.json", opened.data.card)
+    if not opened.pins:
+        return []
+    opened.folder.write_json(places.FILE, opened.pins)
+    return places.commits_in_words(opened.pins)
+
+
+def write_samples(opened: Opening, step: int) -> None:
+    """Let the model write, into samples.jsonl."""
+    asked = opened.data.questions(opened.config.eval.samples)
+    for record in written_texts(opened.engine, opened.home, opened.tokenizer, asked):
+        opened.folder.append("samples.jsonl", {"step": step, **record})
 
 
 def data_lines(data: TrainingData, *, needs_count: bool) -> list[str]:
@@ -64,3 +103,53 @@ def tier_lines(home: HostModel, plan: Plan) -> list[str]:
             "memory.disk to a folder on a disk"
         )
     return lines
+
+
+def first_notes(opened: Opening, shortage: str | None) -> list[str]:
+    """Return the notes on choices and findings while opening; `shortage` is that of the disk."""
+    config, plan, home = opened.config, opened.plan, opened.home
+    weight_bytes = home.store.arena(Kind.HI).nbytes * opened.ranks.owner.size
+    notes = [
+        samples_in_words(config, plan, opened.data.num_steps, weight_bytes),
+        *data_lines(opened.data, needs_count=config.train.steps is None),
+        *tier_lines(home, plan),
+        *opened.notes,
+    ]
+    if config.keeps_best != config.save.best:
+        notes.append(KEPT_FOR_PATIENCE if config.keeps_best else NOTHING_TO_JUDGE)
+    further = (balancing_note(config, home.decoder), shortage)
+    return [*notes, *(note for note in further if note is not None)]
+
+
+def rate_jump(rate: LearningRate, before: float | None, step: int, num_steps: int) -> list[str]:
+    """Return a note if the schedule is not the one that the last step was trained by."""
+    if before in (None, rate.rate(step - 1)) or step >= num_steps:
+        return []
+    return [
+        f"the learning rate jumps: step {step} was trained at {before:.3g}, step {step + 1} "
+        f"will be at {rate.rate(step):.3g}, because train or optim settings changed"
+    ]
+
+
+def resumed_in_words(resumed: LoadedCheckpoint, lost: list[str]) -> list[str]:
+    """Return what a resumed run finds: what is skipped, has changed, or is `lost`."""
+    return [
+        *(f"skipped: {reason}" for reason in resumed.skipped),
+        *(f"changed: {text}" for text in resumed.changed),
+        *lost,
+        *resumed.converted,
+    ]
+
+
+def resumed_event(resumed: LoadedCheckpoint, step: int, lost: list[str]) -> dict[str, Any]:
+    """Return the record of it for events.jsonl."""
+    record = {"event": "resumed", "step": step, "checkpoint": resumed.path.name}
+    changes = {"skipped": resumed.skipped, "changed": resumed.changed, "lost": lost}
+    changes |= {"converted": resumed.converted} if resumed.converted else {}
+    return record | changes
+
+
+def nothing_to_resume(folder: RunFolder) -> str:
+    """Return the note of a run that was to be resumed and begins."""
+    dropped = "; the lines of unsaved steps are dropped" if folder.has_run else ""
+    return f"nothing to resume: {folder.path} has no checkpoint. Starting at step 0{dropped}"

@@ -34,7 +34,7 @@ def check_rows(
     """
     notes = []
     for source in sources:
-        check_vocabulary(source, decoder.config.vocab_size)
+        check_vocabulary(source, decoder.text_config.vocab_size)
         notes += check_positions(source, decoder, begins=begins)
     return notes
 
@@ -56,7 +56,7 @@ def check_positions(source: PreparedData, decoder: Decoder, *, begins: bool) -> 
     Raises DataError if the model has a table of positions, which they exceed, and for a run that
     `begins` if model.rope can make the model reach them.
     """
-    most, card = num_positions(decoder.config), source.card
+    most, card = num_positions(decoder.text_config), source.card
     if most is None or card["longest"] <= most:
         return []
     count = int((source.lengths > most).sum())

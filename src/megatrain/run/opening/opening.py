@@ -16,24 +16,45 @@ from typing import Any
 
 from megatrain.config import Config
 from megatrain.data.steps.isolation import packs_flat
-from megatrain.data.training_rows import with_longest_step
-from megatrain.devices.accelerator import find_device
+from megatrain.data.training_rows import TrainingRows, with_longest_step, with_room
 from megatrain.devices.device import Device
 from megatrain.disk.checkpoint.retention import clear_unfinished
-from megatrain.disk.hf.model import HostModel
+from megatrain.disk.hf.model import HostModel, ModelFolder
 from megatrain.engine.engine import Engine
 from megatrain.errors import RunFolderError
 from megatrain.files import remove_folder
 from megatrain.planning.plan import Plan
+from megatrain.ranks.ranks import ALONE, Ranks
+from megatrain.run.brought.arguments import NOTHING, Brought
 from megatrain.run.checkpoints import FOLDER
+from megatrain.run.evaluation.references import with_references
 from megatrain.run.folder import RunFolder
-from megatrain.run.opening.assembly import find_source, load_home, make_engine, open_model
+from megatrain.run.opening.adapting import adapter_notes
+from megatrain.run.opening.assembly import (
+    find_source,
+    load_home,
+    make_engine,
+    open_model,
+    require_fitting,
+)
 from megatrain.run.opening.places import Pins, pin_commits
 from megatrain.run.opening.planned import plan_run
-from megatrain.run.opening.resumption import LoadedCheckpoint, find_checkpoint
+from megatrain.run.opening.resumption import (
+    KEPT,
+    LoadedCheckpoint,
+    find_checkpoint,
+)
+from megatrain.run.opening.speed import require_kernels, speed_notes
 from megatrain.run.opening.tokenizer import open_tokenizer
 from megatrain.run.opening.training_data import TrainingData, open_data, open_rows
 from megatrain.run.sinks import check_sinks
+from megatrain.run.state import RunState
+from megatrain.run.together.cores import take_cores
+from megatrain.run.together.joined import place_of
+from megatrain.run.together.opinions import other_notes
+from megatrain.run.together.restarting import note_launch
+from megatrain.run.together.sameness import facts_of, require_same, version_facts
+from megatrain.run.together.sight import require_seen
 
 MODEL = "model"
 """Where in a run folder its result is."""
@@ -46,7 +67,9 @@ class Opening:
     config: Config
     """With commits in place of branches of the Hub, and the tokens of a step in place of auto."""
     pins: Pins
+    ranks: Ranks
     folder: RunFolder
+    """Of a rank that does not lead: one that nothing is written to."""
     device: Device
     resumed: LoadedCheckpoint | None
     tokenizer: Any
@@ -54,6 +77,7 @@ class Opening:
     data: TrainingData
     home: HostModel
     engine: Engine
+    brought: Brought
     notes: tuple[str, ...]
     """What the user should know of the rows and the model."""
 
@@ -67,47 +91,122 @@ class Opening:
             self.folder.close()
 
 
-def open_run(config: Config, *, resumes: bool = False, dry_run: bool = False) -> Opening:
-    """Open what the config names; with `resumes` the newest complete checkpoint, if any."""
+def open_run(
+    config: Config,
+    *,
+    resumes: bool = False,
+    dry_run: bool = False,
+    ranks: Ranks = ALONE,
+    brought: Brought = NOTHING,
+) -> Opening:
+    """Open what the config names; with `resumes` the newest complete checkpoint, if any.
+
+    Rows and a loss may be `brought`. All `ranks` open the same run, and each of them its part.
+    """
     notes: list[str] = []
+    asked = {"--resume": resumes, "--dry-run": dry_run}
+    require_same(ranks, facts_of(config) | version_facts() | asked)
     with ExitStack() as opened:
-        config, pins = pin_commits(config, resumes=resumes)
-        folder = open_folder(config, opened, resumes=resumes, dry_run=dry_run)
-        device = open_device(config)
-        found = find_checkpoint(config, folder.path / FOLDER, resumes=resumes)
-        source = find_source(config, found)
+        config, pins = pin_commits(config, resumes=resumes, ranks=ranks)
+        folder = open_folder(config, opened, resumes=resumes, dry_run=dry_run, ranks=ranks)
+        device = open_device(config, ranks)
+        _ready(device, config, ranks)
+        found = find_checkpoint(config, folder.path / FOLDER, resumes=resumes, ranks=ranks)
+        source = find_source(config, found, ranks)
         tokenizer, growth = open_tokenizer(config, source, notes, found)
         model = open_model(config, source, growth, found)
-        rows = open_rows(config, tokenizer, model.decoder, notes, resumes=found is not None)
-        plan = plan_run(
-            with_longest_step(config, rows), device, model.decoder, found, rows.epoch_tokens
+        rows = open_rows(
+            config, tokenizer, model.decoder, notes, brought.rows, resumes=bool(found), ranks=ranks
         )
+        require_fitting(config, rows)
+        plan = plan_run(
+            _roomy(config, rows), device, model.decoder, found, rows.epoch_tokens, ranks
+        )
+        _require_same_plan(ranks, device, rows, plan)
         data = opened.enter_context(
             open_data(
-                _settled(config, plan),
-                tokenizer,
-                plan.settings,
-                rows,
-                flat=packs_flat(model.decoder.config, compiles=plan.settings.compile),
+                _settled(config, plan), tokenizer, plan.settings, rows, flat=_flat(model, plan)
             )
         )
-        home, resumed = load_home(config, plan.settings, model, tokenizer, found)
+        home, resumed = load_home(
+            config, plan.settings, model, tokenizer, found, ranks, device.placement
+        )
         opened.callback(home.store.close)
-        engine = make_engine(config, plan.settings, home, device, data.num_steps)
-        opened.pop_all()
-    return Opening(
-        config=_settled(config, plan),
-        pins=pins,
-        folder=folder,
-        device=device,
-        resumed=resumed,
-        tokenizer=tokenizer,
-        plan=plan,
-        data=data,
-        home=home,
-        engine=engine,
-        notes=tuple(notes),
+        engine = make_engine(
+            config, plan.settings, home, device, data.num_steps, ranks, brought.loss
+        )
+        opened.callback(engine.close)
+        engine.announce(data.step_tokens)
+        notes += adapter_notes(model.decoder) + speed_notes(config, model.decoder, device)
+        notes += other_notes(ranks, notes)
+        return _finished(
+            Opening(
+                config=_settled(config, plan), pins=pins, ranks=ranks, folder=folder, device=device,
+                resumed=resumed, tokenizer=tokenizer, plan=plan, data=data, home=home,
+                engine=engine, brought=brought, notes=tuple(notes),
+            ),
+            opened,
+            refers=not dry_run,
+        )  # fmt: skip
+
+
+def _refer(opening: Opening) -> None:
+    """Find or compute the reference log-probabilities, if the loss needs them."""
+    if "reference" not in opening.engine.loss.extra_names:
+        return
+    opening.data.take_references(
+        with_references(
+            opening.config,
+            opening.data.rows,
+            opening.engine,
+            opening.home,
+            opening.plan.settings,
+            opening.folder.path,
+            pad_id=opening.tokenizer.pad_token_id or 0,
+            resumes=opening.resumed is not None,
+            ranks=opening.ranks,
+        )
     )
+
+
+def checkpoint_facts(
+    opened: Opening, state: RunState, learning_rate: float | None, source_mark: str | None
+) -> dict[str, Any]:
+    """Return what a checkpoint knows of a run, besides tensors and lines: see `known_of`."""
+    return {
+        "run": state.to_json(),
+        "eval_loss": state.eval_loss,
+        "data": opened.data.state(),
+        "config": opened.config.model_dump(mode="json"),
+        **{name: getattr(opened.plan.settings, name) for name in KEPT},
+        "learning_rate": learning_rate,
+        "source_mark": source_mark,
+    }
+
+
+def _require_same_plan(ranks: Ranks, device: Device, rows: TrainingRows, plan: Plan) -> None:
+    """Raise ConfigError unless all ranks will train the same rows in the same way."""
+    kind, tokens = device.name.partition(":")[0], plan.workload.step_tokens
+    planned = {"kind of device": kind, "data": rows.digest, "tokens of a step": tokens}
+    require_same(ranks, plan.settings.facts() | planned)
+
+
+def _roomy(config: Config, rows: TrainingRows) -> Config:
+    """Return the config for the planner: with the longest step, and room for its longest row."""
+    return with_room(with_longest_step(config, rows), rows)
+
+
+def _flat(model: ModelFolder, plan: Plan) -> bool:
+    """Return whether the model packs flat (data/steps/isolation.py)."""
+    return packs_flat(model.decoder.config, compiles=plan.settings.compile)
+
+
+def _finished(opening: Opening, opened: ExitStack, *, refers: bool) -> Opening:
+    """Return the opening with its references, once nothing can fail: it stays open."""
+    if refers:
+        _refer(opening)
+    opened.pop_all()
+    return opening
 
 
 def _settled(config: Config, plan: Plan) -> Config:
@@ -115,10 +214,19 @@ def _settled(config: Config, plan: Plan) -> Config:
     return config.settled(plan.workload.step_tokens)
 
 
-def open_folder(config: Config, opened: ExitStack, *, resumes: bool, dry_run: bool) -> RunFolder:
-    """Return the run folder, locked. Raises RunFolderError if it holds another run."""
+def open_folder(
+    config: Config, opened: ExitStack, *, resumes: bool, dry_run: bool, ranks: Ranks = ALONE
+) -> RunFolder:
+    """Return the run folder, locked by the rank that leads.
+
+    Raises RunFolderError if it holds another run, or if not all ranks see it.
+    """
     check_sinks(config.log.to)
     _require_apart(config)
+    if not ranks.owner.leads:
+        if not dry_run:
+            require_seen(ranks, Path(config.run_dir))
+        return RunFolder(config.run_dir, dry=True)
     folder = RunFolder(config.run_dir, dry=dry_run)
     opened.callback(folder.close)
     if folder.has_run and not resumes:
@@ -127,26 +235,36 @@ def open_folder(config: Config, opened: ExitStack, *, resumes: bool, dry_run: bo
             "another folder."
         )
     if not dry_run:
+        note_launch(folder)
         _clear_unfinished(folder.path)
+        require_seen(ranks, folder.path)
     return folder
 
 
-def open_device(config: Config) -> Device:
+def _ready(device: Device, config: Config, ranks: Ranks) -> None:
+    """Give the device its share of the cores. Raises if it lacks the kernels of the config."""
+    take_cores(ranks, device)
+    require_kernels(config, device)
+
+
+def open_device(config: Config, ranks: Ranks = ALONE) -> Device:
     """Return the device that the config asks for, or the best there is."""
     vram = config.memory.vram
-    return find_device(config.memory.device, cap_bytes=None if vram == "auto" else vram)
+    cap_bytes = None if vram == "auto" else vram
+    return place_of(config.memory.device, ranks.owner, cap_bytes)
 
 
 def _require_apart(config: Config) -> None:
-    """Raise RunFolderError if the run would write over the model that it trains from."""
-    run, model = Path(config.run_dir).resolve(), Path(config.model.name_or_path).resolve()
-    result = (run / MODEL).resolve()
-    for written in (run, result):
-        if model.is_relative_to(written):
-            raise RunFolderError(
-                f"save.dir {config.run_dir}: the run writes into {written}, but the model to "
-                f"train, {config.model.name_or_path}, is in there. Set save.dir to another folder."
-            )
+    """Raise RunFolderError if the run would write over what it starts from."""
+    run = Path(config.run_dir).resolve()
+    read = {"model to train": config.model.name_or_path, "adapters to train": config.lora.path}
+    for what, name in read.items():
+        for written in (run, (run / MODEL).resolve()):
+            if name is not None and Path(name).resolve().is_relative_to(written):
+                raise RunFolderError(
+                    f"save.dir {config.run_dir}: the run writes into {written}, but the {what}, "
+                    f"{name}, is in there. Set save.dir to another folder."
+                )
 
 
 def _clear_unfinished(run: Path) -> None:

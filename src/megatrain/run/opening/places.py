@@ -11,12 +11,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config, load_config
 from megatrain.config.data_settings import DataSource
 from megatrain.errors import ConfigError
 from megatrain.hub import MAIN, dataset_commit, find_model, is_commit, is_id
+
+if TYPE_CHECKING:  # it imports torch, and errors in names appear before that
+    from megatrain.ranks.ranks import Ranks
 
 FILE = "hub.json"
 Pins = dict[str, dict[str, str]]
@@ -41,12 +44,24 @@ def check_places(config: Config, config_file: Path) -> None:
             )
 
 
-def pin_commits(config: Config, *, resumes: bool) -> tuple[Config, Pins]:
+def pin_commits(
+    config: Config, *, resumes: bool, ranks: Ranks | None = None
+) -> tuple[Config, Pins]:
     """Return the config with commits in place of branches, and which commit each of them was.
 
-    A resumed run takes the commits that its folder names. Raises HubError.
+    A resumed run takes the commits that its folder names, and all `ranks` those that rank 0 finds.
+    Raises HubError.
     """
-    pins = _read(Path(config.run_dir) / FILE) if resumes else {}
+    pins: Pins = {}
+    if ranks is None or ranks.owner.leads:
+        config, pins = _pinned(config, _read(Path(config.run_dir) / FILE) if resumes else {})
+    if ranks is None or ranks.owner.is_alone:
+        return config, pins
+    return _pinned(config, ranks.agree({"pins": pins})[0]["pins"])
+
+
+def _pinned(config: Config, pins: Pins) -> tuple[Config, Pins]:
+    """Return the config with the commits of `pins`, and those that were asked for added."""
     model = config.model
     revision = model.revision
     if not Path(model.name_or_path).exists() and is_id(model.name_or_path):
@@ -72,6 +87,8 @@ def commits_in_words(pins: Pins) -> list[str]:
 
 def _names(config: Config) -> Iterator[tuple[str, str]]:
     yield "model", config.model.name_or_path
+    if config.lora.path is not None:
+        yield "lora.path", config.lora.path
     for key, sources in (("data.train", config.data.train), ("data.eval", config.data.eval)):
         if isinstance(sources, tuple):
             yield from ((key, source.path) for source in sources)

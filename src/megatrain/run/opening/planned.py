@@ -19,6 +19,7 @@ from typing import Any
 
 from megatrain.config import Config
 from megatrain.devices.device import Device
+from megatrain.lanes.trace import Trace
 from megatrain.memory.host import free_bytes, give_back_at_once, peak_resident_bytes, resident_bytes
 from megatrain.models.decoder import Decoder
 from megatrain.models.template import Template
@@ -32,13 +33,18 @@ from megatrain.planning.from_config import (
 )
 from megatrain.planning.machine.examination import measured_profile
 from megatrain.planning.machine.profile import NOT_MEASURED, MachineProfile, unmeasured
+from megatrain.planning.machine.reserve import with_reserve
 from megatrain.planning.model.skeleton import shape_of
 from megatrain.planning.plan import Plan, make_plan
+from megatrain.planning.ranks.division import Division
+from megatrain.planning.ranks.sharing import as_rank
 from megatrain.planning.search import HOST_HEADROOM
 from megatrain.planning.step_size import StepSize
 from megatrain.planning.workload import Workload
+from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.opening.balancing import router_aux_loss
 from megatrain.run.opening.resumption import OpenedCheckpoint
+from megatrain.run.together.room import Room, division_of, least_room
 from megatrain.step.settings import StepSettings
 from megatrain.text import duration
 
@@ -59,26 +65,34 @@ def plan_run(
     decoder: Decoder,
     found: OpenedCheckpoint | None = None,
     epoch_tokens: int | None = None,
+    ranks: Ranks = ALONE,
 ) -> Plan:
     """Return the plan of a run. Raises DoesNotFit, with changes that would fit.
 
     A resumed run keeps the settings that its bits depend on, its optimizer's state only where that
     fits. It is not refused: it ran before. `epoch_tokens` are those of the data: the size of a step
-    may depend on them.
+    may depend on them. All `ranks` plan for the least memory that any of them has.
     """
-    machine = _machine(config, device)
+    division = division_of(ranks)
+    machine = as_rank(_machine(config, device, ranks, division), division)
     model = shape_of(decoder, Path(config.model.name_or_path).name)
-    size = _begun_with(config, found) or step_size_of(config, machine, model, epoch_tokens)
+    size = _begun_with(config, found)
+    size = size or step_size_of(config, machine, model, epoch_tokens, division)
     if size is not None:
         config = config.settled(size.tokens)
     coefficient = router_aux_loss(config, decoder)
-    settings = step_settings_of(config, unified=not device.own_memory, router_aux_loss=coefficient)
+    settings = step_settings_of(
+        config,
+        unified=not device.own_memory,
+        router_aux_loss=coefficient,
+        division=division,
+    )
     pins = pins_of(config)
     if found is not None:
         kept = {name: value for name, value in found.known.kept.items() if name not in pins}
         settings = settings.changed(**kept)
         pins |= dict.fromkeys(kept, UNCHANGED)
-    workload = workload_of(config, model)
+    workload = workload_of(config, model, division, unified=not device.own_memory)
     plan = _planned(machine, workload, settings, pins)
     if plan.settings.tile_tokens is not None and not _can_be_cut(decoder):
         workload = replace(workload, model=replace(model, tiled=False))
@@ -99,17 +113,35 @@ def _can_be_cut(decoder: Decoder) -> bool:
     return None not in Template(decoder, tiled=True).cuts
 
 
-def _machine(config: Config, device: Device) -> MachineProfile:
-    """Return this machine with the memory and disk that are free now, as the config allows."""
-    found = measured_profile()
+def _machine(config: Config, device: Device, ranks: Ranks, division: Division) -> MachineProfile:
+    """Return this machine with the memory and disk that are free now, as the config allows.
+
+    The memory is that of the host, and what Python holds that of one of its ranks.
+    """
+    found, free_now = measured_profile(), device.free_bytes
     if found is None or found.unified == device.own_memory:
-        found = unmeasured(ram_bytes=1, base_bytes=0, device_bytes=device.free_bytes)
-    now = found.changed(
-        ram_bytes=_free_for_us(),
-        base_bytes=resident_bytes() + LATER_BYTES,
-        disk_bytes=free_on_disk(config),
+        found = unmeasured(ram_bytes=1, base_bytes=0, device_bytes=free_now)
+    elif device.own_memory:  # others may have taken of it since it was measured
+        found = found.changed(device_bytes=min(found.device_bytes, free_now))
+    if not ranks.owner.is_alone:  # hosts may have been measured differently, or not at all
+        text = ranks.agree({"profile": found.to_json()})[0]["profile"]
+        found = MachineProfile.from_json(text).changed(device_bytes=found.device_bytes)
+    room = least_room(
+        ranks,
+        Room(
+            free_bytes=free_bytes(),
+            held_bytes=resident_bytes(),
+            device_bytes=found.device_bytes,
+            disk_bytes=free_on_disk(config),
+        ),
     )
-    return within(now, config)
+    now = found.changed(
+        ram_bytes=room.free_bytes + room.held_bytes,
+        base_bytes=room.held_bytes // division.per_host + LATER_BYTES,
+        device_bytes=room.device_bytes,
+        disk_bytes=room.disk_bytes,
+    )
+    return with_reserve(within(now, config))
 
 
 def _begun_with(config: Config, found: OpenedCheckpoint | None) -> StepSize | None:
@@ -149,12 +181,17 @@ def in_words(plan: Plan, num_steps: int) -> str:
     return f"{plan}\n\nin all    {num_steps:,} steps in {whole}, without evaluations and saves"
 
 
-def predicted_against_measured(plan: Plan, step_seconds: list[float]) -> str:
-    """Return the predicted and the measured time of a step, in one line."""
+def compared_with_plan(plan: Plan, step_seconds: list[float], trace: Trace | None) -> str:
+    """Return the predicted and the measured time of a step, and what limits it, in one line.
+
+    That is measured of the last step in `trace`, if one is there.
+    """
     measured = _median(step_seconds)
+    steps = [] if trace is None else trace.last_step().step_summaries()
     return (
         f"a step: {plan.step_s:.3g} s predicted, {measured:.3g} s measured "
         f"({measured / plan.step_s - 1:+.0%}); limited by {plan.bottleneck}"
+        + "".join(f" (measured: {step.bottleneck})" for step in steps)
     )
 
 

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from megatrain.config import Config
+from megatrain.config.loss_settings import LossSettings
 from megatrain.config.settings import SECTIONS
+from megatrain.disk.adapters.folder import AdapterFolder
 from megatrain.disk.checkpoint.conversion import Conversion
 from megatrain.disk.checkpoint.manifest import Manifest, read_manifest
 from megatrain.disk.checkpoint.parts import checkpoint_parts
@@ -25,12 +28,22 @@ from megatrain.disk.checkpoint.retention import finished, step_of
 from megatrain.disk.hf.growth import Growth
 from megatrain.disk.hf.model import HostModel, ModelFolder, read_model_folder
 from megatrain.disk.hf.source_mark import source_mark
-from megatrain.errors import CheckpointDamaged, CheckpointMismatch, DiskError
+from megatrain.errors import (
+    CheckpointDamaged,
+    CheckpointMismatch,
+    DiskError,
+    ModelFolderError,
+    WeightsFormatError,
+    WeightsMismatch,
+)
 from megatrain.memory.direct import digests
 from megatrain.memory.kinds import Kind, store_kinds
+from megatrain.models.adapters.lora import Lora
 from megatrain.models.config_json import CONFIG_NAME
 from megatrain.optim.states import STATES, state_among
+from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.state import RunState, as_count, as_loss
+from megatrain.run.together.phases import unhurried
 from megatrain.step.settings import CHUNK_TOKENS, StepSettings
 
 T = TypeVar("T")
@@ -48,6 +61,8 @@ FIXED = {
         "seed",
     ),
     "train": ("batch_rows", "seed"),
+    "loss": tuple(LossSettings.model_fields),
+    "lora": ("rank", "alpha", "dropout", "targets", "rslora", "path"),
 }
 """What must stay. The rows themselves are known by the mark of their order."""
 KEPT = ("micro_batch_tokens", "chunk_tokens", "tile_tokens", "head_pieces", "state")
@@ -116,10 +131,12 @@ def read_model(
     folder: Path,
     growth: Growth | None = None,
     rope: Mapping[str, Any] | None = None,
+    lora: Lora | None = None,
+    start: AdapterFolder | None = None,
 ) -> ModelFolder:
     """Return the model in `folder`, without weights, as the config wants it.
 
-    A checkpoint has new tokens and scaled positions already: it is read without.
+    A checkpoint has new tokens, scaled positions and adapters already: it is read without.
     """
     model = config.model
     return read_model_folder(
@@ -129,10 +146,14 @@ def read_model(
         attn=model.attn,
         growth=growth,
         rope=rope,
+        lora=lora,
+        start=start,
     )
 
 
-def find_checkpoint(config: Config, folder: Path, *, resumes: bool) -> OpenedCheckpoint | None:
+def find_checkpoint(
+    config: Config, folder: Path, *, resumes: bool, ranks: Ranks = ALONE
+) -> OpenedCheckpoint | None:
     """Return the newest checkpoint of a run that `resumes`, without tensors; None without one.
 
     Raises CheckpointDamaged if there are some and none can be opened, and CheckpointMismatch.
@@ -142,15 +163,22 @@ def find_checkpoint(config: Config, folder: Path, *, resumes: bool) -> OpenedChe
         changed_settings(config, manifest)
         require_same_model(config, manifest, known.source_mark)
         _require_small_files(path, manifest)
-        model = read_model(config, path / "model")
+        try:
+            model = read_model(config, path / "model")
+        except (ModelFolderError, WeightsFormatError, WeightsMismatch) as error:
+            raise CheckpointDamaged(f"{path}: {error}") from error  # the header of a file is read
         return OpenedCheckpoint(model=model, known=known, among=folder)
 
-    found = _newest(folder, opened) if resumes else None
+    found = _newest(folder, opened, ranks) if resumes else None
     return None if found is None else found[0]
 
 
-def resume(folder: Path, config: Config, home: HostModel) -> LoadedCheckpoint | None:
+def resume(
+    folder: Path, config: Config, home: HostModel, ranks: Ranks = ALONE
+) -> LoadedCheckpoint | None:
     """Fill `home` from the newest complete checkpoint of `folder`; None if no save finished.
+
+    All ranks take the same one: what one of them finds damaged is damaged.
 
     Raises CheckpointDamaged if there are some and none is complete, and CheckpointMismatch.
     """
@@ -168,7 +196,7 @@ def resume(folder: Path, config: Config, home: HostModel) -> LoadedCheckpoint | 
             converted=[] if conversion is None else [_in_words(config, known, home)],
         )
 
-    found = _newest(folder, loaded)
+    found = _newest(folder, loaded, ranks)
     if found is None:
         return None
     checkpoint, skipped = found
@@ -196,21 +224,22 @@ def _in_words(config: Config, known: RunRecord, home: HostModel) -> str:
 
 
 def _newest(
-    folder: Path, use: Callable[[Path, Manifest, RunRecord], T]
+    folder: Path, use: Callable[[Path, Manifest, RunRecord], T], ranks: Ranks
 ) -> tuple[T, dict[Path, str]] | None:
     """Return what `use` makes of the newest checkpoint that is not damaged, and why others are.
 
-    Raises CheckpointDamaged if all are.
+    Rank 0 says which there are. Raises CheckpointDamaged if all are damaged.
     """
     skipped: dict[Path, str] = {}
-    for path in finished(folder):
-        try:
-            manifest = read_manifest(path)
-            if manifest.step != step_of(path):
-                raise CheckpointDamaged(f"{path} has step {manifest.step}: its files were mixed up")
-            return use(path, manifest, known_of(manifest)), skipped
-        except (CheckpointDamaged, DiskError) as error:  # a sector that cannot be read is damage
-            skipped[path] = str(error)
+    names = [path.name for path in finished(folder)] if ranks.owner.leads else []
+    for path in [folder / name for name in ranks.agree({"finished": names})[0]["finished"]]:
+        result, damage = unhurried(ranks, partial(_tried, path, use))
+        damages = [said["damage"] for said in ranks.agree({"damage": damage})]
+        found = [text for text in damages if text is not None]
+        if not found:
+            assert result is not None
+            return result, skipped
+        skipped[path] = found[0]
     if skipped:
         reasons = "\n  ".join(skipped.values())
         raise CheckpointDamaged(
@@ -218,6 +247,19 @@ def _newest(
             "Restore one from a backup, or remove the folder to start again."
         )
     return None
+
+
+def _tried(
+    path: Path, use: Callable[[Path, Manifest, RunRecord], T]
+) -> tuple[T | None, str | None]:
+    """Return what `use` makes of a checkpoint, or why it is damaged."""
+    try:
+        manifest = read_manifest(path)
+        if manifest.step != step_of(path):
+            raise CheckpointDamaged(f"{path} has step {manifest.step}: its files were mixed up")
+        return use(path, manifest, known_of(manifest)), None
+    except (CheckpointDamaged, DiskError) as error:  # a sector that cannot be read is damage
+        return None, str(error)
 
 
 def known_of(manifest: Manifest) -> RunRecord:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Self
 
 import numpy as np
 
+from megatrain.cache import writable_cache_folder
 from megatrain.config import Config
-from megatrain.data.steps.isolation import check_packing
+from megatrain.data.rows.given import GivenRows
+from megatrain.data.steps.answers import PER_ROW, PairedAnswers, joined_answers
+from megatrain.data.steps.isolation import check_packing, packing_family
 from megatrain.data.steps.loader import Loader
 from megatrain.data.steps.order import InOrder, Order
 from megatrain.data.steps.steps import Position, State, Steps
@@ -19,8 +23,10 @@ from megatrain.data.training_rows import TrainingRows, by_tokens, gather, one_of
 from megatrain.engine.batch import MicroBatch
 from megatrain.errors import DataError
 from megatrain.models.decoder import Decoder
+from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.evaluation.answers import Question
 from megatrain.run.opening.model_limits import check_rows
+from megatrain.run.together.phases import per_folder
 from megatrain.step.settings import StepSettings
 
 
@@ -30,7 +36,7 @@ class TrainingData:
     def __init__(
         self, config: Config, steps: Steps, evaluation: Steps | None, rows: TrainingRows
     ) -> None:
-        self._train = config.train
+        self._train, self._packs = config.train, config.data.packing
         self._steps, self._evaluation, self.rows = steps, evaluation, rows
         self._shown = rows.held[0] if rows.held else rows.train
         self._digest = rows.digest
@@ -45,6 +51,14 @@ class TrainingData:
     def num_judged(self) -> int:
         """Rows that an evaluation looks at, eval.max_rows at most."""
         return 0 if self._evaluation is None else num_rows(self._evaluation.documents)
+
+    @property
+    def step_tokens(self) -> int | None:
+        """How many tokens a step has at most; None: rows are counted, or padded."""
+        tokens = self._train.batch_tokens
+        if not isinstance(tokens, int) or not self._packs:
+            return None
+        return min(tokens, int(self._steps.documents.lengths.sum()))
 
     @cached_property
     def steps_in_epoch(self) -> int:
@@ -68,6 +82,17 @@ class TrainingData:
         state = self._loader.state()
         return state | {"order": f"{state['order']}-{self._digest}"}
 
+    @property
+    def epoch(self) -> int:
+        """Passes over the rows that are complete."""
+        return int(self._loader.state()["epoch"])
+
+    @property
+    def is_at_start(self) -> bool:
+        """Whether the next batch is the first of an epoch."""
+        state = self._loader.state()
+        return state["window"] == 0 and state["row"] == 0
+
     def seek(self, state: State) -> None:
         """Go to a saved state. Raises DataError if it belongs to other data."""
         order, _, digest = str(state["order"]).partition("-")
@@ -86,10 +111,22 @@ class TrainingData:
             batch, position = self._evaluation.batch(position)
             yield batch
 
+    def take_references(self, rows: TrainingRows) -> None:
+        """Train and evaluate with what `rows` know of the reference model, from the first batch.
+
+        They are those that it was made of, with references.
+        """
+        self.rows, self._steps.answers = rows, rows.answers
+        if self._evaluation is not None:
+            held = joined_answers(rows.held_answers)
+            self._evaluation.answers = held.first(self.num_judged)
+
     def questions(self, count: int) -> list[Question]:
         """Return the first prompts of some rows, with the answers that the rows give."""
         found = []
-        for number in range(min(count, len(self._shown.lengths))):
+        # Of preferences the first answer alone: nobody wants the second to be written.
+        every = 1 if self.rows.answers is None else PER_ROW
+        for number in range(0, len(self._shown.lengths), every)[:count]:
             ids, trained = self._shown.tokens(number)
             first = max(1, int(np.argmax(trained)) if trained.any() else len(ids))
             stop = np.argmin(np.append(trained[first:], False))
@@ -108,15 +145,25 @@ class TrainingData:
 
 
 def open_rows(
-    config: Config, tokenizer: Any, decoder: Decoder, notes: list[str], *, resumes: bool
+    config: Config,
+    tokenizer: Any,
+    decoder: Decoder,
+    notes: list[str],
+    given: Mapping[str, GivenRows] = MappingProxyType({}),
+    *,
+    resumes: bool,
+    ranks: Ranks = ALONE,
 ) -> TrainingRows:
     """Return the rows that the config names, as tokens that the model can read.
 
-    A run that `resumes` keeps its rows, whatever the model declares.
+    `given` has those that a program gives, by the path that the config has for them.
+
+    A run that `resumes` keeps its rows, whatever the model declares. Of ranks with one cache, one
+    prepares the rows for all.
     """
     if config.data.packing:
-        check_packing(decoder.config.model_type, config.model.attn)
-    rows = gather(config, tokenizer)
+        check_packing(packing_family(decoder.config), config.model.attn)
+    rows = per_folder(ranks, writable_cache_folder(), lambda: gather(config, tokenizer, given))
     notes += check_rows(rows.prepared, decoder, begins=not resumes)
     return rows
 
@@ -125,14 +172,15 @@ def open_data(
     config: Config, tokenizer: Any, settings: StepSettings, rows: TrainingRows, *, flat: bool
 ) -> TrainingData:
     """Cut the rows into steps. `flat`: the model packs flat (data/steps/isolation.py)."""
-    steps = _steps(config, rows.train, rows.order, tokenizer, settings, flat)
+    steps = _steps(config, rows.train, rows.order, tokenizer, settings, flat, rows.answers)
     # An evaluation has no number of steps to match: only its memory counts.
     judged = by_tokens(config, rows)
     evaluation = None
     if rows.held:
         documents = _judged(judged, rows.held)
-        order = InOrder(num_rows(documents))
-        evaluation = _steps(judged, documents, order, tokenizer, settings, flat)
+        size = num_rows(documents)
+        answers = joined_answers(rows.held_answers).first(size) if rows.held_answers else None
+        evaluation = _steps(judged, documents, InOrder(size), tokenizer, settings, flat, answers)
     return TrainingData(config, steps, evaluation, rows)
 
 
@@ -150,6 +198,7 @@ def _steps(
     tokenizer: Any,
     settings: StepSettings,
     flat: bool,
+    answers: PairedAnswers | None,
 ) -> Steps:
     pad = tokenizer.pad_token_id
     tokens, rows = config.train.batch_tokens, config.train.batch_rows
@@ -166,4 +215,5 @@ def _steps(
         shuffle=config.data.shuffle,
         pad_id=0 if pad is None else int(pad),
         seed=config.data.seed,
+        answers=answers,
     )

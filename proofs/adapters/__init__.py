@@ -1,0 +1,6 @@
+"""Adapters against PEFT, which is an oracle that is not ours and no dependency.
+
+training.py     losses and gradients of chained steps, family by family
+files.py        folders that PEFT writes and reads, and its merged weights
+host_bytes.py   host memory per param of the base
+"""

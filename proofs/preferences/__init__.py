@@ -1,0 +1,1 @@
+"""Preference losses against TRL's own trainers."""

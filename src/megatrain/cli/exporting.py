@@ -1,0 +1,113 @@
+"""The command `export`: the model or the adapters of a run, as a folder that others load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatrain.cli.verbs import found_model, read_only
+from megatrain.disk.adapters.folder import is_adapter_folder
+from megatrain.disk.checkpoint.manifest import MANIFEST_NAME
+from megatrain.disk.checkpoint.masters import fill_masters, load_masters
+from megatrain.disk.checkpoint.retention import finished, step_of
+from megatrain.disk.hf.export import Origin
+from megatrain.disk.hf.model import HostModel, ModelFolder, Precision, read_model_folder
+from megatrain.errors import ConfigError, RunFolderError
+from megatrain.memory.kinds import Kind
+from megatrain.ranks.ranks import ALONE, Ranks
+from megatrain.run.checkpoints import FOLDER
+from megatrain.run.run_model import RunModel
+from megatrain.run.together.phases import unhurried
+
+
+def export_model(
+    model: Path,
+    target: Path,
+    *,
+    best: bool = False,
+    dtype: Precision | None = None,
+    merge: bool = False,
+    ranks: Ranks = ALONE,
+) -> str:
+    """Write the model of a run as a Hugging Face folder; return a summary.
+
+    `dtype` fp32 writes the masters, None the precision that the run was trained in. Adapters are
+    written alone, in fp32, unless `merge` adds them to the weights of their model.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} exists and is not empty. Give another name.")
+    found = found_model(model, best=best, ranks=ranks)
+    if is_adapter_folder(found.folder):
+        return _export_adapted(found, target, dtype, merge=merge, ranks=ranks)
+    if merge:
+        raise ConfigError(f"--merge: {found.folder} has no adapters. Export it without --merge.")
+    read = read_model_folder(found.folder, dtype=dtype)
+    held = read.precision
+    masters = dtype == "fp32" and held == "bf16" and found.step is not None
+    owner = ranks.owner
+    home = unhurried(
+        ranks,
+        lambda: (
+            load_masters(_checkpoint_of(found), owner)
+            if masters
+            else read.load(read_only(read), owner=owner)
+        ),
+    )
+    home.export(target, origin=_origin(found), masters=masters, ranks=ranks)
+    num_params = sum(param.num_elements for param in home.decoder.params)
+    of_step = _of_step(found)
+    if dtype == "fp32" and held == "bf16" and not masters:
+        of_step = " converted from bf16, as the folder has no masters,"
+    written = dtype or held
+    return f"{num_params:,} params{of_step} in {target}, {written}; from_pretrained loads it"
+
+
+def _export_adapted(
+    found: RunModel, target: Path, dtype: Precision | None, *, merge: bool, ranks: Ranks
+) -> str:
+    """Write adapters, alone or in the weights of their model."""
+    # Masters of fp32 are put together from those of bf16, which the folder may be without.
+    read = read_model_folder(found.folder, dtype="bf16" if dtype == "bf16" else None)
+    if not merge and dtype is not None:
+        raise ConfigError(
+            f"--dtype {dtype}: adapters are always written in fp32. With --merge it is the "
+            "precision of the merged model."
+        )
+    home = unhurried(ranks, lambda: _adapted_home(found, read, merge=merge, ranks=ranks))
+    masters = dtype == "fp32" and read.precision == "bf16"
+    home.export(target, origin=_origin(found), masters=masters, merge=merge, ranks=ranks)
+    params = [param for param in home.decoder.params if merge != param.is_adapter]
+    count = f"{sum(param.num_elements for param in params):,}"
+    if merge:
+        written = dtype or read.precision
+        return f"{count} params{_of_step(found)} in {target}, {written}; from_pretrained loads it"
+    return f"{count} params of adapters{_of_step(found)} in {target}; PEFT loads it"
+
+
+def _adapted_home(found: RunModel, read: ModelFolder, *, merge: bool, ranks: Ranks) -> HostModel:
+    """Return the adapters with every bit of their masters, and the model only for a merge."""
+    kinds = (Kind.HI, Kind.LO)
+    home = read.load(kinds, owner=ranks.owner) if merge else read.load_adapters(kinds, ranks.owner)
+    if (found.folder.parent / MANIFEST_NAME).is_file():
+        fill_masters(found.folder.parent, home, ranks.owner)
+    return home
+
+
+def _origin(found: RunModel) -> Origin | None:
+    return None if found.step is None else Origin(step=found.step, best_loss=found.best_loss)
+
+
+def _of_step(found: RunModel) -> str:
+    return "" if found.step is None else f" of step {found.step}"
+
+
+def _checkpoint_of(found: RunModel) -> Path:
+    """Return the checkpoint of a run's model, the only place that has its masters."""
+    if (found.folder.parent / MANIFEST_NAME).is_file():
+        return found.folder.parent
+    for checkpoint in finished(found.run / FOLDER) if found.run is not None else ():
+        if step_of(checkpoint) == found.step:
+            return checkpoint
+    raise RunFolderError(
+        f"{found.folder}: no checkpoint of the run has the masters of step {found.step} any "
+        "more. Without --dtype fp32, `megatrain export` writes its bf16 weights."
+    )

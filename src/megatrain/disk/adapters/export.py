@@ -1,0 +1,72 @@
+"""Writing adapters as a folder that PEFT loads: their fp32 masters, in one file.
+
+The folder also has the model's config.json and its tokenizer, which PEFT leaves alone: a reader
+needs the base for its weights only.
+
+Law (tests/disk/adapters/test_folder.py): what is read back has every bit of the masters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatrain.disk.adapters.folder import reference
+from megatrain.disk.adapters.names import adapter_tensors, is_transposed, target_modules
+from megatrain.disk.adapters.peft_config import PeftConfig
+from megatrain.disk.hf.export import Origin, config_bytes, write_tensors
+from megatrain.disk.hf.weights_file import as_masters, placed_tensors
+from megatrain.memory.store import Store
+from megatrain.model_files import ADAPTER_CONFIG_NAME, ADAPTER_NAME
+from megatrain.models.config_json import CONFIG_NAME
+from megatrain.models.decoder import Decoder
+from megatrain.ranks.ranks import ALONE, Ranks
+
+_ONE_FILE = 1 << 62
+"""Bytes of a shard: PEFT reads one file."""
+
+
+def export_adapters(
+    folder: Path,
+    decoder: Decoder,
+    store: Store,
+    *,
+    base: Path,
+    config_json: bytes,
+    carried: Mapping[str, bytes],
+    origin: Origin | None = None,
+    ranks: Ranks = ALONE,
+) -> None:
+    """Write the decoder's adapters to `folder`, as `export_weights` writes a model."""
+    tensors = as_masters(placed_tensors(adapter_tensors(decoder), decoder, store), store)
+    write_tensors(
+        folder,
+        [tensor for _, tensor in tensors],
+        adapter_files(decoder, base, config_json, carried),
+        single=ADAPTER_NAME,
+        shard_bytes=_ONE_FILE,
+        origin=origin,
+        ranks=ranks,
+    )
+
+
+def adapter_files(
+    decoder: Decoder, base: Path, config_json: bytes, carried: Mapping[str, bytes]
+) -> dict[str, bytes]:
+    """Return the small files of an adapter folder, by name."""
+    assert decoder.adapters is not None
+    lora, (name, revision) = decoder.adapters.lora, reference(base)
+    config = PeftConfig(
+        rank=lora.rank,
+        alpha=lora.alpha,
+        dropout=lora.dropout,
+        rslora=lora.rslora,
+        base=name,
+        revision=revision,
+    )
+    transposed = any(is_transposed(decoder, module) for module in decoder.adapters.modules)
+    return {
+        **carried,
+        CONFIG_NAME: config_bytes(config_json, decoder.model.dtype),
+        ADAPTER_CONFIG_NAME: config.to_bytes(target_modules(decoder), fan_in_fan_out=transposed),
+    }

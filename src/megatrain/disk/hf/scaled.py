@@ -1,0 +1,345 @@
+"""Quantised tensors of a folder: values and their scales, dequantised piece by piece.
+
+    fp8      X, X_scale_inv     E4M3 values, or two 4-bit values to a byte, of any matrix; a scale
+                                for each block of rows and columns, or one for the matrix
+    mxfp4    X_blocks, X_scales   experts x rows x groups of 32 values in 16 bytes, and an exponent
+                                for each group; the model has every expert transposed
+
+A piece is some whole rows of one matrix with the scales of these rows. A worker reads both into its
+buffer and gets weights in the dtype of the model, which is all that the run ever sees: it starts as
+from a folder that was dequantised before, to the bit. Where a block of fp8 hangs over the edge of a
+matrix, blocks have the size that config.json gives; else they divide the matrix by its scales.
+
+Laws (tests/disk/hf/test_scaled.py)
+    1. Weights have the bits of transformers' own dequantisation, whatever the pieces.
+    2. Scales that are missing, misshapen, mistyped or left over are named before a byte is read;
+       values that are not finite while they are.
+    3. A piece takes memory by ELEMENTS_AT_ONCE, not by the tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatrain.disk.hf.folder import StoredTensor
+from megatrain.disk.hf.safetensors_format import DTYPES
+from megatrain.errors import WeightsMismatch, listing
+from megatrain.memory.direct import DISK_PAGE, DirectReader
+from megatrain.quantisation import Quantisation
+from megatrain.ranks.ownership import overlap
+
+ELEMENTS_AT_ONCE = 1 << 20
+"""Of the rows of a piece. In fp32 they take 4 MiB, their scales at most that."""
+_LONGEST_ROW = 1 << 20
+_VALUES_ROOM = (1 << 20) + 2 * DISK_PAGE
+"""Of a worker's buffer; the scales have the rest."""
+_GROUP_BYTES = 16
+_EXPONENT_BIAS = 127
+# E2M1: sign, two bits of exponent, one of mantissa.
+_FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_VALUE_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8}
+_SCALE_DTYPES = {name: DTYPES[name] for name in ("F32", "BF16", "F16", "U8")} | {
+    "F8_E8M0": torch.float8_e8m0fnu
+}
+# The names that transformers knows for the scales of `X.weight`.
+_OTHER_SCALES = (".scale", ".qscale_weight")
+_ACTIVATIONS = (".activation_scale",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedValues:
+    """Values for the elements of a tensor from `first` on."""
+
+    first: int
+    values: Tensor
+    stride: int = 0
+    """Between the rows of values that have two dimensions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaled:
+    """A quantised tensor: many matrices of one shape."""
+
+    values: StoredTensor
+    scales: StoredTensor
+    num_matrices: int
+    rows: int
+    columns: int
+    transposed: bool = False
+    """The model has each matrix the other way round: mxfp4."""
+    block: tuple[int, int] = (1, 32)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape that the model must have."""
+        if self.transposed:
+            return self.num_matrices, self.columns, self.rows
+        packing = 2 if self.is_packed else 1
+        return (*self.values.entry.shape[:-1], self.values.entry.shape[-1] * packing)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether two values share a byte."""
+        return self.values.entry.dtype in ("I8", "U8")
+
+    @property
+    def row_bytes(self) -> int:
+        return self.columns // 2 if self.is_packed else self.columns
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """The rows and columns of the scales of one matrix."""
+        return -(-self.rows // self.block[0]), -(-self.columns // self.block[1])
+
+    def pieces(self, elements: range, dtype: torch.dtype) -> Iterator[Piece]:
+        """Yield what is needed for `elements` of the tensor in the model."""
+        if not elements:
+            return
+        size = self.rows * self.columns
+        step = max(1, ELEMENTS_AT_ONCE // self.columns)
+        for matrix in range(elements.start // size, -(-elements.stop // size)):
+            here = overlap(elements, range(matrix * size, (matrix + 1) * size))
+            rows = range(self.rows)
+            if not self.transposed:  # then elements are rows, else all rows have some
+                first, last = here.start - matrix * size, here.stop - matrix * size
+                rows = range(first // self.columns, -(-last // self.columns))
+            for start in range(rows.start, rows.stop, step):
+                some = range(start, min(start + step, rows.stop))
+                yield Piece(tensor=self, matrix=matrix, rows=some, wanted=here, dtype=dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Whole rows of one matrix of a quantised tensor."""
+
+    tensor: Scaled
+    matrix: int
+    rows: range
+    wanted: range
+    """Elements of the tensor in the model, of which these rows hold some."""
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.rows) * self.tensor.row_bytes
+
+    def runs(self, readers: Mapping[Path, DirectReader], buffer: Tensor) -> Iterator[PlacedValues]:
+        """Yield the wanted elements. Raises WeightsMismatch if they are not finite."""
+        start = (self.matrix * self.tensor.rows + self.rows.start) * self.tensor.row_bytes
+        stored = self.tensor.values
+        begin = stored.entry.start + start
+        reader = readers[stored.path]
+        values = reader.read(begin, begin + self.num_bytes, buffer[:_VALUES_ROOM])
+        scales = self._scales(readers, buffer[_VALUES_ROOM:])
+        weights = (_mxfp4 if self.tensor.transposed else self._fp8)(values, scales)
+        weights = weights.to(self.dtype).view(len(self.rows), self.tensor.columns)
+        if not torch.isfinite(weights).all():
+            raise WeightsMismatch(
+                f"{stored.entry.name} times {self.tensor.scales.entry.name} is not finite in rows "
+                f"{self.rows.start} to {self.rows.stop - 1} of matrix {self.matrix}: the folder is "
+                "damaged. Download it again."
+            )
+        yield from self._columns(weights) if self.tensor.transposed else self._rows(weights)
+
+    def _scales(self, readers: Mapping[Path, DirectReader], buffer: Tensor) -> Tensor:
+        """Return the scales of these rows, as they are stored."""
+        stored, (rows, columns) = self.tensor.scales, self.tensor.grid
+        dtype = _SCALE_DTYPES[stored.entry.dtype]
+        have = math.prod(stored.entry.shape) // (rows * columns)
+        of_matrix = self.matrix * rows if have > 1 else 0
+        step = self.tensor.block[0]
+        first, last = self.rows.start // step, (self.rows.stop - 1) // step + 1
+        row_bytes = columns * dtype.itemsize
+        begin = stored.entry.start + (of_matrix + first) * row_bytes
+        data = readers[stored.path].read(begin, begin + (last - first) * row_bytes, buffer)
+        return typed(data, dtype).view(last - first, columns)
+
+    def _fp8(self, values: Tensor, scales: Tensor) -> Tensor:
+        """Return values times scales, multiplied in fp32 as transformers does."""
+        step, width = self.tensor.block
+        if self.tensor.is_packed:
+            low, high = _fp4_table()[(values & 15).int()], _fp4_table()[(values >> 4).int()]
+            weights = torch.stack((low, high), dim=-1)
+        else:
+            weights = values.view(torch.float8_e4m3fn).float()
+        weights = weights.view(len(self.rows), self.tensor.columns)
+        if scales.dtype is torch.uint8:
+            scales = (scales.float() - _EXPONENT_BIAS).exp2()
+        of_row = torch.arange(self.rows.start, self.rows.stop) // step - self.rows.start // step
+        factors = scales.float()[of_row]  # (rows, blocks of columns)
+        whole = self.tensor.columns // width
+        torch.unflatten(weights[:, : whole * width], 1, (whole, width)).mul_(
+            factors[:, :whole, None]
+        )
+        if whole * width < self.tensor.columns:
+            weights[:, whole * width :].mul_(factors[:, whole:])
+        return weights
+
+    def _rows(self, weights: Tensor) -> Iterator[PlacedValues]:
+        size = self.tensor.rows * self.tensor.columns
+        first = self.matrix * size + self.rows.start * self.tensor.columns
+        here = overlap(self.wanted, range(first, first + weights.numel()))
+        yield PlacedValues(
+            first=here.start, values=weights.view(-1)[here.start - first : here.stop - first]
+        )
+
+    def _columns(self, weights: Tensor) -> Iterator[PlacedValues]:
+        """Yield the transpose: some columns of each row of the model, if the row is wanted."""
+        width, offset = self.tensor.rows, self.matrix * self.tensor.rows * self.tensor.columns
+        turned = weights.T  # (columns, rows)
+        first, last = self.wanted.start - offset, self.wanted.stop - offset
+        whole = range(-(-first // width), last // width)
+        if whole:
+            start = offset + whole.start * width + self.rows.start
+            yield PlacedValues(first=start, values=turned[whole.start : whole.stop], stride=width)
+        for row in {first // width, last // width} - set(whole):  # a rank may own a part of a row
+            begin = row * width
+            part = overlap(
+                range(first, last), range(begin + self.rows.start, begin + self.rows.stop)
+            )
+            if part:
+                some = slice(
+                    part.start - begin - self.rows.start, part.stop - begin - self.rows.start
+                )
+                yield PlacedValues(first=offset + part.start, values=turned[row, some].contiguous())
+
+
+@cache
+def _fp4_table() -> Tensor:
+    """Return the values of four bits, in fp32."""
+    return torch.tensor([*_FP4_VALUES, *(-value for value in _FP4_VALUES)])
+
+
+@cache
+def _mxfp4_table() -> Tensor:
+    """Return for each exponent and byte its two weights in bf16, as one number of 32 bits."""
+    pairs = torch.empty(256, 2)
+    pairs[:, 0] = _fp4_table()[torch.arange(256) & 15]
+    pairs[:, 1] = _fp4_table()[torch.arange(256) >> 4]
+    exponents = torch.arange(256, dtype=torch.int32) - _EXPONENT_BIAS
+    table = torch.ldexp(pairs.expand(256, 256, 2), exponents[:, None, None]).bfloat16()
+    return table.view(torch.int32).view(-1)
+
+
+def _mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return the weights of groups of 16 bytes, one exponent to each."""
+    index = scales.view(-1, 1).int() * 256 + blocks.view(-1, _GROUP_BYTES)
+    return _mxfp4_table()[index].view(torch.bfloat16)
+
+
+def pair_scales(
+    tensors: Mapping[str, StoredTensor], quantisation: Quantisation
+) -> tuple[dict[str, StoredTensor], dict[str, Scaled]]:
+    """Return the tensors by the names that the model has, and those of them that have scales.
+
+    Raises WeightsMismatch.
+    """
+    left, scaled, faults = dict(tensors), {}, []
+    for name in tensors:
+        if quantisation.method == "fp8" and name.endswith(_ACTIVATIONS):
+            del left[name]  # of inputs, which are not quantised here
+            continue
+        own, values_name = _weight_of(name, tensors, quantisation)
+        if own is None:
+            continue
+        if own in scaled or values_name not in left or (own != values_name and own in left):
+            faults.append(f"{name[:200]}: its weights are missing, or given twice")
+            continue
+        values, scales = left.pop(values_name), left.pop(name)
+        try:
+            make = _scaled_fp8 if quantisation.method == "fp8" else _scaled_mxfp4
+            scaled[own] = make(values, scales, quantisation)
+        except ValueError as error:
+            faults.append(f"{name[:200]}: {error}")
+        left[own] = values
+    if faults:
+        raise WeightsMismatch(f"the scales do not suit the weights: {listing(faults, most=4)}")
+    return left, scaled
+
+
+def _weight_of(
+    name: str, tensors: Mapping[str, StoredTensor], quantisation: Quantisation
+) -> tuple[str | None, str]:
+    """Return the weight whose scales `name` is, if any, and the tensor with its values."""
+    if quantisation.method == "mxfp4":
+        own = name.removesuffix("_scales")
+        return (own if own != name else None), f"{own}_blocks"
+    for ending in _OTHER_SCALES:
+        own = f"{name.removesuffix(ending)}.weight"
+        if name.endswith(ending) and own in tensors:
+            return own, own
+    own = name.removesuffix("_scale_inv")
+    return (own if own != name else None), own
+
+
+def _scaled_fp8(values: StoredTensor, scales: StoredTensor, how: Quantisation) -> Scaled:
+    entry, grid = values.entry, scales.entry.shape
+    _require(entry.dtype in _VALUE_DTYPES, f"{entry.name} is {entry.dtype}, not F8_E4M3")
+    _require(len(entry.shape) >= 2, f"{entry.name} has shape {entry.shape}, not a matrix")
+    *outer, rows, columns = entry.shape
+    columns *= 2 if entry.dtype == "I8" else 1
+    _check_scales(scales, rows, columns)
+    matrices = math.prod(grid[:-2]) if len(grid) >= 2 else math.prod(grid)
+    grid = grid[-2:] if len(grid) >= 2 else (1, 1)
+    block = _block_of(rows, columns, grid, how.block)
+    fits = block is not None and matrices in (1, math.prod(outer))
+    _require(fits, f"shape {scales.entry.shape} does not divide {entry.name}, {entry.shape}")
+    return Scaled(
+        values=values, scales=scales, num_matrices=math.prod(outer), rows=rows, columns=columns,
+        block=block or (1, 1),
+    )  # fmt: skip
+
+
+def _block_of(
+    rows: int, columns: int, grid: tuple[int, ...], block: tuple[int, int] | None
+) -> tuple[int, int] | None:
+    """Return the rows and columns that share a scale; None if there are none."""
+    if block is not None and grid == (-(-rows // block[0]), -(-columns // block[1])):
+        return block
+    if 0 in grid or rows % grid[0] or columns % grid[1]:
+        return None
+    return rows // grid[0], columns // grid[1]
+
+
+def _scaled_mxfp4(values: StoredTensor, scales: StoredTensor, _: Quantisation) -> Scaled:
+    entry = values.entry
+    _require(entry.dtype == "U8" and scales.entry.dtype == "U8", "blocks and scales must be U8")
+    _require(
+        len(entry.shape) == 4 and entry.shape[-1] == _GROUP_BYTES,
+        f"{entry.name} has shape {entry.shape}; it must be experts, rows, groups, {_GROUP_BYTES}",
+    )
+    _require(
+        scales.entry.shape == entry.shape[:-1],
+        f"it has shape {scales.entry.shape}; {entry.name} has {entry.shape}",
+    )
+    experts, rows, groups = entry.shape[:3]
+    _check_scales(scales, rows, groups * 2 * _GROUP_BYTES)
+    return Scaled(
+        values=values, scales=scales, num_matrices=experts, rows=rows,
+        columns=groups * 2 * _GROUP_BYTES, transposed=True,
+    )  # fmt: skip
+
+
+def _check_scales(scales: StoredTensor, rows: int, columns: int) -> None:
+    known = scales.entry.dtype in _SCALE_DTYPES
+    _require(known, f"it is {scales.entry.dtype}; scales are {', '.join(_SCALE_DTYPES)}")
+    _require(rows > 0 and 0 < columns <= _LONGEST_ROW, f"a matrix of {rows} x {columns} is refused")
+
+
+def _require(condition: bool, reason: str) -> None:
+    if not condition:
+        raise ValueError(reason)
+
+
+def typed(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return bytes as elements; a tensor may start at any byte of a file."""
+    if data.storage_offset() % dtype.itemsize:
+        data = data.clone()
+    return data.view(dtype)

@@ -1,0 +1,260 @@
+"""The short form of the device's laws: is what the engine computes on this device right?
+
+    copies      bytes survive the way there and back, from pinned memory and through buffers
+    resident    losses and gradients of tiny models equal the resident model's on the same device,
+                bit for bit, with deterministic kernels: a llama, one with tied embeddings, one
+                with experts, in fp32 and in bf16
+    lanes       steps on lanes equal those of one op at a time: losses, norms, every byte
+    no waits    the host does not wait for the device in a steady step, where torch can tell
+    cap         a cap of device memory is kept, what breaks it is a DeviceFull, and it ends
+
+The long form is tests/gpu. Each law that fails tells what differs, and whether the device's own
+kernels repeat themselves: if they do not, they are at fault.
+
+Laws (tests/doctor/gpu_check/test_laws.py)
+    1. A device that keeps them passes; one that changes a bit, loses a wait, waits or ignores its
+       cap fails the law in question.
+    2. After an error that may have lost the device no other law is tried.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain.devices.accelerator import Accelerator
+from megatrain.devices.device import Device
+from megatrain.devices.runtime import PinningFailed, Runtime
+from megatrain.doctor.gpu_check.failing import Broken, failed_check, may_have_lost_device
+from megatrain.doctor.gpu_check.findings import Check
+from megatrain.doctor.gpu_check.tiny_models import (
+    ATTENTION,
+    MODELS,
+    Precisions,
+    TinyModel,
+    tiny_batch,
+)
+from megatrain.doctor.resident import resident_gradients
+from megatrain.doctor.subject import Subject
+from megatrain.errors import DeviceFull
+from megatrain.lanes.reference import Reference
+from megatrain.memory.kinds import Kind
+from megatrain.memory.store import Store
+from megatrain.progress import Say
+
+COPIED_BYTES = (5 << 20) + 3
+"""More than the ring holds, and no multiple of anything."""
+SMALL = {"piece_bytes": 1 << 20, "ring_buffer_bytes": 1 << 18}
+"""So that copies are cut, and go around the ring many times."""
+CAP_BYTES = 256 << 20
+
+
+def laws(subject: Subject, say: Say) -> list[Check]:
+    """Hold the subject to every law; return the results. `say` gets the name of each."""
+    checks: list[Check] = []
+    lost = False
+    with deterministic():
+        for name, law in _laws(subject).items():
+            if lost:
+                found = "left out: the check before it may have lost the device"
+                checks.append(Check(group="right", name=name, state="left out", found=found))
+                continue
+            say(name)
+            checks.append(tried(name, law))
+            lost = may_have_lost_device(checks[-1])
+    return checks
+
+
+def tried(name: str, law: Callable[[], str]) -> Check:
+    """Return the result of a law, whatever it raises."""
+    try:
+        return Check(group="right", name=name, state="ok", found=law())
+    except Exception as error:
+        return failed_check("right", name, error)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Kernels that give the same bits each time, and fp32 that is fp32."""
+    # cuBLAS sums in a fixed order only with a workspace of a fixed size, set before its first use.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    precision, before = (
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    torch.use_deterministic_algorithms(True)
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.set_float32_matmul_precision(precision)
+
+
+def _laws(subject: Subject) -> dict[str, Callable[[], str]]:
+    found: dict[str, Callable[[], str]] = {
+        "copied bytes": lambda: copies_are_exact(subject.new_device(**_sizes(subject)), subject)
+    }
+    if subject.runtime is not None:
+        staged = Accelerator(Refusing(subject.runtime), str(subject.place), **SMALL)
+        found["copied bytes, staged"] = lambda: copies_are_exact(staged, subject)
+    for name in MODELS:
+        for dtype in ATTENTION:
+            found[f"{name}, {dtype}"] = _equal(subject, name, dtype)
+    found["lanes"] = lambda: lanes_equal_reference(subject)
+    found["no waits"] = lambda: nobody_waits(subject)
+    found["cap"] = lambda: a_cap_is_kept(subject)
+    return found
+
+
+def _sizes(subject: Subject) -> dict[str, int]:
+    return {} if subject.runtime is None else SMALL
+
+
+def _equal(subject: Subject, name: str, dtype: Precisions) -> Callable[[], str]:
+    return lambda: equals_resident(subject, TinyModel.make(name, dtype))
+
+
+def copies_are_exact(device: Device, subject: Subject) -> str:
+    """Copy random bytes to the device and back, each way on its stream."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the speed of copies tells whether memory is pinned
+        source, target = (device.map_host(COPIED_BYTES, "copies") for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    source.random_(0, 256, generator=generator)
+    there = device.allocate(COPIED_BYTES, "copies")
+    try:
+        with subject.new_stream():
+            device.copy(there, source)
+        device.synchronize()
+        with subject.new_stream():
+            device.copy(target, there)
+        device.synchronize()
+        wrong = int((source != target).sum())
+    finally:
+        device.close()
+    if wrong:
+        raise Broken(f"{wrong:,} of {COPIED_BYTES:,} bytes came back changed", "bits")
+    return f"{COPIED_BYTES:,} bytes there and back, all equal"
+
+
+def equals_resident(subject: Subject, tiny: TinyModel) -> str:
+    """Compare losses and gradients of a step with the resident model's on the same device."""
+    batch = tiny_batch(seed=1)
+    model = tiny.resident.to(subject.place)
+    losses, gradients = resident_gradients(model, batch)
+    with tiny.engine(subject.new_device(), trains=False) as engine:
+        result = engine.step(batch)
+    found = {p.name: tiny.store.param(p.name, Kind.GRAD) for p in tiny.decoder.params}
+    differing = [name for name, value in gradients.items() if not torch.equal(found[name], value)]
+    if list(result.micro_losses) == losses and not differing:
+        return f"{len(losses)} losses and {len(gradients)} gradients equal, bit for bit"
+    again, repeated = resident_gradients(model, batch)
+    repeats = again == losses and all(map(torch.equal, gradients.values(), repeated.values()))
+    names = ", ".join(differing[:3]) or "no gradient"
+    text = (
+        f"losses {list(result.micro_losses)}, resident {losses}; {len(differing)} of "
+        f"{len(gradients)} gradients differ: {names}"
+    )
+    if not repeats:
+        text += "; the resident model does not repeat its own bits"
+    raise Broken(text, "bits" if repeats else "kernels")
+
+
+def lanes_equal_reference(subject: Subject) -> str:
+    """Compare three steps on lanes with the same steps, one op at a time."""
+    outcomes = []
+    for one_at_a_time in (True, False):
+        tiny, device = TinyModel.make("llama", "bf16"), subject.new_device()
+        # Its lanes give the reference their streams, one for each kind of op.
+        player = Reference(device.lanes(), synchronize=device.synchronize)
+        with tiny.engine(device, trains=True, player=player if one_at_a_time else None) as engine:
+            results = [engine.step(tiny_batch(seed)) for seed in (1, 2, 3)]
+        numbers = [[*result.micro_losses, result.grad_norm] for result in results]
+        outcomes.append((numbers, _bytes_of(tiny.store)))
+    (expected, bytes_expected), (found, bytes_found) = outcomes
+    wrong = [name for name, data in bytes_expected.items() if not data.equal(bytes_found[name])]
+    if expected != found or wrong:
+        raise Broken(
+            f"losses and norms {found}, one op at a time {expected}; "
+            f"{len(wrong)} of {len(bytes_expected)} parts of the store differ",
+            "bits",
+        )
+    return f"3 steps: losses, norms and {len(bytes_expected)} parts of the store equal"
+
+
+def _bytes_of(store: Store) -> dict[str, Tensor]:
+    return {
+        f"{kind} of block {block}": store.block_bytes(block, kind).clone()
+        for kind in store.kinds
+        if kind is not Kind.GRAD
+        for block in range(store.layout.num_blocks)
+    }
+
+
+def nobody_waits(subject: Subject) -> str:
+    """Fail if the host waits for the device in a step like the one before it."""
+    module: Any = None if subject.place.type == "cpu" else torch.get_device_module(subject.place)
+    can_tell = hasattr(module, "set_sync_debug_mode")
+    tiny = TinyModel.make("llama", "bf16")
+    with tiny.engine(subject.new_device(), trains=True) as engine:
+        engine.step(tiny_batch(1))
+        with _errors_for_waits(module) if can_tell else nullcontext():
+            for seed in (2, 3):
+                engine.step(tiny_batch(seed))
+    return "none in 2 steps" if can_tell else "2 steps; torch cannot tell for this device"
+
+
+@contextmanager
+def _errors_for_waits(module: Any) -> Iterator[None]:
+    module.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        module.set_sync_debug_mode("default")
+
+
+def a_cap_is_kept(subject: Subject) -> str:
+    """Take a step under a cap, break the cap, and see that it ends with its device."""
+    tiny = TinyModel.make("llama", "bf16")
+    device = subject.new_device(CAP_BYTES)
+    with tiny.engine(device, trains=True) as engine:
+        engine.step(tiny_batch(1))
+    if device.peak_bytes > CAP_BYTES:
+        raise Broken(f"{device.peak_bytes:,} bytes were in use, of {CAP_BYTES:,}", "cap")
+    device = subject.new_device(CAP_BYTES)
+    try:
+        device.allocate(CAP_BYTES + (64 << 20), "more than the cap")
+    except DeviceFull:
+        pass
+    else:
+        raise Broken(f"a cap of {CAP_BYTES:,} bytes did not refuse more", "cap")
+    finally:
+        device.close()
+    device = subject.new_device()
+    try:
+        device.allocate(CAP_BYTES + (64 << 20), "without a cap")
+    except DeviceFull as error:
+        raise Broken(f"the cap outlived its device: {error}", "cap") from error
+    finally:
+        device.close()
+    return f"{CAP_BYTES >> 20} MiB: kept by a step, refused beyond, and lifted"
+
+
+class Refusing:
+    """A runtime that pins no host memory."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runtime, name)
+
+    def register(self, address: int, num_bytes: int) -> None:
+        raise PinningFailed("gpu-check asked for buffers")

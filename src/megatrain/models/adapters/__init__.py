@@ -1,0 +1,4 @@
+"""Adapters: few trained params over a model whose own params are frozen.
+
+lora.py   low-rank products beside the linear modules of decoder layers
+"""

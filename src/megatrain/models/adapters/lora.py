@@ -1,0 +1,219 @@
+"""LoRA: a low-rank product, the only trained part, beside each linear module of the layers.
+
+    output = W x + bias + (alpha / rank) B A dropout(x)        W, bias frozen; A, B trained
+
+A target module of the skeleton changes its class and gets two params. It keeps its name and its own
+params, so folders and blocks know those by the names that they always had:
+
+    model.layers.0.self_attn.q_proj.weight    (out, in)     of the folder
+    model.layers.0.self_attn.q_proj.lora_A    (rank, in)    drawn from the seed and this name
+    model.layers.0.self_attn.q_proj.lora_B    (out, rank)   zero, so that training starts from W
+
+Operations and their order are those of PEFT. A param's first values depend on nothing but its
+name, its shape and the seed: they are the same on any number of ranks.
+
+Laws (tests/models/adapters/test_lora.py; against PEFT: proofs/adapters)
+    1. Before the first update the model has the bits of its base.
+    2. A target that matches no linear module of a layer is refused, with what would match.
+    3. Each linear module of the layers is a target, unless targets are named; what is left out then
+       is in `Adapters.left_out`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers.pytorch_utils import Conv1D
+
+from megatrain.errors import ConfigError, listing
+from megatrain.models.patterns import matches
+
+ALL_LINEAR = "all-linear"
+"""The target that stands for every linear module of the layers."""
+PARAM_NAMES = ("lora_A", "lora_B")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lora:
+    """The settings of low-rank adapters."""
+
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+    """Probability with which an element of an adapter's input is dropped in training."""
+    targets: tuple[str, ...] = ()
+    """Patterns of module names, or of how they end; none: every linear module of the layers."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank)."""
+    seed: int = 0
+    """Of the first values."""
+
+    @property
+    def scaling(self) -> float:
+        """The factor of an adapter's product."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def matches(self, module: str) -> bool:
+        """Return whether a module's name, or its end after a dot, matches a target."""
+        if not self.targets or ALL_LINEAR in self.targets:
+            return True
+        return matches(module, [*self.targets, *(f"*.{target}" for target in self.targets)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapters:
+    """The adapters of a decoder."""
+
+    lora: Lora
+    modules: tuple[str, ...]
+    """The adapted modules, by their names in the model."""
+    left_out: tuple[str, ...]
+    """Matrices of the layers that no adapter can be put beside (experts in one tensor); a name
+    stands for all layers. Only where targets are not named."""
+
+
+class AdaptedLinear(nn.Module):
+    """A linear module with a low-rank product beside it: the first base of a module's new class."""
+
+    lora_A: nn.Parameter  # noqa: N815  (PEFT's name)
+    lora_B: nn.Parameter  # noqa: N815
+    lora_scaling: float
+    lora_dropout: float
+
+    def forward(self, given: Tensor) -> Tensor:
+        """Return the module's own output plus the product."""
+        output: Tensor = super().forward(given)
+        inner = given.to(self.lora_A.dtype)
+        if self.lora_dropout:
+            inner = F.dropout(inner, self.lora_dropout, self.training)
+        product = F.linear(F.linear(inner, self.lora_A), self.lora_B)
+        return (output + product * self.lora_scaling).to(output.dtype)
+
+
+def adapt_layers(model: nn.Module, layers_path: str, lora: Lora) -> Adapters:
+    """Give the target modules of a skeleton's layers their adapters. Raises ConfigError."""
+    linear = {
+        name: module
+        for name, module in model.named_modules()
+        if name.startswith(f"{layers_path}.")
+        and _is_linear(module)
+        and not _reads_weight(model.get_submodule(name.rpartition(".")[0]), name)
+    }
+    _refuse_unmatched(lora, list(linear), layers_path)
+    modules = [name for name in linear if lora.matches(name)]
+    before = _matrices(model, layers_path)
+    for name in modules:
+        _adapt(linear[name], lora)
+    own = {f"{name}.weight" for name in modules}
+    left_out = [] if lora.targets else [_kind(name) for name in before if name not in own]
+    return Adapters(lora=lora, modules=tuple(modules), left_out=tuple(dict.fromkeys(left_out)))
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a param of this name is part of an adapter."""
+    return name.rpartition(".")[2] in PARAM_NAMES
+
+
+def first_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
+    """Return what an adapter's param starts with, in fp32."""
+    values = torch.zeros(tuple(shape))
+    if name.endswith("lora_A"):
+        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+    return values
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Return whether a module turns (..., in) into (..., out), as its weight says."""
+    if type(module) in (nn.Linear, Conv1D):
+        return True
+    if not isinstance(module, nn.Linear):
+        return False
+    # A class of a family: routers are among them, which return more than a tensor.
+    try:
+        given = torch.empty((1, 1, module.in_features), dtype=module.weight.dtype, device="meta")
+        output = functional_call(module, dict(module.named_parameters()), (given,))
+    except Exception:  # what is not linear can fail in any way
+        return False
+    return isinstance(output, Tensor) and output.shape == (1, 1, module.out_features)
+
+
+def _reads_weight(parent: nn.Module, name: str) -> bool:
+    """Return whether the code around a module multiplies by its weight without calling it.
+
+    An adapter would have no effect there, or on some devices only (kernels of state spaces).
+    """
+    name = name.rpartition(".")[2]
+    read = re.compile(rf"self\.{re.escape(name)}\.weight\b(?!\[|\.(?:dtype|device|shape))")
+    return any(map(read.search, _sources(type(parent))))  # type: ignore[arg-type]  # hashable
+
+
+@cache
+def _sources(kind: type) -> tuple[str, ...]:
+    """Return the code of a class, as far as it is there: of what runs when it is called."""
+    methods = [
+        method
+        for base in kind.__mro__
+        if base not in nn.Module.__mro__
+        for name, method in vars(base).items()
+        if inspect.isfunction(method) and not name.startswith(("__init__", "_init"))
+    ]
+    with suppress(OSError, TypeError):
+        return tuple(inspect.getsource(inspect.unwrap(method)) for method in methods)
+    return ()
+
+
+def _adapt(module: Any, lora: Lora) -> None:
+    weight = module.weight
+    wide, narrow = weight.shape if type(module) is not Conv1D else reversed(weight.shape)
+    module.__class__ = _adapted_class(type(module))  # type: ignore[arg-type]  # hashable
+    module.lora_A = nn.Parameter(weight.new_empty((lora.rank, narrow)))
+    module.lora_B = nn.Parameter(weight.new_empty((wide, lora.rank)))
+    module.lora_scaling, module.lora_dropout = lora.scaling, lora.dropout
+
+
+@cache
+def _adapted_class(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Adapted{kind.__name__}", (AdaptedLinear, kind), {})
+
+
+def _refuse_unmatched(lora: Lora, linear: list[str], layers_path: str) -> None:
+    if not linear:
+        raise ConfigError(
+            f"lora: the layers in {layers_path} have no linear module, so nothing can be adapted"
+        )
+    for target in lora.targets:
+        alone = Lora(rank=1, alpha=1, targets=(target,))
+        if not any(map(alone.matches, linear)):
+            ends = dict.fromkeys(name.rpartition(".")[2] for name in linear)
+            raise ConfigError(
+                f"lora.targets: {target} matches no linear module of the layers in {layers_path}, "
+                "and only those can be adapted (no embedding, no output projection, no experts "
+                f"that share one tensor). They are: {listing(ends)}."
+            )
+
+
+def _matrices(model: nn.Module, layers_path: str) -> list[str]:
+    return [
+        name
+        for name, param in model.named_parameters()
+        if name.startswith(f"{layers_path}.") and param.dim() > 1
+    ]
+
+
+def _kind(name: str) -> str:
+    """Return a param's name with a star for each number of a layer or an expert."""
+    return re.sub(r"\.\d+(?=\.)", ".*", name)

@@ -1,0 +1,223 @@
+"""Where a model is cut: its layers, its output projection, and the side of everything else.
+
+The side of a module outside the layers is not guessed from names: the model's own forward is run
+once with stand-ins for layers and weights, and shows the modules before the first layer and those
+after the last. In a joint model that forward is over text, and shows what it never reads.
+
+Law (tests/models/test_decoder.py, tests/models/chain/test_sides.py): a model that is not a chain of
+layers is a NotSplittable with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from megatrain.errors import NotSplittable, listing
+from megatrain.models.chain.joint import joint_class, text_part
+from megatrain.models.chain.reads import Reads
+from megatrain.models.stand_ins import (
+    Call,
+    CarriedTensor,
+    head_replaced,
+    layers_replaced,
+    stand_in_weights,
+    tensors_in,
+)
+
+MAX_LAYER_OUTPUTS = 3
+MAX_STAND_IN = 1 << 26
+"""Elements. A product with a stand-in makes a real matrix of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sides:
+    """The tensors outside the layers, by when the model's forward uses them."""
+
+    before: list[str]
+    after: list[str]
+    never: list[str]
+    """In a joint model only: params, and persistent buffers."""
+    num_outputs: int
+    """Of a layer: 0 when it returns hidden states alone, else the length of the tuple."""
+
+
+def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """Return the list that holds most of the model, or of its text part: its decoder layers."""
+    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
+    if joint_class(model.config) is not None:
+        inside = set(model.get_decoder().modules())
+        depth = getattr(text_part(model.config), "num_hidden_layers", None)
+        lists = [(n, m) for n, m in lists if m in inside and len(m) == depth]
+    if not lists:
+        raise NotSplittable(f"{model.config.model_type}: no list of layers found in the model")
+    return max(lists, key=lambda item: (_num_elements(item[1]), -len(item[0])))
+
+
+def _num_elements(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
+
+
+def find_head(model: PreTrainedModel) -> str:
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise NotSplittable(f"{model.config.model_type}: its output projection is not linear")
+    return str(next(name for name, module in model.named_modules() if module is head))
+
+
+def find_sides(model: PreTrainedModel, path: str, layers: nn.ModuleList, head_path: str) -> Sides:
+    """Return the params used before the layers, after them, and never. Raises NotSplittable."""
+    moments: dict[str, set[int]] = {
+        name: set()
+        for name, module in model.named_modules()
+        if module._parameters and name != head_path and not name.startswith(f"{path}.")
+    }
+    joint = joint_class(model.config) is not None
+    if not joint:
+        _refuse_large(model, moments)
+    weights = stand_in_weights(model, path, head_path)
+    buffers = {
+        name: buffer
+        for name, buffer in persistent_buffers(model).items()
+        if not name.startswith((f"{path}.", f"{head_path}."))
+    }
+    large = frozenset(_large(model, moments))
+    reads = Reads({**weights, **buffers}, large)
+    calls, num_outputs = _probe(model, path, layers, head_path, moments, weights, reads)
+    _refuse_crosstalk(model, calls, len(layers))
+    owned = _owned_names(model, f"{path}.", head_path)
+    before: list[str] = []
+    after: list[str] = []
+    never = [name for name in buffers if joint and name not in reads.names]
+    for name, found in owned.items():
+        if name == head_path:
+            after += found
+            continue
+        unread = [param for param in found if joint and param not in reads.names]
+        params = [param for param in found if param not in unread]
+        never += unread
+        if not params:
+            continue
+        sides = {moment == 0 for moment in moments[name]}
+        if len(sides) != 1 or any(0 < moment < len(layers) for moment in moments[name]):
+            raise NotSplittable(
+                f"{model.config.model_type}: {listing(params)} is not used on exactly one side of "
+                f"the layers (seen after {sorted(moments[name])} of {len(layers)} layers)"
+            )
+        (before if sides == {True} else after).extend(params)
+    return Sides(before=before, after=after, never=never, num_outputs=num_outputs)
+
+
+def _refuse_large(model: PreTrainedModel, modules: Iterable[str]) -> None:
+    """Refuse projections beside the layers that no model has."""
+    for name, size in _large(model, modules).items():
+        raise NotSplittable(
+            f"{model.config.model_type}: {name} is outside the layers and has {size} elements; "
+            f"the limit is {MAX_STAND_IN}"
+        )
+
+
+def _large(model: PreTrainedModel, modules: Iterable[str]) -> dict[str, int]:
+    """Return the params that are too large for a product; a look-up takes only rows."""
+    return {
+        f"{name}.{own}": param.numel()
+        for name in modules
+        for own, param in model.get_submodule(name).named_parameters(recurse=False)
+        if param.numel() > MAX_STAND_IN and not isinstance(model.get_submodule(name), nn.Embedding)
+    }
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that a folder has, by name."""
+    return {
+        name: value
+        for name, value in model.state_dict(keep_vars=True).items()
+        if not isinstance(value, nn.Parameter)
+    }
+
+
+def _owned_names(model: nn.Module, layers_prefix: str, head_path: str) -> dict[str, list[str]]:
+    """Return the deduplicated params outside the layers, by the module that owns them."""
+    owned: dict[str, list[str]] = {}
+    for name, _ in model.named_parameters():
+        if not name.startswith(layers_prefix):
+            owned.setdefault(name.rpartition(".")[0], []).append(name)
+    # A head whose weight is tied but whose bias is its own still comes last.
+    if head_path in owned:
+        owned[head_path] = owned.pop(head_path)
+    return owned
+
+
+def _probe(
+    model: PreTrainedModel,
+    path: str,
+    layers: nn.ModuleList,
+    head_path: str,
+    moments: dict[str, set[int]],
+    weights: dict[str, Tensor],
+    reads: Reads,
+) -> tuple[list[Call], int]:
+    """Run the model's forward with stand-ins; note after how many layers each module is called."""
+    inputs: dict[str, Any] = {"input_ids": torch.zeros(1, 4, dtype=torch.long), "use_cache": False}
+    calls: list[Call] = []
+
+    def hear(call: Call, hidden: Tensor) -> Tensor:
+        calls.append(call)
+        return hidden
+
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda _module, _args, seen=seen: seen.add(len(calls))
+        )
+        for name, seen in moments.items()
+    ]
+    failures = []
+    try:
+        for num_outputs in range(MAX_LAYER_OUTPUTS + 1):
+            try:
+                with (
+                    layers_replaced(layers, hear, num_outputs),
+                    head_replaced(model, head_path, lambda hidden: hidden),
+                    reads,
+                ):
+                    torch.func.functional_call(model, weights, kwargs=inputs)
+                return calls, num_outputs
+            except Exception as error:  # the wrong number of outputs can fail in any way
+                failures.append(error)
+                calls.clear()
+                reads.names.clear()
+                for seen in moments.values():
+                    seen.clear()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    raise NotSplittable(
+        f"{model.config.model_type}: its forward fails with stand-ins for its layers: "
+        f"{type(failures[0]).__name__}: {str(failures[0])[:300]}"
+    ) from failures[0]
+
+
+def _refuse_crosstalk(model: PreTrainedModel, calls: list[Call], num_layers: int) -> None:
+    """Refuse layers that are not a plain chain of hidden states."""
+    family = model.config.model_type
+    order = [call.layer for call in calls]
+    if order != list(range(num_layers)):
+        raise NotSplittable(
+            f"{family}: its {num_layers} layers do not each run once, in order: {order[:16]}"
+        )
+    for call in calls:
+        for value in tensors_in((call.args, call.kwargs)):
+            if isinstance(value, CarriedTensor):
+                raise NotSplittable(
+                    f"{family}: layer {call.layer} receives more from an earlier layer than "
+                    "hidden states"
+                )
+            if value.requires_grad:
+                raise NotSplittable(
+                    f"{family}: layer {call.layer} receives a trained tensor besides hidden states"
+                )

@@ -1,0 +1,41 @@
+"""Device memory that a run leaves to others than itself: a line of the ledger.
+
+    libraries    workspaces of cuBLAS and cuDNN in two threads, accumulators of attention's
+                 backward, and what torch's allocator rounds up and cannot join
+    driver       tables of the host pages that it has pinned
+
+Both are assumed, not measured here: 0.75 GB, and 0.4 % of what is pinned. Where little memory is
+allowed, libraries are given an eighth of it.
+
+Laws (tests/planning/machine/test_reserve.py)
+    1. A device with its own memory has the line, whatever is planned; the host has none.
+    2. More pinned memory needs more of the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megatrain.memory.ledger import Line
+from megatrain.planning.machine.profile import MachineProfile
+
+LIBRARY_BYTES = 750_000_000
+PAGE_TABLE_SHARE = 0.004
+_LARGEST_PART = 8
+
+
+def with_reserve(profile: MachineProfile) -> MachineProfile:
+    """Return the machine with what a run on it must leave free, if its device has own memory."""
+    if profile.on_host:
+        return profile
+    return profile.changed(
+        reserved_bytes=min(LIBRARY_BYTES, profile.device_bytes // _LARGEST_PART),
+        reserved_pinned_share=PAGE_TABLE_SHARE,
+    )
+
+
+def reserve_line(profile: MachineProfile, pinned: Iterable[Line]) -> Line:
+    """Return the reserve beside a run that pins these lines of host memory."""
+    tables = profile.reserved_pinned_share * sum(line.num_bytes for line in pinned)
+    num_bytes = profile.reserved_bytes + round(tables)
+    return Line(place="device", purpose="libraries and driver", num_bytes=num_bytes)

@@ -1,0 +1,150 @@
+"""Meeting: ranks find each other at a store.
+
+The store is rank 0's, or that of torchrun's agent, which outlives a restart and still has what the
+last attempt said. So rank 0 gives each attempt its own name:
+
+    rank 0      attempt = name                       roster = the words of who came
+    rank r                       here/r = a word
+
+and a rank has joined once the roster has all ranks, and of this one its own word. All that an
+attempt says in the store is under its name.
+
+Laws (tests/ranks/test_meeting.py)
+    1. Within the deadline all ranks have joined, or each says who came, from which host.
+    2. What an earlier attempt left in the store does no harm.
+    3. A port in use, and a host that does not answer, are named.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import struct
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from megatrain.errors import ConfigError, RankLost
+from megatrain.ranks.environment import Seat
+from megatrain.ranks.ownership import Owner
+from megatrain.ranks.torch_ranks import plain_text
+
+Roster = dict[int, Sequence[str]]
+"""Of each rank that came, its word and its host."""
+_POLL_S = 0.02
+_SIOCGIFADDR = 0x8915
+"""Linux: the address of an interface."""
+
+
+def meet(seat: Seat, deadline_s: float) -> tuple[Store, list[str]]:
+    """Return the store of this attempt and the host of each rank, once all have come."""
+    ends = time.monotonic() + deadline_s
+    store = _connect(seat, deadline_s)
+    attempt = _call if seat.owner.leads else _answer
+    try:
+        name, roster = attempt(store, seat.owner, lambda: time.monotonic() < ends)
+    except RuntimeError as error:
+        raise RankLost(
+            f"{seat.says} lost the store at {seat.address}:{seat.port}, and with it rank 0 or "
+            f"the launcher on its host: {plain_text(error)}"
+        ) from error
+    hosts = {rank: host for rank, (_, host) in sorted(roster.items())}
+    if missing := sorted(set(range(seat.owner.size)) - set(hosts)):
+        came = [f"rank {rank} on {host}" for rank, host in hosts.items()]
+        raise RankLost(
+            f"{seat.says} waited {deadline_s:g} s for others at {seat.address}:{seat.port}: "
+            f"{len(missing)} of {seat.owner.size} ranks did not come: "
+            f"{', '.join(map(str, missing))}.\n  Came: {', '.join(came)}.\n  Is the command "
+            "running on every host, each with its own ranks?"
+        )
+    return PrefixStore(name, store), list(hosts.values())
+
+
+def _connect(seat: Seat, deadline_s: float) -> Store:
+    """Return the store that all attempts share."""
+    serves = seat.owner.leads and not seat.agent
+    try:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            seat.address,
+            seat.port,
+            is_master=serves,
+            timeout=timedelta(seconds=deadline_s),
+            wait_for_workers=False,
+        )
+    except RuntimeError as error:
+        if serves:
+            raise ConfigError(
+                f"{seat.says} cannot listen on port {seat.port}: {plain_text(error)}\n  Give "
+                "another MASTER_PORT (torchrun --master-port), or end what uses this one."
+            ) from error
+        raise RankLost(
+            f"{seat.says} had no answer from {seat.address}:{seat.port} within {deadline_s:g} s, "
+            f"where rank 0 should be: {plain_text(error)}\n  Is MASTER_ADDR the host of rank 0, "
+            "is it running, and does a firewall let this port pass?"
+        ) from error
+
+
+def _call(store: Store, owner: Owner, in_time: Callable[[], bool]) -> tuple[str, Roster]:
+    """Name an attempt, and wait until all ranks have answered: what rank 0 does."""
+    name = uuid.uuid4().hex
+    roster: Roster = {0: ("", socket.gethostname())}
+    store.set("attempt", name)
+    while len(roster) < owner.size and in_time():
+        missing = set(range(owner.size)) - set(roster)
+        came = {rank for rank in missing if store.check([f"{name}/here/{rank}"])}
+        for rank in came:
+            roster[rank] = json.loads(store.get(f"{name}/here/{rank}"))
+        if came:
+            store.set(f"{name}/roster", json.dumps(list(roster.items())))
+        time.sleep(_POLL_S)
+    return name, roster
+
+
+def _answer(store: Store, owner: Owner, in_time: Callable[[], bool]) -> tuple[str, Roster]:
+    """Answer what rank 0 calls, until it has heard that and all others: what other ranks do."""
+    own, name = [uuid.uuid4().hex, socket.gethostname()], ""
+    roster: Roster = {owner.rank: own}
+    while len(roster) < owner.size and in_time():
+        called = store.get("attempt").decode() if store.check(["attempt"]) else ""
+        if called != name:
+            name = called
+            store.set(f"{name}/here/{owner.rank}", json.dumps(own))
+        if name and store.check([f"{name}/roster"]):
+            heard: Roster = dict(json.loads(store.get(f"{name}/roster")))
+            roster = heard if heard.get(owner.rank) == own else roster
+        time.sleep(_POLL_S)
+    return name, roster
+
+
+def choose_interface(seat: Seat) -> None:
+    """Let gloo use the interface that reaches where ranks meet, unless the user chose one.
+
+    By itself it takes the one that this host's name resolves to, which is often the loopback.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ or sys.platform != "linux":
+        return
+    family, kind, _, _, target = socket.getaddrinfo(
+        seat.address, seat.port, type=socket.SOCK_DGRAM
+    )[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)  # nothing is sent: it only finds the route
+        own = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            if _address_of(probe, name) == own:
+                os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def _address_of(probe: socket.socket, interface: str) -> str | None:
+    """Return an interface's IPv4 address."""
+    with suppress(OSError):
+        asked = struct.pack("256s", interface.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, asked)[20:24])
+    return None

@@ -1,0 +1,243 @@
+"""Ranks as processes: torch.distributed behind `Ranks`.
+
+    channel   group                        used by
+    comm      gloo, or the device's own    lane comm: `wire`
+    share     gloo                         the host lane and the caller of a step
+    carry     gloo                         a save or an export, in whatever thread it runs
+
+On gloo everything is sent and received straight from and into the caller's memory, with all ranks
+at once; so a failure is of a pair of ranks, and the other one is known. Bytes that a rank keeps
+are copied, not sent. On an accelerator the wire queues its backend's collectives on the stream.
+
+Laws (tests/ranks/test_torch_ranks.py)
+    1. All bytes arrive, whatever their number, and no byte beside them changes.
+    2. Numbers and facts arrive exactly: every bit of a double, not-a-number included.
+    3. Channels do not wait for each other: each may be used in its own thread.
+    4. A call that fails, or waits beyond the deadline, raises RankLost, with the cause chained.
+       The group is then closed: no later call can take bytes of an earlier one for its own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatrain.errors import RankLost
+from megatrain.ranks.ownership import Owner
+from megatrain.ranks.ranks import Said, Wire
+
+PartsByRank = Mapping[int, Tensor]
+"""What goes to, or comes from, each rank."""
+
+
+class NoAnswer(Exception):
+    """A send to, or a receive from, one rank failed; the backend's error is its cause."""
+
+    def __init__(self, rank: int, error: BaseException) -> None:
+        super().__init__(f"rank {rank}: {plain_text(error)}")
+        self.rank = rank
+        self.__cause__ = error
+
+
+class Watcher(Protocol):
+    """Knows how the other ranks are."""
+
+    def begin(self, channel: str, doing: str) -> None:
+        """Take note that this rank begins something on a channel. Called by any thread."""
+
+    def diagnose(self, error: BaseException) -> RankLost:
+        """Return who is to blame for `error`: a NoAnswer, or what the backend raised."""
+
+    def fail(self, error: BaseException) -> None:
+        """Let the others know why this rank ends."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Channel:
+    """One communicator. One thread at a time."""
+
+    name: str
+    group: dist.ProcessGroup
+    owner: Owner
+    deadline_s: float
+    watcher: Watcher
+    last: list[Any] = field(default_factory=list)
+    """Sends and receives of the last call. To let go of them before the next ones are under way
+    makes those slower: 20 swaps of 1 MiB took 68 ms, and 28 ms with the last ones kept."""
+
+    @property
+    def others(self) -> list[int]:
+        """The other ranks, the next one first: not all begin with the same one."""
+        rank, size = self.owner.rank, self.owner.size
+        return [(rank + distance) % size for distance in range(1, size)]
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Turn what the backend raises into RankLost."""
+        self.watcher.begin(self.name, what)
+        try:
+            yield
+        except (NoAnswer, RuntimeError) as error:
+            raise self.watcher.diagnose(error) from error
+
+    def swap(
+        self,
+        what: str,
+        going: PartsByRank,
+        coming: PartsByRank,
+        meanwhile: Callable[[], object] = bool,
+    ) -> None:
+        """Send and receive at once, on gloo; return when all is done. Empty parts are skipped.
+
+        What comes from a rank in two calls is in the order in which it was sent.
+        """
+        ends, works, rank = time.monotonic() + self.deadline_s, [], -1
+        with self.doing(what):
+            try:
+                for rank, part in coming.items():  # first: a send waits for the receive
+                    if part.numel():
+                        works.append((rank, dist.irecv(part, group=self.group, group_src=rank)))
+                for rank, part in going.items():
+                    if part.numel():
+                        works.append((rank, dist.isend(part, group=self.group, group_dst=rank)))
+                self.last[:] = works
+                meanwhile()
+                for rank, work in works:  # noqa: B007  (the error is of the rank at hand)
+                    left_s = max(0.001, ends - time.monotonic())  # 0 would mean the default
+                    work.wait(timedelta(seconds=left_s))  # type: ignore[union-attr]
+            except RuntimeError as error:
+                raise NoAnswer(rank, error) from error
+
+    def tell(self, what: str, own: Tensor, counts: Sequence[int] | None = None) -> list[Tensor]:
+        """Return what each rank tells: as many elements as `counts` says, or as `own` has."""
+        size = self.owner.size
+        counts = [len(own)] * size if counts is None else counts
+        told = [own.new_empty(count) for count in counts]
+        told[self.owner.rank] = own
+        others = self.others
+        self.swap(what, dict.fromkeys(others, own), {rank: told[rank] for rank in others})
+        return told
+
+    def agree(self, facts: Said) -> list[Said]:
+        """Return what each rank says."""
+        own = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
+        counts = torch.cat(self.tell("agree", torch.tensor([len(own)]))).tolist()
+        return [json.loads(bytes(text.numpy())) for text in self.tell("agree", own, counts)]
+
+
+class GlooWire:
+    """Fits megatrain.ranks.ranks.Wire: host memory."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def gather(self, parts: Tensor) -> None:
+        channel = self._channel
+        of_rank = parts.view(channel.owner.size, -1)
+        going = dict.fromkeys(channel.others, of_rank[channel.owner.rank])
+        channel.swap("gather", going, {rank: of_rank[rank] for rank in channel.others})
+
+    def exchange(
+        self, received: Tensor, sent: Tensor, num_received: Sequence[int], num_sent: Sequence[int]
+    ) -> None:
+        channel, rank = self._channel, self._channel.owner.rank
+        to, of = torch.split(sent, list(num_sent)), torch.split(received, list(num_received))
+        going = {other: to[other] for other in channel.others}
+        coming = {other: of[other] for other in channel.others}
+        channel.swap("exchange", going, coming, partial(of[rank].copy_, to[rank]))
+
+
+class DeviceWire:
+    """Fits megatrain.ranks.ranks.Wire: memory of an accelerator, by its own backend.
+
+    Calls return once they are queued on the stream; the backend ends the process if a collective
+    takes longer than the deadline.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def gather(self, parts: Tensor) -> None:
+        channel = self._channel
+        own = parts.view(channel.owner.size, -1)[channel.owner.rank]
+        with channel.doing("gather"):
+            dist.all_gather_into_tensor(parts, own, group=channel.group)
+
+    def exchange(
+        self, received: Tensor, sent: Tensor, num_received: Sequence[int], num_sent: Sequence[int]
+    ) -> None:
+        with self._channel.doing("exchange"):
+            dist.all_to_all_single(
+                received, sent, list(num_received), list(num_sent), group=self._channel.group
+            )
+
+
+class GlooCarrier:
+    """Fits megatrain.ranks.ranks.Carrier."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def send(self, data: Tensor, rank: int) -> None:
+        self._channel.swap(f"send to rank {rank}", {rank: data}, {})
+
+    def receive(self, data: Tensor, rank: int) -> None:
+        self._channel.swap(f"receive from rank {rank}", {}, {rank: data})
+
+    def agree(self, facts: Said) -> list[Said]:
+        return self._channel.agree(facts)
+
+
+class TorchRanks:
+    """Fits megatrain.ranks.ranks.Ranks. Ranks that joined: megatrain/ranks/joining.py."""
+
+    def __init__(self, owner: Owner, device: str, deadline_s: float, watcher: Watcher) -> None:
+        """Make the groups: all ranks do so at once. Torch's default group, on gloo, is one."""
+        self.owner, self._watcher = owner, watcher
+        self.patience_s = deadline_s
+        backend = dist.get_default_backend_for_device(torch.device(device).type)
+
+        def channel(name: str, group: Any) -> Channel:
+            return Channel(
+                name=name, group=group, owner=owner, deadline_s=deadline_s, watcher=watcher
+            )
+
+        timeout = timedelta(seconds=deadline_s)
+        comm = channel("comm", dist.new_group(timeout=timeout, backend=backend))
+        self._share = channel("share", dist.group.WORLD)
+        self.carrier = GlooCarrier(channel("carry", dist.new_group(timeout=timeout)))
+        self.wire: Wire = GlooWire(comm) if backend == "gloo" else DeviceWire(comm)
+
+    def share(self, numbers: Sequence[float]) -> list[list[float]]:
+        own = torch.tensor(list(numbers), dtype=torch.float64)
+        told: list[Any] = [part.tolist() for part in self._share.tell("share", own)]
+        return told
+
+    def agree(self, facts: Said) -> list[Said]:
+        return self._share.agree(facts)
+
+    def fail(self, error: BaseException) -> None:
+        self._watcher.fail(error)
+
+    def close(self) -> None:
+        self._watcher.close()
+        dist.destroy_process_group()
+
+
+def plain_text(error: BaseException) -> str:
+    """Return what a backend's error says, without where in its source and what else it thinks."""
+    line = str(error).partition("\n")[0].partition(" This is typically caused")[0]
+    return re.sub(r"^\[[^\]]*:\d+\] ", "", line)

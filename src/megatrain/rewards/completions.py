@@ -1,0 +1,184 @@
+"""Answers from an outside generator: a server with OpenAI's completions API, such as vLLM's.
+
+    server = CompletionsServer(url="http://localhost:8000/v1", model="policy")
+    rollouts = server.generate(prompts, max_new_tokens=256, num_samples=8)
+
+One request has all prompts, as tokens. Answers must come back as tokens too, with the
+log-probability of each: vLLM gives them if asked by `return_tokens_as_token_ids`. The server is not
+trusted: what it sends is limited in size and checked, and nothing is made of texts.
+
+Laws (tests/rewards/test_completions.py)
+    1. A server that our own `generate` is behind gives what `generate` gives.
+    2. Whatever else a server sends is one GeneratorError, which says what was wrong.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import urllib.error
+import urllib.request
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatrain.errors import ConfigError, GeneratorError
+from megatrain.rewards.generation import require_request
+from megatrain.rewards.rollouts import Rollout
+from megatrain.run.evaluation.sampling import Drawing
+
+_TOKEN = "token_id:"
+"""What vLLM writes before a token's number, where OpenAI has its text."""
+_ROUNDING = 1e-3
+"""By so much a log-probability may be above 0."""
+_BYTES_PER_TOKEN = 1024
+_MOST_OTHER_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionsServer:
+    """A server that completes texts."""
+
+    url: str
+    """With the version, as OpenAI's clients want it: http://localhost:8000/v1"""
+    model: str
+    """Its name there."""
+    api_key: str | None = field(default=None, repr=False)
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"{self.url} is not the address of a server: http://localhost:8000/v1 is one"
+            )
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        num_samples: int = 1,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        end_tokens: Collection[int] = (),
+    ) -> list[Rollout]:
+        """Return `num_samples` answers to each prompt, as `megatrain.generate` does.
+
+        Besides the server's own, `end_tokens` end an answer. If some are given, an answer that
+        ended without one is an error: a model that is never shown the end never learns to stop.
+        Raises GeneratorError, ConfigError or BatchError.
+        """
+        Drawing(temperature=temperature, top_p=top_p, seed=seed)  # refuses what cannot be drawn by
+        require_request(prompts, max_new_tokens, num_samples)
+        request = {
+            "model": self.model,
+            "prompt": [list(prompt) for prompt in prompts],
+            "max_tokens": max_new_tokens,
+            "n": num_samples,
+            "temperature": temperature,
+            "top_p": top_p,
+            "seed": seed,
+            "stop_token_ids": sorted(end_tokens),
+            "logprobs": 1,
+            "return_tokens_as_token_ids": True,
+        }
+        num_answers = len(prompts) * num_samples
+        num_bytes = _MOST_OTHER_BYTES + _BYTES_PER_TOKEN * num_answers * max_new_tokens
+        choices = _choices(self._answer("completions", request, num_bytes), num_answers)
+        return [
+            _rollout(choice, tuple(prompts[number // num_samples]), frozenset(end_tokens))
+            for number, choice in enumerate(choices)
+        ]
+
+    def _answer(self, path: str, request: Mapping[str, Any], most_bytes: int) -> Any:
+        """Return what the server answers, as JSON says it."""
+        headers = {"Content-Type": "application/json"}
+        if self.api_key is not None:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        address = f"{self.url.rstrip('/')}/{path}"
+        data = json.dumps(request).encode()
+        try:
+            sent = urllib.request.Request(address, data, headers)
+            with urllib.request.urlopen(sent, timeout=self.timeout_s) as answer:
+                found = answer.read(most_bytes + 1)
+        except urllib.error.HTTPError as error:
+            with error:
+                said = error.read(500).decode(errors="replace")
+            raise GeneratorError(f"{address} refused with {error.code}: {said}") from None
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise GeneratorError(
+                f"{address} does not answer ({error}). Is the server running, and the url right?"
+            ) from None
+        if len(found) > most_bytes:
+            raise GeneratorError(f"{address} sent more than {most_bytes:,} bytes")
+        try:
+            return json.loads(found)
+        except (ValueError, RecursionError):
+            raise GeneratorError(f"{address} sent no JSON: {found[:200]!r}") from None
+
+
+def _choices(answer: Any, num_answers: int) -> list[Any]:
+    """Return one choice for each answer that was asked for, in order."""
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+        raise GeneratorError(f"the server's answer has no choices: {str(answer)[:200]}")
+    by_index = {choice.get("index"): choice for choice in choices if _is_count(choice.get("index"))}
+    if len(choices) != num_answers or set(by_index) != set(range(num_answers)):
+        raise GeneratorError(
+            f"the server sent {len(choices)} answers, {num_answers} were asked for"
+        )
+    return [by_index[number] for number in range(num_answers)]
+
+
+def _rollout(choice: Mapping[str, Any], prompt: tuple[int, ...], ends: frozenset[int]) -> Rollout:
+    where = f"answer {choice['index']} of the server"
+    found = choice.get("logprobs")
+    tokens, logprobs = (
+        found.get(name) if isinstance(found, dict) else None
+        for name in ("tokens", "token_logprobs")
+    )
+    if not isinstance(tokens, list) or not isinstance(logprobs, list):
+        raise GeneratorError(f"{where} has no log-probabilities: {str(found)[:200]}")
+    if not tokens or len(tokens) != len(logprobs):
+        raise GeneratorError(f"{where} has {len(tokens)} tokens, {len(logprobs)} log-probabilities")
+    numbers = tuple(_token_number(token, where) for token in tokens)
+    ended = choice.get("finish_reason") == "stop"
+    if ended and ends and numbers[-1] not in ends:
+        raise GeneratorError(
+            f"{where} has ended with token {numbers[-1]}, which is none of end_tokens: "
+            f"{sorted(ends)}. Give all tokens that end an answer on the server"
+        )
+    return Rollout(
+        prompt=prompt,
+        tokens=numbers,
+        logprobs=tuple(_logprob(logprob, where) for logprob in logprobs),
+        ended=ended,
+    )
+
+
+def _token_number(token: Any, where: str) -> int:
+    number = token.removeprefix(_TOKEN) if isinstance(token, str) else ""
+    if not isinstance(token, str) or not token.startswith(_TOKEN) or not _is_digits(number):
+        raise GeneratorError(
+            f"{where} has the token {str(token)[:80]!r}, not {_TOKEN}5 or such: the server does "
+            "not know return_tokens_as_token_ids. vLLM's does"
+        )
+    return int(number)
+
+
+def _logprob(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise GeneratorError(f"{where} has {str(value)[:80]} for a log-probability")
+    if value > _ROUNDING:
+        raise GeneratorError(f"{where} has {value:g} for a log-probability: none is above 0")
+    return min(float(value), 0.0)
+
+
+def _is_digits(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 10
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int

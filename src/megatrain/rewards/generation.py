@@ -1,0 +1,71 @@
+"""Answers from the model that is trained: streamed, batched, with keys and values kept.
+
+The streamed engine moves all weights once per token, for all answers together: see
+run/evaluation/sampling.py. For long answers of large models take a server: completions.py.
+
+Laws (tests/rewards/test_generation.py)
+    1. Greedy answers are those of transformers' `generate`.
+    2. The same seed gives the same answers; each sample of a prompt is drawn by itself.
+    3. On the model that drew them, `PolicyGradient` sees a ratio of 1, within rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from megatrain.engine.engine import Engine
+from megatrain.errors import BatchError, ConfigError
+from megatrain.rewards.rollouts import Rollout
+from megatrain.run.evaluation.sampling import Drawing, continuations
+
+
+def generate(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    num_samples: int = 1,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    end_tokens: Collection[int] | None = None,
+) -> list[Rollout]:
+    """Return `num_samples` answers to each prompt, those of one prompt in a row.
+
+    Prompts are tokens. `temperature` 0 takes the likeliest token each time. An answer ends with
+    one of `end_tokens`; None takes `eos_token_id` of the model's config. Late updates are finished
+    first. Raises ConfigError or BatchError.
+    """
+    drawing = Drawing(temperature=temperature, top_p=top_p, seed=seed)
+    require_request(prompts, max_new_tokens, num_samples)
+    ends = _ends_of_config(engine) if end_tokens is None else frozenset(end_tokens)
+    asked = [tuple(prompt) for prompt in prompts for _ in range(num_samples)]
+    found = continuations(engine, asked, max_new_tokens, ends, drawing)
+    return [
+        Rollout(
+            prompt=prompt,
+            tokens=tuple(made.tokens),
+            logprobs=tuple(made.logprobs),
+            ended=made.tokens[-1] in ends,
+        )
+        for prompt, made in zip(asked, found, strict=True)
+    ]
+
+
+def require_request(
+    prompts: Sequence[Sequence[int]], max_new_tokens: int, num_samples: int
+) -> None:
+    """Raise BatchError or ConfigError unless there is something to generate."""
+    for number, prompt in enumerate(prompts):
+        if not prompt:
+            raise BatchError(f"prompt {number} has no tokens; begin it with a token, like BOS")
+    for name, value in (("max_new_tokens", max_new_tokens), ("num_samples", num_samples)):
+        if value < 1:
+            raise ConfigError(f"{name} is {value}; give 1 or more.")
+
+
+def _ends_of_config(engine: Engine) -> frozenset[int]:
+    named = getattr(engine.model_config, "eos_token_id", None)
+    return frozenset(
+        end for end in (named if isinstance(named, list) else [named]) if end is not None
+    )

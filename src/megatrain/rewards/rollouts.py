@@ -1,0 +1,95 @@
+"""Rollouts: answers that a model has drawn, as micro-batches to train on.
+
+Rows of similar length share a micro-batch, so that little is padding. A row is one answer, as the
+losses of `losses/policy_gradient.py` count them.
+
+Laws (tests/rewards/test_rollouts.py)
+    1. Every token of every answer is trained once, with its advantage and its log-probability at
+       the position of the token before it; no token of a prompt is.
+    2. No micro-batch has more tokens than asked for, padding included, unless one row has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatrain.engine.batch import MicroBatch
+from megatrain.errors import BatchError
+from megatrain.losses.head import IGNORED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """A prompt and an answer to it, in tokens."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    """The answer, with its end token if it has one."""
+    logprobs: tuple[float, ...]
+    """Of each token of the answer, under the model that drew it, at temperature 1."""
+    ended: bool
+    """False: the answer was cut off by the limit."""
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.tokens)
+
+
+def rollout_batch(
+    rollouts: Sequence[Rollout],
+    advantages: Sequence[float],
+    *,
+    micro_batch_tokens: int = 8192,
+    pad_token: int = 0,
+) -> list[MicroBatch]:
+    """Return a step's micro-batches, for `PolicyGradient`: longest rows first.
+
+    `extra` has each answer's advantage at all of its tokens, and `old_logprobs`. Raises BatchError.
+    """
+    if len(rollouts) != len(advantages) or not rollouts:
+        raise BatchError(f"{len(rollouts)} rollouts and {len(advantages)} advantages")
+    for number, one in enumerate(rollouts):
+        if not one.prompt or not one.tokens or len(one.tokens) != len(one.logprobs):
+            raise BatchError(
+                f"rollout {number} has {len(one.prompt)} tokens of prompt, {len(one.tokens)} of "
+                f"answer and {len(one.logprobs)} log-probabilities; there must be some of each, "
+                "and as many of the last two"
+            )
+    return [
+        _micro_batch([(rollouts[n], advantages[n]) for n in numbers], pad_token)
+        for numbers in _together([len(one) for one in rollouts], micro_batch_tokens)
+    ]
+
+
+def _together(lengths: Sequence[int], most_tokens: int) -> Iterator[list[int]]:
+    """Yield the numbers of the rows of each micro-batch."""
+    numbers: list[int] = []
+    for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
+        if numbers and lengths[numbers[0]] * (len(numbers) + 1) > most_tokens:
+            yield numbers
+            numbers = []
+        numbers.append(number)
+    yield numbers
+
+
+def _micro_batch(rows: Sequence[tuple[Rollout, float]], pad_token: int) -> MicroBatch:
+    shape = (len(rows), max(len(one) for one, _ in rows))
+    ids = torch.full(shape, pad_token)
+    labels = torch.full(shape, IGNORED)
+    mask = torch.zeros(shape, dtype=torch.long)
+    advantages, logprobs = torch.zeros(shape), torch.zeros(shape)
+    for row, (one, advantage) in enumerate(rows):
+        begin, end = len(one.prompt), len(one)
+        ids[row, :end] = torch.tensor([*one.prompt, *one.tokens])
+        labels[row, begin:end] = ids[row, begin:end]
+        mask[row, :end] = 1
+        advantages[row, begin - 1 : end - 1] = advantage
+        logprobs[row, begin - 1 : end - 1] = torch.tensor(one.logprobs)
+    return MicroBatch(
+        input_ids=ids,
+        labels=labels,
+        attention_mask=None if bool(mask.all()) else mask,
+        extra={"advantages": advantages, "old_logprobs": logprobs},
+    )

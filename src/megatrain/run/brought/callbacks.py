@@ -1,0 +1,181 @@
+"""Callbacks: code of the caller that a run calls at its events, by the names of transformers.
+
+    class Stop(mt.Callback):
+        def on_evaluate(self, config, state, control, metrics, **_):
+            control.should_training_stop = metrics["eval_loss"] < 1.0
+
+Callbacks are called in their order, between steps, by the thread that trains. They see the run and
+ask for things; they cannot change a step. An error in one ends the run as any error does. Of
+several ranks each calls its own, and what one of them asks for all do.
+
+Laws (tests/run/brought/test_callbacks.py)
+    1. A run with callbacks that ask for nothing has the bits of one without.
+    2. Events come in the documented order, and what a callback asks for happens.
+    3. A callback with an event that no run has is refused; an error in one ends the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from megatrain.config import Config
+from megatrain.errors import ConfigError, listing
+from megatrain.ranks.ranks import Ranks
+from megatrain.run.state import RunState
+
+if TYPE_CHECKING:  # it opens rows, which a program may bring with its callbacks
+    from megatrain.run.opening.training_data import TrainingData
+
+
+@dataclass(slots=True, kw_only=True)
+class Control:
+    """What a callback may ask for; an attribute of any other name is an error."""
+
+    should_training_stop: bool = False
+    """End the run after this step, saved, as if it were its last."""
+    should_save: bool = False
+    """Save after this step."""
+    should_evaluate: bool = False
+    """Evaluate after this step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunProgress:
+    """Where a run is."""
+
+    global_step: int
+    """Steps that are done."""
+    max_steps: int
+    epoch: int
+    """Passes over the rows that are complete."""
+    num_input_tokens_seen: int
+    loss: float | None
+    """Of the last step."""
+    eval_loss: float | None
+    """Of an evaluation at this very step."""
+    best_loss: float | None
+    """The lowest of all evaluations."""
+    best_step: int
+    is_world_process_zero: bool
+    """Whether this rank leads; of one process, yes."""
+    run_dir: Path
+
+    @classmethod
+    def of(cls, state: RunState, data: TrainingData, run_dir: Path, *, leads: bool) -> Self:
+        """Return what a run says of itself after a step."""
+        return cls(
+            global_step=state.step,
+            max_steps=data.num_steps,
+            epoch=data.epoch,
+            num_input_tokens_seen=state.total_tokens,
+            loss=state.last_loss,
+            eval_loss=state.eval_loss,
+            best_loss=state.evaluations.best_loss,
+            best_step=state.evaluations.best_step,
+            is_world_process_zero=leads,
+            run_dir=run_dir,
+        )
+
+
+class Callback:
+    """Methods that a run calls; override those that you need.
+
+    Each gets the config, the state (mt.RunProgress) and the control (mt.Control) of the run, and by
+    name `trainer` and what is noted below. What it returns is ignored.
+    """
+
+    def on_init_end(self, config: Config, state: RunProgress, control: Control, **_: Any) -> None:
+        """The model is loaded, and a resumed run is at its checkpoint."""
+
+    def on_train_begin(
+        self, config: Config, state: RunProgress, control: Control, **_: Any
+    ) -> None:
+        """`train()` was called."""
+
+    def on_epoch_begin(
+        self, config: Config, state: RunProgress, control: Control, **_: Any
+    ) -> None:
+        """The next step is the first of a pass over the rows."""
+
+    def on_step_begin(self, config: Config, state: RunProgress, control: Control, **_: Any) -> None:
+        """A step begins."""
+
+    def on_step_end(self, config: Config, state: RunProgress, control: Control, **_: Any) -> None:
+        """A step is done, its line in metrics.jsonl written."""
+
+    def on_log(self, config: Config, state: RunProgress, control: Control, **_: Any) -> None:
+        """A step is logged (log.every); `logs` is its line of metrics.jsonl."""
+
+    def on_evaluate(self, config: Config, state: RunProgress, control: Control, **_: Any) -> None:
+        """An evaluation is done; `metrics` is its line of metrics.jsonl."""
+
+    def on_save(self, config: Config, state: RunProgress, control: Control, **_: Any) -> None:
+        """A checkpoint is complete; `checkpoint` is its folder. Saves end some steps later."""
+
+    def on_epoch_end(self, config: Config, state: RunProgress, control: Control, **_: Any) -> None:
+        """The last step was the last of a pass over the rows."""
+
+    def on_train_end(self, config: Config, state: RunProgress, control: Control, **_: Any) -> None:
+        """All steps are done, or a callback ended the run; the last checkpoint is complete."""
+
+
+HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+
+
+class Callbacks:
+    """The callbacks of one run, and what they asked for."""
+
+    def __init__(self, callbacks: Sequence[Callback], ranks: Ranks) -> None:
+        self._callbacks, self._ranks = tuple(callbacks), ranks
+        self.control = Control()
+
+    def __bool__(self) -> bool:
+        return bool(self._callbacks)
+
+    def tell(self, event: str, config: Config, state: RunProgress, **details: Any) -> None:
+        """Call the event's method of each; then all ranks want what one of them wants."""
+        assert event in HOOKS
+        if not self._callbacks:
+            return
+        control = self.control
+        for callback in self._callbacks:
+            if (method := getattr(callback, event, None)) is not None:
+                method(config, state, control, **details)
+        if not self._ranks.owner.is_alone and event != "on_save":  # rank 0 alone may see a save
+            asked = {name: bool(getattr(control, name)) for name in Control.__slots__}
+            heard = self._ranks.agree({"control": asked})
+            for name in asked:
+                setattr(control, name, any(said["control"][name] for said in heard))
+
+    def take(self, name: str) -> bool:
+        """Return whether something is asked for, which is then no longer so."""
+        asked = bool(getattr(self.control, name))
+        setattr(self.control, name, False)
+        return asked
+
+
+def require_callback(callback: Any) -> None:
+    """Raise ConfigError for an object that no event of a run would reach.
+
+    Those of transformers are welcome as far as their events are ours.
+    """
+    if isinstance(callback, type):
+        raise ConfigError(
+            f"callbacks: {callback.__name__} is a class. Give an object: {callback.__name__}()."
+        )
+    methods = {name for name in dir(callback) if name.startswith("on_") and _is_own(callback, name)}
+    unknown = methods - set(HOOKS)
+    if unknown or not methods:
+        fault = f"has {listing(unknown)}, which no run calls" if unknown else "has no event"
+        raise ConfigError(
+            f"callbacks: {type(callback).__name__} {fault}. The events are {listing(HOOKS)}."
+        )
+
+
+def _is_own(callback: Any, name: str) -> bool:
+    """Return whether a method does something: the base class of transformers has them all."""
+    owner = next((kind for kind in type(callback).__mro__ if name in vars(kind)), None)
+    return owner is None or not owner.__module__.startswith("transformers.")

@@ -1,0 +1,88 @@
+"""A run whose first step does not fit, opened again with what takes less device memory.
+
+The plan predicts the working memory of compute; what kernels of a device take beside it is an
+assumption (planning/machine/reserve.py). Where the plan chose and nothing is trained yet, too much
+of it costs a few seconds, not the run: weights stay where they are. Kept activations are given up
+first, which changes no bit; then micro-batches are halved.
+
+Laws (tests/run/opening/test_smaller.py)
+    1. The run is that of a config with the smaller micro-batches, bit for bit.
+    2. What the config gives, and what a resumed run has, stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from megatrain.data.steps.isolation import packs_flat
+from megatrain.run.opening.assembly import make_engine
+from megatrain.run.opening.opening import Opening
+from megatrain.run.opening.training_data import open_data
+
+_WORDS = {
+    "kept_layers": ("activations given up", "{before} layers do not keep their activations"),
+    "micro_batch_tokens": (
+        "smaller micro-batches",
+        "micro-batches of {now:,} tokens, not {before:,}",
+    ),
+}
+"""By setting: the event, and what the user is to know."""
+
+
+def can_shrink(opened: Opening) -> bool:
+    """Return whether a step may take less device memory, and could."""
+    plan = opened.plan
+    halves = (
+        opened.config.train.micro_batch_tokens == "auto"
+        and plan.settings.micro_batch_tokens > plan.workload.sequence
+    )
+    return (
+        (halves or _may_give_up_kept(opened))
+        and opened.resumed is None
+        and opened.ranks.owner.is_alone
+        and not opened.engine.torn
+    )
+
+
+def opened_smaller(opened: Opening, reason: str, say: Callable[[str], None]) -> Opening:
+    """Return the run with less on the device; the user and the run folder get a line.
+
+    `opened` has no engine and no data from then on.
+    """
+    config, home = opened.config, opened.home
+    name = "kept_layers" if _may_give_up_kept(opened) else "micro_batch_tokens"
+    before = getattr(opened.plan.settings, name)
+    now = 0 if name == "kept_layers" else max(before // 2, opened.plan.workload.sequence)
+    plan = opened.plan.with_setting(name, now, f"step 1 did not fit with {before}")
+    event, text = _WORDS[name]
+    say(f"step 1 does not fit: {text.format(now=now, before=before)} ({reason})")
+    record = {"event": event, "step": 0, "from": before, "to": now}
+    opened.folder.append("events.jsonl", record | {"reason": reason})
+    opened.engine.close()
+    opened.data.close()
+    data = open_data(
+        config,
+        opened.tokenizer,
+        plan.settings,
+        opened.data.rows,
+        flat=packs_flat(home.decoder.config, compiles=plan.settings.compile),
+    )
+    try:
+        engine = make_engine(
+            config,
+            plan.settings,
+            home,
+            opened.device,
+            data.num_steps,
+            loss=opened.brought.loss,
+        )
+    except BaseException:
+        data.close()
+        raise
+    return replace(opened, plan=plan, data=data, engine=engine)
+
+
+def _may_give_up_kept(opened: Opening) -> bool:
+    """Return whether layers keep their activations by the plan's choice."""
+    return opened.config.memory.kept_layers == "auto" and opened.plan.settings.kept_layers > 0

@@ -1,0 +1,112 @@
+"""The model card of a run: README.md with front matter, made from what its run folder holds.
+
+It names nothing of this machine: of files only their last names, of folders nothing. It states no
+license, because a run does not know it.
+
+Laws (tests/run/publishing/test_push.py)
+    1. The front matter is YAML, whatever the names of models and rows are.
+    2. Rows, settings, losses and versions are those of the run folder; no path of the machine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatrain.config import Config
+from megatrain.config.load import write_yaml
+from megatrain.hub import is_id
+from megatrain.run.folder import machine_facts
+from megatrain.run.state import RunState
+
+_SHOWN = {
+    "data": ("max_length", "train_on", "packing", "overlong"),
+    "train": ("steps", "epochs", "batch_tokens", "batch_rows", "max_grad_norm", "seed"),
+    "optim": ("name", "learning_rate", "schedule", "warmup", "weight_decay", "betas"),
+    "model": ("dtype", "frozen"),
+    "loss": ("name", "beta"),
+}
+"""The settings that decide what was learned; docs/config.md explains them."""
+
+
+def model_card(
+    repo_id: str, config: Config, state: RunState, card: Mapping[str, Any], *, is_adapter: bool
+) -> str:
+    """Return the text of README.md. `card` is the data card of the run."""
+    base = config.model.name_or_path
+    lines = [
+        "---",
+        *_front_matter(config, is_adapter=is_adapter),
+        "---",
+        f"# {repo_id.rpartition('/')[2]}",
+        "",
+        f"{'An adapter for' if is_adapter else 'Trained from'} {_shown(base)} with MegaTrain, "
+        f"{state.step:,} steps, {state.total_tokens:,} tokens.",
+        "",
+        "## Losses",
+        "",
+        *_table({"first step": state.first_loss, "last step": state.last_loss}),
+        *_rows({"evaluation, lowest": state.evaluations.best_loss}),
+        "",
+        "## Rows",
+        "",
+        *_table({name: card[name] for name in ("rows", "kept", "tokens", "trained_tokens")}),
+        *_rows({"source": _sources(config)}),
+        "",
+        "## Settings",
+        "",
+        *_table(dict(_settings(config))),
+        "",
+        "## Versions",
+        "",
+        *_table({name: value for name, value in machine_facts().items() if name in _VERSIONS}),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+_VERSIONS = ("megatrain", "torch", "transformers", "python")
+
+
+def _front_matter(config: Config, *, is_adapter: bool) -> Iterator[str]:
+    yield f"library_name: {'peft' if is_adapter else 'transformers'}"
+    yield "pipeline_tag: text-generation"
+    yield "tags: [megatrain]"
+    if is_id(base := config.model.name_or_path) and not Path(base).exists():
+        yield f"base_model: {json.dumps(base)}"
+    ids = [s.path for s in config.data.train if is_id(s.path) and not Path(s.path).exists()]
+    if ids:
+        yield f"datasets: {json.dumps(ids)}"
+
+
+def _settings(config: Config) -> Iterator[tuple[str, str]]:
+    for section, keys in _SHOWN.items():
+        for key in keys:
+            if (value := getattr(getattr(config, section), key)) not in (None, (), []):
+                yield f"{section}.{key}", write_yaml(value)
+
+
+def _sources(config: Config) -> str:
+    return ", ".join(_shown(source.path) for source in config.data.train)
+
+
+def _shown(place: str) -> str:
+    """Return a Hub id as it is, and only the last name of a path."""
+    hides = Path(place).exists() or not is_id(place)
+    return place.strip("<>").rstrip("/").rpartition("/")[2] if hides else place
+
+
+def _table(values: Mapping[str, Any]) -> list[str]:
+    return ["| name | value |", "|---|---|", *_rows(values)]
+
+
+def _rows(values: Mapping[str, Any]) -> list[str]:
+    return [f"| {name} | {_cell(value)} |" for name, value in values.items() if value is not None]
+
+
+def _cell(value: Any) -> str:
+    text = (
+        f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if type(value) is int else ""
+    )
+    return text or " ".join(str(value).replace("|", "\\|").split())

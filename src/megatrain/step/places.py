@@ -1,0 +1,92 @@
+"""Where the bytes of each block pass: slots, rings and buffers, by name or by turn.
+
+Laws (tests/step/test_resources.py)
+    1. Layer b lives in slot (b-1) % slots, in forward and in backward, so at the turn the last
+       slots layers are where backward needs them.
+    2. Embedding and head never take a layer's weight slot. Each has its own. They share the
+       gradient slot "edge"; if they are tied, the table's gradient stays in "edge" from the first
+       HEAD to DRAIN(0), the head's parts first, and the head's other params use "head".
+       Pieces of the head take turns with the layers instead. So does the embedding by rows,
+       unless a head that is there whole has room for them.
+    3. The rings of tape, gradients, host gradients and the tier restart in each step, so all steps
+       of a shape are the same ops.
+    4. Between disk and update layers take turns in update order. Embedding and head, often the
+       largest blocks, share the tier slot "edge": one is the first to be updated, the other the
+       last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import count
+
+from megatrain.step.ops import Resource, Role, SlotId
+from megatrain.step.shape import StepShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockPlaces:
+    """Where the bytes of one block pass on their way."""
+
+    role: Role
+    slot: SlotId | None
+    """None: never fetched, compute reads the store."""
+    weights: Resource
+    """What compute reads: the slot, or the store itself."""
+    grad_slots: tuple[SlotId, ...]
+    """Of its pieces, one after another, which for most blocks is one. None: frozen."""
+    host_grad: SlotId | None
+    """None: frozen, or the gradient has its own place, grad[b]."""
+    drained: Resource
+    """The place of the gradient on the host: grad[b], or the ring."""
+    tier_slot: SlotId | None
+    """None: frozen, or masters and moments stay in host memory."""
+    master: Resource
+    """What an update works in: master[b], or the ring between it and the disk."""
+
+
+def block_places(shape: StepShape) -> list[BlockPlaces]:
+    """Return the places of each block. Layers take turns, edges have names."""
+    slots: dict[int, SlotId] = {0: "embedding", shape.head: "head"}
+    slots |= {layer: turn % shape.slots for turn, layer in enumerate(shape.layers)}
+    grad_slots = _grad_slots(shape)
+    host_grads: dict[int, SlotId] = {0: "edge", shape.head: "head" if shape.tied else "edge"}
+    trained_layers = [layer for layer in shape.layers if shape.trained[layer]]
+    for turn, layer in enumerate(reversed(trained_layers)):
+        host_grads[layer] = turn % shape.host_grads
+    tier_slots: dict[int, SlotId] = {0: "edge", shape.head: "edge"}
+    ordered_layers = [block for block in shape.update_order if block in shape.layers]
+    tier_slots |= {layer: turn % shape.tier_slots for turn, layer in enumerate(ordered_layers)}
+    in_ring = shape.update == "in_backward" or shape.spills
+    return [
+        BlockPlaces(
+            role=shape.role(block),
+            slot=slots[block] if shape.copying else None,
+            weights=("slot", slots[block]) if shape.copying else ("weights", block),
+            grad_slots=grad_slots.get(block, ()),
+            host_grad=host_grads[block] if trained and in_ring else None,
+            drained=("host_grad", host_grads[block]) if trained and in_ring else ("grad", block),
+            tier_slot=tier_slots[block] if trained and shape.has_tier else None,
+            master=("tier_slot", tier_slots[block])
+            if trained and shape.has_tier
+            else ("master", block),
+        )
+        for block, trained in enumerate(shape.trained)
+    ]
+
+
+def _grad_slots(shape: StepShape) -> dict[int, tuple[SlotId, ...]]:
+    """Return the gradient slots of each trained block, as backward reaches them."""
+    turns = (turn % shape.grad_slots for turn in count())
+    slots: dict[int, tuple[SlotId, ...]] = {}
+    for block in reversed(shape.trained_blocks):
+        role = shape.role(block)
+        if role is Role.HEAD and shape.head_pieces > 1:
+            slots[block] = tuple(next(turns) for _ in range(shape.head_pieces))
+        elif role is Role.HEAD:
+            slots[block] = ("head" if shape.tied else "edge",)
+        elif role is Role.EMBEDDING and not shape.rows_take_turns:
+            slots[block] = ("edge",)
+        else:
+            slots[block] = (next(turns),)
+    return slots

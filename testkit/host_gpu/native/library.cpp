@@ -1,0 +1,16 @@
+// The device as one translation unit: nearly all of the compiler's time goes into torch's headers,
+// and so it reads them once.
+#include "copies.cpp"
+#include "events.cpp"
+#include "faults.cpp"
+#include "guard.cpp"
+#include "kernels.cpp"
+#include "launch.cpp"
+#include "memory.cpp"
+#include "pinned.cpp"
+#include "python.cpp"
+#include "random.cpp"
+#include "registration.cpp"
+#include "segments.cpp"
+#include "streams.cpp"
+#include "tensors.cpp"

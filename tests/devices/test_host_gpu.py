@@ -1,0 +1,96 @@
+"""Finding an accelerator, and what the engine asks of it, where torch itself drives one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatrain.devices.accelerator import Accelerator, accelerator, find_device
+from megatrain.devices.device import CpuDevice
+from megatrain.devices.runtime import TorchRuntime, num_accelerators
+from megatrain.errors import DeviceFull, NoDevice
+
+pytest.importorskip("testkit.host_gpu", exc_type=ImportError)
+
+from testkit.host_gpu import control
+
+pytestmark = pytest.mark.hostgpu
+
+
+@pytest.mark.parametrize(
+    ("name", "local_rank", "found"),
+    [
+        ("", None, "hostgpu:0"),
+        ("hostgpu", None, "hostgpu:0"),
+        ("hostgpu:1", None, "hostgpu:1"),
+        ("hostgpu", 1, "hostgpu:1"),
+        ("", 0, "hostgpu:0"),
+    ],
+)
+def test_a_device_is_found_by_name_and_rank(name: str, local_rank: int | None, found: str) -> None:
+    runtime = TorchRuntime.find(name, local_rank)
+    assert str(runtime.device) == found
+    assert torch.accelerator.current_device_index() == runtime.device.index
+
+
+@pytest.mark.parametrize(
+    ("name", "local_rank", "text"),
+    [
+        ("nothing", None, "^nothing is not a device"),
+        ("cuda", None, "^cuda: the accelerator of this machine is hostgpu$"),
+        ("hostgpu:2", None, "^hostgpu:2: this machine has 2 devices, the last is hostgpu:1$"),
+        ("", 2, "^rank 2 of this host has no device: the host has 2"),
+    ],
+)
+def test_a_device_that_is_not_there_is_said(name: str, local_rank: int | None, text: str) -> None:
+    with pytest.raises(NoDevice, match=text):
+        accelerator(name, local_rank=local_rank)
+
+
+def test_auto_is_the_accelerator_where_there_is_one() -> None:
+    assert isinstance(find_device("auto"), Accelerator)
+    assert isinstance(find_device("hostgpu:1"), Accelerator)
+    assert isinstance(find_device("cpu"), CpuDevice)
+    assert num_accelerators() == 2
+    with control.present(False):
+        assert isinstance(find_device("auto"), CpuDevice)
+        assert num_accelerators() == 0
+        with pytest.raises(NoDevice, match="finds no accelerator"):
+            find_device("hostgpu")
+    with pytest.raises(NoDevice, match="the accelerator of this machine is hostgpu"):
+        find_device("cuda")
+
+
+def test_a_capped_device_is_full() -> None:
+    capped = accelerator("hostgpu:1", cap_bytes=4 << 20)
+    with pytest.raises(DeviceFull, match=r"^device memory: slots needs 8\.0 MiB, 4\.0 MiB are"):
+        capped.allocate(8 << 20, "slots")
+
+
+def test_a_collective_is_queued_on_the_stream_of_the_thread() -> None:
+    device = accelerator("hostgpu:1")
+    memory = device.allocate(16, "exchange").view(torch.float32)
+
+    def add() -> None:
+        memory.add_(1)
+
+    with control.timed("lazy"), torch.Stream(device.name):
+        memory.fill_(1)
+        device.communicate([memory], [memory], add)
+        copy = device.to_host(memory)
+        torch.accelerator.current_stream().synchronize()
+    assert copy.tolist() == [2.0] * 4
+
+
+def test_experts_have_no_kernel_of_groups_here() -> None:
+    assert not accelerator("hostgpu").groups(torch.bfloat16)
+
+
+def test_a_snapshot_that_fails_does_not_hide_the_error_it_explains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(runtime: TorchRuntime) -> None:
+        raise RuntimeError("no snapshot")
+
+    monkeypatch.setattr(TorchRuntime, "memory_snapshot", fails)
+    assert accelerator("hostgpu").memory_snapshot() is None

@@ -1,0 +1,173 @@
+"""Adapter folders: read with every bit, and what is not exactly theirs is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatrain.disk.adapters.folder import is_adapter_folder, read_adapter_folder, reference
+from megatrain.disk.hf.model import HostModel, load_model, read_model_folder
+from megatrain.errors import ConfigError, MegaTrainError, ModelFolderError, WeightsMismatch
+from megatrain.memory.kinds import Kind
+from megatrain.model_files import ADAPTER_CONFIG_NAME, ADAPTER_NAME, SINGLE_NAME
+from megatrain.models.adapters.lora import Lora
+from megatrain.models.decoder import build_decoder
+from testkit.families import save_tiny, tiny_config
+
+KINDS = (Kind.HI, Kind.LO)
+Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("base"), "llama", torch.bfloat16)
+
+
+@pytest.fixture
+def folder(base: Path, tmp_path: Path) -> Path:
+    """Adapters with random numbers, as PEFT writes them."""
+    draw = torch.Generator().manual_seed(0)
+    tensors = {}
+    lora = Lora(rank=4, alpha=8, targets=("q_proj", "down_proj"))
+    for param in build_decoder(tiny_config("llama"), "bf16", lora=lora).params:
+        if param.is_adapter:
+            name = f"base_model.model.{param.name}.weight"
+            tensors[name] = torch.randn(param.shape, generator=draw)
+    made = tmp_path / "adapters"
+    made.mkdir()
+    save_file(tensors, made / ADAPTER_NAME)
+    _configure(made, base)
+    return made
+
+
+def _configure(folder: Path, base: Path, **changes: Any) -> None:
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    config["base_model_name_or_path"] = str(base)
+    (folder / ADAPTER_CONFIG_NAME).write_text(json.dumps(config | changes))
+
+
+def _masters(home: HostModel) -> dict[str, Tensor]:
+    names = [param.name for param in home.decoder.params if param.is_adapter]
+    return {f"base_model.model.{name}.weight": home.store.master(name) for name in names}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_adapters_come_back_with_every_bit(
+    folder: Path, base: Path, tmp_path: Path, dtype: Any
+) -> None:
+    home = load_model(folder, dtype=dtype, kinds=KINDS)
+    home.export(tmp_path / "out")
+    alone = read_model_folder(tmp_path / "out").load_adapters(KINDS)
+    alone.export(tmp_path / "again")
+    given = load_file(folder / ADAPTER_NAME)
+    for found in (_masters(home), load_file(tmp_path / "out" / ADAPTER_NAME)):
+        assert found.keys() == given.keys()
+        assert all(torch.equal(found[name], given[name]) for name in given)
+    assert (tmp_path / "again" / ADAPTER_NAME).read_bytes() == (
+        tmp_path / "out" / ADAPTER_NAME
+    ).read_bytes()
+    plain = load_model(base, dtype=dtype, kinds=(Kind.HI,))
+    for param in plain.decoder.params:
+        weight = plain.store.param(param.name, Kind.HI)
+        assert torch.equal(home.store.param(param.name, Kind.HI), weight), param.name
+    config = json.loads((tmp_path / "out" / ADAPTER_CONFIG_NAME).read_text())
+    assert (config["r"], config["lora_alpha"], config["task_type"]) == (4, 8, "CAUSAL_LM")
+    assert config["base_model_name_or_path"] == str(base.resolve())
+    assert config["target_modules"] == ["down_proj", "q_proj"]
+
+
+def test_modules_that_have_namesakes_are_written_in_full(base: Path, tmp_path: Path) -> None:
+    lora = Lora(rank=2, alpha=2, targets=("layers.1.self_attn.q_proj",))
+    load_model(base, lora=lora).export(tmp_path / "out")
+    config = json.loads((tmp_path / "out" / ADAPTER_CONFIG_NAME).read_text())
+    assert config["target_modules"] == ["model.layers.1.self_attn.q_proj"]
+    assert read_adapter_folder(tmp_path / "out").modules == ("model.layers.1.self_attn.q_proj",)
+
+
+def _with(folder: Path, changes: dict[str, Tensor | None]) -> None:
+    tensors = load_file(folder / ADAPTER_NAME)
+    for name, tensor in changes.items():
+        if tensor is None:
+            del tensors[name]
+        else:
+            tensors[name] = tensor
+    save_file(tensors, folder / ADAPTER_NAME)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({Q_PROJ: None}, "q_proj.lora_A is missing"),
+        ({Q_PROJ: torch.zeros(5, 64)}, r"q_proj\.lora_A has shape \(5, 64\), and r is 4"),
+        ({Q_PROJ: torch.zeros(4, 63)}, r"has shape \(4, 63\); the model wants \(4, 64\)"),
+        ({Q_PROJ: torch.zeros(4, 64, dtype=torch.int32)}, "is I32; it must be BF16, F16 or F32"),
+        ({Q_PROJ: torch.zeros(256)}, r"has shape \(256,\)"),
+        (
+            {
+                Q_PROJ.replace("layers.0", "layers.7"): torch.zeros(4, 64),
+                Q_PROJ.replace("layers.0", "layers.7").replace("_A", "_B"): torch.zeros(64, 4),
+            },
+            r"layers\.7\.self_attn\.q_proj matches no linear module",
+        ),
+        ({"base_model.model.lm_head.base_layer.weight": torch.zeros(2)}, "save_embedding_layers"),
+        ({Q_PROJ.replace("lora_A", "lora_magnitude_vector"): torch.zeros(4)}, "not adapters of"),
+        ({Q_PROJ.replace("q_proj", "*"): torch.zeros(4, 64)}, "not adapters of linear modules"),
+    ],
+)
+def test_what_is_not_theirs_is_named(folder: Path, changes: Any, says: str) -> None:
+    _with(folder, changes)
+    with pytest.raises((WeightsMismatch, ConfigError), match=says):
+        load_model(folder)
+
+
+def test_ranks_must_be_those_of_the_config(folder: Path, base: Path) -> None:
+    _configure(folder, base, r=2)
+    with pytest.raises(WeightsMismatch, match="and r is 2"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"base_model_name_or_path": None}, "names no base_model_name_or_path"),
+        ({"base_model_name_or_path": "/no/such/place"}, "its base model cannot be found"),
+    ],
+)
+def test_a_base_that_is_not_there_is_named(
+    folder: Path, base: Path, changes: dict[str, Any], says: str
+) -> None:
+    _configure(folder, base, **changes)
+    with pytest.raises(ModelFolderError, match=says):
+        load_model(folder)
+
+
+def test_a_pickle_is_not_opened(folder: Path) -> None:
+    (folder / ADAPTER_NAME).rename(folder / "adapter_model.bin")
+    with pytest.raises(ModelFolderError, match="is a pickle, which could run code: refused"):
+        load_model(folder)
+
+
+def test_adapters_of_another_model_are_refused(folder: Path, tmp_path: Path) -> None:
+    _configure(folder, save_tiny(tmp_path / "other", "llama", hidden_size=32, head_dim=8))
+    with pytest.raises(MegaTrainError, match="the adapters do not match the model"):
+        load_model(folder)
+
+
+def test_a_model_with_a_stray_file_stays_a_model(base: Path, folder: Path) -> None:
+    assert is_adapter_folder(folder)
+    (folder / SINGLE_NAME).write_bytes(b"")
+    assert not is_adapter_folder(folder)
+    assert not is_adapter_folder(base)
+
+
+def test_a_model_of_the_hub_is_named_by_its_id() -> None:
+    cache = Path("/c/hub/models--Qwen--Qwen3-8B/snapshots") / ("a1" * 20)
+    assert reference(cache) == ("Qwen/Qwen3-8B", "a1" * 20)
+    assert reference(Path("/c/models--gpt2/snapshots") / ("0" * 40)) == ("gpt2", "0" * 40)
+    assert reference(Path("/models/mine")) == ("/models/mine", None)

@@ -1,0 +1,159 @@
+"""The short laws: a device that keeps them passes, and each way to break one is noticed."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain.devices.device import CpuDevice, Device
+from megatrain.doctor.gpu_check import laws as module
+from megatrain.doctor.gpu_check.failing import Broken, cause_of
+from megatrain.doctor.gpu_check.laws import (
+    a_cap_is_kept,
+    copies_are_exact,
+    equals_resident,
+    lanes_equal_reference,
+    laws,
+    nobody_waits,
+)
+from megatrain.doctor.gpu_check.tiny_models import TinyModel
+from megatrain.doctor.resident import resident_gradients
+from megatrain.doctor.subject import CPU, Subject
+from megatrain.errors import DeviceFull, DoesNotFit, LaneStuck, NonFiniteStep
+
+
+class Own(Subject):
+    """A subject whose devices the test makes."""
+
+    __slots__ = ("make",)
+    make: Callable[[int | None], Device]
+
+    def new_device(self, cap_bytes: int | None = None, **sizes: int) -> Device:
+        return self.make(cap_bytes)
+
+
+def subject_with(make: Callable[[int | None], Device]) -> Subject:
+    made = Own(name="broken", place=torch.device("cpu"), device_bytes=0, runtime=None)
+    object.__setattr__(made, "make", make)
+    return made
+
+
+class Flipping(CpuDevice):
+    """Adds one to the first byte of copies made where `flips` says."""
+
+    def __init__(self, flips: Callable[[], bool] = lambda: True) -> None:
+        super().__init__(copying=True)
+        self._flips = flips
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        super().copy(target, source)
+        if self._flips():
+            target.view(torch.uint8).flatten()[0] += 1
+
+
+def test_a_sound_device_keeps_every_law() -> None:
+    said: list[str] = []
+    checks = laws(CPU, said.append)
+    assert [(check.name, check.found) for check in checks if check.state != "ok"] == []
+    assert said == [check.name for check in checks]
+    assert {"copied bytes", "llama, fp32", "gemma, tied, bf16", "lanes", "cap"} < set(said)
+
+
+def test_a_byte_that_changes_on_its_way_is_found() -> None:
+    with pytest.raises(Broken, match=r"^\d of 5,242,883 bytes came back changed$") as caught:
+        copies_are_exact(Flipping(), CPU)
+    assert caught.value.cause == "bits"
+
+
+def test_a_wrong_weight_is_found_in_losses_and_gradients() -> None:
+    broken = subject_with(lambda cap: Flipping())
+    with pytest.raises(Broken, match=r"of 30 gradients differ: model\.") as caught:
+        equals_resident(broken, TinyModel.make("llama", "fp32"))
+    assert caught.value.cause == "bits"
+
+
+def test_kernels_that_do_not_repeat_themselves_are_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = itertools.count()
+
+    def unsteady(*given: Any) -> tuple[list[float], dict[str, Tensor]]:
+        losses, gradients = resident_gradients(*given)
+        return [loss + next(noise) for loss in losses], gradients
+
+    monkeypatch.setattr(module, "resident_gradients", unsteady)
+    with pytest.raises(Broken, match="does not repeat its own bits") as caught:
+        equals_resident(CPU, TinyModel.make("llama", "fp32"))
+    assert caught.value.cause == "kernels"
+
+
+def test_lanes_that_differ_from_one_op_at_a_time_are_found() -> None:
+    def in_a_lane() -> bool:
+        return threading.current_thread() is not threading.main_thread()
+
+    broken = subject_with(lambda cap: Flipping(in_a_lane))
+    with pytest.raises(Broken, match=r"^losses and norms .* parts of the store differ$"):
+        lanes_equal_reference(broken)
+
+
+def test_a_cap_that_does_nothing_is_found() -> None:
+    with pytest.raises(Broken, match="did not refuse more"):
+        a_cap_is_kept(subject_with(lambda cap: CpuDevice(copying=True)))
+
+
+def test_a_cap_that_outlives_its_device_is_found() -> None:
+    caps: list[int] = []
+
+    def make(cap: int | None) -> Device:
+        caps.extend([] if cap is None else [cap])
+        return CpuDevice(copying=True, cap_bytes=caps[-1])
+
+    with pytest.raises(Broken, match="outlived its device: device memory: without a cap needs"):
+        a_cap_is_kept(subject_with(make))
+
+
+def test_waits_are_errors_where_torch_can_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[str] = []
+
+    class Module:
+        set_sync_debug_mode = modes.append
+
+    monkeypatch.setattr(torch, "get_device_module", lambda place: Module)
+    place = torch.device("meta")  # any but the CPU: the steps are on the CPU all the same
+    subject = Own(name="", place=place, device_bytes=0, runtime=None)
+    object.__setattr__(subject, "make", lambda cap: CpuDevice(copying=True))
+    assert nobody_waits(subject) == "none in 2 steps"
+    assert modes == ["error", "default"]
+
+
+def test_after_a_device_may_be_lost_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*_: object) -> str:
+        raise RuntimeError("device error: an illegal memory access, in /home/ada/train.py")
+
+    monkeypatch.setattr(module, "copies_are_exact", lost)
+    first, *others = laws(CPU, lambda what: None)
+    assert first.state == "wrong"
+    assert first.exit_code == 5
+    assert first.found == "RuntimeError: device error: an illegal memory access, in (path)"
+    assert {check.state for check in others} == {"left out"}
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (DeviceFull("x"), "memory"),
+        (torch.OutOfMemoryError("x"), "memory"),
+        (DoesNotFit("x"), "host memory"),
+        (LaneStuck("x"), "stuck"),
+        (NonFiniteStep("x"), "bits"),
+        (RuntimeError("called a synchronizing CUDA operation"), "waits"),
+        (RuntimeError("cumsum does not have a deterministic implementation"), "kernels"),
+        (RuntimeError("CUDA error: unspecified launch failure"), "error"),
+    ],
+)
+def test_errors_have_causes(error: Exception, cause: str) -> None:
+    assert cause_of(error) == cause

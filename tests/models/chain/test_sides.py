@@ -1,0 +1,43 @@
+"""Of a joint model the text decoder is cut into blocks, and the rest is carried."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatrain.models.chain import sides as sides_module
+from megatrain.models.decoder import build_decoder
+from testkit.cases import of_the_day
+from testkit.joint_families import JOINT_FAMILIES, tiny_joint_config
+
+
+@pytest.mark.parametrize("family", of_the_day(JOINT_FAMILIES, 8))
+def test_every_tensor_is_in_one_block_or_carried(family: str) -> None:
+    decoder = build_decoder(tiny_joint_config(family), "bf16")
+    names = [param.name for param in (*decoder.params, *decoder.carried)]
+    assert len(names) == len(set(names))
+    state = decoder.model.state_dict(keep_vars=True)
+    owned = {name for name, _ in decoder.model.named_parameters()}
+    buffers = {param.name for param in decoder.carried} - owned
+    assert set(names) == owned | buffers
+    assert buffers <= state.keys()
+    assert not buffers & decoder.persistent_buffers().keys()
+    assert all(param.is_meta for param in decoder.model.parameters())
+
+
+def test_a_param_of_a_module_that_is_called_may_be_carried() -> None:
+    decoder = build_decoder(tiny_joint_config("llava_next"), "bf16")
+    assert "model.image_newline" in {param.name for param in decoder.carried}
+
+
+def test_a_tower_may_have_projections_that_are_too_large_for_a_stand_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sides_module, "MAX_STAND_IN", 1000)
+    decoder = build_decoder(tiny_joint_config("llava"), "bf16")
+    assert max(param.num_elements for param in decoder.carried) > 1000
+
+
+def test_towers_are_not_taken_for_layers() -> None:
+    for family in ("phi4_multimodal", "idefics2", "kosmos-2.5"):
+        decoder = build_decoder(tiny_joint_config(family), "bf16")
+        assert len(decoder.layers) == decoder.text_config.num_hidden_layers

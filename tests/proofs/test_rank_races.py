@@ -1,0 +1,164 @@
+"""Ranks on simulated accelerators: the bits of the CPU, no race, and no wait that can be spared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain.devices.accelerator import Accelerator
+from megatrain.engine.exchange import EXCHANGE_BYTES
+from megatrain.step.ops import Op
+from megatrain.step.resources import OpTable
+from proofs.rank_races import FAMILIES, TINY, RankRun, faults_of, play, run_of
+from testkit.cases import of_the_day
+from testkit.rank_training import RankCase, differing, joined, ranks_of
+from testkit.simulated.accelerator import Simulator
+
+NUM_RUNS = 60
+STUCK_S = 10.0
+"""After so long a mutant counts as stuck."""
+
+
+@pytest.mark.parametrize("number", of_the_day(range(NUM_RUNS), 3))
+def test_ranks_have_the_bits_of_the_cpu_and_no_race(number: int) -> None:
+    assert faults_of(run_of(number)) == []
+
+
+def test_the_runs_cover_what_they_should() -> None:
+    runs = [run_of(number) for number in range(NUM_RUNS)]
+    assert {(run.case.family, run.case.update) for run in runs} == set(
+        product(FAMILIES, ("late", "in_backward"))
+    )
+    assert {(run.case.size, len(run.case.shapes)) for run in runs} >= set(
+        product((2, 4), (1, 2, 3))
+    )
+    assert {policy for run in runs for policy in run.policies} == {"late", "random", "early"}
+    assert {(run.staged, run.exchange_bytes) for run in runs} == set(
+        product((True, False), (1 << 20, 4096))
+    )
+
+
+RUN = RankRun(
+    case=RankCase(
+        shapes=((1, 9), (2, 8), (1, 12)), num_steps=2, config=TINY, settings=(("grad_slots", 1),)
+    ),
+    policies=("late", "late"),
+    seed=1,
+)
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+def declares(name: str, **sides: tuple[str, ...]) -> Break:
+    """Leave out families of what the ops of one kind read or write."""
+
+    def break_it(patch: pytest.MonkeyPatch) -> None:
+        make = getattr(OpTable, name)
+
+        def undeclared(table: OpTable, *given: Any) -> Op:
+            op: Op = make(table, *given)
+            kept: dict[str, Any] = {
+                side: tuple(one for one in getattr(op, side) if one[0] not in families)
+                for side, families in sides.items()
+            }
+            return replace(op, **kept)
+
+        patch.setattr(OpTable, name, undeclared)
+
+    return break_it
+
+
+def on_another_stream(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Simulator, "current_stream", lambda self: self.default)
+
+
+def at_once(patch: pytest.MonkeyPatch) -> None:
+    """As if a collective were done when it is called: nobody waits for the others."""
+
+    def communicate(self: Simulator, reads: Any, writes: Any, work: Callable[[], None]) -> None:
+        with self.bypassed:
+            work()
+
+    patch.setattr(Simulator, "communicate", communicate)
+
+
+def shared_buffers(*purposes: str) -> Break:
+    """All memory for these purposes is one buffer."""
+
+    def break_it(patch: pytest.MonkeyPatch) -> None:
+        real, made = Accelerator.allocate, dict[Accelerator, Tensor]()
+
+        def allocate(self: Accelerator, num_bytes: int, purpose: str) -> Tensor:
+            if purpose not in purposes:
+                return real(self, num_bytes, purpose)
+            if self not in made:
+                made[self] = real(self, 1 << 20, purpose)
+            return made[self][:num_bytes]
+
+        patch.setattr(Accelerator, "allocate", allocate)
+
+    return break_it
+
+
+BREAKS: dict[str, Break] = {
+    "GATHER does not wait for FETCH": declares("fetch", writes=("slot",)),
+    "GATHER waits for nothing, and nothing for it": declares(
+        "gather", reads=("slot",), writes=("slot",)
+    ),
+    "compute does not wait for GATHER": declares("gather", writes=("slot",)),
+    "EXCHANGE does not wait for BACKWARD": declares("backward", writes=("grad_slot",)),
+    "EXCHANGE waits for nothing, and nothing for it": declares(
+        "exchange", reads=("grad_slot",), writes=("grad_slot",)
+    ),
+    "DRAIN does not wait for EXCHANGE": declares("exchange", writes=("grad_slot",)),
+    "DRAIN waits for nothing": declares("drain", reads=("grad_slot",)),
+    "collectives are on another stream": on_another_stream,
+    "collectives are not queued": at_once,
+    "exchange and outbox share their buffer": shared_buffers("exchange", "outbox"),
+}
+
+
+def faults_within(run: RankRun) -> list[str]:
+    try:
+        found, simulators = play(run, STUCK_S)
+    except Exception as error:
+        return [repr(error)]
+    faults = differing(joined(found), joined(ranks_of(run.case)))
+    return faults + [race for simulator in simulators for race in simulator.races]
+
+
+def test_whole_code_has_no_fault() -> None:
+    assert faults_of(RUN) == []
+
+
+@pytest.mark.parametrize("broken", of_the_day(list(BREAKS), 3))
+def test_a_missing_wait_is_found(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    BREAKS[broken](monkeypatch)
+    assert faults_within(RUN) != []
+
+
+def test_the_exchange_takes_two_buffers_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their size is that of the largest gradient, or of EXCHANGE_BYTES."""
+    taken: list[int] = []
+    real = Accelerator.allocate
+
+    def allocate(self: Accelerator, num_bytes: int, purpose: str) -> Tensor:
+        if purpose == "exchange":
+            taken.append(num_bytes)
+        return real(self, num_bytes, purpose)
+
+    monkeypatch.setattr(Accelerator, "allocate", allocate)
+    play(replace(RUN, exchange_bytes=4096, case=replace(RUN.case, num_steps=1)))
+    assert taken == [4096] * 4
+    taken.clear()
+    play(replace(RUN, exchange_bytes=EXCHANGE_BYTES, case=replace(RUN.case, num_steps=1)))
+    model = RUN.case.model()
+    table = model.get_input_embeddings().weight
+    assert taken
+    assert all(table.nbytes <= size <= table.nbytes + 4096 for size in taken)
+    assert model.dtype is torch.bfloat16

@@ -1,0 +1,53 @@
+"""Every element of a segment belongs to exactly one rank."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import pytest
+
+from megatrain.ranks.ownership import SOLE, Owner, overlap
+
+SIZES = (1, 2, 3, 4, 8)
+SEGMENTS = (1, 255, 256, 257, 1024, 10_000, 65_536 + 256)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("num_elements", SEGMENTS)
+def test_parts_are_the_segment_each_element_once_in_order(size: int, num_elements: int) -> None:
+    parts = Owner(0, size).parts(num_elements, 256)
+    assert list(chain.from_iterable(parts)) == list(range(num_elements))
+    assert [Owner(rank, size).owned(num_elements, 256) for rank in range(size)] == parts
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("num_elements", SEGMENTS)
+def test_parts_are_equal_but_for_the_last_that_has_any(size: int, num_elements: int) -> None:
+    owner = Owner(0, size)
+    part = owner.part(num_elements, 256)
+    lengths = [len(owned) for owned in owner.parts(num_elements, 256) if owned]
+    assert all(length == part for length in lengths[:-1])
+    assert 0 < lengths[-1] <= part
+    assert part % 256 == 0
+
+
+def test_a_process_alone_owns_all_and_leads() -> None:
+    assert SOLE.owned(1000, 256) == range(1000)
+    assert SOLE.is_alone
+    assert SOLE.leads
+    assert not Owner(1, 2).leads
+    assert not Owner(0, 2).is_alone
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "common"),
+    [
+        (range(10), range(3, 5), range(3, 5)),
+        (range(3, 5), range(10), range(3, 5)),
+        (range(4), range(2, 8), range(2, 4)),
+        (range(4), range(6, 8), range(4, 4)),
+        (range(6, 8), range(4), range(6, 6)),
+    ],
+)
+def test_what_two_ranges_have_in_common(one: range, other: range, common: range) -> None:
+    assert overlap(one, other) == common

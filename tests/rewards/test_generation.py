@@ -1,0 +1,104 @@
+"""Laws of generation.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import megatrain as mt
+from megatrain.errors import BatchError, ConfigError
+
+PROMPTS = ([5, 6, 7, 8], [9, 10], [11, 12, 13])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, initializer_range=0.3,
+        pad_token_id=0, eos_token_id=[1, 2], bos_token_id=3,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("model")
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def engine(folder: Path) -> Iterator[mt.Engine]:
+    home = mt.load_model(folder, dtype="fp32")
+    with mt.Engine(home.decoder, home.store, loss=mt.PolicyGradient()) as engine:
+        yield engine
+
+
+def test_greedy_answers_are_those_of_transformers(folder: Path, engine: mt.Engine) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    found = mt.generate(engine, PROMPTS, max_new_tokens=8, temperature=0)
+    for prompt, rollout in zip(PROMPTS, found, strict=True):
+        whole = plain.generate(
+            torch.tensor([prompt]), max_new_tokens=8, do_sample=False, pad_token_id=0
+        )
+        assert rollout.prompt == tuple(prompt)
+        assert list(rollout.tokens) == whole[0, len(prompt) :].tolist()
+        assert rollout.ended == (rollout.tokens[-1] in (1, 2))
+
+
+def test_an_answer_ends_with_the_tokens_of_the_config_or_those_given(engine: mt.Engine) -> None:
+    found = mt.generate(engine, PROMPTS, max_new_tokens=40, num_samples=8, temperature=2.0)
+    assert all(set(one.tokens[:-1]).isdisjoint({1, 2}) for one in found)
+    assert {one.tokens[-1] in (1, 2) for one in found if one.ended} == {True}
+    assert any(one.ended for one in found)
+    endless = mt.generate(
+        engine, PROMPTS, max_new_tokens=40, num_samples=8, temperature=2.0, end_tokens=()
+    )
+    assert {(len(one.tokens), one.ended) for one in endless} == {(40, False)}
+
+
+def test_samples_are_drawn_by_themselves_and_again_by_the_same_seed(engine: mt.Engine) -> None:
+    first, again, other = (
+        mt.generate(engine, PROMPTS, max_new_tokens=6, num_samples=4, seed=seed)
+        for seed in (1, 1, 2)
+    )
+    assert first == again != other
+    assert [one.prompt for one in first] == [tuple(p) for p in PROMPTS for _ in range(4)]
+    assert len({one.tokens for one in first}) > 8
+
+
+def test_the_model_that_drew_them_has_ratios_of_one(engine: mt.Engine) -> None:
+    rollouts = mt.generate(engine, PROMPTS, max_new_tokens=6, num_samples=4, top_p=0.9, seed=5)
+    advantages = mt.group_advantages([float(len(one.tokens) % 3) for one in rollouts], 4)
+    batch = mt.rollout_batch(rollouts, advantages)
+    result = engine.step(batch)
+    assert result.figures == pytest.approx({"ratio": 1.0, "clip_fraction": 0.0}, abs=1e-5)
+    exact = zip(batch, engine.logprobs(batch), strict=True)
+    result = engine.step([micro.with_extra(old_logprobs=known) for micro, known in exact])
+    assert result.figures == {"ratio": 1.0, "clip_fraction": 0.0}
+
+
+def test_log_probabilities_of_another_model_would_be_noticed(engine: mt.Engine) -> None:
+    rollouts = mt.generate(engine, PROMPTS, max_new_tokens=6, temperature=0.3)
+    (micro,) = mt.rollout_batch(rollouts, [1.0, 0.0, -1.0])
+    cooled = micro.with_extra(old_logprobs=micro.extra["old_logprobs"] * 0.3)
+    assert abs(engine.step([cooled]).figures["ratio"] - 1) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "error", "message"),
+    [
+        ([[1], []], {}, BatchError, "prompt 1 has no tokens"),
+        ([[1]], {"max_new_tokens": 0}, ConfigError, "max_new_tokens is 0; give 1 or more"),
+        ([[1]], {"num_samples": 0}, ConfigError, "num_samples is 0; give 1 or more"),
+        ([[1]], {"temperature": -1.0}, ConfigError, "temperature is -1"),
+        ([[64]], {}, BatchError, "token 64 in input_ids is outside the vocabulary of 64"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused(
+    prompts: Any, settings: dict[str, Any], error: Any, message: str, engine: mt.Engine
+) -> None:
+    with pytest.raises(error, match=message):
+        mt.generate(engine, prompts, **{"max_new_tokens": 2, **settings})

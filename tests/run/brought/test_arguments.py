@@ -1,0 +1,74 @@
+"""The arguments of a trainer: what is given is used, or refused with what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from megatrain.config import Config
+from megatrain.errors import ConfigError
+from megatrain.losses.next_token import NEXT_TOKEN, NextToken
+from megatrain.run.brought.arguments import Brought, arranged
+
+ROWS = [{"text": "words"}]
+STREAM = {"train_dataset": iter(ROWS)}
+
+
+def _arranged(**changes: Any) -> tuple[Config, Brought]:
+    given: dict[str, Any] = {"config": None, "model": "folder", "train_dataset": ROWS}
+    given |= {"eval_dataset": None, "callbacks": (), "loss": None, "compute_metrics": None}
+    given |= {name: changes.pop(name) for name in list(changes) if name in given}
+    return arranged(given.pop("config"), **given, sections=changes)
+
+
+def test_rows_have_a_path_that_no_file_can_have() -> None:
+    config, brought = _arranged(eval_dataset=ROWS, data={"max_length": 64}, train={"steps": 3})
+    assert [source.path for source in config.data.train] == ["<train_dataset>"]
+    assert brought.rows.keys() == {"<train_dataset>", "<eval_dataset>"}
+    assert (config.data.max_length, config.train.steps) == (64, 3)
+    assert Config(**config.model_dump()) == config
+
+
+def test_files_and_a_fraction_to_evaluate_on_may_be_given_too() -> None:
+    config, brought = _arranged(train_dataset=None, data={"train": "rows.jsonl", "eval": 0.1})
+    assert (config.data.eval, brought.rows) == (0.1, {})
+    assert _arranged(data={"eval": 0.1}, loss=NEXT_TOKEN)[1].loss is NEXT_TOKEN
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": None}, "needs a model"),
+        ({"model": type("M", (nn.Module,), {"save_pretrained": 0})()}, "M in memory"),
+        ({"train_dataset": None}, "nothing to train on"),
+        ({"data": {"train": "x.jsonl"}}, "train_dataset and data.train are both given"),
+        ({"eval_dataset": ROWS, "data": {"eval": 0.1}}, "eval_dataset and data.eval are both"),
+        ({"config": Config(model="m", data="x.jsonl")}, "a config and model, train_dataset are"),
+        ({"config": "run.yaml"}, "the first argument is a str: give an mt.Config"),
+        ({"trane": {}}, "unknown key trane. Did you mean train"),
+        ({"loss": NextToken}, "give an instance of a subclass of mt.Loss"),
+        (
+            {"config": Config(model="m", data="x", loss={"name": "dpo"}), "model": None}
+            | {"train_dataset": None, "loss": NEXT_TOKEN},
+            "loss is NextToken and loss.name of the config is dpo",
+        ),
+        ({"compute_metrics": len}, "nothing to evaluate on"),
+        ({**STREAM, "train": {"steps": 3}}, "nobody knows how much of it 3 steps need"),
+        ({"eval_dataset": iter(ROWS)}, "Set eval.max_rows"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _arranged(**changes)
+
+
+def test_the_section_loss_may_be_given() -> None:
+    config, brought = _arranged(loss={"name": "dpo", "beta": 0.2})
+    assert (config.loss.name, config.loss.beta, brought.loss) == ("dpo", 0.2, None)
+
+
+def test_a_stream_with_a_bound_is_welcome() -> None:
+    _arranged(**STREAM, train={"steps": 3, "batch_rows": 8})
+    _arranged(**STREAM, train={"epochs": 1})

@@ -1,0 +1,48 @@
+"""The adapters of a run: from its config, and what it says about them."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatrain.config import Config
+from megatrain.errors import ConfigError
+from megatrain.models.adapters.lora import Lora
+from megatrain.models.decoder import build_decoder
+from megatrain.run.opening.adapting import adapter_notes, adapters_of
+from testkit.families import tiny_config
+
+
+def test_without_a_rank_there_are_none() -> None:
+    assert adapters_of(Config(model="m", data="d")) == (None, None)
+    assert adapter_notes(build_decoder(tiny_config("llama"), "bf16")) == []
+
+
+def test_alpha_is_twice_the_rank_unless_it_is_given() -> None:
+    config = Config(model="m", data="d", lora={"rank": 8}, train={"seed": 5})
+    assert adapters_of(config) == (Lora(rank=8, alpha=16, seed=5), None)
+    given = {"rank": 8, "alpha": 4, "dropout": 0.1, "targets": "q_proj", "rslora": True}
+    wanted = Lora(rank=8, alpha=4, dropout=0.1, targets=("q_proj",), rslora=True, seed=42)
+    assert adapters_of(Config(model="m", data="d", lora=given)) == (wanted, None)
+
+
+@pytest.mark.parametrize(
+    ("lora", "model", "message"),
+    [
+        ({"alpha": 4}, {}, "lora.alpha is given and lora.rank is null"),
+        ({"rank": 4}, {"frozen": ["*"]}, "all params of the model are frozen"),
+        ({"rank": 4}, {"add_tokens": ["<a>"]}, "the tables are frozen"),
+    ],
+)
+def test_what_makes_no_sense_together_is_refused(
+    lora: dict[str, object], model: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Config(model={"name_or_path": "m", **model}, data="d", lora=lora)
+
+
+def test_the_note_counts_and_names_what_is_left_out() -> None:
+    (note,) = adapter_notes(
+        build_decoder(tiny_config("mixtral"), "bf16", lora=Lora(rank=4, alpha=8))
+    )
+    assert note.startswith("lora: rank 4 beside 16 linear modules, 7,168 trained params")
+    assert "Without an adapter: model.layers.*.mlp.experts.down_proj" in note

@@ -1,0 +1,1 @@
+"""One run on several ranks."""

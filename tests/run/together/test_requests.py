@@ -1,0 +1,52 @@
+"""What one rank was asked, all do."""
+
+from __future__ import annotations
+
+from megatrain.ranks.ranks import ALONE, Ranks
+from megatrain.run.interrupts import Interrupts
+from megatrain.run.together.requests import Requests
+from testkit.rank_threads import Together
+
+
+def test_one_reason_is_that_of_all() -> None:
+    def work(ranks: Ranks) -> list[str | None]:
+        interrupts = Interrupts()
+        requests = Requests(ranks, interrupts, lambda: False)
+        requests.ask()
+        heard = [requests.stop]
+        interrupts.reason = "SIGTERM" if ranks.owner.rank == 2 else None
+        heard.append(requests.stop)  # not before all have heard
+        requests.ask()
+        return [*heard, requests.stop]
+
+    assert Together(3).run(work) == [[None, None, "rank 2: SIGTERM"]] * 3
+
+
+def test_a_reason_of_rank_0_has_no_label() -> None:
+    def work(ranks: Ranks) -> str | None:
+        interrupts = Interrupts()
+        interrupts.reason = "SIGTERM"
+        requests = Requests(ranks, interrupts, lambda: False)
+        requests.ask()
+        return requests.stop
+
+    assert Together(2).run(work) == ["SIGTERM"] * 2
+
+
+def test_rank_0_decides_on_a_save_which_happens_once() -> None:
+    def work(ranks: Ranks) -> list[bool]:
+        requests = Requests(ranks, Interrupts(), lambda: ranks.owner.leads)
+        requests.ask()
+        return [requests.save(), requests.save()]
+
+    assert Together(2).run(work) == [[True, False]] * 2
+    assert not any(Together(2).run(lambda r: Requests(r, Interrupts(), lambda: True).save()))
+
+
+def test_a_process_alone_is_asked_when_it_matters() -> None:
+    interrupts, wants = Interrupts(), [True, False]
+    requests = Requests(ALONE, interrupts, wants.pop)
+    interrupts.reason = "SIGINT"
+    requests.ask()
+    assert requests.stop == "SIGINT"
+    assert [requests.save(), requests.save()] == [False, True]
