@@ -1,0 +1,52 @@
+"""MegaTrain by its public API: an engine over a store, on the CPU or on torch's accelerator.
+
+Settings
+    state       of the optimizer: fp32, bf16 or 8bit; masters are fp32 in all of them
+    step        more fields of mt.StepSettings
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+import megatrain as mt
+from benchmarks.rivals.workers.serving import Job, Prepared, serve
+from megatrain.memory.kinds import store_kinds
+
+DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
+
+
+def prepare(job: Job) -> Prepared:
+    clips = job.max_grad_norm is not None
+    state = job.settings.get("state", "fp32")
+    optimizer = mt.AdamW(
+        learning_rate=job.lr,
+        weight_decay=job.weight_decay,
+        betas=job.betas,
+        eps=job.eps,
+        max_grad_norm=job.max_grad_norm,
+        num_threads=job.threads,
+        state=state,
+    )
+    kinds = store_kinds(optimizer.states, waits=clips)
+    home = mt.load_model(job.model, dtype=DTYPES[job.dtype], kinds=kinds, attn="sdpa")  # type: ignore[arg-type]
+    settings = mt.StepSettings(
+        update="late" if clips else "in_backward", state=state, **job.settings.get("step", {})
+    )
+    device = mt.CpuDevice() if job.device == "cpu" else mt.accelerator()
+    engine = mt.Engine(
+        home.decoder, home.store, optimizer=optimizer, settings=settings, device=device
+    )
+
+    def step(batch: Sequence[Tensor]) -> tuple[float, float | None]:
+        result = engine.step([mt.MicroBatch(input_ids=ids, labels=ids) for ids in batch])
+        engine.settle()  # updates too: nothing is left to a next step
+        return result.loss, result.grad_norm
+
+    return Prepared(params=home.store.layout.num_params, step=step, close=engine.close)
+
+
+if __name__ == "__main__":
+    serve(prepare)
