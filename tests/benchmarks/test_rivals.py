@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.rivals.contestants import Contestant, WorkerFailed
 from benchmarks.rivals.subjects import qwen3, write_model, write_tokens
-from benchmarks.rivals.workers import ours, plain
+from benchmarks.rivals.workers import fsdp2, ours, plain
 from benchmarks.rivals.workers.serving import Job
 
 VOCABULARY = 320
@@ -62,6 +62,10 @@ def furthest(one: Figures, other: Figures) -> float:
 def test_plain_takes_the_steps_that_we_take(job: Job, taken: Figures, head: str) -> None:
     found = steps_of(plain, replace(job, settings={"head": head}))
     assert furthest(found, taken) < 2e-5
+
+
+def test_fsdp2_takes_the_steps_that_we_take(job: Job, taken: Figures) -> None:
+    assert furthest(steps_of(fsdp2, job), taken) < 2e-5
 
 
 @pytest.mark.parametrize(
