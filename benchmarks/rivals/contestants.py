@@ -20,7 +20,7 @@ from benchmarks.rivals.environments import ENVIRONMENTS, python_of
 
 WORKERS = Path(__file__).parent / "workers"
 ROOT = Path(__file__).parents[2]
-HOMES = {"plain": "hf"}
+HOMES = {"plain": "hf", "trainer": "hf"}
 """The environment of each rival's worker; ours runs in this one."""
 
 

@@ -9,6 +9,7 @@ download another build.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import shutil
 import subprocess
 import sys
@@ -31,7 +32,8 @@ class Environment:
 
 
 ENVIRONMENTS = {
-    "hf": Environment(
+    "hf": Environment(requirements=("numpy", TRANSFORMERS, "accelerate==1.15.0")),
+    "torchao": Environment(
         requirements=("numpy", TRANSFORMERS, "accelerate==1.15.0", "torchao==0.18.0")
     ),
     "deepspeed": Environment(
@@ -44,12 +46,13 @@ ENVIRONMENTS = {
 def python_of(name: str) -> Path:
     """Return the interpreter of an environment, made now if it is not complete."""
     wanted = "\n".join((TORCH, *ENVIRONMENTS[name].requirements))
-    home = writable_cache_folder() / "rivals" / name
+    digest = hashlib.sha256(wanted.encode()).hexdigest()[:8]
+    home = writable_cache_folder() / "rivals" / f"{name}-{digest}"
     home.parent.mkdir(exist_ok=True)
     with home.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         complete = home / "complete"
-        if not complete.exists() or complete.read_text() != wanted:
+        if not complete.exists():
             shutil.rmtree(home, ignore_errors=True)
             subprocess.run([sys.executable, "-m", "venv", home], check=True)
             for requirements in ((TORCH,), ENVIRONMENTS[name].requirements):

@@ -4,6 +4,7 @@ Settings
     head        "own": the model's own loss; "chunked": torch's linear_cross_entropy, which never
                 has all logits at once
     optimizer   "fused" or "foreach"
+    compile     true: torch.compile on each layer
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ def load(job: Job) -> Any:
     ).to(job.device)
     model.config.use_cache = False
     model.gradient_checkpointing_enable({"use_reentrant": False})
+    if job.settings.get("compile", False):
+        for layer in model.model.layers:
+            layer.compile()
     return model.train()
 
 

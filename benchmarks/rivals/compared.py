@@ -1,0 +1,236 @@
+"""Step time and resident memory of each contestant. All definitions were fixed before a result.
+
+The same for all: a model of random weights in the shape of Qwen3 (subjects.py), the same tokens,
+every layer recomputed in backward, sdpa attention, AdamW with the same numbers, clipping by the
+global norm, two threads. A step ends when all weights are updated.
+
+    speed   141M parameters, fp32 throughout (processors without bf16 units compute bf16 ten times
+            as slowly), 2 micro-batches of 1 x 256 tokens. Ours and one rival at a time are loaded;
+            they take turns, one step each, who begins alternates, and the one that waits is
+            stopped. `over` is the median over rounds of ours over the rival's.
+            step_over_best       the largest `over` of all rivals without a compiler
+            compiled_over_best   ours with compile against plain PyTorch with torch.compile
+            first_step_s         from the start of the process to the end of its first step
+    bytes   407M parameters, one row of 64 tokens, two steps, each contestant alone. fp32 masters
+            in all of them; everything in memory, nothing on disk.
+            bytes_per_param      VmHWM over parameters, interpreter and libraries included
+            bytes_over_best      our leanest over the leanest rival, whatever its states
+            bytes_over_best_fp32_states    the same among those with fp32 moments
+"""
+
+from __future__ import annotations
+
+import ast
+import statistics
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.rivals.contestants import WORKERS, Contestant, WorkerFailed
+from benchmarks.rivals.environments import python_of
+from benchmarks.rivals.subjects import BYTES, SPEED, VOCABULARY, qwen3, write_model, write_tokens
+from benchmarks.rivals.workers.serving import Job
+
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A contestant as it is set up: its worker, and what is its own in the job."""
+
+    worker: str
+    label: str
+    dtype: str = "float32"
+    settings: dict[str, Any] = field(default_factory=dict)
+    states: str = "fp32"
+    """Of the optimizer's moments."""
+    home: str | None = None
+    """An environment other than the worker's usual one."""
+
+    def start(self, job: Path) -> Contestant:
+        """Start its worker on a job."""
+        python = None if self.home is None else python_of(self.home)
+        return Contestant(self.worker, job, python=python)
+
+    @property
+    def is_ours(self) -> bool:
+        return self.worker == "ours"
+
+
+OURS = Entry(worker="ours", label="MegaTrain")
+EAGER = (
+    Entry(worker="plain", label="plain PyTorch", settings={"optimizer": "fused"}),
+    Entry(
+        worker="plain",
+        label="plain PyTorch, chunked loss",
+        settings={"optimizer": "fused", "head": "chunked"},
+    ),
+    Entry(worker="trainer", label="HF Trainer", settings={"optim": "adamw_torch_fused"}),
+    Entry(worker="fsdp2", label="FSDP2, CPU offload"),
+    Entry(worker="deepspeed", label="DeepSpeed ZeRO-3, CPU offload"),
+)
+COMPILED = (
+    Entry(worker="ours", label="MegaTrain, compiled", settings={"step": {"compile": True}}),
+    Entry(
+        worker="plain",
+        label="plain PyTorch, torch.compile",
+        settings={"optimizer": "fused", "compile": True},
+    ),
+)
+LEAN = (
+    Entry(worker="plain", label="plain PyTorch", settings={"head": "chunked"}),
+    Entry(worker="trainer", label="HF Trainer", settings={"optim": "adamw_torch_fused"}),
+    Entry(
+        worker="trainer",
+        label="HF Trainer, torchao 8 bits",
+        settings={"optim": "adamw_torch_8bit"},
+        states="8bit",
+        home="torchao",
+    ),
+    Entry(
+        worker="trainer",
+        label="HF Trainer, torchao 4 bits",
+        settings={"optim": "adamw_torch_4bit"},
+        states="4bit",
+        home="torchao",
+    ),
+    Entry(worker="fsdp2", label="FSDP2, CPU offload"),
+    Entry(worker="fsdp2", label="FSDP2, CPU offload, bf16", dtype="bfloat16"),
+    Entry(worker="deepspeed", label="DeepSpeed ZeRO-3, CPU offload"),
+    Entry(worker="deepspeed", label="DeepSpeed ZeRO-3, CPU offload, bf16", dtype="bfloat16"),
+    *(
+        Entry(
+            worker="ours",
+            label=f"MegaTrain, {state} states",
+            dtype="bfloat16",
+            settings={"state": state},
+            states=state,
+        )
+        for state in ("fp32", "bf16", "8bit")
+    ),
+)
+
+
+def measure_speed(scratch: Path, device: str, num_rounds: int) -> Figures:
+    """Return the figures of part `speed`."""
+    shared = _write(scratch / "speed", SPEED, steps=4, rows=2, sequence=256)
+    shared |= {"micro_batches": 2, "device": device}
+    found = [turns_of(OURS, entry, shared, scratch, num_rounds) for entry in EAGER]
+    compiled = turns_of(*COMPILED, shared, scratch, num_rounds)
+    figures: Figures = {"speed": [*found, compiled]}
+    ratios = [row["over"] for row in found if "over" in row]
+    if ratios:
+        figures["step_over_best"] = max(ratios)
+        best = next(row for row in found if row.get("over") == max(ratios))
+        figures["best_step"] = best["label"]
+    if "over" in compiled:
+        figures["compiled_over_best"] = compiled["over"]
+    return figures
+
+
+def turns_of(ours: Entry, rival: Entry, shared: Figures, scratch: Path, num_rounds: int) -> Figures:
+    """Return a row: seconds of both in turns, or why the rival did not run."""
+    row: Figures = _described(rival)
+    seconds: dict[str, list[float]] = {"rival": [], "ours": []}
+    with ExitStack() as stack:
+        try:
+            workers = {}
+            for name, entry in (("rival", rival), ("ours", ours)):
+                job = _job(entry, shared).write(scratch / f"{name}.json")
+                worker = stack.enter_context(entry.start(job))
+                ready, first = worker.ready(), worker.step()
+                row[f"{name}_first_step_s"] = round(ready["seconds"] + first.seconds, 2)
+                row[f"{name}_losses"] = [first.loss]
+                workers[name] = worker
+            names = list(workers)
+            for _ in range(num_rounds):
+                for name in names:
+                    taken = workers[name].step()
+                    seconds[name].append(taken.seconds)
+                    row[f"{name}_losses"].append(taken.loss)
+                names.reverse()
+        except WorkerFailed as error:
+            return row | {"failed": str(error)[-500:]}
+    row["rival_s"] = round(statistics.median(seconds["rival"]), 3)
+    row["ours_s"] = round(statistics.median(seconds["ours"]), 3)
+    row["over"] = median_ratio(seconds["ours"], seconds["rival"])
+    return row
+
+
+def median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
+    """Return the median over rounds of one's seconds over the other's."""
+    return round(statistics.median(a / b for a, b in zip(above, below, strict=True)), 3)
+
+
+def measure_bytes(scratch: Path, device: str) -> Figures:
+    """Return the figures of part `bytes`."""
+    shared = _write(scratch / "bytes", BYTES, steps=2, rows=1, sequence=64)
+    rows = [held_by(entry, shared | {"device": device}, scratch) for entry in LEAN]
+    return {"bytes": rows, **bytes_over_best(rows)}
+
+
+def held_by(entry: Entry, shared: Figures, scratch: Path) -> Figures:
+    """Return a row: the most that a contestant held in two steps, alone."""
+    row = _described(entry) | {"states": entry.states, "is_ours": entry.is_ours}
+    job = _job(entry, shared).write(scratch / "alone.json")
+    try:
+        with entry.start(job) as worker:
+            params = worker.ready()["params"]
+            steps = [worker.step() for _ in range(2)]
+    except WorkerFailed as error:
+        return row | {"failed": str(error)[-500:]}
+    peak = steps[-1].peak_bytes
+    row |= {"params": params, "peak_bytes": peak, "bytes_per_param": round(peak / params, 2)}
+    if steps[-1].device_bytes is not None:
+        row["device_bytes"] = steps[-1].device_bytes
+    return row
+
+
+def bytes_over_best(rows: Sequence[Figures]) -> Figures:
+    """Return the ratios of a part `bytes`, as far as contestants ran."""
+
+    def least(*, ours: bool, states: str | None) -> Figures | None:
+        ran = [row for row in rows if row["is_ours"] == ours and "bytes_per_param" in row]
+        among = [row for row in ran if states in (None, row["states"])]
+        return min(among, key=lambda row: float(row["bytes_per_param"]), default=None)
+
+    figures: Figures = {}
+    for name, states in (("bytes_over_best", None), ("bytes_over_best_fp32_states", "fp32")):
+        ours, best = least(ours=True, states=states), least(ours=False, states=states)
+        if ours is not None and best is not None:
+            figures[name] = round(ours["bytes_per_param"] / best["bytes_per_param"], 3)
+            figures[f"{name}_rival"] = best["label"]
+    return figures
+
+
+def code_lines(worker: str) -> int:
+    """Return the lines that one writes for the job: the worker's, without imports and prose."""
+    tree = ast.parse((WORKERS / f"{worker}.py").read_text())
+    body = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    for node in ast.walk(ast.Module(body=list(body), type_ignores=[])):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node):
+            node.body = node.body[1:] or [ast.Pass()]
+    return sum(len(ast.unparse(node).splitlines()) for node in body)
+
+
+def _described(entry: Entry) -> Figures:
+    return {
+        "label": entry.label,
+        "worker": f"benchmarks/rivals/workers/{entry.worker}.py",
+        "dtype": entry.dtype,
+        "settings": entry.settings,
+    }
+
+
+def _job(entry: Entry, shared: Figures) -> Job:
+    return Job(**shared, dtype=entry.dtype, settings=entry.settings)
+
+
+def _write(folder: Path, size: Figures, **tokens: int) -> Figures:
+    """Write model and tokens; return the fields of a job that name them."""
+    folder.mkdir()
+    written = write_tokens(folder / "tokens.npy", vocabulary=VOCABULARY, **tokens)
+    model = write_model(folder / "model", qwen3(**size))
+    return {"model": str(model), "tokens": str(written)}
