@@ -94,7 +94,9 @@ def prepare(job: Job) -> Prepared:
             total += float(loss.detach()) / len(batch)
         return total, float(engine.get_global_grad_norm())
 
-    return Prepared(params=params, step=step, close=engine.destroy)
+    return Prepared(
+        params=params, step=step, close=engine.destroy, param_groups=optimizer.param_groups
+    )
 
 
 if __name__ == "__main__":

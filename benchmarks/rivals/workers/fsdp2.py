@@ -83,7 +83,12 @@ def prepare(job: Job) -> Prepared:
         return total, norm
 
     params = sum(p.numel() for p in model.parameters())
-    return Prepared(params=params, step=step, close=torch.distributed.destroy_process_group)
+    return Prepared(
+        params=params,
+        step=step,
+        close=torch.distributed.destroy_process_group,
+        param_groups=optimizer.param_groups,
+    )
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def prepare(job: Job) -> Prepared:
     clips = job.max_grad_norm is not None
     state = job.settings.get("state", "fp32")
     optimizer = mt.AdamW(
-        learning_rate=job.lr,
+        learning_rate=job.rate,
         weight_decay=job.weight_decay,
         betas=job.betas,
         eps=job.eps,

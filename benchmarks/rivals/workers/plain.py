@@ -85,7 +85,11 @@ def prepare(job: Job) -> Prepared:
         optimizer.zero_grad(set_to_none=True)
         return total, norm
 
-    return Prepared(params=sum(p.numel() for p in model.parameters()), step=step)
+    return Prepared(
+        params=sum(p.numel() for p in model.parameters()),
+        step=step,
+        param_groups=optimizer.param_groups,
+    )
 
 
 if __name__ == "__main__":

@@ -44,6 +44,8 @@ class Job:
     micro_batches: int = 1
     """The rows of a step are divided among so many."""
     lr: float = 1e-5
+    rates: Sequence[float] = ()
+    """Of each step, instead of `lr`. After the last one the first comes again."""
     weight_decay: float = 0.01
     """Of matrices; norms and biases are not decayed."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -67,6 +69,10 @@ class Job:
         fields = json.loads(Path(path).read_text())
         return cls(**fields | {"betas": tuple(fields["betas"])})
 
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step, counted from 0."""
+        return self.rates[step % len(self.rates)] if self.rates else self.lr
+
     def batch(self, step: int) -> list[Tensor]:
         """Return the micro-batches of a step, counted from 0, each (rows, sequence)."""
         tokens = np.load(self.tokens, mmap_mode="r")
@@ -82,6 +88,8 @@ class Prepared:
     step: Callable[[Sequence[Tensor]], tuple[float, float | None]]
     """One optimizer step on micro-batches: the loss, and the norm of the gradient."""
     close: Callable[[], object] = lambda: None
+    param_groups: Sequence[dict[str, Any]] = ()
+    """Of a torch optimizer: where the rate of each step is set."""
 
 
 def serve(prepare: Callable[[Job], Prepared]) -> None:
@@ -93,6 +101,8 @@ def serve(prepare: Callable[[Job], Prepared]) -> None:
     _say(answers, ready=True, seconds=_seconds_since_start(), params=prepared.params)
     for number, _ in enumerate(sys.stdin):
         batch = job.batch(number)
+        for group in prepared.param_groups:
+            group["lr"] = job.rate(number)
         begin = time.perf_counter()
         loss, grad_norm = prepared.step(batch)
         if job.device != "cpu":
