@@ -1,6 +1,6 @@
 """The comparison with what people use today: one command, one table.
 
-    python -m benchmarks.rivals [--json] [--device cuda] [--parts speed,bytes] [--rounds 5]
+    python -m benchmarks.rivals [--json] [--device cuda] [--parts speed,variants,bytes] [--rounds 5]
 
 Rivals are installed from PyPI at the first run (environments.py). What is compared and how is in
 compared.py. Each row's command is
@@ -18,19 +18,28 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.rivals.compared import Figures, code_lines, measure_bytes, measure_speed
+from benchmarks.rivals.compared import (
+    Figures,
+    code_lines,
+    measure_bytes,
+    measure_speed,
+    measure_variants,
+)
+from megatrain.optim.native import load_kernel
 
 TARGETS = {"step_over_best": 0.9, "bytes_over_best": 0.6, "largest_over_best": 1.5}
-PARTS = ("speed", "bytes")
+PARTS = ("speed", "variants", "bytes")
 
 
 def measure(parts: list[str], device: str, num_rounds: int) -> Figures:
     """Return the figures of the parts."""
-    figures: Figures = {"device": device}
+    figures: Figures = {"device": device, "rounds": num_rounds, "kernel": load_kernel().description}
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         if "speed" in parts:
             figures |= measure_speed(scratch, device, num_rounds)
+        if "variants" in parts:
+            figures |= measure_variants(scratch, device, num_rounds)
         if "bytes" in parts:
             figures |= measure_bytes(scratch, device)
     return figures | {"targets": TARGETS}
@@ -38,7 +47,7 @@ def measure(parts: list[str], device: str, num_rounds: int) -> Figures:
 
 def table(figures: Figures) -> Iterator[str]:
     """Yield the lines of the table, and of the ratios."""
-    for row in figures.get("speed", []):
+    for row in [*figures.get("speed", []), *figures.get("variants", [])]:
         shown = f"{row['rival_s']:8.2f} s {row['over']:8.3f}" if "over" in row else "did not run"
         yield f"step    {row['label']:36} {shown:24} {_setup(row)}"
     for row in figures.get("bytes", []):

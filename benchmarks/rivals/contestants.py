@@ -20,7 +20,7 @@ from benchmarks.rivals.environments import ENVIRONMENTS, python_of
 
 WORKERS = Path(__file__).parent / "workers"
 ROOT = Path(__file__).parents[2]
-HOMES = {"plain": "hf", "trainer": "hf"}
+HOMES = {"plain": "hf", "trainer": "hf", "fsdp2": "hf", "deepspeed": "deepspeed"}
 """The environment of each rival's worker; ours runs in this one."""
 
 
@@ -38,6 +38,8 @@ class Taken:
 
     loss: float
     seconds: float
+    processor_s: float
+    """Of all threads of the process: a busy machine changes it less."""
     peak_bytes: int
     grad_norm: float | None
     device_bytes: int | None = None
@@ -47,7 +49,13 @@ class Contestant:
     """A worker on one job. Use it in a `with` block, or `close` it."""
 
     def __init__(
-        self, name: str, job: Path, *, python: str | Path | None = None, before: Sequence[str] = ()
+        self,
+        name: str,
+        job: Path,
+        *,
+        python: str | Path | None = None,
+        before: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         """`before` starts the command, and `python` is instead of the environment's."""
         self.name = name
@@ -58,7 +66,7 @@ class Contestant:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env=os.environ | variables(name),
+            env={**os.environ, **variables(name), **(environment or {})},
             text=True,
             start_new_session=True,
         )

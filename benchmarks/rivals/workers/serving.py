@@ -5,7 +5,8 @@
 A worker prints JSON lines on stdout; all else goes to stderr.
 
     {"ready": true, "seconds": ..., "params": ...}      seconds since the process began
-    {"loss": ..., "seconds": ..., "peak_bytes": ..., "grad_norm": ...}      for each line `step`
+    {"loss": ..., "seconds": ..., "processor_s": ..., "peak_bytes": ..., "grad_norm": ...}
+                                                        for each line `step`
 
 `loss` is the mean over the predicted tokens of the step, before the update; `grad_norm` the one
 before clipping, or null. `peak_bytes` is VmHWM: the most that was ever resident, loading and mapped
@@ -103,12 +104,13 @@ def serve(prepare: Callable[[Job], Prepared]) -> None:
         batch = job.batch(number)
         for group in prepared.param_groups:
             group["lr"] = job.rate(number)
-        begin = time.perf_counter()
+        begin, worked = time.perf_counter(), time.process_time()
         loss, grad_norm = prepared.step(batch)
         if job.device != "cpu":
             torch.accelerator.synchronize()
-        seconds = time.perf_counter() - begin
-        found = {"loss": loss, "seconds": seconds, "peak_bytes": peak_bytes()}
+        seconds, processor_s = time.perf_counter() - begin, time.process_time() - worked
+        found = {"loss": loss, "seconds": seconds, "processor_s": processor_s}
+        found["peak_bytes"] = peak_bytes()
         if job.device != "cpu":
             found["device_bytes"] = torch.accelerator.max_memory_allocated()
         _say(answers, **found, grad_norm=grad_norm)
