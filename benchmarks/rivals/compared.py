@@ -13,7 +13,7 @@ global norm, two threads. A step ends when all weights are updated.
             first_step_s         from the start of the process to the end of its first step
     variants  the same with settings that both sides may have: torch.compile of the layers, and
             huge pages for torch's own allocations (THP_MEM_ALLOC_ENABLE)
-    bytes   407M parameters, one row of 64 tokens, two steps, each contestant alone. fp32 masters
+    bytes   407M parameters, one row of 16 tokens, two steps, each contestant alone. fp32 masters
             in all of them; everything in memory, nothing on disk.
             bytes_per_param      VmHWM over parameters, interpreter and libraries included
             bytes_over_best      our leanest over the leanest rival, whatever its states
@@ -197,7 +197,7 @@ def _told(row: Figures) -> Figures:
 
 def measure_bytes(scratch: Path, device: str) -> Figures:
     """Return the figures of part `bytes`."""
-    shared = _write(scratch / "bytes", BYTES, steps=2, rows=1, sequence=64)
+    shared = _write(scratch / "bytes", BYTES, steps=2, rows=1, sequence=16)
     rows = [held_by(entry, shared | {"device": device}, scratch) for entry in LEAN]
     return {"bytes": rows, **bytes_over_best(rows)}
 
