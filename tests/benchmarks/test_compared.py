@@ -1,0 +1,72 @@
+"""The ratios and tables of benchmarks/rivals: the best rival counts, one that failed does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.rivals import contestants
+from benchmarks.rivals.compared import (
+    EAGER,
+    LEAN,
+    Entry,
+    bytes_over_best,
+    code_lines,
+    held_by,
+    turns_of,
+)
+from benchmarks.rivals.contestants import HOMES, WORKERS
+from benchmarks.rivals.environments import ENVIRONMENTS
+from benchmarks.rivals.page import table
+
+
+def held(label: str, figure: float | None, states: str, *, is_ours: bool = False) -> dict[str, Any]:
+    row: dict[str, Any] = {"label": label, "states": states, "is_ours": is_ours}
+    row |= {"worker": "benchmarks/rivals/workers/plain.py", "dtype": "float32", "settings": {}}
+    return row if figure is None else row | {"bytes_per_param": figure}
+
+
+ROWS = [
+    held("plain", 17.0, "fp32"),
+    held("lean", 10.0, "8bit"),
+    held("broken", None, "8bit"),
+    held("ours", 15.3, "fp32", is_ours=True),
+    held("ours, lean", 8.0, "8bit", is_ours=True),
+]
+
+
+def test_ours_at_its_leanest_is_compared_with_the_leanest_rival() -> None:
+    found = bytes_over_best(ROWS)
+    assert (found["bytes_over_best"], found["bytes_over_best_rival"]) == (0.8, "lean")
+    assert found["bytes_over_best_fp32_states"] == 0.9
+    assert found["bytes_over_best_fp32_states_rival"] == "plain"
+
+
+def test_a_leaner_rival_would_be_noticed() -> None:
+    found = bytes_over_best([*ROWS, held("leaner", 4.0, "4bit")])
+    assert (found["bytes_over_best"], found["bytes_over_best_rival"]) == (2.0, "leaner")
+
+
+def test_the_table_has_every_row_and_says_which_did_not_run() -> None:
+    lines = list(table({"bytes": ROWS}))
+    assert sum(any(f"| {row['label']} |" in line for line in lines) for row in ROWS) == len(ROWS)
+    assert "did not run" in next(line for line in lines if "broken" in line)
+
+
+def test_every_entry_has_a_worker_and_an_environment() -> None:
+    for entry in (*EAGER, *LEAN):
+        assert (WORKERS / f"{entry.worker}.py").exists()
+        assert code_lines(entry.worker) > 10
+        if not entry.is_ours:
+            assert (entry.home or HOMES[entry.worker]) in ENVIRONMENTS
+
+
+def test_a_rival_that_does_not_start_is_a_row_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contestants, "WORKERS", tmp_path)
+    entry, shared = Entry(worker="ours", label="none"), {"model": "", "tokens": ""}
+    assert "ours ended with 2" in held_by(entry, shared, tmp_path)["failed"]
+    assert "ours ended with 2" in turns_of(entry, entry, shared, tmp_path, 1)["failed"]
