@@ -43,6 +43,8 @@ CASE = Case(
 SMALL = {"piece_bytes": 4096 * 3, "ring_buffer_bytes": 1000}
 """So that copies are cut, and go around the ring many times."""
 STUCK_S = 20.0
+SLOW_LINK = 5e6
+"""Bytes/s: a gradient of the case leaves for milliseconds, while compute goes on."""
 Scene = Callable[[], list[str]]
 Plant = Callable[[], AbstractContextManager[object]]
 
@@ -66,11 +68,12 @@ def _expected(case: Case) -> Outcome:
         return world_of(case.sort).play(case, device=accelerator, reference=True)
 
 
-def engine_runs(case: Case = CASE) -> list[str]:
+def engine_runs(case: Case = CASE, *, link_bytes_per_s: float | None = None) -> list[str]:
     """Train on lanes: the bits of the CPU, no wait that nobody sees, nothing left registered."""
     expected, found = _expected(case), list[str]()
     waits, registered = control.counters()["silent_waits"], control.registered_bytes()
-    with control.timed("lazy"):
+    timing: control.Timing = "lazy" if link_bytes_per_s is None else "early"
+    with control.timed(timing, link_bytes_per_s=link_bytes_per_s):
         outcome = world_of(case.sort).play(
             case, device=device_of(**SMALL), lanes=None, deadline_s=STUCK_S
         )
@@ -95,8 +98,9 @@ def engine_draws() -> list[str]:
 
 
 def engine_has_one_part() -> list[str]:
-    """Steps of a single micro-batch: a gradient is not a sum."""
-    return engine_runs(replace(CASE, steps=(((2, 5),), ((1, 4),)), update="in_backward"))
+    """Steps of one micro-batch, where a gradient is not a sum, over a slow link."""
+    case = replace(CASE, steps=(((2, 5),), ((1, 4),)), update="in_backward")
+    return engine_runs(case, link_bytes_per_s=SLOW_LINK)
 
 
 def memory_is_the_streams_own() -> list[str]:

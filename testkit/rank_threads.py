@@ -175,7 +175,10 @@ class Together:
         causes = [e for e in errors if e is not None]
         own = [e for e in causes if not isinstance(e, threading.BrokenBarrierError)]
         if causes:
-            raise (own or causes)[0]
+            first, *others = own or causes
+            for other in others:
+                first.add_note(f"another rank: {other!r}")
+            raise first
         return [future.result() for future in futures]
 
     def _in_turn(self, lay_out: Callable[..., SentInputs]) -> Callable[..., SentInputs]:
