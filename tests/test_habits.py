@@ -55,10 +55,19 @@ def test_ci_builds_the_site_strictly() -> None:
 
 
 def test_nights_run_every_part_of_make_long() -> None:
-    (job,) = _read(GITHUB / "workflows" / "nightly.yml")["jobs"].values()
+    job = _read(GITHUB / "workflows" / "nightly.yml")["jobs"]["proof"]
     (parts,) = re.findall(r"^long: (.*?)  ##", (ROOT / "Makefile").read_text(), re.M)
     assert job["strategy"]["matrix"]["part"] == parts.split()
     assert "make ${{ matrix.part }}" in [step.get("run") for step in job["steps"]]
+
+
+def test_nights_try_every_python_with_the_lowest_and_the_newest_versions() -> None:
+    job = _read(GITHUB / "workflows" / "nightly.yml")["jobs"]["versions"]
+    named = "Programming Language :: Python :: 3."
+    classifiers = PYPROJECT["project"]["classifiers"]
+    pythons = [each[len(named) - 2 :] for each in classifiers if each.startswith(named)]
+    assert job["strategy"]["matrix"] == {"python": pythons, "which": ["lowest", "newest"]}
+    assert job["steps"][-1]["run"] == "python .ci/versions.py ${{ matrix.which }} -n 2"
 
 
 def test_wheels_are_tried_by_the_script_that_tries_the_sdist() -> None:

@@ -1,6 +1,8 @@
-"""What a user is told of the layers' speed on a device."""
+"""What a user is told of the speed of layers and updates."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +10,7 @@ from megatrain.config import Config
 from megatrain.devices.accelerator import Accelerator
 from megatrain.devices.device import CpuDevice
 from megatrain.errors import MissingPackage
+from megatrain.optim import native
 from megatrain.run.opening.speed import require_kernels, speed_notes
 from testkit.simulated.accelerator import Simulator
 from testkit.worlds import world_of
@@ -18,6 +21,7 @@ def test_waits_of_experts_and_the_choice_to_compile_are_told(
 ) -> None:
     config = Config(model="m", data="rows.jsonl", train={"compile": "auto"})
     device, experts = Accelerator(Simulator()), world_of("mixtral").decoder
+    monkeypatch.setattr("megatrain.run.opening.speed.load_kernel", lambda: "a fast one")
     monkeypatch.setattr(Simulator, "groups", lambda simulator, dtype: False)
     first, second = speed_notes(config, experts, device)
     assert first.startswith("compile: auto is off: packed documents are attended to alone")
@@ -25,6 +29,21 @@ def test_waits_of_experts_and_the_choice_to_compile_are_told(
     assert len(speed_notes(config, world_of("llama of 2 layers").decoder, device)) == 1
     config = Config(model="m", data="rows.jsonl")
     assert speed_notes(config, experts, CpuDevice()) == []
+
+
+def test_an_installation_without_a_compiler_is_told_how_updates_become_fast(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    library = tmp_path / "libkernel.so"
+    monkeypatch.setattr(
+        "megatrain.run.opening.speed.load_kernel", lambda: native.load_kernel(library)
+    )
+    config = Config(model="m", data="rows.jsonl")
+    assert speed_notes(config, world_of("llama of 2 layers").decoder, CpuDevice()) == [
+        "updates: kernel torch (libkernel.so was not built, because there was no C compiler at "
+        "installation), same results, slower. For the fast one install a wheel of MegaTrain, or "
+        "install a C compiler and then MegaTrain again"
+    ]
 
 
 def test_kernels_that_are_not_here_end_a_run_before_its_data_is_read() -> None:

@@ -1,0 +1,140 @@
+"""Runs the core of the tests with the lowest versions that pyproject.toml admits, or the newest.
+
+    python .ci/versions.py lowest              # this interpreter, an environment for the occasion
+    python3.13 .ci/versions.py newest --env build/newest-3.13 -n 2
+
+Torch comes first and alone, as everywhere here. `lowest` then takes each package of pyproject.toml,
+extras included, at its lower bound, and what these packages need at the newest. Where the index has
+no wheel of a lower bound for this Python, the next one that has a wheel is taken and named; on the
+oldest Python that we admit, the first of CI, every lower bound must be installable.
+
+The tests run against the built package. Warnings are errors, as in CI. Other words go to pytest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+TOOLS = ("pytest", "pytest-xdist", "hypothesis", "setuptools")
+"""At the versions of requirements-dev.lock: they are ours to choose, and no user has them."""
+CORE = (
+    "tests/config",
+    "tests/data",
+    "tests/disk/hf",
+    "tests/engine/test_exactness.py",
+    "tests/optim",
+    "tests/report",
+    "tests/run/test_sinks.py",
+    "tests/run/test_trainer.py",
+)
+
+
+def lower_bounds(requirements: Iterable[str]) -> dict[str, str]:
+    """Return the lower bound of each requirement by its name in lower case."""
+    bounds = {}
+    for requirement in requirements:
+        match = re.fullmatch(r"([\w.-]+)>=([\w.]+)", requirement)
+        if match is None:
+            raise SystemExit(f"pyproject.toml: {requirement!r} is not of the form NAME>=VERSION")
+        bounds[match[1].lower()] = match[2]
+    return bounds
+
+
+def differing(bounds: Mapping[str, str], frozen: str) -> list[str]:
+    """Return the packages whose version in the output of `pip freeze` is not the lower bound."""
+    versions = {
+        name.lower(): version.split("+")[0]
+        for name, _, version in (line.partition("==") for line in frozen.splitlines())
+    }
+    return [
+        f"{name}>={bound} came as {versions.get(name)}"
+        for name, bound in bounds.items()
+        if _numbers(versions.get(name, "")) != _numbers(bound)
+    ]
+
+
+def _numbers(version: str) -> list[str]:
+    """2, 2.0 and 2.0.0 are one version."""
+    return re.sub(r"(\.0)+$", "", version).split(".")
+
+
+class Environment:
+    """A virtual environment that uv fills."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        self.run("-m", "pip", "install", "--quiet", "--upgrade", "uv")
+
+    def run(self, *words: str | Path, **variables: str) -> None:
+        """Run the environment's Python; a failure ends the program with its exit code."""
+        path = f"{self._folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        command = [self._folder.resolve() / "bin" / "python", *words]
+        done = subprocess.run(
+            command, cwd=ROOT, env=os.environ | {"PATH": path} | variables, check=False
+        )
+        if done.returncode:
+            raise SystemExit(done.returncode)
+
+    def install(self, *words: str | Path) -> None:
+        self.run("-m", "uv", "pip", "install", "--quiet", *words)
+
+    def frozen(self) -> str:
+        command = [self._folder / "bin" / "python", "-m", "uv", "pip", "freeze"]
+        return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+def fill(environment: Environment, which: str, bounds: Mapping[str, str], scratch: Path) -> None:
+    """Install torch, the packages, the tools of the tests, and the package itself."""
+    environment.install("--upgrade", f"torch=={bounds['torch']}" if which == "lowest" else "torch")
+    pinned = scratch / "torch.txt"
+    pinned.write_text(
+        "".join(f"{line}\n" for line in environment.frozen().splitlines() if line[:7] == "torch==")
+    )
+    chosen = scratch / "packages.txt"
+    resolution = "lowest-direct" if which == "lowest" else "highest"
+    environment.run(
+        *("-m", "uv", "pip", "compile", "--quiet", "--no-build", "--all-extras", "pyproject.toml"),
+        *("--resolution", resolution, "--constraint", pinned, "--output-file", chosen),
+    )
+    environment.install("--requirement", chosen)
+    environment.install("--constraint", "requirements-dev.lock", *TOOLS)
+    environment.run("-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", scratch, ".")
+    environment.install("--no-deps", "--reinstall", *scratch.glob("megatrain-*.whl"))
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="The core of the tests by versions.")
+    parser.add_argument("which", choices=["lowest", "newest"])
+    parser.add_argument("--env", type=Path, help="keep the environment in this folder")
+    asked, for_pytest = parser.parse_known_args(words)
+    extras = [each for extra in PROJECT["optional-dependencies"].values() for each in extra]
+    bounds = lower_bounds([*PROJECT["dependencies"], *extras])
+    with tempfile.TemporaryDirectory() as scratch:
+        environment = Environment(asked.env or Path(scratch) / "env")
+        fill(environment, asked.which, bounds, Path(scratch))
+        print(environment.frozen(), flush=True)
+        others = differing(bounds, environment.frozen()) if asked.which == "lowest" else []
+        for line in others:
+            print(f"not at its lower bound: {line}", flush=True)
+        oldest = PROJECT["requires-python"].removeprefix(">=")
+        if others and oldest == "{}.{}".format(*sys.version_info):
+            raise SystemExit("pyproject.toml: raise the lower bounds to versions that install")
+        environment.run(
+            *("-m", "pytest", "-q", *CORE, *for_pytest),
+            HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1",
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""The lower bounds of pyproject.toml, and the script that runs tests with them (.ci/versions.py)."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def versions() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("versions", ROOT / ".ci" / "versions.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_requirement_has_a_lower_bound_and_nothing_else(versions: ModuleType) -> None:
+    bounds = versions.lower_bounds(versions.PROJECT["dependencies"])
+    assert len(bounds) == len(versions.PROJECT["dependencies"]) > 10
+    for other in ("numpy", "numpy==2.0", "numpy>=2,<3"):
+        with pytest.raises(SystemExit, match=f"{other!r} is not of the form NAME>=VERSION"):
+            versions.lower_bounds([other])
+
+
+def test_ci_has_no_version_below_a_lower_bound(versions: ModuleType) -> None:
+    """A bound was raised, and the lock file with it."""
+    lock = dict(
+        line.lower().split("==")
+        for line in (ROOT / "requirements-dev.lock").read_text().splitlines()
+        if "==" in line
+    )
+    for name, bound in versions.lower_bounds(versions.PROJECT["dependencies"]).items():
+        pinned, least = ([int(n) for n in text.split(".")] for text in (lock[name], bound))
+        assert pinned >= least, name
+
+
+def test_a_version_that_is_not_the_lower_bound_is_named(versions: ModuleType) -> None:
+    bounds = {"torch": "2.13", "numpy": "2", "pyyaml": "6", "rich": "14"}
+    frozen = "numpy==2.0.0\nPyYAML==6.0\nrich==14.0.0\ntorch==2.13.0+cpu\nother==1\n"
+    assert versions.differing(bounds, frozen) == []
+    changed = frozen.replace("numpy==2.0.0", "numpy==2.0.1").replace("rich", "poor")
+    assert versions.differing(bounds, changed) == [
+        "numpy>=2 came as 2.0.1",
+        "rich>=14 came as None",
+    ]
+
+
+def test_the_core_is_there(versions: ModuleType) -> None:
+    for path in versions.CORE:
+        assert (ROOT / path).exists(), path
