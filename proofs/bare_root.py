@@ -81,12 +81,12 @@ def wheel_faults(wheel: Path) -> list[str]:
 def build(folder: Path) -> tuple[Path, Path]:
     """Make the sdist from this tree, unpack it, and make the wheel of that; return both."""
     backend = "from setuptools import build_meta; import sys; "
-    make = [sys.executable, "-c", backend + "build_meta.build_sdist(sys.argv[1])", folder]
+    make = [sys.executable, "-c", backend + "build_meta.build_sdist(sys.argv[1])", str(folder)]
     subprocess.run(make, cwd=TREE, stdout=sys.stderr, check=True)
     (sdist,) = folder.glob("megatrain-*.tar.gz")
     shutil.unpack_archive(sdist, folder / "unpacked", filter="data")
     (unpacked,) = (folder / "unpacked").iterdir()
-    make = [sys.executable, "-c", backend + "build_meta.build_wheel(sys.argv[1])", folder]
+    make = [sys.executable, "-c", backend + "build_meta.build_wheel(sys.argv[1])", str(folder)]
     subprocess.run(make, cwd=unpacked, stdout=sys.stderr, check=True)
     (wheel,) = folder.glob("megatrain-*.whl")
     return sdist, wheel

@@ -1,4 +1,4 @@
-"""The lower bounds of pyproject.toml, and the script that runs tests with them (.ci/versions.py)."""
+"""The lower bounds of pyproject.toml, and the script that tests them (.ci/versions.py)."""
 
 from __future__ import annotations
 

@@ -64,6 +64,18 @@ print({{"torch", "transformers", "numpy", "rich"}} & set(sys.modules))
     assert result.stdout.splitlines()[-1] == "set()"
 
 
+def test_a_first_config_is_written_without_torch(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from megatrain.cli.app import app
+app(["init", {str(tmp_path / "run.yaml")!r}], standalone_mode=False)
+print({{"torch", "transformers", "numpy"}} & set(sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
+    assert (tmp_path / "run.yaml").read_text().startswith("model: ")
+
+
 def test_the_list_of_verbs_is_not_cut() -> None:
     listed = _run("--help").stdout.partition("Commands:")[2]
     assert "..." not in listed

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.cli.verbs import init_config
+from megatrain.cli.starting import init_config
 from megatrain.config import load_config
 from megatrain.run.trainer import Trainer
 

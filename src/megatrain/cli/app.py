@@ -286,7 +286,7 @@ def init(
     gpus: Annotated[int, typer.Option(help="GPUs it ran on; their batches add up.", min=1)] = 1,
 ) -> None:
     """Write a starter config, or convert one from another tool."""
-    from megatrain.cli.verbs import init_config
+    from megatrain.cli.starting import init_config
 
     typer.echo(init_config(target, source, tool=tool, num_gpus=gpus))
 

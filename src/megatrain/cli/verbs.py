@@ -13,16 +13,11 @@ from megatrain.cli.demo import (
     streamed_equals_resident,
     write_demo,
 )
-from megatrain.config import load_config
 from megatrain.config.data_settings import DataSettings, DataSource, FormatName
-from megatrain.config.other_tools.asked import Pairs
-from megatrain.config.other_tools.translate import migrate, tool_named
 from megatrain.data.chat.choice import choose_template
 from megatrain.data.chat.render import TrainOn
 from megatrain.data.preview import card_lines, show_prepared
 from megatrain.data.rows.hub_rows import located
-from megatrain.data.rows.reading import parsed
-from megatrain.data.rows.source import open_source
 from megatrain.data.steps.isolation import packs_flat
 from megatrain.data.tokens.limits import check_limits
 from megatrain.data.tokens.prepare import prepare
@@ -34,10 +29,8 @@ from megatrain.errors import (
     ConfigError,
     DataError,
     DiskFull,
-    MegaTrainError,
     RunFolderError,
 )
-from megatrain.files import write_file
 from megatrain.memory.kinds import Kind
 from megatrain.planning.from_config import step_settings_of
 from megatrain.ranks.ranks import ALONE, Ranks
@@ -67,14 +60,6 @@ from megatrain.run.together.phases import per_folder, unhurried
 from megatrain.run.together.restarting import was_restarted
 from megatrain.run.together.sameness import facts_of, require_same
 from megatrain.run.trainer import Trainer
-
-STARTER = """\
-model: Qwen/Qwen3-0.6B  # a Hugging Face Hub id, or a folder
-data: {train: train.jsonl, eval: 0.02, max_length: 2048}
-train: {epochs: 1, batch_tokens: auto}
-optim: {learning_rate: 1e-5, schedule: cosine, warmup: 0.03}
-"""
-
 
 _DATA = DataSettings.model_fields
 _LIMITS = ("max_bad", "max_dropped")
@@ -243,41 +228,6 @@ def look_at_data(
         check_limits(prepared.card, **{key: _DATA[key].default for key in _LIMITS})
     except DataError as error:
         print(f"`megatrain train` would refuse these rows: {error}")
-
-
-def init_config(
-    target: Path, source: Path | None, *, tool: str | None = None, num_gpus: int = 1
-) -> str:
-    """Write a config; return a summary."""
-    if target.exists():
-        raise ConfigError(f"{target} exists. Give another name.")
-    if source is None:
-        write_file(target, STARTER.encode())
-        return f"wrote {target}: set model and data, then `megatrain train {target}`"
-    named = None if tool is None else tool_named(tool)
-    migration = migrate(source, named, num_gpus=num_gpus, pairs_of=_pairs_of)
-    write_file(target, migration.to_yaml().encode())
-    summary = f"{migration.report()}\nwrote {target}"
-    try:
-        load_config(target)
-    except ConfigError as error:
-        summary += f", which does not load yet:\n{error}"
-    return summary
-
-
-def _pairs_of(source: str) -> Pairs | None:
-    """Return the types of prompt and completion in a local file, None if unknown."""
-    if not Path(source).exists():
-        return None
-    try:
-        opened = open_source(source)
-        if opened.format.columns != ("prompt", "completion"):
-            return "none"
-        row = parsed(next(iter(opened.values()))[1])
-    except (MegaTrainError, StopIteration):
-        return None
-    is_text = isinstance(row, dict) and isinstance(row.get("prompt"), str)
-    return "strings" if is_text else "turns"
 
 
 def run_demo(folder: Path, num_steps: int) -> None:

@@ -79,7 +79,9 @@ def read_document(path: str | os.PathLike[str]) -> Document:
         with open(name, "rb") as file:
             data = file.read(MAX_YAML_BYTES + 1)
     except (FileNotFoundError, NotADirectoryError, ValueError):
-        raise ConfigError(f"{name}: no such file. Give the path of a YAML file.") from None
+        raise ConfigError(
+            f"{name}: no such file. Give the path of a YAML file; `megatrain init` writes one."
+        ) from None
     except OSError as error:
         raise DiskError(f"{name}: cannot read it: {error.strerror}") from error
     return parse_document(data, name)

@@ -175,6 +175,21 @@ def test_what_must_be_a_file_is_not_asked_of_the_hub(name: str) -> None:
         open_source(name)
 
 
+def test_a_misspelt_file_is_told_with_the_one_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "train.jsonl", [{"text": "word"}])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError) as near:
+        open_source("trian.jsonl")
+    said = f"trian.jsonl: no such file or folder in {tmp_path}."
+    assert str(near.value) == f"{said} Did you mean train.jsonl?"
+    with pytest.raises(DataError, match=r"Did you mean .*/train\.jsonl\?$"):
+        open_source(tmp_path / "trian.jsonl")
+    with pytest.raises(DataError, match=r"Give a data file, a folder of data files, or a dataset"):
+        open_source("other.parquet")
+
+
 def test_large_arrays_take_no_longer_per_row(tmp_path: Path) -> None:
     """2 MB of small rows: copying the rest for every row would take minutes."""
     path = write(tmp_path / "a.json", [{"text": "word"}] * 60_000)

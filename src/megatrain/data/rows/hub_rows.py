@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.data.rows.given import GivenRows
-from megatrain.data.rows.reading import Raw, data_files, without_filling
+from megatrain.data.rows.reading import Raw, data_files, no_such_data, without_filling
 from megatrain.errors import ConfigError, DataError
 from megatrain.hub import dataset_commit, is_id
 
@@ -70,7 +70,7 @@ def located(
             )
         return path
     if not is_id(str(path)):
-        raise DataError(f"{path}: no such file or folder")
+        raise no_such_data(Path(path))
     commit, answers = dataset_commit(str(path), revision)
     rows = HubRows(id=str(path), name=name, split=split or TRAIN, commit=commit, answers=answers)
     return rows if commit else replace(rows, commit=_cached_commit(_dataset(rows)))

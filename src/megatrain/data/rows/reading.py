@@ -17,12 +17,15 @@ Laws (tests/data/rows/test_reading.py)
 from __future__ import annotations
 
 import csv
+import difflib
 import gzip
 import io
 import json
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -111,8 +114,21 @@ def data_files(path: str | Path) -> list[Path]:
             "program again, or give a file with the rows."
         )
     if _kind(path) in _READERS or not is_id(name):
-        raise DataError(f"{path}: no such file or folder")
+        raise no_such_data(path)
     return []
+
+
+def no_such_data(path: Path) -> DataError:
+    """Return the error for a path with nothing there: it names the file that was meant, if any."""
+    here = path.parent.resolve()
+    names: list[str] = []
+    with suppress(OSError):  # no such folder either, or one that may not be read
+        names = os.listdir(here)
+    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.75)
+    hint = "Give a data file, a folder of data files, or a dataset on the Hub like owner/name."
+    if near:
+        hint = f"Did you mean {path.with_name(near[0])}?"
+    return DataError(f"{path}: no such file or folder in {here}. {hint}")
 
 
 def _files_in(folder: Path) -> list[Path]:
