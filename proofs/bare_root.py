@@ -10,6 +10,7 @@ the sdist. Inside, in a virtual environment that has torch:
     install_s          pip installs the wheel with everything it needs, nothing downloaded before
     install_cached_s   the same again, with what pip keeps of its downloads
     demo_s             `megatrain demo`: streamed = resident, resumed = uninterrupted
+    ..._cpu_s          the same in processor time, which a busy machine does not change
     kernel             the update's implementation: native, from the wheel
     sdist_kernel       the same after installing the sdist instead: torch, as there is no compiler
 
@@ -33,6 +34,8 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+
+from testkit.effort import children_s
 
 TREE = Path(__file__).parents[1]
 SUITE = "bookworm"
@@ -118,11 +121,12 @@ class BareRoot:
             stdout=subprocess.PIPE, text=True, check=True,
         ).stdout  # fmt: skip
 
-    def timed(self, command: str) -> float:
-        """Run a command, its output among the messages; return its seconds."""
-        began = time.monotonic()
+    def timed(self, name: str, command: str) -> dict[str, float]:
+        """Run a command, its output among the messages; return its seconds, and those of cores."""
+        began, before = time.monotonic(), children_s()
         print(self.run(command), file=sys.stderr)
-        return round(time.monotonic() - began, 1)
+        figures = {f"{name}_s": time.monotonic() - began, f"{name}_cpu_s": children_s() - before}
+        return {name: round(seconds, 1) for name, seconds in figures.items()}
 
 
 def prove(root: BareRoot) -> dict[str, Any]:
@@ -137,18 +141,18 @@ def prove(root: BareRoot) -> dict[str, Any]:
         "sdist_bytes": sdist.stat().st_size,
         "faults": wheel_faults(wheel),
     }
-    root.timed(f"python3 -m venv env; env/bin/pip install --quiet {TORCH}")
+    root.run(f"python3 -m venv env; env/bin/pip install --quiet {TORCH}")
     before = _lines(root)
     install = f"env/bin/pip install --quiet --no-warn-script-location ./{wheel.name}"
-    facts["install_s"] = root.timed(install)
-    facts["demo_s"] = root.timed("env/bin/megatrain demo first")
+    facts |= root.timed("install", install)
+    facts |= root.timed("demo", "env/bin/megatrain demo first")
     facts["kernel"] = root.run(f"env/bin/python -c {shlex.quote(KERNEL)}").strip()
     added = {line.split("==")[0].split(" @ ")[0] for line in _lines(root) - before}
     root.run(f"env/bin/pip uninstall --quiet --yes {' '.join(sorted(added))}")
     root.run(f"env/bin/pip install --quiet {TORCH}")  # it and ours may share packages
-    facts["install_cached_s"] = root.timed(install)
-    root.timed(f"env/bin/pip install --quiet --force-reinstall --no-deps ./{sdist.name}")
-    facts["sdist_demo_s"] = root.timed("env/bin/megatrain demo second")
+    facts |= root.timed("install_cached", install)
+    root.run(f"env/bin/pip install --quiet --force-reinstall --no-deps ./{sdist.name}")
+    facts |= root.timed("sdist_demo", "env/bin/megatrain demo second")
     facts["sdist_kernel"] = root.run(f"env/bin/python -c {shlex.quote(KERNEL)}").strip()
     facts["total_s"] = round(facts["install_s"] + facts["demo_s"], 1)
     facts["total_cached_s"] = round(facts["install_cached_s"] + facts["demo_s"], 1)
