@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -43,7 +44,7 @@ class Point:
     again: Literal["layers", "qkv and ffn", "ffn", "none"] = "layers"
     """What backward computes again."""
     step_is_assumed: bool = False
-    changes: dict[str, float] = field(default_factory=dict)
+    changes: dict[str, Any] = field(default_factory=dict)
     """In what their machine differs from the reference."""
 
     @property
@@ -81,12 +82,14 @@ class Point:
         return 8.0 * self.shape.params + attention
 
 
-def _read() -> tuple[dict[str, str], tuple[Point, ...]]:
-    tables: dict[str, Any] = tomllib.loads(
-        (Path(__file__).parent / "points.toml").read_text(encoding="utf-8")
-    )
-    rows = [{**row, "on_host": tuple(row.get("on_host", ()))} for row in tables["point"]]
-    return tables["sources"], tuple(Point(**row) for row in rows)
-
-
-SOURCES, POINTS = _read()
+_TABLES: dict[str, Any] = tomllib.loads(
+    (Path(__file__).parent / "points.toml").read_text(encoding="utf-8")
+)
+SOURCES: Mapping[str, str] = _TABLES["sources"]
+POINTS = tuple(
+    Point(**{**row, "on_host": tuple(row.get("on_host", ()))}) for row in _TABLES["point"]
+)
+EXPLAINED: Mapping[str, str] = _TABLES["explained"]
+"""By the name of a point, why its prediction is far from it."""
+LEFT_OUT: Mapping[str, str] = _TABLES["left_out"]
+"""Figures that were found, and why they are not points."""

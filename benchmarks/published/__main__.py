@@ -1,0 +1,42 @@
+"""Predicted against published, as a table or as JSON.
+
+python -m benchmarks.published [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from benchmarks.published.trial import Verdict, facts, median_error, ours, share_near, verdicts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="all figures, sources and reasons")
+    if parser.parse_args().json:
+        print(json.dumps(facts(), indent=1))
+        return
+    print(f"{'system':13}{'model':13}{'machine':9}{'step':>6}{'published':>11}", end="")
+    print(f"{'predicted':>11}{'error':>8}{'ours':>9}")
+    found = verdicts()
+    for verdict in found:
+        print(_row(verdict))
+    print(
+        f"\n{len(found)} points: median error {median_error(found):.0%}, "
+        f"{share_near(found):.0%} within 25 %"
+    )
+
+
+def _row(verdict: Verdict) -> str:
+    point = verdict.point
+    model = point.model.rpartition("/")[2]
+    step = f"{point.step / 1024:.0f}k" + "*" * point.step_is_assumed
+    return (
+        f"{point.system:13}{model:13}{point.machine:9}{step:>6}{point.published:>11,.0f}"
+        f"{verdict.predicted:>11,.0f}{verdict.error:>+8.0%}{ours(point).tokens_per_s:>9,.0f}"
+    )
+
+
+if __name__ == "__main__":
+    main()
