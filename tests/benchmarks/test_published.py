@@ -14,6 +14,9 @@ from benchmarks.published.playing import predicted_speed
 from benchmarks.published.points import EXPLAINED, LEFT_OUT, POINTS, SOURCES, Point
 from benchmarks.published.systems import SYSTEMS, System, system_of
 from benchmarks.published.trial import Verdict, best, ceiling, median_error, ours, perfect, verdicts
+from megatrain.planning.simulate import simulate
+from megatrain.planning.workload import Workload
+from megatrain.step.settings import StepSettings
 
 NAMES = [point.name for point in POINTS]
 BEATEN = {
@@ -123,9 +126,9 @@ def test_our_own_schedule_played_as_another_s_is_ours(monkeypatch: pytest.Monkey
 
 
 def _simulated(point: Point) -> float:
-    workload = trial.Workload(model=point.shape, step_tokens=point.step, sequence=point.sequence)
-    way = trial.StepSettings(micro_batch_tokens=point.step, update="in_backward")
-    return trial.simulate(point.profile, workload, way).tokens_per_s
+    workload = Workload(model=point.shape, step_tokens=point.step, sequence=point.sequence)
+    way = StepSettings(micro_batch_tokens=point.step, update="in_backward")
+    return simulate(point.profile, workload, way).tokens_per_s
 
 
 def test_a_narrow_link_and_slow_memory_would_be_noticed_in_our_ceiling() -> None:
