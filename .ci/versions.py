@@ -143,10 +143,8 @@ def main(words: Sequence[str] | None = None) -> None:
         oldest = PROJECT["requires-python"].removeprefix(">=")
         if others and oldest == "{}.{}".format(*sys.version_info):
             raise SystemExit("pyproject.toml: raise the lower bounds to versions that install")
-        environment.run(
-            *("-m", "pytest", "-q", *CORE, *for_pytest),
-            HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1",
-        )  # fmt: skip
+        given = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        environment.run("-m", "pytest", "-q", *CORE, *for_pytest, **given)
 
 
 if __name__ == "__main__":
