@@ -33,7 +33,7 @@ from megatrain.config.loss_settings import LossSettings
 from megatrain.config.output_settings import EvalSettings, LogSettings, SaveSettings
 from megatrain.config.quantities import or_auto, read_tokens
 from megatrain.config.rope_settings import Rope, RopeSettings
-from megatrain.config.section import Section, short
+from megatrain.config.section import Section, retired, short
 from megatrain.config.value_types import (
     Beta,
     LayerCount,
@@ -281,7 +281,9 @@ class Config(Section):
     loss: Annotated[LossSettings, short(SHORT_FORMS["loss"])] = Field(default_factory=LossSettings)
     train: TrainSettings = Field(default_factory=lambda: TrainSettings.model_validate({}))
     optim: OptimSettings = Field(default_factory=OptimSettings)
-    memory: MemorySettings = Field(default_factory=MemorySettings)
+    memory: Annotated[MemorySettings, retired("gather_embedding", "since 0.2 the plan chooses")] = (
+        Field(default_factory=MemorySettings)
+    )
     eval: EvalSettings = Field(default_factory=EvalSettings)
     save: Annotated[SaveSettings, short(SHORT_FORMS["save"])] = Field(default_factory=SaveSettings)
     log: LogSettings = Field(default_factory=LogSettings)

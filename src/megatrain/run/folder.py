@@ -155,7 +155,10 @@ class RunFolder:
         lines = []
         if path.exists() and not _is_as_we_write_it(path):
             name = "config.used.yaml"
-            lines.append(f"{path} was edited and is kept; the settings in use are in {name}")
+            lines.append(
+                f"{path} was edited, or another version wrote it, and is kept; the settings in use "
+                f"are in {name}"
+            )
         self.write(name, dump_config(config))
         return lines
 

@@ -190,7 +190,9 @@ def test_a_checkpoint_of_another_version_is_refused_and_not_passed_over(
     del fields["sha256"]
     fields["schema"] = 2
     (newest / MANIFEST_NAME).write_bytes(signed(json.dumps(fields, indent=1).encode()))
-    with pytest.raises(CheckpointMismatch, match=r"another version \(schema 2, this is 1\)"):
+    with pytest.raises(
+        CheckpointMismatch, match=r"newer version of MegaTrain \(format 2; this one reads 1\)"
+    ):
         _resumed(tmp_path / "run" / FOLDER, config)
 
 

@@ -105,10 +105,16 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         fields = _object(json.loads(unsigned(data, where).decode("utf-8")))
     except (ValueError, RecursionError) as error:
         raise CheckpointDamaged(f"{where} is not a manifest: {str(error)[:200]}") from None
-    if fields.get("schema") != SCHEMA or fields.get("chunk_bytes") != CHUNK_BYTES:
+    schema = fields.get("schema")
+    if type(schema) is int and schema > SCHEMA:
         raise CheckpointMismatch(
-            f"{where} was written by another version (schema {str(fields.get('schema'))[:20]}, "
-            f"this is {SCHEMA})"
+            f"{where} was written by a newer version of MegaTrain (format {str(schema)[:20]}; this "
+            f"one reads {SCHEMA}). Use that version or a later one; machine.json in the run folder "
+            "names it."
+        )
+    if schema != SCHEMA or fields.get("chunk_bytes") != CHUNK_BYTES:
+        raise CheckpointMismatch(
+            f"{where} was written by another version (schema {str(schema)[:20]}, this is {SCHEMA})"
         )
     try:
         return Manifest(

@@ -1,0 +1,185 @@
+"""Runs that an older version left behind: resumed, evaluated, sampled, exported, reported.
+
+`.ci/older_runs.py` made the archives in tests/run/older with that version, and recorded what it
+made of them itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import re
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.cli.checkpoint_verbs import verify_checkpoints
+from megatrain.cli.exporting import export_model
+from megatrain.cli.verbs import evaluate_model, report_on, sample_from, train_from
+from megatrain.disk.checkpoint.manifest import read_manifest, signed
+from megatrain.errors import CheckpointMismatch
+from megatrain.optim.states import M
+from megatrain.run.trainer import Trainer
+
+HERE = Path(__file__).parent
+ARCHIVES = sorted((HERE / "older").glob("*/*.tar.xz"))
+REGROUPED = ("packed", "defaults")
+"""Packed runs have the documents of each step as before, in other micro-batches."""
+EXACT = [path for path in ARCHIVES if path.name.partition(".")[0] not in REGROUPED]
+FP32_CLOSE, BF16_CLOSE = 1e-4, 5e-2
+"""Relative, of losses: sums in another order, amplified by the steps after them."""
+
+
+def _named(path: Path) -> str:
+    return f"{path.parent.name}-{path.name.partition('.')[0]}"
+
+
+def _maker() -> ModuleType:
+    spec = importlib.util.spec_from_file_location(
+        "older_runs", HERE.parents[1] / ".ci" / "older_runs.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """The archives were made so."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths in the archives are relative."""
+    monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+def _unpacked(archive: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Unpack an archive, go to its folder, and return what its version made of it."""
+    with tarfile.open(archive) as opened:
+        opened.extractall(filter="data")
+    monkeypatch.chdir(archive.name.partition(".")[0])
+    made: dict[str, Any] = json.loads(Path("made.json").read_text())
+    return made
+
+
+def _loss(said: str) -> float:
+    (loss,) = re.findall(r"^loss ([\d.]+)", said, re.M)
+    return float(loss)
+
+
+def _weights(made_or_last: dict[str, Any]) -> dict[str, Any]:
+    """Return the hashes of all tensors of a checkpoint, by file."""
+    return {
+        name: record["digests"]
+        for name, record in made_or_last["files"].items()
+        if name.endswith(".safetensors")
+    }
+
+
+def _last() -> dict[str, Any]:
+    last: dict[str, Any] = json.loads(Path("run/last/manifest.json").read_text())
+    return last
+
+
+def _metrics() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+
+
+def _losses(lines: list[dict[str, Any]]) -> list[float]:
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+pytestmark = [
+    pytest.mark.usefixtures("_here"),
+    pytest.mark.filterwarnings("ignore:gather_embedding has no effect:FutureWarning"),
+]
+
+
+@pytest.mark.parametrize("archive", ARCHIVES, ids=_named)
+def test_a_run_of_an_older_version_is_read(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = _unpacked(archive, monkeypatch)
+    run = Path("run")
+    assert ": complete, step " in verify_checkpoints(run)
+    said = evaluate_model(run, Path("rows.jsonl"), None)
+    assert _loss(said) == pytest.approx(_loss(made["eval"]), abs=2e-4)
+    assert len(sample_from(run, ["1 + 1"], 3)) == 1
+    export_model(run, Path("exported"))
+    exported = Path("exported/model.safetensors").read_bytes()
+    assert hashlib.sha256(exported).hexdigest() == made["exported_sha256"]
+    report_on([run], None)
+    assert "<!DOCTYPE html>" in Path("run/report.html").read_text()
+
+
+@pytest.mark.parametrize("archive", EXACT, ids=_named)
+def test_it_ends_in_the_bits_that_its_version_gives(
+    archive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = _unpacked(archive, monkeypatch)
+    train_from(Path("run/config.yaml"), [], resume=True)
+    losses, expected = _losses(_metrics()), _losses(made["metrics"])
+    if _maker().plain_digest(Path("model")) != made["plain_digest"]:
+        assert losses == pytest.approx(expected, rel=BF16_CLOSE)
+        pytest.skip("this processor rounds differently from the one that made the archives")
+    assert _weights(_last()) == _weights(made["manifest"])
+    assert losses == expected
+
+
+@pytest.mark.parametrize("archive", [p for p in ARCHIVES if p not in EXACT], ids=_named)
+def test_a_packed_run_keeps_its_steps(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the file that the user has, in which a default may have changed since."""
+    made = _unpacked(archive, monkeypatch)
+    train_from(Path("run.yaml"), ["save.dir=run", *made["settings"]], resume=True)
+    found = _metrics()
+    close = FP32_CLOSE if "model.dtype=fp32" in made["settings"] else BF16_CLOSE
+    assert len(found) == len(made["metrics"])
+    for now, then in zip(found, made["metrics"], strict=True):
+        for key in ("step", "num_tokens", "learning_rate"):
+            assert now.get(key) == then.get(key), key
+        for key in ("loss", "eval_loss"):
+            if key in then:
+                assert now[key] == pytest.approx(then[key], rel=close)
+
+
+def test_moments_that_are_lost_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = _unpacked(EXACT[0], monkeypatch)
+    take_up = Trainer._take_up
+
+    def forgetful(self: Trainer, resumed: Any) -> None:
+        take_up(self, resumed)
+        for name, place in self.home.store.layout.places.items():
+            if place.has(M):
+                self.home.store.param(name, M).zero_()
+
+    monkeypatch.setattr(Trainer, "_take_up", forgetful)
+    train_from(Path("run/config.yaml"), [], resume=True)
+    assert _weights(_last()) != _weights(made["manifest"])
+
+
+def test_a_format_of_the_future_is_refused_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _unpacked(ARCHIVES[0], monkeypatch)
+    (path,) = Path("run/checkpoints").glob("step-*/manifest.json")
+    fields = json.loads(path.read_text())
+    del fields["sha256"]
+    assert read_manifest(path.parent).step == fields["step"]
+    path.write_bytes(signed(json.dumps(fields | {"schema": 2}, indent=1).encode()))
+    expected = r"newer version of MegaTrain \(format 2; this one reads 1\)\. Use that version"
+    with pytest.raises(CheckpointMismatch, match=expected):
+        train_from(Path("run/config.yaml"), [], resume=True)
+    with pytest.raises(CheckpointMismatch, match=expected):
+        verify_checkpoints(Path("run"))
