@@ -90,9 +90,15 @@ def _tries(found: Mapping[str, Any]) -> Html:
         parts.append(tag("h3", _state(check["state"]), f" {check['name']}: {check['found']}"))
         for name in check["causes"]:
             cause = found["causes"][name]
-            parts.append(tag("p", cause["means"]))
-            parts.append(tag("ul", *(tag("li", text) for text in cause["tries"])))
+            parts.append(tag("p", *_with_code(cause["means"])))
+            parts.append(tag("ul", *(tag("li", *_with_code(text)) for text in cause["tries"])))
     return join_html(parts)
+
+
+def _with_code(text: str) -> Iterator[str]:
+    """Yield the parts of a text; those between backticks are code."""
+    for number, part in enumerate(text.split("`")):
+        yield tag("code", part) if number % 2 else part
 
 
 def _checks(checks: list[Mapping[str, Any]]) -> Iterator[Html]:

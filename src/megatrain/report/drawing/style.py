@@ -93,6 +93,9 @@ th,td{text-align:left;vertical-align:top;padding:.3rem .9rem .3rem 0;
 border-bottom:1px solid var(--edge);
 min-width:4.5rem}
 th{font-weight:500;color:var(--soft)}
+tbody th{overflow-wrap:break-word}
+td:has(.state){width:6rem}
+td:has(.state)+th{width:9rem}
 thead th{color:var(--ink);font-weight:600}
 td{font-variant-numeric:tabular-nums}
 .number{text-align:right;white-space:nowrap;padding-right:0}
@@ -106,6 +109,8 @@ tr.planned th,tr.measured th,tr.planned .number,tr.measured .number{color:var(--
 font-weight:600}
 .state{font-weight:600;white-space:nowrap}
 .ok{color:var(--c2)}.slow{color:var(--c4)}.wrong{color:var(--alarm)}
+code{font:.9em ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;background:var(--card);
+border-radius:.2rem;padding:.1em .3em}
 pre{white-space:pre-wrap;font:.85rem/1.45 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;
 background:var(--card);border-radius:.4rem;padding:.7rem .9rem;margin:.25rem 0;tab-size:4}
 .prompt{border-left:3px solid var(--c0);border-radius:0 .4rem .4rem 0}
