@@ -44,6 +44,7 @@ def test_a_run_is_pushed_with_its_card(
     assert yaml.safe_load(front)["library_name"] == "transformers"
     for said in ("# adder", "| rows | 60 |", "| source | rows.jsonl |", "| torch | 2", "last step"):
         assert said in text
+    assert "\n## Limits\n\nLosses are means" in text
     assert "| optim.learning_rate | 0.01 |" in text
     assert str(world) not in card
     assert str(tmp_path) not in card

@@ -59,6 +59,10 @@ def model_card(
         "",
         *_table(dict(_settings(config))),
         "",
+        "## Limits",
+        "",
+        _LIMITS,
+        "",
         "## Versions",
         "",
         *_table({name: value for name, value in machine_facts().items() if name in _VERSIONS}),
@@ -66,6 +70,11 @@ def model_card(
     return "\n".join(lines) + "\n"
 
 
+_LIMITS = (
+    "Losses are means per trained token on the rows of this run. Nothing else was measured, "
+    "neither other tasks nor safety. What the model that it began with got wrong may still be "
+    "there."
+)
 _VERSIONS = ("megatrain", "torch", "transformers", "python")
 
 
