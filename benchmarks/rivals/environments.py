@@ -37,7 +37,7 @@ ENVIRONMENTS = {
         requirements=("numpy", TRANSFORMERS, "accelerate==1.15.0", "torchao==0.18.0")
     ),
     "deepspeed": Environment(
-        requirements=("numpy", TRANSFORMERS, "deepspeed==0.19.8"),
+        requirements=("numpy", TRANSFORMERS, "accelerate==1.15.0", "deepspeed==0.19.8"),
         variables={"DS_ACCELERATOR": "cpu"},
     ),
 }

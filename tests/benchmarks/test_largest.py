@@ -1,10 +1,12 @@
-"""The largest model under a limit: the search, the ladder and the limit."""
+"""The largest model under a limit: the search, the ladder, the limit and the verdict."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -12,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.control_group import limited_group, memory_groups
 from benchmarks.rivals.climbing import highest_rung
 from benchmarks.rivals.ladder import Ladder
+from benchmarks.rivals.largest import CLIMBERS, attempt, judge, ratios
 
 TINY = Ladder(hidden=32, intermediate=64, heads=2, key_heads=1, head_dim=16, vocabulary=320)
 MIB = 1 << 20
@@ -87,5 +90,52 @@ def test_a_group_ends_with_the_programs_that_are_left_in_it() -> None:
     with limited_group(GROUPS, 128 * MIB) as group:
         left = subprocess.Popen([*group.enter, "sleep", "1000"])
         while str(left.pid) not in (group.folder / "cgroup.procs").read_text().split():
-            pass
+            time.sleep(0.01)
     assert left.wait() == -9
+
+
+def test_a_contestant_that_has_room_holds_and_one_without_is_killed(tmp_path: Path) -> None:
+    ours = next(each.entry for each in CLIMBERS if each.entry.is_ours)
+    trial = attempt(ours, TINY, 0, tmp_path)
+    assert trial.holds, trial.reason
+    if GROUPS is not None:
+        with limited_group(GROUPS, 48 * MIB) as group:
+            trial = attempt(ours, TINY, 0, tmp_path, group)
+        assert not trial.holds
+        assert trial.reason == "killed while loading"
+
+
+@pytest.mark.parametrize(
+    ("returncode", "losses", "reason"),
+    [
+        (0, ["2.5", "2.25"], ""),
+        (0, ["2.5", "NaN"], "losses [2.5, nan]"),
+        (0, ["2.5"], "losses [2.5]"),
+        (-9, ["2.5"], "killed in step 2"),
+        (1, [], "ended with 1 in step 1: no room"),
+    ],
+)
+def test_only_two_finite_losses_and_a_good_end_count(
+    returncode: int, losses: list[str], reason: str
+) -> None:
+    answers = '{"ready": true}\n' + "".join(f'{{"loss": {loss}}}\n' for loss in losses)
+    assert judge(returncode, answers, "no room\n") == reason
+
+
+def row(params: int | None, *, ours: bool, states: str = "fp32", disk: bool = False) -> Any:
+    return {"limit_gib": 2.0, "params": params, "is_ours": ours, "states": states, "disk": disk}
+
+
+def test_ours_is_compared_with_the_best_rival_of_its_kind() -> None:
+    rows = [
+        row(100, ours=False),
+        row(160, ours=False, states="8bit"),
+        row(None, ours=False),
+        {"label": "one that did not run", "is_ours": False, "failed": "..."},
+        row(120, ours=True),
+        row(200, ours=True, states="8bit"),
+        row(900, ours=True, disk=True),
+    ]
+    found = ratios(rows)
+    assert found == {"largest_over_best": {"2": 1.25}, "largest_over_fp32_states": {"2": 1.2}}
+    assert ratios([*rows, row(600, ours=False, disk=True)])["largest_over_disk"] == {"2": 1.5}

@@ -68,6 +68,14 @@ def test_fsdp2_takes_the_steps_that_we_take(job: Job, taken: Figures) -> None:
     assert furthest(steps_of(fsdp2, job), taken) < 2e-5
 
 
+@pytest.mark.parametrize("tier", ["states", "gradients"])
+def test_a_disk_changes_no_step_of_ours(
+    job: Job, taken: Figures, tmp_path: Path, tier: str
+) -> None:
+    settings = {"disk": str(tmp_path), "step": {"tier": tier}}
+    assert steps_of(ours, replace(job, settings=settings)) == taken
+
+
 @pytest.mark.parametrize(
     "change",
     [

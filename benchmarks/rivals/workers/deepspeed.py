@@ -12,7 +12,9 @@ The model is built under `zero.Init`, so that no process ever holds it whole bes
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import deepspeed  # type: ignore[import-not-found]
@@ -62,6 +64,8 @@ def zero_config(job: Job) -> dict[str, Any]:
 
 
 def prepare(job: Job) -> Prepared:
+    bin_folder = str(Path(sys.executable).parent)  # of ninja, which builds its kernels
+    os.environ["PATH"] = os.pathsep.join([bin_folder, os.environ["PATH"]])
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_SIZE": 1}.items():
         os.environ[name] = str(value)
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]

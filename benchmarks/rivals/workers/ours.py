@@ -3,19 +3,23 @@
 Settings
     state       of the optimizer: fp32, bf16 or 8bit; masters are fp32 in all of them
     step        more fields of mt.StepSettings
+    disk        with a tier in `step`: the folder of its scratch file
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from torch import Tensor
 
 import megatrain as mt
 from benchmarks.rivals.workers.serving import Job, Prepared, serve
-from megatrain.memory.kinds import store_kinds
+from megatrain.disk.hf.model import Precision, read_model_folder
+from megatrain.memory.kinds import kinds_on_disk, store_kinds
+from megatrain.memory.tier import Scratch
 
-DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
+DTYPES: dict[str, Precision] = {"float32": "fp32", "bfloat16": "bf16"}
 
 
 def prepare(job: Job) -> Prepared:
@@ -30,11 +34,15 @@ def prepare(job: Job) -> Prepared:
         num_threads=job.threads,
         state=state,
     )
-    kinds = store_kinds(optimizer.states, waits=clips)
-    home = mt.load_model(job.model, dtype=DTYPES[job.dtype], kinds=kinds, attn="sdpa")  # type: ignore[arg-type]
     settings = mt.StepSettings(
         update="late" if clips else "in_backward", state=state, **job.settings.get("step", {})
     )
+    kinds = store_kinds(optimizer.states, waits=clips)
+    on_disk, scratch = kinds_on_disk(kinds, settings.tier), None
+    if on_disk:
+        scratch = Scratch(folder=Path(job.settings["disk"]), kinds=on_disk)
+    model = read_model_folder(job.model, dtype=DTYPES[job.dtype], attn="sdpa")
+    home = model.load(kinds, scratch)
     device = mt.CpuDevice() if job.device == "cpu" else mt.accelerator()
     engine = mt.Engine(
         home.decoder, home.store, optimizer=optimizer, settings=settings, device=device
