@@ -302,7 +302,10 @@ def test_a_download_that_the_disk_cannot_hold_is_not_begun(
         "a" * 97,
     ],
 )
-def test_what_cannot_be_an_id_is_not_asked_for(hub: Hub, name: str) -> None:
+def test_what_cannot_be_an_id_is_not_asked_for(
+    hub: Hub, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where no such folder is
     assert not is_id(name)
     if name:
         with pytest.raises(ModelFolderError, match="no such folder"):
