@@ -58,6 +58,7 @@ long-crashes:
 	$(python) -m proofs.crash sigkill --tier --count 300 --json
 	for what in sigkill strace power states corrupt; do $(python) -m proofs.crash $$what --json || exit 1; done
 	$(python) -m proofs.signals --json
+	$(python) -m proofs.soak --json
 
 long-inputs:
 	for what in jsonl yaml manifest; do $(python) -m proofs.fuzz --target $$what --json || exit 1; done

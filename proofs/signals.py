@@ -28,9 +28,7 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
-import traceback
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -40,7 +38,6 @@ from typing import Any
 
 import torch
 
-from megatrain.__main__ import main as megatrain
 from megatrain.config import dump_config
 from megatrain.data.tokens import prepare
 from megatrain.disk.checkpoint.manifest import read_manifest
@@ -50,6 +47,7 @@ from megatrain.run import checkpoints
 from megatrain.run.checkpoints import FOLDER
 from megatrain.run.interrupts import SIGNALS, Interrupts
 from megatrain.run.trainer import Trainer
+from proofs.crash.forks import be_megatrain
 from testkit.runs import Setting, config_of, lines_of, write_world
 
 LATEST_S = 120.0
@@ -102,7 +100,7 @@ class Child:
         pid = os.fork()
         if pid == 0:
             os.close(reading)
-            words = ["megatrain", "train", str(config)] + ["--resume"] * resume
+            words = ["train", str(config)] + ["--resume"] * resume
             if not prepares:  # for it imports transformers anew, which takes seconds
                 vars(prepare)["probe_template"] = lambda *_: None
             _be_megatrain(words, cache, config.with_suffix(".log"), writing)
@@ -155,23 +153,9 @@ def _be_megatrain(words: list[str], cache: Path, log: Path, pipe: int) -> None:
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
-    code: Any = 1
-    try:
-        os.environ["MEGATRAIN_CACHE"] = str(cache)
-        _tell_places(pipe)
-        # What it spawns imports the main module again: that of the command line, not this one.
-        sys.modules["__main__"] = sys.modules["megatrain.__main__"]
-        sys.argv = words
-        megatrain()
-        code = 0
-    except SystemExit as end:
-        code = end.code or 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        threading._shutdown()  # type: ignore[attr-defined]  # as an interpreter that ends
-        os._exit(code if isinstance(code, int) else 1)
+    os.environ["MEGATRAIN_CACHE"] = str(cache)
+    _tell_places(pipe)
+    be_megatrain(words)
 
 
 def _tell_places(pipe: int) -> None:

@@ -84,13 +84,13 @@ def write_model(folder: Path, dropout: float) -> None:
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
 
 
-def write_world(folder: Path) -> None:
+def write_world(folder: Path, num_rows: int = 60) -> None:
     """Write two models, with and without dropout, and some rows."""
     write_model(folder / "model-0.0", 0.0)
     write_model(folder / "model-0.1", 0.1)
     draw = random.Random(0)
     rows = []
-    for _ in range(60):
+    for _ in range(num_rows):
         first, second = draw.randrange(10**4), draw.randrange(10 ** draw.randrange(1, 6))
         turns = [{"role": "user", "content": f"{first} + {second}"}]
         turns.append({"role": "assistant", "content": str(first + second)})

@@ -10,10 +10,14 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
+
+from megatrain.__main__ import main as megatrain
 
 Tell = Callable[[str], None]
 
@@ -82,6 +86,25 @@ def gather(children: Sequence[Child]) -> Iterator[str]:
                 yield from alive[fd].take(data)
             else:
                 alive.pop(fd).end(time.monotonic() + 60)
+
+
+def be_megatrain(words: Sequence[str]) -> NoReturn:
+    """Be `megatrain WORDS` until it ends; exit with its code, as an interpreter that ends."""
+    code: Any = 1
+    try:
+        # What it spawns imports the main module again: that of the command line, not this one.
+        sys.modules["__main__"] = sys.modules["megatrain.__main__"]
+        sys.argv = ["megatrain", *words]
+        megatrain()
+        code = 0
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        threading._shutdown()  # type: ignore[attr-defined]
+        os._exit(code if isinstance(code, int) else 1)
 
 
 def _work_and_exit(work: Callable[[Tell], None], writing: int, log: Path) -> None:

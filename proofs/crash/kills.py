@@ -243,7 +243,7 @@ def _train(scratch: Path, folder: Path, sort: Setting, imports: bool, tell: Tell
     os.environ["MEGATRAIN_CACHE"] = str(scratch / "cache")
     vars(prepare)["probe_template"] = lambda *_: None  # its child process takes seconds to begin
     vars(loop)["SAMPLE_TOKENS"] = SAMPLE_TOKENS
-    _announce(tell)
+    announce_saves(tell)
     config = config_of(scratch, folder / "run", sort, train={"steps": NUM_STEPS})
     with forced_tier(sort.tier), Trainer(config, resume=True) as trainer:
         assert (
@@ -263,7 +263,8 @@ def _train(scratch: Path, folder: Path, sort: Setting, imports: bool, tell: Tell
             tell(f"imported {name}")
 
 
-def _announce(tell: Tell) -> None:
+def announce_saves(tell: Tell) -> None:
+    """Let the run tell of each save, before it begins and after it is acknowledged."""
     replaced = vars(checkpoints)
     save, prune = replaced["save_checkpoint"], replaced["prune"]
 

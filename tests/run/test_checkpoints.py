@@ -72,6 +72,18 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
     assert os.readlink(tmp_path / "last") == f"{FOLDER}/{kept.name}"
 
 
+def test_deleted_checkpoints_are_forgotten(tmp_path: Path) -> None:
+    """A run of weeks saves thousands."""
+    home = tiny_model(tmp_path / "model")
+    with training(home) as engine:
+        saves = Checkpoints(tmp_path, home, engine, keep=1, keep_best=False)
+        for step in range(1, 4):
+            train(engine, step - 1, step)
+            saves.begin(step, {})
+        saves.wait()
+    assert saves._known_whole == set(finished(tmp_path / FOLDER))
+
+
 @pytest.mark.parametrize("error", [DiskError("cannot write x: No space left"), OSError("gone")])
 def test_a_failure_is_told_and_training_goes_on(
     tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch

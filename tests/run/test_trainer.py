@@ -84,6 +84,17 @@ def test_a_run_does_what_the_engine_does_and_explains_itself(config: Config) -> 
         assert json.loads((folder / name).read_text())
 
 
+def test_the_times_of_the_last_steps_are_kept_and_no_more(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatrain.run.trainer.TIMED_STEPS", STEPS - 1)
+    with Trainer(config) as trainer:
+        trainer.train()
+        assert len(trainer._step_seconds) == STEPS - 1
+    plan = json.loads((trainer.folder.path / "plan.json").read_text())
+    assert plan["measured_step_s"] in trainer._step_seconds
+
+
 def test_the_exported_model_gives_the_evaluations_loss(config: Config) -> None:
     with Trainer(config) as trainer:
         outcome = trainer.train()

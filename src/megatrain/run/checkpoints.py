@@ -288,6 +288,7 @@ class Checkpoints:
             newest=newest,
             damaged=self._damaged,
         )
+        self._known_whole.intersection_update(finished(self.folder))  # those that are left
         point(self._run / "last", f"{FOLDER}/{newest.name}")
         best = best_of(self.folder, self._damaged)
         if best is not None:

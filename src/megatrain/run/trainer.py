@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -69,6 +70,8 @@ from megatrain.run.state import Outcome, RunState
 Acted = TypeVar("Acted")
 TRACED_STEP = 3
 """The first ones warm up."""
+TIMED_STEPS = 1000
+"""The last ones, whose times are kept: a run of weeks must not grow by every step."""
 
 
 class Trainer:
@@ -150,7 +153,7 @@ class Trainer:
         self.notes = first_notes(opened, self.checkpoints.shortage())
         """Notes on choices and findings while opening."""
         self._rollbacks = Rollbacks(self._ranks)
-        self._step_seconds: list[float] = []
+        self._step_seconds: deque[float] = deque(maxlen=TIMED_STEPS)
         self._has_ended = False
         if wants_resume and opened.resumed is None:
             self.notes.append(nothing_to_resume(folder))

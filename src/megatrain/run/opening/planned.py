@@ -13,6 +13,7 @@ Laws (tests/run/opening/test_planned.py)
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -181,7 +182,7 @@ def in_words(plan: Plan, num_steps: int) -> str:
     return f"{plan}\n\nin all    {num_steps:,} steps in {whole}, without evaluations and saves"
 
 
-def compared_with_plan(plan: Plan, step_seconds: list[float], trace: Trace | None) -> str:
+def compared_with_plan(plan: Plan, step_seconds: Collection[float], trace: Trace | None) -> str:
     """Return the predicted and the measured time of a step, and what limits it, in one line.
 
     That is measured of the last step in `trace`, if one is there.
@@ -195,7 +196,7 @@ def compared_with_plan(plan: Plan, step_seconds: list[float], trace: Trace | Non
     )
 
 
-def facts(plan: Plan, device: Device, step_seconds: list[float]) -> dict[str, Any]:
+def facts(plan: Plan, device: Device, step_seconds: Collection[float]) -> dict[str, Any]:
     """Return plan.json: the plan, the device, and the measurements until now."""
     measured = {
         "host_peak_bytes": peak_resident_bytes(),
@@ -213,7 +214,7 @@ def _free_for_us() -> int:
     return free_bytes() + resident_bytes()
 
 
-def _median(seconds: list[float]) -> float:
+def _median(seconds: Collection[float]) -> float:
     """Return the usual time of a step; the first ones warm up."""
-    usual = sorted(seconds[2:] or seconds)
+    usual = sorted(list(seconds)[2:] or seconds)
     return usual[len(usual) // 2]

@@ -1,0 +1,1 @@
+"""A long run with a day's faults: nothing is lost, every bit is right, memory stays flat."""

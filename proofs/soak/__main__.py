@@ -1,0 +1,189 @@
+"""A long run with a day's faults: nothing is lost, every bit is right, memory stays flat.
+
+    python -m proofs.soak --steps 10000 --json
+
+Two legs take the same steps of `megatrain train`: a Llama of 31k parameters with dropout, packed
+rows, a save every 20 steps, an evaluation with a sample every 2.5 % of them.
+
+    undisturbed   one process; its memory, threads and open files are watched (flat.py)
+    disturbed     about 1 fault per 60 steps, of 8 kinds, at steps and instants drawn from a seed
+                  (faults.py); each life is a fork of a process that has imported everything
+
+At the end every file of the last checkpoint, the exported model, the state of the run, and each
+line of metrics and samples, except times, must be the same in both. Ends with 1 if anything was
+torn, lost or different, or if memory grew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from contextlib import ExitStack, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatrain.config import dump_config
+from proofs.crash.forks import Child
+from proofs.crash.power_loss import LoopDisk
+from proofs.signals import end_of
+from proofs.soak import flat
+from proofs.soak.disturbed import PATIENCE_S, DisturbedRun
+from proofs.soak.faults import FULL_STEPS, Ballast, dealt, faults_of
+from testkit.memory_group import MemoryGroup, memory_groups
+from testkit.runs import Setting, config_of, write_world
+
+NUM_ROWS = 600
+SAVE_EVERY = 20
+STEPS_PER_FAULT = 60
+LEAST_FAULTS = 8
+LEAST_FLAT_STEPS = 2000
+"""In fewer steps memory is reported and not judged: allocators have not settled."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--scratch", type=Path, help="where to work; a disk, not memory")
+    parser.add_argument("--json", action="store_true", help="print one JSON object only")
+    options = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory(prefix="megatrain-soak-", dir=options.scratch) as scratch,
+        ExitStack() as stack,
+    ):
+        result = play(Path(scratch), stack, options.steps, options.seed, tell=not options.json)
+    if options.json:
+        print(json.dumps(result))
+    else:
+        for key, value in result.items():
+            print(f"{key:16} {value}")
+    sys.exit(bool(result["failures"]))
+
+
+def play(
+    scratch: Path, stack: ExitStack, num_steps: int, seed: int, *, tell: bool
+) -> dict[str, Any]:
+    """Play both legs and compare them."""
+    found = undisturbed(scratch, num_steps)
+    if tell:
+        print(f"undisturbed: {found}", flush=True)
+    began = time.monotonic()
+    skipped: dict[str, str] = {}
+    folder = _small_disk(scratch, stack, skipped)
+    group = _memory_group(stack, skipped)
+    _import_late_modules()
+    config = _config(scratch, folder / "run", num_steps)
+    run = DisturbedRun(config, folder / "run", scratch / "cache", SAVE_EVERY, group)
+    stack.callback(run.close)
+    ballast = None if "full disk" in skipped else Ballast(folder)
+    outcomes = _disturb(run, ballast, num_steps, seed, tell=tell)
+    run.finish(num_steps)
+    ended, expected = end_of(run.run), end_of(scratch / "whole")
+    different = [name for name in expected if ended[name] != expected[name]]
+    failures = flat.too_much(found) if num_steps >= LEAST_FLAT_STEPS else []
+    failures += run.failures + [f"other bits: {name}" for name in different]
+    return {
+        "steps": num_steps,
+        "seed": seed,
+        "faults": sum(outcomes.values()),
+        "lives": run.counts["lives"],
+        "outcomes": dict(sorted(outcomes.items())),
+        "skipped": skipped,
+        "torn": run.counts["torn"],
+        "lost": run.counts["lost"],
+        "most_repeated": run.most_repeated,
+        "bitwise": not different,
+        "compared_lines": len(expected["metrics"]) + len(expected["samples"]),
+        "undisturbed": found,
+        "disturbed_seconds": round(time.monotonic() - began, 1),
+        "targets": flat.TARGETS,
+        "failures": failures,
+    }
+
+
+def undisturbed(scratch: Path, num_steps: int) -> dict[str, Any]:
+    """Write model and rows, play the undisturbed leg, and return how flat it was."""
+    torch.set_num_threads(1)
+    world = Child(lambda tell: write_world(scratch, NUM_ROWS), scratch / "log")  # begins threads
+    world.end(time.monotonic() + PATIENCE_S)
+    return flat.watched(
+        _config(scratch, scratch / "whole", num_steps), scratch / "cache", num_steps
+    )
+
+
+def _disturb(
+    run: DisturbedRun, ballast: Ballast | None, num_steps: int, seed: int, *, tell: bool
+) -> Counter[str]:
+    """Play the faults of a seed; return what became of them."""
+    draw = random.Random(f"soak {seed}")
+    faults = faults_of(run, ballast)
+    names = dealt(sorted(faults), max(LEAST_FAULTS, num_steps // STEPS_PER_FAULT), draw)
+    last = num_steps - FULL_STEPS - SAVE_EVERY  # a full disk has room again before the end
+    outcomes: Counter[str] = Counter()
+    for step, name in zip(sorted(draw.choices(range(1, last), k=len(names))), names, strict=True):
+        run.reach(step)
+        outcome = faults[name](run, draw)
+        outcomes[f"{name}: {outcome}"] += 1
+        if tell:
+            print(f"step {step}: {name}: {outcome} {run.failures}", flush=True)
+    return outcomes
+
+
+def _config(scratch: Path, run: Path, num_steps: int) -> Path:
+    setting = Setting(
+        dtype="fp32", dropout=0.1, best=True, keep=2, save_every=SAVE_EVERY,
+        eval_every=max(30, num_steps // 40),
+    )  # fmt: skip
+    config = config_of(
+        scratch, run, setting,
+        train={"steps": num_steps, "batch_tokens": 64}, optim={"learning_rate": 1e-3},
+    )  # fmt: skip
+    path = scratch / f"{run.name}.yaml"
+    path.write_text(dump_config(config))
+    return path
+
+
+def _small_disk(scratch: Path, stack: ExitStack, skipped: dict[str, str]) -> Path:
+    """Return a folder on a small file system that only this process sees, if one can be had."""
+    try:
+        disk = LoopDisk(scratch)
+    except (OSError, subprocess.CalledProcessError) as error:
+        skipped["full disk"] = f"no file system can be mounted here: {error}"
+        return scratch
+    stack.callback(disk.close)
+    disk.mount()
+    return disk.mount_point
+
+
+def _memory_group(stack: ExitStack, skipped: dict[str, str]) -> MemoryGroup | None:
+    parent = memory_groups()
+    if parent is None:
+        skipped["memory"] = "no control group for memory can be made here"
+        return None
+    return stack.enter_context(MemoryGroup(parent))
+
+
+def _import_late_modules() -> None:
+    """Import what a run imports late, before any fork."""
+    for name in ("pandas", "matplotlib.figure", "matplotlib.backends.backend_agg"):
+        with suppress(ImportError):  # a run imports them, if they are there
+            import_module(name)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    assert threading.active_count() == 1, "only a lone thread may fork"
+
+
+if __name__ == "__main__":
+    main()
