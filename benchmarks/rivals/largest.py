@@ -43,7 +43,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.control_group import Group, limited_group, memory_groups
+from benchmarks.control_group import limited_group, memory_groups
 from benchmarks.rivals.climbing import highest_rung
 from benchmarks.rivals.compared import Entry
 from benchmarks.rivals.contestants import command, variables
@@ -51,6 +51,7 @@ from benchmarks.rivals.environments import python_of
 from benchmarks.rivals.ladder import Ladder
 from benchmarks.rivals.subjects import write_tokens
 from benchmarks.rivals.workers.serving import Job
+from testkit.memory_group import MemoryGroup
 
 GIB = 1 << 30
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
@@ -211,7 +212,7 @@ def climb(
 
 
 def attempt(
-    entry: Entry, ladder: Ladder, rung: int, folder: Path, group: Group | None = None
+    entry: Entry, ladder: Ladder, rung: int, folder: Path, group: MemoryGroup | None = None
 ) -> Trial:
     """Take two steps on a rung, in a group if there is one."""
     model = ladder.write(folder, rung)

@@ -2,8 +2,8 @@
 
     python -m proofs.soak --steps 10000 --json
 
-Two legs take the same steps of `megatrain train`: a Llama of 31k parameters with dropout, packed
-rows, a save every 20 steps, an evaluation with a sample every 2.5 % of them.
+Two legs take the same steps of `megatrain train` side by side: a Llama of 31k parameters with
+dropout, packed rows, a save every 20 steps, an evaluation with a sample every 2.5 % of them.
 
     undisturbed   one process; its memory, threads and open files are watched (flat.py)
     disturbed     about 1 fault per 60 steps, of 8 kinds, at steps and instants drawn from a seed
@@ -20,6 +20,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,7 +35,7 @@ from typing import Any
 import torch
 
 from megatrain.config import dump_config
-from proofs.crash.forks import Child
+from proofs.crash.forks import Child, Tell
 from proofs.crash.power_loss import LoopDisk
 from proofs.signals import end_of
 from proofs.soak import flat
@@ -47,6 +48,7 @@ NUM_ROWS = 600
 SAVE_EVERY = 20
 STEPS_PER_FAULT = 60
 LEAST_FAULTS = 8
+LONGEST_S = 86400.0
 LEAST_FLAT_STEPS = 2000
 """In fewer steps memory is reported and not judged: allocators have not settled."""
 
@@ -77,10 +79,9 @@ def play(
     scratch: Path, stack: ExitStack, num_steps: int, seed: int, *, tell: bool
 ) -> dict[str, Any]:
     """Play both legs and compare them."""
-    found = undisturbed(scratch, num_steps)
-    if tell:
-        print(f"undisturbed: {found}", flush=True)
     began = time.monotonic()
+    undisturbed = Undisturbed(scratch, num_steps)
+    stack.callback(undisturbed.close)
     skipped: dict[str, str] = {}
     folder = _small_disk(scratch, stack, skipped)
     group = _memory_group(stack, skipped)
@@ -91,6 +92,7 @@ def play(
     ballast = None if "full disk" in skipped else Ballast(folder)
     outcomes = _disturb(run, ballast, num_steps, seed, tell=tell)
     run.finish(num_steps)
+    found = undisturbed.end()
     ended, expected = end_of(run.run), end_of(scratch / "whole")
     different = [name for name in expected if ended[name] != expected[name]]
     failures = flat.too_much(found) if num_steps >= LEAST_FLAT_STEPS else []
@@ -108,20 +110,44 @@ def play(
         "bitwise": not different,
         "compared_lines": len(expected["metrics"]) + len(expected["samples"]),
         "undisturbed": found,
-        "disturbed_seconds": round(time.monotonic() - began, 1),
+        "seconds": round(time.monotonic() - began, 1),
         "targets": flat.TARGETS,
         "failures": failures,
     }
 
 
-def undisturbed(scratch: Path, num_steps: int) -> dict[str, Any]:
-    """Write model and rows, play the undisturbed leg, and return how flat it was."""
-    torch.set_num_threads(1)
-    world = Child(lambda tell: write_world(scratch, NUM_ROWS), scratch / "log")  # begins threads
-    world.end(time.monotonic() + PATIENCE_S)
-    return flat.watched(
-        _config(scratch, scratch / "whole", num_steps), scratch / "cache", num_steps
-    )
+class Undisturbed:
+    """The undisturbed leg, beside the other one: its program, and a fork that watches it."""
+
+    def __init__(self, scratch: Path, num_steps: int) -> None:
+        """Write model and rows, begin, and wait until the data is prepared for both legs."""
+        torch.set_num_threads(1)
+        self._log = scratch / "log"
+        world = Child(lambda tell: write_world(scratch, NUM_ROWS), self._log)  # it begins threads
+        world.end(time.monotonic() + PATIENCE_S)
+        config = _config(scratch, scratch / "whole", num_steps)
+
+        def watch(tell: Tell) -> None:
+            os.setpgid(0, 0)  # with the program
+            tell(json.dumps(flat.watched(config, scratch / "cache", num_steps, tell)))
+
+        self._watcher = Child(watch, self._log)
+        self._watcher.follow(lambda line: line == "opened", time.monotonic() + PATIENCE_S)
+
+    def end(self) -> dict[str, Any]:
+        """Wait for its end; return how flat it was."""
+        self._watcher.end(time.monotonic() + LONGEST_S)
+        if self._watcher.status != 0:
+            raise RuntimeError(f"the undisturbed leg failed: {self._log.read_text()[-2000:]}")
+        found: dict[str, Any] = json.loads(self._watcher.lines[-1])
+        return found
+
+    def close(self) -> None:
+        """Leave no process behind."""
+        if self._watcher.status is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._watcher.pid, signal.SIGKILL)
+            self._watcher.end(0.0)
 
 
 def _disturb(
@@ -145,7 +171,7 @@ def _disturb(
 def _config(scratch: Path, run: Path, num_steps: int) -> Path:
     setting = Setting(
         dtype="fp32", dropout=0.1, best=True, keep=2, save_every=SAVE_EVERY,
-        eval_every=max(30, num_steps // 40),
+        eval_every=max(60, num_steps // 40),
     )  # fmt: skip
     config = config_of(
         scratch, run, setting,

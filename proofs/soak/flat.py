@@ -13,12 +13,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import psutil
+
+from proofs.crash.forks import Tell
 
 PROGRAM = [sys.executable, "-m", "proofs.soak.process"]
 WARM_SHARE = 0.2
@@ -38,8 +41,8 @@ class Sample:
     num_files: int
 
 
-def watched(config: Path, cache: Path, num_steps: int) -> dict[str, Any]:
-    """Train to the end in a new process; return how flat it was."""
+def watched(config: Path, cache: Path, num_steps: int, tell: Tell) -> dict[str, Any]:
+    """Train to the end in a new process; return how flat it was. Tells when it has `opened`."""
     told, log = config.with_suffix(".told"), config.with_suffix(".log")
     heap_after = [int(WARM_SHARE * num_steps) - 1, num_steps - 1]
     words = [*PROGRAM, str(told), str(config), *map(str, heap_after)]
@@ -48,7 +51,7 @@ def watched(config: Path, cache: Path, num_steps: int) -> dict[str, Any]:
     with log.open("wb") as output:
         process = subprocess.Popen(words, env=variables, stdout=output, stderr=output)
     try:
-        samples = _samples(process, told)
+        samples = _samples(process, told, tell)
     finally:
         process.kill()
         process.wait()
@@ -87,28 +90,28 @@ def too_much(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def _samples(process: subprocess.Popen[bytes], told: Path) -> list[Sample]:
+def _samples(process: subprocess.Popen[bytes], told: Path, tell: Tell) -> list[Sample]:
     """Look at the process that tells in `told` until the one that was started ends."""
     seen: psutil.Process | None = None
     samples: list[Sample] = []
     while process.poll() is None:
         time.sleep(SAMPLE_S)
         lines = _lines(told)
+        if seen is None and any(line.startswith("opened ") for line in lines):
+            seen = psutil.Process(int(lines[0].split()[1]))
+            tell("opened")
         steps = [line for line in lines if line.startswith("step ")]
-        if not steps:
+        if seen is None or not steps:
             continue
-        try:
-            seen = seen or psutil.Process(int(lines[0].split()[1]))
-            with seen.oneshot():
-                sample = Sample(
+        with suppress(psutil.Error), seen.oneshot():  # it has just ended
+            samples.append(
+                Sample(
                     step=int(steps[-1].split()[1]),
                     rss_bytes=seen.memory_info().rss,
                     num_threads=seen.num_threads(),
                     num_files=seen.num_fds(),
                 )
-        except psutil.Error:
-            continue
-        samples.append(sample)
+            )
     return samples
 
 

@@ -47,7 +47,8 @@ from pathlib import Path
 from proofs.soak import __main__ as soak, flat
 flat.PROGRAM = {program!r}
 with tempfile.TemporaryDirectory() as scratch:
-    print(json.dumps(soak.undisturbed(Path(scratch), {steps}) | {{"failures": []}}))
+    found = soak.Undisturbed(Path(scratch), {steps}).end()
+    print(json.dumps(found | {{"failures": []}}))
 """
 
 
@@ -69,7 +70,7 @@ def _result(code: str, program: list[str], steps: int, spoil: str = "") -> dict[
 
 
 def test_a_run_with_every_fault_ends_as_one_without() -> None:
-    result = _result(SHORT, ["-m", "proofs.soak.process"], 120)
+    result = _result(SHORT, ["-m", "proofs.soak.process"], 110)
     assert result["failures"] == []
     assert result["torn"] == result["lost"] == 0
     assert result["bitwise"]
@@ -81,13 +82,13 @@ def test_a_run_with_every_fault_ends_as_one_without() -> None:
 
 
 def test_a_resume_from_an_older_checkpoint_would_be_noticed() -> None:
-    result = _result(SHORT, ["-m", "proofs.soak.process"], 80, RESUMES_FROM_THE_OLDEST)
+    result = _result(SHORT, ["-m", "proofs.soak.process"], 50, RESUMES_FROM_THE_OLDEST)
     assert result["lost"] > 0
     assert any("was acknowledged" in failure for failure in result["failures"])
 
 
 def test_a_process_that_keeps_memory_of_each_step_would_be_noticed() -> None:
-    found = _result(ONLY_UNDISTURBED, ["-c", LEAKS], 60)
+    found = _result(ONLY_UNDISTURBED, ["-c", LEAKS], 40)
     assert found["rss_growth"] > 0.05
     assert found["heap_per_step"] > 100
 
