@@ -5,6 +5,7 @@
     migration.md   keys of other tools, from megatrain.config.other_tools.names
     tree.md        every module, from the first lines of their docstrings
     timeline.svg   a step, from the simulator: timeline.py
+    tour.svg       a recorded terminal, from tour.json: tour.py
     gpu.md         its table of causes, from megatrain.doctor.gpu_check.findings
     README.md      its table of models and machines, from megatrain.planning.estimate
 
@@ -14,6 +15,7 @@ tests/test_docs.py checks that the pages are up to date.
 from __future__ import annotations
 
 import ast
+import json
 import runpy
 from pathlib import Path
 from typing import Any, get_args
@@ -196,6 +198,12 @@ def timeline() -> str:
     return str(runpy.run_path(str(HERE / "timeline.py"))["picture"]())
 
 
+def tour() -> str:
+    """Return docs/tour.svg."""
+    recording = json.loads((HERE / "tour.json").read_text())
+    return str(runpy.run_path(str(HERE / "tour.py"))["drawn"](recording))
+
+
 def fits_table() -> str:
     """Return the README's table of models and machines."""
     return FITS_HEAD + "".join(_fits_row(*case) for case in FITS)
@@ -222,6 +230,7 @@ PAGES = {
     "migration.md": migration_page,
     "tree.md": tree_page,
     "timeline.svg": timeline,
+    "tour.svg": tour,
 }
 
 

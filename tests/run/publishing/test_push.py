@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,12 +17,16 @@ from testkit import hub_on_loopback
 from testkit.runs import Setting, config_of
 
 pytestmark = pytest.mark.usefixtures("cache_in_world")
+EXAMPLES = Path(__file__).parents[3] / "examples"
 SHORT = {"train": {"steps": 2}, "eval": {"samples": 0}}
 
 
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # huggingface_hub's own
 def test_a_run_is_pushed_with_its_card(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = config_of(world, tmp_path / "run", Setting(save_every=None), **SHORT)
     with hub_on_loopback.serving() as hub, Trainer(config) as trainer:
@@ -48,6 +54,10 @@ def test_a_run_is_pushed_with_its_card(
     assert "| optim.learning_rate | 0.01 |" in text
     assert str(world) not in card
     assert str(tmp_path) not in card
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", ["model_card.py", str(tmp_path / "run"), "adder"])
+    runpy.run_path(str(EXAMPLES / "model_card.py"), run_name="__main__")
+    assert capsys.readouterr().out == card
 
 
 def test_the_front_matter_is_yaml_whatever_the_names(world: Path, tmp_path: Path) -> None:
