@@ -27,6 +27,7 @@ bench:  ## every benchmark, as JSON lines
 	$(python) -m benchmarks.optimizer --json
 	$(python) -m benchmarks.masters --json
 	$(python) -m benchmarks.states --json
+	$(python) -m benchmarks.rivals --json
 	$(python) -m benchmarks.rivals.accuracy --json
 	$(python) -m benchmarks.step --json
 	$(python) -m benchmarks.step --optimizer --json

@@ -1,9 +1,10 @@
 """The comparison with what people use today: one command, one table.
 
-    python -m benchmarks.rivals [--json] [--device cuda] [--parts speed,variants,bytes] [--rounds 5]
+    python -m benchmarks.rivals [--json] [--device cuda] [--parts speed,bytes] [--rounds 5]
 
-Rivals are installed from PyPI at the first run (environments.py). What is compared and how is in
-compared.py. Each row's command is
+Parts: speed, variants, bytes (compared.py), and largest (benchmarks.rivals.largest, on the CPU).
+Rivals are installed from PyPI at the first run (environments.py). What was measured is in
+docs/comparison.md. Each row's command is
 
     PYTHONPATH=. PYTHON -P WORKER JOB.json
 
@@ -14,6 +15,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +31,7 @@ from benchmarks.rivals.compared import (
 from megatrain.optim.native import load_kernel
 
 TARGETS = {"step_over_best": 0.9, "bytes_over_best": 0.6, "largest_over_best": 1.5}
-PARTS = ("speed", "variants", "bytes")
+PARTS = ("speed", "variants", "bytes", "largest")
 
 
 def measure(parts: list[str], device: str, num_rounds: int) -> Figures:
@@ -42,6 +45,10 @@ def measure(parts: list[str], device: str, num_rounds: int) -> Figures:
             figures |= measure_variants(scratch, device, num_rounds)
         if "bytes" in parts:
             figures |= measure_bytes(scratch, device)
+    if "largest" in parts and device == "cpu":
+        command = [sys.executable, "-m", "benchmarks.rivals.largest", "--json"]
+        run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        figures |= json.loads(run.stdout)
     return figures | {"targets": TARGETS}
 
 

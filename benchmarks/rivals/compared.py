@@ -174,7 +174,7 @@ def turns_of(ours: Entry, rival: Entry, shared: Figures, scratch: Path, num_roun
                     taken[name].append(workers[name].step())
                 names.reverse()
         except WorkerFailed as error:
-            return _told(row | {"failed": str(error)[-500:]})
+            return _told(row | {"failed": str(error)})
     for name, steps in taken.items():
         row[f"{name}_s"] = _median(step.seconds for step in steps)
         row[f"{name}_processor_s"] = _median(step.processor_s for step in steps)
@@ -211,7 +211,7 @@ def held_by(entry: Entry, shared: Figures, scratch: Path) -> Figures:
             params = worker.ready()["params"]
             steps = [worker.step() for _ in range(2)]
     except WorkerFailed as error:
-        return _told(row | {"failed": str(error)[-500:]})
+        return _told(row | {"failed": str(error)})
     peak = steps[-1].peak_bytes
     row |= {"params": params, "peak_bytes": peak, "bytes_per_param": round(peak / params, 2)}
     if steps[-1].device_bytes is not None:

@@ -28,7 +28,7 @@ class WorkerFailed(Exception):
     """A worker ended before it answered."""
 
     def __init__(self, name: str, returncode: int, text: str) -> None:
-        super().__init__(f"{name} ended with {returncode}:\n{text[-2000:]}")
+        super().__init__(f"{name} ended with {returncode}:\n{text[-400:]}")
         self.returncode = returncode
 
 
