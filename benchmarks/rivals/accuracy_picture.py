@@ -52,6 +52,8 @@ def draw(curves: Curves, figures: Mapping[str, Any], path: Path) -> None:
             _curve(gap, [abs(each) for each in gaps(curves, name, num_steps)], **look)
     loss.set(title=f"Training loss, mean of {WINDOW} steps", xlabel="step")
     gap.set(title="Its distance to plain fp32, the same mean", xlabel="step", yscale="log")
+    bottom, top = loss.get_ylim()
+    loss.set_ylim(bottom, top + 0.45 * (top - bottom))  # room for the names
     loss.legend(fontsize=9)
     _held_out(panels["end"], figures, [name for name in LOOKS if name in curves])
     for axes in panels.values():
