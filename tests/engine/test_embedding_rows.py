@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatrain.devices.accelerator import Accelerator
 from megatrain.engine import embedding_rows
 from megatrain.engine.batch import MicroBatch
+from megatrain.engine.embedding_rows import SelectedRows, TokenRows
 from megatrain.errors import ConfigError
 from megatrain.memory.kinds import Kind
 from megatrain.step.schedule import build_step
@@ -21,9 +23,10 @@ from testkit.engines import make_engine
 from testkit.schedule_laws import check_schedules
 from testkit.simulated.accelerator import Simulator
 from testkit.simulated.watched import watched
-from testkit.worlds import SIZES, Case, Sort, World, make_batch
+from testkit.worlds import SIZES, SORTS, Case, Sort, World, make_batch
 
 CASE = Case(sort="", steps=(((1, 4), (2, 5)), ((2, 6),)), update="late", evaluates_after=(0,))
+TABLE = "model.embed_tokens.weight"
 RUN = Run(family="llama", dtype="bf16", case=CASE, policy="late", seed=0)
 
 
@@ -61,6 +64,56 @@ def test_a_gather_before_the_update_would_be_noticed(monkeypatch: pytest.MonkeyP
     assert faults(replace(RUN, case=replace(CASE, evaluates_after=()))) != []
 
 
+# Where compute shares the host's memory.
+
+
+def rows_of(tokens: list[list[int]], padding: int | None = None) -> tuple[SelectedRows, Tensor]:
+    """The rows of tokens of a small table, and the gradient of a sum in which each row counts."""
+    world = world_of("llama", "bf16")
+    table = world.store.param(TABLE, Kind.HI).detach().requires_grad_()
+    token_rows = TokenRows(world.decoder)
+    token_rows._padding = padding
+    selected = token_rows.select({TABLE: table}, torch.tensor(tokens))
+    found = torch.nn.functional.embedding(selected.places, selected.leaves[TABLE])
+    assert torch.equal(found, table[torch.tensor(tokens)])
+    (grad,) = torch.autograd.grad(found.sum(), selected.leaves[TABLE])
+    return selected, token_rows.trained(selected.ids, grad)
+
+
+def test_a_gradient_has_the_rows_of_the_micro_batchs_tokens() -> None:
+    selected, grad = rows_of([[7, 2, 7], [3, 2, 7]])
+    assert selected.ids.tolist() == [2, 3, 7]
+    assert grad[:, 0].tolist() == [2, 1, 3]
+
+
+def test_the_padding_token_has_no_gradient() -> None:
+    _, grad = rows_of([[7, 2, 7], [3, 2, 7]], padding=7)
+    assert grad[:, 0].tolist() == [2, 1, 0]
+
+
+SHARED = ("llama of 2 layers", "llama in fp32", "gemma, tied", "gpt2, tied, with dropout")
+
+
+@pytest.mark.parametrize("update", ["none", "in_backward", "late"])
+@pytest.mark.parametrize("sort", SHARED)
+def test_bits_on_the_host_are_those_of_the_whole_table(sort: str, update: Any) -> None:
+    world, case = World(SORTS[sort]), replace(CASE, sort=sort, update=update)
+    shared = world.play(replace(case, copying=False))
+    assert shared.differences(world.play(case)) == []
+
+
+def test_rows_of_other_tokens_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    select = TokenRows.select
+
+    def shifted(self: TokenRows, leaves: Any, tokens: Tensor) -> SelectedRows:
+        found = select(self, leaves, tokens)
+        return replace(found, ids=found.ids.roll(1))
+
+    monkeypatch.setattr(TokenRows, "select", shifted)
+    world = World(SORTS["gemma, tied"])
+    assert world.play(replace(CASE, copying=False)).differences(world.play(CASE)) != []
+
+
 def peak(**settings: Any) -> int:
     simulator, world = Simulator(policy="early"), world_of("llama", "bf16")
     case = replace(CASE, update="none")
@@ -73,7 +126,7 @@ def peak(**settings: Any) -> int:
 
 
 def test_device_memory_is_that_of_the_rows() -> None:
-    table = world_of("llama", "bf16").store.param("model.embed_tokens.weight", Kind.HI)
+    table = world_of("llama", "bf16").store.param(TABLE, Kind.HI)
     saved = peak() - peak(gather_embedding=True)
     assert saved == pytest.approx(table.nbytes - 3 * table[0].nbytes, abs=600)
 

@@ -109,7 +109,8 @@ class StepActions:
         self._seed(block, micro)
         with torch.no_grad():
             if op.role is Role.EMBEDDING:
-                hidden, self._calls[micro] = self._front(weights, micro)
+                rows = self._inputs[micro].rows
+                hidden, self._calls[micro] = self._front(weights, micro, rows)
             else:
                 given = self._hidden.pop(micro)
                 call = self._calls[micro][block - 1]
@@ -166,10 +167,7 @@ class StepActions:
         self._seed(block, micro)
         machine.gradients.begin(op)
         if op.role is Role.EMBEDDING:
-            with torch.enable_grad():
-                hidden, _ = self._front(leaves, micro)
-            grads = gradients_of([(hidden, d_hidden)], leaves, None)
-            machine.gradients.add(grads.params)
+            self._backward_embedding(leaves, micro, d_hidden)
             self._pass_gradient(micro, None)
             return
         returned = Returned(d_hidden, lambda logits, columns: self._balance(logits, micro, columns))
@@ -189,6 +187,25 @@ class StepActions:
                 lambda tile: self._seed(block, micro, tile),
             )
         self._pass_gradient(micro, passed)
+
+    def _backward_embedding(
+        self, leaves: Mapping[str, Tensor], micro: int, d_hidden: Tensor
+    ) -> None:
+        machine, tokens = self._machine, self._machine.token_rows
+        given, selected = self._inputs[micro], None
+        rows = given.rows
+        if tokens is not None and leaves[tokens.name].requires_grad:
+            selected = tokens.select(leaves, self._part.batch[micro].input_ids)
+            leaves, rows = selected.leaves, selected.places
+        with torch.enable_grad():
+            hidden, _ = self._front(leaves, micro, rows)
+        grads = dict(gradients_of([(hidden, d_hidden)], leaves, None).params)
+        if tokens is not None and selected is not None:
+            found = grads.pop(tokens.name)
+            if found is not None:
+                grad = tokens.trained(selected.ids, found)
+                machine.gradients.add_rows(tokens.name, selected.ids, grad)
+        machine.gradients.add(grads)
 
     def _balance(
         self, logits: Sequence[Tensor], micro: int, columns: slice
@@ -252,11 +269,13 @@ class StepActions:
         seed = draw_seed(self._machine.settings.seed, self._step, number, block, tile)
         self._machine.device.seed(seed)
 
-    def _front(self, weights: Mapping[str, Tensor], micro: int) -> tuple[Tensor, list[Call]]:
+    def _front(
+        self, weights: Mapping[str, Tensor], micro: int, rows: Tensor | None
+    ) -> tuple[Tensor, list[Call]]:
         given = self._inputs[micro]
         with attending(given.documents):
             return self._machine.edges.front(
-                weights, given.on_host, given.model, given.rows, given.answers
+                weights, given.on_host, given.model, rows, given.answers
             )
 
 

@@ -1,4 +1,4 @@
-"""The embedding by the rows that a step needs, gathered on the host.
+"""The embedding by the rows that a step needs.
 
 A table of 128,000 tokens and width 4096 is a gigabyte of slot, and of link time, of which a step
 looks at a few thousand rows. With `gather_embedding` the fetch of block 0 gathers the rows of the
@@ -11,14 +11,19 @@ looked up, scaled and summed as before. Only where the head does not read the sa
 
 Only the doors know of it: weights.py reads the rows here, gradients.py drains and spreads them.
 
+Where compute shares the host's memory nothing is sent, but backward still makes a gradient of rows,
+those of its micro-batch, and not of a table that is mostly zeros (TokenRows).
+
 Laws (tests/engine/test_embedding_rows.py)
     1. Losses, gradients and updates are those of the full table on the device.
-    2. Device memory for the table, and for its gradient, is that of the step's distinct tokens.
+    2. Device memory for the table, and for its gradient, is that of the step's distinct tokens;
+       backward on the host makes a gradient of the micro-batch's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -42,10 +47,8 @@ class EmbeddingRows:
                 "gather_embedding: the head of this model reads the embedding's table too, so the "
                 "whole of it must be on the device"
             )
-        embedding = decoder.model.get_input_embeddings()
         self._store, self._device = store, device
-        self.name = next(n for n, p in decoder.model.named_parameters() if p is embedding.weight)
-        self._padding: int | None = getattr(embedding, "padding_idx", None)
+        self.name, self._padding = _table(decoder)
         self._table = store.param(self.name, Kind.HI)
         self._others = {
             param.name: self._placed(store.param(param.name, Kind.HI))
@@ -118,6 +121,44 @@ class EmbeddingRows:
     def _placed(self, param: Tensor) -> Tensor:
         memory = self._device.allocate(param.nbytes, "weight slots")
         return memory.view(param.dtype).view(param.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedRows:
+    """The rows of a micro-batch's tokens, as a leaf in place of the table."""
+
+    ids: Tensor
+    """Their tokens, ascending."""
+    places: Tensor
+    """Of each token of the micro-batch, its row."""
+    leaves: Mapping[str, Tensor]
+    """Of the block."""
+
+
+class TokenRows:
+    """Selects the rows that a micro-batch's backward needs, where compute reads the store."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.name, self._padding = _table(decoder)
+
+    def select(self, leaves: Mapping[str, Tensor], tokens: Tensor) -> SelectedRows:
+        """Return the rows of `tokens` as a leaf; of the other params the leaves as they are."""
+        ids, places = torch.unique(tokens, return_inverse=True)
+        rows = leaves[self.name].detach().index_select(0, ids).requires_grad_()
+        return SelectedRows(ids, places, {**leaves, self.name: rows})
+
+    def trained(self, ids: Tensor, grad: Tensor) -> Tensor:
+        """Return the gradient of rows without that of the padding token."""
+        if self._padding is not None:
+            grad[ids == self._padding] = 0
+        return grad
+
+
+def _table(decoder: Decoder) -> tuple[str, int | None]:
+    """Return the name of the embedding's table, and its padding token."""
+    embedding = decoder.model.get_input_embeddings()
+    name = next(n for n, p in decoder.model.named_parameters() if p is embedding.weight)
+    return name, getattr(embedding, "padding_idx", None)
 
 
 def gather_rows(target: Tensor, table: Tensor, ids: Tensor) -> None:

@@ -1,9 +1,14 @@
 """Gradient slots: where a block's gradient adds up in fp32 before it is drained (gradients.py).
 
 A slot is one flat fp32 buffer that its tenants use one after another: blocks, or pieces of the
-head. It has a tenant's params one behind the other, of some of them a few rows only. Where compute
-shares the host's memory, a sum of one part is that part: it is kept as it came, and only a second
-one makes the two a sum in the buffer.
+head. It has a tenant's params one behind the other, of some of them a few rows only.
+
+Where compute shares the host's memory, a gradient has a home, where it will be drained to, and as
+little as possible is anywhere else:
+
+    one part            is kept as it came, or goes home at once if it comes as several
+    more parts          add up at home, if that is in fp32, else in the slot
+    rows of some tokens add to those rows of the sum alone
 
 Laws (tests/engine/test_grad_slots.py)
     1. Sums are in fp32, in the order of the parts, whatever the dtype of the parts.
@@ -11,7 +16,8 @@ Laws (tests/engine/test_grad_slots.py)
        adds nothing to the norm and moves no weight.
     3. What an earlier tenant left in a slot is never seen again.
     4. The pieces of a block, one after another, write all of its gradient, and each element once.
-    5. A part may come as several, some rows each: the sum is the same, bit for bit.
+    5. A part may come as several, some rows each, or as the rows that are not zero: the sum is the
+       same, bit for bit, with a home and without.
     6. Memory is allocated at construction and, for rows, in `reserve`.
 """
 
@@ -62,13 +68,16 @@ class GradSlots:
         keeps_first: bool,
         cuts: Mapping[str, Sequence[slice]] | None = None,
         gathered: str | None = None,
+        homes: Mapping[str, Tensor] | None = None,
     ) -> None:
         """`users` are the tenants of each slot; it is as large as the largest of them.
 
         `keeps_first` keeps the first part of a sum instead of a copy of it in the buffer. `cuts`
         has the rows of each piece of a param; the other params of its block are of the last piece.
         Of the param `gathered` there are as many rows as `reserve` says, and its slot begins there.
+        `homes` are where gradients will be moved to, by param: compute may write there.
         """
+        self._homes = homes or {}
         self._layout, self._users, self._allocate = layout, users, allocate
         self._keeps_first, self._cuts, self._gathered = keeps_first, cuts or {}, gathered
         self._num_pieces = Counter(block for tenants in users.values() for block, _ in tenants)
@@ -76,7 +85,7 @@ class GradSlots:
         self._buffers: dict[SlotId, Tensor] = {}
         self._portions: dict[Tenant, list[Portion]] = {}
         self._views: dict[Tenant, dict[str, Tensor]] = {}
-        self._sums: dict[SlotId, dict[str, Tensor]] = {slot: {} for slot in users}
+        self._sums: dict[SlotId, dict[str, _Sum]] = {slot: {} for slot in users}
         self._rows_slot = None if gathered is None else self._slot_with(gathered)
         for slot in users:
             if slot != self._rows_slot:
@@ -104,33 +113,41 @@ class GradSlots:
         With `first_row` they have some rows only, from that one on; nothing is kept then, and
         rows that are new must follow on those before.
         """
-        sums, views = self._sums[slot], self._views[tenant]
         for name, grad in grads.items():
             if grad is None:
                 continue
-            if first_row is not None:
-                sums[name] = _with_rows(sums.get(name), views[name], first_row, grad)
-                continue
-            if name not in sums:
-                sums[name] = grad if self._keeps_first else views[name].copy_(grad)
-            elif sums[name].data_ptr() == views[name].data_ptr():
-                sums[name].add_(grad)
+            total = self._sum(slot, tenant, name)
+            if first_row is None:
+                total.add(grad)
             else:
-                sums[name] = views[name].copy_(sums[name]).add_(grad)
+                total.add_from(first_row, grad)
+
+    def add_rows(self, slot: SlotId, tenant: Tenant, name: str, ids: Tensor, grad: Tensor) -> None:
+        """Add a gradient that is zero but for the rows `ids`, which are distinct."""
+        self._sum(slot, tenant, name).add_rows(ids, grad)
+
+    def _sum(self, slot: SlotId, tenant: Tenant, name: str) -> _Sum:
+        sums = self._sums[slot]
+        if name not in sums:
+            home = self._homes.get(name)
+            if home is not None and name in self._cuts:
+                home = home[self._cuts[name][tenant[1]]]
+            sums[name] = _Sum(self._views[tenant][name], home, keeps_first=self._keeps_first)
+        return sums[name]
 
     def move_out(self, slot: SlotId, tenant: Tenant, targets: Sequence[Tensor]) -> int:
         """Write the sums to flat `targets`, one per trained segment, in their dtype.
 
         Returns the bytes that were written.
         """
-        num_bytes = 0
-        for _, number, span, total in self.parts(slot, tenant):
+        sums, num_bytes = self._sums[slot], 0
+        for name, number, span, _ in self.parts(slot, tenant):
             target = targets[number][span]
             num_bytes += target.nbytes
-            if total is None:
-                target.zero_()
+            if name in sums:
+                sums[name].move_to(target)
             else:
-                target.view(total.shape).copy_(total)
+                target.zero_()
         return num_bytes
 
     def parts(
@@ -146,7 +163,8 @@ class GradSlots:
         self.begin(slot)
         for portion in self._portions[tenant]:
             span = slice(portion.start, portion.start + portion.num_elements)
-            yield portion.name, portion.segment, span, sums.get(portion.name)
+            total = sums.get(portion.name)
+            yield portion.name, portion.segment, span, None if total is None else total.whole
             if portion.padding.start < portion.padding.stop:
                 yield "", portion.segment, portion.padding, None
 
@@ -155,14 +173,11 @@ class GradSlots:
 
         The sums are the slot's own memory, to read and to change. What has no gradient is zero.
         """
-        buffer, sums, start = self._buffers[slot], self._sums[slot], 0
+        buffer, start = self._buffers[slot], 0
         run: tuple[int, int, int, int] | None = None
         for portion in self._portions[tenant]:
-            view, size = self._views[tenant][portion.name], portion.num_elements
-            known = sums.get(portion.name)
-            assert known is None or known.data_ptr() == view.data_ptr(), "a sum is not in its slot"
-            view[0 if known is None else len(known) :].zero_()
-            sums[portion.name] = view
+            size = portion.num_elements
+            self._sum(slot, tenant, portion.name).fill_up()
             buffer[start + size : start + _padded(portion)].zero_()
             stop = portion.start + size
             if (
@@ -212,16 +227,79 @@ class GradSlots:
                     yield portion
 
 
-def _with_rows(total: Tensor | None, view: Tensor, first_row: int, grad: Tensor) -> Tensor:
-    """Return the sum, in the slot's memory, with `grad` added to its rows from `first_row` on."""
-    assert total is None or total.data_ptr() == view.data_ptr(), "the sum is not in its slot"
-    num_rows, stop = 0 if total is None else len(total), first_row + len(grad)
-    if first_row == num_rows:
-        view[first_row:stop].copy_(grad)
-        return view[:stop]
-    assert stop <= num_rows, f"rows {first_row} to {stop} of a sum that has {num_rows}"
-    view[first_row:stop].add_(grad)
-    return view[:num_rows]
+class _Sum:
+    """The gradient of a param so far."""
+
+    def __init__(self, slot: Tensor, home: Tensor | None, *, keeps_first: bool) -> None:
+        self._wide = slot if home is None or home.dtype is not torch.float32 else home
+        self._home, self._keeps_first = home, keeps_first
+        self.whole: Tensor | None = None
+        """The sum but for `_rows`: a part as it came, at home, or in fp32. None: zero."""
+        self._rows: tuple[Tensor, Tensor] | None = None
+        """Numbers and values of rows that are instead of those of `whole`."""
+
+    def add(self, grad: Tensor) -> None:
+        """Add a part, which may be kept."""
+        if self.whole is not None or self._rows is not None:
+            self._widen().add_(grad)
+        else:
+            self.whole = grad if self._keeps_first else self._wide.copy_(grad)
+
+    def add_from(self, first_row: int, grad: Tensor) -> None:
+        """Add some rows of a part. New ones follow on those before."""
+        num_rows, stop = 0 if self.whole is None else len(self.whole), first_row + len(grad)
+        if first_row == num_rows:
+            home = self._home
+            place = self._wide if home is None or home.dtype is not grad.dtype else home
+            assert self.whole is None or _same(self.whole, place), "the sum is not in its place"
+            place[first_row:stop].copy_(grad)
+            self.whole = place[:stop]
+            return
+        assert stop <= num_rows, f"rows {first_row} to {stop} of a sum that has {num_rows}"
+        self._widen()[first_row:stop].add_(grad)
+
+    def add_rows(self, ids: Tensor, grad: Tensor) -> None:
+        """Add rows of a part that is zero elsewhere. They may be kept."""
+        if self._rows is not None or (self.whole is not None and _same(self.whole, self._wide)):
+            self._widen().index_add_(0, ids, grad.float())
+        elif self.whole is None:
+            self._rows = ids, grad
+        else:
+            self._rows = ids, self.whole.index_select(0, ids).float().add_(grad)
+
+    def move_to(self, target: Tensor) -> None:
+        """Write the sum to flat memory, rounded once to its dtype."""
+        shaped = target.view(self._wide.shape)
+        if self.whole is None:
+            shaped.zero_()
+        elif not _same(self.whole, shaped):
+            shaped.copy_(self.whole)
+        if self._rows is not None:
+            ids, values = self._rows
+            shaped.index_copy_(0, ids, values.to(shaped.dtype))
+
+    def fill_up(self) -> None:
+        """Make the sum complete in fp32; rows that have no gradient are zero."""
+        assert self.whole is None or _same(self.whole, self._wide), "a sum is not in its slot"
+        self._wide[0 if self.whole is None else len(self.whole) :].zero_()
+        self.whole = self._wide
+
+    def _widen(self) -> Tensor:
+        """Return the sum in fp32, where it can be added to."""
+        if self.whole is None:
+            self.whole = self._wide.zero_()
+        elif not _same(self.whole, self._wide):
+            self.whole = self._wide[: len(self.whole)].copy_(self.whole)
+        if self._rows is not None:
+            ids, values = self._rows
+            self.whole.index_copy_(0, ids, values.float())
+            self._rows = None
+        return self.whole
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Return whether both begin at the same place in memory."""
+    return one.data_ptr() == other.data_ptr() and one.dtype is other.dtype
 
 
 def _rows_of(place: Place, segment: int, rows: slice | None, *, pads: bool) -> Portion:

@@ -8,8 +8,9 @@
     NORM, UPDATE     flat(op)                host lane: where it is, one flat view per segment
     SPILL(b)         pages(op)               disk lane: its bytes, if it waits on disk
 
-On the host a gradient is in the store (kind `grad`) until the norm of the step is known. Where
-updates run in backward, or gradients wait on disk, it is in a ring of a few buffers.
+On the host a gradient is in the store (kind `grad`) until the norm of the step is known, and where
+compute shares the host's memory it may add up there (grad_slots.py). Where updates run in backward,
+or gradients wait on disk, it is in a ring of a few buffers.
 
 Who waits: nothing here does. `drain` queues casts and copies, which are done when the stream of the
 out lane is there, and the host ops run once it is complete. The schedule gives a slot to the next
@@ -81,6 +82,8 @@ class Gradients:
         ring_slot_of = {b: p.host_grad for b, p in places if p.host_grad is not None}
         trains_rows = rows is not None and store.layout.places[rows.name].param.trained
         self._rows = rows if trains_rows else None
+        self.by_rows = device.copying or not ring_slot_of
+        """Whether the gradient of a large table comes some rows at a time: its sum has a place."""
         self._slots = GradSlots(
             store.layout,
             _users(self._slot_of),
@@ -88,6 +91,7 @@ class Gradients:
             keeps_first=not device.copying,
             cuts=_cuts(store.layout, projection, shape.head_pieces),
             gathered=None if self._rows is None else self._rows.name,
+            homes={} if device.copying else _homes(store, [b for b, _ in places], ring_slot_of),
         )
         self._ring = {
             slot: device.map_host(max(map(self._num_pages, blocks)) * PAGE, "gradients")
@@ -136,6 +140,11 @@ class Gradients:
         for block, parts in by_block.items():
             tenant = (block, self._piece)
             self._slots.add(self._slot_of[tenant], tenant, parts, first_row)
+
+    def add_rows(self, name: str, ids: Tensor, grad: Tensor) -> None:
+        """Add a gradient that is zero but for the rows `ids`, which are distinct."""
+        tenant = (self._store.layout.places[name].segment.block, self._piece)
+        self._slots.add_rows(self._slot_of[tenant], tenant, name, ids, grad)
 
     def exchange(self, op: Op) -> int:
         """Queue what makes this rank's part of the gradient the sum of all ranks.
@@ -284,6 +293,20 @@ def _users(slot_of: Mapping[User, SlotId]) -> dict[SlotId, list[User]]:
     for user, slot in slot_of.items():
         users.setdefault(slot, []).append(user)
     return users
+
+
+def _homes(
+    store: Store, blocks: Sequence[int], ring_slot_of: Mapping[int, SlotId]
+) -> dict[str, Tensor]:
+    """Return where the gradients of params wait for their update, if that is in the store."""
+    trained = [
+        place.param.name
+        for block in blocks
+        if block not in ring_slot_of
+        for segment in store.layout.trained_segments(block)
+        for place in store.layout.segment_places(segment)
+    ]
+    return {name: store.param(name, Kind.GRAD) for name in trained}
 
 
 def _cuts(layout: Layout, names: Sequence[str], num_pieces: int) -> dict[str, list[slice]]:

@@ -20,7 +20,7 @@ from megatrain.engine.compute.fused import use_liger
 from megatrain.engine.compute.inputs import Inputs
 from megatrain.engine.compute.kept import KeptActivations
 from megatrain.engine.compute.layers import Layers
-from megatrain.engine.embedding_rows import EmbeddingRows
+from megatrain.engine.embedding_rows import EmbeddingRows, TokenRows
 from megatrain.engine.exchange import SharedRouting
 from megatrain.engine.gradients import Gradients
 from megatrain.engine.tape import ALIGNMENT, Tape
@@ -61,6 +61,8 @@ class Machine:
     layers: Layers
     kept: KeptActivations
     settings: StepSettings
+    token_rows: TokenRows | None
+    """Where backward makes a gradient of rows, not of the embedding's table."""
     shared_routing: SharedRouting | None
     """Where ranks add up what their routers have done; None: alone, or nothing is balanced."""
 
@@ -144,6 +146,7 @@ def build_machine(
         layers=Layers(template, tile_tokens),
         kept=KeptActivations(template, device.counted),
         settings=settings,
+        token_rows=None if device.copying else TokenRows(decoder),
         shared_routing=_shared_routing(decoder, device, shape, ranks),
     )
 

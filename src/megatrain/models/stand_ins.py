@@ -127,7 +127,12 @@ def rows_looked_up(embedding: Any, rows: Tensor | None) -> Iterator[None]:
         yield
         return
     padding, embedding.padding_idx = embedding.padding_idx, None
-    hook = embedding.register_forward_pre_hook(lambda _module, _tokens: (rows,))
+
+    def look_up(_module: Any, given: tuple[Tensor]) -> tuple[Tensor]:
+        assert given[0].shape == rows.shape, "the model looks up other tokens than its inputs"
+        return (rows,)
+
+    hook = embedding.register_forward_pre_hook(look_up)
     try:
         yield
     finally:

@@ -233,10 +233,10 @@ class Costs:
         return (products + scores / profile.device_bytes_per_s) / profile.head_efficiency
 
     def _embedding_seconds(self, block: BlockShape, tokens: int, *, backward: bool) -> float:
-        """Look-ups move rows; backward makes a gradient of the full table, mostly zeros."""
+        """Look-ups move rows; on a device backward makes a gradient of the table, mostly zeros."""
         rows = 2 * tokens * self._width * self.workload.element_bytes
         table = 0
-        if backward and not self.settings.gather_embedding:
+        if backward and not self.profile.unified and not self.settings.gather_embedding:
             table = block.trained_elements() * (2 * self.workload.element_bytes + 4)
         return (rows + table) / self.profile.device_bytes_per_s
 

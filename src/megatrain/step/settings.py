@@ -69,6 +69,11 @@ class StepSettings:
         """Return the settings by name."""
         return asdict(self)
 
+    @property
+    def gradients_stay(self) -> bool:
+        """Whether each gradient waits for its update in the store, and not in a ring or on disk."""
+        return self.update == "late" and self.tier != "gradients"
+
     def shape(
         self, *, num_blocks: int, copying: bool, updates: bool = True, **model: Any
     ) -> StepShape:

@@ -222,15 +222,14 @@ class Head:
             bias=bias,
             scores=machine.edges.scores if machine.template.changes_logits else None,
             part_elements=machine.device.part_elements,
-            # Without slots the first gradient of a table is itself the sum.
-            cut_elements=machine.device.part_elements if machine.device.copying else None,
+            cut_elements=machine.device.part_elements if machine.gradients.by_rows else None,
         )
 
     def _add(self, first_token: int, d_weight: Tensor | None, d_bias: Tensor | None) -> None:
         """Add the projection's gradients of some tokens, from one chunk."""
         machine = self._machine
         grads = {machine.weights.head_weight: d_weight, machine.weights.head_bias: d_bias}
-        machine.gradients.add(grads, first_token if machine.device.copying else None)
+        machine.gradients.add(grads, first_token if machine.gradients.by_rows else None)
 
 
 def _micro(op: Op) -> int:

@@ -92,7 +92,7 @@ def _slot_bytes(workload: Workload, settings: StepSettings) -> dict[str, float]:
     tape = ring if settings.tape == "host" else num_taped * sum(taped)
     return {
         "weight slots": slots,
-        "gradient slots": _grad_slot_bytes(workload, settings),
+        "gradient slots": sum(_grad_slot_bytes(workload, settings)),
         "embedding rows": rows,
         "outbox": min(PLANNED_OUTBOX_BYTES, drained),
         "exchange": exchanged,
@@ -100,8 +100,8 @@ def _slot_bytes(workload: Workload, settings: StepSettings) -> dict[str, float]:
     }
 
 
-def _grad_slot_bytes(workload: Workload, settings: StepSettings) -> int:
-    """Return the fp32 sums: those that layers take turns with, and those of the edges.
+def _grad_slot_bytes(workload: Workload, settings: StepSettings) -> tuple[int, int]:
+    """Return the fp32 sums: of those that layers take turns with, and of the edges.
 
     Pieces of the head, and then the embedding's rows too, take turns with the layers.
     """
@@ -119,7 +119,7 @@ def _grad_slot_bytes(workload: Workload, settings: StepSettings) -> int:
     slots = [
         max(turns[slot :: settings.grad_slots], default=0) for slot in range(settings.grad_slots)
     ]
-    return 4 * (sum(slots) + (sum(edges) if model.tied else max(edges, default=0)))
+    return 4 * sum(slots), 4 * (sum(edges) if model.tied else max(edges, default=0))
 
 
 def _unified_bytes(workload: Workload, settings: StepSettings) -> dict[str, float]:
@@ -127,20 +127,22 @@ def _unified_bytes(workload: Workload, settings: StepSettings) -> dict[str, floa
 
     A sum of one part is that part, so gradient slots are written only where there are several: of
     the layers with several micro-batches or tiles, of the output projection with several chunks
-    too. Two layers' gradients exist while the one before is drained.
+    too. Where gradients stay in fp32, they add up there. Two layers' gradients exist while the one
+    before is drained.
     """
     model, dtype = workload.model, workload.dtype
-    num_micro = workload.num_micro(settings.micro_batch_tokens)
-    edge = 4 * model.vocab * model.hidden if model.trains_projection else 0
+    several = workload.num_micro(settings.micro_batch_tokens) > 1
     row = min(settings.micro_batch_tokens, workload.step_tokens)
-    chunked = row > settings.chunk_tokens
-    tiled = workload.tile_of(settings) is not None
-    several = num_micro > 1
-    sums = _grad_slot_bytes(workload, settings) if several or tiled else 0
-    if chunked or model.tied:
-        sums = max(sums, edge)
+    chunked, tiled = row > settings.chunk_tokens, workload.tile_of(settings) is not None
+    turns, edges = _grad_slot_bytes(workload, settings)
+    table = 4 * model.vocab * model.hidden if model.trains_projection else 0
+    stay = settings.gradients_stay
+    sums = turns if several or tiled else 0
+    sums += edges if several else table if chunked else 0
+    if stay and workload.element_bytes == 4:
+        sums = 0
     waiting = max(layer.gradient_bytes(dtype) for layer in model.structures)
-    if model.tied and not several and not chunked:  # the head's part, until the embedding's comes
-        waiting += model.embedding.gradient_bytes(dtype)
+    if model.tied and not stay and not several and not chunked:
+        waiting += model.embedding.gradient_bytes(dtype)  # the head's, until the embedding's comes
     tape = workload.num_taped(settings) * sum(workload.taped_bytes(settings))
     return {"gradient slots": sums, "waiting gradients": waiting, "tape": tape}

@@ -1,8 +1,8 @@
 """The head at its largest: rows, logits of one chunk, and gradients of the projection.
 
     through the logits   rows and their gradient, one chunk's logits, and either its scores in fp32
-                         (losses/head.py) or the gradient of a part of the table; on the host's own
-                         memory of the whole table, for that is itself the sum
+                         (losses/head.py) or the gradient of a part of the table; of all of it where
+                         compute shares the host's memory, and gradients have no place there
     back through a norm  what autograd makes of the norm before the projection (compute/tail.py)
 
 By pieces of the vocabulary logits are a piece wide, and the rows of all micro-batches have their
@@ -30,7 +30,8 @@ def head_bytes(
     if at_once < logits // width and width == 2:
         scoring += 4 * at_once  # the values of the part before
     table = vocab * model.hidden
-    going_back = width * (table if unified else min(table, kernels.part_elements))
+    by_rows = not unified or settings.gradients_stay
+    going_back = width * (min(table, kernels.part_elements) if by_rows else table)
     if not model.trains_projection:
         going_back = 0
     tile, through = workload.tile_of(settings), held_rows_bytes(workload, settings, tokens)

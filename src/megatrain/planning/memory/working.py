@@ -42,16 +42,29 @@ def working_bytes(
         layer_bytes(layer, workload, settings, kernels) - gone
         for layer in set(layers[: len(layers) - len(kept)])
     ]
-    looked_up = workload.distinct_tokens() if settings.gather_embedding else model.vocab
-    if not model.embedding.is_trained:
-        looked_up = 0
+    looked_up = _looked_up_rows(workload, settings, tokens, unified=unified)
     moments.append((looked_up + 4 * tokens) * model.hidden * width - gone)
     if kernels.widens and width == 2:
         several = sum(sizes) > tokens
-        moments += _widening_moments(workload, settings, tokens, several=several)
+        moments += _widening_moments(workload, settings, tokens, several=several, unified=unified)
     others = (sum(sizes) - tokens) * model.hidden * width
     given = sum(sizes.count(size) * _given_bytes(workload, size) for size in set(sizes))
     return max(moments) + others + given
+
+
+def _looked_up_rows(
+    workload: Workload, settings: StepSettings, tokens: int, *, unified: bool
+) -> int:
+    """Return the rows that the embedding's backward makes a gradient of.
+
+    Where compute shares the host's memory it has the rows themselves too, and their sums in fp32.
+    """
+    if not workload.model.embedding.is_trained:
+        return 0
+    if unified:
+        widened = 2 if workload.element_bytes == 2 else 1
+        return (2 + 2 * widened) * min(tokens, workload.model.vocab)
+    return workload.distinct_tokens() if settings.gather_embedding else workload.model.vocab
 
 
 def kept_total(workload: Workload, settings: StepSettings) -> float:
@@ -69,16 +82,20 @@ def kept_total(workload: Workload, settings: StepSettings) -> float:
 
 
 def _widening_moments(
-    workload: Workload, settings: StepSettings, tokens: int, *, several: bool
+    workload: Workload, settings: StepSettings, tokens: int, *, several: bool, unified: bool
 ) -> Iterator[float]:
-    """Yield the moments at which a gradient is added to a sum, and exists in fp32 once more."""
+    """Yield the moments at which a gradient is added to a sum, and exists in fp32 once more.
+
+    Where compute shares the host's memory, those of tables are added by a few rows.
+    """
     model, width = workload.model, workload.element_bytes
     chunked = tokens > settings.chunk_tokens
     table = model.vocab * model.hidden
     rows = held_rows_bytes(workload, settings, tokens)
-    if (several or chunked) and model.trains_projection:
+    added_whole = not (unified and settings.gradients_stay) and model.trains_projection
+    if added_whole and (several or chunked):
         yield rows + table * (width * (1 + chunked) + 4)
-    if (several or model.tied) and model.embedding.is_trained:
+    if not unified and (several or model.tied) and model.embedding.is_trained:
         yield rows + table * (width + 4)
     for layer in model.structures if several else ():
         largest = max((t.num_elements for t in layer.trained_part.tensors), default=0)
