@@ -117,6 +117,12 @@ LEAN = (
     Entry(worker="fsdp2", label="FSDP2, CPU offload, bf16", dtype="bfloat16"),
     Entry(worker="deepspeed", label="DeepSpeed ZeRO-3, CPU offload"),
     Entry(worker="deepspeed", label="DeepSpeed ZeRO-3, CPU offload, bf16", dtype="bfloat16"),
+    Entry(
+        worker="deepspeed",
+        label="DeepSpeed ZeRO-3, bf16",
+        dtype="bfloat16",
+        settings={"offload": "none"},  # leaner, and all of it is in host memory anyway
+    ),
     *(
         Entry(
             worker="ours",

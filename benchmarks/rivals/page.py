@@ -1,11 +1,12 @@
-"""Table and picture of a comparison, from the figures of `python -m benchmarks.rivals --json`.
+"""Tables and picture of a comparison, from the figures of `python -m benchmarks.rivals --json`.
 
-python -m benchmarks.rivals.page FIGURES.json PICTURE.png      prints the table as Markdown
+python -m benchmarks.rivals.page FIGURES.json PICTURE.png      prints the tables as Markdown
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,39 +17,84 @@ from benchmarks.rivals.compared import Figures, code_lines
 OURS_COLOUR, RIVAL_COLOUR = "#1f6fb2", "#b8bec6"
 
 
-def table(figures: Figures) -> Iterator[str]:
-    """Yield the rows of a Markdown table: step time first, then bytes."""
-    yield "| | step, ours over it (processor time) | first step | lines | settings |"
-    yield "|---|---|---|---|---|"
-    for row in figures.get("speed", []) + figures.get("variants", []):
-        name = Path(row["worker"]).stem
-        if "over" not in row:
-            yield f"| {row['label']} | did not run | | {code_lines(name)} | |"
-            continue
-        over = f"{row['over']:.2f} ({row['processor_over']:.2f})"
-        first = f"{row['rival_first_step_s']:.0f} s, ours {row['ours_first_step_s']:.0f} s"
-        yield f"| {row['label']} | {over} | {first} | {code_lines(name)} | {_settings(row)} |"
+def tables(figures: Figures) -> Iterator[str]:
+    """Yield the lines of all tables in Markdown, as far as there are figures."""
+    yield from _step_table(figures.get("speed", []) + figures.get("variants", []))
     yield ""
-    yield "| fp32 masters in all | bytes per parameter | moments | settings |"
+    yield from _bytes_table(figures.get("bytes", []))
+    yield ""
+    yield from _largest_table(figures.get("largest", []))
+
+
+def _step_table(rows: list[Figures]) -> Iterator[str]:
+    yield "| | step, s | MegaTrain over it | first step, s | lines | worker, settings |"
+    yield "|---|---|---|---|---|---|"
+    ran = [row for row in rows if "over" in row]
+    if ran:
+        ours, first = (
+            statistics.median(row[name] for row in ran) for name in ("ours_s", "ours_first_step_s")
+        )
+        lines = code_lines("ours")
+        yield f"| MegaTrain | {ours:.1f} | | {first:.0f} | {lines} | ours.py; float32 |"
+    for row in rows:
+        lines = code_lines(Path(row["worker"]).stem)
+        shown = "did not run | |"
+        if "over" in row:
+            shown = f"{row['rival_s']:.1f} | {row['over']:.2f} | {row['rival_first_step_s']:.0f}"
+        yield f"| {row['label']} | {shown} | {lines} | {_settings(row)} |"
+
+
+def _bytes_table(rows: list[Figures]) -> Iterator[str]:
+    yield "| fp32 masters in all | bytes per parameter | moments | worker, settings |"
     yield "|---|---|---|---|"
-    for row in sorted(figures.get("bytes", []), key=lambda row: row.get("bytes_per_param", 99.0)):
+    for row in sorted(rows, key=lambda row: float(row.get("bytes_per_param", 99.0))):
         held = f"{row['bytes_per_param']:.1f}" if "bytes_per_param" in row else "did not run"
         yield f"| {row['label']} | {held} | {row['states']} | {_settings(row)} |"
 
 
+def _largest_table(rows: list[Figures]) -> Iterator[str]:
+    limits = sorted({row["limit_gib"] for row in rows if "limit_gib" in row})
+    heads = "".join(f" {limit:g} GiB |" for limit in limits)
+    yield f"| largest model under |{heads} moments | worker, settings |"
+    yield "|---|" + "---|" * (len(limits) + 2)
+    for label, found in _by_label(rows).items():
+        cells = "".join(f" {_millions(found.get(limit))} |" for limit in limits)
+        row = next(iter(found.values()))
+        yield f"| {label} |{cells} {row['states']} | {_settings(row)} |"
+
+
+def _by_label(rows: list[Figures]) -> dict[str, dict[float, Figures]]:
+    """Return the rows of each contestant by limit; of one that did not run, its only row."""
+    found: dict[str, dict[float, Figures]] = {}
+    for row in rows:
+        found.setdefault(row["label"], {})[row.get("limit_gib", 0.0)] = row
+    return found
+
+
+def _millions(row: Figures | None) -> str:
+    if row is None:
+        return ""
+    return f"{row['params'] / 1e6:.0f}M" if row.get("params") else "none"
+
+
 def draw(figures: Figures, path: Path) -> None:
-    """Draw step time and bytes per parameter, ours beside every rival that ran."""
+    """Draw step time, bytes and largest models, ours beside every rival that ran."""
     from matplotlib import pyplot
 
     speed = [row for row in figures.get("speed", []) if "over" in row]
     held = [row for row in figures.get("bytes", []) if "bytes_per_param" in row]
     held.sort(key=lambda row: float(row["bytes_per_param"]))
-    panels, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    steps = sorted((1 / row["processor_over"], row["label"], False) for row in speed)
-    _bars(left, sorted([(1.0, "MegaTrain", True), *steps]), "{:.2f}")
-    left.set_title("Processor time of a step, MegaTrain = 1")
-    _bars(right, [(r["bytes_per_param"], r["label"], r["is_ours"]) for r in held], "{:.1f}")
-    right.set_title("Peak resident bytes per parameter, fp32 masters")
+    panels, axes = pyplot.subplots(1, 3, figsize=(16, 4.2), layout="constrained")
+    steps = sorted((1 / row["over"], row["label"], False) for row in speed)
+    _bars(axes[0], sorted([(1.0, "MegaTrain", True), *steps]), "{:.2f}")
+    axes[0].set_title("Seconds of a step, MegaTrain = 1")
+    _bars(axes[1], [(r["bytes_per_param"], r["label"], r["is_ours"]) for r in held], "{:.1f}")
+    axes[1].set_title("Peak resident bytes per parameter, fp32 masters")
+    limit = min(row["limit_gib"] for row in figures.get("largest", []) if row.get("params"))
+    fits = [row for row in figures["largest"] if row.get("params") and row["limit_gib"] == limit]
+    fits.sort(key=lambda row: -int(row["params"]))
+    _bars(axes[2], [(r["params"] / 1e6, r["label"], r["is_ours"]) for r in fits], "{:.0f}M")
+    axes[2].set_title(f"Largest model under {limit:g} GiB")
     panels.savefig(path, dpi=110)
 
 
@@ -64,13 +110,14 @@ def _bars(axes: Any, bars: list[tuple[float, str, bool]], form: str) -> None:
 
 def _settings(row: Figures) -> str:
     shown = ", ".join(f"{name} {value}" for name, value in row["settings"].items())
-    return f"{row['dtype']}; {shown}" if shown else str(row["dtype"])
+    parts = [Path(row["worker"]).name, str(row["dtype"]), *([shown] if shown else [])]
+    return "; ".join(parts)
 
 
 def main() -> None:
     source, picture = map(Path, sys.argv[1:])
     figures = json.loads(source.read_text())
-    print("\n".join(table(figures)))
+    print("\n".join(tables(figures)))
     draw(figures, picture)
 
 

@@ -19,7 +19,7 @@ from benchmarks.rivals.compared import (
 )
 from benchmarks.rivals.contestants import HOMES, WORKERS
 from benchmarks.rivals.environments import ENVIRONMENTS
-from benchmarks.rivals.page import table
+from benchmarks.rivals.page import draw, tables
 
 
 def held(label: str, figure: float | None, states: str, *, is_ours: bool = False) -> dict[str, Any]:
@@ -50,9 +50,29 @@ def test_a_leaner_rival_would_be_noticed() -> None:
 
 
 def test_the_table_has_every_row_and_says_which_did_not_run() -> None:
-    lines = list(table({"bytes": ROWS}))
+    lines = list(tables({"bytes": ROWS}))
     assert sum(any(f"| {row['label']} |" in line for line in lines) for row in ROWS) == len(ROWS)
     assert "did not run" in next(line for line in lines if "broken" in line)
+
+
+def fits(label: str, limit: float, params: int | None) -> dict[str, Any]:
+    return held(label, None, "8bit") | {"limit_gib": limit, "params": params}
+
+
+LARGEST = [fits("small", 2, None), fits("small", 4, 90_000_000), fits("large", 2, 200_000_000)]
+
+
+def test_the_table_of_the_largest_has_a_column_for_each_limit() -> None:
+    lines = list(tables({"largest": LARGEST}))
+    assert "| largest model under | 2 GiB | 4 GiB |" in "\n".join(lines)
+    assert any(line.startswith("| small | none | 90M | 8bit |") for line in lines)
+    assert any(line.startswith("| large | 200M |  | 8bit |") for line in lines)
+
+
+def test_the_picture_has_what_was_measured(tmp_path: Path) -> None:
+    speed = [held("plain", None, "fp32") | {"over": 0.8}]
+    draw({"speed": speed, "bytes": ROWS, "largest": LARGEST}, tmp_path / "drawn.png")
+    assert (tmp_path / "drawn.png").stat().st_size > 10_000
 
 
 def test_every_entry_has_a_worker_and_an_environment() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatrain import AdamW, Engine, HostModel, load_model
 from megatrain.devices.device import CpuDevice
@@ -52,20 +53,29 @@ Poison = Callable[[int, int, float, int], None]
 def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[Poison]:
     """Give `poison(block, nth part of that block, value, how many times)`: spoils one element."""
     plan: dict[str, Any] = {}
-    add = GradSlots.add
+    add, add_rows = GradSlots.add, GradSlots.add_rows
+
+    def spoil(block: int, grad: Tensor | None) -> None:
+        if plan.get("block") == block and plan["times"] > 0 and grad is not None:
+            plan["skip"] -= 1
+            if plan["skip"] < 0:
+                grad.view(-1)[plan["element"]] = plan["value"]
+                plan["times"] -= 1
 
     def spoiling_add(
         self: GradSlots, slot: Any, tenant: Tenant, grads: Any, first_row: int | None = None
     ) -> None:
-        if plan.get("block") == tenant[0] and plan["times"] > 0:
-            plan["skip"] -= 1
-            if plan["skip"] < 0:
-                name = next(name for name, grad in grads.items() if grad is not None)
-                grads[name].view(-1)[plan["element"]] = plan["value"]
-                plan["times"] -= 1
+        spoil(tenant[0], next((grad for grad in grads.values() if grad is not None), None))
         add(self, slot, tenant, grads, first_row)
 
+    def spoiling_add_rows(
+        self: GradSlots, slot: Any, tenant: Tenant, name: str, ids: Tensor, grad: Tensor
+    ) -> None:
+        spoil(tenant[0], grad)
+        add_rows(self, slot, tenant, name, ids, grad)
+
     monkeypatch.setattr(GradSlots, "add", spoiling_add)
+    monkeypatch.setattr(GradSlots, "add_rows", spoiling_add_rows)
 
     def arm(block: int, skip: int, value: float, times: int, element: int = 0) -> None:
         plan.update(block=block, skip=skip, value=value, times=times, element=element)

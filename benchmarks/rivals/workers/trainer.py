@@ -99,6 +99,7 @@ def arguments(job: Job, rows: int) -> TrainingArguments:
 
 
 def prepare(job: Job) -> Prepared:
+    assert not job.rates, "this worker has one rate for all steps"
     model = load(job)
     rows = len(np.load(job.tokens, mmap_mode="r")[0])
     trainer = StepByStep(model=model, args=arguments(job, rows), train_dataset=Rows(job))

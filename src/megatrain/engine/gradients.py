@@ -9,8 +9,9 @@
     SPILL(b)         pages(op)               disk lane: its bytes, if it waits on disk
 
 On the host a gradient is in the store (kind `grad`) until the norm of the step is known, and where
-compute shares the host's memory it may add up there (grad_slots.py). Where updates run in backward,
-or gradients wait on disk, it is in a ring of a few buffers.
+compute shares the host's memory it may add up there (grad_slots.py): the update of the step before
+has read that place, for FORWARD(b) reads the weights it wrote. Where updates run in backward, or
+gradients wait on disk, it is in a ring of a few buffers.
 
 Who waits: nothing here does. `drain` queues casts and copies, which are done when the stream of the
 out lane is there, and the host ops run once it is complete. The schedule gives a slot to the next

@@ -315,9 +315,6 @@ class OpTable:
     ) -> None:
         if (grad_slot := self._grad_slot(block, piece)) is not None:
             writes.append(("grad_slot", grad_slot))
-            places = self.places[block]
-            if not self.shape.copying and places.host_grad is None:
-                writes.append(places.drained)  # where a sum may be already (engine/grad_slots.py)
             if adds:
                 reads.append(("grad_slot", grad_slot))
 
