@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatrain.__main__ import main as megatrain
+from megatrain.run.interrupts import SIGNALS
 
 Tell = Callable[[str], None]
 
@@ -111,6 +112,7 @@ def _work_and_exit(work: Callable[[Tell], None], writing: int, log: Path) -> Non
     sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(sink, 1)
     os.dup2(sink, 2)
+    _hear_signals()
     code = 1
     try:
         work(lambda line: _tell(writing, line))
@@ -121,6 +123,13 @@ def _work_and_exit(work: Callable[[Tell], None], writing: int, log: Path) -> Non
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _hear_signals() -> None:
+    """Be as if started from a terminal: nohup and `&` ignore signals for all that follows."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in set(SIGNALS) - {signal.SIGINT}:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _tell(fd: int, line: str) -> None:

@@ -6,6 +6,7 @@ What forks, traces or mounts does so in a process of its own.
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,20 @@ def delete(folder):
     remove_folder(folder / "model")
     remove_folder(folder)
 retention.delete_checkpoint = delete
+"""
+
+
+HANGS_UP = """
+import json, os, signal, time
+from pathlib import Path
+from proofs.crash import forks
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+{spoil}
+child = forks.Child(lambda tell: (tell("here"), time.sleep({seconds})), Path("{log}"))
+child.follow(lambda line: line == "here", time.monotonic() + 60)
+os.kill(child.pid, signal.SIGHUP)
+child.end(time.monotonic() + 60)
+print(json.dumps(dict(code=os.waitstatus_to_exitcode(child.status), failures=[])))
 """
 
 
@@ -146,3 +161,14 @@ def test_a_reader_that_trusts_what_it_reads_would_be_noticed(
     monkeypatch.setattr("megatrain.disk.checkpoint.checked_read.digest", lambda memory: Same())
     failures = corruption.run(tmp_path, 40, 0, tell=False)["failures"]
     assert any("bit" in failure for failure in failures)
+
+
+def test_children_hear_signals_that_the_proof_was_started_to_ignore(tmp_path: Path) -> None:
+    script = HANGS_UP.format(spoil="", seconds=60, log=tmp_path / "log")
+    assert _result("-c", script)["code"] == -signal.SIGHUP
+
+
+def test_a_child_that_ignores_them_would_be_noticed(tmp_path: Path) -> None:
+    spoil = "forks._hear_signals = lambda: None"
+    script = HANGS_UP.format(spoil=spoil, seconds=0.2, log=tmp_path / "log")
+    assert _result("-c", script)["code"] == 0
