@@ -112,6 +112,15 @@ def test_what_the_user_decided_stays() -> None:
     assert best.settings == settings
 
 
+@pytest.mark.parametrize("device_bytes", [0, 10 * GIB])
+def test_rows_are_gathered_for_a_device_with_its_own_memory_alone(device_bytes: int) -> None:
+    """As the engine has it: on the host's memory copies are of whole blocks."""
+    slow = DESKTOP.changed(copy_in_bytes_per_s=1e8, device_bytes=device_bytes)
+    search = Search(slow, Workload(model=EIGHT, step_tokens=2048))
+    assert search.best() is not None
+    assert any(settings.gather_embedding for settings in search.tried) == (device_bytes > 0)
+
+
 @pytest.mark.parametrize(("norm", "update"), [(1.0, "late"), (None, "in_backward")])
 def test_clipping_decides_when_updates_run(norm: float | None, update: str) -> None:
     workload = Workload(model=EIGHT, step_tokens=32768, max_grad_norm=norm)

@@ -345,7 +345,7 @@ class Search:
     @property
     def _may_gather(self) -> bool:
         alone = self.workload.division.is_alone
-        return alone and not self.workload.model.tied and not self.profile.unified
+        return alone and not self.workload.model.tied and not self.profile.on_host
 
     @property
     def _has_no_pieces(self) -> bool:

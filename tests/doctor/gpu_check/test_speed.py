@@ -72,7 +72,7 @@ def test_cards_are_known_by_the_names_of_their_drivers() -> None:
     assert known_flops("") is None
 
 
-SLOW_S = 0.005
+SLOW_S = 0.02
 
 
 class SlowIn(CpuDevice):
