@@ -90,11 +90,13 @@ def draw(figures: Figures, path: Path) -> None:
     axes[0].set_title("Seconds of a step, MegaTrain = 1")
     _bars(axes[1], [(r["bytes_per_param"], r["label"], r["is_ours"]) for r in held], "{:.1f}")
     axes[1].set_title("Peak resident bytes per parameter, fp32 masters")
-    limit = min(row["limit_gib"] for row in figures.get("largest", []) if row.get("params"))
-    fits = [row for row in figures["largest"] if row.get("params") and row["limit_gib"] == limit]
+    fits = [row for row in figures.get("largest", []) if row.get("params")]
+    limit = min((row["limit_gib"] for row in fits), default=0.0)  # a card has no such part
+    fits = [row for row in fits if row["limit_gib"] == limit]
     fits.sort(key=lambda row: -int(row["params"]))
     _bars(axes[2], [(r["params"] / 1e6, r["label"], r["is_ours"]) for r in fits], "{:.0f}M")
     axes[2].set_title(f"Largest model under {limit:g} GiB")
+    axes[2].set_visible(bool(fits))
     panels.savefig(path, dpi=110)
 
 
@@ -104,7 +106,7 @@ def _bars(axes: Any, bars: list[tuple[float, str, bool]], form: str) -> None:
     drawn = axes.barh([label for _, label, _ in bars], values, color=colours)
     axes.bar_label(drawn, [form.format(value) for value in values], padding=3)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.15 * max(values))
+    axes.set_xlim(0, 1.15 * max(values, default=1.0))
     axes.spines[["top", "right"]].set_visible(False)
 
 

@@ -73,6 +73,8 @@ def test_the_picture_has_what_was_measured(tmp_path: Path) -> None:
     speed = [held("plain", None, "fp32") | {"over": 0.8}]
     draw({"speed": speed, "bytes": ROWS, "largest": LARGEST}, tmp_path / "drawn.png")
     assert (tmp_path / "drawn.png").stat().st_size > 10_000
+    draw({"speed": speed, "bytes": ROWS}, tmp_path / "of a card.png")
+    assert (tmp_path / "of a card.png").stat().st_size > 10_000
 
 
 def test_every_entry_has_a_worker_and_an_environment() -> None:
