@@ -87,6 +87,8 @@ class Sandbox:
         self._loader = loader
         self._deadline_s = deadline_s
         self._child = 0
+        self.spent_s = 0.0
+        """Processor time of all attacks so far."""
 
     def attack(self, folder: Path) -> Outcome:
         """Return what the loader does with `folder`."""
@@ -102,6 +104,7 @@ class Sandbox:
                 end=HUNG if line is None else DIED, ours=False, text="", events=(),
                 out_of_memory=False, seconds=self._deadline_s, extra_bytes=0,
             )  # fmt: skip
+        self.spent_s += outcome.seconds
         if outcome.events or outcome.out_of_memory or not line:
             self.close()
         return outcome

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from megatrain import load_model
-from testkit.effort import loop_s
+from testkit.effort import require_effort
 from tests.attacks.adapter_corpus import ADAPTER_CASES
 from tests.attacks.code_corpus import BYSTANDERS, CODE_CASES
 from tests.attacks.config_corpus import CONFIG_CASES
@@ -58,8 +58,6 @@ def faults(case: Case, outcome: Outcome, root: Path) -> list[str]:
         found.append(f"does not say {case.says!r}: {outcome.text}")
     if outcome.end != LOADED and not outcome.ours:
         found.append(f"{outcome.end} is not an error of ours")
-    if outcome.seconds > FAST_S and outcome.seconds > MAX_LOOPS * loop_s():
-        found.append(f"took {outcome.seconds:.1f} s")
     if outcome.extra_bytes > MAX_EXTRA_BYTES:
         found.append(f"took {outcome.extra_bytes >> 20} MiB")
     if outcome.out_of_memory:
@@ -74,7 +72,12 @@ def test_a_hostile_folder_comes_to_nothing(case: Case, sandbox: Sandbox, tmp_pat
     folder = tmp_path / "model"
     folder.mkdir()
     case.make(folder)
-    assert faults(case, sandbox.attack(folder), tmp_path) == []
+    outcome = sandbox.attack(folder)
+    assert faults(case, outcome, tmp_path) == []
+    if outcome.seconds > FAST_S:
+        require_effort(
+            lambda: sandbox.attack(folder), at_most=MAX_LOOPS, clock=lambda: sandbox.spent_s
+        )
 
 
 def test_nothing_runs_when_we_stand_in_the_folder(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import importlib
-import math
 import os
 import pickle
 import re
@@ -23,6 +22,7 @@ import pytest
 import torch
 
 from megatrain.errors import ModelFolderError
+from testkit.effort import require_effort
 from tests.attacks.code_corpus import pickled, torch_saved
 from tests.attacks.folders import Case, payload, write_benign
 from tests.attacks.sandbox import DIED, HUNG, LOADED, MARKER, Outcome, Sandbox
@@ -204,12 +204,23 @@ def test_a_loader_that_dies_is_replaced(folder: Path) -> None:
         assert sandbox.attack(folder).end == LOADED
 
 
-def test_a_slow_or_wrong_end_is_a_fault(tmp_path: Path) -> None:
+def test_what_a_loader_spends_is_counted(folder: Path) -> None:
+    with Sandbox(lambda folder: sum(range(20_000_000))) as sandbox:
+
+        def attack() -> None:
+            sandbox.attack(folder)
+
+        require_effort(attack, at_most=100, clock=lambda: sandbox.spent_s)
+        with pytest.raises(AssertionError, match="loops of processor time"):
+            require_effort(attack, at_most=0.5, clock=lambda: sandbox.spent_s)
+
+
+def test_a_wrong_end_is_a_fault(tmp_path: Path) -> None:
     fine = Outcome(
         end="DoesNotFit", ours=True, text="x", events=(), out_of_memory=False, seconds=0.1,
         extra_bytes=0,
     )  # fmt: skip
     case = Case(name="sibling", make=write_benign, end="DoesNotFit", says="x")
     assert faults(case, fine, tmp_path) == []
-    for change in ({"seconds": math.inf}, {"end": "NotSplittable"}, {"text": "y"}, {"ours": False}):
+    for change in ({"end": "NotSplittable"}, {"text": "y"}, {"ours": False}):
         assert faults(case, dataclasses.replace(fine, **change), tmp_path)
