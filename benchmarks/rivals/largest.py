@@ -118,7 +118,7 @@ CLIMBERS = (
         per_param=16,
     ),
     _trainer("adamw_torch_8bit", "8bit", 10),
-    _trainer("adamw_torch_4bit", "4bit", 9),
+    _trainer("adamw_torch_4bit", "4bit", 10),
     Climber(
         entry=Entry(worker="fsdp2", label="FSDP2, CPU offload", dtype="bfloat16"), per_param=16
     ),
@@ -141,7 +141,7 @@ CLIMBERS = (
             dtype="bfloat16",
             settings={"offload": DISK},
         ),
-        per_param=8,
+        per_param=5,
         disk=True,
     ),
     Climber(
@@ -151,7 +151,7 @@ CLIMBERS = (
             dtype="bfloat16",
             settings={"disk": DISK, "step": {"tier": "gradients"}},
         ),
-        per_param=2,
+        per_param=3.1,
         disk=True,
     ),
 )
