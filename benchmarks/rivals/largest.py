@@ -8,7 +8,7 @@ losses are finite and the worker ends well within `PATIENCE_S`. Everything was f
 first result:
 
     the same for all    AdamW with fp32 masters, clipping by the global norm, every layer recomputed
-    rivals              each in the leanest of its settings with these (ENTRIES), loaded in the
+    rivals              each in the leanest of its settings with these (CLIMBERS), loaded in the
                         leanest way that it documents
     ours                with moments in 8 bits, and as further rows in bf16 and fp32
     disk                a row that keeps anything on disk is compared with rows that do too, and
@@ -62,13 +62,15 @@ PATIENCE_S = 900.0
 """A group at its limit may spend its time reading libraries again and again."""
 DISK = "DISK"
 """In settings: a folder for scratch files."""
+TABLE = Ladder().vocabulary * Ladder().hidden
+"""Elements of the largest param of every rung."""
 BASE_BYTES = 400 << 20
 """Of an interpreter with its libraries: the first guess, which the lowest limit corrects."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Climber:
-    """A contestant, and what it needs by its own arithmetic."""
+    """A contestant, and about what it needs."""
 
     entry: Entry
     per_param: float
@@ -139,7 +141,10 @@ CLIMBERS = (
             worker="deepspeed",
             label="DeepSpeed ZeRO-3, files",
             dtype="bfloat16",
-            settings={"offload": DISK},
+            settings={
+                "offload": DISK,
+                "params": {"buffer_size": TABLE, "buffer_count": 2, "max_in_cpu": 0},
+            },
         ),
         per_param=5,
         disk=True,

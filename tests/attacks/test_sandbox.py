@@ -22,11 +22,11 @@ import pytest
 import torch
 
 from megatrain.errors import ModelFolderError
-from testkit.effort import require_effort
+from tests.attacks import test_attacks
 from tests.attacks.code_corpus import pickled, torch_saved
 from tests.attacks.folders import Case, payload, write_benign
 from tests.attacks.sandbox import DIED, HUNG, LOADED, MARKER, Outcome, Sandbox
-from tests.attacks.test_attacks import faults
+from tests.attacks.test_attacks import faults, require_harmless
 
 
 def _unpickles(folder: Path) -> None:
@@ -204,15 +204,14 @@ def test_a_loader_that_dies_is_replaced(folder: Path) -> None:
         assert sandbox.attack(folder).end == LOADED
 
 
-def test_what_a_loader_spends_is_counted(folder: Path) -> None:
+def test_a_slow_loader_is_a_fault(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(name="sibling", make=write_benign, end=LOADED)
+    monkeypatch.setattr(test_attacks, "FAST_S", 0.0)
     with Sandbox(lambda folder: sum(range(20_000_000))) as sandbox:
-
-        def attack() -> None:
-            sandbox.attack(folder)
-
-        require_effort(attack, at_most=100, clock=lambda: sandbox.spent_s)
+        require_harmless(case, sandbox, folder)
+        monkeypatch.setattr(test_attacks, "MAX_LOOPS", 0.5)
         with pytest.raises(AssertionError, match="loops of processor time"):
-            require_effort(attack, at_most=0.5, clock=lambda: sandbox.spent_s)
+            require_harmless(case, sandbox, folder)
 
 
 def test_a_wrong_end_is_a_fault(tmp_path: Path) -> None:

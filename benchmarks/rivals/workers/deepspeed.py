@@ -4,6 +4,7 @@ Settings
     offload     "cpu", its way to keep params and optimizer in host memory; "none", the same home
                 if the device is the CPU, without the second gradient in fp32 that offload holds;
                 or a folder: both are in files there (needs libaio)
+    params      more keys of `offload_param`
     zero        more keys of `zero_optimization`
 
 The model is built under `zero.Init`, so that no process ever holds it whole beside its partitions.
@@ -21,7 +22,7 @@ import deepspeed  # type: ignore[import-not-found]
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found]
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
 from benchmarks.rivals.workers.serving import Job, Prepared, decayed_groups, serve
@@ -29,19 +30,14 @@ from benchmarks.rivals.workers.serving import Job, Prepared, decayed_groups, ser
 SHORT = {"float32": "fp32", "bfloat16": "bf16"}
 BUCKET = 1_000_000
 """Elements of each buffer: the smallest that is not slower here."""
-BUFFERS = 2
-"""For params in files: fewer than the default of 5 reach a larger model."""
 
 
 def zero_config(job: Job) -> dict[str, Any]:
     """Return DeepSpeed's config: stage 3, everything at home on the host, buffers small."""
     place = job.settings.get("offload", "cpu")
     home: dict[str, Any] = {"device": place, "pin_memory": job.device != "cpu"}
-    params: dict[str, Any] = {}
     if place not in ("cpu", "none"):
         home |= {"device": "nvme", "nvme_path": place}
-        # a buffer holds any param; none is in memory but those in buffers
-        params = {"buffer_size": _largest_param(job), "buffer_count": BUFFERS, "max_in_cpu": 0}
     rows = len(job.batch(0)[0])
     return {
         "train_micro_batch_size_per_gpu": rows,
@@ -53,7 +49,7 @@ def zero_config(job: Job) -> dict[str, Any]:
         "data_types": {"grad_accum_dtype": "fp32" if job.micro_batches > 1 else SHORT[job.dtype]},
         "zero_optimization": {
             "stage": 3,
-            "offload_param": home | params,
+            "offload_param": home | job.settings.get("params", {}),
             "offload_optimizer": home,
             "overlap_comm": False,
             "contiguous_gradients": True,
@@ -66,12 +62,6 @@ def zero_config(job: Job) -> dict[str, Any]:
             **job.settings.get("zero", {}),
         },
     }
-
-
-def _largest_param(job: Job) -> int:
-    """Return the elements of the model's largest param: of its table."""
-    config = AutoConfig.from_pretrained(job.model)
-    return int(config.vocab_size * config.hidden_size)
 
 
 def prepare(job: Job) -> Prepared:
