@@ -1,4 +1,4 @@
-# make setup | check | test | docs | site | bench | gpu | long | lock
+# make setup | check | test | docs | site | bench | gpu | merge | night | long | lock
 python := .venv/bin/python
 
 setup:  ## a development environment in .venv
@@ -12,7 +12,7 @@ check:  ## lint and types
 	$(python) -m ruff format --check .
 	$(python) -m mypy
 
-test:  ## the tests of CI
+test:  ## the tests of every push
 	$(python) -m pytest -n 2 --dist worksteal
 
 docs:  ## the pages that are made from code
@@ -44,10 +44,16 @@ bench:  ## every benchmark, as JSON lines
 gpu:  ## the engine's laws on an accelerator: docs/gpu.md
 	$(python) -m pytest tests/gpu -m gpu --device cuda
 
+merge:  ## the second tier: lint, types and site are part of `bash .ci/run`
+	bash .ci/run merge
+
+night:  ## the third tier: the cases that the date chooses
+	bash .ci/run night
+
 long: long-cases long-schedules long-crashes long-inputs long-tests  ## proofs that take hours
 
-long-cases:  # the cases of the laws of which CI runs a part
-	$(python) -m pytest -n 2 --dist worksteal -m nightly
+long-cases:  # every case of the night
+	$(python) -m pytest -n 2 --dist worksteal -m night
 
 long-schedules:
 	$(python) -m proofs.interleavings --json
@@ -72,4 +78,4 @@ lock:  ## write requirements-dev.lock from .venv
 	  echo "torch==2.13.0"; \
 	  .venv/bin/pip freeze --all --exclude-editable | grep -Ev '^(torch|pip)=='; } > requirements-dev.lock
 
-.PHONY: setup check test docs site bench gpu long long-cases long-schedules long-crashes long-inputs long-tests lock
+.PHONY: setup check test docs site bench gpu merge night long long-cases long-schedules long-crashes long-inputs long-tests lock

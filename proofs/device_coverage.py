@@ -101,7 +101,7 @@ def faults_of(name: str, path: Path, seen: set[int], own: dict[str, str]) -> lis
 
 
 def main(words: list[str]) -> int:
-    marks = "not gpu" if "--all" in words else "not gpu and not thorough and not nightly"
+    marks = "not gpu" if "--all" in words else "not gpu and not thorough and not night"
     tests = ["tests/devices", "tests/gpu", "--device", "hostgpu", "-q", "-m", marks]
     paths = {str(SOURCE / name): name for name in MODULES}
     seen: Lines = defaultdict(set)

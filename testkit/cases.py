@@ -1,8 +1,12 @@
-"""Which cases of a large law CI plays: those that the day chooses. All of them run nightly.
+"""Tiers of tests: every push, every merge, and the night.
 
-A case that is not chosen carries the mark `nightly`, which pytest leaves out by default. The id of
-a test names its case, so a failure needs no seed to be repeated: `pytest -m "" TEST_ID`. To choose
-as another day did, set MEGATRAIN_CASES_SEED to the number that CI printed below the failure.
+A test without a mark runs at every push. The mark `merge` is for a test that takes over 3 s, or for
+a case of a law that a push can do without; the mark `night` is for the many other cases. Nothing of
+a push or a merge is drawn by date. The night has more cases than a night has hours, so
+`pytest -m night --share 7` plays a seventh of them, which the date chooses: a week plays all.
+
+A test id names its case, so a failure needs no seed to be repeated: `pytest -m "" TEST_ID`. To
+choose as another day did, set MEGATRAIN_DAY to the number that pytest printed below the failure.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import datetime
 import os
 import random
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,28 +22,41 @@ import pytest
 
 from testkit.families import COVERING
 
-SEED = "MEGATRAIN_CASES_SEED"
+DAY = "MEGATRAIN_DAY"
 
 
 def fix_the_day() -> None:
-    """Choose the seed once, before any worker starts: two of them may see different days."""
+    """Choose the day once, before any worker starts: two of them may see different dates."""
     today = datetime.datetime.now(datetime.UTC).date()
-    os.environ.setdefault(SEED, str(today.toordinal()))
+    os.environ.setdefault(DAY, str(today.toordinal()))
 
 
-def of_the_day(cases: Sequence[Any], count: int) -> list[Any]:
-    """Return every case as a parameter; all but `count` of them are for the night."""
-    chosen = set(random.Random(int(os.environ[SEED])).sample(range(len(cases)), count))
+def is_drawn(test_id: str, share: int) -> bool:
+    """Return whether this day plays a test of the night, of which each day plays 1/`share`."""
+    return zlib.crc32(test_id.encode()) % share == int(os.environ[DAY]) % share
+
+
+def at_a_push(cases: Sequence[Any], count: int, *, others: str = "night") -> list[Any]:
+    """Return every case as a parameter; all but `count` fixed ones have the mark `others`."""
+    chosen = set(random.Random(0).sample(range(len(cases)), count))
     return [
-        pytest.param(case, marks=() if number in chosen else pytest.mark.nightly)
+        pytest.param(case, marks=() if number in chosen else getattr(pytest.mark, others))
         for number, case in enumerate(cases)
     ]
 
 
+def by_family(families: Sequence[str], *, others: str = "merge") -> list[Any]:
+    """Return each family as a parameter; those that are not of COVERING have the mark `others`."""
+    return [
+        pytest.param(family, marks=() if family in COVERING else getattr(pytest.mark, others))
+        for family in families
+    ]
+
+
 def in_dtypes(families: Sequence[str]) -> list[Any]:
-    """Return each family in bf16 and in fp32, of which most are for the night."""
-    cases = [pytest.param(family, "bf16") for family in families]
-    for family in families:
-        marks = () if family in COVERING else pytest.mark.nightly
-        cases.append(pytest.param(family, "fp32", marks=marks))
-    return cases
+    """Return each family in bf16 and fp32: COVERING at a push, bf16 at a merge, fp32 at night."""
+    return [
+        pytest.param(*case.values, dtype, marks=case.marks)
+        for dtype, others in (("bf16", "merge"), ("fp32", "night"))
+        for case in by_family(families, others=others)
+    ]

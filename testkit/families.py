@@ -48,16 +48,33 @@ qwen3_moe qwen3_next recurrent_gemma seed_oss smollm3 solar_open stablelm starco
 xglm youtu
 """.split()  # noqa: SIM905
 
-COVERING = """
-bailing_hybrid bitnet bloom codegen deepseek_v3 falcon_mamba gemma gemma2 gpt2 gpt_oss jamba llama
-llama4_text mamba2 mixtral mpt opt phimoe qwen3_next recurrent_gemma
-""".split()  # noqa: SIM905
-"""One family for each structure: tied or not; learned, rotary (whole, part, interleaved) or linear
-positions; experts, shared or drawn at random; latent, windowed, soft-capped, linear or no
-attention; state spaces, alone and mixed with attention; norms that stay in fp32.
+COVERING = {
+    "llama": "the plain decoder: rotary positions, grouped heads, an untied head",
+    "qwen3": "what most people train: norms of queries and keys, a tied head",
+    "gemma": "an embedding scale, norms by 1 + weight",
+    "gemma2": "windows in every second layer, soft caps of scores and logits",
+    "gpt2": "learned positions, Conv1D projections, biases, a tied head",
+    "opt": "learned positions with an offset, ReLU",
+    "bloom": "linear biases of attention (ALiBi), a norm behind the embedding",
+    "mpt": "ALiBi of another form, no biases at all",
+    "codegen": "rotary positions in part of a head, interleaved; attention beside the feed-forward",
+    "bitnet": "norms inside attention and feed-forward, squared ReLU",
+    "mixtral": "experts as the first mixtures had them",
+    "deepseek_v3": "latent attention, a dense first layer, shared experts; router biases in fp32",
+    "gpt_oss": "attention sinks, windows, experts with biases",
+    "llama4_text": "chunked attention, layers without positions, a shared expert",
+    "phimoe": "experts that are drawn at random while training",
+    "qwen3_next": "gated delta rule beside gated attention, shared experts with a gate",
+    "bailing_hybrid": "delta attention with a forget gate beside latent attention, experts",
+    "jamba": "a state space, attention and experts in turn",
+    "falcon_mamba": "state spaces alone, norms without weights",
+    "mamba2": "state spaces by chunks",
+    "recurrent_gemma": "a gated recurrence beside windowed attention",
+}
+"""Families that together have every structure, and what each is there for.
 
-bf16 has masters in two parts and casts, which a family can get wrong; fp32 has neither. So CI runs
-fp32 in these families, and the night runs it in all.
+The laws run on these at every push, in bf16 and in fp32. A merge runs them in every family in bf16,
+which has masters in two parts and casts that a family can get wrong; the night does so in fp32.
 """
 
 BALANCED = """

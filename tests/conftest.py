@@ -4,6 +4,7 @@ import importlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 
 import hypothesis
@@ -11,9 +12,13 @@ import pytest
 import torch
 import transformers
 
-from testkit.cases import SEED, fix_the_day
+from testkit.cases import DAY, fix_the_day, is_drawn
+from testkit.effort import children_s
 
 LONGEST = ("tests/test_commands.py", "tests/run/test_signals.py", "tests/cli/test_verbs.py")
+PUSH_S = 3.0
+"""Processor time that a test of a push may take; what takes longer has the mark `merge`."""
+PROCESSOR_S = "processor_s"
 transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)
@@ -55,17 +60,59 @@ def _host_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
         control.start_anew()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Note the processor time, which neighbors on the machine do not add to."""
+    begin = time.process_time() + children_s()
+    try:
+        return (yield)
+    finally:
+        item.user_properties.append((PROCESSOR_S, time.process_time() + children_s() - begin))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
-    if exitstatus:
-        terminalreporter.write_line(f"the cases of the day are those of {SEED}={os.environ[SEED]}")
+    share = terminalreporter.config.getoption("--share")
+    if exitstatus and share > 1:
+        terminalreporter.write_line(f"these cases are those of {DAY}={os.environ[DAY]}")
+    slow = [
+        f"{seconds:6.1f} s  {report.nodeid}"
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        if isinstance(report, pytest.TestReport)
+        and not {"merge", "night", "long"} & set(report.keywords)
+        for name, seconds in report.user_properties
+        if name == PROCESSOR_S and isinstance(seconds, float) and seconds > PUSH_S
+    ]
+    if slow:
+        terminalreporter.section(f"over {PUSH_S:g} s without the mark `merge`", sep="-")
+        terminalreporter.write_line("\n".join(sorted(slow, reverse=True)))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest tests: at the end of a run no worker then waits for the other."""
+@pytest.hookimpl(trylast=True)  # after `-m`
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the night's cases of other days, and begin with the longest tests.
+
+    At the end of a run no worker then waits for the other.
+    """
+    share = config.getoption("--share")
+    others = [
+        item
+        for item in items
+        if item.get_closest_marker("night") and not is_drawn(item.nodeid, share)
+    ]
+    config.hook.pytest_deselected(items=others)
+    left_out = set(others)
+    items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--share",
+        type=int,
+        default=1,
+        help="of the tests marked night, play one in so many, which the date chooses",
+    )
     parser.addoption(
         "--device",
         help="where tests/gpu runs, all of it: `cuda`, `cuda:1`, `xpu`, `hostgpu` or `simulated`. "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -69,9 +70,15 @@ def _attributes(tree: ast.AST) -> Iterator[tuple[str, str]]:
             yield node.value.id, node.attr
 
 
+@functools.cache
+def _parsed(source: str) -> ast.Module:
+    """Return the tree of a source; several rules read each."""
+    return ast.parse(source)
+
+
 def faults(name: str, source: str) -> list[str]:
     """Return what a module breaks of the rules above."""
-    tree = ast.parse(source)
+    tree = _parsed(source)
     package = name.split("/")[0].removesuffix(".py")
     found = []
     for imported in _imports(tree):
@@ -152,7 +159,7 @@ MAY_IMPORT = {
 
 
 def _forbidden_imports(folder: str, source: str) -> set[str]:
-    heads = {imported.split(".")[0] for imported in _imports(ast.parse(source))}
+    heads = {imported.split(".")[0] for imported in _imports(_parsed(source))}
     return heads & set(MAY_IMPORT) - MAY_IMPORT.get(folder, set())
 
 
@@ -191,7 +198,7 @@ def _module(path: Path) -> str:
 
 def _mentions(source: str) -> Iterator[str]:
     """Yield the modules that a module may import, also inside functions and by their names."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(_parsed(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -232,7 +239,7 @@ def test_a_module_that_nothing_uses_would_be_noticed() -> None:
 def test_every_module_is_ascii_and_says_what_it_is() -> None:
     texts = {_name(path): path.read_text() for path in MODULES}
     assert [name for name, text in texts.items() if not text.isascii()] == []
-    assert [name for name, text in texts.items() if not ast.get_docstring(ast.parse(text))] == []
+    assert [name for name, text in texts.items() if not ast.get_docstring(_parsed(text))] == []
 
 
 def test_tests_mirror_the_source() -> None:
@@ -242,7 +249,7 @@ def test_tests_mirror_the_source() -> None:
 
 
 def _clocks_read(source: str) -> set[tuple[str, str]]:
-    return set(_attributes(ast.parse(source))) & WALL_CLOCKS
+    return set(_attributes(_parsed(source))) & WALL_CLOCKS
 
 
 def test_no_test_depends_on_the_time_of_day() -> None:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,6 +56,13 @@ if [ -e .started ] && [ "$2" != pytest ]; then exec {warm} {words}; fi
 exec {python} {words}
 """
 LINKED = ("examples", "tests", "testkit", "proofs", "benchmarks", "pyproject.toml")
+
+
+def by_page(pages: list[str]) -> list[Any]:
+    """Return the pages as parameters: a push runs the README, a merge the others."""
+    return [
+        pytest.param(page, marks=() if page == "README.md" else pytest.mark.merge) for page in pages
+    ]
 
 
 def blocks(page: str) -> list[str]:
@@ -123,7 +131,7 @@ def run(script: str, folder: Path, world: World) -> subprocess.CompletedProcess[
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", by_page(PAGES))
 def test_commands_run(page: str, tmp_path: Path, world: World) -> None:
     for block in blocks(page):
         done = run(runnable(block), tmp_path, world)

@@ -54,6 +54,11 @@ def test_ci_builds_the_site_strictly() -> None:
     assert options.split() == ["--strict"]
 
 
+def test_merges_and_nights_run_their_tiers() -> None:
+    assert _commands(GITHUB / "workflows" / "merge.yml") == ["bash .ci/run merge"]
+    assert "bash .ci/run night" in _commands(GITHUB / "workflows" / "nightly.yml")
+
+
 def test_nights_run_every_part_of_make_long() -> None:
     job = _read(GITHUB / "workflows" / "nightly.yml")["jobs"]["proof"]
     (parts,) = re.findall(r"^long: (.*?)  ##", (ROOT / "Makefile").read_text(), re.M)

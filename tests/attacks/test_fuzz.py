@@ -24,7 +24,7 @@ COUNTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("share", [3, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("share", [3, pytest.param(1, marks=pytest.mark.night)])
 @pytest.mark.parametrize("target", COUNTS)
 def test_whatever_the_input_only_errors_of_ours(target: str, share: int) -> None:
     count = COUNTS[target] // share

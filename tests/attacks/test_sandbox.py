@@ -204,6 +204,7 @@ def test_a_loader_that_dies_is_replaced(folder: Path) -> None:
         assert sandbox.attack(folder).end == LOADED
 
 
+@pytest.mark.merge
 def test_a_slow_loader_is_a_fault(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(name="sibling", make=write_benign, end=LOADED)
     monkeypatch.setattr(test_attacks, "FAST_S", 0.0)

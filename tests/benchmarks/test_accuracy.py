@@ -56,11 +56,13 @@ def distance(folder: Path, job: Job, plain: list[float]) -> float:
     return max(abs(one - other) for one, other in zip(ours, plain, strict=True))
 
 
+@pytest.mark.merge
 def test_ours_takes_the_steps_of_plain_fp32(folder: Path, job: Job, plain: list[float]) -> None:
     assert len(plain) == NUM_STEPS + NUM_HELD_OUT
     assert distance(folder, job, plain) < WITHIN
 
 
+@pytest.mark.merge
 def test_a_wrong_rate_would_be_noticed(folder: Path, job: Job, plain: list[float]) -> None:
     wrong = replace(job, rates=[1.1 * rate for rate in job.rates])
     assert distance(folder, wrong, plain) > 10 * WITHIN

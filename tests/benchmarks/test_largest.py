@@ -94,6 +94,7 @@ def test_a_group_ends_with_the_programs_that_are_left_in_it() -> None:
     assert left.wait() == -9
 
 
+@pytest.mark.merge
 def test_a_contestant_that_has_room_holds_and_one_without_is_killed(tmp_path: Path) -> None:
     ours = next(each.entry for each in CLIMBERS if each.entry.is_ours)
     trial = attempt(ours, TINY, 0, tmp_path)

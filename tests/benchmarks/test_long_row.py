@@ -13,6 +13,7 @@ from megatrain.run.trainer import Trainer
 TOKENS = 4096
 
 
+@pytest.mark.merge
 def test_the_row_is_as_long_as_asked_and_needs_less_with_tiles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,6 +41,7 @@ def test_every_point_has_a_source_and_a_schedule() -> None:
         assert sum(map(bool, (point.tokens_per_s, point.tflops, point.step_s))) == 1
 
 
+@pytest.mark.merge
 def test_the_median_error_is_at_most_15_percent() -> None:
     assert median_error(found()) <= 0.15
     known = [verdict for verdict in found() if not verdict.point.step_is_assumed]
@@ -59,6 +60,7 @@ def test_far_is_more_than_a_quarter_either_way() -> None:
         assert verdict.error == pytest.approx(factor - 1)
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("point", POINTS, ids=NAMES)
 def test_the_ceiling_is_not_below_what_was_reached(point: Point) -> None:
     above = ceiling(point)
@@ -67,6 +69,7 @@ def test_the_ceiling_is_not_below_what_was_reached(point: Point) -> None:
     assert 0.5 < ours(point).tokens_per_s / above < 1
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.name)
 def test_what_others_say_fits_is_what_the_planner_says(claim: Claim) -> None:
     assert claim.predicted() is claim.fits

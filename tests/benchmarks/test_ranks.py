@@ -17,6 +17,7 @@ def short_form(ranks: Any) -> dict[str, Any]:
     return benchmark.on_the_wire(ranks, 1)
 
 
+@pytest.mark.merge
 def test_a_step_moves_what_the_law_says() -> None:
     found = run_ranks(3, short_form)
     law, twice = found[0]["law"], found[0]["twice"]

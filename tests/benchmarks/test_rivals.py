@@ -58,12 +58,14 @@ def furthest(one: Figures, other: Figures) -> float:
     )
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("head", ["own", "chunked"])
 def test_plain_takes_the_steps_that_we_take(job: Job, taken: Figures, head: str) -> None:
     found = steps_of(plain, replace(job, settings={"head": head}))
     assert furthest(found, taken) < 2e-5
 
 
+@pytest.mark.merge
 def test_fsdp2_takes_the_steps_that_we_take(job: Job, taken: Figures) -> None:
     assert furthest(steps_of(fsdp2, job), taken) < 2e-5
 
@@ -76,6 +78,7 @@ def test_a_disk_changes_no_step_of_ours(
     assert steps_of(ours, replace(job, settings=settings)) == taken
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize(
     "change",
     [
@@ -90,6 +93,7 @@ def test_another_job_would_be_noticed(job: Job, taken: Figures, change: dict[str
     assert furthest(steps_of(plain, replace(job, **change)), taken) > 2e-4
 
 
+@pytest.mark.merge
 def test_a_worker_answers_step_by_step_and_says_why_it_ends(
     job: Job, taken: Figures, tmp_path: Path
 ) -> None:

@@ -28,7 +28,7 @@ from megatrain.optim.states import M, V
 from megatrain.step.ops import OpKind
 from megatrain.step.settings import StepSettings
 from testkit.adamw_by_hand import HandAdamW
-from testkit.cases import of_the_day
+from testkit.cases import at_a_push
 from testkit.families import COVERING, save_tiny
 from testkit.plain import load_plain, make_batch, plain_gradients, seed_like_engine
 from testkit.plain_lora import adapt_plainly, drawn_like, named_as_ours
@@ -116,7 +116,7 @@ def _train_both(
     [
         ("llama", "bf16"),
         ("llama", "fp32"),
-        *[pytest.param(*case.values[0], marks=case.marks) for case in of_the_day(OTHERS, 2)],
+        *[pytest.param(*case.values[0], marks=case.marks) for case in at_a_push(OTHERS, 2)],
     ],
 )
 def test_three_steps_equal_a_plain_lora(family: str, dtype: Dtype, tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_layers_with_adapters_have_one_structure_to_compile(tmp_path: Path) -> N
     assert representatives(list(home.decoder.layers)) == [0, 0, 0, 0]
 
 
-@pytest.mark.nightly
+@pytest.mark.night
 def test_compiled_layers_with_adapters_share_a_graph(tmp_path: Path) -> None:
     home = _started(save_tiny(tmp_path, "llama", torch.float32), "fp32")
     graphs = []

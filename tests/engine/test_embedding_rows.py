@@ -18,7 +18,7 @@ from megatrain.memory.kinds import Kind
 from megatrain.step.schedule import build_step
 from megatrain.step.shape import StepShape
 from proofs.races import CONFIGS, Run, play, reference, simulator_of, world_of
-from testkit.cases import of_the_day
+from testkit.cases import at_a_push
 from testkit.engines import make_engine
 from testkit.schedule_laws import check_schedules
 from testkit.simulated.accelerator import Simulator
@@ -38,7 +38,7 @@ def faults(run: Run) -> list[str]:
 
 @pytest.mark.parametrize("update", ["none", "in_backward", "late"])
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss"])
-@pytest.mark.parametrize("form", of_the_day(["padded", "packed"], 1))
+@pytest.mark.parametrize("form", at_a_push(["padded", "packed"], 1))
 def test_bits_are_those_of_the_whole_table(family: str, update: Any, form: Any) -> None:
     case = replace(CASE, update=update, form=form, tape="host" if form == "padded" else "device")
     policy: Any = "late" if form == "padded" else "random"

@@ -18,7 +18,7 @@ from megatrain.step.hazards import Hazards
 from megatrain.step.ops import LANES, Op, OpKind
 from megatrain.step.shape import Update
 from proofs.interleavings import case_of, faults_of
-from testkit.cases import of_the_day
+from testkit.cases import at_a_push
 from testkit.states import LATE, same, state_after, state_of, steps_of, threads_end
 from testkit.worlds import SORTS, Case, Outcome, make_batch, world_of
 
@@ -71,7 +71,7 @@ def expected(sort: str, update: Update, num_micro: int) -> Outcome:
     return world_of(sort).play(case, reference=True)
 
 
-@pytest.mark.parametrize("part", of_the_day(range(PARTS), 1))
+@pytest.mark.parametrize("part", at_a_push(range(PARTS), 1))
 @pytest.mark.parametrize("group", GRID, ids=str)
 def test_lanes_give_the_bits_of_the_reference(group: Group, part: int) -> None:
     for case in GRID[group][part::PARTS]:

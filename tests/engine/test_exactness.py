@@ -26,7 +26,7 @@ from megatrain.optim.kernel import AdamWScalars
 from megatrain.optim.optimizer import decays
 from megatrain.optim.states import M, V
 from megatrain.step.settings import StepSettings
-from testkit.cases import in_dtypes, of_the_day
+from testkit.cases import by_family, in_dtypes
 from testkit.engines import make_engine
 from testkit.families import FAMILIES, save_tiny
 from testkit.plain import load_plain, make_batch, plain_gradients, seed_like_engine
@@ -91,7 +91,7 @@ def test_three_steps_equal_the_resident_model(
     train_both(family, dtype, tmp_path, StepSettings())
 
 
-@pytest.mark.parametrize("family", of_the_day(FAMILIES, 6))
+@pytest.mark.parametrize("family", by_family(FAMILIES, others="night"))
 def test_so_do_steps_that_keep_the_activations_of_all_layers(family: str, tmp_path: Path) -> None:
     """In slots that all layers take turns with, so that backward finds weights fetched again."""
     num_layers = len(load_model(save_tiny(tmp_path / "counted", family)).decoder.layers)

@@ -27,7 +27,7 @@ from megatrain.models.template import Template
 from megatrain.optim.states import M
 from megatrain.step.shape import Update
 from proofs.races import CONFIGS
-from testkit.cases import of_the_day
+from testkit.cases import at_a_push
 from testkit.pair_loss import with_pairs
 from testkit.plain import plain_gradients
 from testkit.simulated.accelerator import Simulator
@@ -105,7 +105,7 @@ def cases(models: Sequence[str], head_pieces: Sequence[int]) -> list[Case]:
     ]
 
 
-@pytest.mark.parametrize("case", of_the_day(cases(MODELS, (2, 3, 5)), 8), ids=str)
+@pytest.mark.parametrize("case", at_a_push(cases(MODELS, (2, 3, 5)), 8), ids=str)
 @pytest.mark.parametrize("num_micro", [1, 3])
 def test_gradients_are_those_of_the_resident_model(case: Case, num_micro: int) -> None:
     found = errors(world_of(case.sort), case, num_micro)
@@ -147,7 +147,7 @@ def test_sums_of_some_pieces_alone_would_be_noticed(monkeypatch: pytest.MonkeyPa
 LANES = cases(("llama", "gpt_oss", "llama, head frozen"), (2, 5))
 
 
-@pytest.mark.parametrize("case", of_the_day(LANES, 6), ids=str)
+@pytest.mark.parametrize("case", at_a_push(LANES, 6), ids=str)
 def test_lanes_give_the_bits_of_the_reference_in_three_steps(case: Case) -> None:
     world = world_of(case.sort)
     reference = world.play(

@@ -26,6 +26,7 @@ from megatrain.memory.kinds import Kind
 from megatrain.models import documents as by_document
 from megatrain.models.documents import TAKES_MASKS
 from megatrain.step.settings import StepSettings
+from testkit.cases import by_family
 from testkit.families import FAMILIES, save_tiny, tiny_config
 
 LENGTHS = (9, 14, 20)
@@ -77,7 +78,7 @@ def _far(expected: Tensor, found: Tensor) -> float:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_family(FAMILIES))
 def test_the_list_of_families_is_right(family: str) -> None:
     config = copy.deepcopy(tiny_config(family))
     for key, value in STRAINED.get(family, {}).items():

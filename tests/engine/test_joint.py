@@ -1,6 +1,6 @@
 """Joint models trained on text have the bits of transformers' joint class; the rest its bytes.
 
-Families of the day; `python -m proofs.joint` plays them all.
+Some families; `python -m proofs.joint` plays them all.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from megatrain.disk.hf.model import HostModel
 from megatrain.engine.batch import MicroBatch
 from megatrain.models.documents import JOINT_BY_DOCUMENT, PackedDocuments, attending
-from testkit.cases import of_the_day
+from testkit.cases import at_a_push
 from testkit.joint_families import JOINT_FAMILIES, tiny_joint_model
 from testkit.joint_training import joint_faults
 
 
-@pytest.mark.parametrize("family", of_the_day(JOINT_FAMILIES, 3))
+@pytest.mark.parametrize("family", at_a_push(JOINT_FAMILIES, 3))
 def test_text_is_trained_as_by_the_plain_joint_model(family: str, tmp_path: Path) -> None:
     assert joint_faults(family, "bf16", tmp_path) == []
 
@@ -37,7 +37,7 @@ def test_so_it_would_be_noticed(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", of_the_day(sorted(JOINT_BY_DOCUMENT), 3))
+@pytest.mark.parametrize("family", at_a_push(sorted(JOINT_BY_DOCUMENT), 3))
 def test_packed_documents_are_apart_by_document_and_by_masks(family: str) -> None:
     model = tiny_joint_model(family, torch.float32).eval()
     lengths = (9, 14, 20)  # the last is longer than the window of 16

@@ -17,7 +17,7 @@ from megatrain.engine.exchange import Exchange
 from megatrain.models.adapters.lora import Lora
 from megatrain.ranks.ownership import overlap
 from testkit.adamw_by_hand import global_norm
-from testkit.cases import of_the_day
+from testkit.cases import at_a_push
 from testkit.plain import next_token_loss, plain_gradients
 from testkit.rank_training import RankCase, differing, joined, ranks_of, virtual_of
 from testkit.virtual_ranks import VirtualRanks
@@ -88,7 +88,7 @@ def faults_of(case: RankCase, virtual: VirtualRanks) -> list[str]:
     return faults + differing(joined(found), virtual.state())
 
 
-@pytest.mark.parametrize("number", of_the_day(range(len(CASES)), 5))
+@pytest.mark.parametrize("number", at_a_push(range(len(CASES)), 5))
 def test_ranks_have_the_bits_of_virtual_ranks(number: int) -> None:
     case = case_of(number)
     assert faults_of(case, virtual_of(case)) == []

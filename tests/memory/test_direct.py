@@ -77,6 +77,7 @@ def test_an_unfinished_file_is_removed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("error", [5, 28])
 def test_a_failure_at_any_call_is_our_error_and_leaves_nothing(tmp_path: Path, error: int) -> None:
     """And the queue can carry other files afterwards."""

@@ -88,6 +88,7 @@ print(resident_bytes() - before)
 """
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("told", [True, False])
 def test_malloc_gives_back_what_is_freed_if_it_is_told(told: bool) -> None:
     done = subprocess.run(

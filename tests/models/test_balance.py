@@ -12,6 +12,7 @@ from transformers.models.mixtral import modeling_mixtral
 
 from megatrain.models.balance import Balancing, Routing, probability_sums
 from megatrain.models.decoder import build_decoder
+from testkit.cases import by_family
 from testkit.families import BALANCED, FAMILIES, tiny_config
 
 BALANCING = Balancing(num_experts=5, top_k=2, coefficient=0.01)
@@ -31,7 +32,7 @@ def _routing(logits: tuple[Tensor, ...], mask: Tensor | None) -> Routing:
     return routing
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_family(FAMILIES))
 def test_balancing_is_found_where_the_model_has_it(family: str) -> None:
     config = copy.deepcopy(tiny_config(family))
     config.output_router_logits = True

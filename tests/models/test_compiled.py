@@ -24,7 +24,7 @@ from megatrain.models.decoder import COMPUTE_DTYPES, build_decoder
 from megatrain.models.template import Template
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.states import M, V
-from testkit.cases import of_the_day
+from testkit.cases import at_a_push
 from testkit.engines import make_engine
 from testkit.families import save_tiny, tiny_config, tiny_model
 from testkit.plain import make_batch
@@ -244,8 +244,8 @@ def test_structures_do_not_learn_each_others_sizes() -> None:
 # Law 2: the bits of the uncompiled layer.
 
 
-@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.nightly), "aot_eager"])
-@pytest.mark.parametrize("family", of_the_day(list(FAMILIES), 1))
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.night), "aot_eager"])
+@pytest.mark.parametrize("family", at_a_push(list(FAMILIES), 1))
 def test_outputs_and_gradients_are_those_of_the_uncompiled_layers(
     family: str, backend: str
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from megatrain.errors import ModelConfigError
 from megatrain.models.config_json import parse_config
+from testkit.cases import by_family
 from testkit.families import FAMILIES, tiny_config
 
 
@@ -16,7 +17,7 @@ def _config(**changes: Any) -> bytes:
     return json.dumps({"model_type": "llama", "hidden_size": 64} | changes).encode()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_family(FAMILIES))
 def test_what_transformers_writes_is_read_back_the_same(family: str) -> None:
     written = tiny_config(family).to_json_string()
     again = json.loads(parse_config(written.encode()).to_json_string())

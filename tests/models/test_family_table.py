@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
@@ -207,6 +208,7 @@ def printed_tiles(family: str) -> str:
     return next(line for line in table.splitlines(True) if line.startswith(f"| {family} |"))
 
 
+@pytest.mark.merge
 def test_the_page_lists_what_is_tested() -> None:
     assert PAGE.read_text() == page(printed_tiles)
 

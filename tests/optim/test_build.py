@@ -34,6 +34,7 @@ def build(target: Path, **environment: str) -> tuple[Path, str]:
     return target / "megatrain" / "optim" / "libkernel.so", done.stdout
 
 
+@pytest.mark.merge
 @pytest.mark.usefixtures("compile_kernel")  # skips where there is no compiler
 def test_a_compiler_is_enough(tmp_path: Path) -> None:
     library, said = build(tmp_path)
@@ -41,6 +42,7 @@ def test_a_compiler_is_enough(tmp_path: Path) -> None:
     assert "one thread" not in NativeKernel(library).description + said
 
 
+@pytest.mark.merge
 @pytest.mark.usefixtures("compile_kernel")
 def test_a_compiler_without_openmp_builds_a_kernel_of_one_thread(tmp_path: Path) -> None:
     """Apple's clang is such a compiler."""

@@ -143,6 +143,7 @@ def test_the_number_of_threads_changes_nothing(natives: list[Kernel]) -> None:
             assert same(state, oracle), (kernel.description, num_threads)
 
 
+@pytest.mark.merge
 def test_a_fused_multiply_add_would_be_noticed(
     compile_kernel: Callable[..., NativeKernel],
 ) -> None:
@@ -234,6 +235,7 @@ def test_the_usual_form_of_the_first_moment_would_overflow() -> None:
     assert (m + (g * 0.1 - m * 0.1)).isfinite()
 
 
+@pytest.mark.merge
 def test_idle_moments_come_to_rest_at_zero(
     kernels: list[Kernel], compile_kernel: Callable[..., NativeKernel]
 ) -> None:

@@ -21,6 +21,7 @@ from megatrain.planning.estimate import Estimate, estimate
 from megatrain.planning.machine.examination import Examination
 from megatrain.planning.machine.facts import host_facts, profile_path
 from megatrain.planning.plan import make_plan
+from testkit.cases import at_a_push
 from testkit.effort import children_s, require_effort
 
 ROOT = Path(__file__).parents[2]
@@ -89,7 +90,9 @@ def test_what_does_not_fit_says_by_how_much_and_ends_with_3() -> None:
     assert "24GB card, as fast as RTX 3090" in done.stdout
 
 
-@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
+@pytest.mark.parametrize(
+    "machine", at_a_push(MACHINES, 4, others="merge"), ids=lambda machine: machine.name
+)
 def test_every_machine_has_an_answer(machine: object) -> None:
     found = estimate("SmolLM2-135M", gpu=machine.name)  # type: ignore[attr-defined]
     assert found.tokens_per_s > 0
@@ -100,6 +103,7 @@ def _widest(found: Estimate) -> int:
     return max(map(len, str(found).splitlines()))
 
 
+@pytest.mark.merge
 def test_every_model_has_an_answer_in_80_columns() -> None:
     for model in known_models()[::16]:
         found = estimate(model.name, gpu="H200", ram="2TB", seq=4096, tokens="1e12")

@@ -23,7 +23,7 @@ TOO_SMALL = [
     ("Llama-3.1-70B", "5090", "512GB", []),
     ("Qwen3-14B", "24GB", "128GB", ["data.max_length=4k", "train.batch_tokens=128k"]),
     ("Qwen2.5-7B", "GH200", "480GB", ["data.max_length=2M", "train.batch_tokens=2M"]),
-    pytest.param("Qwen3-8B", "3080", "256GB", ["model.dtype=fp32"], marks=pytest.mark.nightly),
+    pytest.param("Qwen3-8B", "3080", "256GB", ["model.dtype=fp32"], marks=pytest.mark.night),
 ]
 
 

@@ -67,7 +67,7 @@ def test_what_is_named_is_there() -> None:
         assert faults_of(name, SOURCE / name, everything, OWN.get(name, {})) == []
 
 
-@pytest.mark.nightly
+@pytest.mark.night
 def test_every_line_runs() -> None:
     pytest.importorskip("testkit.host_gpu", exc_type=ImportError)
     assert main([]) == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from testkit.cases import of_the_day
+from testkit.cases import at_a_push
 
 pytest.importorskip("testkit.host_gpu", exc_type=ImportError)
 
@@ -18,7 +18,7 @@ def test_sound_code_has_no_fault(scene: Scene) -> None:
     assert found_in(scene) == []
 
 
-@pytest.mark.parametrize("fault", of_the_day(FAULTS, 6), ids=str)
+@pytest.mark.parametrize("fault", at_a_push(FAULTS, 6), ids=str)
 def test_a_planted_fault_is_found(fault: Fault) -> None:
     assert found_of(fault)
 

@@ -17,7 +17,7 @@ from megatrain.lanes.lane import Action, Lane, Work
 from megatrain.memory.kinds import Kind
 from megatrain.step.ops import Op
 from proofs.races import Run, play, reference, simulator_of, world_of
-from testkit.cases import of_the_day
+from testkit.cases import at_a_push
 from testkit.patience import HANG_S
 from testkit.simulated.accelerator import Policy
 from testkit.simulated.mutants import MUTANTS, NOT_WAITS, Mutant, mutated, sites
@@ -188,14 +188,12 @@ def is_found(mutant: Mutant, scene: str, deadline_s: float) -> bool:
             return True
 
 
-@pytest.mark.parametrize(
-    "mutant", of_the_day([m for m in MUTANTS if not m.equivalent], 16), ids=str
-)
+@pytest.mark.parametrize("mutant", at_a_push([m for m in MUTANTS if not m.equivalent], 16), ids=str)
 def test_a_mutant_is_found(mutant: Mutant) -> None:
     assert is_found(mutant, mutant.scene, STUCK_S)
 
 
-@pytest.mark.parametrize("scene", of_the_day(list(SCENES), 3))
+@pytest.mark.parametrize("scene", at_a_push(list(SCENES), 3))
 @pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.equivalent], ids=str)
 def test_an_equivalent_mutant_is_not_found(mutant: Mutant, scene: str) -> None:
     assert not is_found(mutant, scene, HANG_S)

@@ -20,7 +20,7 @@ from megatrain.optim.states import M, V
 from megatrain.step.ops import Op
 from megatrain.step.resources import OpTable
 from proofs.races import CONFIGS, NUM_LAYERS, TIED, Run, faults_of, run_of, simulator_of, world_of
-from testkit.cases import of_the_day
+from testkit.cases import at_a_push
 from testkit.simulated.accelerator import Simulator
 from testkit.simulated.watched import WatchedOptimizer, watched
 from testkit.worlds import SIZES, Case, Sort, World, make_batch
@@ -29,7 +29,7 @@ NUM_RUNS = 210
 SHAPES = ((1, 4), (2, 5))
 
 
-@pytest.mark.parametrize("number", of_the_day(range(NUM_RUNS), 24))
+@pytest.mark.parametrize("number", at_a_push(range(NUM_RUNS), 24))
 def test_a_run_has_the_bits_of_the_cpu_and_no_race(number: int) -> None:
     assert faults_of(run_of(number)) == []
 

@@ -16,7 +16,7 @@ from megatrain.engine.exchange import EXCHANGE_BYTES
 from megatrain.step.ops import Op
 from megatrain.step.resources import OpTable
 from proofs.rank_races import FAMILIES, TINY, RankRun, faults_of, play, run_of
-from testkit.cases import of_the_day
+from testkit.cases import at_a_push
 from testkit.rank_training import RankCase, differing, joined, ranks_of
 from testkit.simulated.accelerator import Simulator
 from testkit.virtual_ranks import State
@@ -26,7 +26,7 @@ STUCK_S = 10.0
 """After so long a mutant counts as stuck."""
 
 
-@pytest.mark.parametrize("number", of_the_day(range(NUM_RUNS), 3))
+@pytest.mark.parametrize("number", at_a_push(range(NUM_RUNS), 3))
 def test_ranks_have_the_bits_of_the_cpu_and_no_race(number: int) -> None:
     assert faults_of(run_of(number)) == []
 
@@ -143,7 +143,7 @@ def test_whole_code_has_no_fault() -> None:
     assert faults_of(RUN) == []
 
 
-@pytest.mark.parametrize("broken", of_the_day(list(BREAKS), 3))
+@pytest.mark.parametrize("broken", at_a_push(list(BREAKS), 3))
 def test_a_missing_wait_is_found(
     broken: str, monkeypatch: pytest.MonkeyPatch, expected: State
 ) -> None:

@@ -90,8 +90,8 @@ def _result(*words: str) -> dict[str, Any]:
     "what",
     [
         "sigkill",
-        pytest.param("partition", marks=pytest.mark.nightly),
-        pytest.param("delay", marks=pytest.mark.nightly),
+        pytest.param("partition", marks=pytest.mark.night),
+        pytest.param("delay", marks=pytest.mark.night),
     ],
 )
 def test_ranks_that_were_disturbed_end_as_those_that_were_not(what: str) -> None:
@@ -101,7 +101,7 @@ def test_ranks_that_were_disturbed_end_as_those_that_were_not(what: str) -> None
     assert result["torn"] == result["lost"] == 0
 
 
-@pytest.mark.nightly
+@pytest.mark.night
 @pytest.mark.parametrize("spoil", [FORGETS_THE_DATA, NAMES_NOBODY], ids=["data", "names"])
 def test_another_end_and_a_rank_without_a_name_would_be_noticed(spoil: str) -> None:
     assert _result("-c", SPOILT.format(what="sigkill", spoil=spoil))["failures"]

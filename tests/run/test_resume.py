@@ -25,7 +25,7 @@ from megatrain.optim.states import M
 from megatrain.run.checkpoints import FOLDER
 from megatrain.run.opening.assembly import learning_rate
 from megatrain.run.trainer import Trainer
-from testkit.cases import of_the_day
+from testkit.cases import at_a_push
 from testkit.faulty_os import faulty
 from testkit.runs import (
     NUM_STEPS,
@@ -90,7 +90,7 @@ def test_steps_by_rows_of_a_mixture_resume_exactly(
         run(config_of(world, tmp_path / "stopped", Setting(), **changes), resume=True)
 
 
-@pytest.mark.parametrize("number", of_the_day(range(10), 4))
+@pytest.mark.parametrize("number", at_a_push(range(10), 4))
 def test_resumed_twice_is_the_uninterrupted_run(world: Path, tmp_path: Path, number: int) -> None:
     _check(world, tmp_path, number)
 

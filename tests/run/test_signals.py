@@ -6,6 +6,8 @@ import json
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from proofs import signals
 from testkit.patience import HANG_S
 from testkit.warm_python import warm_python
@@ -30,6 +32,7 @@ def _play(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.merge
 def test_runs_that_were_signalled_end_as_one_that_was_not() -> None:
     done = _play("-m", "proofs.signals", "--count", "5", "--json")
     result = json.loads(done.stdout)
@@ -38,6 +41,7 @@ def test_runs_that_were_signalled_end_as_one_that_was_not() -> None:
     assert done.returncode == 0
 
 
+@pytest.mark.merge
 def test_a_resume_that_forgets_its_place_would_be_noticed() -> None:
     done = _play("-c", SPOILT)
     assert done.returncode == 1

@@ -1,4 +1,4 @@
-"""Laws of cases.py: a day chooses the same cases everywhere, and days together choose all."""
+"""Laws of cases.py: a push and a merge are fixed, and the nights of a week play every case."""
 
 from __future__ import annotations
 
@@ -7,37 +7,43 @@ from typing import Any
 
 import pytest
 
-from testkit.cases import SEED, fix_the_day, in_dtypes, of_the_day
+from testkit.cases import DAY, at_a_push, by_family, fix_the_day, in_dtypes, is_drawn
 from testkit.families import COVERING, FAMILIES
 
 
-def chosen(cases: list[Any]) -> list[object]:
-    return [case.values for case in cases if not case.marks]
+def of_tier(cases: list[Any], *marks: str) -> list[object]:
+    return [case.values for case in cases if [mark.name for mark in case.marks] == list(marks)]
 
 
-def test_a_day_chooses_so_many_and_leaves_the_rest_for_the_night() -> None:
-    cases = of_the_day(range(50), 7)
+def test_a_push_plays_the_same_cases_each_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = at_a_push(range(50), 7)
     assert [case.values for case in cases] == [(number,) for number in range(50)]
-    assert len(chosen(cases)) == 7
-    marks = [mark.name for case in cases for mark in case.marks]
-    assert marks == ["nightly"] * 43
-    assert chosen(cases) == chosen(of_the_day(range(50), 7))
+    assert (len(of_tier(cases)), len(of_tier(cases, "night"))) == (7, 43)
+    monkeypatch.setenv(DAY, "1")
+    assert of_tier(at_a_push(range(50), 7)) == of_tier(cases)
 
 
-def test_days_differ_and_choose_every_case_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    met = set()
-    for day in range(60):
-        monkeypatch.setenv(SEED, str(day))
-        met |= set(chosen(of_the_day(range(50), 7)))
-    assert len(met) == 50
+def test_each_night_draws_a_share_and_a_week_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = [f"tests/a.py::test_b[{number}]" for number in range(700)]
+    nights = []
+    for day in range(739_937, 739_944):
+        monkeypatch.setenv(DAY, str(day))
+        nights.append({each for each in ids if is_drawn(each, 7)})
+    assert sorted(each for night in nights for each in night) == sorted(ids)
+    assert all(50 < len(night) < 150 for night in nights)
 
 
 def test_the_day_is_fixed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SEED, "5")
+    monkeypatch.setenv(DAY, "5")
     fix_the_day()
-    assert os.environ[SEED] == "5"
+    assert os.environ[DAY] == "5"
 
 
-def test_every_family_runs_in_bf16_and_each_structure_in_fp32() -> None:
-    expected = {(family, "bf16") for family in FAMILIES} | {(family, "fp32") for family in COVERING}
-    assert set(chosen(in_dtypes(FAMILIES))) == expected
+def test_each_structure_runs_at_a_push_and_every_family_at_a_merge() -> None:
+    assert of_tier(by_family(FAMILIES)) == [(f,) for f in FAMILIES if f in COVERING]
+    assert len(of_tier(by_family(FAMILIES), "merge")) == len(FAMILIES) - len(COVERING)
+    cases = in_dtypes(FAMILIES)
+    assert {family for family, _ in of_tier(cases)} == set(COVERING)  # type: ignore[misc,attr-defined]
+    assert {dtype for _, dtype in of_tier(cases, "merge")} == {"bf16"}  # type: ignore[misc,attr-defined]
+    assert {dtype for _, dtype in of_tier(cases, "night")} == {"fp32"}  # type: ignore[misc,attr-defined]
+    assert len(cases) == 2 * len(FAMILIES)

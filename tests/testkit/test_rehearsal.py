@@ -22,7 +22,7 @@ from megatrain.optim.states import WITH_CLIP
 from megatrain.step.settings import StepSettings
 from megatrain.step.shape import StepShape
 from proofs.races import CONFIGS, world_of
-from testkit.cases import of_the_day
+from testkit.cases import at_a_push
 from testkit.rehearsal import device_ledger
 from testkit.simulated.accelerator import Simulator
 from testkit.simulated.watched import watched
@@ -125,7 +125,7 @@ def test_there_are_thirty() -> None:
     assert sum(each.settings.head_pieces > 1 for each in CONFIGURATIONS) >= 10
 
 
-@pytest.mark.parametrize("configuration", of_the_day(CONFIGURATIONS, 8), ids=str)
+@pytest.mark.parametrize("configuration", at_a_push(CONFIGURATIONS, 8), ids=str)
 def test_the_rehearsed_peak_is_the_real_one(configuration: Configuration) -> None:
     planned = rehearsed(configuration).total("device")
     assert played(configuration) == pytest.approx(planned, rel=0.02)

@@ -17,7 +17,7 @@ from megatrain.errors import ScheduleError
 from megatrain.step.ops import Op, OpKind
 from megatrain.step.schedule import build_flush, build_forward, build_step
 from megatrain.step.shape import StepShape
-from testkit.cases import of_the_day
+from testkit.cases import at_a_push
 from testkit.schedule_laws import (
     check_ranks_meet,
     check_schedules,
@@ -93,7 +93,7 @@ def test_small_shapes_are_more_than_ten_thousand() -> None:
     assert len(set(shapes)) == len(shapes) > 10_000
 
 
-@pytest.mark.parametrize("part", of_the_day(range(4), 1))
+@pytest.mark.parametrize("part", at_a_push(range(4), 1))
 @pytest.mark.parametrize("num_layers", range(1, 9))
 def test_every_small_shape_keeps_all_laws(num_layers: int, part: int) -> None:
     for shape in itertools.islice(small_shapes(num_layers), part, None, 4):

@@ -21,7 +21,7 @@ from megatrain.memory.tier import Scratch
 from megatrain.optim.states import STATES
 from megatrain.ranks.ownership import Owner
 from megatrain.ranks.ranks import ALONE, Ranks
-from testkit.cases import of_the_day
+from testkit.cases import at_a_push
 from testkit.rank_threads import Together
 from tests.disk.rank_homes import SHARED, fill_at_random, small, small_chunks
 
@@ -85,7 +85,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", of_the_day(CASES, 8), ids=str)
+@pytest.mark.parametrize("case", at_a_push(CASES, 8), ids=str)
 def test_the_files_are_those_of_one_process(
     case: tuple[str, int, str, bool], tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatrain.engine.compute import later
 from megatrain.engine.compute.later import PUT_OFF_ELEMENTS, CannotWait, Listener
 from megatrain.models.template import Template
-from testkit.cases import of_the_day
+from testkit.cases import at_a_push
 from testkit.families import FAMILIES, tiny_config
 from testkit.plain import make_batch
 from testkit.worlds import Sort, World
@@ -118,7 +118,7 @@ def test_a_tensor_that_others_wait_for_is_not_written() -> None:
 
 
 @pytest.mark.parametrize("kind", ["padded", "packed"])
-@pytest.mark.parametrize("family", of_the_day(FAMILIES, 3))
+@pytest.mark.parametrize("family", at_a_push(FAMILIES, 3))
 def test_the_fronts_of_families_ask_the_same(
     family: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from megatrain.engine.compute.edges import Edges
 from megatrain.engine.compute.tail import Tail
 from megatrain.models.decoder import build_decoder
 from megatrain.models.template import Template
-from testkit.cases import of_the_day
+from testkit.cases import at_a_push
 from testkit.families import FAMILIES, tiny_config
 
 
@@ -53,7 +53,7 @@ def _through(
     return rows, d_hidden, sums.found
 
 
-@pytest.mark.parametrize("family", of_the_day(sorted(FAMILIES), 6))
+@pytest.mark.parametrize("family", at_a_push(sorted(FAMILIES), 6))
 def test_tiles_give_what_the_full_row_gives(family: str) -> None:
     rows, d_hidden, params = _through(family, None)
     for tile_tokens in (2, 8):

@@ -20,7 +20,7 @@ from megatrain.engine.compute.tiles import Returned, TiledLayer, tiles_of
 from megatrain.memory.kinds import Kind
 from megatrain.models.decoder import build_decoder
 from megatrain.models.template import Template
-from testkit.cases import of_the_day
+from testkit.cases import at_a_push
 from testkit.engines import make_engine
 from testkit.families import FAMILIES, save_tiny, tiny_config, tiny_model
 from testkit.plain import make_batch
@@ -256,7 +256,7 @@ def _distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return float((apart / norm) ** 0.5)
 
 
-@pytest.mark.parametrize("family", of_the_day([f for f in FAMILIES if f != "phimoe"], 6))
+@pytest.mark.parametrize("family", at_a_push([f for f in FAMILIES if f != "phimoe"], 6))
 def test_steps_over_tiles_are_near_those_over_full_rows(family: str, tmp_path: Path) -> None:
     save_tiny(tmp_path, family, torch.float32)
     tiled, whole = (_gradients(tmp_path, family, tokens) for tokens in (7, None))

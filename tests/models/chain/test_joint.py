@@ -16,7 +16,7 @@ from megatrain.models.config_json import parse_config
 from megatrain.models.decoder import build_decoder
 from megatrain.models.documents import by_document
 from megatrain.models.rope import with_rope
-from testkit.cases import of_the_day
+from testkit.cases import at_a_push
 from testkit.families import tiny_config
 from testkit.joint_families import (
     JOINT_FAMILIES,
@@ -40,7 +40,7 @@ def test_every_joint_family_of_transformers_is_trained_refused_or_untried() -> N
     assert len(JOINT_FAMILIES) >= 15
 
 
-@pytest.mark.parametrize("family", of_the_day(sorted(REFUSED_JOINT), 6))
+@pytest.mark.parametrize("family", at_a_push(sorted(REFUSED_JOINT), 6))
 def test_a_family_that_cannot_be_trained_is_refused_with_the_reason(family: str) -> None:
     with pytest.raises(MegaTrainError) as refused:
         NameMap(build_decoder(parse_config(refused_json(family)), "bf16"))

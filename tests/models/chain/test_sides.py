@@ -6,11 +6,11 @@ import pytest
 
 from megatrain.models.chain import sides as sides_module
 from megatrain.models.decoder import build_decoder
-from testkit.cases import of_the_day
+from testkit.cases import at_a_push
 from testkit.joint_families import JOINT_FAMILIES, tiny_joint_config
 
 
-@pytest.mark.parametrize("family", of_the_day(JOINT_FAMILIES, 8))
+@pytest.mark.parametrize("family", at_a_push(JOINT_FAMILIES, 8))
 def test_every_tensor_is_in_one_block_or_carried(family: str) -> None:
     decoder = build_decoder(tiny_joint_config(family), "bf16")
     names = [param.name for param in (*decoder.params, *decoder.carried)]
@@ -37,6 +37,7 @@ def test_a_tower_may_have_projections_that_are_too_large_for_a_stand_in(
     assert max(param.num_elements for param in decoder.carried) > 1000
 
 
+@pytest.mark.merge
 def test_towers_are_not_taken_for_layers() -> None:
     for family in ("phi4_multimodal", "idefics2", "kosmos-2.5"):
         decoder = build_decoder(tiny_joint_config(family), "bf16")

@@ -17,7 +17,7 @@ from megatrain.models.stand_ins import Call
 from megatrain.models.template import Template
 from megatrain.models.tiling.likeness import LARGE
 from megatrain.models.tiling.probe import ROW_LENGTHS, Samples, find_cut, sampled_call
-from testkit.cases import of_the_day
+from testkit.cases import at_a_push
 from testkit.families import FAMILIES, tiny_config
 from tests.engine.flash_stand_ins import use_flash_stand_ins
 from tests.models.test_family_table import printed_tiles, tiles_row
@@ -131,6 +131,6 @@ def test_a_cut_is_found_where_the_kernels_of_flash_attention_are_not(
     assert kernels.document_calls == []
 
 
-@pytest.mark.parametrize("family", of_the_day(FAMILIES, 6))
+@pytest.mark.parametrize("family", at_a_push(FAMILIES, 6))
 def test_families_are_cut_where_their_page_says(family: str) -> None:
     assert printed_tiles(family) == tiles_row(family)

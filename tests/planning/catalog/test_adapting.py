@@ -15,6 +15,7 @@ from megatrain.planning.catalog.adapting import with_adapters
 from megatrain.planning.catalog.families import FAMILIES, shape_from_config
 from megatrain.planning.model.shapes import BlockShape, ModelShape
 from megatrain.planning.model.skeleton import shape_of
+from testkit.cases import by_family
 from testkit.families import tiny_config
 
 
@@ -34,7 +35,7 @@ def _shapes(family: str, targets: tuple[str, ...], dropout: float) -> tuple[Mode
     return with_adapters(shape_from_config(fields), settings), real
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_family(FAMILIES))
 def test_adapters_are_those_of_the_skeleton(family: str) -> None:
     found, real = _shapes(family, (), 0.0)
     for mine, true in zip(found.blocks, real.blocks, strict=True):

@@ -20,7 +20,7 @@ from megatrain.planning.model.skeleton import shape_of
 from megatrain.planning.simulate import step_shape
 from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
-from testkit.cases import of_the_day
+from testkit.cases import at_a_push
 from testkit.pair_loss import with_pairs
 from testkit.rehearsal import device_ledger
 from testkit.rehearsed import SMALL, decoder_of
@@ -53,14 +53,14 @@ def test_numbers_of_modules_that_need_torch() -> None:
     assert device.TAPE_ALIGNMENT == tape.ALIGNMENT
 
 
-@pytest.mark.parametrize("batch", of_the_day(BATCHES, 1), ids=str)
+@pytest.mark.parametrize("batch", at_a_push(BATCHES, 1), ids=str)
 @pytest.mark.parametrize("family", SMALL)
 def test_the_device_against_its_rehearsal(family: str, batch: Batch) -> None:
     allowed = 0.2 if family in TAKEN_APART else 0.05
     _check_against_rehearsal(family, batch, allowed)
 
 
-@pytest.mark.parametrize("batch", of_the_day(BATCHES, 2), ids=str)
+@pytest.mark.parametrize("batch", at_a_push(BATCHES, 2), ids=str)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_the_device_with_adapters_against_its_rehearsal(

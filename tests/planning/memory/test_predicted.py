@@ -142,6 +142,7 @@ def test_where_the_device_is_the_host_its_memory_is_the_hosts() -> None:
     assert "working memory" in {line.purpose for line in found.lines}
 
 
+@pytest.mark.merge
 def test_the_host_against_a_real_run() -> None:
     """The short form of `python -m benchmarks.plan --memory`."""
     figures = measure_memory(

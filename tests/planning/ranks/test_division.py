@@ -52,6 +52,7 @@ def test_the_store_of_the_first_rank_to_the_byte(family: str, size: int) -> None
         assert lines != undivided.lines
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_slots_and_buffers_of_a_rank_to_the_byte(family: str, size: int) -> None:
