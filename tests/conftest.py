@@ -79,6 +79,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
         for reports in terminalreporter.stats.values()
         for report in reports
         if isinstance(report, pytest.TestReport)
+        and report.when == "call"
         and not {"merge", "night", "long"} & set(report.keywords)
         for name, seconds in report.user_properties
         if name == PROCESSOR_S and isinstance(seconds, float) and seconds > PUSH_S
