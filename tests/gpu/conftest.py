@@ -2,7 +2,8 @@
 ordinary suite: the simulated one, and the one of testkit/host_gpu, which torch drives. The third,
 marked `gpu`, is a real one.
 
-    pytest                               what is fast on the simulator, and all on the host's
+    pytest                               what is fast, on the simulator and on the host's
+    pytest -m merge                      the rest on the host's
     pytest tests/gpu --device simulated  on the simulator, all of it
     pytest tests/gpu --device hostgpu    on the host's alone
     pytest -m gpu --device cuda          on the hardware, all of it
@@ -55,13 +56,16 @@ def _host_gpu_param() -> ParameterSet:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The simulator computes slowly: the many cases of a law are for who asks for it."""
+    """The many cases of a law run before a merge on the host's device.
+
+    The simulator computes slowly: there they are for who asks for it.
+    """
     if config.getoption("--device") is not None:
         return
     for item in items:
-        elsewhere = item.get_closest_marker("gpu") or item.get_closest_marker("hostgpu")
-        if item.get_closest_marker("thorough") and not elsewhere:
-            item.add_marker(pytest.mark.long)
+        if item.get_closest_marker("thorough") and not item.get_closest_marker("gpu"):
+            on_host = item.get_closest_marker("hostgpu") is not None
+            item.add_marker(pytest.mark.merge if on_host else pytest.mark.long)
 
 
 @pytest.fixture

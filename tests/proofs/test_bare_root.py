@@ -12,6 +12,8 @@ import pytest
 from megatrain.optim import native
 from proofs.bare_root import LARGEST_BYTES, LIBRARY, build, wheel_faults
 
+pytestmark = pytest.mark.merge
+
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:

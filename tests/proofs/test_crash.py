@@ -21,6 +21,8 @@ from proofs.crash.recorded import Op
 from testkit.patience import HANG_S
 from testkit.warm_python import warm_python
 
+pytestmark = pytest.mark.merge
+
 ROOT = Path(crash.__file__).parents[2]
 SPOILT = """
 import sys

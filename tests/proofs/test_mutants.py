@@ -24,6 +24,8 @@ from testkit.simulated.mutants import MUTANTS, NOT_WAITS, Mutant, mutated, sites
 from testkit.simulated.watched import WatchedOptimizer, watched
 from testkit.worlds import Case, make_batch
 
+pytestmark = pytest.mark.merge
+
 STEPS = (((1, 4), (2, 5)), ((2, 5), (1, 4)))
 STUCK_S = 3.0
 """After so long a mutant counts as stuck. Whole code has HANG_S, however busy the machine is."""

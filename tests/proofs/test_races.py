@@ -25,6 +25,8 @@ from testkit.simulated.accelerator import Simulator
 from testkit.simulated.watched import WatchedOptimizer, watched
 from testkit.worlds import SIZES, Case, Sort, World, make_batch
 
+pytestmark = pytest.mark.merge
+
 NUM_RUNS = 210
 SHAPES = ((1, 4), (2, 5))
 

@@ -21,6 +21,8 @@ from testkit.rank_training import RankCase, differing, joined, ranks_of
 from testkit.simulated.accelerator import Simulator
 from testkit.virtual_ranks import State
 
+pytestmark = pytest.mark.merge
+
 NUM_RUNS = 60
 STUCK_S = 10.0
 """After so long a mutant counts as stuck."""

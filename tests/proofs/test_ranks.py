@@ -16,6 +16,8 @@ from testkit.patience import HANG_S
 from testkit.runs import Setting, config_of, write_world
 from testkit.warm_python import warm_python
 
+pytestmark = pytest.mark.merge
+
 SETTING = Setting(save_every=1, dropout=0.1)
 ROOT = Path(__file__).parents[2]
 SPOILT = """

@@ -10,10 +10,14 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from proofs import soak
 from proofs.soak.flat import TARGETS, Sample, flatness, too_much
 from testkit.patience import HANG_S
 from testkit.warm_python import warm_python
+
+pytestmark = pytest.mark.merge
 
 ROOT = Path(soak.__file__).parents[2]
 SHORT = """
