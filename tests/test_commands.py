@@ -42,6 +42,7 @@ SHORTER = {
     ),
     "held_out.jsonl --answers": "held_out.jsonl --answers --max-rows 20",
     "learn.py reverse": "learn.py reverse --steps 3",
+    "train run.yaml save.dir=runs/keeper-1": "train run.yaml save.dir=runs/keeper-1 train.epochs=4",
 }
 CUDA = {"-m pytest": "--collect-only -q", "-m benchmarks.gpu": "--help", "gpu-check": "--help"}
 """What is added to commands that ask for a GPU."""
@@ -100,16 +101,21 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     model = (folder / "demo" / "model").iterdir()
     with serving() as hub:
         hub.put("Qwen/Qwen3-0.6B", {path.name: path.read_bytes() for path in model})
-        searched = os.environ.get("PYTHONPATH", "").split(":")
-        environment = {
-            **os.environ,
-            "PYTHONPATH": ":".join(str(Path(part).resolve()) for part in searched),
-            "HF_HOME": str(folder / "hf"),
-            "HF_ENDPOINT": hub.url,
-            "HF_HUB_OFFLINE": "0",
-        }
+        environment = environment_of(hub.url, folder)
         with closing(WarmPython(environment)) as warm:
             yield World(environment=environment, warm=warm)
+
+
+def environment_of(hub: str, folder: Path) -> dict[str, str]:
+    """Return the environment of commands that ask this Hub, with a cache in `folder`."""
+    searched = os.environ.get("PYTHONPATH", "").split(":")
+    return {
+        **os.environ,
+        "PYTHONPATH": ":".join(str(Path(part).resolve()) for part in searched),
+        "HF_HOME": str(folder / "hf"),
+        "HF_ENDPOINT": hub,
+        "HF_HUB_OFFLINE": "0",
+    }
 
 
 def run(script: str, folder: Path, world: World) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""Figures as people read them."""
+"""Figures as people read them, and text of others that is safe to print."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.report.drawing.axis import Axis, step_axis, value_axis
-from megatrain.text import count, duration, figure, percent, size
+from megatrain.text import count, duration, figure, percent, printable, size
 
 SANE = st.floats(-1e200, 1e200).map(lambda value: 0.0 if abs(value) < 1e-200 else value)
 
@@ -61,3 +61,36 @@ def test_labels_are_round() -> None:
         "0", "500", "1,000", "1,500", "2,000"]  # fmt: skip
     assert [label for _, label in step_axis([7, 9]).ticks()] == ["7", "8", "9"]
     assert step_axis([7]).place(7) == 0
+
+
+HOSTILE = {
+    "colors": ("hi \x1b[31mRED", "hi \\x1b[31mRED"),
+    "a title, ended by BEL": ("\x1b]0;pwned\x07", "\\x1b]0;pwned\\x07"),
+    "the clipboard, ended by ST": ("\x1b]52;c;eA==\x1b\\", "\\x1b]52;c;eA==\\x1b\\"),
+    "a cleared screen in one byte": ("\x9b2J", "\\u009b2J"),
+    "an overwritten line": ("loss 9.0\rloss 0.1", "loss 9.0\\x0dloss 0.1"),
+    "a word read backwards": ("a\u202eb\u2066c", "a\\u202eb\\u2066c"),
+    "a line break that is none": ("a\u2028b", "a\\u2028b"),
+    "half of a pair": ("\ud800", "\\ud800"),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_what_a_terminal_would_obey_is_shown(what: str) -> None:
+    text, shown = HOSTILE[what]
+    assert printable(text) == shown
+    shown.encode()  # can be printed
+
+
+@pytest.mark.parametrize(
+    "text", ["plain", "two\nlines\tand a tab", "größer 火 e\u0301", "👨\u200d👩", ""]
+)
+def test_ordinary_text_stays(text: str) -> None:
+    assert printable(text) == text
+
+
+@given(st.text())
+def test_no_control_passes(text: str) -> None:
+    shown = printable(text)
+    assert not {c for c in shown if ord(c) < 32 or 127 <= ord(c) < 160} - {"\n", "\t"}
+    assert printable(shown) == shown

@@ -20,6 +20,7 @@ from typing import Any, TextIO
 
 from megatrain.errors import DiskError
 from megatrain.files import send_to_nowhere
+from megatrain.text import printable
 
 
 class Output:
@@ -104,6 +105,6 @@ def lasting_output(label: str | None = None) -> Iterator[None]:
 
 
 def say_last(text: str) -> None:
-    """Print to standard error, if it is still open."""
+    """Print to standard error, if it is still open. The text may quote a row."""
     with suppress(OSError):  # the terminal is gone: the exit code still shows the failure
-        print(text, file=sys.stderr)
+        print(printable(text), file=sys.stderr)

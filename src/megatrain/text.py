@@ -1,10 +1,13 @@
-"""Figures as people read them."""
+"""Figures as people read them, and text of others that is safe to print."""
 
 from __future__ import annotations
 
 import math
+import unicodedata
 
 _COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+_OBEYED = ("Cc", "Cf", "Cs", "Zl", "Zp")
+"""Categories of Unicode: controls, invisible marks, halves of pairs, separators."""
 _SIZES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
@@ -69,6 +72,27 @@ def percent(share: float) -> str:
     if not math.isfinite(share):
         return figure(share)
     return "under 1 %" if 0 < share < 0.01 else f"{share * 100:.0f} %"
+
+
+def printable(text: str) -> str:
+    """Return text of a row or a model with every character that a terminal would obey shown.
+
+    Escape sequences clear screens, forge lines and write clipboards, and directional marks reorder
+    what is on a line: ESC becomes `\\x1b`, U+202E becomes `\\u202e`. Line breaks and tabs stay.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(_shown(character) for character in text)
+
+
+def _shown(character: str) -> str:
+    """Return a character, or its escape if it is a control, a mark of direction or a separator."""
+    if character in "\n\t" or unicodedata.category(character) not in _OBEYED:
+        return character
+    if unicodedata.category(character) == "Cf" and unicodedata.bidirectional(character) == "BN":
+        return character  # joins emoji and letters; it moves nothing
+    number = ord(character)
+    return f"\\x{number:02x}" if number < 0x80 else f"\\u{number:04x}"
 
 
 def _power(value: float) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from megatrain.data.preview import MAX_TOKENS, show_rows
+from megatrain.data.preview import MAX_TOKENS, SHOWN_TOKENS, show_rows
 
 
 class _Bytes:
@@ -31,8 +31,9 @@ class _OneDocument:
 
 
 def _shown(prompt: str, answer: str, **settings: object) -> str:
+    whole = bool(settings.pop("whole", False))
     console = Console(file=io.StringIO(), width=60, **settings)  # type: ignore[arg-type]
-    show_rows(_OneDocument(prompt, answer), _Bytes(), 1, console)
+    show_rows(_OneDocument(prompt, answer), _Bytes(), 1, console, whole=whole)
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
@@ -57,6 +58,32 @@ def test_a_character_of_several_tokens_is_whole() -> None:
     assert "{+größer, 火+}" in _shown("Wie groß? ", "größer, 火")
 
 
-def test_long_lines_are_not_broken_and_long_documents_say_what_is_left_out() -> None:
-    shown = _shown("a" * 100, "b" * 400)
-    assert "a" * 100 + "{+" + "b" * (MAX_TOKENS - 100) + "+} ... 100 more tokens\n" in shown
+def test_long_lines_are_not_broken() -> None:
+    assert "a" * 100 + "{+" + "b" * (MAX_TOKENS - 100) + "+}\n" in _shown("a" * 100, "b" * 300)
+
+
+def test_a_long_prompt_is_cut_in_the_middle_and_the_answer_is_not() -> None:
+    shown = _shown("<" + "a" * 998 + ">", "42 km<end>")
+    half = SHOWN_TOKENS[False] // 2
+    cut = f" ... {1000 - 2 * half} more tokens ... "
+    assert "<" + "a" * (half - 1) + cut + "a" * (half - 1) + ">{+42 km<end>+}\n" in shown
+
+
+def test_a_long_answer_shows_where_it_begins_and_ends() -> None:
+    shown = _shown("How far? ", "from" + "b" * 992 + "end<>")
+    assert "How far? {+frombbb" in shown
+    assert "bbbend<>+}\n" in shown
+    assert f" ... {1001 - SHOWN_TOKENS[True]} more tokens ... " in shown
+
+
+def test_whole_rows_are_not_cut() -> None:
+    assert "a" * 1000 + "{+" + "b" * 1000 + "+}\n" in _shown("a" * 1000, "b" * 1000, whole=True)
+
+
+def test_control_sequences_of_a_row_are_shown_and_not_sent() -> None:
+    row = "hi \x1b[31mRED\x1b]0;pwned\x07", "ok\x1b[2J\u202e"
+    assert "hi \\x1b[31mRED\\x1b]0;pwned\\x07{+ok\\x1b[2J\\u202e+}" in _shown(*row)
+    on_a_terminal = _shown(*row, force_terminal=True, color_system="standard")
+    assert "\x1b]0;" not in on_a_terminal
+    assert "\x1b[2J" not in on_a_terminal
+    assert "\x1b[1;4;32m" in on_a_terminal  # the color is ours

@@ -149,3 +149,15 @@ def test_room_is_asked_for_preferences_only(tmp_path: Path) -> None:
     assert rows.answers is None
     assert with_room(config, rows) is config
     assert np.diff(rows.train.row_starts).tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("count", "fraction", "num_held"), [(3, 0.02, 0), (3, 0.5, 2), (25, 0.02, 1)]
+)
+def test_a_fraction_below_half_a_row_holds_nothing_out(
+    tmp_path: Path, count: int, fraction: float, num_held: int
+) -> None:
+    rows = _rows(_pairs(tmp_path / "a.jsonl", count), eval=fraction)
+    assert rows.order.size == count - num_held
+    assert sum(len(part.row_starts) - 1 for part in rows.held) == num_held
+    assert len(rows.held) == len(rows.held_answers) == (num_held > 0)

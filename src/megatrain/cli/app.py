@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 from megatrain.cli.arguments import Best, ModelArgument, require_model
 from megatrain.cli.checking import gpu_check
 from megatrain.errors import ConfigError, DoesNotFit
+from megatrain.text import printable
 from megatrain.version import __version__
 
 
@@ -173,7 +174,8 @@ def evaluate(
 
     options: dict[str, Any] = {"max_length": length, "name": name, "split": split}
     with joined(device_of(model)) as options["ranks"]:
-        typer.echo(evaluate_model(model, data, max_rows, answers=answers, best=best, **options))
+        found = evaluate_model(model, data, max_rows, answers=answers, best=best, **options)
+        typer.echo(printable(found))
 
 
 @app.command(
@@ -228,7 +230,7 @@ def sample(
     options: dict[str, Any] = {"system": system, "device": device, "best": best}
     with joined(device) as options["ranks"]:
         for answer in sample_from(model, prompts, max_new_tokens, drawing, **options):
-            typer.echo(answer)
+            typer.echo(printable(answer))
 
 
 @app.command(
@@ -250,10 +252,17 @@ def report(
     epilog="Example: megatrain data rows.jsonl -m Qwen/Qwen3-0.6B --samples 2",
 )
 def data(
-    path: Annotated[Path, typer.Argument(help="File of rows, or Hub id.")],
-    model: Annotated[Path, typer.Option("-m", "--model", help="Model folder or Hub id.")],
+    path: Annotated[Path, typer.Argument(help="File of rows, Hub id, or config of a run.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Settings, if it is a config of a run.")
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option("-m", "--model", help="Model folder or Hub id; a config names its own."),
+    ] = None,
     max_length: Annotated[str, typer.Option(help="Longest row, in tokens, like 2k.")] = "2048",
-    samples: Annotated[int, typer.Option(help="Rows to show.")] = 3,
+    samples: Annotated[int, typer.Option(help="Rows to show of each source.")] = 3,
+    whole: Annotated[bool, typer.Option("--whole", help="Do not cut long rows.")] = False,
     row_format: Annotated[
         FormatOption, typer.Option("--format", help="As in data.train.")
     ] = "auto",
@@ -262,13 +271,29 @@ def data(
     name: Configuration = None,
     split: Split = None,
 ) -> None:
-    """Show a dataset's format, lengths and bad rows, and which tokens are trained."""
+    """Show a dataset's format, lengths and bad rows, and which tokens are trained.
+
+    With the config of a run, its rows are shown exactly as the run would train on them.
+    """
     length = _tokens("--max-length", max_length)
+    if path.suffix in (".yaml", ".yml"):
+        if model is not None:
+            raise ConfigError(f"{path} names its model. Give model=... behind it, not -m.")
+        from megatrain.run.opening.places import pin_commits, read_config
+
+        config, _ = pin_commits(read_config(path, overrides or []), resumes=False)
+        from megatrain.cli.verbs import look_at_config
+
+        return look_at_config(config, samples, whole=whole)
+    if model is None:
+        raise ConfigError(f"-m is missing: the model whose tokens {path} becomes.")
+    if overrides:
+        raise ConfigError(f"{overrides[0]}: settings follow the config of a run; {path} is data.")
     require_model(model)
     from megatrain.cli.verbs import look_at_data
 
-    options = {"name": name, "split": split, "chat_template": chat_template}
-    look_at_data(path, model, length, samples, row_format, train_on, **options)
+    options = {"name": name, "split": split, "chat_template": chat_template, "whole": whole}
+    return look_at_data(path, model, length, samples, row_format, train_on, **options)
 
 
 @app.command(

@@ -13,6 +13,7 @@ from megatrain.cli.demo import (
     streamed_equals_resident,
     write_demo,
 )
+from megatrain.config import Config
 from megatrain.config.data_settings import DataSettings, DataSource, FormatName
 from megatrain.data.chat.choice import choose_template
 from megatrain.data.chat.render import TrainOn
@@ -27,10 +28,10 @@ from megatrain.disk.hf.model import ModelFolder, read_model_folder
 from megatrain.engine.engine import Engine
 from megatrain.errors import (
     ConfigError,
-    DataError,
     DiskFull,
     RunFolderError,
 )
+from megatrain.hub import find_model
 from megatrain.memory.kinds import Kind
 from megatrain.planning.from_config import step_settings_of
 from megatrain.ranks.ranks import ALONE, Ranks
@@ -51,7 +52,7 @@ from megatrain.run.opening.model_limits import check_rows
 from megatrain.run.opening.opening import MODEL, open_device
 from megatrain.run.opening.places import read_config
 from megatrain.run.opening.planned import in_words
-from megatrain.run.opening.tokenizer import load_tokenizer
+from megatrain.run.opening.tokenizer import load_tokenizer, open_tokenizer
 from megatrain.run.opening.training_data import open_data
 from megatrain.run.run_model import RunModel, chosen_model, tokenizer_folder
 from megatrain.run.together.cores import take_cores
@@ -60,6 +61,7 @@ from megatrain.run.together.phases import per_folder, unhurried
 from megatrain.run.together.restarting import was_restarted
 from megatrain.run.together.sameness import facts_of, require_same
 from megatrain.run.trainer import Trainer
+from megatrain.text import printable
 
 _DATA = DataSettings.model_fields
 _LIMITS = ("max_bad", "max_dropped")
@@ -207,8 +209,12 @@ def look_at_data(
     name: str | None = None,
     split: str | None = None,
     chat_template: str | None = None,
+    whole: bool = False,
 ) -> None:
-    """Print the format and lengths of a file, and which of its tokens would be trained."""
+    """Print the format and lengths of a file, and which of its tokens would be trained.
+
+    Raises DataError if a run with the default limits would refuse the rows.
+    """
     tokenizer = load_tokenizer(tokenizer_folder(model))
     choose_template(tokenizer, chat_template)
     prepared: PreparedData = prepare(
@@ -221,13 +227,30 @@ def look_at_data(
         max_dropped=1.0,
         wanted=row_format,
     )
+    _show(prepared, tokenizer, samples, whole=whole)
+    check_limits(prepared.card, **{key: _DATA[key].default for key in _LIMITS})
+
+
+def look_at_config(config: Config, samples: int, *, whole: bool = False) -> None:
+    """Print the rows of a run, each source as `look_at_data` does, with the settings of the run.
+
+    Raises DataError if the run would refuse them.
+    """
+    model = config.model
+    source = find_model(model.name_or_path, revision=model.revision, need="tokenizer").folder
+    tokenizer, _ = open_tokenizer(config, source, [], None)
+    unlimited = config.data.model_copy(update=dict.fromkeys(_LIMITS, 1.0))
+    rows = gather(config.model_copy(update={"data": unlimited}), tokenizer)
+    for prepared in rows.prepared:
+        _show(prepared, tokenizer, samples, whole=whole)
+    for prepared in rows.prepared:
+        check_limits(prepared.card, **{key: getattr(config.data, key) for key in _LIMITS})
+
+
+def _show(prepared: PreparedData, tokenizer: Any, samples: int, *, whole: bool) -> None:
     for line in card_lines(prepared.card):
-        print(line)
-    show_prepared(prepared, tokenizer, samples)
-    try:
-        check_limits(prepared.card, **{key: _DATA[key].default for key in _LIMITS})
-    except DataError as error:
-        print(f"`megatrain train` would refuse these rows: {error}")
+        print(printable(line))
+    show_prepared(prepared, tokenizer, samples, whole=whole)
 
 
 def run_demo(folder: Path, num_steps: int) -> None:

@@ -14,8 +14,12 @@ from megatrain.data.steps.answers import PER_ROW
 from megatrain.data.tokens.documents import Documents
 from megatrain.data.tokens.limits import bad_rows, dropped_rows
 from megatrain.data.tokens.prepared import PreparedData
+from megatrain.text import printable
 
 MAX_TOKENS = 400
+"""Of a longer document stretches are cut in the middle: those that are not trained first."""
+SHOWN_TOKENS = {False: 60, True: 240}
+"""The most tokens of a stretch in a document that is cut, by whether it is trained."""
 BEGIN, END = "{+", "+}"
 """Around trained tokens where nothing can be coloured, as in a log or a pipe."""
 
@@ -60,9 +64,14 @@ def _tokens(card: Mapping[str, Any]) -> str:
 
 
 def show_prepared(
-    prepared: PreparedData, tokenizer: Any, num_rows: int, console: Console | None = None
+    prepared: PreparedData,
+    tokenizer: Any,
+    num_rows: int,
+    console: Console | None = None,
+    *,
+    whole: bool = False,
 ) -> None:
-    """Print the first rows; of preferences each answer, under its name."""
+    """Print the first rows; of preferences each answer, under its name. `whole`: uncut."""
     marks = prepared.desirable if prepared.preferences == "kto" else None
 
     def title(number: int) -> str:
@@ -71,10 +80,10 @@ def show_prepared(
         return f"row {number // PER_ROW}, {('chosen', 'rejected')[number % PER_ROW]}"
 
     if prepared.preferences is None:
-        show_rows(prepared, tokenizer, num_rows, console)
+        show_rows(prepared, tokenizer, num_rows, console, whole=whole)
     else:
         count = num_rows * (PER_ROW if marks is None else 1)
-        show_rows(prepared, tokenizer, count, console, title)
+        show_rows(prepared, tokenizer, count, console, title, whole=whole)
 
 
 def show_rows(
@@ -83,10 +92,14 @@ def show_rows(
     count: int,
     console: Console | None = None,
     title: Callable[[int], str] = "document {}".format,
+    *,
+    whole: bool = False,
 ) -> None:
     """Print some documents: trained tokens underlined in green, or in marks if there is no color.
 
-    Tokens are decoded in stretches, because a character may consist of several.
+    Tokens are decoded in stretches, because a character may consist of several. A long document is
+    cut in the middle of its stretches, so that every trained stretch shows where it begins and
+    ends; `whole` documents are not cut. No character of a row reaches a terminal as a control.
     """
     out = console or Console()
     marked = out.color_system is None or out.no_color
@@ -94,14 +107,23 @@ def show_rows(
         out.print(f"trained tokens are between {BEGIN} and {END}", markup=False)
     for number in range(min(count, len(documents.lengths))):
         ids, trained = documents.tokens(number)
-        counts = f"{len(ids)} tokens, {int(trained.sum())} trained"
+        counts = f"{len(ids):,} tokens, {int(trained.sum()):,} trained"
         text = Text(f"--- {title(number)}: {counts}\n")
-        pairs = zip(ids[:MAX_TOKENS].tolist(), trained[:MAX_TOKENS].tolist(), strict=True)
+        pairs = zip(ids.tolist(), trained.tolist(), strict=True)
         for is_trained, stretch in groupby(pairs, key=lambda pair: bool(pair[1])):
-            shown = tokenizer.decode([token for token, _ in stretch])
+            tokens = [token for token, _ in stretch]
+            most = len(tokens) if whole or len(ids) <= MAX_TOKENS else SHOWN_TOKENS[is_trained]
+            shown = _decoded(tokens, tokenizer, most)
             if is_trained and marked:
                 shown = f"{BEGIN}{shown}{END}"
             text.append(shown, style="bold underline green" if is_trained else "dim")
-        if len(ids) > MAX_TOKENS:
-            text.append(f" ... {len(ids) - MAX_TOKENS:,} more tokens")
         out.print(text, soft_wrap=True)
+
+
+def _decoded(tokens: list[int], tokenizer: Any, most: int) -> str:
+    """Return the text of a stretch; of one with more than `most` tokens its beginning and end."""
+    if len(tokens) <= most:
+        return printable(tokenizer.decode(tokens))
+    half = most // 2
+    ends = [printable(tokenizer.decode(part)) for part in (tokens[:half], tokens[-half:])]
+    return f" ... {len(tokens) - 2 * half:,} more tokens ... ".join(ends)

@@ -27,6 +27,8 @@ from megatrain.memory.host import num_cores
 
 _SUMS = ("rows", "kept", "documents", "tokens", "trained_tokens")
 _MOST_POSITIONS = 2**26
+LEAST_HELD_OUT = 0.5
+"""A fraction of a source that is fewer rows than this holds nothing out."""
 _POSITIONS = 2**22
 """Positions of the order that are looked at in one go."""
 
@@ -127,7 +129,9 @@ def gather(
             _held_out(part, data.eval, data.seed + number, source.card["source"])
             for number, (part, source) in enumerate(zip(kept, sources, strict=True))
         ]
-        kept, held = [train for train, _ in split], [part for _, part in split]
+        kept = [train for train, _ in split]
+        held = [part for _, part in split if part is not None]
+        _check_judged(config, kept, held)
     elif data.eval is not None:
         judged = tuple(_prepared(config, tokenizer, source, given) for source in data.eval)
         held = [_whole(config, source) for source in judged]
@@ -168,10 +172,28 @@ def _whole(config: Config, source: PreparedData) -> _Part:
     return _Part(documents=source, answers=answers)
 
 
-def _held_out(part: _Part, fraction: float, seed: int, where: str) -> tuple[_Part, _Part]:
-    """Return the rows to train on, and those that are held out."""
+def _held_out(part: _Part, fraction: float, seed: int, where: str) -> tuple[_Part, _Part | None]:
+    """Return the rows to train on, and those that are held out.
+
+    None: the fraction is less than half a row, and every row is trained. To hold one out would cost
+    a small set a large part of what it teaches.
+    """
+    if fraction * num_rows(part.documents) < LEAST_HELD_OUT:
+        return part, None
     train, held = hold_out(part.documents, fraction, seed, where)
     return _some(part, train), _some(part, held)
+
+
+def _check_judged(config: Config, kept: Sequence[_Part], held: Sequence[_Part]) -> None:
+    """Raise DataError if nothing is held out and a setting needs evaluations."""
+    if held or not config.keeps_best:
+        return
+    key = "save.best" if config.save.best else "eval.patience"
+    count = sum(num_rows(part.documents) for part in kept)
+    raise DataError(
+        f"data.eval: {config.data.eval:g} of {count:,} rows is less than one row, so none is held "
+        f"out, and {key} needs an evaluation. Raise data.eval, give a file, or remove {key}."
+    )
 
 
 def _some(part: _Part, chosen: Subset) -> _Part:

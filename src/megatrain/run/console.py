@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Self
 
-from megatrain.text import figure
+from megatrain.text import figure, printable
 
 
 class Live:
@@ -45,6 +45,7 @@ class Live:
         """Print a line that stays. A terminal or pipe that is gone must not end a run."""
         if not self._speaks:
             return
+        text = printable(text)  # it may quote a row or an answer
         with suppress(OSError):
             if self._progress is not None:
                 self._progress.console.print(text, markup=False, highlight=False)

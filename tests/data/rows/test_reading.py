@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset
 
 from megatrain.data.rows import reading
 from megatrain.data.rows.reading import data_files, parsed, read_rows
@@ -219,3 +220,32 @@ def test_keys_that_arrow_fills_in_are_left_out(tmp_path: Path) -> None:
         {"messages": [{"role": "assistant", "content": None, "calls": [{"arguments": given}]}]}
         for given in arguments
     ]
+
+
+def test_a_key_that_a_row_has_twice_costs_that_row(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a", "text": "b"}\n{"text": "c"}\n{"m": [{"role": 1, "role": 2}]}\n')
+    first, second, third = _values(path)
+    assert (first.reason, first.detail) == ("duplicate key", "text")
+    assert second == {"text": "c"}
+    assert third.detail == "role"
+
+
+def test_a_key_twice_in_an_array_is_an_error_with_its_row(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('[{"text": "a"}, {"text": "b", "text": "c"}]')
+    with pytest.raises(DataError, match=r"a\.json: row 2: broken JSON \(duplicate key text\)"):
+        _values(path)
+
+
+def test_a_column_twice_is_an_error_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("prompt,prompt,completion\na,b,c\n")
+    with pytest.raises(DataError, match=r"a\.csv:1: the header has prompt more than once"):
+        _values(path)
+
+
+def test_a_folder_of_save_to_disk_is_named_as_one(tmp_path: Path) -> None:
+    Dataset.from_list([{"text": "a"}]).save_to_disk(tmp_path / "saved")
+    with pytest.raises(DataError, match=r"Dataset\.save_to_disk.*to_parquet\('rows\.parquet'\)"):
+        data_files(tmp_path / "saved")

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback
+import transformers.integrations as integrations
+import transformers.trainer_callback
+from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
+from transformers.trainer_callback import DefaultFlowCallback
 
 from megatrain.disk.checkpoint.retention import step_of
 from megatrain.errors import ConfigError
-from megatrain.run.brought.callbacks import HOOKS, Callback, Control, require_callback
+from megatrain.run.brought.callbacks import HOOKS, INSTEAD, Callback, Control, require_callback
 from megatrain.run.trainer import Trainer
 from testkit.runs import Setting, config_of, run, state_of, unequal
 
@@ -119,3 +122,17 @@ def test_callbacks_of_transformers_are_welcome_as_far_as_their_events_are_ours()
     ):
         with pytest.raises(ConfigError, match=message):
             require_callback(callback)
+
+
+def test_what_transformers_ships_is_refused_with_the_setting_that_does_the_same() -> None:
+    for callback, way_out in (
+        (EarlyStoppingCallback(2), "eval.patience stops a run"),
+        (PrinterCallback(), "every log.every steps"),
+        (DefaultFlowCallback(), "as an mt.Callback"),
+    ):
+        with pytest.raises(ConfigError, match=f"reads its TrainingArguments.*{way_out}"):
+            require_callback(callback)
+    assert all(
+        hasattr(transformers.trainer_callback, name) or name in dir(integrations)
+        for name in INSTEAD
+    )

@@ -41,7 +41,21 @@ LONGEST_LINE_BYTES = 64 * 2**20
 _CHUNK_CHARS = 2**20
 _PARQUET_ROWS = 256
 _SPACE = re.compile(r"[ \t\r\n]*")
-_DECODER = json.JSONDecoder()
+
+
+class _DuplicateKey(ValueError):
+    """A key that an object has twice: one of its values would be lost."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise _DuplicateKey(next(name for name in names if names.count(name) > 1))
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
 class JsonLine(str):
@@ -134,6 +148,12 @@ def no_such_data(path: Path) -> DataError:
 def _files_in(folder: Path) -> list[Path]:
     """Return the data files of a folder by name; hidden ones are not data."""
     seen = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    if {"state.json", "dataset_info.json"} <= {path.name for path in seen}:
+        raise DataError(
+            f"{folder} was written by Dataset.save_to_disk. In Python give its rows to mt.Trainer "
+            f"(train_dataset=datasets.load_from_disk({str(folder)!r})), or write them to a file "
+            "that is read here: .to_parquet('rows.parquet')."
+        )
     found = [path for path in seen if _kind(path) in _READERS and path.is_file()]
     below = [path.name for path in seen if path.is_dir() and _holds_data(path)]
     if below:
@@ -237,7 +257,9 @@ def _read_jsonl(path: Path, advance: Advance) -> Iterator[Raw]:
 
 def _parsed(line: str) -> object:
     try:
-        return json.loads(line)
+        return json.loads(line, object_pairs_hook=_object)
+    except _DuplicateKey as error:
+        return BadRow("duplicate key", str(error))
     except json.JSONDecodeError as error:
         return BadRow("broken JSON", f"column {error.colno}: {error.msg}")
     except (ValueError, RecursionError) as error:
@@ -289,6 +311,8 @@ def _decoded(buffer: str, at: int) -> tuple[object, int, str]:
     """Return the value at `at` and its end, or the reason for an error."""
     try:
         value, end = _DECODER.raw_decode(buffer, at)
+    except _DuplicateKey as error:
+        return None, at, f"duplicate key {error}"
     except (ValueError, RecursionError) as error:
         return None, at, str(error)[:80]
     return value, end, ""
@@ -314,6 +338,11 @@ def _read_csv(path: Path, advance: Advance) -> Iterator[Raw]:
                 continue
             if header is None:
                 header = cells
+                if twice := {name for name in cells if cells.count(name) > 1}:
+                    raise DataError(
+                        f"{path}:{number}: the header has {listing(twice)} more than once, and a "
+                        "row can have one value for a name. Rename or remove a column."
+                    )
             elif cells and len(cells) != len(header):
                 detail = f"{len(cells)} fields, the header has {len(header)}"
                 yield number, BadRow("broken CSV", detail)

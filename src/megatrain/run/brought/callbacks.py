@@ -157,25 +157,44 @@ class Callbacks:
         return asked
 
 
-def require_callback(callback: Any) -> None:
-    """Raise ConfigError for an object that no event of a run would reach.
+INSTEAD = {
+    "EarlyStoppingCallback": "eval.patience stops a run that no longer improves",
+    "PrinterCallback": "a run prints its own lines, every log.every steps",
+    "ProgressCallback": "a run prints its own lines, every log.every steps",
+    "WandbCallback": "log.to: [wandb] sends metrics there",
+    "TensorBoardCallback": "log.to: [tensorboard] writes metrics for it",
+    "TrackioCallback": "log.to: [trackio] sends metrics there",
+}
+"""Callbacks of transformers that a setting replaces."""
 
-    Those of transformers are welcome as far as their events are ours.
+
+def require_callback(callback: Any) -> None:
+    """Raise ConfigError for an object that no event of a run would reach, or that needs a Trainer.
+
+    Subclasses of transformers.TrainerCallback are welcome if their events are ours. Those that
+    transformers itself ships read its TrainingArguments, which a run does not have.
     """
     if isinstance(callback, type):
         raise ConfigError(
             f"callbacks: {callback.__name__} is a class. Give an object: {callback.__name__}()."
         )
-    methods = {name for name in dir(callback) if name.startswith("on_") and _is_own(callback, name)}
-    unknown = methods - set(HOOKS)
-    if unknown or not methods:
-        fault = f"has {listing(unknown)}, which no run calls" if unknown else "has no event"
+    name = type(callback).__name__
+    if type(callback).__module__.startswith("transformers."):
+        way_out = INSTEAD.get(name, "write the events that you need as an mt.Callback")
         raise ConfigError(
-            f"callbacks: {type(callback).__name__} {fault}. The events are {listing(HOOKS)}."
+            f"callbacks: {name} is a part of transformers and reads its TrainingArguments, which a "
+            f"run does not have: {way_out}."
         )
+    methods = {event for event in dir(callback) if event.startswith("on_")}
+    own = {event for event in methods if not _is_inherited(callback, event)}
+    unknown = own - set(HOOKS)
+    if unknown or not own:
+        fault = f"has {listing(unknown)}, which no run calls" if unknown else "has no event"
+        raise ConfigError(f"callbacks: {name} {fault}. The events are {listing(HOOKS)}.")
 
 
-def _is_own(callback: Any, name: str) -> bool:
-    """Return whether a method does something: the base class of transformers has them all."""
-    owner = next((kind for kind in type(callback).__mro__ if name in vars(kind)), None)
-    return owner is None or not owner.__module__.startswith("transformers.")
+def _is_inherited(callback: Any, event: str) -> bool:
+    """Return whether a method is that of transformers' base class, which has all and does nothing."""
+    owner = next((kind for kind in type(callback).__mro__ if event in vars(kind)), None)
+    names = None if owner is None else (owner.__module__, owner.__name__)
+    return names == ("transformers.trainer_callback", "TrainerCallback")

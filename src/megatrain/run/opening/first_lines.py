@@ -82,6 +82,8 @@ def data_lines(data: TrainingData, *, needs_count: bool) -> list[str]:
     if needs_count or rows.order.size <= COUNTED_ROWS:
         length += f" in {data.steps_in_epoch:,} steps"
     held = f"; {data.num_judged:,} rows to evaluate on" if rows.held else ""
+    if not rows.held and data.held_fraction is not None:
+        held = f"; none is held out: {data.held_fraction:.3g} of them is less than one row"
     return [*lines, f"an epoch: {length}{held}"]
 
 

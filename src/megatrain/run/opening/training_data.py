@@ -37,6 +37,8 @@ class TrainingData:
         self, config: Config, steps: Steps, evaluation: Steps | None, rows: TrainingRows
     ) -> None:
         self._train, self._packs = config.train, config.data.packing
+        self.held_fraction = config.data.eval if isinstance(config.data.eval, float) else None
+        """What data.eval asks to hold out; None: rows of files, or nothing."""
         self._steps, self._evaluation, self.rows = steps, evaluation, rows
         self._shown = rows.held[0] if rows.held else rows.train
         self._digest = rows.digest
