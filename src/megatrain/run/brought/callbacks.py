@@ -194,7 +194,7 @@ def require_callback(callback: Any) -> None:
 
 
 def _is_inherited(callback: Any, event: str) -> bool:
-    """Return whether a method is that of transformers' base class, which has all and does nothing."""
+    """Return whether a method is that of transformers' base class, which does nothing."""
     owner = next((kind for kind in type(callback).__mro__ if event in vars(kind)), None)
     names = None if owner is None else (owner.__module__, owner.__name__)
     return names == ("transformers.trainer_callback", "TrainerCallback")
