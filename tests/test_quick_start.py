@@ -37,6 +37,7 @@ def write_model(folder: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=words, eos_token="<|im_end|>", pad_token="<|endoftext|>"
     )
+    tokenizer.add_tokens(["<think>", "</think>"])
     tokenizer.chat_template = (ROOT / "testkit" / "styles" / "qwen3.jinja").read_text()
     tokenizer.save_pretrained(folder)
     config = Qwen3Config(
