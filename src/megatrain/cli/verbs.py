@@ -52,10 +52,12 @@ from megatrain.run.opening.model_limits import check_rows
 from megatrain.run.opening.opening import MODEL, open_device
 from megatrain.run.opening.places import read_config
 from megatrain.run.opening.planned import in_words
+from megatrain.run.opening.same_start import folder_mark
 from megatrain.run.opening.tokenizer import load_tokenizer, open_tokenizer
 from megatrain.run.opening.training_data import open_data
 from megatrain.run.run_model import RunModel, chosen_model, tokenizer_folder
 from megatrain.run.together.cores import take_cores
+from megatrain.run.together.installed import installed_facts
 from megatrain.run.together.joined import interrupts_of_rank, joined, place_of
 from megatrain.run.together.phases import per_folder, unhurried
 from megatrain.run.together.restarting import was_restarted
@@ -270,13 +272,20 @@ def run_demo(folder: Path, num_steps: int) -> None:
 
 
 def found_model(model: Path, *, best: bool, ranks: Ranks) -> RunModel:
-    """Return the requested model, and print its name. Of ranks, one reads all of it to check it."""
+    """Return the requested model, and print its name. Of ranks, one reads all of it to check it.
+
+    Raises ConfigError if another rank has other code, or another model in that folder.
+    """
     leads = ranks.owner.leads
     found = unhurried(ranks, lambda: chosen_model(model, best=best) if leads else None)
     if found is not None:
         print(found, file=sys.stderr, flush=True)
     heard = ranks.agree({"model": None if found is None else found.facts()})[0]["model"]
-    return RunModel.from_facts(heard)
+    chosen = RunModel.from_facts(heard)
+    if not ranks.owner.is_alone:
+        mark = unhurried(ranks, lambda: folder_mark(chosen.folder))
+        require_same(ranks, installed_facts() | {f"model ({chosen.folder})": mark})
+    return chosen
 
 
 def _plain_text(tokenizer: Any) -> Callable[[list[int]], str]:

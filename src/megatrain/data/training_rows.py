@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from megatrain.cache import writable_cache_folder
 from megatrain.config import Config
@@ -72,8 +73,14 @@ class TrainingRows:
 
     @property
     def digest(self) -> str:
-        """Of all rows of the sources that are trained on."""
+        """Digest of all rows of the sources that are trained on."""
         return digest_of([source.card["digest"] for source in self.sources])
+
+    @property
+    def held_digest(self) -> str:
+        """Digest of the evaluation's rows: of the files of data.eval, or of which are held out."""
+        lengths = [xxhash.xxh3_128_hexdigest(part.lengths.tobytes()) for part in self.held]
+        return digest_of([*(source.card["digest"] for source in self.held_sources), *lengths])
 
     def card(self) -> dict[str, Any]:
         """Return the sources' cards as one: sums, and each of them if there are several."""

@@ -9,7 +9,8 @@ import pytest
 from megatrain.config import Config
 from megatrain.errors import ConfigError
 from megatrain.ranks.ranks import ALONE, Ranks
-from megatrain.run.together.sameness import facts_of, require_same, version_facts
+from megatrain.run.together.installed import installed_facts
+from megatrain.run.together.sameness import facts_of, require_same
 from testkit.rank_threads import Together
 
 
@@ -26,7 +27,7 @@ def _refusals(facts: list[dict[str, Any]]) -> list[str]:
 
 
 def test_equal_facts_pass() -> None:
-    Together(3).run(lambda ranks: require_same(ranks, {"a": 1, "b": [1, None]} | version_facts()))
+    Together(3).run(lambda ranks: require_same(ranks, {"a": 1, "b": [1, None]} | installed_facts()))
     require_same(ALONE, {"a": 1})
 
 

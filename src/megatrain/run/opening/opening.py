@@ -44,16 +44,18 @@ from megatrain.run.opening.resumption import (
     LoadedCheckpoint,
     find_checkpoint,
 )
+from megatrain.run.opening.same_start import require_same_start
 from megatrain.run.opening.speed import require_kernels, speed_notes
 from megatrain.run.opening.tokenizer import open_tokenizer
 from megatrain.run.opening.training_data import TrainingData, open_data, open_rows
 from megatrain.run.sinks import check_sinks
 from megatrain.run.state import RunState
 from megatrain.run.together.cores import take_cores
+from megatrain.run.together.installed import installed_facts
 from megatrain.run.together.joined import place_of
 from megatrain.run.together.opinions import other_notes
 from megatrain.run.together.restarting import note_launch
-from megatrain.run.together.sameness import facts_of, require_same, version_facts
+from megatrain.run.together.sameness import facts_of, require_same
 from megatrain.run.together.sight import require_seen
 
 MODEL = "model"
@@ -104,8 +106,9 @@ def open_run(
     Rows and a loss may be `brought`. All `ranks` open the same run, and each of them its part.
     """
     notes: list[str] = []
-    asked = {"--resume": resumes, "--dry-run": dry_run}
-    require_same(ranks, facts_of(config) | version_facts() | asked)
+    if not ranks.owner.is_alone:
+        asked = {"--resume": resumes, "--dry-run": dry_run}
+        require_same(ranks, facts_of(config) | installed_facts() | asked)
     with ExitStack() as opened:
         config, pins = pin_commits(config, resumes=resumes, ranks=ranks)
         folder = open_folder(config, opened, resumes=resumes, dry_run=dry_run, ranks=ranks)
@@ -113,6 +116,7 @@ def open_run(
         _ready(device, config, ranks)
         found = find_checkpoint(config, folder.path / FOLDER, resumes=resumes, ranks=ranks)
         source = find_source(config, found, ranks)
+        require_same_start(ranks, config, found)
         tokenizer, growth = open_tokenizer(config, source, notes, found)
         model = open_model(config, source, growth, found)
         rows = open_rows(
@@ -187,8 +191,9 @@ def checkpoint_facts(
 def _require_same_plan(ranks: Ranks, device: Device, rows: TrainingRows, plan: Plan) -> None:
     """Raise ConfigError unless all ranks will train the same rows in the same way."""
     kind, tokens = device.name.partition(":")[0], plan.workload.step_tokens
-    planned = {"kind of device": kind, "data": rows.digest, "tokens of a step": tokens}
-    require_same(ranks, plan.settings.facts() | planned)
+    planned = {"kind of device": kind, "tokens of a step": tokens}
+    read = {"data.train (its rows)": rows.digest, "data.eval (its rows)": rows.held_digest}
+    require_same(ranks, plan.settings.facts() | planned | read)
 
 
 def _roomy(config: Config, rows: TrainingRows) -> Config:

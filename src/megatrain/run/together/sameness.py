@@ -13,7 +13,6 @@ from typing import Any
 from megatrain.config import Config
 from megatrain.errors import ConfigError, listing
 from megatrain.ranks.ranks import Ranks
-from megatrain.version import __version__
 
 _MOST_TEXT = 200
 
@@ -28,7 +27,8 @@ def require_same(ranks: Ranks, facts: Mapping[str, Any]) -> None:
     differing = [_difference(name, found) for name in names if len(_values(name, found)) > 1]
     if differing:
         raise ConfigError(
-            "ranks of one run must have the same settings, data and versions, but these differ:\n  "
+            "ranks of one run must have the same settings, model, data, code and packages, but "
+            "these differ:\n  "
             + "\n  ".join(differing)
             + "\nStart all of them with the same command, files and installed packages."
         )
@@ -41,15 +41,6 @@ def facts_of(config: Config) -> dict[str, Any]:
         for section, values in config.model_dump(mode="json").items()
         for key, value in values.items()
     }
-
-
-def version_facts() -> dict[str, str]:
-    """Return the versions that the bits of a run depend on, as facts."""
-    import torch
-    import transformers
-
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    return {f"version of {name}": v for name, v in ({"megatrain": __version__} | versions).items()}
 
 
 def _values(name: str, found: list[dict[str, str]]) -> dict[str, list[int]]:
