@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from megatrain.run.checkpoints import FOLDER
 from megatrain.run.run_model import chosen_model, tokenizer_folder
 from megatrain.run.trainer import Trainer
 from testkit.runs import Setting, config_of, judge_by, run, write_world
+from testkit.warm_python import warm_python
 
 SETTING = Setting(save_every=3, keep=3, eval_every=None)
 LOSSES = [9.0, 5.0, 3.0, 4.0, 4.5]
@@ -153,6 +155,77 @@ def test_if_all_models_are_damaged_none_is_used(ended: Path, world: Path, tmp_pa
     ):
         with pytest.raises(CheckpointDamaged, match="do not match their hash"):
             use()
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_folder_of_an_export_is_checked_whoever_reads_it(
+    ended: Path, world: Path, tmp_path: Path
+) -> None:
+    model = ended / "model"
+    config = config_of(world, tmp_path / "new", SETTING, model={"name_or_path": str(model)})
+    uses = {
+        "export": lambda: export_model(model, tmp_path / "out"),
+        "eval": lambda: evaluate_model(model, world / "rows.jsonl", 2),
+        "sample": lambda: sample_from(model, ["hi"], 2),
+        "train": lambda: Trainer(config).close(),
+    }
+    assert chosen_model(model).folder == model, "it is whole so far"
+    damage(model)
+    for use in uses.values():
+        with pytest.raises(CheckpointDamaged, match="do not match their hash") as failure:
+            use()
+        assert f"If the change is yours, delete {model / RECORD_NAME}" in str(failure.value)
+        assert failure.value.exit_code == 4
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "new" / FOLDER).exists()
+    (model / RECORD_NAME).unlink()
+    for use in uses.values():
+        use()
+
+
+def test_the_command_ends_with_code_4_and_writes_nothing(ended: Path, tmp_path: Path) -> None:
+    damage(ended / "model")
+    words = [*warm_python().command, "-m", "megatrain", "export", "run/model", "out"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 4, done.stderr
+    assert "do not match their hash" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("place", ["export", "checkpoint"])
+def test_a_model_under_adapters_and_the_adapters_to_start_from_are_checked(
+    ended: Path, world: Path, tmp_path: Path, place: str
+) -> None:
+    base = ended / "model" if place == "export" else checkpoint(ended, 9) / "model"
+    over = {"name_or_path": str(base)}
+    first = config_of(world, tmp_path / "first", SETTING, model=over, lora={"rank": 2})
+    with Trainer(first) as trainer:
+        trainer.export(tmp_path / "adapters")
+    adapters = {"path": str(tmp_path / "adapters")}
+    second = config_of(world, tmp_path / "second", SETTING, model=over, lora=adapters)
+    Trainer(second, dry_run=True).close()
+    assert sample_from(tmp_path / "adapters", ["hi"], 1)
+    damage(tmp_path / "adapters")
+    with pytest.raises(CheckpointDamaged, match=r"adapters/adapter_model\.safetensors: bytes"):
+        Trainer(second, dry_run=True)
+    damage(tmp_path / "adapters")  # the same bit again: it is whole
+    damage(base)
+    for use in (
+        lambda: Trainer(second, dry_run=True),
+        lambda: sample_from(tmp_path / "adapters", ["hi"], 1),
+    ):
+        with pytest.raises(CheckpointDamaged, match=r"/model/model.*: bytes"):
+            use()
+
+
+def test_masters_beside_a_whole_export_come_from_weights_that_were_checked(
+    ended: Path, tmp_path: Path
+) -> None:
+    export_model(ended, tmp_path / "whole", dtype="fp32")
+    damage(checkpoint(ended, 9) / "model")
+    assert chosen_model(ended).folder == ended / "model"
+    with pytest.raises(CheckpointDamaged, match="do not match their hash"):
+        export_model(ended, tmp_path / "out", dtype="fp32")
     assert not (tmp_path / "out").exists()
 
 

@@ -8,6 +8,7 @@ from megatrain.cli.verbs import found_model, read_only
 from megatrain.disk.adapters.folder import is_adapter_folder
 from megatrain.disk.checkpoint.manifest import MANIFEST_NAME
 from megatrain.disk.checkpoint.masters import fill_masters, load_masters
+from megatrain.disk.checkpoint.restore import verify_model
 from megatrain.disk.checkpoint.retention import finished, step_of
 from megatrain.disk.hf.export import Origin
 from megatrain.disk.hf.model import HostModel, ModelFolder, Precision, read_model_folder
@@ -47,7 +48,7 @@ def export_model(
     home = unhurried(
         ranks,
         lambda: (
-            load_masters(_checkpoint_of(found), owner)
+            load_masters(_checkpoint_of(found, leads=owner.leads), owner)
             if masters
             else read.load(read_only(read), owner=owner)
         ),
@@ -100,12 +101,18 @@ def _of_step(found: RunModel) -> str:
     return "" if found.step is None else f" of step {found.step}"
 
 
-def _checkpoint_of(found: RunModel) -> Path:
-    """Return the checkpoint of a run's model, the only place that has its masters."""
+def _checkpoint_of(found: RunModel, *, leads: bool) -> Path:
+    """Return the checkpoint of a run's model, the only place that has its masters.
+
+    Beside an export, which alone was compared with its hashes so far, the weights are those of the
+    checkpoint: they are compared here. Raises CheckpointDamaged or DiskError.
+    """
     if (found.folder.parent / MANIFEST_NAME).is_file():
         return found.folder.parent
     for checkpoint in finished(found.run / FOLDER) if found.run is not None else ():
         if step_of(checkpoint) == found.step:
+            if leads:
+                verify_model(checkpoint)
             return checkpoint
     raise RunFolderError(
         f"{found.folder}: no checkpoint of the run has the masters of step {found.step} any "

@@ -3,15 +3,16 @@
     RUN                     the newest complete model; the best, if the run keeps it
     RUN with `best`         the one with the lowest evaluation loss
     RUN/best, RUN/last, a checkpoint folder    that checkpoint
-    anything else           a model folder, or a Hub id
+    anything else           a model folder (`RUN/model` too), or a Hub id
 
 A run's models are its checkpoints and the export at its end, `RUN/model`. None is used before its
-bytes were compared with their hashes. A damaged newest one is skipped, and
-that is reported; a damaged best one is an error, because no other is the best.
+bytes were compared with their hashes, and so is any other folder that has hashes beside it. A
+damaged newest model of a run is skipped, and that is reported; a damaged best one, or a damaged
+folder that was asked for itself, is an error, because no other can take its place.
 
 Laws (tests/run/test_run_model.py)
     1. An export that is older than the newest complete checkpoint is never used for it.
-    2. No model is used that has a byte other than it was written with.
+    2. No model that has hashes is used with a byte other than it was written with.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from megatrain.disk.adapters.folder import (
 from megatrain.disk.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from megatrain.disk.checkpoint.restore import verify_model
 from megatrain.disk.checkpoint.retention import finished, loss_of, step_of
-from megatrain.disk.hf.exported import ExportRecord, read_exported
+from megatrain.disk.checkpoint.retried import retried
+from megatrain.disk.hf.exported import ExportRecord, read_exported, require_as_written
 from megatrain.errors import (
     CheckpointDamaged,
     CheckpointMismatch,
@@ -107,7 +109,9 @@ def chosen_model(path: Path, *, best: bool = False) -> RunModel:
     if best:
         raise ConfigError(f"{path} is not a run folder, so --best does not apply")
     if checkpoint is None:
-        return RunModel(folder=find_model(str(path)).folder)
+        folder = find_model(str(path)).folder
+        require_as_written(folder)
+        return RunModel(folder=folder)
     step = verify_model(checkpoint).step
     run = checkpoint.parent.parent
     return RunModel(folder=checkpoint / MODEL, step=step, run=run if _is_of_run(run) else None)
@@ -151,7 +155,7 @@ def _newest(run: Path) -> RunModel:
     passed_over: list[str] = []
     for found in _by_step(run):
         try:
-            found.check()
+            retried(found.check)
         except (CheckpointDamaged, DiskError) as error:
             passed_over.append(str(error))
             continue
@@ -173,7 +177,7 @@ def _best_of_run(run: Path, *, asked: bool) -> RunModel:
         if found.loss != lowest:
             continue
         try:
-            found.check()
+            retried(found.check)
         except (CheckpointDamaged, DiskError) as error:
             reasons.append(str(error))
             continue

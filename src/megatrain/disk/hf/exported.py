@@ -1,14 +1,20 @@
 """The record of an export: the step of its model, and the hashes of its files.
 
 The file is written last and signed as a manifest is. A folder that has it is complete; its
-bytes can be checked at any later time. It is read as untrusted input: a record with any change
-is ignored, as if the folder had none.
+bytes can be checked at any later time. It is read as untrusted input. Where a run's models are
+listed, an export whose record has changed is ignored, as if it had none; where somebody asks for
+that folder itself, it is refused.
+
+Law (tests/disk/hf/test_exported.py): a model folder that has hashes beside it, in its own record or
+in the manifest of its checkpoint, passes `require_as_written` only with the bytes it was written
+with.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,8 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.disk.checkpoint.checked_read import read_checked
-from megatrain.disk.checkpoint.manifest import FileRecord, record_of, signed, unsigned
-from megatrain.errors import CheckpointDamaged
+from megatrain.disk.checkpoint.manifest import (
+    MANIFEST_NAME,
+    FileRecord,
+    read_manifest,
+    record_of,
+    signed,
+    unsigned,
+)
+from megatrain.errors import CheckpointDamaged, DiskError
 from megatrain.memory.direct import CHUNK_BYTES
 
 RECORD_NAME = "megatrain.json"
@@ -34,9 +47,9 @@ class ExportRecord:
     """Of an evaluation at this step, if the model is the best one of its run."""
     files: Mapping[str, FileRecord]
 
-    def check(self, folder: Path) -> None:
+    def check(self, folder: Path, *, shown: bool = True) -> None:
         """Read every file. Raises CheckpointDamaged or DiskError unless all are as written."""
-        read_checked(folder, self.files, "checking")
+        read_checked(folder, self.files, "checking", shown=shown)
 
     def to_bytes(self) -> bytes:
         fields = {
@@ -50,14 +63,44 @@ class ExportRecord:
 
 def read_exported(folder: Path) -> ExportRecord | None:
     """Return the record of an export; None if there is none or it was changed."""
-    path = folder / RECORD_NAME
     try:
-        if path.stat().st_size > MAX_RECORD_BYTES:
-            return None
-        fields = json.loads(unsigned(path.read_bytes(), str(path)))
-        return _from_json(fields)
-    except (OSError, CheckpointDamaged, KeyError, TypeError, ValueError, RecursionError):
+        return _read_record(folder / RECORD_NAME)
+    except (OSError, CheckpointDamaged):
         return None
+
+
+def require_as_written(folder: Path, *, shown: bool = True) -> None:
+    """Read every file of a model folder that has hashes beside it; others are taken as they are.
+
+    The hashes are those of its record, or of the manifest if it is the model of a checkpoint.
+    `shown`: a bar shows the progress. Raises CheckpointDamaged or DiskError.
+    """
+    folder = folder.resolve()
+    if os.path.lexists(path := folder / RECORD_NAME):
+        way_out = (
+            "Use another copy, or export the model again. If the change is yours, delete "
+            f"{path}: the folder is then used unchecked."
+        )
+        try:
+            _read_record(path).check(folder, shown=shown)
+        except OSError as error:
+            raise DiskError(f"cannot read {path}: {error.strerror}") from error
+        except CheckpointDamaged as error:
+            raise CheckpointDamaged(f"{error}. {way_out}") from error
+    elif folder.name == "model" and (folder.parent / MANIFEST_NAME).is_file():
+        files = read_manifest(folder.parent).files.items()
+        model = {name: record for name, record in files if name.startswith("model/")}
+        read_checked(folder.parent, model, "checking", shown=shown)
+
+
+def _read_record(path: Path) -> ExportRecord:
+    """Return a record. Raises CheckpointDamaged if it is not as we write them, or OSError."""
+    if path.stat().st_size > MAX_RECORD_BYTES:
+        raise CheckpointDamaged(f"{path} is too large for the record of an export")
+    try:
+        return _from_json(json.loads(unsigned(path.read_bytes(), str(path))))
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointDamaged(f"{path} is not the record of an export") from error
 
 
 def _from_json(fields: Any) -> ExportRecord:

@@ -20,6 +20,7 @@ from megatrain.disk.adapters.folder import (
 from megatrain.disk.adapters.start import start_adapters
 from megatrain.disk.hf.carried import SourceTensor, carried_tensors
 from megatrain.disk.hf.export import SHARD_BYTES, Origin, export_weights
+from megatrain.disk.hf.exported import require_as_written
 from megatrain.disk.hf.folder import read_carried, read_config_bytes
 from megatrain.disk.hf.growth import Growth
 from megatrain.disk.hf.load import load_weights, match_tensors
@@ -197,7 +198,9 @@ class ModelFolder:
 
     def _named_base(self) -> Path:
         assert self.adapter is not None
-        return self.adapter.base()
+        base = self.adapter.base()
+        require_as_written(base)
+        return base
 
     def load_adapters(self, kinds: tuple[Kind, ...], owner: Owner = SOLE) -> HostModel:
         """Return the adapters in a store that has nothing else: enough to export them."""
@@ -234,9 +237,11 @@ def load_model(
     not trained; `attn` an attention implementation of transformers, None for its own choice; with
     `lora` new adapters are trained, and nothing else. Raises ConfigError, ModelConfigError,
     NotSplittable, MissingPackage, DoesNotFit, ModelFolderError, WeightsFormatError,
-    WeightsMismatch, HubError or DiskError.
+    WeightsMismatch, HubError or DiskError, and CheckpointDamaged for a folder with hashes of other
+    bytes.
     """
     found = find_model(str(folder)).folder
+    require_as_written(found, shown=owner.leads)
     model = read_model_folder(found, dtype=dtype, frozen=frozen, attn=attn, lora=lora)
     return model.load(kinds, owner=owner)
 

@@ -11,6 +11,7 @@ from megatrain.config.loss_settings import COMPARED, LossName
 from megatrain.data.chat.choice import exported_template
 from megatrain.data.training_rows import TrainingRows
 from megatrain.devices.device import Device
+from megatrain.disk.hf.exported import require_as_written
 from megatrain.disk.hf.growth import Growth
 from megatrain.disk.hf.model import HostModel, ModelFolder
 from megatrain.engine.engine import Engine
@@ -37,6 +38,7 @@ from megatrain.run.opening.resumption import (
     resume,
 )
 from megatrain.run.together.phases import per_host, unhurried
+from megatrain.run.together.sight import neighbours
 from megatrain.step.settings import StepSettings
 
 OPTIMIZERS = {"adamw": AdamW}
@@ -86,12 +88,15 @@ def load_home(
 ) -> tuple[HostModel, LoadedCheckpoint | None]:
     """Return the model with its tensors, and the checkpoint that has them, if it is one.
 
-    A rank has only the part that it owns. Everything else is cheaper to find wanting.
+    A rank has only the part that it owns. Everything else is cheaper to find wanting. Folders that
+    have hashes beside them are compared with these first. Raises what `load_model` does.
     """
     kinds, resumed = kinds_of(config, settings), None
     scratch = scratch_of(config, settings, kinds)
     if found is None:
-        per_host(ranks, lambda: find_model(config.model.name_or_path, config.model.revision))
+        name, start = config.model.name_or_path, config.lora.path
+        source = per_host(ranks, lambda: find_model(name, config.model.revision)).folder
+        _require_as_written(ranks, source, *([] if start is None else [Path(start)]))
         home = unhurried(ranks, lambda: model.load(kinds, scratch, ranks.owner, placement))
     else:
         home = _unfilled(config, kinds, model, found, scratch, ranks, placement)
@@ -119,7 +124,19 @@ def _unfilled(
     name, revision = config.model.name_or_path, config.model.revision
     base = per_host(ranks, lambda: find_model(name, revision)).folder
     require_same_base(base, found.known.source_mark)
+    _require_as_written(ranks, base)
     return unhurried(ranks, lambda: model.load(kinds, scratch, ranks.owner, placement, base=base))
+
+
+def _require_as_written(ranks: Ranks, *folders: Path) -> None:
+    """Compare folders that have hashes beside them with these, once on each host."""
+
+    def check() -> None:
+        for folder in folders:
+            require_as_written(folder, shown=ranks.owner.leads)
+
+    is_first = neighbours(ranks)[0] == ranks.owner.rank
+    unhurried(ranks, check if is_first else lambda: None)
 
 
 def scratch_of(config: Config, settings: StepSettings, kinds: tuple[Kind, ...]) -> Scratch | None:
