@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from megatrain.disk.checkpoint import retried
 from testkit.runs import write_world
 
 PRELOADED = ["megatrain.data.chat.probe", "megatrain.data.tokens.prepare", "transformers"]
@@ -29,6 +30,14 @@ def _warm_children() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multiprocessing, "get_context", warm)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _reads_again_at_once() -> Iterator[None]:
+    """Try again without a pause to read what a test makes unreadable."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(retried, "PAUSES_S", (0.0,) * len(retried.PAUSES_S))
         yield
 
 

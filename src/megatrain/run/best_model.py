@@ -10,6 +10,7 @@ from megatrain.disk.checkpoint.manifest import read_manifest
 from megatrain.disk.checkpoint.parts import checkpoint_parts
 from megatrain.disk.checkpoint.restore import restore, verify
 from megatrain.disk.checkpoint.retention import best_of
+from megatrain.disk.checkpoint.retried import retried
 from megatrain.disk.hf.export import Origin
 from megatrain.disk.hf.model import HostModel
 from megatrain.errors import CheckpointDamaged, DiskError
@@ -61,7 +62,8 @@ def _chosen(checkpoints: Checkpoints, state: RunState) -> _Chosen:
     if checkpoints.saved_step != state.step:
         return _Chosen(step=state.step, text=f"{last}, because the best was not saved")
     try:
-        verify(best.path)  # a restore that failed half-way would leave a mixture
+        retried(lambda: verify(best.path))  # a restore that failed half-way would leave a mixture
     except (CheckpointDamaged, DiskError) as error:
-        return _Chosen(step=state.step, text=f"{last}, because the best is damaged: {error}")
+        found_wrong = "is damaged" if isinstance(error, CheckpointDamaged) else "cannot be read"
+        return _Chosen(step=state.step, text=f"{last}, because the best {found_wrong}: {error}")
     return replace(found, path=str(best.path))

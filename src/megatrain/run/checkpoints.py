@@ -12,6 +12,8 @@ before it, the oldest first and only as many as needed. The newest complete one 
 Laws (tests/run/test_full_disk.py)
     1. At every instant after the first save at least one complete checkpoint exists.
     2. A checkpoint that a resume found damaged does not count for `keep`.
+    3. One that it could not read, or that training failed from, does not count either, and is not
+       deleted for that (tests/run/test_unreadable.py, tests/run/loop/test_rollback.py).
 """
 
 from __future__ import annotations
@@ -104,6 +106,8 @@ class Checkpoints:
         self._known_whole: set[Path] = set()
         """Saved or read by this process."""
         self._damaged: set[Path] = set()
+        self._aside: set[Path] = set()
+        """Checkpoints that could not be read, or that training failed from: they may be whole."""
         self._freed: list[str] = []
         """Deleted for room since the last save."""
         self._thread: threading.Thread | None = None
@@ -126,11 +130,18 @@ class Checkpoints:
             if not self._spare():
                 raise
 
-    def took_up(self, step: int, path: Path, damaged: Sequence[Path]) -> None:
-        """Take note of a resume: from which checkpoint, and which ones it found damaged."""
+    def took_up(
+        self, step: int, path: Path, damaged: Sequence[Path], aside: Sequence[Path] = ()
+    ) -> None:
+        """Take note of a resume: from which checkpoint, and which ones it found damaged.
+
+        Those set `aside` do not count for `keep`, and are not deleted for that.
+        """
         self.last_step = self.saved_step = step
         self._known_whole.add(path)
         self._damaged.update(damaged)
+        self._aside.update(aside)
+        self._aside.discard(path)
 
     @property
     def damaged(self) -> frozenset[Path]:
@@ -166,17 +177,24 @@ class Checkpoints:
             return []
         keep = max(1, self._keep - 1)  # the next save will be one of them
         return disposable(
-            self.folder, keep, keep_best=self._keep_best, newest=newest, damaged=self._damaged
+            self.folder,
+            keep,
+            keep_best=self._keep_best,
+            newest=newest,
+            damaged=self._damaged,
+            aside=self._aside,
         )
 
     def _is_whole(self, path: Path) -> bool:
         """Return whether every byte is right; reads those that this process did not write."""
-        if path not in self._known_whole and path not in self._damaged:
+        if path not in self._known_whole | self._damaged | self._aside:
             try:
                 verify(path)
                 self._known_whole.add(path)
             except CheckpointDamaged:
                 self._damaged.add(path)
+            except DiskError:
+                self._aside.add(path)
         return path in self._known_whole
 
     def shortage(self) -> str | None:
@@ -287,6 +305,7 @@ class Checkpoints:
             keep_best=self._keep_best,
             newest=newest,
             damaged=self._damaged,
+            aside=self._aside,
         )
         self._known_whole.intersection_update(finished(self.folder))  # those that are left
         point(self._run / "last", f"{FOLDER}/{newest.name}")

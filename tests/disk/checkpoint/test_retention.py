@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -133,3 +135,65 @@ def test_a_failure_at_any_call_of_a_prune_leaves_whole_ones(tmp_path: Path, erro
         prune(parent, 1, keep_best=False)
         assert list(parent.iterdir()) == [made[2]]
     assert fail_at > 10
+
+
+def test_what_is_set_aside_stays_until_as_many_others_are_as_new_as_are_kept(
+    tmp_path: Path,
+) -> None:
+    made = {step: _save(tmp_path, step) for step in (2, 4, 6)}
+    aside = [made[6]]
+    made[5] = _save(tmp_path, 5)
+    assert prune(tmp_path, 2, keep_best=False, newest=made[5], aside=aside) == [made[2].name]
+    made[7] = _save(tmp_path, 7)
+    assert prune(tmp_path, 2, keep_best=False, newest=made[7], aside=aside) == [made[4].name]
+    assert set(finished(tmp_path)) == {made[5], made[6], made[7]}, (
+        "two others count, and it does not"
+    )
+    made[8] = _save(tmp_path, 8)
+    deleted = prune(tmp_path, 2, keep_best=False, newest=made[8], aside=aside)
+    assert deleted == [made[5].name, made[6].name]
+
+
+def test_without_that_word_it_would_take_the_place_of_another(tmp_path: Path) -> None:
+    """The sibling: an unreadable checkpoint that counts leaves one that can be read."""
+    made = {step: _save(tmp_path, step) for step in (4, 5, 6)}
+    assert prune(tmp_path, 2, keep_best=False, newest=made[5]) == [made[4].name]
+    as_damaged = prune(tmp_path, 2, keep_best=False, newest=made[5], damaged=[made[6]])
+    assert as_damaged == [made[6].name]
+
+
+@pytest.fixture
+def blind(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Files that the system fails to look at, and to read."""
+    paths: list[Path] = []
+    for name in ("stat", "read_bytes"):
+        real = getattr(Path, name)
+
+        def looked(path: Path, *args: Any, _real: Any = real, **options: Any) -> Any:
+            if path in paths:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return _real(path, *args, **options)
+
+        monkeypatch.setattr(Path, name, looked)
+    return paths
+
+
+def test_a_save_whose_manifest_cannot_be_looked_at_is_not_cleared_away(
+    tmp_path: Path, blind: list[Path]
+) -> None:
+    made, never_ended = _save(tmp_path, 4), _unfinished(tmp_path, 5)
+    blind.append(made / MANIFEST_NAME)
+    assert finished(tmp_path) == [made]
+    assert clear_unfinished(tmp_path) == [never_ended.name]
+    assert made.is_dir()
+
+
+def test_one_whose_loss_cannot_be_read_now_may_be_the_best(
+    tmp_path: Path, blind: list[Path]
+) -> None:
+    made = {step: _save(tmp_path, step, loss) for step, loss in ((1, 1.0), (2, 9.0), (3, 8.0))}
+    blind.append(made[1] / MANIFEST_NAME)
+    assert prune(tmp_path, 1, keep_best=True) == [made[2].name]
+    blind.clear()
+    assert prune(tmp_path, 1, keep_best=True) == []
+    assert prune(tmp_path, 1, keep_best=False) == [made[1].name]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatrain.cli.exporting import export_model
 from megatrain.config import Config
 from megatrain.data.tokens import prepare
 from megatrain.errors import ConfigError
@@ -169,3 +170,27 @@ def test_other_rows_to_evaluate_on_are_refused(world: Path, home: Path, tmp_path
     assert first == second
     assert '\n  data.eval (its rows): "' in first
     assert "data.train" not in first
+
+
+def exported(ranks: Ranks, homes: list[Path], target: Path) -> str:
+    """Export the model of this rank's host, as one of two; return the refusal, if any."""
+    os.chdir(homes[ranks.owner.rank])
+    try:
+        return export_model(Path("model"), target, ranks=ranks)
+    except ConfigError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_command_on_ranks_with_another_model_is_refused(
+    home: Path, tmp_path: Path, differs: bool
+) -> None:
+    def change(other: Path) -> None:
+        if differs:
+            train_one_tensor(other / "model", SINGLE_NAME, "layers.0.self_attn.v_proj")
+
+    homes = other_home(home, tmp_path / "other", change)
+    first, second = (o.result for o in rank_outcomes(2, exported, homes, tmp_path / "out"))
+    assert first == second
+    assert (tmp_path / "out").exists() is not differs
+    assert ("\n  model (model): " in first) is differs

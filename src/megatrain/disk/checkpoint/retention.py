@@ -8,6 +8,9 @@ Laws (tests/disk/checkpoint/test_retention.py)
     1. The newest checkpoint and, if asked, the best are never deleted.
     2. Folders that are not our saves, and links, are neither opened nor removed.
     3. A checkpoint that is known as damaged does not count as one of those to keep.
+    4. One that is set aside, because it could not be read or training failed from it, does not
+       count either, and stays until as many others of its step or later exist as are to be kept.
+    5. A folder whose manifest cannot be looked at is neither unfinished nor removed as such.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ class FoundCheckpoint:
 
 def finished(parent: Path) -> list[Path]:
     """Return the folders that have a manifest, the newest first. Their bytes are not checked."""
-    folders = [path for path in _saves(parent) if (path / MANIFEST_NAME).exists()]
+    folders = [path for path in _saves(parent) if _has_manifest(path)]
     return sorted(folders, key=_age, reverse=True)
 
 
@@ -46,7 +49,7 @@ def clear_unfinished(parent: Path) -> list[str]:
     """Remove saves that never ended; return their names. Only for who owns the run."""
     cleared = []
     for path in _saves(parent):
-        if not (path / MANIFEST_NAME).exists():
+        if not _has_manifest(path):
             delete_checkpoint(path)
             cleared.append(path.name)
     return cleared
@@ -59,9 +62,12 @@ def prune(
     keep_best: bool,
     newest: Path | None = None,
     damaged: Collection[Path] = (),
+    aside: Collection[Path] = (),
 ) -> list[str]:
     """Delete what `disposable` returns; return the names."""
-    folders = disposable(parent, keep, keep_best=keep_best, newest=newest, damaged=damaged)
+    folders = disposable(
+        parent, keep, keep_best=keep_best, newest=newest, damaged=damaged, aside=aside
+    )
     for folder in folders:
         delete_checkpoint(folder)
         sync_folder(parent)
@@ -75,17 +81,24 @@ def disposable(
     keep_best: bool,
     newest: Path | None = None,
     damaged: Collection[Path] = (),
+    aside: Collection[Path] = (),
 ) -> list[Path]:
     """Return all but the newest `keep` checkpoints and, if asked, the best; the oldest first.
 
     `newest` was just saved and stays, even if a damaged one of a later step was skipped.
     Those known as `damaged` do not count for `keep`, are never the best, and come first.
+    Those set `aside` do not count for `keep`, and stay until `keep` others are as new. While the
+    best is wanted, one whose loss cannot be read now stays too: it may be the best.
     """
     folders = finished(parent)
-    whole = [folder for folder in folders if folder not in damaged]
+    whole = [folder for folder in folders if folder not in damaged and folder not in aside]
     kept = {*whole[:keep], newest}
-    if keep_best and (best := best_of(parent, damaged)) is not None:
-        kept.add(best.path)
+    steps = [step_of(folder) for folder in whole]
+    kept.update(f for f in aside if sum(step >= step_of(f) for step in steps) < keep)
+    if keep_best:
+        kept.update(folder for folder in folders if not _is_readable(folder))
+        if (best := best_of(parent, damaged)) is not None:
+            kept.add(best.path)
     rest = [folder for folder in reversed(folders) if folder not in kept]
     return sorted(rest, key=lambda folder: folder not in damaged)
 
@@ -109,10 +122,40 @@ def loss_of(folder: Path) -> float | None:
     return loss if isinstance(loss, float) and math.isfinite(loss) else None
 
 
+def _is_readable(folder: Path) -> bool:
+    """Return whether the system reads the manifest of a checkpoint, whatever is in it."""
+    try:
+        read_manifest(folder)
+    except DiskError:
+        return False
+    except (CheckpointDamaged, CheckpointMismatch):
+        pass
+    return True
+
+
 def _saves(parent: Path) -> list[Path]:
-    if not parent.is_dir():
+    """Return the folders that saves have made. Raises DiskError if the system does not tell."""
+    try:
+        found = list(parent.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    return [p for p in parent.iterdir() if _NAME.fullmatch(p.name) and not p.is_symlink()]
+    except OSError as error:  # not "no checkpoint": a resume would begin again
+        raise DiskError(f"cannot read {parent}: {error.strerror}") from error
+    return [path for path in found if _NAME.fullmatch(path.name) and not path.is_symlink()]
+
+
+def _has_manifest(folder: Path) -> bool:
+    """Return whether a save has finished. If the system does not tell, it counts as finished.
+
+    Not `exists`: newer Pythons return False for any error, and the folder would be cleared away.
+    """
+    try:
+        (folder / MANIFEST_NAME).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True  # its reader reports what the system says
+    return True
 
 
 def step_of(folder: Path) -> int:
@@ -123,4 +166,7 @@ def step_of(folder: Path) -> int:
 
 
 def _age(folder: Path) -> tuple[int, int]:
-    return step_of(folder), (folder / MANIFEST_NAME).stat().st_mtime_ns
+    try:
+        return step_of(folder), (folder / MANIFEST_NAME).stat().st_mtime_ns
+    except OSError:
+        return step_of(folder), 0

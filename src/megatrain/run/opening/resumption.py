@@ -5,7 +5,8 @@ into the store that the plan asks for.
 
 One table below has the settings that may change between stop and resume. Every change is printed.
 A damaged checkpoint is skipped, with a message; one of another model, data or
-version is refused, because it is not damage but a mistake.
+version is refused, because it is not damage but a mistake. One that the system does not read, after
+some tries, is skipped with a message too, and it stays: its bytes may be right.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from megatrain.disk.checkpoint.manifest import Manifest, read_manifest
 from megatrain.disk.checkpoint.parts import checkpoint_parts
 from megatrain.disk.checkpoint.restore import restore
 from megatrain.disk.checkpoint.retention import finished, step_of
+from megatrain.disk.checkpoint.retried import retried
 from megatrain.disk.hf.growth import Growth
 from megatrain.disk.hf.model import HostModel, ModelFolder, read_model_folder
 from megatrain.disk.hf.source_mark import source_mark
@@ -32,6 +34,7 @@ from megatrain.errors import (
     CheckpointDamaged,
     CheckpointMismatch,
     DiskError,
+    DiskFull,
     ModelFolderError,
     WeightsFormatError,
     WeightsMismatch,
@@ -113,7 +116,11 @@ class LoadedCheckpoint:
     skipped: list[str] = field(default_factory=list)
     """Why newer checkpoints are skipped."""
     damaged: list[Path] = field(default_factory=list)
-    """Those checkpoints."""
+    """Those of them that have a byte other than it was written with, or lack one."""
+    unreadable: list[Path] = field(default_factory=list)
+    """Those of them that the system did not read: they may be whole."""
+    refused: list[Path] = field(default_factory=list)
+    """Newer checkpoints that the caller does not want."""
     changed: list[str] = field(default_factory=list)
     """Settings that are not as they were."""
     converted: list[str] = field(default_factory=list)
@@ -156,7 +163,8 @@ def find_checkpoint(
 ) -> OpenedCheckpoint | None:
     """Return the newest checkpoint of a run that `resumes`, without tensors; None without one.
 
-    Raises CheckpointDamaged if there are some and none can be opened, and CheckpointMismatch.
+    Raises CheckpointDamaged if there are some and none can be opened, DiskError if it may be that
+    they only cannot be read now, and CheckpointMismatch.
     """
 
     def opened(path: Path, manifest: Manifest, known: RunRecord) -> OpenedCheckpoint:
@@ -174,13 +182,20 @@ def find_checkpoint(
 
 
 def resume(
-    folder: Path, config: Config, home: HostModel, ranks: Ranks = ALONE
+    folder: Path,
+    config: Config,
+    home: HostModel,
+    ranks: Ranks = ALONE,
+    *,
+    wants: Callable[[RunRecord], bool] = lambda known: True,
 ) -> LoadedCheckpoint | None:
-    """Fill `home` from the newest complete checkpoint of `folder`; None if no save finished.
+    """Fill `home` from the newest complete checkpoint of `folder` that the caller `wants`.
 
-    All ranks take the same one: what one of them finds damaged is damaged.
+    None: no save finished, or it wants none of them. All ranks take the same one: what one of them
+    finds damaged is damaged.
 
-    Raises CheckpointDamaged if there are some and none is complete, and CheckpointMismatch.
+    Raises CheckpointDamaged if there are some and none is complete, DiskError if it may be that
+    they only cannot be read now, and CheckpointMismatch.
     """
 
     def loaded(path: Path, manifest: Manifest, known: RunRecord) -> LoadedCheckpoint:
@@ -196,11 +211,17 @@ def resume(
             converted=[] if conversion is None else [_in_words(config, known, home)],
         )
 
-    found = _newest(folder, loaded, ranks)
+    found = _newest(folder, loaded, ranks, wants)
     if found is None:
         return None
-    checkpoint, skipped = found
-    return replace(checkpoint, skipped=list(skipped.values()), damaged=list(skipped))
+    checkpoint, passed = found
+    return replace(
+        checkpoint,
+        skipped=[one.reason for one in passed if one.reason],
+        damaged=[one.path for one in passed if one.is_damaged],
+        unreadable=[one.path for one in passed if one.reason and not one.is_damaged],
+        refused=[one.path for one in passed if not one.reason],
+    )
 
 
 def conversion_of(config: Config, known: RunRecord, home: HostModel) -> Conversion | None:
@@ -223,43 +244,77 @@ def _in_words(config: Config, known: RunRecord, home: HostModel) -> str:
     return text if config.optim.state != "auto" else f"{text}: {saved} no longer fits this machine"
 
 
-def _newest(
-    folder: Path, use: Callable[[Path, Manifest, RunRecord], T], ranks: Ranks
-) -> tuple[T, dict[Path, str]] | None:
-    """Return what `use` makes of the newest checkpoint that is not damaged, and why others are.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Passed:
+    """A checkpoint that is not used."""
 
-    Rank 0 says which there are. Raises CheckpointDamaged if all are damaged.
+    path: Path
+    reason: str
+    """What is wrong with it; empty: the caller does not want it."""
+    is_damaged: bool
+
+
+def _newest(
+    folder: Path,
+    use: Callable[[Path, Manifest, RunRecord], T],
+    ranks: Ranks,
+    wants: Callable[[RunRecord], bool] = lambda known: True,
+) -> tuple[T, list[_Passed]] | None:
+    """Return what `use` makes of the newest checkpoint that it can, and those that are newer.
+
+    Rank 0 says which there are. None: there is none that the caller `wants`. Raises
+    CheckpointDamaged if all are damaged, and DiskError if some may be whole and cannot be read.
     """
-    skipped: dict[Path, str] = {}
+    passed: list[_Passed] = []
     names = [path.name for path in finished(folder)] if ranks.owner.leads else []
     for path in [folder / name for name in ranks.agree({"finished": names})[0]["finished"]]:
-        result, damage = unhurried(ranks, partial(_tried, path, use))
-        damages = [said["damage"] for said in ranks.agree({"damage": damage})]
-        found = [text for text in damages if text is not None]
+        result, failure = unhurried(ranks, partial(_tried, path, use, wants))
+        failures = [said["failure"] for said in ranks.agree({"failure": failure})]
+        # Damage that one rank finds is damage, whatever the others could not read.
+        found = sorted((one for one in failures if one is not None), key=lambda one: not one[1])
         if not found:
             assert result is not None
-            return result, skipped
-        skipped[path] = found[0]
-    if skipped:
-        reasons = "\n  ".join(skipped.values())
+            return result, passed
+        reason, is_damaged = found[0]
+        passed.append(_Passed(path=path, reason=reason, is_damaged=is_damaged))
+    if not any(one.reason for one in passed):
+        return None
+    reasons = "\n  ".join(one.reason for one in passed if one.reason)
+    if all(one.is_damaged for one in passed):
         raise CheckpointDamaged(
-            f"{folder}: none of {len(skipped)} checkpoints is complete:\n  {reasons}\n"
+            f"{folder}: none of {len(passed)} checkpoints is complete:\n  {reasons}\n"
             "Restore one from a backup, or remove the folder to start again."
         )
-    return None
+    raise DiskError(
+        f"{folder}: none of {len(passed)} checkpoints can be used:\n  {reasons}\n"
+        "Those that cannot be read may be whole, and nothing was deleted. Run the same command "
+        "again when the file system answers."
+    )
 
 
 def _tried(
-    path: Path, use: Callable[[Path, Manifest, RunRecord], T]
-) -> tuple[T | None, str | None]:
-    """Return what `use` makes of a checkpoint, or why it is damaged."""
-    try:
+    path: Path,
+    use: Callable[[Path, Manifest, RunRecord], T],
+    wants: Callable[[RunRecord], bool],
+) -> tuple[T | None, tuple[str, bool] | None]:
+    """Return what `use` makes of a checkpoint, or why it makes nothing, and if that is damage."""
+
+    def attempt() -> T | None:
         manifest = read_manifest(path)
         if manifest.step != step_of(path):
             raise CheckpointDamaged(f"{path} has step {manifest.step}: its files were mixed up")
-        return use(path, manifest, known_of(manifest)), None
-    except (CheckpointDamaged, DiskError) as error:  # a sector that cannot be read is damage
-        return None, str(error)
+        known = known_of(manifest)
+        return use(path, manifest, known) if wants(known) else None
+
+    try:
+        result = retried(attempt)
+    except CheckpointDamaged as error:
+        return None, (str(error), True)
+    except DiskFull:  # of the scratch file: no older checkpoint would need less
+        raise
+    except DiskError as error:
+        return None, (f"{error}. It may be whole, and stays", False)
+    return result, (None if result is not None else ("", False))
 
 
 def known_of(manifest: Manifest) -> RunRecord:
@@ -364,14 +419,16 @@ def _defaults(section: str) -> dict[str, Any]:
 
 
 def _require_small_files(path: Path, manifest: Manifest) -> None:
-    """Raise CheckpointDamaged unless the files that describe the model are as they were written."""
+    """Raise CheckpointDamaged or DiskError unless the small files of the model are as written."""
     for name, record in manifest.files.items():
         if not name.startswith("model/") or name.endswith(".safetensors"):
             continue
         try:
             data = (path / name).read_bytes()
+        except FileNotFoundError:
+            raise CheckpointDamaged(f"{path / name} is missing") from None
         except OSError as error:
-            raise CheckpointDamaged(f"{path / name}: {error.strerror}") from None
+            raise DiskError(f"cannot read {path / name}: {error.strerror}") from error
         if record.digests != digests(data):
             raise CheckpointDamaged(f"{path / name} does not match its hash")
     if f"model/{CONFIG_NAME}" not in manifest.files:
