@@ -60,10 +60,19 @@ class Saving:
         """What to do when a checkpoint is complete."""
         self.best_is_new = False
         """Whether the last step's evaluation is the best so far."""
+        self._is_late = False
+        """Whether a save on schedule waits for a step that is not left out."""
 
-    def if_due(self, step: int, say: Say, *, is_asked: bool = False) -> None:
-        """Begin to save the state after `step` if it is time, or asked for."""
-        is_time = self._every is not None and step % self._every == 0
+    def if_due(self, step: int, say: Say, *, is_asked: bool = False, is_same: bool = False) -> None:
+        """Begin to save the state after `step` if it is time, or asked for.
+
+        `is_same`: the step was left out, so the weights are those of the step before. What is due
+        waits for a step that changes them: `save.keep` copies of weights from which every step
+        fails would push out the checkpoint that a rollback needs.
+        """
+        is_time = self._is_late or (self._every is not None and step % self._every == 0)
+        self._is_late = is_time and is_same
+        is_time = is_time and not is_same
         is_best = self._keeps_best and self.best_is_new
         self.best_is_new = False
         if is_time or is_best or is_asked or self.requests.save():

@@ -177,7 +177,8 @@ class Trainer:
         self.data.seek(known.data)
         self.state = known.state
         lost = self.folder.cut(known.lines)
-        self.checkpoints.took_up(self.state.step, resumed.path, resumed.damaged)
+        aside = [*resumed.unreadable, *resumed.refused]
+        self.checkpoints.took_up(self.state.step, resumed.path, resumed.damaged, aside)
         self.notes += resumed_in_words(resumed, lost)
         self.notes += rate_jump(self._rate, known.learning_rate, self.state.step, self.num_steps)
         self.notes.append(f"resumed from {resumed.path.name}")
@@ -211,7 +212,8 @@ class Trainer:
                 self._take_step(state.step + 1)
                 state = self.state
                 is_asked = self._callbacks.take("should_save")
-                self.saving.if_due(state.step, live.say, is_asked=is_asked)
+                is_same = state.step in state.left_out
+                self.saving.if_due(state.step, live.say, is_asked=is_asked, is_same=is_same)
                 self._end_if_asked()
             self.saving.at_end(state.step, live.say)
             self.saving.requests.ask()
@@ -373,17 +375,16 @@ class Trainer:
             self._callbacks.tell(event, self.config, progress, trainer=self, **details)
 
     def _roll_back(self, step: int, reason: str) -> None:
-        """Go back to the last checkpoint, and leave the step out from then on."""
+        """Go back to a checkpoint, and leave the step out from then on, or try older weights."""
         self.engine.settle()
         self.checkpoints.wait()
         self.saving.report(self._live.say)
-        found = self._rollbacks.load(step, reason, self.checkpoints, self.config, self.home)
-        left_out = self.state.left_out
-        self._take_up(found)
-        self.state.left_out |= left_out | {step: reason}
-        self._live.say(f"step {step}: {reason}: back to step {self.state.step}, leaving it out")
-        record = {"event": "rolled back", "step": step, "to": self.state.step, "reason": reason}
-        self.folder.append("events.jsonl", record)
+        back = self._rollbacks.load(step, reason, self.checkpoints, self.config, self.home)
+        left_out = back.left_out(self.state.left_out)
+        self._take_up(back.found)
+        self.state.left_out |= left_out
+        self._live.say(str(back))
+        self.folder.append("events.jsonl", back.event())
 
     def _write_plan(self) -> None:
         found = facts(self.plan, self.device, self._step_seconds)
