@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -163,15 +163,15 @@ def test_the_folder_of_an_export_is_checked_whoever_reads_it(
 ) -> None:
     model = ended / "model"
     config = config_of(world, tmp_path / "new", SETTING, model={"name_or_path": str(model)})
-    uses = {
-        "export": lambda: export_model(model, tmp_path / "out"),
-        "eval": lambda: evaluate_model(model, world / "rows.jsonl", 2),
-        "sample": lambda: sample_from(model, ["hi"], 2),
-        "train": lambda: Trainer(config).close(),
-    }
+    uses: list[Callable[[], object]] = [
+        lambda: export_model(model, tmp_path / "out"),
+        lambda: evaluate_model(model, world / "rows.jsonl", 2),
+        lambda: sample_from(model, ["hi"], 2),
+        lambda: Trainer(config).close(),
+    ]
     assert chosen_model(model).folder == model, "it is whole so far"
     damage(model)
-    for use in uses.values():
+    for use in uses:
         with pytest.raises(CheckpointDamaged, match="do not match their hash") as failure:
             use()
         assert f"If the change is yours, delete {model / RECORD_NAME}" in str(failure.value)
@@ -179,7 +179,7 @@ def test_the_folder_of_an_export_is_checked_whoever_reads_it(
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "new" / FOLDER).exists()
     (model / RECORD_NAME).unlink()
-    for use in uses.values():
+    for use in uses:
         use()
 
 

@@ -49,7 +49,7 @@ def steps(path: Path) -> list[int]:
 
 def unreadable(folder: Path, *, times: int = 10**9, error: int = errno.EIO) -> Any:
     """Let the system fail to open files of a folder, so many times."""
-    failed = []
+    failed: list[int] = []
 
     def fail(number: int, name: str, args: tuple[Any, ...]) -> None:
         if name == "open" and folder in Path(os.fsdecode(args[0])).parents and len(failed) < times:
@@ -78,7 +78,8 @@ def test_an_error_that_passes_costs_no_step(
 def test_a_manifest_that_cannot_be_read_once_costs_no_step(
     world: Path, died: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    newest, real, failed = finished(died / FOLDER)[0], Path.read_bytes, []
+    newest, real = finished(died / FOLDER)[0], Path.read_bytes
+    failed: list[Path] = []
 
     def read(path: Path) -> bytes:
         if path == newest / MANIFEST_NAME and not failed:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Callable
 
 import pytest
 
-from megatrain.disk.checkpoint import retried as module
 from megatrain.disk.checkpoint.retried import PAUSES_S, retried
 from megatrain.errors import CheckpointDamaged, DiskError, DiskFull
 
@@ -16,7 +16,7 @@ from megatrain.errors import CheckpointDamaged, DiskError, DiskFull
 @pytest.fixture(autouse=True)
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     taken: list[float] = []
-    monkeypatch.setattr(module.time, "sleep", taken.append)
+    monkeypatch.setattr(time, "sleep", taken.append)
     return taken
 
 

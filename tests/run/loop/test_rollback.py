@@ -37,22 +37,22 @@ def whole(world: Path, cache_in_world: None) -> tuple[State, Path]:
     return ended, world / "whole"
 
 
-def poison_before_the_save_of(trainer: Trainer, step: int, *, here: bool = True) -> None:
-    """Turn one weight into NaN in memory, once: the save of `step` has it, and matching hashes.
+def poison_before_the_save_of(trainer: Trainer, chosen: int, *, here: bool = True) -> None:
+    """Turn one weight into NaN in memory, once: the save of `chosen` has it, and matching hashes.
 
     Of ranks, the one that has it `here`; the others wait as long.
     """
     if_due = trainer.saving.if_due
     done: list[int] = []
 
-    def poisoned(at: int, say: Callable[[str], None], **asked: bool) -> None:
-        if at == step and not done:
-            done.append(at)
+    def poisoned(step: int, say: Callable[[str], None], **asked: bool) -> None:
+        if step == chosen and not done:
+            done.append(step)
             trainer.engine.settle()
             if here:
                 weights = trainer.home.store.arena(Kind.HI).view(torch.bfloat16)
                 weights[len(weights) // 2] = float("nan")
-        if_due(at, say, **asked)
+        if_due(step, say, **asked)
 
     trainer.saving.if_due = poisoned  # type: ignore[method-assign]
 

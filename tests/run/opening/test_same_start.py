@@ -18,6 +18,7 @@ from megatrain.config import Config
 from megatrain.data.tokens import prepare
 from megatrain.errors import ConfigError
 from megatrain.model_files import ADAPTER_CONFIG_NAME, ADAPTER_NAME, SINGLE_NAME
+from megatrain.optim.native import LIBRARY
 from megatrain.ranks.ranks import Ranks
 from megatrain.run.together import installed
 from megatrain.run.trainer import Trainer
@@ -55,7 +56,7 @@ def opened(ranks: Ranks, config: Config, homes: list[Path], package: Path, libra
     vars(prepare)["probe_template"] = lambda *_: None  # its child process takes seconds
     os.chdir(homes[rank])
     if rank == 1:
-        installed.PACKAGE, installed.LIBRARY = package, library
+        vars(installed).update(PACKAGE=package, LIBRARY=library)
     try:
         with Trainer(config, ranks=ranks, dry_run=True):
             return "opened"
@@ -68,7 +69,7 @@ def results(
     homes: list[Path],
     *,
     package: Path = installed.PACKAGE,
-    library: Path = installed.LIBRARY,
+    library: Path = LIBRARY,
     **changes: dict[str, object],
 ) -> list[str]:
     config = config_of(world, world / "run", SETTING, **{**RELATIVE, **changes})
@@ -153,7 +154,7 @@ def test_other_code_is_refused(world: Path, home: Path, tmp_path: Path) -> None:
 def test_another_kernel_is_refused(world: Path, home: Path, tmp_path: Path, kernel: str) -> None:
     library = tmp_path / "libkernel.so"
     if kernel == "of other bytes":
-        library.write_bytes(installed.LIBRARY.read_bytes() + b"\0")
+        library.write_bytes(LIBRARY.read_bytes() + b"\0")
     first, second = results(world, [home, home], library=library)
     assert first == second
     other = "native, libkernel.so" if kernel == "of other bytes" else "torch"
