@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
-from collections.abc import Sequence
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -14,10 +18,24 @@ import torch.distributed as dist
 
 from megatrain.errors import ConfigError, RankLost
 from megatrain.ranks.environment import Seat
-from megatrain.ranks.meeting import meet
+from megatrain.ranks.meeting import is_loopback, meet, serve
 from megatrain.ranks.ownership import Owner
+from testkit.patience import HANG_S
+from testkit.strangers import listeners
+from testkit.warm_python import warm_python
 
 LONG_S = 120.0
+SHORT_S = 0.2
+JOINS = """
+import sys
+from megatrain.errors import MegaTrainError
+from megatrain.ranks.joining import join_ranks
+try:
+    join_ranks("cpu", float(sys.argv[1]))
+except MegaTrainError as error:
+    print(error)
+    sys.exit(error.exit_code)
+"""
 
 
 @pytest.fixture
@@ -26,6 +44,15 @@ def agent() -> Any:
     return dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=LONG_S)
     )
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """A port where every connection is accepted, and nothing is ever said."""
+    with socket.socket() as service:
+        service.bind(("127.0.0.1", 0))
+        service.listen()  # the system accepts
+        yield service.getsockname()[1]
 
 
 def seat(rank: int, size: int, port: int, *, agent: bool = True) -> Seat:
@@ -79,12 +106,78 @@ def test_who_did_not_come_is_named_with_who_came(agent: Any) -> None:
 def test_the_store_of_rank_0_needs_a_free_port_and_others_need_its_answer(agent: Any) -> None:
     (error,) = met([seat(0, 2, agent.port, agent=False)], 1.0)
     assert isinstance(error, ConfigError)
-    assert f"rank 0 of 2 on {socket.gethostname()} cannot listen on port {agent.port}" in str(error)
+    host = socket.gethostname()
+    assert f"rank 0 of 2 on {host} cannot listen on port {agent.port} of 127.0.0.1" in str(error)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
         (error,) = met([seat(1, 2, port, agent=False)], 0.5)
         assert isinstance(error, RankLost)
-        assert f"no answer from 127.0.0.1:{port} within 0.5 s" in str(error)
+        assert f"no answer from 127.0.0.1:{port} within 0." in str(error)
     stores = met([seat(rank, 2, port, agent=False) for rank in range(2)], LONG_S)
     assert not [store for store in stores if isinstance(store, Exception)]
+
+
+def test_a_service_that_says_nothing_is_named_by_every_rank(silent_port: int) -> None:
+    for error in met([seat(rank, 3, silent_port) for rank in range(3)], SHORT_S):
+        assert isinstance(error, RankLost)
+        assert f"127.0.0.1:{silent_port} accepts connections and has not answered" in str(error)
+    assert "meeting" not in {thread.name for thread in threading.enumerate()}  # none stays behind
+
+
+def test_the_client_of_torch_alone_would_wait_for_it_longer(silent_port: int) -> None:
+    """The sibling: it still waits after five deadlines, until a rank that gives up hangs up."""
+
+    def connect() -> None:
+        with suppress(RuntimeError):
+            dist.TCPStore(  # type: ignore[attr-defined]
+                "127.0.0.1", silent_port, timeout=timedelta(seconds=SHORT_S)
+            )
+
+    bare = threading.Thread(target=connect, daemon=True)
+    bare.start()
+    bare.join(5 * SHORT_S)
+    assert bare.is_alive()
+    met([seat(1, 2, silent_port)], SHORT_S)
+    bare.join(HANG_S)
+    assert not bare.is_alive()
+
+
+def test_a_process_ends_with_the_code_of_a_lost_rank(silent_port: int) -> None:
+    for rank, agent, code in [("0", "False", 2), ("0", "True", 6), ("1", "False", 6)]:
+        done = subprocess.run(
+            [*warm_python().command, "-c", JOINS, str(SHORT_S)],
+            capture_output=True, text=True, timeout=HANG_S, check=False,
+            env={**os.environ, "RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                 "MASTER_PORT": str(silent_port), "TORCHELASTIC_USE_AGENT_STORE": agent},
+        )  # fmt: skip
+        assert done.returncode == code, done.stderr
+        assert f"{silent_port}" in done.stdout
+        assert "127.0.0.1" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("127.0.0.1", True), ("127.0.1.1", True), ("::1", True), ("localhost", True),
+        ("10.0.0.1", False), ("0.0.0.0", False), ("host-0", False), (socket.gethostname(), False),
+    ],
+)  # fmt: skip
+def test_only_an_address_that_is_written_as_one_is_the_loopback(
+    address: str, expected: bool
+) -> None:
+    assert is_loopback(address) is expected
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
+def test_a_store_on_the_loopback_listens_nowhere_else(address: str) -> None:
+    store: Any = serve(address, 0, LONG_S)
+    assert ("127.0.0.1", store.port) in listeners(os.getpid())
+    assert {host for host, port in listeners(os.getpid()) if port == store.port} == {"127.0.0.1"}
+    (found,) = met([seat(0, 1, store.port)], LONG_S)
+    assert not isinstance(found, Exception)
+
+
+def test_a_store_as_torch_makes_it_would_be_seen_on_all_interfaces(agent: Any) -> None:
+    """The sibling: the walk over sockets sees more than the loopback."""
+    assert {host for host, port in listeners(os.getpid()) if port == agent.port} != {"127.0.0.1"}

@@ -126,3 +126,9 @@ def test_where_none_is_behind_the_network_is_suspected() -> None:
     found = _roll().suspicion(NoAnswer(2, TimeoutError("60000 ms")))
     assert "rank 2" in found
     assert "rank 1" not in found
+
+
+@pytest.mark.parametrize("words", [b"cos\nmkdir\n", b"\xff", b"[]", b"7", b"{}", b'{"fault": 1}'])
+def test_words_that_are_not_a_heartbeat_are_a_value_error(words: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011  (also of json)
+        Beat.from_json(words)

@@ -131,6 +131,20 @@ def test_a_silence_within_the_deadline_is_borne(store: HashStore) -> None:
         rank.watch.close()
 
 
+def test_words_of_a_stranger_are_not_heard_and_those_of_a_rank_still_are(
+    pair: list[Process], store: HashStore
+) -> None:
+    assert eventually(lambda: pair[0].watch._joined and pair[1].watch._joined)
+    for _ in range(20):
+        store.set("watch/rank 1", "cos\nmkdir\n(Vhere\ntR.")
+        pair[0].watch._hear()
+    assert not pair[0].is_told()
+    pair[1].watch.fail(DataError("row 7"))
+    assert eventually(pair[0].is_told)
+    with pytest.raises(RankLost, match="row 7"):
+        pair[0].watch.begin("comm", "gather")
+
+
 def test_a_store_that_dies_is_told_at_once() -> None:
     server = [TCPStore("localhost", 0, is_master=True, wait_for_workers=False)]
     client = TCPStore("localhost", server[0].port, wait_for_workers=False)

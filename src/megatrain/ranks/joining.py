@@ -25,14 +25,14 @@ def join_ranks(device: str, deadline_s: float) -> Ranks:
         return ALONE
     import torch.distributed as dist  # a torch without it still trains with one process
 
-    from megatrain.ranks.meeting import choose_interface, meet
+    from megatrain.ranks.meeting import answered, choose_interface, meet
     from megatrain.ranks.torch_ranks import TorchRanks
     from megatrain.ranks.watch import Watch
 
     store, hosts = meet(seat, deadline_s)
     choose_interface(seat)
     timeout, owner = timedelta(seconds=deadline_s), seat.owner
-    watch = Watch(store, owner, deadline_s)
+    watch = answered(seat, deadline_s, lambda: Watch(store, owner, deadline_s))
     try:
         dist.init_process_group(
             "gloo", store=store, rank=owner.rank, world_size=owner.size, timeout=timeout

@@ -12,23 +12,30 @@ attempt says in the store is under its name.
 Laws (tests/ranks/test_meeting.py)
     1. Within the deadline all ranks have joined, or each says who came, from which host.
     2. What an earlier attempt left in the store does no harm.
-    3. A port in use, and a host that does not answer, are named.
+    3. A port in use, and a host that does not answer, are named. No call waits longer than two
+       deadlines, also for a service that accepts connections and says nothing.
+    4. A store at a loopback address is reached from this host only.
 """
 
 from __future__ import annotations
 
 import fcntl
+import ipaddress
 import json
 import os
 import socket
 import struct
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
+from typing import TypeVar
 
+import psutil
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -37,21 +44,89 @@ from megatrain.ranks.environment import Seat
 from megatrain.ranks.ownership import Owner
 from megatrain.ranks.torch_ranks import plain_text
 
+Result = TypeVar("Result")
 Roster = dict[int, Sequence[str]]
 """Of each rank that came, its word and its host."""
+LOOPBACK = "127.0.0.1"
 _POLL_S = 0.02
+_SILENT = 1.5
+"""Deadlines after which a connected store counts as silent. The limits of torch end before."""
 _SIOCGIFADDR = 0x8915
 """Linux: the address of an interface."""
 
 
 def meet(seat: Seat, deadline_s: float) -> tuple[Store, list[str]]:
     """Return the store of this attempt and the host of each rank, once all have come."""
+    return answered(seat, deadline_s, lambda: _meet(seat, deadline_s))
+
+
+def answered(seat: Seat, deadline_s: float, ask: Callable[[], Result]) -> Result:
+    """Return what `ask` returns, which talks to the store. Raises RankLost if that is silent.
+
+    A client of torch waits for an answer without a limit. So `ask` has its own thread, and
+    if the time runs out its connection is shut down, by which the thread ends.
+    """
+    said: Future[Result] = Future()
+    limit_s = _SILENT * deadline_s
+    thread = threading.Thread(target=_run, args=(ask, said), name="meeting", daemon=True)
+    thread.start()
+    was_connected = False
+    try:
+        return said.result(limit_s)
+    except TimeoutError as error:
+        if said.done():
+            raise
+        was_connected = _hang_up(seat.port)
+        if not was_connected:
+            raise _no_answer(seat, limit_s, error) from error
+        raise RankLost(
+            f"{seat.says}: {seat.address}:{seat.port} accepts connections and has not answered "
+            f"for {limit_s:g} s. Another service may use this port, or the process that has the "
+            "store is stopped.\n  Give another port (torchrun --master-port, or the port of "
+            "--rdzv-endpoint), or end what uses this one."
+        ) from error
+    except BaseException:  # a signal, perhaps
+        was_connected = not said.done() and _hang_up(seat.port)
+        raise
+    finally:
+        if was_connected:
+            thread.join(deadline_s)
+
+
+def _run(ask: Callable[[], Result], said: Future[Result]) -> None:
+    try:
+        said.set_result(ask())
+    except BaseException as error:
+        said.set_exception(error)
+
+
+def _hang_up(port: int) -> bool:
+    """Shut down every connection of this process to a port of another; return if there were any."""
+    connected = False
+    for found in psutil.Process().net_connections("tcp"):
+        if found.status == psutil.CONN_ESTABLISHED and found.raddr.port == port:
+            with suppress(OSError), socket.socket(fileno=os.dup(found.fd)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+                connected = True
+    return connected
+
+
+def _no_answer(seat: Seat, waited_s: float, error: Exception) -> RankLost:
+    why = plain_text(error) or "no connection"
+    return RankLost(
+        f"{seat.says} had no answer from {seat.address}:{seat.port} within {waited_s:g} s, "
+        f"where rank 0 should be: {why}\n  Is MASTER_ADDR the host of rank 0, is it running, "
+        "and does a firewall let this port pass?"
+    )
+
+
+def _meet(seat: Seat, deadline_s: float) -> tuple[Store, list[str]]:
     ends = time.monotonic() + deadline_s
     store = _connect(seat, deadline_s)
     attempt = _call if seat.owner.leads else _answer
     try:
         name, roster = attempt(store, seat.owner, lambda: time.monotonic() < ends)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError, TypeError) as error:  # gone, or it has words of a stranger
         raise RankLost(
             f"{seat.says} lost the store at {seat.address}:{seat.port}, and with it rank 0 or "
             f"the launcher on its host: {plain_text(error)}"
@@ -68,28 +143,71 @@ def meet(seat: Seat, deadline_s: float) -> tuple[Store, list[str]]:
     return PrefixStore(name, store), list(hosts.values())
 
 
+def is_loopback(address: str) -> bool:
+    """Return whether an address, as it is written, is reached from this host only.
+
+    Names are not resolved: on its own host, a host's name often means 127.0.1.1.
+    """
+    with suppress(ValueError):
+        return ipaddress.ip_address(address).is_loopback
+    return address == "localhost"
+
+
+def serve(address: str, port: int, deadline_s: float) -> Store:
+    """Return a store of this process; port 0 is any free one. Raises OSError or RuntimeError.
+
+    At a loopback address it listens there and nowhere else. At any other it listens on all
+    interfaces, because torch does and the address may be a name that only others resolve.
+    """
+    listener = _listener(address, port) if is_loopback(address) else None
+    port = port if listener is None else listener.getsockname()[1]
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        address,
+        port,
+        is_master=True,
+        timeout=timedelta(seconds=deadline_s),
+        wait_for_workers=False,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
+
+
+def _listener(address: str, port: int) -> socket.socket:
+    address = LOOPBACK if address == "localhost" else address
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
 def _connect(seat: Seat, deadline_s: float) -> Store:
     """Return the store that all attempts share."""
-    serves = seat.owner.leads and not seat.agent
+    if seat.owner.leads and not seat.agent:
+        try:
+            return serve(seat.address, seat.port, deadline_s)
+        except (OSError, RuntimeError) as error:
+            raise ConfigError(
+                f"{seat.says} cannot listen on port {seat.port} of {seat.address}: "
+                f"{plain_text(error)}\n  Give another MASTER_PORT (torchrun --master-port), or "
+                "end what uses this one."
+            ) from error
+    return reach(seat, deadline_s)
+
+
+def reach(seat: Seat, deadline_s: float) -> Store:
+    """Return a connection to the store of another process. Raises RankLost."""
     try:
         return dist.TCPStore(  # type: ignore[attr-defined]
             seat.address,
             seat.port,
-            is_master=serves,
             timeout=timedelta(seconds=deadline_s),
             wait_for_workers=False,
         )
     except RuntimeError as error:
-        if serves:
-            raise ConfigError(
-                f"{seat.says} cannot listen on port {seat.port}: {plain_text(error)}\n  Give "
-                "another MASTER_PORT (torchrun --master-port), or end what uses this one."
-            ) from error
-        raise RankLost(
-            f"{seat.says} had no answer from {seat.address}:{seat.port} within {deadline_s:g} s, "
-            f"where rank 0 should be: {plain_text(error)}\n  Is MASTER_ADDR the host of rank 0, "
-            "is it running, and does a firewall let this port pass?"
-        ) from error
+        raise _no_answer(seat, deadline_s, error) from error
 
 
 def _call(store: Store, owner: Owner, in_time: Callable[[], bool]) -> tuple[str, Roster]:

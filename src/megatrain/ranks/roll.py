@@ -64,9 +64,13 @@ class Beat:
 
     @classmethod
     def from_json(cls, data: bytes) -> Beat:
-        values: dict[str, Any] = json.loads(data)
-        fault = values.pop("fault")
-        return cls(**values, fault=fault and RankFault(**fault))
+        """Raises ValueError if these are not the words of a rank."""
+        try:
+            values: dict[str, Any] = json.loads(data)
+            fault = values.pop("fault")
+            return cls(**values, fault=fault and RankFault(**fault))
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"not a heartbeat: {error}") from error
 
 
 class Roll:

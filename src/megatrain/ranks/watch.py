@@ -15,6 +15,7 @@ Laws (tests/ranks/test_watch.py)
     2. A process whose rank or whose other rank is lost ends within the grace period, whatever its
        threads wait for. One that leaves, or whose others have all left, is not ended.
     3. Time in which this process itself was stopped is not the others' silence.
+    4. Words in the store that are not a heartbeat are not heard, and end nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -191,7 +193,8 @@ class Watch:
         with self._lock:
             self._roll.hear_store()
             for rank, beat in zip(joined, beats, strict=True):
-                self._roll.hear(rank, Beat.from_json(beat))
+                with suppress(ValueError):  # somebody else wrote there; the next one is its own
+                    self._roll.hear(rank, Beat.from_json(beat))
 
     def _keep(self) -> None:
         """Be thread guard."""
