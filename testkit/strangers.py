@@ -1,7 +1,6 @@
 """A stranger on the network: the ports of a run that it reaches, and the pickles it leaves there.
 
-The walk is psutil's and the planting torch's own client, so both see what the system has and not
-what we believe.
+The walk is psutil's and the client torch's own, so they see what is there and not what we believe.
 """
 
 from __future__ import annotations
@@ -9,41 +8,25 @@ from __future__ import annotations
 import os
 import pickle
 import socket
-import subprocess
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from megatrain.errors import RankLost
+from megatrain.ranks.environment import Seat
+from megatrain.ranks.meeting import answered, reach
+from megatrain.ranks.ownership import Owner
 from testkit.patience import HANG_S
-from testkit.warm_python import warm_python
 
 Listener = tuple[str, int]
 """Address and port."""
 LOOPBACK = {"127.0.0.1", "::1"}
-PLANT = """
-import os, sys, threading
-from datetime import timedelta
-import torch.distributed as dist
-
-port, data, *names = sys.argv[1:]
-data, done = bytes.fromhex(data), []
-
-def plant():
-    store = dist.TCPStore("127.0.0.1", int(port), timeout=timedelta(seconds=2))
-    keys = store.list_keys()
-    for key in [*keys, *names]:
-        store.set(key, data.decode("latin-1"))
-    done.append(keys)
-
-thread = threading.Thread(target=plant, daemon=True)
-thread.start()
-thread.join(2)  # a port that is not a store's never answers
-if done:
-    print("\\n".join(done[0]), flush=True)
-os._exit(0 if done else 1)
-"""
+_ANSWER_S = 2.0
+"""Within so long a store answers; a port that is not a store's never does."""
 
 
 class Bomb:
@@ -74,21 +57,34 @@ def listeners(*pids: int) -> set[Listener]:
     return found
 
 
-def plant(folder: Path, ports: Iterable[int], names: Iterable[str] = ()) -> dict[int, list[str]]:
-    """Leave pickles at all ports; return the keys that were overwritten, by port of a store.
+def plant(
+    folder: Path, ports: Iterable[int], encode: Callable[[bytes], bytes] = bytes
+) -> dict[int, list[str]]:
+    """Leave a pickle at all ports; return the keys that were overwritten, by port of a store.
 
-    Each is written to every key that a store has and to `names`, and sent as plain bytes.
-    Where one is unpickled, `folder` appears.
+    It is written to every key that a store has, and sent as plain bytes. Where it is unpickled,
+    `folder` appears. The rendezvous of torchrun expects it encoded by `base64.b64encode`.
     """
-    data = pickle.dumps(Bomb(folder), protocol=0)
-    reached = {}
-    for port in ports:
-        with suppress(OSError), socket.create_connection(("127.0.0.1", port), HANG_S) as plain:
-            plain.sendall(data)
-        done = subprocess.run(
-            [*warm_python().command, "-c", PLANT, str(port), data.hex(), *names],
-            stdout=subprocess.PIPE, text=True, timeout=HANG_S, check=False,
-        )  # fmt: skip
-        if done.returncode == 0:
-            reached[port] = done.stdout.split("\n")[:-1]
-    return reached
+    data = encode(pickle.dumps(Bomb(folder), protocol=0))
+    ports = sorted(ports)
+    with ThreadPoolExecutor(max(1, len(ports))) as pool:
+        found = pool.map(lambda port: _plant(port, data), ports)
+        return {port: keys for port, keys in zip(ports, found, strict=True) if keys is not None}
+
+
+def _plant(port: int, data: bytes) -> list[str] | None:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), HANG_S) as plain:
+        plain.sendall(data)
+    seat = Seat(owner=Owner(0, 1), address="127.0.0.1", port=port, agent=True)
+
+    def write() -> list[str]:
+        store: Any = reach(seat, _ANSWER_S)
+        keys: list[str] = store.list_keys()
+        for key in keys:
+            store.set(key, data.decode())
+        return keys
+
+    try:
+        return answered(seat, _ANSWER_S, write)
+    except RankLost:
+        return None

@@ -10,6 +10,7 @@ from megatrain.cli.app import app
 from megatrain.errors import ConfigError, MegaTrainError, RankLost
 from megatrain.output import lasting_output, say_last
 from megatrain.ranks.environment import read_environment
+from megatrain.ranks.parent import end_with_launcher
 
 
 def main() -> None:
@@ -19,6 +20,7 @@ def main() -> None:
     itself is lost does another one speak.
     """
     rank = 0
+    end_with_launcher()
     try:
         seat = read_environment(os.environ)
         rank = 0 if seat is None else seat.owner.rank
