@@ -54,6 +54,15 @@ def _ranks_of(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
     return [child for child in found if os.getsid(child.pid) == child.pid]
 
 
+def _wait_for_steps(launcher: subprocess.Popen[str], run: Path, count: int) -> None:
+    """Wait until a run has written so many lines. Raises AssertionError if it ends before."""
+    path = run / "metrics.jsonl"
+    assert eventually(
+        lambda: (path.exists() and len(lines_of(run)) >= count) or launcher.poll() is not None
+    )
+    assert launcher.poll() is None, launcher.communicate()[0]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
     """A run on two ranks, of which one got SIGTERM, and everything seen of it."""
@@ -82,18 +91,13 @@ def ended(world: Path, cache_in_world: None, tmp_path_factory: pytest.TempPathFa
         text=True,
     )
     try:
-        assert eventually(
-            lambda: (
-                ((run / "metrics.jsonl").exists() and len(lines_of(run)) > 2)
-                or launcher.poll() is not None
-            )
-        )
+        _wait_for_steps(launcher, run, 3)
         ranks = _ranks_of(launcher)
         seen = listeners(*(process.pid for process in tree(launcher.pid)))
         for encode in (bytes, base64.b64encode):
             overwritten = plant(made, {port for _, port in seen}, encode)
         num_steps = len(lines_of(run))
-        assert eventually(lambda: len(lines_of(run)) > num_steps + 2 or launcher.poll() is not None)
+        _wait_for_steps(launcher, run, num_steps + 3)
         last = max(ranks, key=lambda rank: int(rank.environ()["RANK"]))
         last.send_signal(signal.SIGTERM)
         text, _ = launcher.communicate(timeout=HANG_S)

@@ -82,12 +82,15 @@ def train_from(
 ) -> str:
     """Train; return the closing line. Ranks that torchrun has started again resume."""
     config = read_config(path, overrides)
-    resume = resume or was_restarted(Path(config.run_dir))
     with (
         interrupts_of_rank() as interrupts,
         joined(config.memory.device, config.train.rank_deadline) as ranks,
         Trainer(
-            config, resume=resume, dry_run=dry_run, interrupts=interrupts, ranks=ranks
+            config,
+            resume=was_restarted(Path(config.run_dir), ranks) or resume,
+            dry_run=dry_run,
+            interrupts=interrupts,
+            ranks=ranks,
         ) as trainer,
     ):
         if dry_run:

@@ -17,9 +17,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatrain.errors import ConfigError
-from megatrain.ranks.ownership import Owner
+from megatrain.ranks.ownership import SOLE, Owner
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,7 @@ class Seat:
     address: str
     port: int
     agent: bool
-    """Whether torchrun's agent has the store, and not rank 0."""
+    """Whether the launcher has the store, and not rank 0."""
 
     @property
     def says(self) -> str:
@@ -66,8 +67,17 @@ def read_environment(environment: Mapping[str, str]) -> Seat | None:
         owner=owner,
         address=environment["MASTER_ADDR"],
         port=port,
-        agent=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        agent=environment.get(_AGENT) == "True",
     )
+
+
+def agent_seat(environment: Mapping[str, str]) -> Seat | None:
+    """Return where the launcher's store is, also for a process alone; None if it has none."""
+    given = [environment.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
+    if environment.get(_AGENT) != "True" or not all(given):
+        return None
+    port = _number(environment, "MASTER_PORT", 1)
+    return Seat(owner=SOLE, address=given[0], port=port, agent=True)
 
 
 def _number(environment: Mapping[str, str], name: str, least: int) -> int:

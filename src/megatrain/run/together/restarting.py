@@ -1,10 +1,12 @@
 """A run that its launcher starts again resumes by itself.
 
-The run folder keeps the name of the launch that began or resumed it. Only ranks of that very launch
-resume unasked: a command that was refused, because the folder has another run, stays refused.
+The run folder keeps the name of the launch that began or resumed it, and in which attempt. Only a
+later attempt of that very launch resumes unasked. A command that was refused, because the folder
+has another run, has left no name there: it stays refused, whatever id its launcher was given.
 
-Laws (tests/run/together/test_restarting.py)
+Laws (tests/run/together/test_restarting.py, tests/run/test_torchrun.py)
     1. A restart resumes the run that its own launch has begun, and no other.
+    2. Rank 0 decides for all.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatrain.memory.host import read_system_file
+from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.ranks.restarts import launch_name, num_restarts
 from megatrain.run.folder import RunFolder
 
@@ -21,16 +24,22 @@ LAUNCH_FILE = ".launch"
 
 
 def note_launch(folder: RunFolder, environment: Mapping[str, str] = os.environ) -> None:
-    """Keep the name of the launch, if it has one."""
+    """Keep the name of the launch and the number of its attempt, if it has a name."""
     if (name := launch_name(environment)) is not None:
-        folder.write(LAUNCH_FILE, f"{name}\n")
+        folder.write(LAUNCH_FILE, f"{name} {num_restarts(environment)}\n")
 
 
-def was_restarted(run: Path, environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the launch that began a run has started its ranks again."""
-    name = launch_name(environment)
-    return (
-        name is not None
-        and num_restarts(environment) > 0
-        and read_system_file(run / LAUNCH_FILE) == f"{name}\n"
-    )
+def was_restarted(
+    run: Path, ranks: Ranks = ALONE, environment: Mapping[str, str] = os.environ
+) -> bool:
+    """Return whether an earlier attempt of this launch has begun the run. All ranks ask."""
+    begun = ranks.owner.leads and _has_begun(run, environment)
+    return bool(ranks.agree({"was restarted": begun})[0]["was restarted"])
+
+
+def _has_begun(run: Path, environment: Mapping[str, str]) -> bool:
+    if not num_restarts(environment):
+        return False
+    name, _, attempt = read_system_file(run / LAUNCH_FILE).strip().partition(" ")
+    is_earlier = attempt.isdecimal() and int(attempt) < num_restarts(environment)
+    return is_earlier and name == launch_name(environment)

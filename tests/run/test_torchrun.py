@@ -1,0 +1,81 @@
+"""Real restarts by torchrun: a command that was refused stays refused."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatrain.config import dump_config
+from testkit.patience import HANG_S
+from testkit.runs import Setting, config_of
+from testkit.warm_python import warm_python
+
+SETTING = Setting(save_every=1, eval_every=None)
+TRAINS = """
+import sys
+from megatrain.__main__ import main
+from megatrain.data.tokens import prepare
+from megatrain.run.together import restarting
+
+vars(prepare)["probe_template"] = lambda *_: None  # its child process takes seconds
+if sys.argv[1] == "trusting":
+    restarting.launch_name = lambda environment: environment["TORCHELASTIC_RUN_ID"]
+sys.argv = ["megatrain", "train", *sys.argv[2:]]
+main()
+"""
+SET_BY_TORCHRUN = ("OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+STATIC = ["--nproc-per-node=1", "--master-port={port}"]
+SHARED = ["--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:{port}"]
+
+
+def _train(options: list[str], *words: str) -> subprocess.CompletedProcess[str]:
+    """Run torchrun with the id 1, which starts a rank that fails a second time."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    removed = [f"--unset={name}" for name in SET_BY_TORCHRUN if name not in os.environ]
+    torchrun = [option.format(port=port) for option in options]
+    torchrun += ["--rdzv-id=1", "--max-restarts=1", "--monitor-interval=0.1", "--no-python"]
+    command = [*warm_python().command, "-m", "torch.distributed.run", *torchrun]
+    return subprocess.run(
+        [*command, "env", *removed, *warm_python().command, "-c", TRAINS, *words],
+        capture_output=True, text=True, timeout=HANG_S, check=False,
+    )  # fmt: skip
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    """Return all files but the lock, which says who held it last."""
+    found = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+@pytest.mark.usefixtures("cache_in_world")
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        pytest.param(STATIC, "own", id="static, one rank"),
+        pytest.param(STATIC, "trusting", id="sibling: a name that is the id"),
+        pytest.param(SHARED, "own", id="c10d, two ranks", marks=pytest.mark.slow),
+    ],
+)
+def test_a_command_that_was_refused_is_refused_again_and_changes_nothing(
+    options: list[str], kind: str, world: Path, tmp_path: Path
+) -> None:
+    run, path = tmp_path / "run", tmp_path / "run.yaml"
+    path.write_text(dump_config(config_of(world, run, SETTING, train={"steps": 2})))
+    first = _train(options, kind, str(path))
+    assert first.returncode == 0, first.stderr
+    before = _files(run)
+    second = _train(options, kind, str(path), "optim.learning_rate=0.5", "train.steps=4")
+    said = (second.stdout + second.stderr).count("already has a run")
+    if kind == "own":
+        assert second.returncode != 0
+        assert said == 2, second.stderr  # attempts
+        assert _files(run) == before
+    else:
+        assert said == 1, second.stderr
+        assert _files(run) != before
