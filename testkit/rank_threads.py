@@ -125,6 +125,9 @@ class ThreadCarrier:
     def agree(self, facts: Said) -> list[Said]:
         return self._channel.trade(self._owner.rank, json.dumps(facts), _read)
 
+    def storing(self, call: str | None) -> None:
+        pass
+
 
 class ThreadRanks:
     """Fits megatrain.ranks.ranks.Ranks."""

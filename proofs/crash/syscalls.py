@@ -217,7 +217,9 @@ def _trace(pid: int, told: str, record: Path) -> subprocess.Popen[str]:
 class _OneThreadQueue(WriteQueue):
     """Does at once what it is given."""
 
-    def submit(self, work: Callable[[], None]) -> Future[None]:
+    def submit(
+        self, work: Callable[[], None], dropped: Callable[[], object] = bool
+    ) -> Future[None]:
         return _done(work)
 
 

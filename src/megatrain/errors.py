@@ -158,6 +158,12 @@ class DiskFull(DiskError):
     code = "MT503"
 
 
+class StorageStalled(DiskError):
+    """A file call did not return in time; the save that needed it was given up."""
+
+    code = "MT504"
+
+
 class RunFolderError(MegaTrainError):
     """The run folder belongs to another run, or is not a run folder."""
 

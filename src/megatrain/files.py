@@ -18,6 +18,8 @@ import errno
 import fcntl
 import os
 import secrets
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,6 +30,8 @@ from megatrain.errors import ConfigError, DiskError, DiskFull, RunFolderError
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _HEAD_BYTES = 1 << 14
 _MOST_NAME_BYTES, _MOST_PATH_BYTES = 255, 4095
+_CALLS: dict[int, tuple[str, float]] = {}
+"""The call that each thread is in, and the time of its last progress."""
 PNG_SIGNS = (b"\x89PNG", b"MegaTrain")
 """In the header of our pictures, which names its software."""
 
@@ -295,9 +299,23 @@ def lock(path: Path) -> int:
     return fd
 
 
+def call_of(thread: int) -> tuple[str, float] | None:
+    """Return the call that a thread is in, in words, and the time of its last progress.
+
+    None if it has made no call. Idle threads keep their last one.
+    """
+    return _CALLS.get(thread)
+
+
 @contextmanager
 def explained(action: str, path: Path) -> Iterator[None]:
-    """Turn the system's error into ours, which names the action, the file and the reason."""
+    """Turn the system's error into ours, which names the action, the file and the reason.
+
+    Until then `call_of` tells other threads what this one is doing.
+    """
+    thread = threading.get_ident()
+    outer = _CALLS.get(thread)
+    _CALLS[thread] = f"{action} {path}", time.monotonic()
     try:
         yield
     except (FileNotFoundError, FileExistsError):
@@ -305,3 +323,6 @@ def explained(action: str, path: Path) -> Iterator[None]:
     except OSError as error:
         kind = DiskFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else DiskError
         raise kind(f"cannot {action} {path}: {error.strerror or error}") from error
+    finally:
+        text = f"the next call after: {action} {path}" if outer is None else outer[0]
+        _CALLS[thread] = text, time.monotonic()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatrain import files
-from megatrain.errors import DiskError
+from megatrain.errors import DiskError, StorageStalled
 from megatrain.memory import direct
 from megatrain.memory.direct import (
     CHUNK_BYTES,
@@ -21,8 +21,9 @@ from megatrain.memory.direct import (
     aligned_buffer,
     digest,
 )
+from megatrain.memory.file_calls import FileCalls
 from testkit.faulty_os import faulty
-from testkit.patience import HANG_S
+from testkit.patience import HANG_S, eventually
 
 SIZES = [0, 1, 4095, 4096, 4097, CHUNK_BYTES, CHUNK_BYTES * 4 + 77]
 
@@ -170,3 +171,38 @@ def test_without_calls_that_macos_lacks_bytes_arrive_all_the_same(
         writer.finish()
     with DirectReader(tmp_path / "file") as reader:
         assert torch.equal(reader.read(0, len(data), aligned_buffer(6 * DISK_PAGE)), data)
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fsync", "posix_fallocate"])
+def test_a_file_on_stalled_storage_is_closed_when_its_call_has_returned_and_not_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """For the number of a closed descriptor could be that of another file by then."""
+    real, let_go, hangs = getattr(os, call), threading.Event(), list[int]()
+
+    def hanging(fd: int, *args: object) -> object:
+        hangs.append(fd)
+        let_go.wait(HANG_S)
+        return real(fd, *args)
+
+    monkeypatch.setattr(os, call, hanging)
+    calls, data = FileCalls(0.2), _bytes(10_000)
+
+    def write() -> None:
+        with (
+            WriteQueue(calls) as carrier,
+            DirectWriter(tmp_path / "file", len(data), carrier) as writer,
+        ):
+            writer.write(data)
+            writer.finish()
+
+    with pytest.raises(StorageStalled, match=str(tmp_path / "file")):
+        write()
+    (fd,) = hangs
+    assert os.readlink(f"/proc/self/fd/{fd}") == str(tmp_path / "file")
+    let_go.set()
+    assert eventually(lambda: calls.out is None)
+    assert not os.path.exists(f"/proc/self/fd/{fd}") or (
+        os.readlink(f"/proc/self/fd/{fd}") != str(tmp_path / "file")
+    )
+    assert list(tmp_path.iterdir()) == []

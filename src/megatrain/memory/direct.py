@@ -9,6 +9,7 @@ Laws (tests/memory/test_direct.py)
     2. Memory is that of the queue's buffers, whatever the number and size of files.
     3. A file that was not finished is removed.
     4. Once `let_go` returns, the sources may change: the file has the earlier bytes.
+    5. A file on storage that has stalled is closed and removed when its last call has returned.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -28,8 +29,9 @@ import xxhash
 from torch import Tensor
 
 from megatrain import files
-from megatrain.errors import DiskError
+from megatrain.errors import DiskError, StorageStalled
 from megatrain.files import explained
+from megatrain.memory.file_calls import FileCalls
 
 DISK_PAGE = 4096
 """A multiple of the logical block of every disk we know; direct I/O needs it in each offset."""
@@ -120,30 +122,63 @@ class WriteQueue:
     """A few buffers and the threads that carry them to the disk, for any number of files."""
 
     DEPTH = 6
-    THREADS = 3
 
-    def __init__(self) -> None:
+    def __init__(self, calls: FileCalls | None = None) -> None:
+        """`calls` are the caller's, who closes them; without any, the queue has its own."""
         self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         for _ in range(self.DEPTH):
             self._free.put(aligned_buffer(CHUNK_BYTES))
-        self._pool = ThreadPoolExecutor(self.THREADS, thread_name_prefix="write")
+        self.calls = calls or FileCalls()
+        self._owns_calls = calls is None
 
     def take(self) -> Tensor:
-        """Return a buffer; waits until one is free."""
-        return self._free.get()
+        """Return a buffer; waits until one is free. Raises StorageStalled."""
+        taken: list[Tensor] = []
+
+        def attempt(seconds: float | None) -> bool:
+            with suppress(queue.Empty):
+                taken.append(self._free.get(timeout=seconds))
+            return bool(taken)
+
+        self.calls.wait(attempt)
+        return taken[0]
 
     def give(self, buffer: Tensor) -> None:
         self._free.put(buffer)
 
-    def submit(self, work: Callable[[], None]) -> Future[None]:
-        """Let a thread do `work`, in the order of submission."""
-        return self._pool.submit(work)
+    def submit(
+        self, work: Callable[[], None], dropped: Callable[[], object] = bool
+    ) -> Future[None]:
+        """Let a thread do `work`, in the order of submission (FileCalls.submit)."""
+        return self.calls.submit(work, dropped)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(wait=True)
+        """Wait for all work, unless storage has stalled."""
+        with suppress(StorageStalled):
+            self.calls.drain()
+        if self._owns_calls:
+            self.calls.close()
+
+
+def _new_file(path: Path, num_bytes: int) -> tuple[int, bool]:
+    """Return the descriptor of a new file with its space reserved, and whether it is direct."""
+    with explained("create", path):
+        fd, is_direct = files.open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        with explained("reserve space for", path):
+            files.reserve(fd, num_bytes)
+    except DiskError:
+        _drop_file(fd, path)
+        raise
+    return fd, is_direct
+
+
+def _drop_file(fd: int, path: Path) -> None:
+    files.close(fd)
+    files.remove(path)
 
 
 class DirectWriter:
@@ -157,15 +192,9 @@ class DirectWriter:
 
     def __init__(self, path: Path, num_bytes: int, carrier: WriteQueue) -> None:
         self.path, self._num_bytes, self._queue = path, num_bytes, carrier
-        with explained("create", path):
-            self._fd, self._direct = files.open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        try:
-            with explained("reserve space for", path):
-                files.reserve(self._fd, num_bytes)
-        except DiskError:
-            files.close(self._fd)
-            files.remove(path)
-            raise
+        self._fd, self._direct = carrier.calls.do(
+            lambda: _new_file(path, num_bytes), lambda opened: _drop_file(opened[0], path)
+        )
         self._pieces: list[Tensor] = []
         """Of the chunk that is not yet sent."""
         self._pending: list[Future[None]] = []
@@ -189,33 +218,39 @@ class DirectWriter:
         """Return when all bytes, which must have been written, are copied: sources may change."""
         self._send_rest()
         for copied in self._copied:
-            copied.wait()
+            self._queue.calls.wait(copied.wait)
         self._copied = []
 
     def finish(self) -> None:
         """Write the rest, cut the file to size, and wait for stable storage."""
-        self.finish_later().result()
+        self._queue.calls.result(self.finish_later())
 
     def finish_later(self) -> Future[None]:
         """Finish the file in the background; the result raises what went wrong."""
         self._send_rest()
         pending, self._pending = self._pending, []
-        return self._queue.submit(lambda: self._finish(pending))
+        return self._queue.submit(lambda: self._finish(pending), lambda: self._close(remove=True))
 
     def abandon(self) -> None:
-        """Remove the file, unless it is finished."""
+        """Remove the file, unless it is finished; on storage that has stalled, afterwards."""
         self._pieces = []
-        for future in self._pending:
+        pending, self._pending = self._pending, []
+        calls = self._queue.calls
+        for future in pending:
             with suppress(DiskError):
-                future.result()
-        self._pending = []
-        self._close(remove=True)
+                calls.result(future)
+        if calls.is_given_up:
+            calls.afterwards(lambda: self._close(remove=True))
+        elif not self._closed:
+            with suppress(StorageStalled):
+                calls.do(lambda: self._close(remove=True))
 
     def _finish(self, pending: list[Future[None]]) -> None:
         # Chunks were submitted before this, so each has ended or is with another thread.
         try:
             for future in pending:
                 future.result()
+            self._queue.calls.raise_if_given_up()
             with explained("write", self.path):
                 files.finish(self._fd, self._num_bytes)
                 if not self._direct:
@@ -226,7 +261,7 @@ class DirectWriter:
                     future.result()
             self._close(remove=True)
             raise
-        self._close(remove=False)
+        self._close(remove=self._queue.calls.is_given_up)
 
     def _send_rest(self) -> None:
         if self._used:
@@ -263,9 +298,10 @@ class DirectWriter:
     def _close(self, *, remove: bool) -> None:
         if not self._closed:
             self._closed = True
-            files.close(self._fd)
             if remove:
-                files.remove(self.path)
+                _drop_file(self._fd, self.path)
+            else:
+                files.close(self._fd)
 
     def __enter__(self) -> Self:
         return self

@@ -10,7 +10,8 @@ their own communicator, so that lanes, the caller of a step and a save never wai
 
 Laws (tests/ranks/test_torch_ranks.py)
     1. A rank hears what each rank said, in the order of ranks, or gets an error.
-    2. No wait is longer than the deadline. The error names the rank that is missing.
+    2. No wait is longer than the deadline. The error names the rank that is missing. A carrier's
+       wait does not count the time in which a rank is inside a file call and says so.
 """
 
 from __future__ import annotations
@@ -53,6 +54,9 @@ class Carrier(Protocol):
     def agree(self, facts: Said) -> list[Said]:
         """Do what `Ranks.agree` does, between sends and receives."""
 
+    def storing(self, call: str | None) -> None:
+        """Announce that this rank waits for a file call, or None when it no longer does."""
+
 
 class Ranks(Protocol):
     """All ranks of a run, as one of them sees them."""
@@ -94,6 +98,9 @@ class _NoCarrier:
 
     def agree(self, facts: Said) -> list[Said]:
         return [facts]
+
+    def storing(self, call: str | None) -> None:
+        pass
 
 
 class Alone:

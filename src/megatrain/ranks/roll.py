@@ -56,6 +56,8 @@ class Beat:
     begun: Mapping[str, int] = field(default_factory=dict)
     """Collectives by channel."""
     doing: str = "joining"
+    storing: str | None = None
+    """The file call of a save or an export that the rank waits for."""
     fault: RankFault | None = None
     has_left: bool = False
 
@@ -98,6 +100,12 @@ class Roll:
     def counts(self) -> dict[int, int]:
         """Return the count of each other rank that has not left."""
         return {rank: beat.count for rank, beat in self._heard.items() if not beat.has_left}
+
+    @property
+    def is_storing(self) -> bool:
+        """Whether a rank that has not left waits for a file call."""
+        beats = (self.own, *self._heard.values())
+        return any(beat.storing is not None and not beat.has_left for beat in beats)
 
     def wait(self, seconds: float) -> None:
         """Take note that so much of our own time has passed."""

@@ -15,14 +15,19 @@ Laws (tests/ranks/test_torch_ranks.py)
     3. Channels do not wait for each other: each may be used in its own thread.
     4. A call that fails, or waits beyond the deadline, raises RankLost, with the cause chained.
        The group is then closed: no later call can take bytes of an earlier one for its own.
+    5. On `carry`, time in which a rank waits for its storage does not count for the deadline. A
+       rank that is silent or dead is found within it all the same.
 """
 
 from __future__ import annotations
 
 import json
+import queue
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -37,6 +42,10 @@ from megatrain.errors import RankLost
 from megatrain.ranks.ownership import Owner
 from megatrain.ranks.ranks import Said, Wire
 
+FOREVER = timedelta(days=365)
+POLLS = 20
+"""Looks at the other ranks within the deadline."""
+MOST_POLL_S = 1.0
 PartsByRank = Mapping[int, Tensor]
 """What goes to, or comes from, each rank."""
 
@@ -56,6 +65,12 @@ class Watcher(Protocol):
     def begin(self, channel: str, doing: str) -> None:
         """Take note that this rank begins something on a channel. Called by any thread."""
 
+    def storing(self, call: str | None) -> None:
+        """Let the others know that this rank waits for a file call, or no longer."""
+
+    def is_storing(self) -> bool:
+        """Return whether a rank waits for a file call. Raises RankLost if one is lost."""
+
     def diagnose(self, error: BaseException) -> RankLost:
         """Return who is to blame for `error`: a NoAnswer, or what the backend raised."""
 
@@ -74,6 +89,8 @@ class Channel:
     owner: Owner
     deadline_s: float
     watcher: Watcher
+    waiter: Waiter | None = None
+    """Of a channel on which ranks are patient with one that waits for its storage."""
     last: list[Any] = field(default_factory=list)
     """Sends and receives of the last call. To let go of them before the next ones are under way
     makes those slower: 20 swaps of 1 MiB took 68 ms, and 28 ms with the last ones kept."""
@@ -104,7 +121,9 @@ class Channel:
 
         What comes from a rank in two calls is in the order in which it was sent.
         """
-        ends, works, rank = time.monotonic() + self.deadline_s, [], -1
+        works: list[tuple[int, Any]] = []
+        rank = -1
+        wait_for = self._waits() if self.waiter is None else self._waits_patiently(self.waiter)
         with self.doing(what):
             try:
                 for rank, part in coming.items():  # first: a send waits for the receive
@@ -116,10 +135,35 @@ class Channel:
                 self.last[:] = works
                 meanwhile()
                 for rank, work in works:  # noqa: B007  (the error is of the rank at hand)
-                    left_s = max(0.001, ends - time.monotonic())  # 0 would mean the default
-                    work.wait(timedelta(seconds=left_s))  # type: ignore[union-attr]
+                    wait_for(work)
             except RuntimeError as error:
                 raise NoAnswer(rank, error) from error
+
+    def _waits(self) -> Callable[[Any], None]:
+        """Return what waits for a send or a receive, for the deadline in all."""
+        ends = time.monotonic() + self.deadline_s
+
+        def wait_for(work: Any) -> None:
+            left_s = max(0.001, ends - time.monotonic())  # 0 would mean the default
+            work.wait(timedelta(seconds=left_s))
+
+        return wait_for
+
+    def _waits_patiently(self, waiter: Waiter) -> Callable[[Any], None]:
+        """Return what does the same, and does not count time in which a rank is storing."""
+        poll_s = min(MOST_POLL_S, self.deadline_s / POLLS)
+        left_s = self.deadline_s
+
+        def wait_for(work: Any) -> None:
+            nonlocal left_s
+            done = waiter.begin(lambda: work.wait(FOREVER))
+            while not wait([done], poll_s).done:
+                left_s -= 0.0 if self.watcher.is_storing() else poll_s
+                if left_s < 0:
+                    raise RuntimeError(f"no answer within {self.deadline_s:g} s")
+            done.result()
+
+        return wait_for
 
     def tell(self, what: str, own: Tensor, counts: Sequence[int] | None = None) -> list[Tensor]:
         """Return what each rank tells: as many elements as `counts` says, or as `own` has."""
@@ -136,6 +180,35 @@ class Channel:
         own = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
         counts = torch.cat(self.tell("agree", torch.tensor([len(own)]))).tolist()
         return [json.loads(bytes(text.numpy())) for text in self.tell("agree", own, counts)]
+
+
+class Waiter:
+    """A thread that waits inside the backend, whose waits cannot be prolonged or looked at."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[tuple[Future[None], Callable[[], object]] | None] = (
+            queue.SimpleQueue()
+        )
+        threading.Thread(target=self._serve, name="carry", daemon=True).start()
+
+    def begin(self, work: Callable[[], object]) -> Future[None]:
+        """Do `work` behind what was begun before."""
+        future: Future[None] = Future()
+        self._work.put((future, work))
+        return future
+
+    def close(self) -> None:
+        self._work.put(None)
+
+    def _serve(self) -> None:
+        while (given := self._work.get()) is not None:
+            future, work = given
+            try:
+                work()
+                future.set_result(None)
+            except BaseException as error:
+                future.set_exception(error)
+            del given, future, work
 
 
 class GlooWire:
@@ -200,6 +273,9 @@ class GlooCarrier:
     def agree(self, facts: Said) -> list[Said]:
         return self._channel.agree(facts)
 
+    def storing(self, call: str | None) -> None:
+        self._channel.watcher.storing(call)
+
 
 class TorchRanks:
     """Fits megatrain.ranks.ranks.Ranks. Ranks that joined: megatrain/ranks/joining.py."""
@@ -210,15 +286,18 @@ class TorchRanks:
         self.patience_s = deadline_s
         backend = dist.get_default_backend_for_device(torch.device(device).type)
 
-        def channel(name: str, group: Any) -> Channel:
+        def channel(name: str, group: Any, waiter: Waiter | None = None) -> Channel:
             return Channel(
-                name=name, group=group, owner=owner, deadline_s=deadline_s, watcher=watcher
-            )
+                name=name, group=group, owner=owner, deadline_s=deadline_s, watcher=watcher,
+                waiter=waiter,
+            )  # fmt: skip
 
         timeout = timedelta(seconds=deadline_s)
         comm = channel("comm", dist.new_group(timeout=timeout, backend=backend))
         self._share = channel("share", dist.group.WORLD)
-        self.carrier = GlooCarrier(channel("carry", dist.new_group(timeout=timeout)))
+        self._waiter = Waiter()
+        carry = channel("carry", dist.new_group(timeout=timeout), self._waiter)
+        self.carrier = GlooCarrier(carry)
         self.wire: Wire = GlooWire(comm) if backend == "gloo" else DeviceWire(comm)
 
     def share(self, numbers: Sequence[float]) -> list[list[float]]:
@@ -234,6 +313,7 @@ class TorchRanks:
 
     def close(self) -> None:
         self._watcher.close()
+        self._waiter.close()
         dist.destroy_process_group()
 
 

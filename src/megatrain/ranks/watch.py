@@ -88,6 +88,21 @@ class Watch:
         if (again := self._known()) is not None:
             raise again
 
+    def storing(self, call: str | None) -> None:
+        """Say with the next heartbeats that this rank waits for a file call, or no longer."""
+        with self._lock:
+            self._roll.own = replace(self._roll.own, storing=call)
+
+    def is_storing(self) -> bool:
+        """Return whether a rank waits for a file call, so that others have to wait for it.
+
+        Raises RankLost if a rank is known to be lost.
+        """
+        if (again := self._known()) is not None:
+            raise again
+        with self._lock:
+            return self._roll.is_storing
+
     def diagnose(self, error: BaseException) -> RankLost:
         """Return who is lost, given how a collective failed; wait for a few heartbeats."""
         if (again := self._known()) is not None:

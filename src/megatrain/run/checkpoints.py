@@ -6,6 +6,10 @@ One save at a time. A request for another waits for the active one; training wai
 it reaches a block that is not yet copied (engine/snapshot.py). A save that fails is reported and
 recorded, and the run continues with the checkpoint before it.
 
+Among ranks, a save is given up when a file call of one rank does not return for STALL_SHARE of the
+ranks' deadline: updates of that rank may wait for a block that the save holds, and all other ranks
+for it. No save begins while such a call is out.
+
 When the disk is full, checkpoints that the keep rule would delete after the next save are deleted
 before it, the oldest first and only as many as needed. The newest complete one is never among them.
 
@@ -44,12 +48,21 @@ from megatrain.disk.checkpoint.save import (
 )
 from megatrain.disk.hf.model import HostModel
 from megatrain.engine.engine import Engine
-from megatrain.errors import CheckpointDamaged, DiskError, DiskFull, SnapshotLost
+from megatrain.errors import (
+    CheckpointDamaged,
+    DiskError,
+    DiskFull,
+    SnapshotLost,
+    StorageStalled,
+)
 from megatrain.files import free_disk_bytes, point, sync_folder
+from megatrain.memory.file_calls import FileCalls
 from megatrain.memory.ledger import gib
 from megatrain.ranks.ranks import ALONE, Ranks
 
 FOLDER = "checkpoints"
+STALL_SHARE = 0.25
+"""Several calls in a row may each take that long before the ranks' deadline is reached."""
 Record = Callable[[dict[str, Any]], None]
 
 
@@ -66,6 +79,8 @@ class SaveResult:
     """Older ones: by the keep rule after a save, or before it for room."""
     full: bool = False
     """Whether it failed because the disk is full."""
+    stalled: bool = False
+    """Whether it failed because a file call did not return."""
 
     def __str__(self) -> str:
         if self.path is None:
@@ -119,6 +134,10 @@ class Checkpoints:
         """The last step whose save is acknowledged."""
         self.was_full = False
         """Whether the last save failed because the disk is full."""
+        self.was_stalled = False
+        """Whether the last save failed because a file call of a rank did not return."""
+        self._calls: FileCalls | None = None
+        """The file calls of the last save."""
         if ranks.owner.leads:
             self._require_a_start()
 
@@ -215,23 +234,38 @@ class Checkpoints:
             "will be deleted before each save, not after it"
         )
 
-    def begin(self, step: int, training: Mapping[str, Any]) -> None:
-        """Save the state after the engine's last step, in the background."""
+    @property
+    def out(self) -> str | None:
+        """Which file call of a save that was given up has not returned on this rank, in words."""
+        return None if self._calls is None else self._calls.out
+
+    def begin(self, step: int, training: Mapping[str, Any], patience: int = 1) -> None:
+        """Save the state after the engine's last step, in the background.
+
+        File calls may take `patience` times as long as usual.
+        """
         self.wait()
+        assert self.out is None, "calls of the last save must have returned"
+        limit_s = patience * STALL_SHARE * self._ranks.patience_s or None
+        calls = self._calls = FileCalls(limit_s, tell=self._ranks.carrier.storing)
         snapshot = self._engine.snapshot()
         self.last_step = step
         training = {**training, "num_updates": sorted(snapshot.num_updates.items())}
         began = time.monotonic()
 
         def work() -> None:
-            path, error, deleted, full = None, None, [], False
+            path, error, deleted, full, stalled = None, None, [], False, False
             try:
                 path = save_checkpoint(
-                    self.folder, self._parts, snapshot, training, ranks=self._ranks
+                    self.folder, self._parts, snapshot, training, ranks=self._ranks, calls=calls
                 )
+                saved = path
                 self.saved_step = step
                 self._known_whole.add(path)
-                deleted = self._tidy(path) if self._ranks.owner.leads else []
+                if self._ranks.owner.leads:
+                    deleted = calls.do(lambda: self._tidy(saved))
+            except StorageStalled as failure:
+                error, stalled = str(failure), path is None
             except DiskFull as failure:
                 error, full = str(failure), path is None
                 if full and self._ranks.owner.leads:
@@ -240,7 +274,9 @@ class Checkpoints:
                 error = str(failure).removesuffix(".")  # OSError: someone removed the folder
             except BaseException as failure:  # a bug in MegaTrain: raised to the caller
                 self._failure, error = failure, repr(failure)
-            self._end(step, path, error, deleted, full=full, seconds=time.monotonic() - began)
+            calls.close()
+            seconds = time.monotonic() - began
+            self._end(step, path, error, deleted, full=full, stalled=stalled, seconds=seconds)
 
         self._thread = threading.Thread(target=work, name="save")
         self._thread.start()
@@ -248,7 +284,8 @@ class Checkpoints:
     def give_up(self, step: int, error: Exception) -> None:
         """Note that a save was not even begun."""
         reason, full = str(error).removesuffix("."), isinstance(error, DiskFull)
-        self._end(step, None, reason, [], full=full, seconds=0.0)
+        stalled = isinstance(error, StorageStalled)
+        self._end(step, None, reason, [], full=full, stalled=stalled, seconds=0.0)
 
     def _end(
         self,
@@ -258,9 +295,10 @@ class Checkpoints:
         deleted: list[str],
         *,
         full: bool,
+        stalled: bool,
         seconds: float,
     ) -> None:
-        self.was_full = full
+        self.was_full, self.was_stalled = full, stalled
         freed, self._freed = self._freed, []
         self._results.append(
             SaveResult(
@@ -270,6 +308,7 @@ class Checkpoints:
                 error=error,
                 deleted=(*freed, *deleted),
                 full=full,
+                stalled=stalled,
             )
         )
 

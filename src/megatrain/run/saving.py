@@ -7,6 +7,10 @@ A disk that is full does not end a run. Old checkpoints make room as far as the 
 save that failed all the same is tried again as soon as there is room. At the end memory holds the
 only copy of the last steps: the run then waits for space until it is stopped.
 
+Storage that stalls does not end a run either: a file call that does not return makes the save fail
+on all ranks, and it is tried again when the call has returned. At the end the run waits for that,
+and each further try allows a call twice as long.
+
 All ranks begin the same saves. Rank 0 alone looks at the disk, and the others do what it decides.
 """
 
@@ -19,7 +23,7 @@ from typing import Any
 
 from megatrain.config import Config
 from megatrain.engine.engine import Engine
-from megatrain.errors import DiskError, DiskFull
+from megatrain.errors import DiskError, DiskFull, StorageStalled
 from megatrain.progress import Say
 from megatrain.ranks.ranks import Ranks
 from megatrain.run.checkpoints import Checkpoints
@@ -30,6 +34,8 @@ from megatrain.run.together.requests import Requests
 
 RETRY_S = 60.0
 """Between two tries to save on a full disk."""
+MOST_DOUBLINGS = 10
+"""Of the time that a file call may take, in tries at the end of a run."""
 _POLL_S = 0.5
 
 
@@ -50,11 +56,14 @@ class Saving:
         self._folder, self._checkpoints, self._engine = folder, checkpoints, engine
         self._facts, self._ranks = facts, ranks
         self.requests = Requests(
-            ranks, interrupts, lambda: folder.save_was_asked() or self._has_room_again()
+            ranks,
+            interrupts,
+            lambda: folder.save_was_asked() or self._should_retry(),
+            lambda: checkpoints.out is not None,
         )
         self._retry_at = 0.0
         self.pause: Callable[[float], None] = time.sleep
-        """What to do while waiting for room."""
+        """What to do while waiting for room or for storage."""
         self._said_trouble: str | None = None
         self.on_saved: Callable[[Path], None] = lambda checkpoint: None
         """What to do when a checkpoint is complete."""
@@ -82,14 +91,14 @@ class Saving:
     def at_end(self, step: int, say: Say) -> None:
         """Save and wait for it: there is no later save to make up for this one.
 
-        Waits for room on a full disk, unless the run was asked to end. Another failure is tried
-        once more.
+        Waits for room on a full disk and for storage that has stalled, unless the run was asked to
+        end. Another failure is tried once more.
         """
         num_failed = 0
         while True:
-            self._begin(step)
+            self._begin(step, patience=2 ** min(num_failed, MOST_DOUBLINGS))
             self._engine.settle()
-            self._checkpoints.wait()
+            self.wait()
             self.report(say)
             if self._checkpoints.saved_step == step:
                 return
@@ -97,38 +106,52 @@ class Saving:
             num_failed += 1
             if num_failed == 1:
                 self._retry_at = 0.0  # the first time at once
-            if self._checkpoints.was_full:
-                if not self._waited_for_room(step, say):
+            if self._checkpoints.was_full or self._checkpoints.was_stalled:
+                if not self._waited(step, say):
                     return
             elif num_failed > 1:
                 return
 
-    def _waited_for_room(self, step: int, say: Say) -> bool:
+    def wait(self) -> None:
+        """Wait for the active save, with all ranks. Raises only bugs."""
+        unhurried(self._ranks, self._checkpoints.wait)
+
+    def _waited(self, step: int, say: Say) -> bool:
         """Wait until another try is worth while; False if the run was asked to end."""
         self.requests.ask()
         if self.requests.stop is not None:
             return False
-        if self._all_have_room_again():
+        if self._all_should_retry():
             return True
-        say(
-            f"the state after step {step} is in memory only. Waiting for space in "
-            f"{self._folder.path}, retrying every {RETRY_S:.0f} s; Ctrl-C discards it"
+        waits_for = (
+            f"Waiting for space in {self._folder.path}, retrying every {RETRY_S:.0f} s"
+            if self._checkpoints.was_full
+            else "Waiting until storage answers again"
         )
+        say(f"the state after step {step} is in memory only. {waits_for}; Ctrl-C discards it")
         while self.requests.stop is None:
             self.pause(_POLL_S)
-            if self._all_have_room_again():
+            if self._all_should_retry():
                 return True
             self.requests.ask()
         return False
 
-    def _all_have_room_again(self) -> bool:
+    def _all_should_retry(self) -> bool:
         """Return whether rank 0 finds that a save should be tried again now."""
-        mine = self._ranks.owner.leads and self._has_room_again()
-        return bool(self._ranks.agree({"room": mine})[0]["room"])
+        mine = self._ranks.owner.leads and self._should_retry()
+        return bool(self._ranks.agree({"retry": mine})[0]["retry"])
 
-    def _has_room_again(self) -> bool:
-        """Return whether a save that failed on a full disk should be tried again now."""
-        if not self._checkpoints.was_full or time.monotonic() < self._retry_at:
+    def _should_retry(self) -> bool:
+        """Return whether a save that failed for want of room or of answers should be tried again.
+
+        What other ranks have to say of their storage is what `requests` heard last.
+        """
+        checkpoints = self._checkpoints
+        if time.monotonic() < self._retry_at:
+            return False
+        if checkpoints.was_stalled:
+            return checkpoints.out is None and not self.requests.storage_stalled
+        if not checkpoints.was_full:
             return False
         try:
             self._checkpoints.make_room()
@@ -146,6 +169,8 @@ class Saving:
                 self.on_saved(saved.path)
             if saved.full:  # at once if an old one was deleted for it
                 self._retry_at = time.monotonic() + (0.0 if saved.deleted else RETRY_S)
+            if saved.stalled:
+                self._retry_at = time.monotonic() + RETRY_S
         self.report_trouble(say)
 
     def report_trouble(self, say: Say) -> None:
@@ -159,7 +184,7 @@ class Saving:
             )
         self._said_trouble = trouble
 
-    def _begin(self, step: int) -> None:
+    def _begin(self, step: int, patience: int = 1) -> None:
         """Begin to save the state after the last step, unless that was done."""
         if self._checkpoints.last_step == step:
             return
@@ -168,20 +193,25 @@ class Saving:
             assert failure is not None
             self._checkpoints.give_up(step, failure)
             return
-        self._checkpoints.begin(step, {**self._facts(), "lines": lines})
+        self._checkpoints.begin(step, {**self._facts(), "lines": lines}, patience)
 
     def _prepared(self) -> tuple[dict[str, int] | None, Exception | None]:
         """Make room for a save, on rank 0; return the length of the lines, or what went wrong."""
-        self._checkpoints.wait()
         lines, failure = unhurried(self._ranks, self._look_at_disk)
         facts = {"lines": lines, "error": None if failure is None else str(failure)}
-        said = self._ranks.agree(facts | {"full": isinstance(failure, DiskFull)})[0]
+        facts |= {"full": isinstance(failure, DiskFull), "out": self._checkpoints.out}
+        heard = self._ranks.agree(facts)
+        for rank, one in enumerate(heard):
+            if one["out"] is not None:
+                return None, StorageStalled(f"rank {rank}: {one['out']}")
+        said = heard[0]
         if failure is None and said["error"] is not None:
             failure = (DiskFull if said["full"] else DiskError)(said["error"])
         return said["lines"], failure
 
     def _look_at_disk(self) -> tuple[dict[str, int] | None, Exception | None]:
-        if not self._ranks.owner.leads:
+        self._checkpoints.wait()
+        if not self._ranks.owner.leads or self._checkpoints.out is not None:
             return None, None
         try:
             self._checkpoints.make_room()

@@ -377,7 +377,7 @@ class Trainer:
     def _roll_back(self, step: int, reason: str) -> None:
         """Go back to a checkpoint, and leave the step out from then on, or try older weights."""
         self.engine.settle()
-        self.checkpoints.wait()
+        self.saving.wait()
         self.saving.report(self._live.say)
         back = self._rollbacks.load(step, reason, self.checkpoints, self.config, self.home)
         left_out = back.left_out(self.state.left_out)

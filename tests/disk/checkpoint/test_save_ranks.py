@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,17 +14,20 @@ import pytest
 from megatrain import HostModel
 from megatrain.disk.checkpoint.parts import checkpoint_parts
 from megatrain.disk.checkpoint.restore import verify
+from megatrain.disk.checkpoint.retention import clear_unfinished, finished
 from megatrain.disk.checkpoint.save import save_checkpoint
 from megatrain.disk.hf import joint_files
 from megatrain.disk.hf.model import read_model_folder
 from megatrain.engine.snapshot import Gate, Snapshot
-from megatrain.errors import DiskError, DiskFull, SnapshotLost, TierDamaged
+from megatrain.errors import DiskError, DiskFull, SnapshotLost, StorageStalled, TierDamaged
+from megatrain.memory.file_calls import FileCalls
 from megatrain.memory.kinds import kinds_on_disk, store_kinds
 from megatrain.memory.tier import Scratch
 from megatrain.optim.states import STATES
 from megatrain.ranks.ownership import Owner
 from megatrain.ranks.ranks import ALONE, Ranks
 from testkit.cases import at_a_push
+from testkit.patience import HANG_S, eventually
 from testkit.rank_threads import Together
 from tests.disk.rank_homes import SHARED, fill_at_random, small, small_chunks
 
@@ -181,6 +187,85 @@ def test_a_tier_that_one_rank_cannot_read_fails_the_save_of_all(
     assert {type(error) for error in errors} == {TierDamaged}
     assert str(errors[2]).startswith("rank 1: the scratch file in ")
     assert list(parent.iterdir()) == [before]
+
+
+class Stall:
+    """Calls of one kind that hang on names of one kind, until they are let go."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, call: str, names: str) -> None:
+        self.let_go, self.is_over = threading.Event(), False
+        real = getattr(os, call)
+
+        def hanging(what: object, *args: object, **more: object) -> object:
+            name = os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else str(what)
+            if re.search(names, name) and not self.is_over:
+                self.let_go.wait(HANG_S)
+            return real(what, *args, **more)
+
+        patch.setattr(os, call, hanging)
+
+
+def _stalled(homes: list[HostModel], parent: Path) -> tuple[list[Exception], list[FileCalls]]:
+    """Save with calls that may take a second; return what each rank raises, and its calls."""
+    all_calls = [FileCalls(1.0) for _ in homes]
+
+    def work(ranks: Ranks) -> Exception:
+        home, calls = homes[ranks.owner.rank], all_calls[ranks.owner.rank]
+        gate = Gate(range(home.store.layout.num_blocks))
+        parts = checkpoint_parts(home)
+        with pytest.raises(StorageStalled) as found:
+            save_checkpoint(parent, parts, snapshot_of(home, gate), {}, ranks=ranks, calls=calls)
+        calls.close()
+        gate.hold({})  # nothing is held any more
+        return found.value
+
+    return Together(len(homes)).run(work), all_calls
+
+
+@pytest.mark.parametrize(
+    ("call", "names", "rank"),
+    [
+        ("fsync", "state/block-00002", 2),
+        ("pwrite", "state/block-00002", 2),
+        ("posix_fallocate", "state/block-00001", 1),
+        ("open", "state/block-00001", 1),
+        ("fsync", "/state$", 1),
+        ("mkdir", "/state$", 0),
+        ("fsync", "manifest", 0),
+        ("replace", "manifest", 0),
+    ],
+)
+def test_storage_that_stalls_on_one_rank_ends_the_save_of_all_and_harms_no_later_one(
+    older: tuple[list[HostModel], Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+    names: str,
+    rank: int,
+) -> None:
+    homes, parent, before = older
+    kept = files_of(before)
+    stall = Stall(monkeypatch, call, rf"step-.*{names}")
+    errors, all_calls = _stalled(homes, parent)
+    assert len({str(error) for error in errors}) == 1
+    said = re.fullmatch(
+        rf"rank (\d): storage has stalled on {socket.gethostname()}: .+ returned within 1 s",
+        str(errors[0]),
+    )
+    assert said is not None, errors[0]
+    assert names == "/state$" or int(said[1]) == rank
+    assert files_of(before) == kept
+    hanging = [calls for calls in all_calls if calls.out is not None]
+    assert hanging, "the call is still out"
+    stall.is_over = True
+    later = saved_by(homes, parent)[0]
+    expected = files_of(later)
+    stall.let_go.set()
+    assert eventually(lambda: all(calls.out is None for calls in all_calls))
+    assert files_of(later) == expected
+    verify(later)
+    assert sorted(finished(parent)) == sorted([before, later])
+    clear_unfinished(parent)  # as after each save of a run
+    assert sorted(parent.iterdir()) == sorted([before, later])
 
 
 def test_training_that_fails_on_one_rank_fails_the_save_of_all(

@@ -11,12 +11,18 @@ block are written by one rank, which gets the parts of the others while they hol
 take turns, block by block. The first rank makes the folder, and writes the manifest when all have
 said that their files are on stable storage.
 
+Storage may stall: a file call that does not return. Calls are made by threads of their own
+(memory/file_calls.py), so that a rank whose call hangs still talks to the others. It fails, and
+with it the save on all ranks. What hangs can change nothing but files of the folder that was given
+up, and that folder is deleted once it has returned.
+
 Laws (tests/disk/checkpoint/test_save.py, tests/disk/checkpoint/test_save_ranks.py)
     1. A failure at any call leaves no folder behind, and older checkpoints as they were.
     2. A block is held no longer than it takes to copy it into the writer's buffers.
     3. Memory grows by the buffers of the queue, not by the state.
     4. The bytes of a checkpoint do not depend on how many ranks have saved it.
     5. A save is acknowledged on all ranks, or fails on all of them.
+    6. Storage that stalls on one rank fails the save on all of them, within the limit of `calls`.
 """
 
 from __future__ import annotations
@@ -45,6 +51,7 @@ from megatrain.files import (
     write_file,
 )
 from megatrain.memory.direct import DirectWriter, WriteQueue
+from megatrain.memory.file_calls import FileCalls
 from megatrain.memory.ledger import gib
 from megatrain.progress import Advance
 from megatrain.ranks.agreement import Agreement
@@ -63,34 +70,54 @@ def save_checkpoint(
     training: Mapping[str, Any],
     advance: Advance = lambda num_bytes: None,
     ranks: Ranks = ALONE,
+    calls: FileCalls | None = None,
 ) -> Path:
     """Write a checkpoint into a new folder of `parent`, and return the folder: it is acknowledged.
 
     All ranks call it for the same step, and all return or raise alike; `training` is that of the
-    first. Raises DiskError or SnapshotLost, and then nothing is left of it; or RankLost. Closes the
-    snapshot.
+    first. Raises DiskError or SnapshotLost, and then nothing is left of it; or RankLost. After
+    StorageStalled `calls.out` tells whether something is left. Closes the snapshot.
     """
+    if calls is None:
+        calls = FileCalls()
+        try:
+            return save_checkpoint(parent, parts, snapshot, training, advance, ranks, calls)
+        finally:
+            calls.close()
     leads, name = ranks.owner.leads, f"step-{snapshot.num_steps:08}-{secrets.token_hex(4)}"
     try:
         with Agreement(ranks.carrier.agree) as agreement:
             if leads:
-                require_space(parent, parts)
-                make_folder(parent)
-                make_new_folder(parent / name)
-                for each in FOLDERS:
-                    make_new_folder(parent / name / each)
+                calls.do(lambda: _make_folders(parent, name, parts))
             folder = parent / str(agreement.settle(facts={"folder": name})[0]["folder"])
-            records = _write_files(folder, parts, snapshot, advance, ranks, agreement)
+            records = _write_files(folder, parts, snapshot, advance, ranks, agreement, calls)
             if leads:
-                _complete(folder, parts, snapshot.num_steps, training, records)
+                step = snapshot.num_steps
+                calls.do(lambda: _complete(folder, parts, step, training, records))
     except BaseException:
         snapshot.close()
         if leads:
-            with suppress(DiskError):  # a crash would leave it too: it has no manifest
-                delete_checkpoint(parent / name)
+            _delete_failed(parent / name, calls)
         raise
     snapshot.close()
     return folder
+
+
+def _make_folders(parent: Path, name: str, parts: Parts) -> None:
+    require_space(parent, parts)
+    make_folder(parent)
+    make_new_folder(parent / name)
+    for each in FOLDERS:
+        make_new_folder(parent / name / each)
+
+
+def _delete_failed(folder: Path, calls: FileCalls) -> None:
+    """Delete what a save leaves that failed; on storage that has stalled, afterwards."""
+    if calls.is_given_up:  # a call that hangs may be that of the manifest
+        calls.afterwards(lambda: delete_checkpoint(folder))
+        return
+    with suppress(DiskError):  # a crash would leave it too: it has no manifest
+        calls.do(lambda: delete_checkpoint(folder))
 
 
 def _complete(
@@ -146,24 +173,26 @@ def _write_files(
     advance: Advance,
     ranks: Ranks,
     agreement: Agreement,
+    calls: FileCalls,
 ) -> dict[str, FileRecord]:
     """Write the files of all blocks, as far as they are this rank's.
 
     Returns the sizes and hashes of the files of all ranks, once they are on stable storage.
     """
     finishing: list[_Finishing] = []
-    with WriteQueue() as queue:
+    with WriteQueue(calls) as queue:
         joint = JointFiles(ranks, queue, advance)
         for block in snapshot.order:
             finishing.extend(_write_block(folder, parts, snapshot, block, joint, ranks.owner))
             joint.attempt(lambda: _raise_failures(finishing))
             if not agreement.all_well(joint.failure):
+                snapshot.close()  # training need not wait for what is left to do
                 break  # for example because a disk is full
         else:
             finishing.extend(_write_carried(folder, parts, joint))
-        records = joint.attempt(lambda: {one.file.name: one.record() for one in finishing}) or {}
+        records = joint.attempt(lambda: _records(finishing, calls)) or {}
     if not ranks.owner.leads:
-        joint.attempt(lambda: _sync(folder))
+        joint.attempt(lambda: calls.do(lambda: _sync(folder)))
     # Nobody writes any more, so that the first may delete the folder.
     said = agreement.settle(joint.failure, {n: record.to_json() for n, record in records.items()})
     return {name: record_of(value) for of_rank in said for name, value in of_rank.items()}
@@ -177,10 +206,15 @@ class _Finishing:
     writer: DirectWriter
     done: Future[None]
 
-    def record(self) -> FileRecord:
-        """Return its record once it is on stable storage. Raises DiskError."""
-        self.done.result()
-        return FileRecord.of_digests(self.file.num_bytes, self.writer.digests)
+
+def _records(finishing: list[_Finishing], calls: FileCalls) -> dict[str, FileRecord]:
+    """Return the files' records once they are on stable storage. Raises DiskError."""
+    records = {}
+    for one in finishing:
+        calls.result(one.done)
+        digests = one.writer.digests
+        records[one.file.name] = FileRecord.of_digests(one.file.num_bytes, digests)
+    return records
 
 
 def _write_block(

@@ -20,10 +20,20 @@ class Requests:
     """What the ranks of a run were asked to do."""
 
     def __init__(
-        self, ranks: Ranks, interrupts: Interrupts, wants_save: Callable[[], bool]
+        self,
+        ranks: Ranks,
+        interrupts: Interrupts,
+        wants_save: Callable[[], bool],
+        has_stalled: Callable[[], bool],
     ) -> None:
-        """`wants_save` tells, on rank 0, whether the state should be saved now."""
+        """`wants_save` tells, on rank 0, whether the state should be saved now.
+
+        `has_stalled` tells, on each rank, whether its storage does not answer.
+        """
         self._ranks, self._interrupts, self._wants_save = ranks, interrupts, wants_save
+        self._has_stalled = has_stalled
+        self.storage_stalled = False
+        """Whether storage did not answer on some rank, when the ranks last told each other."""
         self.stop: str | None = None
         """Why the run should end; None while it should not."""
         self._save = False
@@ -32,7 +42,11 @@ class Requests:
         """Return what this rank was asked, for the others."""
         owner = self._ranks.owner
         save = owner.leads and not owner.is_alone and self._wants_save()
-        return {"stop": self._interrupts.reason, "save": save}
+        return {
+            "stop": self._interrupts.reason,
+            "save": save,
+            "stalled": self._has_stalled(),
+        }
 
     def hear(self, said: Sequence[Said]) -> None:
         """Take up what all ranks were asked."""
@@ -41,6 +55,7 @@ class Requests:
             rank, reason = reasons[0]
             self.stop = f"rank {rank}: {reason}" if rank else str(reason)
         self._save = self._save or bool(said[0]["save"])
+        self.storage_stalled = any(one["stalled"] for one in said)
 
     def save(self) -> bool:
         """Return whether to save now; a process alone finds out when it is asked."""
