@@ -12,6 +12,8 @@ here survives there. In each state:
     lines   the lines of the steps up to the one that is taken are not all there
 
 The same count is made of protocols with one thing left out; each must show faults.
+
+Ranks that save together write one log (rank_saves.py), and are judged in the same way.
 """
 
 from __future__ import annotations
@@ -33,30 +35,47 @@ from megatrain.errors import CheckpointDamaged
 from megatrain.memory.direct import digests
 from megatrain.run.checkpoints import FOLDER
 from proofs.crash.disk_states import Disk, Files
-from proofs.crash.protocols import PROTOCOLS
-from proofs.crash.recorded import Died, Log, Op, recorded
+from proofs.crash.protocols import PROTOCOLS, RANK_PROTOCOLS
+from proofs.crash.rank_saves import record_ranks
+from proofs.crash.recorded import Died, Log, Op, Recorder, recorded
 from proofs.crash.tiny import TinyRun, newest_whole
 
 NUM_RESTARTS = 100
 """A kill at each of the first calls, then a restart; a save takes about as many."""
+LOG_STATES = 200
+"""About as many calls has a log, each of which leaves a state at least: fewer states need fewer
+logs."""
 PER_LOG = 6
-"""States of a log that the real reader judges too."""
+"""States of a log that the real reader, which takes 0.1 s, judges too."""
+RANKS = (2, 3)
 FAULTS = ("torn", "taken", "lost", "lines", "unlike")
 
 
-def run(scratch: Path, count: int, first: int, *, tell: bool) -> dict[str, Any]:
-    """Judge at least `count` states of the real protocol, and fewer of each broken one."""
+def run(
+    scratch: Path, count: int, first: int, *, tell: bool, spoil: str | None = None
+) -> dict[str, Any]:
+    """Judge at least `count` states of the real protocol, and fewer of each broken one.
+
+    `spoil` names what the ranks other than the first leave out (rank_saves.py): it must be found.
+    """
     began = time.monotonic()
     logs = [record(scratch / "run")]
-    logs += [record(scratch / f"restart-{k}", die_at=k) for k in range(NUM_RESTARTS)]
+    joint = [record_ranks(scratch / f"ranks-{size}", size, spoil) for size in RANKS]
+    every = max(1, NUM_RESTARTS * LOG_STATES // max(count, 1))
+    restarts = range(first % every, NUM_RESTARTS, every)
+    logs += [record(scratch / f"restart-{k}", die_at=k) for k in restarts]
     counts: Counter[str] = Counter()
-    for log in logs:
-        counts += judge(log, count // len(logs) + 1, first, scratch / "real", PER_LOG)
+    share = count // (len(logs) + len(joint)) + 1
+    for number, log in enumerate([*logs, *joint]):
+        found = judge(log, share, first, scratch / "real", PER_LOG)
+        counts.update(found)
+        counts["of ranks"] += found["states"] if number >= len(logs) else 0
         if tell:
             print(f"{time.monotonic() - began:.0f} s: {dict(counts)}", flush=True)
     broken = {}
-    for name, change in PROTOCOLS.items():
-        of_it = judge(change(logs[0]), share=max(count // 20, 500), seed=first)
+    for name, change in {**PROTOCOLS, **RANK_PROTOCOLS}.items():
+        log = joint[-1] if name in RANK_PROTOCOLS else logs[0]
+        of_it = judge(change(log), share=max(count // 20, 500), seed=first)
         broken[name] = {key: of_it[key] for key in ("states", "torn", "lost", "lines")}
     failures = [f"{counts[key]} {key}" for key in FAULTS if counts[key]]
     for name, found in broken.items():
@@ -64,7 +83,7 @@ def run(scratch: Path, count: int, first: int, *, tell: bool) -> dict[str, Any]:
             failures.append(f"{name}: no fault was found")
     if counts["states"] < count:
         failures.append(f"only {counts['states']} states")
-    keys = ("states", "instants", "compared", *FAULTS)
+    keys = ("states", "of ranks", "instants", "compared", *FAULTS)
     result = {key: counts[key] for key in keys} | {"broken": broken}
     seconds = round(time.monotonic() - began, 1)
     return {"what": "states", **result, "seconds": seconds, "failures": failures}
@@ -82,7 +101,8 @@ def record(folder: Path, die_at: int | None = None) -> list[Op]:
 
 
 def _save_thrice(folder: Path, log: Log, die_at: int | None) -> None:
-    with recorded(folder.parent, log, die_at) as recorder:
+    recorder = Recorder(folder.parent, log, die_at)
+    with recorded(recorder):
         run = TinyRun(folder)
         try:
             clear_unfinished(run.checkpoints)
@@ -106,7 +126,7 @@ def judge(
     disk, draw = Disk(log), random.Random(seed)
     reader = Reader(disk)
     counts: Counter[str] = Counter()
-    most = _most_each(disk, share)
+    most, num_states = _most_each(disk, share)
     acknowledged = 0
     for instant in range(len(log) + 1):
         if instant and log[instant - 1].kind == "ack":
@@ -118,20 +138,20 @@ def judge(
             counts["taken"] += found.is_foreign
             counts["lost"] += found.step < acknowledged
             counts["lines"] += not found.has_lines
-            if real is not None and draw.random() < num_compared / share:
+            if real is not None and draw.random() < num_compared / num_states:
                 counts["compared"] += 1
                 counts["unlike"] += (found.step, found.num_damaged) != really_read(files, real)
         counts["instants"] += 1
     return counts
 
 
-def _most_each(disk: Disk, share: int) -> int:
-    """Return how many states of an instant to take so that there are `share` in all."""
+def _most_each(disk: Disk, share: int) -> tuple[int, int]:
+    """Return how many states of an instant to take for `share` in all, and how many there are."""
     free = [len(disk.unforced(instant)) for instant in range(len(disk.log) + 1)]
     most = 1
-    while sum(min(2**number, most) for number in free) < share and most < share:
+    while (num_states := sum(min(2**number, most) for number in free)) < share and most < share:
         most *= 2
-    return most
+    return most, num_states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

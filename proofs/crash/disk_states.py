@@ -1,6 +1,7 @@
 """What a disk may hold after a power loss, given what was done to it.
 
-Of what was not forced any part may be there: each block of a file, each length, each name. Where
+Of what was not forced any part may be there: each block of a file, each length, each name. Ranks
+may be on several hosts, so an fsync forces only what its own rank has done. Where
 there are too many parts to try all, some are drawn, and blocks are then also torn in sectors.
 """
 
@@ -49,6 +50,8 @@ class Disk:
     def _forces(self, op: Op, other: int) -> bool:
         """Return whether an fsync makes another operation durable."""
         forced = self.log[other]
+        if forced.rank != op.rank:
+            return False
         if op.kind == "fsync":
             return forced.kind in DATA_OPS and forced.file == op.file
         return forced.kind in NAME_OPS and _folder(forced.path) == op.path

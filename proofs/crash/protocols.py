@@ -22,6 +22,24 @@ def _without_file_fsync(log: Log) -> list[Op]:
     return [op for op in log if op.kind != "fsync"]
 
 
+def _other_ranks_leave_files(log: Log) -> list[Op]:
+    return [op for op in log if not (op.kind == "fsync" and op.rank)]
+
+
+def _other_ranks_leave_folders(log: Log) -> list[Op]:
+    return [op for op in log if not (op.kind == "sync_names" and op.rank)]
+
+
+def _manifest_before_the_others(log: Log) -> list[Op]:
+    """The first rank does not wait until the others have made their files durable."""
+    result: list[Op] = []
+    for ops in _saves(log):
+        late = [op for op in ops if op.rank and op.kind in ("fsync", "sync_names")]
+        end = next((n for n, op in enumerate(ops) if _is_naming(op)), len(ops) - 2) + 2
+        result += [op for op in ops[:end] if op not in late] + late + ops[end:]
+    return result
+
+
 def _direct_write(log: Log) -> list[Op]:
     """No fsync, and the manifest is written under its own name."""
     kept = [op for op in log if op.kind not in ("fsync", "sync_names")]
@@ -101,3 +119,9 @@ PROTOCOLS: dict[str, Callable[[Log], list[Op]]] = {
     "manifest deleted last": _manifest_deleted_last,
 }
 """By what is wrong."""
+RANK_PROTOCOLS: dict[str, Callable[[Log], list[Op]]] = {
+    "no fsync of files by other ranks": _other_ranks_leave_files,
+    "no fsync of folders by other ranks": _other_ranks_leave_folders,
+    "manifest before the others": _manifest_before_the_others,
+}
+"""Those of ranks that save together."""

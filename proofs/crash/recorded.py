@@ -2,6 +2,9 @@
 
 Put a Recorder in place of `files.os`: calls are made one at a time, and each is written down after
 it was made. A recorder can die: from then on no call does anything, as after SIGKILL.
+
+Ranks that are threads of this process share a recorder, so their calls are in one log, in the order
+in which they were made: what a rank does after it heard of a call comes behind that call.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import os
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +42,8 @@ class Op:
     data: bytes = b""
     size: int = 0
     """Of a resize; of an ack, the step."""
+    rank: int = 0
+    """The rank that has done it."""
 
 
 class Log:
@@ -61,8 +66,15 @@ class Log:
 class Recorder:
     """Passes on every name of `os`; what changes a disk is written down in `log`."""
 
-    def __init__(self, root: Path, log: Log, die_at: int | None = None) -> None:
-        self._root, self.log, self._die_at = root, log, die_at
+    def __init__(
+        self,
+        root: Path,
+        log: Log,
+        die_at: int | None = None,
+        rank_here: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`rank_here` returns the rank whose thread is asking."""
+        self._root, self.log, self._die_at, self._rank_here = root, log, die_at, rank_here
         self._lock = threading.Lock()
         self._fds: dict[int, int | str] = {}
         self.num_calls = 0
@@ -84,7 +96,8 @@ class Recorder:
 
     def ack(self, step: int) -> None:
         """Write down that a save was acknowledged."""
-        self.log.ops.append(Op(kind="ack", size=step))
+        with self._lock:
+            self._add("ack", size=step)
 
     def close_all(self) -> None:
         """Close what a process that died has left open: its lock is then free."""
@@ -93,7 +106,7 @@ class Recorder:
         self._fds.clear()
 
     def _add(self, kind: str, **facts: Any) -> None:
-        self.log.ops.append(Op(kind=kind, **facts))
+        self.log.ops.append(Op(kind=kind, rank=self._rank_here(), **facts))
 
     def _name(self, path: str | Path) -> str:
         if not Path(path).is_relative_to(self._root):
@@ -173,11 +186,10 @@ class Recorder:
 
 
 @contextmanager
-def recorded(root: Path, log: Log, die_at: int | None = None) -> Iterator[Recorder]:
-    """Record all file calls of the package under `root` into `log`, until the block ends."""
-    recorder = Recorder(root, log, die_at)
+def recorded(recorder: Recorder) -> Iterator[None]:
+    """Record all file calls of the package under the recorder's root, until the block ends."""
     try:
         with patch.object(files, "os", recorder):
-            yield recorder
+            yield
     finally:
         recorder.close_all()

@@ -21,6 +21,8 @@ from megatrain.disk.checkpoint.save import save_checkpoint
 from megatrain.disk.hf.weights_file import NamedTensor, WeightsFile
 from megatrain.engine.snapshot import Gate, Snapshot
 from megatrain.errors import CheckpointDamaged
+from megatrain.ranks.ownership import SOLE, Owner
+from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.checkpoints import FOLDER
 from megatrain.run.folder import RunFolder
 
@@ -34,13 +36,14 @@ SMALL = {
 class TinyRun:
     """A run in a folder: `step` changes the tensors and appends a line, `save` saves."""
 
-    def __init__(self, folder: Path, num_elements: int = 700) -> None:
-        self.folder = RunFolder(folder)
+    def __init__(self, folder: Path, num_elements: int = 700, owner: Owner = SOLE) -> None:
+        """A rank other than the first has its part of the tensors, and writes no lines."""
+        self.folder = RunFolder(folder, dry=not owner.leads)
         self.checkpoints = folder / FOLDER
         self.step = 0
         self._newest: Path | None = None
         self.parts = Parts(
-            blocks=[_files(block, num_elements) for block in range(NUM_BLOCKS)],
+            blocks=[_files(block, num_elements, owner) for block in range(NUM_BLOCKS)],
             small=dict(SMALL),
             model="tiny",
         )
@@ -55,19 +58,21 @@ class TinyRun:
     def fill(self, step: int) -> None:
         """Give the tensors the bytes they have after `step`."""
         for number, tensor in enumerate(self.tensors()):
-            torch.from_numpy(tensor.memory.numpy()).random_(
-                generator=torch.Generator().manual_seed(step * 100 + number)
-            )
+            generator = torch.Generator().manual_seed(step * 100 + number)
+            whole = torch.empty(tensor.num_bytes, dtype=torch.uint8).random_(generator=generator)
+            tensor.memory.copy_(whole[tensor.here.start : tensor.here.stop])
 
     def tensors(self) -> list[NamedTensor]:
         return [t for files in self.parts.blocks for file in files for t in file.tensors]
 
-    def save(self, **facts: Any) -> Path:
+    def save(self, *, ranks: Ranks = ALONE, **facts: Any) -> Path:
         """Save, with some facts in the manifest, and return the folder: it is acknowledged."""
         gate = Gate(range(NUM_BLOCKS))
         snapshot = Snapshot(gate, range(NUM_BLOCKS), self.step, dict.fromkeys(range(NUM_BLOCKS), 0))
-        training = {"lines": self.folder.lengths(), **facts}
-        self._newest = save_checkpoint(self.checkpoints, self.parts, snapshot, training)
+        training = {"lines": self.folder.lengths(), **facts} if ranks.owner.leads else {}
+        self._newest = save_checkpoint(
+            self.checkpoints, self.parts, snapshot, training, ranks=ranks
+        )
         return self._newest
 
     def prune(self, keep: int = 1) -> list[str]:
@@ -108,10 +113,19 @@ def newest_whole(parent: Path) -> tuple[int, list[str]]:
     return max(steps), damaged
 
 
-def _files(block: int, num_elements: int) -> list[WeightsFile]:
+def _files(block: int, num_elements: int, owner: Owner) -> list[WeightsFile]:
+    ends = [num_elements * rank // owner.size for rank in range(owner.size + 1)]
+    parts = tuple(map(range, ends, ends[1:]))
+    here = parts[owner.rank]
+
     def tensor(name: str, dtype: torch.dtype) -> NamedTensor:
-        values = torch.zeros(num_elements, dtype=dtype)
-        return NamedTensor(name=f"{name}.{block}", shape=(num_elements,), values=values)
+        return NamedTensor(
+            name=f"{name}.{block}",
+            shape=(num_elements,),
+            values=torch.zeros(len(here), dtype=dtype),
+            first=here.start,
+            parts=() if owner.is_alone else parts,
+        )
 
     state = [tensor("m", torch.float32), tensor("v", torch.float32), tensor("lo", torch.int16)]
     return [

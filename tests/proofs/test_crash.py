@@ -16,7 +16,8 @@ import pytest
 from proofs import crash
 from proofs.crash import corruption
 from proofs.crash.crash_states import FAULTS, judge, record
-from proofs.crash.protocols import PROTOCOLS
+from proofs.crash.protocols import PROTOCOLS, RANK_PROTOCOLS
+from proofs.crash.rank_saves import SPOILS, record_ranks
 from proofs.crash.recorded import Op
 from testkit.patience import HANG_S
 from testkit.warm_python import warm_python
@@ -116,6 +117,49 @@ def test_no_state_after_a_power_loss_is_torn_or_lost(log: list[Op], tmp_path: Pa
 def test_nor_after_a_kill_and_then_a_power_loss(tmp_path: Path, die_at: int) -> None:
     counts = judge(record(tmp_path / "run", die_at), 300, die_at, tmp_path / "real", 5)
     assert {key: counts[key] for key in FAULTS} == dict.fromkeys(FAULTS, 0)
+
+
+@pytest.fixture(scope="module")
+def joint_log(tmp_path_factory: pytest.TempPathFactory) -> list[Op]:
+    """What three ranks do that save together."""
+    return record_ranks(tmp_path_factory.mktemp("ranks") / "run", 3)
+
+
+def test_no_state_of_ranks_that_save_together_is_torn_or_lost(
+    joint_log: list[Op], tmp_path: Path
+) -> None:
+    counts = judge(joint_log, 1500, 0, tmp_path / "real", 10)
+    assert {key: counts[key] for key in FAULTS} == dict.fromkeys(FAULTS, 0)
+    assert counts["states"] >= 1500
+    assert counts["compared"] > 0
+    kinds = {rank: {op.kind for op in joint_log if op.rank == rank} for rank in range(3)}
+    assert {"create", "fsync", "sync_names", "rename"} <= kinds[0]
+    assert {"create", "fsync", "sync_names"} <= kinds[1]
+
+
+@pytest.mark.parametrize("name", RANK_PROTOCOLS)
+def test_ranks_that_leave_something_out_would_be_noticed(name: str, joint_log: list[Op]) -> None:
+    counts = judge(RANK_PROTOCOLS[name](joint_log), 400, 0)
+    assert counts["torn"] + counts["lost"] > 0
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_other_ranks_whose_code_leaves_an_fsync_out_would_be_noticed(
+    spoil: str, tmp_path: Path
+) -> None:
+    counts = judge(record_ranks(tmp_path / "run", 2, spoil), 400, 0)
+    assert counts["torn"] + counts["lost"] > 0
+
+
+def test_few_states_are_few_logs_and_few_looks_of_the_real_reader(
+    log: list[Op], tmp_path: Path
+) -> None:
+    """So that a short form ends soon, also of a protocol that leaves everything unforced."""
+    unforced = PROTOCOLS["no fsync of files"](log)
+    for one in (log, unforced):
+        counts = judge(one, 1, 0, tmp_path / "real", 6)
+        assert counts["states"] <= len(log) + 1
+        assert counts["compared"] <= 30
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
