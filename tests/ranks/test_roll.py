@@ -38,6 +38,16 @@ def test_a_heartbeat_comes_back_from_the_store() -> None:
     )
 
 
+def test_another_rank_that_waits_for_its_storage_is_known_until_it_leaves() -> None:
+    roll = _roll()
+    roll.own = replace(roll.own, storing="write a file")
+    assert not roll.is_storing, "this rank does not wait for itself"
+    roll.hear(1, replace(BEATS[1], storing="write a file"))
+    assert roll.is_storing
+    roll.hear(1, replace(BEATS[1], storing="write a file", has_left=True))
+    assert not roll.is_storing
+
+
 def test_nothing_is_wrong_while_all_are_heard() -> None:
     assert _roll().cause(LIMIT_S) is None
 

@@ -8,6 +8,7 @@ import re
 import signal
 import struct
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,43 @@ def test_a_rank_that_is_silent_beyond_the_deadline_is_named() -> None:
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.error is None, outcome.trace
         assert re.search(r"rank 1 \(.*\) is alive but stuck or slow", outcome.result)
+
+
+def store_for_long(ranks: Ranks, tells: bool, stops: bool) -> str:
+    """Let rank 1 wait for its storage for three deadlines, or stop in it; return what 0 gets."""
+    pids = [said["pid"] for said in ranks.agree({"pid": os.getpid()})]
+    own = torch.full((8,), ranks.owner.rank, dtype=torch.uint8)
+    if ranks.owner.rank == 1:
+        ranks.carrier.storing("write a file" if tells else None)
+        time.sleep(0.2 * ranks.patience_s)  # a few heartbeats
+        if stops:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(3 * ranks.patience_s)
+        ranks.carrier.storing(None)
+        ranks.carrier.send(own, 0)
+        return "sent"
+    try:
+        ranks.carrier.receive(own, 1)
+    except RankLost as error:
+        os.kill(pids[1], signal.SIGKILL)
+        return str(error)
+    return f"received {own.tolist()}"
+
+
+def test_a_rank_that_waits_for_its_storage_is_waited_for() -> None:
+    outcomes = rank_outcomes(2, store_for_long, True, False, deadline_s=2.0)
+    assert [outcome.result for outcome in outcomes] == [f"received {[1] * 8}", "sent"]
+
+
+def test_a_rank_that_does_not_say_so_is_lost() -> None:
+    """The sibling."""
+    outcome = rank_outcomes(2, store_for_long, False, False, deadline_s=2.0)[0]
+    assert re.search(r"rank 1 \(.*no answer within 2 s", outcome.result)
+
+
+def test_a_rank_that_stops_while_it_waits_for_its_storage_is_lost() -> None:
+    outcome = rank_outcomes(2, store_for_long, True, True, deadline_s=2.0)[0]
+    assert re.search(r"rank 1 \(.*\) is dead or cut off", outcome.result)
 
 
 def test_a_rank_that_stays_is_not_lost() -> None:

@@ -6,8 +6,10 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,16 @@ import pytest
 from megatrain.config import Config
 from megatrain.disk.checkpoint.restore import verify
 from megatrain.disk.checkpoint.retention import finished
-from megatrain.errors import RankLost
+from megatrain.errors import Interrupted, RankLost
 from megatrain.ranks.ranks import Ranks
 from megatrain.ranks.torch_ranks import GlooCarrier
 from megatrain.run import checkpoints, saving
 from megatrain.run.checkpoints import FOLDER
-from megatrain.run.together.joined import together
 from megatrain.run.trainer import Trainer
+from testkit.patience import HANG_S
 from testkit.rank_processes import Outcome, rank_outcomes
+from testkit.rank_runs import run_on_ranks
+from testkit.rank_threads import DEADLINE_S as DEADLINE_OF_THREADS_S
 from testkit.runs import NUM_STEPS, Setting, config_of, lines_of
 
 DEADLINE_S = 4.0
@@ -74,12 +78,14 @@ def train(
     if ranks.owner.rank == 1 and happens is not None:
         at_first_fsync(happens)
     said: list[str] = []
-    with together(ranks), Trainer(config, ranks=ranks) as trainer:
+    with Trainer(config, ranks=ranks) as trainer:
         report = trainer.saving.report
         trainer.saving.report = lambda say: report(  # type: ignore[method-assign]
             lambda text: (said.append(text), say(text))[1]
         )
-        return {"steps": trainer.train().num_steps, "said": said}
+        num_steps = trainer.train().num_steps
+        ranks.agree({})  # none leaves before all are done
+    return {"steps": num_steps, "said": said}
 
 
 def trained(
@@ -147,6 +153,59 @@ def test_a_rank_that_says_nothing_of_its_storage_is_lost(world: Path, tmp_path: 
     outcomes = trained(world, tmp_path / "run", stall, know_nothing_of_storage)
     assert all(outcome.exit_code for outcome in outcomes)
     assert isinstance(outcomes[0].error, RankLost)
+
+
+def ended(
+    world: Path, folder: Path, at_pause: Callable[[Trainer, threading.Event], None]
+) -> tuple[list[list[str]], threading.Event]:
+    """Train two ranks, as threads, whose last save hangs on rank 1; return what they said.
+
+    `at_pause` is what happens when the run waits.
+    """
+    let_go = threading.Event()
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith(FILE):
+            let_go.wait(HANG_S)
+        real(fd)
+
+    def use(trainer: Trainer) -> list[str]:
+        said: list[str] = []
+        trainer.saving.pause = lambda seconds: at_pause(trainer, let_go)
+        at_end = trainer.saving.at_end
+        trainer.saving.at_end = lambda step, say: at_end(step, said.append)  # type: ignore[method-assign]
+        with suppress(Interrupted):
+            trainer.train()
+        return said
+
+    config = config_of(world, folder, Setting(save_every=None))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        patch.setattr(checkpoints, "STALL_SHARE", 1.0 / DEADLINE_OF_THREADS_S)
+        patch.setattr(saving, "RETRY_S", 0.0)
+        return run_on_ranks(2, config, use), let_go
+
+
+def test_the_end_of_a_run_waits_for_storage_and_says_so(world: Path, tmp_path: Path) -> None:
+    said, _ = ended(world, tmp_path / "run", lambda trainer, let_go: let_go.set())
+    waits = f"the state after step {NUM_STEPS} is in memory only. Waiting until storage answers"
+    assert any(text.startswith(waits) for text in said[0])
+    assert saves(tmp_path / "run") == [("save failed", NUM_STEPS), ("saved", NUM_STEPS)]
+    assert weights(tmp_path / "run")
+    assert len(list((tmp_path / "run" / FOLDER).iterdir())) == 1
+
+
+def test_a_call_that_never_returns_does_not_keep_a_run_from_ending(
+    world: Path, tmp_path: Path
+) -> None:
+    def ask_to_end(trainer: Trainer, let_go: threading.Event) -> None:
+        trainer.interrupts.reason = "SIGTERM"
+
+    said, let_go = ended(world, tmp_path / "run", ask_to_end)
+    assert any("NOT saved: rank 1: storage has stalled" in text for text in said[0])
+    assert finished(tmp_path / "run" / FOLDER) == []
+    let_go.set()
 
 
 def test_a_rank_that_dies_in_a_file_call_is_lost(world: Path, tmp_path: Path) -> None:

@@ -103,8 +103,8 @@ class Roll:
 
     @property
     def is_storing(self) -> bool:
-        """Whether a rank that has not left waits for a file call."""
-        beats = (self.own, *self._heard.values())
+        """Whether another rank, which has not left, waits for a file call."""
+        beats = self._heard.values()
         return any(beat.storing is not None and not beat.has_left for beat in beats)
 
     def wait(self, seconds: float) -> None:

@@ -69,7 +69,7 @@ class Watcher(Protocol):
         """Let the others know that this rank waits for a file call, or no longer."""
 
     def is_storing(self) -> bool:
-        """Return whether a rank waits for a file call. Raises RankLost if one is lost."""
+        """Return whether another rank waits for a file call. Raises RankLost if one is lost."""
 
     def diagnose(self, error: BaseException) -> RankLost:
         """Return who is to blame for `error`: a NoAnswer, or what the backend raised."""

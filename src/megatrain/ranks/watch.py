@@ -94,7 +94,7 @@ class Watch:
             self._roll.own = replace(self._roll.own, storing=call)
 
     def is_storing(self) -> bool:
-        """Return whether a rank waits for a file call, so that others have to wait for it.
+        """Return whether another rank waits for a file call, so that this one waits for it.
 
         Raises RankLost if a rank is known to be lost.
         """
