@@ -48,6 +48,8 @@ logs."""
 PER_LOG = 6
 """States of a log that the real reader, which takes 0.1 s, judges too."""
 RANKS = (2, 3)
+PER_RANKS = 10
+"""Logs of one process for each of several ranks; their calls come in another order each time."""
 FAULTS = ("torn", "taken", "lost", "lines", "unlike")
 
 
@@ -60,9 +62,10 @@ def run(
     """
     began = time.monotonic()
     logs = [record(scratch / "run")]
-    joint = [record_ranks(scratch / f"ranks-{size}", size, spoil) for size in RANKS]
     every = max(1, NUM_RESTARTS * LOG_STATES // max(count, 1))
     restarts = range(first % every, NUM_RESTARTS, every)
+    sizes = RANKS * (1 + len(restarts) // PER_RANKS)
+    joint = [record_ranks(scratch / "ranks", size, spoil) for size in sizes]
     logs += [record(scratch / f"restart-{k}", die_at=k) for k in restarts]
     counts: Counter[str] = Counter()
     share = count // (len(logs) + len(joint)) + 1
@@ -78,8 +81,8 @@ def run(
         of_it = judge(change(log), share=max(count // 20, 500), seed=first)
         broken[name] = {key: of_it[key] for key in ("states", "torn", "lost", "lines")}
     failures = [f"{counts[key]} {key}" for key in FAULTS if counts[key]]
-    for name, found in broken.items():
-        if not any(found[key] for key in ("torn", "lost", "lines")):
+    for name, of_protocol in broken.items():
+        if not any(of_protocol[key] for key in ("torn", "lost", "lines")):
             failures.append(f"{name}: no fault was found")
     if counts["states"] < count:
         failures.append(f"only {counts['states']} states")

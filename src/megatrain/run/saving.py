@@ -198,8 +198,12 @@ class Saving:
     def _prepared(self) -> tuple[dict[str, int] | None, Exception | None]:
         """Make room for a save, on rank 0; return the length of the lines, or what went wrong."""
         lines, failure = unhurried(self._ranks, self._look_at_disk)
-        facts = {"lines": lines, "error": None if failure is None else str(failure)}
-        facts |= {"full": isinstance(failure, DiskFull), "out": self._checkpoints.out}
+        facts = {
+            "lines": lines,
+            "error": None if failure is None else str(failure),
+            "full": isinstance(failure, DiskFull),
+            "out": self._checkpoints.out,
+        }
         heard = self._ranks.agree(facts)
         for rank, one in enumerate(heard):
             if one["out"] is not None:
