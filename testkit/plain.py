@@ -47,6 +47,15 @@ def make_batch(
     return batch
 
 
+def flat_row(lengths: Sequence[int], *, seed: int = 1) -> MicroBatch:
+    """Return one flat row of documents; the first token of each is not a target."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 300, (1, sum(lengths)), generator=generator)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    labels = ids.masked_fill(positions == 0, -100)
+    return MicroBatch(input_ids=ids, labels=labels, position_ids=positions)
+
+
 def load_plain(
     folder: Path,
     dtype: torch.dtype,

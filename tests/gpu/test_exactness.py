@@ -1,7 +1,7 @@
 """L1 on an accelerator: streamed equals resident, bit for bit, on the same device.
 
 Losses and every gradient of three batches (one micro-batch, three unequal ones with padding, one
-packed by position ids) against the resident model under ordinary autograd. fp32 with eager
+flat row of documents) against the resident model under ordinary autograd. fp32 with eager
 attention, whose kernels are matrix products alone, and bf16 with what the model takes by itself.
 """
 
@@ -19,7 +19,7 @@ from megatrain.engine.engine import Engine
 from megatrain.memory.kinds import Kind
 from testkit.engines import make_engine
 from testkit.families import save_tiny
-from testkit.plain import load_plain, make_batch, plain_gradients
+from testkit.plain import flat_row, load_plain, make_batch, plain_gradients
 from tests.gpu.rigs import Rig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -27,11 +27,19 @@ ATTENTION = {"fp32": "eager", "bf16": None}
 BATCHES = [
     make_batch([(2, 24)], seed=1),
     make_batch([(2, 24), (1, 17), (3, 9)], seed=2, padded=True),
-    make_batch([(2, 24)], seed=3, packed=True),
+    [flat_row((17, 5, 26), seed=3)],
 ]
 FAST = [("llama", "bf16"), ("gpt2", "fp32")]
 ALL = [(family, d) for family in ("llama", "qwen3", "gemma2", "mixtral", "gpt2") for d in DTYPES]
 CASES = [*FAST, *(pytest.param(*c, marks=pytest.mark.thorough) for c in ALL if c not in FAST)]
+
+
+def test_the_packed_batch_takes_the_path_of_flat_rows() -> None:
+    flat, two_rows = BATCHES[-1][0], make_batch([(2, 24)], packed=True)[0]
+    documents = flat.packed_documents()
+    assert documents is not None
+    assert documents.lengths == (17, 5, 26)
+    assert two_rows.packed_documents() is None, "two packed rows are kept apart by masks"
 
 
 def differing(expected: dict[str, Tensor], found: dict[str, Tensor]) -> list[str]:

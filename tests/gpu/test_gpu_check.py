@@ -11,6 +11,7 @@ from megatrain.doctor.gpu_check.laws import (
     equals_resident,
     lanes_equal_reference,
     nobody_waits,
+    packed_equals_alone,
     tried,
 )
 from megatrain.doctor.gpu_check.tiny_models import TinyModel
@@ -29,6 +30,7 @@ def test_the_short_laws_hold(rig: Rig) -> None:
     laws = {
         "copies": lambda: copies_are_exact(subject.new_device(), subject),
         "resident": lambda: equals_resident(subject, TinyModel.make("gemma, tied", "bf16")),
+        "packed": lambda: packed_equals_alone(subject, TinyModel.make("packed, windows", "bf16")),
         "lanes": lambda: lanes_equal_reference(subject),
         "waits": lambda: nobody_waits(subject),
     }

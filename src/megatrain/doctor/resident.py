@@ -34,7 +34,8 @@ def resident_gradients(
         parts: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
         for micro in batch:
             model.zero_grad(set_to_none=True)
-            loss = _loss(model, micro.mapped(lambda tensor: tensor.to(model.device)), num_trained)
+            placed = micro.mapped(lambda tensor: tensor.to(model.device))
+            loss = (resident_logprobs(model, placed) * (-1.0 / num_trained)).sum()
             torch.autograd.backward(loss)
             losses.append(float(loss.detach()))
             for name, param in model.named_parameters():
@@ -49,16 +50,18 @@ def resident_gradients(
     }
 
 
-def _loss(model: PreTrainedModel, micro: MicroBatch, num_trained: int) -> Tensor:
-    """Return what a micro-batch adds to the mean. The head gets the rows that have a target."""
+def resident_logprobs(model: PreTrainedModel, micro: MicroBatch) -> Tensor:
+    """Return the log-probability of each position's target, zero where there is none.
+
+    The micro-batch is where the model is, and its rows have no padding. The head gets the rows
+    that have a target. (rows, length)
+    """
     targets = F.pad(micro.labels[:, 1:], (0, 1), value=-100).flatten()
     trained = (targets != -100).nonzero().flatten()
     with rows_chosen(model, trained):
         (logits,) = model(**micro.inputs, use_cache=False).logits
     found = -F.cross_entropy(logits.float(), targets[trained], reduction="none")
-    weights = found.new_full(found.shape, -1.0 / num_trained)
-    spread = found.new_zeros(len(targets)).index_copy(0, trained, found * weights)
-    return spread.view(micro.labels.shape).sum()
+    return found.new_zeros(len(targets)).index_copy(0, trained, found).view(micro.labels.shape)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import varlen
 
 from megatrain.devices.device import CpuDevice, Device
 from megatrain.doctor.gpu_check import laws as module
@@ -21,11 +22,16 @@ from megatrain.doctor.gpu_check.laws import (
     lanes_equal_reference,
     laws,
     nobody_waits,
+    packed_equals_alone,
+    tried,
 )
-from megatrain.doctor.gpu_check.tiny_models import TinyModel
+from megatrain.doctor.gpu_check.tiny_models import PACKED, TinyModel
 from megatrain.doctor.resident import resident_gradients
 from megatrain.doctor.subject import CPU, Subject
+from megatrain.engine.batch import MicroBatch
 from megatrain.errors import DeviceFull, DoesNotFit, LaneStuck, NonFiniteStep
+from megatrain.models import documents as by_document
+from megatrain.models.documents import PackedDocuments
 
 
 class Own(Subject):
@@ -63,6 +69,7 @@ def test_a_sound_device_keeps_every_law() -> None:
     assert [(check.name, check.found) for check in checks if check.state != "ok"] == []
     assert said == [check.name for check in checks]
     assert {"copied bytes", "llama, fp32", "gemma, tied, bf16", "lanes", "cap"} < set(said)
+    assert {"packed llama, bf16", "packed, windows, bf16"} < set(said)
 
 
 def test_a_byte_that_changes_on_its_way_is_found() -> None:
@@ -76,6 +83,54 @@ def test_a_wrong_weight_is_found_in_losses_and_gradients() -> None:
     with pytest.raises(Broken, match=r"of 30 gradients differ: model\.") as caught:
         equals_resident(broken, TinyModel.make("llama", "fp32"))
     assert caught.value.cause == "bits"
+
+
+def _one_token_late(micro: MicroBatch) -> PackedDocuments:
+    bounds = micro.bounds()
+    assert bounds is not None
+    bounds[1] += 1
+    return PackedDocuments(lengths=tuple(bounds.diff().tolist()), bounds=bounds)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_documents_that_see_each_other_are_found(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MicroBatch, "packed_documents", _one_token_late)
+    with pytest.raises(
+        Broken, match=r"4 documents by one document after another: at most"
+    ) as caught:
+        packed_equals_alone(CPU, TinyModel.make(name, "bf16"))
+    assert caught.value.cause == "documents"
+
+
+@pytest.mark.parametrize("wrong_by", [0, 1])
+def test_the_kernel_for_documents_is_counted_and_its_window_matters(
+    wrong_by: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel is written out in torch: one that sees a token too many is found."""
+
+    def kernel(
+        query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, *_: Any, **options: Any
+    ) -> Tensor:
+        before, group = options["window_size"][0], query.shape[1] // key.shape[1]
+        places = torch.arange(len(query))
+        document = torch.bucketize(places, bounds[1:], right=True)
+        back = places[:, None] - places
+        seen = (back >= 0) & (document[:, None] == document)
+        if before >= 0:
+            seen &= back <= before + wrong_by
+        keys, values = (t.repeat_interleave(group, 1).transpose(0, 1) for t in (key, value))
+        scores = query.transpose(0, 1) @ keys.mT * options["scale"]
+        return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values).transpose(0, 1)
+
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    monkeypatch.setattr(by_document, "_kernel_takes", lambda *given: True)
+    tiny = TinyModel.make("packed, windows", "bf16")
+    check = tried("packed", lambda: packed_equals_alone(CPU, tiny))
+    assert "by one kernel, 9 calls" in check.found
+    assert check.state == ("wrong" if wrong_by else "ok"), check.found
+    assert varlen.varlen_attn is kernel
 
 
 def test_kernels_that_do_not_repeat_themselves_are_blamed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,15 @@ CAUSES: dict[str, Cause] = {
             "test the memory: `dcgmi diag -r 2`, memtest; undo overclocking",
         ),
     ),
+    "documents": Cause(
+        seen="documents of a packed row differ from each document alone",
+        means="attention by document is wrong here: a packed row lets documents see each other, "
+        "or not enough of themselves",
+        tries=(
+            "train with data.packing: false until it is solved",
+            "send the page, with the name of the device and the version of torch",
+        ),
+    ),
     "kernels": Cause(
         seen="the resident model does not repeat its own bits, or torch has no deterministic "
         "kernel",

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
     GemmaConfig,
     LlamaConfig,
     MixtralConfig,
@@ -50,6 +51,20 @@ MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
         **_SIZES, num_local_experts=4, tie_word_embeddings=False
     ),
 }
+_WINDOW = 8
+PACKED: dict[str, Callable[[], PreTrainedConfig]] = {
+    "packed llama": MODELS["llama"],
+    "packed, windows": lambda: Cohere2Config(
+        **_SIZES,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        sliding_window=_WINDOW,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
+}
+"""Models for packed rows: several queries share a key, and some layers see a window of tokens."""
+_PACKED_LENGTHS = (17, 5, 24, 11)
+"""Of the documents of a row: shorter than the window and longer, in no order."""
 Precisions = Literal["bf16", "fp32"]
 ATTENTION: dict[Precisions, str | None] = {"fp32": "eager", "bf16": None}
 """In fp32 products alone; in bf16 what the model takes by itself."""
@@ -65,7 +80,7 @@ class TinyModel:
 
     @classmethod
     def make(cls, name: str, dtype: Precisions) -> TinyModel:
-        config, attn = MODELS[name](), ATTENTION[dtype]
+        config, attn = (MODELS | PACKED)[name](), ATTENTION[dtype]
         decoder = build_decoder(config, dtype, attn=attn)
         store = Store(build_layout(decoder.blocks, WITH_CLIP))
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -100,3 +115,12 @@ def tiny_batch(seed: int) -> list[MicroBatch]:
         labels[:, :3] = -100
         batch.append(MicroBatch(input_ids=ids, labels=labels))
     return batch
+
+
+def packed_row(seed: int) -> MicroBatch:
+    """Return one flat row of several documents; the first token of each is not a target."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, _VOCABULARY, (1, sum(_PACKED_LENGTHS)), generator=generator)
+    positions = torch.cat([torch.arange(length) for length in _PACKED_LENGTHS])[None]
+    labels = ids.masked_fill(positions == 0, -100)
+    return MicroBatch(input_ids=ids, labels=labels, position_ids=positions)
