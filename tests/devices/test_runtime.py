@@ -9,8 +9,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatrain.devices.accelerator import Accelerator, accelerator
-from megatrain.devices.runtime import PINNING_CAUSES, TAKEN, PinningFailed, TorchRuntime
+from megatrain.config.value_types import read_device
+from megatrain.devices.accelerator import Accelerator, NotDriven, accelerator, find_device
+from megatrain.devices.device import CpuDevice
+from megatrain.devices.runtime import (
+    PINNING_CAUSES,
+    TAKEN,
+    PinningFailed,
+    TorchRuntime,
+    num_accelerators,
+)
+from megatrain.doctor.subject import CPU, find_subject
 from megatrain.errors import ConfigError, NoDevice
 from megatrain.step.ops import LANES, Op, OpKind
 from testkit.simulated.accelerator import Simulator
@@ -113,6 +122,49 @@ def test_another_device_than_there_is_is_refused_by_name(
     monkeypatch.setattr(torch, "accelerator", accelerators)
     with pytest.raises(NoDevice, match=text):
         TorchRuntime.find(name)
+
+
+def torch_with(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Let torch's accelerator be a device of this type, of which there is one."""
+    accelerators = SimpleNamespace(
+        current_accelerator=lambda check_available: torch.device(kind),
+        current_device_index=lambda: 0,
+        set_device_index=lambda device: None,
+        device_count=lambda: 1,
+    )
+    monkeypatch.setattr(torch, "accelerator", accelerators)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: None)
+
+
+@pytest.mark.parametrize("kind", ["mps", "mtia", "hpu"])
+def test_an_accelerator_that_cannot_be_driven_leaves_auto_to_the_cpu(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch_with(monkeypatch, kind)
+    why = rf"^{kind}: MegaTrain cannot drive this type of device, only cuda and xpu, .* each\. "
+    with pytest.warns(NotDriven, match=rf"{why}Compute runs on the CPU\.$") as told:
+        assert isinstance(find_device("auto"), CpuDevice)
+    assert len(told) == 1
+    assert num_accelerators() == 0
+    assert find_subject("auto") is CPU
+    for refuse in (find_device, accelerator, find_subject):
+        with pytest.raises(NoDevice, match=rf"{why}Use memory\.device: cpu$"):
+            refuse(kind)
+
+
+def test_a_config_refuses_mps_by_name() -> None:
+    with pytest.raises(ValueError, match="give auto, cpu, cuda, cuda:1 or xpu"):
+        read_device("mps")
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu", "privateuseone"])
+def test_an_accelerator_that_can_be_driven_is_the_device_of_auto(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "privateuseone")
+    torch_with(monkeypatch, kind)
+    assert isinstance(find_device("auto"), Accelerator)
+    assert num_accelerators() == 1
 
 
 @pytest.mark.parametrize("device", ["xpu:0", "mps:0", "cpu"])

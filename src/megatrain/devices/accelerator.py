@@ -19,6 +19,7 @@ Laws (testkit/simulated)
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -44,6 +45,7 @@ from megatrain.devices.runtime import (
     TorchRuntime,
     num_accelerators,
     pci_address,
+    why_not_driven,
 )
 from megatrain.errors import DeviceFull, NoDevice
 from megatrain.lanes.device_clock import DeviceClock
@@ -54,6 +56,10 @@ from megatrain.memory.placement import Placement, find_placement
 from megatrain.memory.prefault import prefault
 from megatrain.step.ops import DEVICE_LANES, LANES
 from megatrain.step.settings import DEVICE_PART_ELEMENTS
+
+
+class NotDriven(UserWarning):
+    """The machine has an accelerator that the engine cannot drive."""
 
 
 class Accelerator:
@@ -274,7 +280,8 @@ def find_device(
 ) -> Device:
     """Return the device called `name`; `auto` is the accelerator if there is one, else the CPU.
 
-    It uses at most `cap_bytes` of the accelerator's memory. `local_rank` None: the process is
+    An accelerator that the engine cannot drive is not one for `auto`, which warns of it. A device
+    uses at most `cap_bytes` of the accelerator's memory. `local_rank` None: the process is
     alone, and compute on the CPU reads the store. Otherwise weights are gathered into slots.
     """
     if name != "cpu":
@@ -284,4 +291,6 @@ def find_device(
         except NoDevice:
             if name != "auto" or num_accelerators():
                 raise
+            if why := why_not_driven():
+                warnings.warn(f"{why}. Compute runs on the CPU.", NotDriven, stacklevel=2)
     return CpuDevice(copying=local_rank is not None)

@@ -1,7 +1,9 @@
 """The runtime of a real accelerator: the only module that calls torch.accelerator or torch.cuda.
 
 CUDA, ROCm and XPU share all of it but the registering of host memory, which torch offers for CUDA
-and ROCm alone.
+and ROCm alone. Other types of devices are not driven: lanes are threads with a stream each, and a
+device such as MPS has one stream, and ends the process if two threads use it. A device that
+registers itself with torch (PrivateUse1) is taken at its word.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ PINNING_CAUSES = (
 )
 TAKEN = "Another engine of this process has pinned it: close that one first"
 NO_WAY = "Nothing helps on such a device"
+DRIVEN = ("cuda", "xpu")
+"""The types of torch's own devices that the engine can drive; for torch, ROCm is cuda."""
 _ALREADY_REGISTERED = 712
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _filling = threading.Lock()
@@ -134,6 +138,8 @@ class TorchRuntime:
             raise NoDevice(f"{name} is not a device. Give cpu, cuda, cuda:1 or xpu") from None
         if device.type != found.type:
             raise NoDevice(f"{name}: the accelerator of this machine is {found.type}")
+        if why := why_not_driven():
+            raise NoDevice(f"{why}. Use memory.device: cpu")
         count = torch.accelerator.device_count()
         if device.index is not None and device.index >= count:
             last = f"{found.type}:{count - 1}"
@@ -279,10 +285,21 @@ def _clear_error(cudart: Any) -> None:
                 return
 
 
-def num_accelerators() -> int:
-    """Return how many accelerators torch can use here."""
+def why_not_driven() -> str:
+    """Return why torch's accelerator is not used; empty: it can be, or there is none."""
     found = torch.accelerator.current_accelerator(check_available=True)
-    return 0 if found is None else torch.accelerator.device_count()
+    if found is None or found.type in {*DRIVEN, torch._C._get_privateuse1_backend_name()}:
+        return ""
+    return (
+        f"{found.type}: MegaTrain cannot drive this type of device, only {' and '.join(DRIVEN)}, "
+        "because its lanes need threads with a stream each"
+    )
+
+
+def num_accelerators() -> int:
+    """Return how many accelerators the engine can use here."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return 0 if found is None or why_not_driven() else torch.accelerator.device_count()
 
 
 def pci_address(device: str) -> str | None:

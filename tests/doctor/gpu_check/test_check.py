@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from megatrain.cli.app import app
@@ -61,6 +62,17 @@ def test_without_an_accelerator_it_says_what_to_install() -> None:
     assert found.checks[0].causes == ("cpu torch",)
     assert "try: install the torch build for your device" in found.text()
     assert found.verdict() == "Do not train on this device yet. Wrong: accelerator."
+
+
+def test_an_accelerator_that_cannot_be_driven_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps")
+    )
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    found = check_device("auto", 10**6, lambda what: None)
+    assert found.exit_code == NoDevice.exit_code
+    assert found.checks[0].found.startswith("mps: MegaTrain cannot drive this type of device")
+    assert found.checks[0].causes == ("not driven",)
 
 
 def test_a_full_device_ends_the_step_alone(small: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
+from megatrain.devices.runtime import why_not_driven
 from megatrain.doctor.gpu_check.facts import SystemFacts, system_facts, why_no_device
 from megatrain.doctor.gpu_check.failing import failed_check, may_have_lost_device
 from megatrain.doctor.gpu_check.findings import CAUSES, Check, anonymous, judged
@@ -108,7 +109,7 @@ def check_device(name: str, params: int, say: Say) -> GpuCheck:
             name="accelerator",
             state="wrong",
             found=anonymous(str(error)),
-            causes=(why_no_device(facts.values),),
+            causes=("not driven" if why_not_driven() else why_no_device(facts.values),),
             exit_code=error.exit_code,
         )
         return _checked(name, begin, facts, [check])

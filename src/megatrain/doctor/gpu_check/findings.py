@@ -67,6 +67,12 @@ CAUSES: dict[str, Cause] = {
             "look at CUDA_VISIBLE_DEVICES: an empty value hides all devices",
         ),
     ),
+    "not driven": Cause(
+        seen="torch's accelerator is of a type that the engine cannot drive",
+        means="training runs on the CPU here: lanes need threads with a stream each, which Apple's "
+        "MPS, for one, does not have",
+        tries=("train with memory.device: auto, which is the CPU here",),
+    ),
     "bits": Cause(
         seen="losses or gradients differ from the resident model's, and both repeat",
         means="a copy, a wait or a kernel is at fault: nothing trained here can be trusted",
