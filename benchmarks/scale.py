@@ -113,7 +113,7 @@ def limits() -> Iterator[str]:
     )
     for machine in MACHINES:
         flops, dram = machine.sustained * 1e12, machine.dram_rate * 1e9
-        link = "-" if machine.unified else f"{flops / machine.link_in / 1e9:,.0f}"
+        link = f"{flops / machine.link_in / 1e9:,.0f}"
         early, late = 5 * flops / dram, 14 * flops / dram
         yield (
             f"{machine.name:17}{machine.sustained:>8.0f}{machine.link_in:>11.0f}"

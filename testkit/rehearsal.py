@@ -178,6 +178,7 @@ class _MetaDevice:
     copying = True
     own_memory = True
     answers = False
+    integrated = False
     part_elements = DEVICE_PART_ELEMENTS
     placement = UNPLACED
     free_bytes = 0
@@ -192,6 +193,9 @@ class _MetaDevice:
     @property
     def peak_bytes(self) -> int:
         return self.meter.peak_bytes
+
+    def cap(self, num_bytes: int) -> None:
+        raise NotImplementedError("a rehearsal counts, and refuses nothing")
 
     def lanes(self) -> list[Lane]:
         return []

@@ -47,6 +47,16 @@ def present(shown: bool = True) -> Iterator[None]:
         module.show(before)
 
 
+@contextmanager
+def integrated() -> Iterator[None]:
+    """Let the device say that its memory is the host's."""
+    module.integrate(True)
+    try:
+        yield
+    finally:
+        module.integrate(False)
+
+
 def start_anew() -> None:
     """Put the device into the state of a new process, for this thread."""
     set_timing()

@@ -15,12 +15,19 @@ CLOCK_HZ = 2e9
 """Cycles of `_sleep` in a second."""
 _U64 = 2**64 - 1
 _shown = True
+_is_integrated = False
 
 
 def show(shown: bool) -> None:
     """Say whether torch finds the device. A hidden one is loaded, and unavailable."""
     global _shown
     _shown = shown
+
+
+def integrate(integrated: bool) -> None:
+    """Say whether the device claims to share the host's memory."""
+    global _is_integrated
+    _is_integrated = integrated
 
 
 def is_available() -> bool:
@@ -61,7 +68,9 @@ def get_device_name(device: Any = None) -> str:
 
 def get_device_properties(device: Any = None) -> Any:
     total = torch.accelerator.get_memory_info(_index(device))[1]
-    return SimpleNamespace(name=get_device_name(device), total_memory=total)
+    return SimpleNamespace(
+        name=get_device_name(device), total_memory=total, is_integrated=_is_integrated
+    )
 
 
 def manual_seed(seed: int) -> None:

@@ -172,7 +172,9 @@ class Simulator:
         fails_at_allocation: int | None = None,
         fails_at_registration: int | None = None,
         registers: bool = True,
+        integrated: bool = False,
     ) -> None:
+        """`integrated`: the host's memory is also the device's."""
         self._random, self._policy = random.Random(seed), policy
         self.lock = threading.RLock()
         self.bypassed = Bypass()
@@ -186,6 +188,7 @@ class Simulator:
         self._fails_at_allocation = fails_at_allocation
         self.fails_at_registration = fails_at_registration
         self._registers = registers
+        self.integrated = integrated
         self._cap_bytes: int | None = None
         self._live_bytes = self._peak_bytes = 0
         self.races: list[str] = []

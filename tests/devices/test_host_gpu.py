@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatrain.devices import runtime as runtime_module
 from megatrain.devices.accelerator import Accelerator, accelerator, find_device
 from megatrain.devices.device import CpuDevice
 from megatrain.devices.runtime import TorchRuntime, num_accelerators
@@ -59,6 +60,21 @@ def test_auto_is_the_accelerator_where_there_is_one() -> None:
             find_device("hostgpu")
     with pytest.raises(NoDevice, match="the accelerator of this machine is hostgpu"):
         find_device("cuda")
+
+
+def test_an_integrated_device_counts_the_memory_of_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runtime_module, "host_free_bytes", lambda: 3 << 20)
+    runtime = TorchRuntime.find("hostgpu:1")
+    assert not runtime.integrated
+    own = runtime.free_bytes()
+    assert own > 3 << 20
+    with control.integrated():
+        assert runtime.integrated
+        assert Accelerator(runtime).integrated
+        assert runtime.free_bytes() - torch.accelerator.memory_reserved(1) <= 3 << 20
+        assert runtime.free_bytes() < own
 
 
 def test_a_capped_device_is_full() -> None:

@@ -32,7 +32,7 @@ from testkit.families import save_tiny
 from testkit.machines import DESKTOP, GIB, PROCESSOR
 from testkit.simulated.accelerator import Simulator
 
-MACHINES = [DESKTOP, PROCESSOR]
+MACHINES = [DESKTOP, PROCESSOR, find_machine("spark")[0].profile()]
 SETTINGS: list[list[str]] = [
     [],
     ["data.packing=false", "data.max_length=512"],
@@ -66,7 +66,9 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def as_train_plans(path: Path, settings: list[str], machine: MachineProfile) -> Plan:
     config = load_config(path, settings)
     model = config.model
-    device: Device = CpuDevice() if machine.unified else Accelerator(Simulator())
+    device: Device = (
+        CpuDevice() if machine.unified else Accelerator(Simulator(integrated=machine.integrated))
+    )
     read = read_model_folder(
         model.name_or_path,
         dtype=model.dtype,

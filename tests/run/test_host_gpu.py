@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import pytest
 import torch
 import yaml
 
+from megatrain.errors import DeviceFull
+from megatrain.run.opening import planned
+from megatrain.run.opening.opening import open_run
 from testkit.patience import HANG_S
 from testkit.runs import Setting, State, config_of, run, write_world
 
@@ -56,6 +60,30 @@ def test_a_run_that_dies_and_resumes_is_the_whole_run(world: Path, tmp_path: Pat
         resumed = trained(world, tmp_path / "died", setting, "hostgpu:1", resume=True)
     assert same(resumed, whole)
     assert not same(whole, trained(world, tmp_path / "cpu", setting, "cpu")), "other numbers"
+
+
+@pytest.mark.parametrize("integrated", [True, False])
+def test_a_run_keeps_an_integrated_device_within_the_memory_of_both(
+    world: Path, tmp_path: Path, integrated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the switch the device may use all memory that it has."""
+    monkeypatch.setattr(planned, "free_bytes", lambda: 1 << 29)
+    config = config_of(world, tmp_path / "run", Setting(), memory={"device": "hostgpu:1"})
+    with control.integrated() if integrated else nullcontext():
+        opened = open_run(config)
+        try:
+            profile, ledger = opened.plan.profile, opened.plan.ledger
+            purposes = [line.purpose for line in ledger.lines if line.place == "host"]
+            assert ("device memory" in purposes) == integrated
+            assert profile.integrated == integrated
+            with pytest.raises(DeviceFull) if integrated else nullcontext():
+                opened.device.allocate(1 << 30, "more")
+            if integrated:
+                cap = opened.device.free_bytes + torch.accelerator.memory_allocated(1)
+                host = ledger.total("host") - ledger.total("device")
+                assert ledger.total("device") <= cap <= profile.ram_bytes - host
+        finally:
+            opened.close()
 
 
 def test_the_command_line_trains_on_it(world: Path, tmp_path: Path) -> None:

@@ -107,6 +107,15 @@ class Accelerator:
         self._apply_cap()
         return self._runtime.free_bytes()
 
+    @property
+    def integrated(self) -> bool:
+        return self._runtime.integrated
+
+    def cap(self, num_bytes: int) -> None:
+        self._cap_bytes = num_bytes if self._cap_bytes is None else min(self._cap_bytes, num_bytes)
+        self._is_capped = False
+        self._apply_cap()
+
     def lanes(self) -> list[Lane]:
         place, clock = self.placement, DeviceClock(self._runtime)
         ranges = self._runtime.named_range if os.environ.get("MEGATRAIN_NVTX") else None

@@ -70,6 +70,13 @@ class Device(Protocol):
     def free_bytes(self) -> int:
         """Device memory that can still be had; 0 where it is the host's."""
 
+    @property
+    def integrated(self) -> bool:
+        """Whether memory that it allocates as its own is the host's: one budget has both."""
+
+    def cap(self, num_bytes: int) -> None:
+        """Use no more device memory than this, from now on: beyond it `allocate` is full."""
+
     def lanes(self) -> list[Lane]:
         """Return new lanes, each with its stream."""
 
@@ -145,6 +152,12 @@ class Meter:
         # Reentrant: garbage collected while it is held may be memory that is counted.
         self._lock = threading.RLock()
 
+    def cap(self, num_bytes: int) -> None:
+        """Refuse what exceeds `num_bytes`, or the cap that there was, if that is less."""
+        with self._lock:
+            before = self._cap_bytes
+            self._cap_bytes = num_bytes if before is None else min(before, num_bytes)
+
     def add(self, num_bytes: int, purpose: str) -> None:
         """Count `num_bytes`, or raise DeviceFull if they exceed the cap."""
         with self._lock:
@@ -169,6 +182,7 @@ class CpuDevice:
     name = "cpu"
     own_memory = False
     answers = True
+    integrated = False
     part_elements = PART_ELEMENTS
     free_bytes = 0
 
@@ -186,6 +200,9 @@ class CpuDevice:
     @property
     def peak_bytes(self) -> int:
         return self.meter.peak_bytes
+
+    def cap(self, num_bytes: int) -> None:
+        self.meter.cap(num_bytes)
 
     def lanes(self) -> list[Lane]:
         return [Lane(name) for name in LANES]

@@ -21,6 +21,7 @@ from torch import Tensor
 from megatrain.errors import ConfigError, NoDevice
 from megatrain.lanes.device_clock import TimedEvent
 from megatrain.lanes.lane import Stream
+from megatrain.memory.host import free_bytes as host_free_bytes
 
 PINNING_CAUSES = (
     "Usual causes: the memory limit of a container (cgroup), WSL2, which lets devices have half "
@@ -78,6 +79,10 @@ class Runtime(Protocol):
         self, reads: Sequence[Tensor], writes: Sequence[Tensor], work: Callable[[], None]
     ) -> None:
         """Queue a collective on the stream that this thread has entered."""
+
+    @property
+    def integrated(self) -> bool:
+        """Whether device and host are one memory: bytes that one has, the other has not."""
 
     def limit(self, num_bytes: int | None) -> None:
         """Make `empty` and compute fail beyond this many bytes; None: beyond all there are."""
@@ -217,6 +222,13 @@ class TorchRuntime:
     ) -> None:
         work()  # torch queues it behind the stream, and the stream behind it
 
+    @property
+    def integrated(self) -> bool:
+        if not hasattr(self._module, "get_device_properties"):
+            return False
+        properties = self._module.get_device_properties(self.device)
+        return bool(getattr(properties, "is_integrated", False))
+
     def limit(self, num_bytes: int | None) -> None:
         _, total = torch.accelerator.get_memory_info(self.device)
         self._limit = num_bytes
@@ -255,7 +267,9 @@ class TorchRuntime:
         allocated = torch.accelerator.memory_allocated(self.device)
         # What torch's allocator has kept of freed memory is there for who asks next.
         kept = torch.accelerator.memory_reserved(self.device) - allocated
-        free = int(torch.accelerator.get_memory_info(self.device)[0]) + kept
+        # An integrated device calls memory taken that holds pages of files, which give way.
+        info = torch.accelerator.get_memory_info(self.device)
+        free = kept + (min(host_free_bytes(), info[1]) if self.integrated else int(info[0]))
         if self._limit is None:
             return free
         return max(0, min(free, self._limit - allocated))

@@ -160,6 +160,7 @@ def measure_rates(
         device=subject.name,
         device_bytes=subject.device_bytes,
         unified=not own_memory,
+        integrated=device.integrated,
         forward_flops=forward,
         backward_flops=backward,
         fp32_efficiency=fp32_share(bench, *_usual_shape(forward, widths[1], tokens[1])),

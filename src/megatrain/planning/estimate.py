@@ -45,7 +45,7 @@ from megatrain.planning.from_config import (
 from megatrain.planning.longest import LONGEST_ROW
 from megatrain.planning.machine.examination import kept_examination
 from megatrain.planning.machine.profile import MachineProfile
-from megatrain.planning.machine.reserve import with_reserve
+from megatrain.planning.machine.reserve import with_one_budget, with_reserve
 from megatrain.planning.model.shapes import ModelShape
 from megatrain.planning.plan import Plan, make_plan
 from megatrain.planning.ranks.division import Division
@@ -209,7 +209,12 @@ def estimate(
     elif gpu is None:
         profile = profile.changed(disk_bytes=free_on_disk(config))
     return Estimate(
-        plan=_planned(config, with_reserve(within(profile, config)), shape_for(config), division),
+        plan=_planned(
+            config,
+            with_reserve(within(with_one_budget(profile), config)),
+            shape_for(config),
+            division,
+        ),
         machine=machine,
         figures=figures,
         tokens=None if tokens is None else _read("tokens", tokens, read_count),

@@ -327,7 +327,7 @@ def _halves(start: Fix) -> list[int]:
 
 def _more_device(start: Fix) -> Fix | None:
     profile = start.profile
-    if profile.unified or not profile.device_bytes:
+    if profile.unified or profile.integrated or not profile.device_bytes:
         return None
     return _more(start, "device", DEVICE_SIZES, DEVICE_HEADROOM, profile.device_bytes)
 

@@ -92,6 +92,8 @@ def reserves(profile: MachineProfile, ledger: Ledger) -> dict[str, int]:
     for line in ledger.lines:
         if line.purpose == KEPT_ACTIVATIONS and line.place in found:
             found[line.place] += int(KEPT_HEADROOM * line.num_bytes)
+    if profile.integrated:
+        found["host"] += found.get("device", 0)
     return found
 
 
@@ -107,6 +109,8 @@ def shortfalls(profile: MachineProfile, ledger: Ledger) -> dict[str, int]:
 def shortfall_texts(profile: MachineProfile, ledger: Ledger) -> list[str]:
     """Return what is missing, place by place, for people."""
     names = {"host": "host memory", "device": "device memory", "tier": "disk space"}
+    if profile.integrated:
+        names["host"] = "memory of host and device together"
     lacks = shortfalls(profile, ledger)
     return [f"{names[place]} {gib(lacks[place])}" for place in lacks]
 

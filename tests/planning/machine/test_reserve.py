@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from megatrain.memory.ledger import Line
-from megatrain.planning.machine.reserve import LIBRARY_BYTES, reserve_line, with_reserve
+from megatrain.planning.machine.reserve import (
+    LIBRARY_BYTES,
+    reserve_line,
+    with_one_budget,
+    with_reserve,
+)
 from megatrain.planning.memory.predicted import predicted_ledger
-from megatrain.planning.search import DEVICE_HEADROOM, Search
+from megatrain.planning.search import (
+    DEVICE_HEADROOM,
+    HOST_HEADROOM,
+    Search,
+    shortfall_texts,
+    shortfalls,
+)
 from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
 from testkit.machines import DESKTOP, EIGHT, PROCESSOR
@@ -49,3 +60,24 @@ def test_what_is_chosen_leaves_the_reserve_free() -> None:
 
 def test_where_little_is_allowed_an_eighth_of_it_is_kept() -> None:
     assert with_reserve(DESKTOP.changed(device_bytes=800)).reserved_bytes == 100
+
+
+def test_one_memory_has_one_budget_and_a_tenth_of_it_stays_free() -> None:
+    shared = DESKTOP.changed(integrated=True, ram_bytes=1000, device_bytes=2000)
+    found = with_one_budget(shared)
+    assert (found.ram_bytes, found.device_bytes) == (900, 900)
+    assert with_one_budget(DESKTOP) == DESKTOP
+
+
+def test_every_byte_of_one_memory_is_counted_once() -> None:
+    """A host that has room for its own lines alone is too small where it is the device's too."""
+    shared = CARD.changed(integrated=True)
+    apart, together = (predicted_ledger(m, WORKLOAD, SETTINGS) for m in (CARD, shared))
+    assert together.total("device") == apart.total("device")
+    assert together.total("host") == apart.total("host") + apart.total("device")
+    enough = int(apart.total("host") * HOST_HEADROOM) + 1
+    assert shortfalls(CARD.changed(ram_bytes=enough), apart) == {}
+    (place,) = shortfalls(shared.changed(ram_bytes=enough), together)
+    assert place == "host"
+    (text,) = shortfall_texts(shared.changed(ram_bytes=enough), together)
+    assert text.startswith("memory of host and device together ")

@@ -17,7 +17,7 @@ from megatrain.config import Config, load_config
 from megatrain.devices.accelerator import Accelerator
 from megatrain.devices.device import CpuDevice
 from megatrain.disk.hf.model import ModelFolder
-from megatrain.errors import DoesNotFit
+from megatrain.errors import DeviceFull, DoesNotFit
 from megatrain.lanes.trace import Span, Trace
 from megatrain.models.decoder import Decoder
 from megatrain.optim.states import STATES
@@ -28,7 +28,7 @@ from megatrain.ranks.ranks import Ranks
 from megatrain.report.run import read_run
 from megatrain.report.summary import run_facts as report_facts
 from megatrain.run.opening import planned
-from megatrain.run.opening.planned import facts, plan_run
+from megatrain.run.opening.planned import cap_device, facts, plan_run
 from megatrain.run.opening.resumption import read_model
 from megatrain.run.trainer import Trainer
 from megatrain.step.ops import Op, OpKind
@@ -107,6 +107,63 @@ def test_a_card_is_planned_with_what_is_free_now_and_was_there_when_it_was_measu
     (reserve,) = (line for line in plan.ledger.lines if line.purpose == "libraries and driver")
     assert reserve.place == "device"
     assert reserve.num_bytes >= (expected << 30) // 8
+
+
+def least_free(path: Path, monkeypatch: pytest.MonkeyPatch, *, integrated: bool) -> int:
+    """Return the least free host memory that a run on such a device starts with."""
+    config = config_of(path)
+    decoder, low, high = decoder_of(config), 1 << 20, PLENTY
+    while high - low > 1 << 14:
+        middle = (low + high) // 2
+        monkeypatch.setattr(planned, "free_bytes", lambda free=middle: free)
+        try:
+            plan_run(config, Accelerator(Simulator(integrated=integrated)), decoder)
+            high = middle
+        except DoesNotFit:
+            low = middle
+    return high
+
+
+def test_an_integrated_device_and_its_host_share_one_budget(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planned, "measured_profile", lambda: None)
+    config = config_of(path)
+    decoder = decoder_of(config)
+    apart = least_free(path, monkeypatch, integrated=False)
+    together = least_free(path, monkeypatch, integrated=True)
+    monkeypatch.setattr(planned, "free_bytes", lambda: together)
+    plan = plan_run(config, Accelerator(Simulator(integrated=True)), decoder)
+    taken = plan.ledger.total("host")
+    assert taken > plan.ledger.total("device") > 0
+    assert taken <= plan.profile.ram_bytes == int(0.9 * (together + BASE))
+    # The host alone would be content with less, as it is where the device has its own memory.
+    monkeypatch.setattr(planned, "free_bytes", lambda: apart)
+    assert plan_run(config, Accelerator(Simulator()), decoder).fits
+    text = r"does not fit: memory of host and device together \d.* short\. Ways out:"
+    with pytest.raises(DoesNotFit, match=text):
+        plan_run(config, Accelerator(Simulator(integrated=True)), decoder)
+
+
+@pytest.mark.parametrize("integrated", [True, False])
+def test_an_integrated_device_is_capped_to_what_the_host_leaves_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch, integrated: bool
+) -> None:
+    monkeypatch.setattr(planned, "measured_profile", lambda: None)
+    config, simulator = config_of(path), Simulator(integrated=integrated)
+    device = Accelerator(simulator)
+    plan = plan_run(config, device, decoder_of(config))
+    without = device.free_bytes
+    cap_device(device, plan)
+    if not integrated:
+        assert device.free_bytes == without
+        return
+    lines = [line for line in plan.ledger.lines if line.place == "host"]
+    host = sum(line.num_bytes for line in lines if line.purpose != "device memory")
+    assert device.free_bytes + int(1.04 * host) == plan.profile.ram_bytes
+    assert device.free_bytes >= plan.ledger.total("device")
+    with pytest.raises(DeviceFull, match=r"^device memory: slots needs .*, .* are free"):
+        device.allocate(device.free_bytes + 1, "slots")
 
 
 def test_what_it_leaves_open_is_planned_with_a_reason_where_rates_are_known(

@@ -36,7 +36,7 @@ def find_machine(text: str) -> tuple[ReferenceMachine, int | None]:
 
 def _slowest_with(num_bytes: int) -> ReferenceMachine:
     """Return the slowest card with so much memory; the largest one if none has."""
-    cards = [machine for machine in MACHINES if not machine.unified]
+    cards = [machine for machine in MACHINES if not machine.integrated]
     enough = [card for card in cards if card.memory_gib * GIB >= num_bytes]
     least = min((card.memory_gib for card in enough), default=None)
     if least is None:

@@ -62,7 +62,8 @@ class ReferenceMachine:
     """Of a consumer's drive whose cache is full, as a tier's writes keep it."""
     clock_share: float = 1.0
     """Clock held in training over the boost clock of the sheet, where it is known to be higher."""
-    unified: bool = False
+    integrated: bool = False
+    """Host and device are one memory of `ram_gib`, all of it usable by either."""
     grouped: bool = False
     """Torch has a kernel for products of experts: on NVIDIA's sm90 and sm100."""
     nvlink: float = 0.0
@@ -76,11 +77,12 @@ class ReferenceMachine:
         It is the host of `per_host` such cards.
         """
         sockets = min(self.sockets, per_host)
+        ram_bytes = ram_bytes or self.ram_gib * GIB * sockets
         flops, dram = self.sustained * 1e12, self.dram_rate * 1e9 * sockets
         return MachineProfile(
             name=self.name,
             source=self.source,
-            ram_bytes=ram_bytes or self.ram_gib * GIB * sockets,
+            ram_bytes=ram_bytes,
             dram_bytes_per_s=dram,
             update_params_per_s=dram / update_traffic(ADAMW),
             cores=self.cores * sockets,
@@ -88,13 +90,13 @@ class ReferenceMachine:
             disk_write_bytes_per_s=self.disk_write * 1e9,
             disk_bytes=USUAL_DISK_BYTES,
             device=self.name,
-            device_bytes=0 if self.unified else self.usable(self.memory_gib * GIB),
-            unified=self.unified,
+            device_bytes=ram_bytes if self.integrated else self.usable(self.memory_gib * GIB),
+            integrated=self.integrated,
             forward_flops=tuple(
                 FlopRate(width, tokens, flops * share) for width, tokens, share in _SHAPES
             ),
             device_bytes_per_s=self.memory_rate * 1e9 * 0.85,
-            expert_wait_s=0.0 if self.grouped or self.unified else EXPERT_WAIT_S,
+            expert_wait_s=0.0 if self.grouped else EXPERT_WAIT_S,
             copy_in_bytes_per_s=self.link_in * 1e9,
             copy_out_bytes_per_s=self.link_out * 1e9,
             duplex_share=self.duplex_share,

@@ -67,6 +67,9 @@ class MachineProfile:
     """Of pinned host memory, what the driver's tables of it take on the device."""
     unified: bool = False
     """True: compute reads weights in host memory (a CPU); nothing is fetched."""
+    integrated: bool = False
+    """True: the device has slots as any other, in memory that it shares with the host: what it
+    takes, the host lacks."""
     forward_flops: tuple[FlopRate, ...]
     """Products of forward, in bf16. One entry: the same for all shapes."""
     backward_flops: tuple[FlopRate, ...] = ()

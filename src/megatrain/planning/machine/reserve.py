@@ -7,9 +7,14 @@
 Both are assumed, not measured here: 0.75 GB, and 0.4 % of what is pinned. Where little memory is
 allowed, libraries are given an eighth of it.
 
+Where device and host are one memory (an integrated GPU), a run has one budget for both, and a tenth
+of what is free stays free: such a device does not raise when the last pages are gone, the machine
+hangs.
+
 Laws (tests/planning/machine/test_reserve.py)
     1. A device with its own memory has the line, whatever is planned; the host has none.
     2. More pinned memory needs more of the device.
+    3. A device that shares the host's memory has no budget of its own.
 """
 
 from __future__ import annotations
@@ -22,6 +27,8 @@ from megatrain.planning.machine.profile import MachineProfile
 LIBRARY_BYTES = 750_000_000
 PAGE_TABLE_SHARE = 0.004
 _LARGEST_PART = 8
+INTEGRATED_SHARE = 0.9
+"""Of free memory, what a run may use where it is the device's too."""
 
 
 def with_reserve(profile: MachineProfile) -> MachineProfile:
@@ -32,6 +39,14 @@ def with_reserve(profile: MachineProfile) -> MachineProfile:
         reserved_bytes=min(LIBRARY_BYTES, profile.device_bytes // _LARGEST_PART),
         reserved_pinned_share=PAGE_TABLE_SHARE,
     )
+
+
+def with_one_budget(profile: MachineProfile) -> MachineProfile:
+    """Return the machine with the memory that host and device may use together, if it is one."""
+    if not profile.integrated:
+        return profile
+    most = int(profile.ram_bytes * INTEGRATED_SHARE)
+    return profile.changed(ram_bytes=most, device_bytes=min(profile.device_bytes, most))
 
 
 def reserve_line(profile: MachineProfile, pinned: Iterable[Line]) -> Line:

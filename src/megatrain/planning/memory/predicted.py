@@ -7,12 +7,14 @@
     disk      checkpoints and the exported model
 
 All but the working memory is exact. Where the machine's device is the host itself, the device's
-lines are the host's. With several ranks, host and tier are those of one host with all of its ranks,
-pinned and device those of one rank, and disk is what all of them write.
+lines are the host's. Where the device is integrated, it has its lines, and the host has a line with
+their sum: the memory is one. With several ranks, host and tier are those of one host with all of
+its ranks, pinned and device those of one rank, and disk is what all of them write.
 
 Laws (tests/planning/memory/test_predicted.py)
     1. The store's lines are those of the layout, to the byte.
     2. More of anything never needs less: tokens, slots, chunks, tiles, layers.
+    3. Of one memory for host and device every byte is counted once.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ from megatrain.planning.ranks.division import SOLE_RANK
 from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
 
+DEVICE_SHARE = "device memory"
+"""Of the host's, what an integrated device takes: the sum of the lines of the device."""
 KEPT_CHECKPOINTS = 2
 SAVE_BYTES = 64 << 20
 """What writing a checkpoint or an export holds beside the store."""
@@ -71,6 +75,9 @@ def predicted_ledger(profile: MachineProfile, workload: Workload, settings: Step
         device = [*pinned, *device, reserve_line(profile, [*pinned, *rings])]
         talks = 0 if division.is_alone else COMMUNICATOR_BYTES
         device.append(Line(place="device", purpose="communicators", num_bytes=talks))
+    if profile.integrated:
+        total = Ledger(device).total("device")
+        host.append(Line(place="host", purpose=DEVICE_SHARE, num_bytes=total))
     here = [replace(line, num_bytes=line.num_bytes * division.per_host) for line in host]
     return Ledger([*here, *device, *disk])
 

@@ -38,7 +38,7 @@ from megatrain.run.opening.assembly import (
     require_fitting,
 )
 from megatrain.run.opening.places import Pins, pin_commits
-from megatrain.run.opening.planned import plan_run
+from megatrain.run.opening.planned import cap_device, plan_run
 from megatrain.run.opening.resumption import (
     KEPT,
     LoadedCheckpoint,
@@ -127,6 +127,7 @@ def open_run(
             _roomy(config, rows), device, model.decoder, found, rows.epoch_tokens, ranks
         )
         _require_same_plan(ranks, device, rows, plan)
+        cap_device(device, plan)
         data = opened.enter_context(
             open_data(
                 _settled(config, plan), tokenizer, plan.settings, rows, flat=_flat(model, plan)

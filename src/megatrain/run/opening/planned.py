@@ -8,7 +8,9 @@ Laws (tests/run/opening/test_planned.py)
     1. The plan keeps the choices of the config and makes the open ones, with a reason.
     2. A run that cannot fit is refused before its weights are read, with changes that would fit.
     3. It fits into free memory, `memory.ram` and `memory.vram`.
-    4. No run that was started is killed for its memory (`python -m benchmarks.plan --cap`).
+    4. Where device and host are one memory, both together fit into nine tenths of what is free, and
+       the device cannot take more than its part.
+    5. No run that was started is killed for its memory (`python -m benchmarks.plan --cap`).
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from megatrain.planning.from_config import (
 )
 from megatrain.planning.machine.examination import measured_profile
 from megatrain.planning.machine.profile import NOT_MEASURED, MachineProfile, unmeasured
-from megatrain.planning.machine.reserve import with_reserve
+from megatrain.planning.machine.reserve import with_one_budget, with_reserve
+from megatrain.planning.memory.predicted import DEVICE_SHARE
 from megatrain.planning.model.skeleton import shape_of
 from megatrain.planning.plan import Plan, make_plan
 from megatrain.planning.ranks.division import Division
@@ -141,8 +144,23 @@ def _machine(config: Config, device: Device, ranks: Ranks, division: Division) -
         base_bytes=room.held_bytes // division.per_host + LATER_BYTES,
         device_bytes=room.device_bytes,
         disk_bytes=room.disk_bytes,
+        integrated=device.integrated,
     )
-    return with_reserve(within(now, config))
+    return with_reserve(within(with_one_budget(now), config))
+
+
+def cap_device(device: Device, plan: Plan) -> None:
+    """Keep an integrated device to what the plan leaves it of the one memory.
+
+    Beyond that it raises DeviceFull. Without a cap it would take the host's last pages, and such
+    machines hang then.
+    """
+    if not device.integrated:
+        return
+    lines = plan.ledger.lines
+    host = sum(x.num_bytes for x in lines if x.place == "host" and x.purpose != DEVICE_SHARE)
+    left = plan.profile.ram_bytes - int(host * HOST_HEADROOM)
+    device.cap(max(0, left // plan.workload.division.per_host))
 
 
 def _begun_with(config: Config, found: OpenedCheckpoint | None) -> StepSize | None:
