@@ -150,57 +150,84 @@ def test_the_deadline_counts_from_the_last_progress_of_any_lane(moved: str, cloc
     assert isinstance(progress.failure, LaneStuck) == (moved == "nothing")
 
 
-# Law 4: nobody polls.
+# Law 4: nobody spins.
 
 
 class CountedEvent(LateEvent):
-    """Knows how often somebody looked whether it has passed, and how many block until it has."""
+    """Knows which threads looked whether it has passed. It must not be blocked on."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_looks = self.num_blocked = 0
+        self.looked: list[str] = []
 
     def query(self) -> bool:
-        self.num_looks += 1
+        self.looked.append(threading.current_thread().name)
         return super().query()
 
     def synchronize(self) -> None:
-        self.num_blocked += 1
-        super().synchronize()
+        raise AssertionError("on CUDA this spins")
 
 
-def looks_during_a_wait() -> tuple[CountedEvent, int]:
-    """Return the event of a wait of three threads, and how often it was looked at meanwhile."""
+def looks_of_a_wait(monkeypatch: pytest.MonkeyPatch, num_pauses: int) -> tuple[list[str], float]:
+    """Let three threads wait while a watcher pauses so often.
+
+    Return which threads looked at the event after all had begun to wait, and the seconds that
+    were slept meanwhile.
+    """
     progress, event = Progress(["in"], deadline_s=HANG_S), CountedEvent()
-    awaited = ticket(0, event=event)
+    awaited, begun = ticket(0, event=event), threading.Event()
+    pauses: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        assert begun.wait(HANG_S)
+        pauses.append(seconds)
+        if len(pauses) == num_pauses:
+            event.passed.set()
+
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
+    monkeypatch.setattr("megatrain.lanes.progress.time", clock)
     progress.issue(awaited)
     waiters = [in_thread(progress.await_complete, awaited) for _ in range(3)]
-    assert eventually(lambda: len(progress._sleepers) == 3 or event.num_looks > 30)
-    before = event.num_looks
-    time.sleep(0.1)
-    looks = event.num_looks - before
-    event.passed.set()
+    assert eventually(lambda: len(progress._sleepers) == 3)
+    event.looked.clear()
+    begun.set()
     for waiter in waiters:
         waiter.join(HANG_S)
         assert not waiter.is_alive()
     progress.stop()
     assert progress.join(HANG_S)
-    return event, looks
+    return event.looked, sum(pauses)
 
 
-def test_nobody_looks_at_an_event_while_all_wait_for_it() -> None:
-    event, looks = looks_during_a_wait()
-    assert looks == 0
-    assert event.num_blocked == 1, "one thread blocks, in the place of all"
+def test_one_thread_looks_for_all_and_sleeps_between_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked, slept_s = looks_of_a_wait(monkeypatch, 200)
+    by_watcher = [name for name in looked if name == "watcher in"]
+    assert len(by_watcher) == 200, "one look after each pause"
+    assert len(looked) <= 203, "who waits looks once more when it is woken"
+    assert slept_s > 0.95 * 200 * 5e-4, "a wait that lasts is looked at 2,000 times a second"
 
 
-def test_who_polls_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def poll(progress: Progress, awaited: Ticket) -> None:
-        while not progress.is_complete(awaited):
-            time.sleep(0.001)
+def test_a_watcher_that_spins_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatrain.lanes.progress.FIRST_PAUSE_S", 0.0)
+    looked, slept_s = looks_of_a_wait(monkeypatch, 200)
+    assert len(looked) >= 200
+    assert slept_s == 0.0
 
-    monkeypatch.setattr(Progress, "await_complete", poll)
-    assert looks_during_a_wait()[1] > 0
+
+def test_a_short_wait_is_not_made_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, slept_s = looks_of_a_wait(monkeypatch, 3)
+    assert slept_s == pytest.approx(2e-5 + 4e-5 + 8e-5)
+
+
+def test_a_watcher_of_a_device_that_hangs_ends_when_all_stops() -> None:
+    progress = Progress(["in"], deadline_s=0.05)
+    awaited = ticket(0, event=CountedEvent())
+    progress.issue(awaited)
+    with pytest.raises(Stopped):
+        progress.await_complete(awaited)
+    assert progress.join(HANG_S)
 
 
 def test_a_watcher_works_for_ops_in_any_order() -> None:
@@ -217,7 +244,7 @@ def test_a_watcher_works_for_ops_in_any_order() -> None:
 
 
 def test_who_looks_first_wakes_who_sleeps() -> None:
-    """The watcher has not begun to block: another thread finds that the op is complete."""
+    """The watcher has not looked yet: another thread finds that the op is complete."""
     progress, event = Progress(["in"], deadline_s=HANG_S), LateEvent()
     awaited = ticket(0, event=event)
     progress.issue(awaited)
@@ -232,8 +259,10 @@ def test_who_looks_first_wakes_who_sleeps() -> None:
 
 def test_what_a_device_raises_stops_all() -> None:
     class Broken(LateEvent):
-        def synchronize(self) -> None:
-            raise RuntimeError("illegal address")
+        def query(self) -> bool:
+            if threading.current_thread().name == "watcher in":
+                raise RuntimeError("illegal address")
+            return False
 
     progress = Progress(["in"], deadline_s=HANG_S)
     awaited = ticket(0, event=Broken())

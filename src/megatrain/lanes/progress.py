@@ -10,12 +10,15 @@ Laws (tests/lanes/test_progress.py)
        deadlocks (schedule.py), so some lane always moves within the time of its longest op, and
        a long queue is not a stuck one.
     3. The first failure is the one that is raised.
-    4. Nobody polls: who waits for the device sleeps, and is woken when it is there.
+    4. Nobody spins: one thread for each lane looks at the lane's events, while somebody waits, and
+       sleeps between two looks; who waits sleeps until it is woken.
 
 A thread that waits for an event is blocked, and nothing reaches it: not that another lane has
-failed, nor that the deadline has passed. So each lane with a stream has a watcher, a
-thread that blocks in its place, and who waits sleeps until the watcher, a failure or the deadline
-wakes it. A watcher whose device hangs stays blocked; it is a daemon, and ends with the process.
+failed, nor that the deadline has passed. On CUDA it would not sleep either: an event of torch.Event
+spins, on a core of its own and with a lock of the driver that launches need, whatever `blocking`
+says. So each lane with a stream has a watcher, a thread that looks now and then, and who waits
+sleeps until the watcher, a failure or the deadline wakes it. The pause between looks doubles from
+FIRST_PAUSE_S to LONGEST_PAUSE_S: a wait ends at most that much late.
 
 Waking a thread is the cost that counts here (10 us and more), not the lock, which is held for
 less than 1 us: each sleeper has its own condition, and only threads that can continue are woken.
@@ -36,15 +39,16 @@ from megatrain.errors import LaneStuck
 from megatrain.step.hazards import Ticket
 from megatrain.step.ops import Op
 
+FIRST_PAUSE_S = 2e-5
+LONGEST_PAUSE_S = 5e-4
+"""Some 2,000 looks per second, of a few microseconds each."""
+
 
 class Event(Protocol):
     """A point in a stream's work; torch.Event is one."""
 
     def query(self) -> bool:
-        """Return whether the device has passed it."""
-
-    def synchronize(self) -> None:
-        """Block until the device has passed it, and let other threads run meanwhile."""
+        """Return whether the device has passed it; never waits."""
 
 
 class Stopped(Exception):
@@ -222,7 +226,7 @@ class Progress:
     def _reap(self, lane: str) -> None:
         """Forget the tickets that the device is done with, and wake who has waited for them.
 
-        A thread that looks wakes the others: the watcher may find nobody left to block for.
+        A thread that looks wakes the others: the watcher may find nobody left to look for.
         """
         on_device = self._on_device[lane]
         while on_device and on_device[0].event.query():
@@ -234,7 +238,7 @@ class Progress:
 
 
 class _Watcher:
-    """The thread that blocks until the device is there, for those who sleep."""
+    """The thread that looks how far the device has come, for those who sleep."""
 
     def __init__(self, progress: Progress, lane: str) -> None:
         """Made while the lock of `progress` is held."""
@@ -250,9 +254,13 @@ class _Watcher:
 
     def _run(self) -> None:
         progress = self._progress
+        before: Ticket | None = None
+        pause_s = FIRST_PAUSE_S
         try:
             while (ticket := progress.next_awaited(self._lane, self.look)) is not None:
-                ticket.event.synchronize()
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S) if ticket is before else FIRST_PAUSE_S
+                before = ticket
+                time.sleep(pause_s)
                 progress.wake(self._lane)
         except BaseException as error:
             error.add_note(f"raised while the device was at work for lane {self._lane}")
