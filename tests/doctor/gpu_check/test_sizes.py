@@ -39,3 +39,11 @@ def test_memory_that_is_small_gets_fewer_and_says_which() -> None:
     assert "do not fit: device memory" in device.reduced
     with pytest.raises(DoesNotFit, match=r"^gpu-check: .* parameters do not fit: host memory"):
         step_for(card(ram_bytes=1 << 20), 10**9)
+
+
+def test_one_memory_of_host_and_device_is_not_used_twice() -> None:
+    sizes = {"ram_bytes": 20 << 30, "device_bytes": 20 << 30}
+    assert step_for(card(**sizes), 10**9).reduced == ""
+    shared = step_for(card(**sizes, integrated=True), 10**9)
+    assert "do not fit: memory of host and device together" in shared.reduced
+    assert shared.plan.ledger.total("host") <= int(0.9 * (20 << 30))

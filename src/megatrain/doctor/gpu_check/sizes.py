@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from megatrain.doctor.timed_step import TimedModel
 from megatrain.errors import DoesNotFit
 from megatrain.planning.machine.profile import MachineProfile
+from megatrain.planning.machine.reserve import with_one_budget
 from megatrain.planning.memory.predicted import predicted_ledger
 from megatrain.planning.model.shapes import Dtype
 from megatrain.planning.model.skeleton import shape_of
@@ -49,6 +50,7 @@ class ChosenStep:
 
 def step_for(profile: MachineProfile, params: int) -> ChosenStep:
     """Return the step for a model of so many parameters, or of fewer. Raises DoesNotFit."""
+    profile = with_one_budget(profile)
     dtype: Dtype = "fp32" if profile.fp32_efficiency > 1 else "bf16"
     flops = max(point.flops for point in profile.forward_flops)
     flops *= profile.fp32_efficiency if dtype == "fp32" else 1.0
