@@ -2,5 +2,6 @@
 
 training.py     losses and gradients of chained steps, family by family
 files.py        folders that PEFT writes and reads, and its merged weights
+loading.py      default adapters of every family, as PEFT loads them
 host_bytes.py   host memory per param of the base
 """

@@ -39,7 +39,7 @@ class Compared:
     family: str
     num_modules: int = 0
     not_in_peft: int = 0
-    """Modules that PEFT takes for experts in one tensor, by their names, and cannot adapt."""
+    """Modules that PEFT adapts only by the name of their weight, with other operations."""
     num_adapters: int = 0
     num_gradients: int = 0
     """That were compared, over all steps."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatrain.cli.verbs import found_model, read_only
 from megatrain.disk.adapters.folder import is_adapter_folder
+from megatrain.disk.adapters.peft_targets import require_loaded_by_peft
 from megatrain.disk.checkpoint.manifest import MANIFEST_NAME
 from megatrain.disk.checkpoint.masters import fill_masters, load_masters
 from megatrain.disk.checkpoint.restore import verify_model
@@ -32,7 +33,8 @@ def export_model(
     """Write the model of a run as a Hugging Face folder; return a summary.
 
     `dtype` fp32 writes the masters, None the precision that the run was trained in. Adapters are
-    written alone, in fp32, unless `merge` adds them to the weights of their model.
+    written alone, in fp32, unless `merge` adds them to the weights of their model. Raises
+    ConfigError for adapters that PEFT would load in part only.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists and is not empty. Give another name.")
@@ -73,6 +75,8 @@ def _export_adapted(
             f"--dtype {dtype}: adapters are always written in fp32. With --merge it is the "
             "precision of the merged model."
         )
+    if not merge:
+        require_loaded_by_peft(read.decoder)
     home = unhurried(ranks, lambda: _adapted_home(found, read, merge=merge, ranks=ranks))
     masters = dtype == "fp32" and read.precision == "bf16"
     home.export(target, origin=_origin(found), masters=masters, merge=merge, ranks=ranks)

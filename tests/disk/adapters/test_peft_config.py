@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from megatrain.disk.adapters.peft_config import (
     PeftConfig,
     parse_peft_config,
 )
+from megatrain.disk.adapters.peft_targets import PeftTargets
 from megatrain.errors import ModelConfigError
 
 # As PEFT 0.21 writes it for LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"]).
@@ -45,8 +47,17 @@ def test_what_peft_writes_is_read() -> None:
 
 def test_what_is_written_is_read_back() -> None:
     config = PeftConfig(rank=3, alpha=0.5, dropout=0.1, rslora=True, base="a/b", revision="c" * 40)
-    assert parse_peft_config(config.to_bytes(["q_proj"])) == config
-    assert json.loads(config.to_bytes(["q_proj"]))["target_modules"] == ["q_proj"]
+    data = config.to_bytes(PeftTargets(modules=("q_proj",)))
+    assert parse_peft_config(data) == config
+    assert json.loads(data)["target_modules"] == ["q_proj"]
+    assert json.loads(data)["target_parameters"] is None
+
+
+def test_a_file_with_targets_of_weights_has_no_dropout_because_peft_refuses_it() -> None:
+    config = PeftConfig(rank=3, alpha=0.5, dropout=0.1)
+    data = config.to_bytes(PeftTargets(modules=("q_proj",), parameters=("mlp.gate_proj.weight",)))
+    assert json.loads(data)["target_parameters"] == ["mlp.gate_proj.weight"]
+    assert parse_peft_config(data) == replace(config, dropout=0.0)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +73,10 @@ def test_what_is_written_is_read_back() -> None:
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
         ({"alpha_pattern": {"q_proj": 8}}, "alpha_pattern"),
-        ({"target_parameters": ["experts.up"]}, "target_parameters"),
+        ({"target_parameters": ["experts.up"]}, "target_parameters has 'experts.up'"),
+        ({"target_parameters": ["mlp.up_proj.weight", "experts.up"]}, "has 'experts.up' "),
+        ({"target_parameters": "mlp.experts.up"}, "target_parameters has 'mlp.experts.up'"),
+        ({"target_parameters": {"a.weight": 1}}, "target_parameters has a dict"),
         ({"trainable_token_indices": [3]}, "trainable_token_indices"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),

@@ -46,3 +46,12 @@ def test_the_note_counts_and_names_what_is_left_out() -> None:
     )
     assert note.startswith("lora: rank 4 beside 16 linear modules, 7,168 trained params")
     assert "Without an adapter: model.layers.*.mlp.experts.down_proj" in note
+
+
+def test_adapters_that_peft_would_leave_out_are_named_before_the_first_step() -> None:
+    lora = Lora(rank=4, alpha=8, targets=("shared_experts.up_proj", "q_proj"))
+    notes = adapter_notes(build_decoder(tiny_config("laguna"), "bf16", lora=lora))
+    assert notes[1].startswith("lora: PEFT 0.21 does not load the adapters of 3 modules (model.")
+    assert "--merge" in notes[1]
+    lora = Lora(rank=4, alpha=8, targets=("q_proj",))
+    assert len(adapter_notes(build_decoder(tiny_config("laguna"), "bf16", lora=lora))) == 1

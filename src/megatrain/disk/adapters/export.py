@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatrain.disk.adapters.folder import reference
-from megatrain.disk.adapters.names import adapter_tensors, is_transposed, target_modules
+from megatrain.disk.adapters.names import adapter_tensors, is_transposed
 from megatrain.disk.adapters.peft_config import PeftConfig
+from megatrain.disk.adapters.peft_targets import peft_targets
 from megatrain.disk.hf.export import Origin, config_bytes, write_tensors
 from megatrain.disk.hf.weights_file import as_masters, placed_tensors
 from megatrain.memory.store import Store
@@ -68,5 +69,5 @@ def adapter_files(
     return {
         **carried,
         CONFIG_NAME: config_bytes(config_json, decoder.model.dtype),
-        ADAPTER_CONFIG_NAME: config.to_bytes(target_modules(decoder), fan_in_fan_out=transposed),
+        ADAPTER_CONFIG_NAME: config.to_bytes(peft_targets(decoder), fan_in_fan_out=transposed),
     }

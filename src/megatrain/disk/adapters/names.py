@@ -39,16 +39,6 @@ def adapter_tensors(decoder: Decoder) -> list[FolderTensor]:
     ]
 
 
-def target_modules(decoder: Decoder) -> list[str]:
-    """Return what PEFT finds the adapted modules by: how they end, if no other ends so."""
-    assert decoder.adapters is not None
-    adapted = set(decoder.adapters.modules)
-    ends = {name.rpartition(".")[2] for name in adapted}
-    names = {name for name, _ in decoder.model.named_modules()}
-    alike = {name for name in names if name.rpartition(".")[2] in ends}
-    return sorted(ends if alike == adapted else adapted)
-
-
 def is_transposed(decoder: Decoder, module: str) -> bool:
     """Return whether a module keeps its weight as (in, out)."""
     return isinstance(decoder.model.get_submodule(module), Conv1D)

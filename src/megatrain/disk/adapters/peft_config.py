@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
+from megatrain.disk.adapters.peft_targets import PeftTargets
 from megatrain.disk.hf.safetensors_format import unique_keys
 from megatrain.errors import ModelConfigError, listing
 from megatrain.model_files import ADAPTER_CONFIG_NAME
@@ -45,7 +46,6 @@ _OTHER_KEYS = {
     "lora_bias": "adapters with biases",
     "modules_to_save": "modules that were trained whole",
     "trainable_token_indices": "tokens that were trained beside the adapters",
-    "target_parameters": "adapters of params that are not linear layers",
     "rank_pattern": "ranks that differ between modules",
     "alpha_pattern": "alphas that differ between modules",
     "layer_replication": "repeated layers",
@@ -75,8 +75,11 @@ class PeftConfig:
     revision: str | None = None
     """Of an id."""
 
-    def to_bytes(self, target_modules: list[str], *, fan_in_fan_out: bool = False) -> bytes:
-        """Return the file for adapters of these modules; some may keep (in, out) weights."""
+    def to_bytes(self, targets: PeftTargets, *, fan_in_fan_out: bool = False) -> bytes:
+        """Return the file for adapters of these modules; some may keep (in, out) weights.
+
+        PEFT has no dropout beside a param, so a file with `targets.parameters` says 0.
+        """
         fields = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -85,9 +88,10 @@ class PeftConfig:
             "inference_mode": True,
             "r": self.rank,
             "lora_alpha": int(self.alpha) if float(self.alpha).is_integer() else self.alpha,
-            "lora_dropout": self.dropout,
+            "lora_dropout": 0.0 if targets.parameters else self.dropout,
             "use_rslora": self.rslora,
-            "target_modules": target_modules,
+            "target_modules": list(targets.modules),
+            "target_parameters": list(targets.parameters) or None,
             "bias": "none",
             "fan_in_fan_out": fan_in_fan_out,
             "init_lora_weights": True,
@@ -146,16 +150,36 @@ def _refuse_others(fields: dict[str, Any]) -> None:
             f"init_lora_weights is {_shown(start)}, which may change the weights of the base. Save "
             "it as a plain LoRA with PEFT (path_initial_model_for_weight_conversion)"
         )
+    others = _not_weights(fields.get("target_parameters"))
+    if others:
+        raise _refusal(
+            f"target_parameters has {listing(others)} (adapters of params that are not weights of "
+            "linear modules, such as experts in one tensor), and is not supported"
+        )
     for key, method in _OTHER_KEYS.items():
         if fields.get(key):
             raise _refusal(f"{key} is set ({method}), and is not supported")
-    known = _KNOWN | _IGNORED | _HARMLESS_STARTS | {"bias", "init_lora_weights", *_OTHER_KEYS}
+    known = _KNOWN | _IGNORED | _HARMLESS_STARTS | {
+        "bias", "init_lora_weights", "target_parameters", *_OTHER_KEYS,
+    }  # fmt: skip
     unknown = [key for key, value in fields.items() if key not in known and value]
     if unknown:
         raise _refusal(
             f"unknown keys: {listing(key[:80] for key in unknown)}. They may ask for a method that "
             "is not supported; if they do not, remove them"
         )
+
+
+def _not_weights(targets: Any) -> list[str]:
+    """Return the targets of params that are not the weight of a module."""
+    if not targets:
+        return []
+    given = targets if isinstance(targets, list) else [targets]
+    return [
+        _shown(target)
+        for target in given
+        if not isinstance(target, str) or not target.endswith(".weight")
+    ]
 
 
 def _text(fields: dict[str, Any], key: str) -> str | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatrain.config import Config
 from megatrain.disk.adapters.folder import AdapterFolder, is_adapter_folder, read_adapter_folder
+from megatrain.disk.adapters.peft_targets import not_loaded_by_peft
 from megatrain.disk.hf.source_mark import source_mark
 from megatrain.errors import CheckpointMismatch, ConfigError, listing
 from megatrain.models.adapters.lora import Lora
@@ -85,4 +86,11 @@ def adapter_notes(decoder: Decoder) -> list[str]:
     )
     if adapters.left_out:
         note += f". Without an adapter: {listing(adapters.left_out)}"
-    return [note]
+    notes = [note]
+    if lost := not_loaded_by_peft(decoder):
+        notes.append(
+            f"lora: PEFT 0.21 does not load the adapters of {len(lost)} modules "
+            f"({listing(lost, most=2)}). Export the result with --merge, or leave them out: "
+            'lora.targets: ["*attn*"]'
+        )
+    return notes

@@ -1,0 +1,234 @@
+"""Default adapters of every family, exported and loaded by PEFT: all of them, without a warning.
+
+    python -m proofs.adapters.loading --json
+    python -m proofs.adapters.loading --family deepseek_v3 --family qwen3_next
+    python -m proofs.adapters.loading --joint --json
+
+Run this in an environment of its own that has `peft` from PyPI beside MegaTrain's requirements. For
+each family of testkit/families.py (`--joint`: of testkit/joint_families.py), tiny and in fp32:
+adapters of all linear modules with random numbers are exported. PEFT must load that folder without
+a warning, hold each tensor with its bits and no others, and compute the engine's logits within
+rounding. The table of targets that PEFT rewrites (src/megatrain/disk/adapters/peft_targets.py) is
+compared with what the installed PEFT does, for every model type of transformers. Where `export`
+refuses adapters because PEFT would load a part of them, PEFT must leave out exactly that part. Ends
+with 1 if anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import logging
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMultimodalLM
+
+from megatrain import AdamW, Engine, HostModel, load_model
+from megatrain.disk.adapters.peft_targets import REWRITTEN, not_loaded_by_peft, peft_targets
+from megatrain.memory.kinds import Kind
+from megatrain.models.adapters.lora import Lora
+from testkit.families import FAMILIES, save_tiny
+from testkit.joint_families import JOINT_FAMILIES, save_tiny_joint
+from testkit.plain import make_batch
+
+LORA = Lora(rank=3, alpha=6, dropout=0.1)
+CLOSE = 2e-5
+"""Logits may differ by this part of the largest: some families sum in another order there."""
+FILE = "adapter_model.safetensors"
+BATCH = make_batch([(2, 24)], seed=3)
+ENDS = sorted(frozenset().union(*REWRITTEN.values()) | {"q_proj", "gate_up_proj", "fc1", "router"})
+
+
+def rewritten_by_peft(model_type: str) -> frozenset[str]:
+    """Return the ends of names that the installed PEFT takes for experts in a model type."""
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    config = LoraConfig(target_modules=[f"model.layers.0.mlp.{end}" for end in ENDS])
+    model: Any = nn.Module()
+    model.config = SimpleNamespace(model_type=model_type)
+    convert_peft_config_for_transformers(config, model, None)
+    kept = {str(target).rpartition(".")[2] for target in config.target_modules}
+    return frozenset(ENDS) - kept
+
+
+def table_faults() -> list[str]:
+    """Return the model types for which the table differs from the installed PEFT."""
+    return [
+        f"{model_type}: PEFT rewrites {sorted(rewritten_by_peft(model_type))}, the table has "
+        f"{sorted(REWRITTEN.get(model_type, frozenset()))}"
+        for model_type in sorted(CONFIG_MAPPING.keys() | REWRITTEN.keys())
+        if rewritten_by_peft(model_type) != REWRITTEN.get(model_type, frozenset())
+    ]
+
+
+def compare(family: str, *, joint: bool = False) -> dict[str, Any]:
+    """Return how PEFT loads what we export of one family."""
+    with tempfile.TemporaryDirectory(prefix="megatrain-adapters-") as path:
+        base, ours = Path(path) / "base", Path(path) / "ours"
+        (save_tiny_joint if joint else save_tiny)(base, family, torch.float32)
+        home = load_model(base, dtype="fp32", lora=LORA)
+        _fill(home)
+        targets = peft_targets(home.decoder)
+        home.export(ours)
+        logits = _logits(home)
+        with _said() as said:
+            model = _loaded_by_peft(base, ours, joint=joint)
+        with torch.no_grad():
+            theirs = model.eval()(input_ids=BATCH[0].input_ids, use_cache=False).logits[:, -1]
+            with model.disable_adapter():
+                plain = model(input_ids=BATCH[0].input_ids, use_cache=False).logits[:, -1]
+        given = load_file(ours / FILE)
+        held = {n.replace(".default.", "."): t for n, t in model.state_dict().items() if _own(n)}
+    scale = float(logits.abs().max())
+    difference = float((theirs.float() - logits).abs().max()) / scale
+    effect = float((plain.float() - logits).abs().max()) / scale
+    found = {"family": family, "tensors": len(given), "refused": False}
+    if lost := not_loaded_by_peft(home.decoder):
+        return found | {"refused": True, "faults": _refusal_faults(lost, given, held, said)}
+    faults = [f"said: {text}" for text in said] + _tensor_faults(given, held)
+    if difference > CLOSE:
+        faults.append(f"logits differ by {difference:.1e} of the largest")
+    if effect < 100 * CLOSE:  # else the comparison would prove nothing
+        faults.append(f"the adapters change logits by {effect:.1e} of the largest only")
+    return found | {
+        "by_weight": len(targets.parameters),
+        "logits_difference": difference,
+        "effect": effect,
+        "faults": faults,
+    }
+
+
+def _fill(home: HostModel) -> None:
+    draw = torch.Generator().manual_seed(5)
+    for param in home.decoder.params:
+        if param.is_adapter:
+            values = torch.randn(param.shape, generator=draw) * 0.2
+            home.store.param(param.name, Kind.HI).copy_(values)
+
+
+def _logits(home: HostModel) -> Tensor:
+    """Return the engine's logits behind the last token of each row."""
+    with Engine(home.decoder, home.store, optimizer=AdamW(learning_rate=1e-3)) as engine:
+        return engine.predict(BATCH)[0].clone()
+
+
+def _loaded_by_peft(base: Path, folder: Path, *, joint: bool) -> Any:
+    from peft import PeftModel
+
+    kind = AutoModelForMultimodalLM if joint else AutoModelForCausalLM
+    return PeftModel.from_pretrained(kind.from_pretrained(base, dtype=torch.float32), folder)
+
+
+class _Lines(logging.Handler):
+    """A handler that keeps the warnings of a logger."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage()[:200])
+
+
+@contextmanager
+def _said() -> Iterator[list[str]]:
+    """Give the list of warnings about adapters, which is filled at the end."""
+    found: list[str] = []
+    handler = _Lines()
+    logging.getLogger("peft").addHandler(handler)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield found
+    finally:
+        logging.getLogger("peft").removeHandler(handler)
+    found += handler.lines + [str(warning.message)[:200] for warning in caught]
+
+
+def _own(name: str) -> bool:
+    return ".lora_" in name
+
+
+def _tensor_faults(given: dict[str, Tensor], held: dict[str, Tensor]) -> list[str]:
+    missing, surplus = sorted(given.keys() - held.keys()), sorted(held.keys() - given.keys())
+    other = sorted(n for n in given.keys() & held.keys() if not torch.equal(given[n], held[n]))
+    parts = {"not loaded": missing, "not ours": surplus, "with other bits": other}
+    return [f"{len(names)} tensors {what}: {names[:2]}" for what, names in parts.items() if names]
+
+
+def _refusal_faults(
+    lost: tuple[str, ...], given: dict[str, Tensor], held: dict[str, Tensor], said: list[str]
+) -> list[str]:
+    """Return what is wrong with a refusal: PEFT loads the adapters, or leaves out others."""
+    names = {
+        f"base_model.model.{module}.lora_{part}.weight" for module in lost for part in ("A", "B")
+    }
+    other = {name for name in given if name not in held or not torch.equal(given[name], held[name])}
+    faults = [] if said else ["refused, and PEFT says nothing"]
+    return faults + ([f"refused {len(names)}, lost {len(other)}"] if names != other else [])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--family", action="append", help="only this family; may be repeated")
+    parser.add_argument("--joint", action="store_true", help="joint models in place of text ones")
+    parser.add_argument("--json", action="store_true", help="print one JSON object only")
+    options = parser.parse_args()
+    if importlib.util.find_spec("peft") is None:
+        sys.exit("peft is not installed: pip install peft, in its own environment")
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    results = []
+    for family in options.family or (JOINT_FAMILIES if options.joint else FAMILIES):
+        with redirect_stdout(sys.stderr):
+            try:
+                results.append(compare(family, joint=options.joint))
+            except Exception as error:  # PEFT refuses with many kinds of exception
+                fault = f"{type(error).__name__}: {str(error)[:300]}"
+                results.append({"family": family, "faults": [fault]})
+        if not options.json:
+            print(results[-1], flush=True)
+    table = table_faults()
+    wrong = {result["family"]: result["faults"] for result in results if result["faults"]}
+    print(json.dumps(_summary(results, wrong, table)))
+    sys.exit(bool(wrong or table) or not results)
+
+
+def _summary(
+    results: list[dict[str, Any]], wrong: dict[str, list[str]], table: list[str]
+) -> dict[str, Any]:
+    import peft
+
+    whole = [r for r in results if not r["faults"] and not r["refused"]]
+    return {
+        "peft": peft.__version__,
+        "families": len(results),
+        "loaded_whole": len(whole),
+        "refused": [result["family"] for result in results if result.get("refused")],
+        "tensors": sum(result["tensors"] for result in whole),
+        "families_with_targets_by_weight": sum(result["by_weight"] > 0 for result in whole),
+        "largest_logits_difference": max((r["logits_difference"] for r in whole), default=None),
+        "least_effect": min((r["effect"] for r in whole), default=None),
+        "model_types_in_table": len(REWRITTEN),
+        "model_types_compared": len(CONFIG_MAPPING.keys() | REWRITTEN.keys()),
+        "table_faults": table,
+        "wrong": wrong,
+    }
+
+
+if __name__ == "__main__":
+    main()
