@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 import megatrain as mt
 from megatrain.errors import BatchError, ConfigError
@@ -57,6 +58,30 @@ def test_an_answer_ends_with_the_tokens_of_the_config_or_those_given(engine: mt.
         engine, PROMPTS, max_new_tokens=40, num_samples=8, temperature=2.0, end_tokens=()
     )
     assert {(len(one.tokens), one.ended) for one in endless} == {(40, False)}
+
+
+def _greedy(folder: Path, **settings: Any) -> list[mt.Rollout]:
+    home = mt.load_model(folder, dtype="fp32")
+    with mt.Engine(home.decoder, home.store) as engine:
+        return mt.generate(engine, PROMPTS, max_new_tokens=12, temperature=0, **settings)
+
+
+def test_an_answer_ends_with_the_tokens_of_generation_config(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "model")
+    free = _greedy(folder, end_tokens=())
+    ends = {one.tokens[3] for one in free}
+    GenerationConfig(eos_token_id=sorted(ends)).save_pretrained(tmp_path / "model")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    for prompt, rollout in zip(PROMPTS, _greedy(tmp_path / "model"), strict=True):
+        whole = plain.generate(
+            torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=0
+        )
+        assert list(rollout.tokens) == whole[0, len(prompt) :].tolist()
+        assert rollout.ended
+        assert len(rollout.tokens) <= 4
+    # With the ends of config.json alone the answers would be others.
+    others = _greedy(tmp_path / "model", end_tokens=[1, 2])
+    assert any(len(one.tokens) > 4 for one in others)
 
 
 def test_samples_are_drawn_by_themselves_and_again_by_the_same_seed(engine: mt.Engine) -> None:

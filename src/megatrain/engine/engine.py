@@ -262,6 +262,11 @@ class Engine:
     def model_config(self) -> PreTrainedConfig:
         return self._machine.decoder.config
 
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """The tokens that end a text, by the files of the model."""
+        return self._machine.decoder.end_tokens
+
     @functools.cached_property
     def cached_tokens(self) -> int:
         """How many tokens may be in caches at a time; 0: the model cannot use one.

@@ -34,6 +34,7 @@ from megatrain.models.adapters.lora import Adapters, Lora, adapt_layers, is_adap
 from megatrain.models.balance import Balancing, find_balancing, has_own_balancing
 from megatrain.models.chain.joint import text_part
 from megatrain.models.chain.sides import find_head, find_layers, find_sides, persistent_buffers
+from megatrain.models.ends import named_ends
 from megatrain.models.patterns import check_patterns, matches
 from megatrain.models.skeleton import build_skeleton
 from megatrain.step.ops import Role
@@ -93,6 +94,8 @@ class Decoder:
     """config.json asks for `output_router_logits`, and the model's code then balances experts."""
     carried: tuple[Param, ...] = ()
     """Params and persistent buffers of a joint model that text never reads: without values here."""
+    end_tokens: frozenset[int] = frozenset()
+    """Tokens that end a text, by the files of the model; a tokenizer may have one more."""
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -200,6 +203,7 @@ def build_decoder(
         adapters=adapters,
         asks_balancing=asked and has_own_balancing(model, path),
         carried=tuple(_carried_param(model, name, aliases) for name in sides.never),
+        end_tokens=named_ends(config),
     )
 
 

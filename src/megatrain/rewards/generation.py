@@ -33,12 +33,12 @@ def generate(
     """Return `num_samples` answers to each prompt, those of one prompt in a row.
 
     Prompts are tokens. `temperature` 0 takes the likeliest token each time. An answer ends with
-    one of `end_tokens`; None takes `eos_token_id` of the model's config. Late updates are finished
-    first. Raises ConfigError or BatchError.
+    one of `end_tokens`; None takes those of the model's generation_config.json, or of config.json
+    if it names none. Late updates are finished first. Raises ConfigError or BatchError.
     """
     drawing = Drawing(temperature=temperature, top_p=top_p, seed=seed)
     require_request(prompts, max_new_tokens, num_samples)
-    ends = _ends_of_config(engine) if end_tokens is None else frozenset(end_tokens)
+    ends = engine.end_tokens if end_tokens is None else frozenset(end_tokens)
     asked = [tuple(prompt) for prompt in prompts for _ in range(num_samples)]
     found = continuations(engine, asked, max_new_tokens, ends, drawing)
     return [
@@ -62,10 +62,3 @@ def require_request(
     for name, value in (("max_new_tokens", max_new_tokens), ("num_samples", num_samples)):
         if value < 1:
             raise ConfigError(f"{name} is {value}; give 1 or more.")
-
-
-def _ends_of_config(engine: Engine) -> frozenset[int]:
-    named = getattr(engine.model_config, "eos_token_id", None)
-    return frozenset(
-        end for end in (named if isinstance(named, list) else [named]) if end is not None
-    )

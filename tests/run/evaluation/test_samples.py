@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +13,8 @@ from megatrain.cli import verbs
 from megatrain.cli.verbs import sample_from
 from megatrain.config import Config
 from megatrain.disk.hf.model import load_model
-from megatrain.errors import ConfigError, ModelFolderError, NoDevice
+from megatrain.errors import ConfigError, NoDevice
 from megatrain.run.evaluation.samples import (
-    GENERATION_NAME,
     end_tokens,
     samples_in_words,
     writes_after,
@@ -36,41 +34,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def home_with(generation: object, eos: object = 2) -> Any:
-    carried = {} if generation is None else {GENERATION_NAME: json.dumps(generation).encode()}
-    config = SimpleNamespace(eos_token_id=eos)
-    decoder = SimpleNamespace(config=config, text_config=config)
-    return SimpleNamespace(carried=carried, decoder=decoder)
-
-
-@pytest.mark.parametrize(
-    ("generation", "config_end", "tokenizer_end", "expected"),
-    [
-        ({"eos_token_id": [7, 9]}, 2, 1, {1, 7, 9}),
-        ({"eos_token_id": 7}, 2, 1, {1, 7}),
-        ({"eos_token_id": 7}, 2, None, {7}),
-        ({}, 2, 1, {1, 2}),
-        (None, [2, 3], 1, {1, 2, 3}),
-        (None, None, 1, {1}),
-        (None, None, None, set()),
-        ({"eos_token_id": "</s>"}, None, 1, {1}),
-    ],
-)
-def test_every_end_of_generation_config_and_the_tokenizers_ends_a_text(
-    generation: object, config_end: object, tokenizer_end: int | None, expected: set[int]
+@pytest.mark.parametrize(("own", "expected"), [(1, {1, 7, 9}), (7, {7, 9}), (None, {7, 9})])
+def test_the_tokenizers_end_ends_a_text_beside_those_of_the_model(
+    folder: Path, own: int | None, expected: set[int]
 ) -> None:
-    tokenizer = SimpleNamespace(eos_token_id=tokenizer_end)
-    assert end_tokens(tokenizer, home_with(generation, config_end)) == expected
-
-
-def test_a_broken_generation_config_is_named() -> None:
-    home, tokenizer = home_with({}), SimpleNamespace(eos_token_id=1)
-    home.carried[GENERATION_NAME] = b"{"
-    with pytest.raises(ModelFolderError, match=r"generation_config\.json is not valid JSON"):
-        end_tokens(tokenizer, home)
-    home.carried[GENERATION_NAME] = b"[]"
-    with pytest.raises(ModelFolderError, match=r"generation_config\.json is a list"):
-        end_tokens(tokenizer, home)
+    assert end_tokens(SimpleNamespace(eos_token_id=own), load_model(folder)) == expected
 
 
 def test_an_export_keeps_them(folder: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,17 +25,19 @@ from megatrain.disk.hf.exported import require_as_written
 from megatrain.disk.hf.folder import read_carried, read_config_bytes
 from megatrain.disk.hf.growth import Growth
 from megatrain.disk.hf.load import load_weights, match_tensors
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, ModelFolderError
 from megatrain.hub import find_model
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.placement import UNPLACED, Placement
 from megatrain.memory.store import Store, open_store
 from megatrain.memory.tier import Scratch
+from megatrain.model_files import GENERATION_NAME
 from megatrain.models.adapters.lora import Lora
 from megatrain.models.chain.joint import text_part
 from megatrain.models.config_json import parse_config, without_quantisation
 from megatrain.models.decoder import Decoder, build_decoder
+from megatrain.models.ends import named_ends
 from megatrain.models.rope import require_rotary, with_rope
 from megatrain.optim.states import WITH_CLIP
 from megatrain.quantisation import Quantisation
@@ -285,6 +288,7 @@ def read_model_folder(
     precision: Precision = "fp32" if stored_dtype is torch.float32 else "bf16"
     attn = None if attn == "auto" else attn
     decoder = build_decoder(config, dtype or precision, frozen, attn, lora)
+    decoder = replace(decoder, end_tokens=named_ends(config, _generation_config(carried)))
     if growth is not None:
         growth.check(decoder)
     if rope is not None:
@@ -300,3 +304,14 @@ def read_model_folder(
         adapter=start,
         over=over,
     )
+
+
+def _generation_config(carried: Mapping[str, bytes]) -> dict[str, Any]:
+    """Return generation_config.json, empty if there is none. Raises ModelFolderError."""
+    try:
+        fields = json.loads(carried.get(GENERATION_NAME, b"{}"))
+    except (ValueError, RecursionError) as error:
+        raise ModelFolderError(f"{GENERATION_NAME} is not valid JSON: {str(error)[:200]}") from None
+    if not isinstance(fields, dict):
+        raise ModelFolderError(f"{GENERATION_NAME} is a {type(fields).__name__}, not an object")
+    return fields

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatrain.config import Config
 from megatrain.disk.hf.model import HostModel
 from megatrain.engine.engine import Engine
-from megatrain.errors import ModelFolderError
 from megatrain.planning.plan import Plan
 from megatrain.run.evaluation.answers import Question
 from megatrain.run.evaluation.sampling import continue_texts
@@ -17,7 +15,6 @@ from megatrain.text import duration
 
 SAMPLE_TOKENS = 64
 """Of each text: as often all weights cross the link, once for all texts together."""
-GENERATION_NAME = "generation_config.json"
 
 
 def writes_after(step: int, num_steps: int, config: Config) -> bool:
@@ -64,25 +61,6 @@ def written_texts(
 
 
 def end_tokens(tokenizer: Any, home: HostModel) -> frozenset[int]:
-    """Return every token that ends a text, as transformers' `generate` knows them.
-
-    They are those of generation_config.json, or of config.json if it names none, and the
-    tokenizer's own. Raises ModelFolderError.
-    """
-    named = _generation_config(home.carried).get("eos_token_id")
-    if named is None:
-        parts = (home.decoder.config, home.decoder.text_config)
-        ends_of = (getattr(part, "eos_token_id", None) for part in parts)
-        named = next((end for end in ends_of if end is not None), None)
-    ends = [*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id]
-    return frozenset(end for end in ends if type(end) is int)
-
-
-def _generation_config(carried: Mapping[str, bytes]) -> dict[str, Any]:
-    try:
-        fields = json.loads(carried.get(GENERATION_NAME, b"{}"))
-    except (ValueError, RecursionError) as error:
-        raise ModelFolderError(f"{GENERATION_NAME} is not valid JSON: {str(error)[:200]}") from None
-    if not isinstance(fields, dict):
-        raise ModelFolderError(f"{GENERATION_NAME} is a {type(fields).__name__}, not an object")
-    return fields
+    """Return every token that ends a text: those of the model's files, and the tokenizer's own."""
+    own = tokenizer.eos_token_id
+    return home.decoder.end_tokens | ({own} if type(own) is int else set())
