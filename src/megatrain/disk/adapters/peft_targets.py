@@ -38,11 +38,12 @@ REWRITTEN: dict[str, frozenset[str]] = {
 }
 """The ends of module names that PEFT 0.21 takes for experts or their router, by model type."""
 
-_LOST = {"laguna": "*.mlp.shared_experts.*"}
+_LOST = {"laguna": "*.mlp.shared_experts.*", "unlimited_ocr": "*.language_model.*"}
 """Modules whose adapters PEFT 0.21 does not load, not even those that it has saved, by model type.
 
-transformers renames `mlp.shared_expert.` of published folders; PEFT renames adapters with the same
-pattern, whose last dot takes the `s` of `shared_experts` for the dot of the old name.
+transformers renames tensors of published folders, and PEFT renames adapters by the same patterns.
+Some of them match the new name too: the last dot of `mlp.shared_expert.` is any character, so also
+the `s` of `shared_experts`; `model.layers.` is found again in `language_model.layers.`.
 """
 
 
@@ -86,8 +87,7 @@ def require_loaded_by_peft(decoder: Decoder) -> None:
         raise ConfigError(
             f"PEFT 0.21 would leave out the adapters of {len(lost)} of "
             f"{len(decoder.adapters.modules)} modules ({listing(lost, most=2)}): it renames those "
-            f"of {decoder.config.model_type}. Export with --merge; or train without them, with "
-            'lora.targets: ["*attn*"].'
+            f"of {decoder.config.model_type}. Export with --merge, which every tool loads."
         )
 
 

@@ -90,7 +90,7 @@ def adapter_notes(decoder: Decoder) -> list[str]:
     if lost := not_loaded_by_peft(decoder):
         notes.append(
             f"lora: PEFT 0.21 does not load the adapters of {len(lost)} modules "
-            f"({listing(lost, most=2)}). Export the result with --merge, or leave them out: "
-            'lora.targets: ["*attn*"]'
+            f"({listing(lost, most=2)}), because it renames them. Export the result with --merge, "
+            "or choose lora.targets without them"
         )
     return notes
