@@ -66,7 +66,7 @@ from megatrain.run.trainer import Trainer
 from megatrain.text import printable
 
 _DATA = DataSettings.model_fields
-_LIMITS = ("max_bad", "max_dropped")
+_LIMITS = ("max_bad", "max_dropped", "max_lost_thoughts")
 
 
 def read_only(model: ModelFolder) -> tuple[Kind, ...]:
@@ -230,6 +230,7 @@ def look_at_data(
         train_on=train_on,
         max_bad=1.0,
         max_dropped=1.0,
+        max_lost_thoughts=1.0,
         wanted=row_format,
     )
     _show(prepared, tokenizer, samples, whole=whole)

@@ -139,6 +139,11 @@ class DataSettings(Section):
         description="Share of the rows that may be dropped because of their length or because they "
         "have nothing to train on; more is an error.",
     )
+    max_lost_thoughts: Annotated[Number, Field(ge=0, le=1)] = Field(
+        default=0.01,
+        description="Share of the rows that may be trained without the thought of an answer, "
+        "because the chat template leaves it out; more is an error.",
+    )
     packing: bool = Field(
         default=True,
         description="Put several rows into one sequence; they never attend to each other.",

@@ -283,6 +283,7 @@ def _prepared(
         overlong=config.data.overlong,
         max_bad=config.data.max_bad,
         max_dropped=config.data.max_dropped,
+        max_lost_thoughts=config.data.max_lost_thoughts,
         num_workers=num_cores(),
         wanted=wanted,
         enough=None if rows is None else _enough(config, is_judged=source not in config.data.train),

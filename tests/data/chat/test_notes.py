@@ -11,7 +11,7 @@ import megatrain.data.tokens.prepare as prepare_module
 from megatrain.data.chat.notes import remarks
 from megatrain.data.tokens.prepare import prepare
 from megatrain.errors import DataError
-from testkit.tokenizers_of_kinds import KINDS, made, tokenizer_of
+from testkit.tokenizers_of_kinds import KINDS, made, tokenizer_of, tokenizer_of_style
 from testkit.written import write
 
 USER = {"role": "user", "content": "hello"}
@@ -36,7 +36,7 @@ def test_columns_and_keys_that_nobody_reads_are_named(tmp_path: Path) -> None:
         for n in range(3)
     ]
     rows[0]["tools"] = [{"name": "add"}]
-    card = _card(tmp_path, rows, tokenizer_of("chatml"))
+    card = _card(tmp_path, rows, tokenizer_of("chatml"), max_lost_thoughts=1.0)
     assert card["unused_columns"] == {"id": 3}
     assert card["passed_through"] == {"mood": 3}
     assert card["unread"] == {"mood": 3, "reasoning_content": 3, "tools": 1}
@@ -44,6 +44,33 @@ def test_columns_and_keys_that_nobody_reads_are_named(tmp_path: Path) -> None:
     assert "columns that are not used: id (3 rows)" in said
     assert "not read by the chat template, so not trained on: mood (3 rows), reasoning" in said
     assert "3 trained answers have a thought that the chat template leaves out" in said
+
+
+THOUGHT = {**ANSWER, "content": "<think>hm hm</think>two"}
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "last", "completion", "all"])
+@pytest.mark.parametrize(
+    ("style", "answer"), [("deepseek_r1", THOUGHT), ("chatml", {**ANSWER, "thinking": "hm hm"})]
+)
+def test_answers_whose_thoughts_the_template_removes_are_refused(
+    tmp_path: Path, style: str, answer: dict[str, str], train_on: str
+) -> None:
+    rows = [{"messages": [USER, answer]}] * 4
+    with pytest.raises(DataError, match="4 of 4 rows would be trained without their thoughts"):
+        _card(tmp_path, rows, tokenizer_of_style(style), train_on=train_on)
+    card = _card(tmp_path, rows, tokenizer_of_style(style), train_on=train_on, max_lost_thoughts=1.0)
+    assert card["notes"]["rows_that_lose_thoughts"] == 4
+    assert any("4 trained answers have a thought" in line for line in remarks(card))
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "last", "completion", "all"])
+def test_thoughts_of_earlier_turns_may_be_removed(tmp_path: Path, train_on: str) -> None:
+    """Qwen3's template does so, and shows each thought where its turn is the last one."""
+    tokenizer = tokenizer_of_style("qwen3")
+    rows = [{"messages": [USER, THOUGHT, USER, THOUGHT]}] * 2
+    card = _card(tmp_path, rows, tokenizer, train_on=train_on)
+    assert "rows_that_lose_thoughts" not in card["notes"]
 
 
 def test_unknown_keys_that_the_template_reads_are_named(tmp_path: Path) -> None:

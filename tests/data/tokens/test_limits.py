@@ -8,17 +8,20 @@ from typing import Any
 import pytest
 
 from megatrain.config.data_settings import DataSettings
+from megatrain.data.chat.notes import THOUGHTLESS
 from megatrain.data.tokens.encoding import NO_TARGET, TOO_LONG
 from megatrain.data.tokens.limits import check_limits
 from megatrain.data.tokens.prepare import prepare
 from megatrain.errors import DataError
+
+LIMITS = {"max_bad": 0.01, "max_dropped": 0.2, "max_lost_thoughts": 0.01}
 
 
 def _card(**changes: Any) -> dict[str, Any]:
     card = {
         "source": "a.jsonl", "format": "detected: messages (role, content)", "rows": 100,
         "kept": 100, "documents": 100, "longest_read": 3104,
-        "bad": {}, "bad_places": {}, "dropped": {}, "dropped_places": {},
+        "bad": {}, "bad_places": {}, "dropped": {}, "dropped_places": {}, "notes": {},
     }  # fmt: skip
     return card | changes
 
@@ -28,7 +31,7 @@ def _lost(what: str, reason: str, count: int) -> dict[str, Any]:
 
 
 def _refusal(card: dict[str, Any], **limits: float) -> str:
-    settings = {"max_bad": 0.01, "max_dropped": 0.2, **limits}
+    settings = {**LIMITS, **limits}
     with pytest.raises(DataError) as error:
         check_limits(card, **settings)
     return str(error.value)
@@ -76,13 +79,25 @@ def test_all_rows_bad_gives_the_reasons() -> None:
 )
 def test_what_is_allowed_passes(what: str, count: int) -> None:
     card = _card(**_lost(what, "why", count))
-    check_limits(card, max_bad=0.01, max_dropped=0.2)
+    check_limits(card, **LIMITS)
     if count:
         with pytest.raises(DataError):
-            check_limits(_card(**_lost(what, "why", count + 1)), max_bad=0.01, max_dropped=0.2)
+            check_limits(_card(**_lost(what, "why", count + 1)), **LIMITS)
 
 
-@pytest.mark.parametrize("key", ["max_bad", "max_dropped"])
+def test_rows_that_lose_their_thoughts_name_their_key_and_both_ways_out() -> None:
+    card = _card(notes={THOUGHTLESS: 2})
+    assert _refusal(card) == (
+        "a.jsonl: 2 of 100 rows would be trained without their thoughts (2.0 %, "
+        "data.max_lost_thoughts allows 1 %): the chat template leaves them out of the answer.\n"
+        "  Set data.chat_template to a template that writes them. To train the answers alone, set "
+        "data.max_lost_thoughts: 1."
+    )
+    check_limits(card, **LIMITS | {"max_lost_thoughts": 1.0})
+    check_limits(_card(notes={THOUGHTLESS: 1}), **LIMITS)
+
+
+@pytest.mark.parametrize("key", LIMITS)
 def test_the_limits_of_the_config_are_those_of_preparing(key: str) -> None:
     default = inspect.signature(prepare).parameters[key].default
     assert DataSettings.model_fields[key].default == default

@@ -19,12 +19,13 @@ from megatrain.data.rows.rows import Row
 
 _TEMPLATED, _JOINED = "pairs_in_template", "pairs_joined"
 _SAME = "same_answers"
+THOUGHTLESS = "rows_that_lose_thoughts"
 _ROWS, _DOCUMENTS, _TOKENS, _REPEATED = (
     "rewritten_rows", "rewritten_documents", "rewritten_tokens", "repeated_tokens",
 )  # fmt: skip
 _COUNTS = (
     _TEMPLATED, _JOINED, _SAME, _ROWS, _DOCUMENTS, _TOKENS, _REPEATED,
-    EMPTY_THOUGHT, LOST_THOUGHT, LOST_WORDS, UNOPENED_THOUGHT,
+    EMPTY_THOUGHT, LOST_THOUGHT, THOUGHTLESS, LOST_WORDS, UNOPENED_THOUGHT,
 )  # fmt: skip
 
 
@@ -63,6 +64,7 @@ class Notes:
             self.counts[_REPEATED] += sum(lengths) - max(lengths)
         for document in documents:
             self.counts.update(document.notes)
+        self.counts[THOUGHTLESS] += any(LOST_THOUGHT in doc.notes for doc in documents)
 
     def merge(self, later: Notes) -> None:
         """Add the counts of a later part of the same data."""

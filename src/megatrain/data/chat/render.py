@@ -129,8 +129,11 @@ class _Talk:
         """Return the messages before `end` as one text, trained from the turn `first` on."""
         text = self._template.render(self._row, end)
         begin = 0 if first is None else self.begin_of(first, text)
+        last = self._row.messages[end - 1]
         if first is not None:
             self._notes += _remarks(self._row.messages[first], text[begin:], first)
+        elif last["role"] == "assistant" and _loses_thought(last, text):
+            self._notes.append(LOST_THOUGHT)
         spans = [(begin, len(text))]
         for turn in sorted(self._row.untrained):
             if turn < end and self._row.messages[turn]["role"] == "assistant":
@@ -234,6 +237,21 @@ def _remarks(message: Message, trained: str, turn: int) -> list[str]:
     for call in message.get("tool_calls", ()):
         if call["function"]["name"] not in trained:
             raise BadRow(NO_CALLS, f"turn {turn}: {call['function']['name']:.40} is left out")
+    said, _ = _said_and_thought(message)
+    notes = [] if said.strip() in trained else [LOST_WORDS]
+    if _loses_thought(message, trained):
+        return [*notes, LOST_THOUGHT]
+    return [*notes, EMPTY_THOUGHT] if _IS_EMPTY.match(trained) else notes
+
+
+def _loses_thought(message: Message, trained: str) -> bool:
+    """Return whether a turn has a thought that is not in the text that is trained."""
+    _, thought = _said_and_thought(message)
+    return bool(thought) and thought.strip() not in trained
+
+
+def _said_and_thought(message: Message) -> tuple[str, str]:
+    """Return the words of a turn and its thought, which may stand in the content."""
     said, thought = message["content"] or "", message.get("reasoning_content")
     # Two searches and no pattern around both: text without an end would be searched repeatedly.
     if (
@@ -242,10 +260,7 @@ def _remarks(message: Message, trained: str, turn: int) -> list[str]:
         and (end := _END.search(said, begin.end()))
     ):
         said, thought = said[end.end() :], said[begin.end() : end.start()]
-    notes = [] if said.strip() in trained else [LOST_WORDS]
-    if thought and thought.strip() not in trained:
-        return [*notes, LOST_THOUGHT]
-    return [*notes, EMPTY_THOUGHT] if _IS_EMPTY.match(trained) else notes
+    return said, thought or ""
 
 
 def _reworded(row: Row, turn: int) -> Row:

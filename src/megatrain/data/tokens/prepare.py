@@ -80,6 +80,7 @@ def prepare(
     no_target: NoTarget = "drop",
     max_bad: float = 0.01,
     max_dropped: float = 0.2,
+    max_lost_thoughts: float = 0.01,
     num_workers: int = 1,
     wanted: FormatName = "auto",
     enough: Enough | None = None,
@@ -88,7 +89,7 @@ def prepare(
 
     Rows that a program gives are prepared in this process; of a stream, as many as are `enough`.
     `wanted` names the format of the rows. Raises DataError if they do not have it, too many are
-    bad or dropped, none is left, or the chat template contradicts itself.
+    bad, dropped or without their thoughts, none is left, or the chat template contradicts itself.
     """
     if max_length < 2:
         raise ConfigError(f"max_length {max_length}: a document needs at least two tokens")
@@ -116,7 +117,12 @@ def prepare(
     else:
         _probe(source, tokenizer, settings["template_kwargs"], num_workers)
         prepared = _prepared(source, tokenizer, settings, folder, num_workers, enough)
-    check_limits(prepared.card, max_bad=max_bad, max_dropped=max_dropped)
+    check_limits(
+        prepared.card,
+        max_bad=max_bad,
+        max_dropped=max_dropped,
+        max_lost_thoughts=max_lost_thoughts,
+    )
     return prepared
 
 

@@ -48,6 +48,7 @@ def judging_config(
         "max_length": num_positions(text_part(model_config)) or NO_LIMIT,
         "max_bad": 1.0,  # rows left out are counted and printed
         "max_dropped": 1.0,
+        "max_lost_thoughts": 1.0,
     }
     value: dict[str, object] = {"model": str(model.folder), "eval": {"max_rows": max_rows}}
     train: dict[str, object] = {}
