@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
+from megatrain.errors import NotSplittable
 from megatrain.models.chain import sides as sides_module
 from megatrain.models.decoder import build_decoder
 from testkit.cases import at_a_push
@@ -35,6 +38,23 @@ def test_a_tower_may_have_projections_that_are_too_large_for_a_stand_in(
     monkeypatch.setattr(sides_module, "MAX_STAND_IN", 1000)
     decoder = build_decoder(tiny_joint_config("llava"), "bf16")
     assert max(param.num_elements for param in decoder.carried) > 1000
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("hidden_size_per_layer_input", 16, "layer 0 receives a trained tensor besides hidden"),
+        ("num_kv_shared_layers", 2, r"its last 2 layers read keys and values of earlier layers"),
+    ],
+)
+def test_gemma_4_is_refused_where_layers_get_more_than_hidden_states(
+    key: str, value: int, reason: str
+) -> None:
+    config = copy.deepcopy(tiny_joint_config("gemma4"))
+    build_decoder(config, "bf16")
+    setattr(config.text_config, key, value)
+    with pytest.raises(NotSplittable, match=reason):
+        build_decoder(config, "bf16")
 
 
 @pytest.mark.merge

@@ -221,3 +221,9 @@ def _refuse_crosstalk(model: PreTrainedModel, calls: list[Call], num_layers: int
                 raise NotSplittable(
                     f"{family}: layer {call.layer} receives a trained tensor besides hidden states"
                 )
+    # They pass through a mapping that layers fill, which stand-ins leave empty.
+    if num_shared := getattr(text_part(model.config), "num_kv_shared_layers", None):
+        raise NotSplittable(
+            f"{family}: its last {num_shared} layers read keys and values of earlier layers "
+            "(num_kv_shared_layers)"
+        )
