@@ -556,7 +556,8 @@ def _manifest_seed(files: dict[str, Any], **run: Any) -> dict[str, Any]:
 
 @functools.cache
 def _manifest_config() -> Config:
-    return Config.model_validate({"model": "m", "data": "rows.jsonl"}).settled(131072)
+    config = Config.model_validate({"model": "m", "data": "rows.jsonl"}).settled(131072)
+    return config.decided(packing=True, learning_rate=1e-5)
 
 
 def _manifest_target(scratch: Path) -> Target:

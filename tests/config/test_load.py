@@ -107,7 +107,7 @@ def test_the_dump_is_complete_and_any_yaml_reader_agrees() -> None:
         section: set(type(settings).model_fields) for section, settings in config
     }
     assert read["model"]["name_or_path"] == "no"
-    assert read["optim"]["learning_rate"] == 1e-5
+    assert read["optim"]["learning_rate"] == "auto"
     assert read["memory"]["vram"] == "20GB"
     for section, values in config:
         for key in type(values).model_fields:
@@ -226,12 +226,13 @@ def test_overrides_that_cannot_be_meant(override: str, message: str) -> None:
          'model.rope is {"type": "linear", "factor": 2, "beta_fast": 3}; beta_fast belongs to type '
          "yarn, and type is linear."),
         ("data: {train: a, eval: 2}", "data.eval is 2; give a number below 1."),
-        ("data: {train: a, packing: maybe}", "data.packing is maybe; give true or false."),
+        ("data: {train: a, packing: maybe}", "data.packing is maybe; give true, false or auto."),
         ("data: {train: a, max_length: 2kB}",
          "data.max_length is 2kB; give a number of tokens, like 2048 or 128k."),
         ("optim: {betas: [0.9]}", "optim.betas is [0.9]; give two numbers."),
         ("optim: {betas: [0.9, 0.9, 0.9]}", "optim.betas is [0.9, 0.9, 0.9]; give two numbers."),
-        ("optim: {learning_rate: 1e5}", "optim.learning_rate is 100000.0; give 1 or less."),
+        ("optim: {learning_rate: 1e5}", "optim.learning_rate is 100000.0; give a number "
+         "above 0, 1 or less, or auto."),
         ("memory: {device: gpu}", "memory.device is gpu; give auto, cpu, cuda, cuda:1 or xpu."),
         ("memory: {vram: 24}",
          "memory.vram is 24; that is less than 1 MiB. Give a size with its unit, like 24GB, or "

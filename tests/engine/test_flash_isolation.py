@@ -22,13 +22,13 @@ from transformers.models.gpt_neo import modeling_gpt_neo
 from transformers.models.gptj import modeling_gptj
 
 from megatrain import load_model
-from megatrain.data.steps.isolation import DROPS_LENGTHS, ISOLATES, check_packing
 from megatrain.engine.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
 from megatrain.losses.head import IGNORED
 from megatrain.memory.kinds import Kind
 from megatrain.models.documents import JOINT_BY_DOCUMENT
+from megatrain.models.isolation import DROPS_LENGTHS, ISOLATES, check_packing
 from testkit.families import save_tiny, tiny_config
 from tests.engine.flash_stand_ins import FlashKernels, use_flash_stand_ins
 

@@ -18,13 +18,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatrain import load_model
-from megatrain.data.steps.isolation import ISOLATES, check_packing
 from megatrain.engine.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
 from megatrain.memory.kinds import Kind
 from megatrain.models import documents as by_document
 from megatrain.models.documents import TAKES_MASKS
+from megatrain.models.isolation import ISOLATES, check_packing
 from megatrain.step.settings import StepSettings
 from testkit.cases import by_family
 from testkit.families import FAMILIES, save_tiny, tiny_config

@@ -30,7 +30,6 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from megatrain.data.steps.isolation import BY_MASKS
 from megatrain.models import documents as by_document
 from megatrain.models.attention import attention_replaced
 from megatrain.models.documents import (
@@ -40,6 +39,7 @@ from megatrain.models.documents import (
     attends_by_document,
     masks_put_off,
 )
+from megatrain.models.isolation import BY_MASKS
 from testkit.cases import in_dtypes
 from testkit.families import FAMILIES, tiny_config
 

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
-from megatrain.data.steps.isolation import DROPS_LENGTHS, ISOLATES, packing_family
 from megatrain.disk.hf.names import NameMap
 from megatrain.models.chain.joint import text_part
 from megatrain.models.decoder import Decoder, build_decoder
 from megatrain.models.documents import BY_DOCUMENT
+from megatrain.models.isolation import DROPS_LENGTHS, ISOLATES, packing_family
 from megatrain.models.template import Template
 from testkit.families import FAMILIES, REFUSED, tiny_config
 from testkit.joint_families import JOINT_FAMILIES, REFUSED_JOINT, UNTRIED, tiny_joint_config

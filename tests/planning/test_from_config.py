@@ -181,3 +181,28 @@ def test_a_disk_is_used_only_if_it_is_named_and_as_much_of_it_as_is_free(tmp_pat
     assert 0 < free_on_disk(config(disk=str(tmp_path))) < 1 << 60
     with pytest.raises(ConfigError, match=r"memory\.disk: .* is not a folder"):
         free_on_disk(config(disk=str(tmp_path / "no")))
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "packed"),
+    [
+        ("llama", [], True),
+        ("lfm2", [], False),
+        ("llama4_text", [], False),
+        ("lfm2", ["data.packing=true"], True),
+        ("llama", ["data.packing=false"], False),
+        ("nemotron", [], True),
+        ("nemotron", ["model.attn=flash_attention_2"], False),
+    ],
+    ids=str,
+)
+def test_a_plan_knows_what_becomes_of_packing(
+    tmp_path: Path, family: str, settings: list[str], packed: bool
+) -> None:
+    path = config_for(tmp_path, family)
+    found = estimate(str(path), ["train.compile=auto", *settings], gpu="24GB")
+    workload = found.plan.workload
+    assert (workload.packed, workload.compiled) == (packed, not packed)
+    told = [line for line in str(found).splitlines() if line.startswith("packing   ")]
+    mixes = f"packing   none: {family} mixes the documents of packed rows"
+    assert told == ([] if packed or family in ("llama", "nemotron") else [mixes])

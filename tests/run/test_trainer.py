@@ -40,11 +40,14 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def trained_by_hand(config: Config) -> dict[str, torch.Tensor]:
     """The engine given the run's batches, without the loop."""
     home = load_model(config.model.name_or_path, dtype=config.model.dtype)
+    peak = config.optim.learning_rate
+    assert peak != "auto"
     rate = LearningRate(
-        peak=config.optim.learning_rate, shape="cosine", num_steps=STEPS, warmup=0.05
+        peak=peak, shape="cosine", num_steps=STEPS, warmup=0.05
     )
     optimizer = AdamW(learning_rate=rate.rate, max_grad_norm=1.0)
     with Trainer(config.model_copy(update={"save": _elsewhere(config)})) as other:
+        config = other.config
         data = open_data(config, other.tokenizer, other.plan.settings, other.data.rows, flat=True)
     settings = StepSettings(seed=config.train.seed)
     with Engine(home.decoder, home.store, optimizer=optimizer, settings=settings) as engine:
@@ -79,7 +82,7 @@ def test_a_run_does_what_the_engine_does_and_explains_itself(config: Config) -> 
     assert [line["step"] for line in samples] == [0, 0, 2, 2, 4, 4]
     rows = (Path(config.data.train[0].path)).read_text()
     assert all(line["expected"].split("<")[0] in rows for line in samples)
-    assert load_config(folder / "config.yaml", []) == config
+    assert load_config(folder / "config.yaml", []) == config.decided(packing=True)
     for name in ("machine.json", "plan.json", "data_card.json", "trace.json"):
         assert json.loads((folder / name).read_text())
 
@@ -142,11 +145,11 @@ def test_a_folder_with_a_run_is_refused(config: Config) -> None:
 def test_a_model_that_mixes_packed_documents_is_refused(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatrain.data.steps.isolation.ISOLATES", frozenset({"qwen3"}))
+    monkeypatch.setattr("megatrain.models.isolation.ISOLATES", frozenset({"qwen3"}))
+    packed = config.data.model_copy(update={"packing": True})
     with pytest.raises(ConfigError, match=r"llama is not known to keep the documents .* apart"):
-        Trainer(config)
-    apart = config.data.model_copy(update={"packing": False})
-    Trainer(config.model_copy(update={"data": apart})).close()
+        Trainer(config.model_copy(update={"data": packed}))
+    Trainer(config).close()
 
 
 def test_a_model_that_is_not_there_is_said(config: Config) -> None:

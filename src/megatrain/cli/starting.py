@@ -16,7 +16,7 @@ STARTER = """\
 model: Qwen/Qwen3-0.6B  # a Hugging Face Hub id, or a folder
 data: {train: train.jsonl, eval: 0.02, max_length: 2048}
 train: {epochs: 1, batch_tokens: auto}
-optim: {learning_rate: 1e-5, schedule: cosine, warmup: 0.03}
+optim: {learning_rate: auto, schedule: cosine, warmup: 0.03}
 """
 
 

@@ -19,7 +19,6 @@ from megatrain.data.chat.choice import choose_template
 from megatrain.data.chat.render import TrainOn
 from megatrain.data.preview import card_lines, show_prepared
 from megatrain.data.rows.hub_rows import located
-from megatrain.data.steps.isolation import packs_flat
 from megatrain.data.tokens.limits import check_limits
 from megatrain.data.tokens.prepare import prepare
 from megatrain.data.tokens.prepared import PreparedData
@@ -33,6 +32,7 @@ from megatrain.errors import (
 )
 from megatrain.hub import find_model
 from megatrain.memory.kinds import Kind
+from megatrain.models.isolation import packs_flat
 from megatrain.planning.from_config import step_settings_of
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.report.page import write_report

@@ -14,6 +14,7 @@ from megatrain.config.value_types import (
     Name,
     Number,
     Seed,
+    Switch,
     TemplateArguments,
     TemplateSetting,
     TokenCount,
@@ -144,9 +145,11 @@ class DataSettings(Section):
         description="Share of the rows that may be trained without the thought of an answer, "
         "because the chat template leaves it out; more is an error.",
     )
-    packing: bool = Field(
-        default=True,
-        description="Put several rows into one sequence; they never attend to each other.",
+    packing: Switch = Field(
+        default="auto",
+        description="Put several rows into one sequence, where they never attend to each other; "
+        "auto does so if the model's family keeps them apart, and a resumed run keeps what it "
+        "has.",
     )
     shuffle: bool = Field(
         default=True,

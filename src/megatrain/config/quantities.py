@@ -139,6 +139,28 @@ def or_auto(read: Callable[[object], int], least: int = 1) -> Callable[[object],
     return read_or_auto
 
 
+def read_switch(value: object) -> bool | str:
+    """Return true, false or `auto`."""
+    if isinstance(value, bool) or value == "auto":
+        return value
+    if value in ("true", "false"):
+        return value == "true"
+    raise ValueError("give true, false or auto")
+
+
+def read_rate(value: object) -> float | str:
+    """Return a learning rate, above 0 and at most 1, or `auto`."""
+    if value == "auto":
+        return "auto"
+    try:
+        rate = float(read_number(value))
+    except ValueError as error:
+        raise ValueError(f"{error}, or auto") from None
+    if not 0 < rate <= 1:
+        raise ValueError("give a number above 0, 1 or less, or auto")
+    return rate
+
+
 def read_length(value: object) -> int | float:
     """Return a length of a run: steps if whole, a fraction of the run if below 1."""
     try:

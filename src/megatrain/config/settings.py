@@ -43,10 +43,12 @@ from megatrain.config.value_types import (
     Number,
     OptionalTokens,
     Patterns,
+    Rate,
     Seed,
     Size,
     SlotCount,
     StepCount,
+    Switch,
     TypeName,
     Whole,
     read_device,
@@ -149,7 +151,7 @@ class TrainSettings(Section):
         default="record",
         description="Reaction to a step whose loss or gradient norm is far above the last 64.",
     )
-    compile: Annotated[bool | Literal["auto"], TypeName("true, false or auto")] = Field(
+    compile: Switch = Field(
         default=False,
         description="Compile the layers with torch.compile, which changes the last bits; auto does "
         "so on an accelerator, unless documents are packed or layers run over tiles.",
@@ -181,7 +183,11 @@ class OptimSettings(Section):
     """The optimizer and its learning rate."""
 
     name: Literal["adamw"] = Field(default="adamw", description="The optimizer.")
-    learning_rate: Number = Field(default=1e-5, gt=0, le=1, description="Peak learning rate.")
+    learning_rate: Rate = Field(
+        default="auto",
+        description="Peak learning rate; auto is 1e-5 for fine-tuning and 1e-6 for preferences, "
+        "with adapters ten times as much; a resumed run keeps its number.",
+    )
     betas: Annotated[tuple[Beta, Beta], TypeName("two numbers")] = Field(
         default=(0.9, 0.95), description="Decay rates of the first and second moment."
     )
@@ -338,6 +344,21 @@ class Config(Section):
             return self
         train = {**dict(self.train), "batch_tokens": step_tokens}
         return Config.model_validate({**dict(self), "train": train})
+
+    @property
+    def packs(self) -> bool:
+        """Whether rows are packed, in a config that no longer leaves it open."""
+        assert self.data.packing != "auto", "the model decides: see `decided`"
+        return self.data.packing
+
+    def decided(self, *, packing: bool, learning_rate: float | None = None) -> Config:
+        """Return the config with these choices where it has `auto`; None leaves the rate open."""
+        data, optim = dict(self.data), dict(self.optim)
+        if self.data.packing == "auto":
+            data["packing"] = packing
+        if self.optim.learning_rate == "auto" and learning_rate is not None:
+            optim["learning_rate"] = learning_rate
+        return Config.model_validate({**dict(self), "data": data, "optim": optim})
 
     @property
     def run_dir(self) -> str:

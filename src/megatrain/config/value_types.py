@@ -12,6 +12,8 @@ from megatrain.config.quantities import (
     read_bytes,
     read_length,
     read_number,
+    read_rate,
+    read_switch,
     read_tokens,
     read_whole,
 )
@@ -75,6 +77,10 @@ OptionalTokens = Annotated[
 ]
 Length = Annotated[
     int | float, PlainValidator(read_length), TypeName("steps, or fraction of the run")
+]
+Rate = Annotated[float | Literal["auto"], PlainValidator(read_rate), TypeName("number or auto")]
+Switch = Annotated[
+    bool | Literal["auto"], PlainValidator(read_switch), TypeName("true, false or auto")
 ]
 StepCount = Annotated[Whole, Field(ge=1), TypeName("steps")]
 Seed = Annotated[Whole, Field(ge=0, lt=1 << 32)]

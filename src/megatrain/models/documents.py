@@ -8,7 +8,7 @@ whole row are not made. What a layer adds to attention (soft-cap, sinks, a windo
 and stays. On CUDA one kernel takes all documents, where it can do what the layer asks for.
 
 Layers that do something else with masks, or do not ask transformers for attention, are not
-in BY_DOCUMENT. Those in data/steps/isolation.py keep documents apart by masks, as does every family
+in BY_DOCUMENT. Those in models/isolation.py keep documents apart by masks, as does every family
 where layers are compiled: a graph would be made for every list of lengths. Some families forget to
 tell transformers where documents begin, but take masks that were made before.
 

@@ -36,6 +36,7 @@ from megatrain.planning.catalog.networks import NETWORKS, find_network
 from megatrain.planning.catalog.reference_machines import MACHINES
 from megatrain.planning.from_config import (
     free_on_disk,
+    packs_rows,
     pins_of,
     step_settings_of,
     step_size_of,
@@ -139,6 +140,8 @@ class Estimate:
         if model.is_adapted:
             trained = f"{figure(model.trained_params)} of {figure(model.params)} parameters"
             rows.append(_row("adapters", f"{trained} are trained; the base is frozen"))
+        if not self.plan.workload.packed and not model.packs:
+            rows.append(_row("packing", f"none: {model.family} mixes the documents of packed rows"))
         length, most = self.plan.workload.sequence, model.positions
         if most is not None and length > most and not self.scales_positions:
             rows.append(
@@ -255,6 +258,7 @@ def _connected(profile: MachineProfile, division: Division, network: str | None)
 def _planned(
     config: Config, profile: MachineProfile, model: ModelShape, division: Division
 ) -> Plan:
+    config = config.decided(packing=packs_rows(config, model))
     size = step_size_of(config, profile, model, division=division)
     if size is not None:
         config = config.settled(size.tokens)

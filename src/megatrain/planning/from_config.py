@@ -43,7 +43,7 @@ def workload_of(
         sequence=config.data.max_length,
         dtype=config.model.dtype,
         attn=config.model.attn,
-        packed=config.data.packing,
+        packed=packs_rows(config, model),
         compiled=compile_choice(config, unified=unified)[0],
         kernels=config.train.kernels,
         max_grad_norm=config.train.max_grad_norm,
@@ -51,6 +51,12 @@ def workload_of(
         states=STATES[config.optim.name],
         division=division,
     )
+
+
+def packs_rows(config: Config, model: ModelShape) -> bool:
+    """Return whether rows are packed; auto packs where the model keeps them apart."""
+    given = config.data.packing
+    return model.packs_with(config.model.attn) if given == "auto" else given
 
 
 def step_settings_of(
@@ -84,7 +90,7 @@ def compile_choice(config: Config, *, unified: bool) -> tuple[bool, str]:
         return wanted, "set by you"
     if unified:
         return False, "compute is on the CPU"
-    if config.data.packing:
+    if config.packs:
         return False, "packed documents are attended to alone, which a graph does not do"
     if isinstance(config.memory.tile_tokens, int):
         return False, "layers run over tiles"

@@ -32,6 +32,7 @@ def require_equal(found: ModelShape, real: ModelShape) -> None:
     assert (found.vocab, found.hidden, found.tied) == (real.vocab, real.hidden, real.tied)
     assert found.layer_kinds == real.layer_kinds
     assert (found.by_document, found.positions) == (real.by_document, real.positions)
+    assert (found.packs, found.packs_by_lengths) == (real.packs, real.packs_by_lengths)
     for mine, true in zip(found.blocks, real.blocks, strict=True):
         assert sizes(mine) == sizes(true)
         assert mine.attention == true.attention

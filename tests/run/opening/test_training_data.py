@@ -37,7 +37,8 @@ def _open(tmp_path: Path, data: dict[str, Any], train: dict[str, Any], **more: A
         patch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
         patch.setattr(os, "sched_getaffinity", lambda process: {0})  # no other processes
         patch.setattr(prepare_module, "probe_template", lambda *arguments: None)
-        config, tokenizer = Config.model_validate(values), byte_tokenizer()
+        config = Config.model_validate(values).decided(packing=True)
+        tokenizer = byte_tokenizer()
         return open_data(config, tokenizer, SETTINGS, gather(config, tokenizer), flat=True)
 
 

@@ -53,6 +53,10 @@ class Family:
     sinks: bool = False
     by_document: bool = True
     """Packed documents are attended to one by one, without a mask for the row."""
+    packs: bool = True
+    """Documents of a packed row are kept apart ..."""
+    packs_by_lengths: bool = True
+    """... and so they are with flash attention, which takes their lengths."""
     tied: bool = False
     """Unless the config sets another value."""
     head_bias: bool = False
@@ -111,10 +115,12 @@ FAMILIES: dict[str, Family] = {
     "exaone4": replace(_PLAIN, qk_norm="head"),
     "seed_oss": replace(_PLAIN, attention_bias=True),
     "nemotron": replace(
-        _PLAIN, norm_bias=True, gated=False, attention_bias=True, attention_bias_o=True
+        _PLAIN, norm_bias=True, gated=False, attention_bias=True, attention_bias_o=True,
+        packs_by_lengths=False,
     ),
     "llama4_text": replace(
-        _PLAIN, attention_bias=True, attention_bias_o=True, moe="every", by_document=False
+        _PLAIN, attention_bias=True, attention_bias_o=True, moe="every", by_document=False,
+        packs=False, packs_by_lengths=False,
     ),
 }  # fmt: skip
 _MAX_LAYERS = 256
@@ -176,6 +182,8 @@ def _shape(facts: dict[str, Any], family: Family, name: str) -> ModelShape:
         head=BlockShape(tensors=tuple(head)),
         tied=tied,
         by_document=family.by_document,
+        packs=family.packs,
+        packs_by_lengths=family.packs_by_lengths,
         positions=declared_positions(facts),
     )
 

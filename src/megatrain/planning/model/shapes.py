@@ -219,12 +219,20 @@ class ModelShape:
     """What is special about its published weights."""
     by_document: bool = True
     """Packed rows are attended to document by document, without masks (models/documents.py)."""
+    packs: bool = True
+    """Documents of a packed row are kept apart (models/isolation.py)."""
+    packs_by_lengths: bool = True
+    """So they are with flash attention, which takes their lengths."""
     tiled: bool = True
     """Its layers can be cut into tiles of tokens (models/tiling)."""
     positions: int | None = None
     """Of a row, as far as the model declares them."""
     carried_params: int = 0
     """Of a joint model: what is not text. It stays on disk, and goes with what a run writes."""
+
+    def packs_with(self, attn: str) -> bool:
+        """Return whether documents of a packed row are kept apart, with this `model.attn`."""
+        return self.packs and (self.packs_by_lengths or not attn.startswith("flash"))
 
     @property
     def num_layers(self) -> int:

@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 def shape_of(decoder: Decoder, name: str = "") -> ModelShape:
     """Return the shape of a decoder, tensor by tensor."""
     from megatrain.models.documents import by_document
+    from megatrain.models.isolation import packing_family, why_mixed
 
     config = decoder.config
+    packed_as = packing_family(config)
     facts = dict(decoder.text_config.to_dict())
     first, *layers, last = decoder.blocks
     structures, kinds = list[BlockShape](), list[int]()
@@ -53,6 +55,8 @@ def shape_of(decoder: Decoder, name: str = "") -> ModelShape:
         head=BlockShape(tensors=tuple(_tensor(param, "", None) for param in last.params)),
         tied=decoder.tied,
         by_document=by_document(config),
+        packs=why_mixed(packed_as) is None,
+        packs_by_lengths=why_mixed(packed_as, "flash_attention_2") is None,
         positions=declared_positions(facts),
         carried_params=sum(param.num_elements for param in decoder.carried),
     )

@@ -11,13 +11,13 @@ from transformers import PreTrainedConfig
 from megatrain.config import Config, load_config
 from megatrain.config.data_settings import DataSource
 from megatrain.data.chat.choice import NONE, choose_template
-from megatrain.data.steps.isolation import ISOLATES, packing_family
 from megatrain.data.tokens.documents import Documents
 from megatrain.data.tokens.limits import bad_rows, dropped_rows
 from megatrain.data.tokens.prepared import PreparedData
 from megatrain.data.training_rows import TrainingRows
 from megatrain.errors import ConfigError
 from megatrain.models.chain.joint import text_part
+from megatrain.models.isolation import ISOLATES, packing_family
 from megatrain.models.rope import num_positions
 from megatrain.run.folder import is_run
 from megatrain.run.run_model import RunModel
@@ -53,7 +53,9 @@ def judging_config(
     value: dict[str, object] = {"model": str(model.folder), "eval": {"max_rows": max_rows}}
     train: dict[str, object] = {}
     if (run := _config_of_run(model)) is not None:
+        packs = rows["packing"]
         rows |= run.data.model_dump(include=_ROWS_OF_A_RUN)
+        rows["packing"] = packs if run.data.packing == "auto" else run.data.packing
         rows["chat_template"] = _template_of(run)
         value["memory"] = run.memory
         train["router_aux_loss"] = run.train.router_aux_loss

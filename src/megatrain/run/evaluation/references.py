@@ -109,7 +109,7 @@ def _cached(
         torch.__version__,
         engine.device.name.partition(":")[0],
         home.decoder.config.to_json_string(use_diff=False),
-        (model.dtype, model.attn, data.packing, data.max_length),
+        (model.dtype, model.attn, config.packs, data.max_length),
         {name: getattr(settings, name) for name in _CHANGE_BITS},
     )
     key = digest_of([known, weights_digest(home.store, ranks), repr(facts)])
@@ -123,7 +123,7 @@ def _cached(
         ranks,
         micro_batch_tokens=data.max_length,
         pass_tokens=tokens or data.max_length,
-        packing=data.packing,
+        packing=config.packs,
         pad_id=pad_id,
     )
     if kept is None:

@@ -222,6 +222,7 @@ def require_fitting(config: Config, rows: TrainingRows) -> None:
 def learning_rate(config: Config, num_steps: int) -> LearningRate:
     """Return the learning rate of a run of `num_steps`."""
     optim = config.optim
+    assert optim.learning_rate != "auto", "it was decided when the run was opened"
     return LearningRate(
         peak=optim.learning_rate,
         shape=optim.schedule,

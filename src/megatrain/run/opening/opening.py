@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config
-from megatrain.data.steps.isolation import packs_flat
 from megatrain.data.training_rows import TrainingRows, with_longest_step, with_room
 from megatrain.devices.device import Device
 from megatrain.disk.checkpoint.retention import clear_unfinished
@@ -23,6 +22,7 @@ from megatrain.disk.hf.model import HostModel, ModelFolder
 from megatrain.engine.engine import Engine
 from megatrain.errors import RunFolderError
 from megatrain.files import remove_folder
+from megatrain.models.isolation import packs_flat
 from megatrain.planning.plan import Plan
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.brought.arguments import NOTHING, Brought
@@ -37,6 +37,7 @@ from megatrain.run.opening.assembly import (
     open_model,
     require_fitting,
 )
+from megatrain.run.opening.decided import decide
 from megatrain.run.opening.places import Pins, pin_commits
 from megatrain.run.opening.planned import cap_device, plan_run
 from megatrain.run.opening.resumption import (
@@ -67,7 +68,8 @@ class Opening:
     """Everything that a run has before its first step."""
 
     config: Config
-    """With commits in place of branches of the Hub, and the tokens of a step in place of auto."""
+    """With commits in place of branches of the Hub, and choices in place of auto for packing, the
+    learning rate and the tokens of a step."""
     pins: Pins
     ranks: Ranks
     folder: RunFolder
@@ -119,6 +121,7 @@ def open_run(
         require_same_start(ranks, config, found)
         tokenizer, growth = open_tokenizer(config, source, notes, found)
         model = open_model(config, source, growth, found)
+        config = decide(config, model.decoder, found, notes, own_loss=brought.loss is not None)
         rows = open_rows(
             config, tokenizer, model.decoder, notes, brought.rows, resumes=bool(found), ranks=ranks
         )
@@ -203,7 +206,7 @@ def _roomy(config: Config, rows: TrainingRows) -> Config:
 
 
 def _flat(model: ModelFolder, plan: Plan) -> bool:
-    """Return whether the model packs flat (data/steps/isolation.py)."""
+    """Return whether the model packs flat (models/isolation.py)."""
     return packs_flat(model.decoder.config, compiles=plan.settings.compile)
 
 

@@ -68,6 +68,8 @@ FIXED = {
     "lora": ("rank", "alpha", "dropout", "targets", "rslora", "path"),
 }
 """What must stay. The rows themselves are known by the mark of their order."""
+DECIDED_ONCE = ("batch_tokens", "packing", "learning_rate")
+"""Keys that are decided when a run begins, and then kept where the config has `auto`."""
 KEPT = ("micro_batch_tokens", "chunk_tokens", "tile_tokens", "head_pieces", "state")
 """The StepSettings that the bits of a run depend on: they stay unless the config sets them."""
 
@@ -88,6 +90,9 @@ class RunRecord:
     """How long the step's files were."""
     batch_tokens: int | None
     """Of a step; None: it is counted in rows."""
+    packing: bool
+    peak_rate: float
+    """The learning rate of the config."""
     kept: dict[str, Any]
     """The StepSettings that the bits of the run depend on, by name."""
     learning_rate: float | None = None
@@ -334,6 +339,8 @@ def known_of(manifest: Manifest) -> RunRecord:
             },
             lines={str(name): as_count(size) for name, size in training["lines"].items()},
             batch_tokens=_as_optional(training["config"]["train"].get("batch_tokens")),
+            packing=_as_flag(training["config"]["data"].get("packing", True)),
+            peak_rate=_as_rate(training["config"]["optim"]["learning_rate"]),
             kept={
                 "micro_batch_tokens": _as_size(training["micro_batch_tokens"]),
                 "chunk_tokens": _as_size(training.get("chunk_tokens", CHUNK_TOKENS)),
@@ -352,6 +359,19 @@ def known_of(manifest: Manifest) -> RunRecord:
             f"{type(error).__name__} {str(error)[:100]}"
         ) from None
     return known
+
+
+def _as_flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{str(value)[:40]!r} is neither true nor false")
+    return value
+
+
+def _as_rate(value: Any) -> float:
+    rate = as_loss(value)
+    if rate is None or not 0 < rate <= 1:
+        raise ValueError(f"{str(value)[:40]!r} is not a learning rate")
+    return rate
 
 
 def _as_state(value: Any) -> str:
@@ -401,7 +421,7 @@ def changed_settings(config: Config, manifest: Manifest) -> list[str]:
         old = before.get(section)
         old = _defaults(section) | (dict(old) if isinstance(old, Mapping) else {})
         for key, value in values.items():
-            if old.get(key) == value or (key, value) == ("batch_tokens", "auto"):  # it is kept
+            if old.get(key) == value or (value == "auto" and key in DECIDED_ONCE):
                 continue
             text = f"{section}.{key}: {str(old.get(key))[:100]} -> {value}"
             (refused if key in FIXED.get(section, ()) else changed).append(text)

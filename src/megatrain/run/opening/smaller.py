@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from megatrain.data.steps.isolation import packs_flat
+from megatrain.models.isolation import packs_flat
 from megatrain.run.opening.assembly import make_engine
 from megatrain.run.opening.opening import Opening
 from megatrain.run.opening.training_data import open_data

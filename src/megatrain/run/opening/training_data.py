@@ -14,7 +14,6 @@ from megatrain.cache import writable_cache_folder
 from megatrain.config import Config
 from megatrain.data.rows.given import GivenRows
 from megatrain.data.steps.answers import PER_ROW, PairedAnswers, joined_answers
-from megatrain.data.steps.isolation import check_packing, packing_family
 from megatrain.data.steps.loader import Loader
 from megatrain.data.steps.order import InOrder, Order
 from megatrain.data.steps.steps import Position, State, Steps
@@ -36,7 +35,7 @@ class TrainingData:
     def __init__(
         self, config: Config, steps: Steps, evaluation: Steps | None, rows: TrainingRows
     ) -> None:
-        self._train, self._packs = config.train, config.data.packing
+        self._train, self._packs = config.train, config.packs
         self.held_fraction = config.data.eval if isinstance(config.data.eval, float) else None
         """What data.eval asks to hold out; None: rows of files, or nothing."""
         self._steps, self._evaluation, self.rows = steps, evaluation, rows
@@ -163,8 +162,6 @@ def open_rows(
     A run that `resumes` keeps its rows, whatever the model declares. Of ranks with one cache, one
     prepares the rows for all.
     """
-    if config.data.packing:
-        check_packing(packing_family(decoder.config), config.model.attn)
     rows = per_folder(ranks, writable_cache_folder(), lambda: gather(config, tokenizer, given))
     notes += check_rows(rows.prepared, decoder, begins=not resumes)
     return rows
@@ -173,7 +170,7 @@ def open_rows(
 def open_data(
     config: Config, tokenizer: Any, settings: StepSettings, rows: TrainingRows, *, flat: bool
 ) -> TrainingData:
-    """Cut the rows into steps. `flat`: the model packs flat (data/steps/isolation.py)."""
+    """Cut the rows into steps. `flat`: the model packs flat (models/isolation.py)."""
     steps = _steps(config, rows.train, rows.order, tokenizer, settings, flat, rows.answers)
     # An evaluation has no number of steps to match: only its memory counts.
     judged = by_tokens(config, rows)
@@ -212,7 +209,7 @@ def _steps(
         batch_rows=rows,
         micro_batch_tokens=settings.micro_batch_tokens,
         max_length=config.data.max_length,
-        packing=config.data.packing,
+        packing=config.packs,
         flat=flat,
         shuffle=config.data.shuffle,
         pad_id=0 if pad is None else int(pad),

@@ -54,17 +54,27 @@ def packs_flat(config: PreTrainedConfig, *, compiles: bool) -> bool:
     return flash or attends_by_document(config, compiles=compiles)
 
 
-def check_packing(model_type: str, attn: str = "auto") -> None:
-    """Raise ConfigError if documents in one row might see each other in this family."""
+def why_mixed(model_type: str, attn: str = "auto") -> str | None:
+    """Return why documents in one row might see each other in this family; None: they do not."""
     if model_type not in ISOLATES:
-        raise ConfigError(
-            f"data.packing: {model_type} is not known to keep the documents of a packed row apart: "
-            "each would be trained after unrelated text. Set data.packing to false; then each row "
-            "is one document."
+        return (
+            f"{model_type} is not known to keep the documents of a packed row apart: each would be "
+            "trained after unrelated text"
         )
     if attn.startswith("flash") and model_type in DROPS_LENGTHS:
+        return (
+            f"with model.attn {attn}, {model_type} does not keep the documents of a packed row "
+            "apart: its code is not known to pass their lengths to the kernel"
+        )
+    return None
+
+
+def check_packing(model_type: str, attn: str = "auto") -> None:
+    """Raise ConfigError if documents in one row might see each other in this family."""
+    reason = why_mixed(model_type, attn)
+    if reason is not None:
+        other = "model.attn to sdpa, or " if why_mixed(model_type) is None else ""
         raise ConfigError(
-            f"data.packing: with model.attn {attn}, {model_type} does not keep the documents of a "
-            "packed row apart: its code is not known to pass their lengths to the kernel. Set "
-            "model.attn to sdpa, or data.packing to false."
+            f"data.packing: {reason}. Set {other}data.packing to auto; then each row is one "
+            "document."
         )
