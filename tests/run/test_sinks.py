@@ -36,19 +36,25 @@ def note(**what):
 STAND_INS = {
     "wandb": """
 class Run:
+    def __init__(self, id):
+        self.id = id
     def log(self, data, step=None):
         for name, value in data.items():
             note(name=name, value=value, step=step)
     def finish(self):
         note(closed=True)
 
-def init(project=None, name=None, dir=None, config=None):
-    note(project=project, run=name, config=config)
-    return Run()
+def init(project=None, name=None, dir=None, config=None, id=None, resume=None):
+    note(project=project, run=name, config=config, id=id, resume=resume)
+    return Run(id or "1a2b3c")
 """,
     "trackio": """
-def init(project, name=None, config=None, embed=True):
-    note(project=project, run=name, config=config)
+class Run:
+    name = "another-name"
+
+def init(project, name=None, config=None, resume="never", embed=True):
+    note(project=project, run=name, config=config, resume=resume)
+    return Run()
 
 def log(metrics, step=None):
     for name, value in metrics.items():
@@ -59,8 +65,8 @@ def finish():
 """,
     "tensorboard": """
 class SummaryWriter:
-    def __init__(self, log_dir):
-        note(run=log_dir.split("/")[-2])
+    def __init__(self, log_dir, purge_step=None):
+        note(run=log_dir.split("/")[-2], purge_step=purge_step)
     def add_text(self, tag, text):
         lines = [line.split(": ", 1) for line in text.splitlines()]
         note(config={name.strip(): json.loads(v) for name, v in lines if "rate" in name})
@@ -90,17 +96,18 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         sys.modules.pop(name, None)
 
 
-def config(*names: str) -> Config:
-    value = {"model": "m", "data": "d", "optim": {"learning_rate": 0.5}, "log": {"to": list(names)}}
-    return Config.model_validate(value)
+def config(*names: str, **log: str) -> Config:
+    value = {"model": "m", "data": "d", "optim": {"learning_rate": 0.5}}
+    return Config.model_validate(value | {"log": {"to": list(names), **log}})
 
 
-def send(folder: Path, *names: str) -> list[str]:
+def send(folder: Path, *names: str, resumed_step: int = 0, **log: str) -> list[str]:
     """Send both records to the sinks; return what was said."""
     said: list[str] = []
     folder.mkdir(exist_ok=True)
     check_sinks(names)
-    with Sinks(config(*names), folder, said.append) as sinks:
+    settings = config(*names, **log)
+    with Sinks(settings, folder, said.append, resumed_step=resumed_step) as sinks:
         sinks.log(STEP)
         sinks.log(EVALUATION)
     return said
@@ -125,6 +132,81 @@ def test_every_figure_arrives(name: str, stand_in: Callable[..., Path], tmp_path
     (settings,) = [note["config"] for note in told if "config" in note]
     assert settings["optim.learning_rate"] == 0.5
     assert told[-1] == {"closed": True}
+
+
+ASKED: dict[str, list[dict[str, Any]]] = {
+    "wandb": [
+        {"id": None, "resume": None},
+        {"id": "1a2b3c", "resume": "allow"},
+        {"id": None, "resume": None},
+    ],
+    "trackio": [
+        {"run": "some-run", "resume": "never"},
+        {"run": "another-name", "resume": "allow"},
+        {"run": "some-run", "resume": "never"},
+    ],
+    "tensorboard": [{"purge_step": 0}, {"purge_step": 3}, {"purge_step": 0}],
+}
+"""What a sink is asked for by a run that begins, is resumed, and begins again."""
+
+
+@pytest.mark.parametrize("name", SINKS)
+def test_a_resumed_run_is_the_same_run_there(
+    name: str, stand_in: Callable[..., Path], tmp_path: Path
+) -> None:
+    record = stand_in(name)
+    for step in (0, 2, 0):
+        assert send(tmp_path / "some-run", name, resumed_step=step) == []
+    asked = [note for note in noted(record) if "run" in note]
+    assert [{key: note[key] for key in ASKED[name][0]} for note in asked] == ASKED[name]
+
+
+def test_a_run_whose_name_is_lost_begins_another(
+    stand_in: Callable[..., Path], tmp_path: Path
+) -> None:
+    """So the file is what the resumed run goes by; one that is damaged does not end it."""
+    record = stand_in("wandb")
+    for text in (None, "", '{"wandb": 7}', "[]"):
+        assert send(tmp_path / "some-run", "wandb") == []
+        kept = tmp_path / "some-run" / "tracking.json"
+        assert json.loads(kept.read_text()) == {"wandb": "1a2b3c"}
+        if text is None:
+            kept.unlink()
+        else:
+            kept.write_text(text)
+        assert send(tmp_path / "some-run", "wandb", resumed_step=2) == []
+    assert [note["id"] for note in noted(record) if "run" in note] == [None] * 8
+
+
+def test_a_name_that_cannot_be_kept_is_told(stand_in: Callable[..., Path], tmp_path: Path) -> None:
+    record = stand_in("wandb")
+    (tmp_path / "some-run" / "tracking.json" / "in the way").mkdir(parents=True)
+    (said,) = send(tmp_path / "some-run", "wandb")
+    assert said.endswith("If this run is resumed, wandb will begin another one")
+    assert {note["name"] for note in noted(record) if "name" in note} == set(EXPECTED)
+
+
+def test_variables_of_wandb_hold(
+    stand_in: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = stand_in("wandb")
+    assert send(tmp_path / "run", "wandb") == []
+    monkeypatch.setenv("WANDB_RUN_ID", "mine")
+    assert send(tmp_path / "run", "wandb", resumed_step=2) == []
+    assert [note["id"] for note in noted(record) if "run" in note] == [None, None]
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_the_project_is_the_configs_or_the_variables_or_ours(
+    name: str, stand_in: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = stand_in(name)
+    assert send(tmp_path / "run", name) == []
+    monkeypatch.setenv(f"{name.upper()}_PROJECT", "theirs")
+    assert send(tmp_path / "run", name) == []
+    assert send(tmp_path / "run", name, project="mine") == []
+    projects = [note["project"] for note in noted(record) if "project" in note]
+    assert projects == ["megatrain", "theirs", "mine"]
 
 
 def test_a_missing_package_names_what_to_install() -> None:
@@ -184,6 +266,17 @@ def test_wandb_itself_without_a_network(tmp_path: Path, monkeypatch: pytest.Monk
     (written,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
     # Another process writes, and may still do so after finish.
     assert eventually(lambda: all(n.encode() in written.read_bytes() for n in EXPECTED))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_wandb_itself_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for step in (0, 2, 0):
+        assert send(tmp_path / "run", "wandb", resumed_step=step) == []
+    names = [path.name for path in (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")]
+    assert sorted(map(names.count, set(names))) == [1, 2]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -42,9 +42,7 @@ def trained_by_hand(config: Config) -> dict[str, torch.Tensor]:
     home = load_model(config.model.name_or_path, dtype=config.model.dtype)
     peak = config.optim.learning_rate
     assert peak != "auto"
-    rate = LearningRate(
-        peak=peak, shape="cosine", num_steps=STEPS, warmup=0.05
-    )
+    rate = LearningRate(peak=peak, shape="cosine", num_steps=STEPS, warmup=0.05)
     optimizer = AdamW(learning_rate=rate.rate, max_grad_norm=1.0)
     with Trainer(config.model_copy(update={"save": _elsewhere(config)})) as other:
         config = other.config

@@ -62,3 +62,8 @@ class LogSettings(Section):
         BeforeValidator(as_list),
         TypeName("list of tensorboard, wandb, trackio"),
     ] = Field(default=(), description="Where to send metrics in addition to metrics.jsonl.")
+    project: Annotated[Name | None, TypeName("name or null")] = Field(
+        default=None,
+        description="Project of wandb and trackio; null is that of WANDB_PROJECT or "
+        "TRACKIO_PROJECT, or else megatrain.",
+    )

@@ -1,39 +1,73 @@
 """Where metrics go besides metrics.jsonl: TensorBoard, Weights & Biases, Trackio.
 
     check_sinks(config.log.to)                     # early: is each of them installed?
-    with Sinks(config, folder, say) as sinks:
+    with Sinks(config, folder, say, resumed_step=step) as sinks:
         sinks.log(record)                          # a line of metrics.jsonl
 
 Each is an optional package, imported when it is asked for. metrics.jsonl is the truth and a sink a
 copy of it, so a failing sink is reported once and dropped; it never ends a run.
 
+A run that is resumed continues its curves. tracking.json in the run folder has the name by which a
+sink knows the run. Steps after the checkpoint come twice, with the same figures: TensorBoard hides
+the first ones, W&B drops the second ones, Trackio shows both.
+
 Laws (tests/run/test_sinks.py)
     1. Every finite number of a record arrives, under the same name in every sink.
     2. A missing package is an error before anything is loaded, and names what to install.
     3. Whatever a sink raises, the run continues and the other sinks get their records.
+    4. A resumed run is the same run in every sink; one that begins again at step 0 is another.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+from megatrain import files
 from megatrain.config import Config
-from megatrain.errors import MissingPackage
+from megatrain.errors import DiskError, MissingPackage
 
 PROJECT = "megatrain"
+KNOWN_AS = "tracking.json"
+"""The file in a run folder with the name of the run in each sink."""
 NOT_FIGURES = frozenset({"step", "applied", "fault", "stopped_early", "best_step", "best_loss"})
 
 
-class Sink(Protocol):
-    """Takes figures by name; made from the run's settings, its folder and its name."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackedRun:
+    """What a sink is told of a run."""
 
-    def __init__(self, settings: Mapping[str, Any], folder: Path, name: str) -> None: ...
+    settings: Mapping[str, Any]
+    folder: Path
+    project: str | None
+    """`log.project`; None: the sink's own variable, or PROJECT."""
+    known_as: str | None
+    """Name of the run in this sink, if it is resumed and the sink had it before."""
+    first_step: int
+    """The first step whose figures will come."""
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    def project_by(self, variable: str) -> str:
+        return self.project or os.environ.get(variable) or PROJECT
+
+
+class Sink(Protocol):
+    """Takes figures by name."""
+
+    known_as: str | None
+    """The name by which the sink finds the run again; None: its place is enough."""
+
+    def __init__(self, run: TrackedRun) -> None: ...
 
     def log(self, step: int, figures: Mapping[str, float]) -> None: ...
 
@@ -43,10 +77,14 @@ class Sink(Protocol):
 class TensorBoard:
     """Event files in the run folder: `tensorboard --logdir RUN`."""
 
-    def __init__(self, settings: Mapping[str, Any], folder: Path, name: str) -> None:
+    known_as: str | None = None
+
+    def __init__(self, run: TrackedRun) -> None:
         module = importlib.import_module("torch.utils.tensorboard")
-        self._writer = module.SummaryWriter(str(folder / "tensorboard"))
-        self._writer.add_text("config", "\n".join(f"    {k}: {v}" for k, v in settings.items()))
+        folder = str(run.folder / "tensorboard")
+        self._writer = module.SummaryWriter(folder, purge_step=run.first_step)
+        settings = "\n".join(f"    {key}: {value}" for key, value in run.settings.items())
+        self._writer.add_text("config", settings)
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         for name, value in figures.items():
@@ -59,14 +97,19 @@ class TensorBoard:
 class WandB:
     """A run of Weights & Biases. Its own variables hold: WANDB_MODE=offline needs no network."""
 
-    def __init__(self, settings: Mapping[str, Any], folder: Path, name: str) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         wandb = importlib.import_module("wandb")
+        again: dict[str, Any] = {}
+        if run.known_as is not None and "WANDB_RUN_ID" not in os.environ:
+            again = {"id": run.known_as, "resume": "allow"}
         self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
-            name=os.environ.get("WANDB_NAME", name),
-            dir=str(folder),
-            config=dict(settings),
+            project=run.project_by("WANDB_PROJECT"),
+            name=os.environ.get("WANDB_NAME", run.name),
+            dir=str(run.folder),
+            config=dict(run.settings),
+            **again,
         )
+        self.known_as: str | None = str(self._run.id)
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         self._run.log(dict(figures), step=step)
@@ -78,10 +121,16 @@ class WandB:
 class Trackio:
     """A run of Trackio, on this machine unless TRACKIO_SPACE_ID names a Space."""
 
-    def __init__(self, settings: Mapping[str, Any], folder: Path, name: str) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         self._trackio = importlib.import_module("trackio")
-        project = os.environ.get("TRACKIO_PROJECT", PROJECT)
-        self._trackio.init(project=project, name=name, config=dict(settings), embed=False)
+        opened = self._trackio.init(
+            project=run.project_by("TRACKIO_PROJECT"),
+            name=run.known_as or run.name,
+            resume="never" if run.known_as is None else "allow",
+            config=dict(run.settings),
+            embed=False,
+        )
+        self.known_as: str | None = str(opened.name)
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         self._trackio.log(dict(figures), step=step)
@@ -108,18 +157,39 @@ class Sinks:
     """All sinks of a run. Use it in a `with` block, or `close` it."""
 
     def __init__(
-        self, config: Config, folder: Path, say: Callable[[str], None], *, speaks: bool = True
+        self,
+        config: Config,
+        folder: Path,
+        say: Callable[[str], None],
+        *,
+        resumed_step: int = 0,
+        speaks: bool = True,
     ) -> None:
-        """`say` prints a line for people; `speaks`: false for all ranks but one."""
+        """`say` prints a line for people; `speaks`: false for all ranks but one.
+
+        `resumed_step` is the step of the checkpoint; 0: the run begins.
+        """
         self._say = say
         self._sinks: dict[str, Sink] = {}
+        known = _read_names(folder / KNOWN_AS) if resumed_step else {}
+        project = config.log.project
         settings = {
             f"{section}.{key}": value
             for section, values in config.model_dump(mode="json").items()
             for key, value in values.items()
         }
         for name in config.log.to if speaks else ():
-            self._try(name, self._open, name, settings, folder)
+            run = TrackedRun(
+                settings=settings,
+                folder=folder,
+                project=project,
+                known_as=known.get(name),
+                first_step=resumed_step + 1 if resumed_step else 0,
+            )
+            self._try(name, self._open, name, run)
+        found = {name: one.known_as for name, one in self._sinks.items() if one.known_as}
+        if found:
+            self._keep_names(folder / KNOWN_AS, known | found)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Send a line of metrics.jsonl."""
@@ -134,8 +204,14 @@ class Sinks:
             self._try(name, sink.close)
         self._sinks.clear()
 
-    def _open(self, name: str, settings: Mapping[str, Any], folder: Path) -> None:
-        self._sinks[name] = SINKS[name](settings, folder, folder.name)
+    def _open(self, name: str, run: TrackedRun) -> None:
+        self._sinks[name] = SINKS[name](run)
+
+    def _keep_names(self, path: Path, names: Mapping[str, str]) -> None:
+        try:
+            files.write_file(path, json.dumps(names, indent=1).encode() + b"\n", durable=False)
+        except (DiskError, OSError) as error:
+            self._say(f"{error}. If this run is resumed, {', '.join(names)} will begin another one")
 
     def _try(self, name: str, act: Callable[..., None], *given: object) -> None:
         """Act; a failure is reported, and its sink gets nothing more."""
@@ -153,6 +229,16 @@ class Sinks:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _read_names(path: Path) -> dict[str, str]:
+    """Return the names of a run, by sink; none if the file is not there, or is not ours."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    names = found if isinstance(found, dict) else {}
+    return {sink: name for sink, name in names.items() if isinstance(name, str)}
 
 
 def figures(record: Mapping[str, Any]) -> dict[str, float]:

@@ -197,7 +197,9 @@ class Trainer:
         leads = self._ranks.owner.leads
         with (
             Live(self.num_steps, speaks=leads) as live,
-            Sinks(config, self.folder.path, live.say, speaks=leads) as self._sinks,
+            Sinks(
+                config, self.folder.path, live.say, resumed_step=state.step, speaks=leads
+            ) as self._sinks,
             self._pause,
         ):
             self._live = live
