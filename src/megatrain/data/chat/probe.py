@@ -46,7 +46,7 @@ def probe_template(
     """Render one conversation in a child; it is killed `limit_s` after it has the tokenizer.
 
     Not `needs_program`: the child does not import the caller's program, which may be a notebook or
-    a script without a guard; `require_children` and other children of the run do.
+    a script without a guard.
 
     Waits for the child. A template that raises is not an error here: its rows are counted later.
     Raises DataError if the child did not start or had to be killed.
@@ -70,9 +70,9 @@ def probe_template(
         )
 
 
-def require_children() -> None:
-    """Raise DataError unless this program can start processes that import it."""
-    child, pipe = _begun(_begin)
+def require_children(*, needs_program: bool = True) -> None:
+    """Raise DataError unless this program can start processes, which import it or do not."""
+    child, pipe = _begun(_begin, needs_program=needs_program)
     pipe.close()
     child.join()
 
@@ -84,7 +84,7 @@ def _begun(
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     child = context.Process(target=work, args=(theirs,))
-    with nullcontext() if needs_program else _program_hidden():
+    with nullcontext() if needs_program else program_hidden():
         child.start()
     theirs.close()
     try:
@@ -101,7 +101,7 @@ def _begun(
 
 
 @contextmanager
-def _program_hidden() -> Iterator[None]:
+def program_hidden() -> Iterator[None]:
     """Let `__main__` be empty while a child learns what to import."""
     program = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")

@@ -46,6 +46,11 @@ class GivenRows:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def num_rows(self) -> int | None:
+        """How many rows there are; None: a stream does not know."""
+        return None if self.is_stream else len(self._rows)
+
     def values(self) -> Iterator[Raw]:
         """Yield the rows with their numbers, from 1.
 

@@ -10,7 +10,8 @@ Laws (tests/data/tokens/test_prepare.py)
     1. Any number of workers gives the same bytes.
     2. The same data, tokenizer and settings are not tokenised twice; any other are.
     3. A preparation that fails leaves nothing that a later one would take for complete.
-    4. Rows that a program gives need no other process to import it (test_given_rows.py).
+    4. Rows that a program gives need no other process to import it
+       (tests/data/rows/test_given.py).
 """
 
 from __future__ import annotations
@@ -21,12 +22,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatrain.config.data_settings import FormatName
-from megatrain.data.chat.probe import probe_template, require_children
+from megatrain.data.chat.probe import probe_template, program_hidden, require_children
 from megatrain.data.chat.render import TrainOn
 from megatrain.data.chat.template import check_kwargs
 from megatrain.data.rows.hub_rows import Where
@@ -51,6 +51,9 @@ from megatrain.progress import Advance, byte_progress
 _CHUNK_ROWS = 256
 _CHUNK_CHARS = 2**22
 _CHUNK_LIMIT_S = 600.0
+_MANY_ROWS = 2**14
+"""Of rows that a program gives: fewer are tokenised before other processes have started."""
+_PLAIN = (str, int, float, bool, type(None))
 _HOPELESS_ROWS = 2000
 """If this many first rows are all bad, the rest is not tried."""
 
@@ -87,7 +90,8 @@ def prepare(
 ) -> PreparedData:
     """Return the documents of a file, folder or Hub dataset, from the cache if they are there.
 
-    Rows that a program gives are prepared in this process; of a stream, as many as are `enough`.
+    Of rows that a program gives, streams and small lists are prepared in this process; of a stream,
+    as many as are `enough`.
     `wanted` names the format of the rows. Raises DataError if they do not have it, too many are
     bad, dropped or without their thoughts, none is left, or the chat template contradicts itself.
     """
@@ -108,7 +112,8 @@ def prepare(
     }
     if source.format.is_conversation:
         check_kwargs(tokenizer, settings["template_kwargs"])
-    num_workers = 1 if source.given is not None else num_workers
+    if source.given is not None and (source.given.num_rows or 0) < _MANY_ROWS:
+        num_workers = 1
     named = source.given is None or not source.given.is_stream
     name = fingerprint(source, tokenizer, settings) if named else source.name
     folder = Path(cache_dir) / name
@@ -173,14 +178,13 @@ def _probe(
     source: RowSource, tokenizer: Any, template_kwargs: Mapping[str, Any], num_workers: int
 ) -> None:
     """Render the first conversation in a child process, where it can do no harm."""
+    options = {} if source.given is None else {"needs_program": False}
     if not source.format.is_conversation or not tokenizer.chat_template:
         if num_workers > 1:
-            require_children()
+            require_children(**options)
         return
-    is_given = source.given is not None
-    probe = partial(probe_template, needs_program=False) if is_given else probe_template
     for _, row in source.rows(SkippedRows()):
-        probe(tokenizer, row, template_kwargs)
+        probe_template(tokenizer, row, template_kwargs, **options)
         return
 
 
@@ -220,8 +224,10 @@ def _encoded(
     with ProcessPoolExecutor(
         num_workers, multiprocessing.get_context("spawn"), begin_worker, begin
     ) as pool:
+        own = None if source.given is None else ChunkEncoder(*begin)
+        futures = (_submitted(pool, chunk, own) for chunk in chunks)
         try:
-            yield from _in_order(pool, chunks, most=2 * num_workers)
+            yield from _in_order(pool, futures, most=2 * num_workers)
         except BrokenProcessPool as error:
             raise DataError(
                 "a tokenizing process was killed, most likely because memory ran "
@@ -231,13 +237,42 @@ def _encoded(
             pool.shutdown(cancel_futures=True)
 
 
+def _submitted(
+    pool: ProcessPoolExecutor, chunk: Chunk, own: ChunkEncoder | None
+) -> Future[EncodedChunk]:
+    """Let another process encode the chunk.
+
+    With an encoder of our `own` that process has not imported the program; rows with objects that
+    it might lack are then encoded here.
+    """
+    if own is None:
+        return pool.submit(encode_chunk, chunk)
+    if all(_is_plain(value) for _, value in chunk):
+        with program_hidden():  # it may be started now
+            return pool.submit(encode_chunk, chunk)
+    done: Future[EncodedChunk] = Future()
+    done.set_result(own.encode(chunk))
+    return done
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether a value is made of what JSON has, in Python's own types."""
+    if type(value) in _PLAIN:
+        return True
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict) and type(value) is dict:
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    return False
+
+
 def _in_order(
-    pool: ProcessPoolExecutor, chunks: Iterator[Chunk], most: int
+    pool: ProcessPoolExecutor, futures: Iterator[Future[EncodedChunk]], most: int
 ) -> Iterator[EncodedChunk]:
     """Yield results in the order of the chunks, with at most `most` of them in flight."""
     under_way: deque[Future[EncodedChunk]] = deque()
-    for chunk in chunks:
-        under_way.append(pool.submit(encode_chunk, chunk))
+    for future in futures:
+        under_way.append(future)
         if len(under_way) == most:
             yield _result(under_way.popleft(), pool)
     while under_way:
