@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -221,6 +222,16 @@ def _check_alike(sources: Sequence[PreparedData]) -> None:
                 "trained with one loss. Name the format of each source (data.train: "
                 "{path, format}), or train on them one after the other."
             )
+
+
+def source_names(sources: Sequence[DataSource]) -> tuple[str, ...]:
+    """Return a short name for each source: that of its file or dataset, or more if two share it."""
+    full = ["/".join(filter(None, (one.path, one.name, one.split))) for one in sources]
+    short = [Path(one.path).stem or one.path for one in sources]
+    names = full if len(set(short)) < len(short) else short
+    if len(set(names)) < len(names):  # the same rows twice
+        names = [f"{name} {number}" for number, name in enumerate(names, 1)]
+    return tuple(names)
 
 
 def by_tokens(config: Config, rows: TrainingRows) -> Config:

@@ -19,6 +19,9 @@ from megatrain.models.documents import PackedDocuments
 from megatrain.ranks.ownership import SOLE, Owner
 from megatrain.ranks.ranks import Ranks, Said
 
+SOURCE_LOSS, SOURCE_UNITS = "loss of source ", "units of source "
+"""The names of an evaluation's figures for each source, before its number."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
@@ -33,6 +36,8 @@ class MicroBatch:
     """Restart at each document of a packed row; then there is no attention mask."""
     extra: Mapping[str, Tensor] = field(default_factory=dict)
     """Tensors of any shape that only the loss reads, by name (losses/loss.py)."""
+    sources: Tensor | None = None
+    """Number of the source of each position; an evaluation then sums each source. (rows, length)"""
 
     @property
     def inputs(self) -> dict[str, Tensor]:
@@ -109,6 +114,7 @@ class MicroBatch:
         return MicroBatch(
             **{name: change(tensor) for name, tensor in tensors.items()},
             extra={name: change(tensor) for name, tensor in self.extra.items()},
+            sources=None if self.sources is None else change(self.sources),
         )
 
     @property

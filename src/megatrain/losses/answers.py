@@ -74,6 +74,12 @@ class AnswerLoss(Loss):
     def value(self, inputs: LossInputs, logprobs: Tensor) -> LossValue:
         return self.of_answers(inputs, answer_sums(inputs, logprobs))
 
+    def unit_places(self, inputs: LossInputs) -> Tensor:
+        answers = inputs.extra["answers"].reshape(-1)
+        places = answers.new_zeros(len(inputs.extra["lengths"]))
+        places[answers] = torch.arange(len(answers), device=answers.device)  # any of a document's
+        return places[::2]
+
     def weights(self, inputs: LossInputs, logprobs: Tensor | None, num_units: int) -> TokenWeights:
         assert logprobs is not None
         leaf = answer_sums(inputs, logprobs).detach().requires_grad_()

@@ -56,7 +56,7 @@ class Kto(AnswerLoss):
             "desirable": desirable.sum(),
             "kl": drift * len(ratios),
         }
-        return LossValue(total=losses.sum(), figures=figures)
+        return LossValue(total=losses.sum(), figures=figures, of_units=losses)
 
     def reported(self, means: Mapping[str, float]) -> dict[str, float]:
         """Return rewards as means over the rows of their kind; without such rows, none."""

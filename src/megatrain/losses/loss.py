@@ -43,6 +43,8 @@ class LossValue:
     """Scalar."""
     figures: Mapping[str, Tensor] = field(default_factory=dict)
     """Further scalars to report, by name: how many pairs are ranked right, for instance."""
+    of_units: Tensor | None = None
+    """The loss of each unit, whose sum is `total`; None: it is not told apart. (units,)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,10 @@ class Loss(abc.ABC):
 
         Log-probabilities are zero where there is no target.
         """
+
+    def unit_places(self, inputs: LossInputs) -> Tensor | None:
+        """Return a position of each of `LossValue.of_units`, over all rows; None: without them."""
+        return None
 
     def reported(self, means: Mapping[str, float]) -> dict[str, float]:
         """Return the figures for people, from the means of `LossValue.figures` over all units."""

@@ -24,7 +24,11 @@ class NextToken(Loss):
         return int((inputs.targets != IGNORED).sum())
 
     def value(self, inputs: LossInputs, logprobs: Tensor) -> LossValue:
-        return LossValue(total=-logprobs.sum())
+        of_units = -logprobs[inputs.targets != IGNORED]
+        return LossValue(total=-logprobs.sum(), of_units=of_units)
+
+    def unit_places(self, inputs: LossInputs) -> Tensor:
+        return (inputs.targets.reshape(-1) != IGNORED).nonzero().view(-1)
 
     def weights(self, inputs: LossInputs, logprobs: Tensor | None, num_units: int) -> TokenWeights:
         weights = torch.where(inputs.targets != IGNORED, -1.0 / num_units, 0.0)

@@ -45,7 +45,8 @@ class Dpo(AnswerLoss):
         ratios = sums - inputs.extra["reference"]
         chosen, rejected = answer_pairs(ratios)
         losses = _smoothed(self.beta * (chosen - rejected), self.label_smoothing)
-        return LossValue(total=losses.sum(), figures=_figures(self.beta * ratios, sums))
+        figures = _figures(self.beta * ratios, sums)
+        return LossValue(total=losses.sum(), figures=figures, of_units=losses)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,8 @@ class Ipo(AnswerLoss):
         ratios = sums - inputs.extra["reference"]
         chosen, rejected = answer_pairs(ratios / inputs.extra["lengths"])
         losses = (chosen - rejected - 1 / (2 * self.beta)).square()
-        return LossValue(total=losses.sum(), figures=_figures(self.beta * ratios, sums))
+        figures = _figures(self.beta * ratios, sums)
+        return LossValue(total=losses.sum(), figures=figures, of_units=losses)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +78,11 @@ class Orpo(AnswerLoss):
         log_odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
         ratios = F.logsigmoid(log_odds)
         figures = {"nll_loss": -chosen.sum(), "log_odds_ratio": ratios.sum()}
+        gains = chosen + self.beta * ratios
         return LossValue(
-            total=-(chosen + self.beta * ratios).sum(),
+            total=-gains.sum(),
             figures={**_figures(self.beta * means, sums), **figures},
+            of_units=-gains,
         )
 
 
@@ -96,7 +100,7 @@ class Simpo(AnswerLoss):
         rewards = self.beta * (sums / inputs.extra["lengths"])
         chosen, rejected = answer_pairs(rewards)
         losses = _smoothed(chosen - rejected - self.gamma, self.label_smoothing)
-        return LossValue(total=losses.sum(), figures=_figures(rewards, sums))
+        return LossValue(total=losses.sum(), figures=_figures(rewards, sums), of_units=losses)
 
 
 def _smoothed(margins: Tensor, smoothing: float) -> Tensor:

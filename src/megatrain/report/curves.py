@@ -10,6 +10,8 @@ from megatrain.report.drawing.thinning import FEW, averaged, smoothed
 from megatrain.report.run import Run
 from megatrain.text import count, figure
 
+EVAL_SOURCE = "eval_loss/"
+"""How metrics.jsonl begins the name of an evaluation's loss on one source."""
 _TABLE_ROWS = 12
 _COLUMNS = ("loss", "grad_norm", "learning_rate", "tokens_per_s")
 _TITLES = ("Loss", "Gradient norm", "Learning rate", "Tokens per second")
@@ -29,6 +31,7 @@ def curves(runs: Sequence[Run]) -> Html:
     """Return the charts, several runs laid over each other, and the same as tables."""
     charts = [
         line_chart("Loss", _lines(runs, "loss") + _eval_lines(runs, "loss"), _unit(runs)),
+        line_chart("Evaluation loss by source", _source_lines(runs), _unit(runs)),
         *(
             line_chart(title, _lines(runs, name) + _eval_lines(runs, name), text)
             for name, title, text in _PREFERENCES
@@ -92,6 +95,25 @@ def _eval_lines(runs: Sequence[Run], name: str) -> list[Series]:
             colour=1 if len(runs) == 1 else colour,
         )
         for colour, run in enumerate(runs)
+    ]
+
+
+def _source_lines(runs: Sequence[Run]) -> list[Series]:
+    """Return a line for each source that a run is evaluated on, if there are several."""
+    found = [
+        (run, name)
+        for run in runs
+        for name in dict.fromkeys(name for line in run.evals for name in line.values)
+        if name.startswith(EVAL_SOURCE)
+    ]
+    return [
+        Series(
+            label=("" if len(runs) == 1 else f"{run.name}, ") + name.removeprefix(EVAL_SOURCE),
+            points=run.curve(name),
+            look="strong",
+            colour=colour,
+        )
+        for colour, (run, name) in enumerate(found)
     ]
 
 

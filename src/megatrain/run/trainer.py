@@ -238,7 +238,8 @@ class Trainer:
 
     def _judged(self) -> MeanLoss | None:
         compute = self._opened.brought.compute_metrics
-        return judged_loss(self.engine, self.data.eval_batches(), compute)
+        data = self.data
+        return judged_loss(self.engine, data.eval_batches(), compute, data.eval_names)
 
     def export(self, folder: str | Path) -> str:
         """Write the model as a folder that `from_pretrained` loads; return which one it is.

@@ -39,8 +39,11 @@ def micro_batches(
     flat: bool,
     pad_id: int,
     answers: PairedAnswers | None = None,
+    sources: Indices | None = None,
 ) -> list[MicroBatch]:
     """Return the rows of a step as micro-batches, longest rows first.
+
+    `sources` has the number of each document's source, if micro-batches are to tell them apart.
 
     `flat`: packed rows of any lengths are one row, `isolation.packs_flat`. Without packing the
     documents of a row, if they are several, are as many rows of one micro-batch.
@@ -49,15 +52,15 @@ def micro_batches(
         widest = [int(documents.lengths[row].max()) for row in rows]
         groups = _groups(widest, micro_batch_tokens, height=len(rows[0]) if rows else 1)
         made = [[rows[number] for number in group] for group in groups]
-        return [_padded(group, documents, pad_id, answers) for group in made]
+        return [_padded(group, documents, pad_id, answers, sources) for group in made]
     lengths = [int(documents.lengths[row].sum()) for row in rows]
     if flat:
         laid = pack(lengths, micro_batch_tokens)
         one_row = [np.concatenate([rows[number] for number in group]) for group in laid]
-        return [_packed([row], documents, answers) for row in one_row]
+        return [_packed([row], documents, answers, sources) for row in one_row]
     groups = _groups(lengths, micro_batch_tokens, equal=True)
     made = [[rows[number] for number in group] for group in groups]
-    return [_packed(group, documents, answers) for group in made]
+    return [_packed(group, documents, answers, sources) for group in made]
 
 
 def laid_out(numbers: Indices, documents: Documents, *, packing: bool, pad_id: int) -> MicroBatch:
@@ -96,7 +99,10 @@ def _document(documents: Documents, number: int) -> tuple[NDArray[np.int64], NDA
 
 
 def _packed(
-    rows: Sequence[Indices], documents: Documents, answers: PairedAnswers | None
+    rows: Sequence[Indices],
+    documents: Documents,
+    answers: PairedAnswers | None,
+    sources: Indices | None = None,
 ) -> MicroBatch:
     ids, labels, positions = [], [], []
     for row in rows:
@@ -107,16 +113,22 @@ def _packed(
     begins = torch.from_numpy(np.stack(positions)) == 0
     places = begins.view(-1).cumsum(0).view(begins.shape) - 1
     targets = torch.from_numpy(np.stack(labels))
+    numbers = np.concatenate(rows)
     return MicroBatch(
         input_ids=torch.from_numpy(np.stack(ids)),
         labels=targets,
         position_ids=torch.from_numpy(np.stack(positions)),
-        extra={} if answers is None else answers.extra(np.concatenate(rows), places, targets),
+        extra={} if answers is None else answers.extra(numbers, places, targets),
+        sources=None if sources is None else torch.from_numpy(sources[numbers])[places],
     )
 
 
 def _padded(
-    rows: Sequence[Indices], documents: Documents, pad_id: int, answers: PairedAnswers | None
+    rows: Sequence[Indices],
+    documents: Documents,
+    pad_id: int,
+    answers: PairedAnswers | None,
+    sources: Indices | None = None,
 ) -> MicroBatch:
     numbers = np.concatenate(rows)
     parts = [_document(documents, int(number)) for number in numbers]
@@ -135,4 +147,5 @@ def _padded(
         labels=labels,
         attention_mask=None if no_padding else mask,
         extra={} if answers is None else answers.extra(numbers, places, labels),
+        sources=None if sources is None else torch.from_numpy(sources[numbers])[places],
     )

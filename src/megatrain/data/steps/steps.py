@@ -55,12 +55,13 @@ class Steps:
         pad_id: int = 0,
         seed: int = 0,
         answers: PairedAnswers | None = None,
+        sources: Indices | None = None,
     ) -> None:
         """Give one of `batch_tokens` and `batch_rows`. Without `shuffle` packing keeps order.
 
         `flat`: a packed micro-batch is one row (micro_batches.py). `answers`: the documents are the
-        answers of preferences, two for each row. Raises ConfigError if sizes do not fit into each
-        other.
+        answers of preferences, two for each row. `sources`: as in micro_batches.py. Raises
+        ConfigError if sizes do not fit into each other.
         """
         if (batch_tokens is None) == (batch_rows is None):
             raise ConfigError("give either batch_tokens or batch_rows")
@@ -74,6 +75,7 @@ class Steps:
             check_room(micro_batch_tokens, tokens_together(documents, packing=packing))
         self.documents = documents
         self.answers = answers
+        self._sources = sources
         self._windows = Windows(
             order,
             documents,
@@ -102,6 +104,7 @@ class Steps:
             flat=self._flat,
             pad_id=self._pad_id,
             answers=self.answers,
+            sources=self._sources,
         )
         return batch, after
 

@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from megatrain.engine.batch import StepPart
+from megatrain.engine.batch import SOURCE_LOSS, SOURCE_UNITS, StepPart
 from megatrain.engine.compute.inputs import MicroInputs
 from megatrain.engine.compute.tail import Tail
 from megatrain.engine.machine import Machine
 from megatrain.losses.head import TrainedRows, head_gradients, head_logprobs
-from megatrain.losses.loss import Loss, TokenWeights
+from megatrain.losses.loss import Loss, LossValue, TokenWeights
 from megatrain.losses.pieces import piece_gradients, row_sums
 from megatrain.losses.projection import Projection
 from megatrain.step.ops import Op
@@ -171,9 +171,14 @@ class Head:
         """Return the loss of each micro-batch of an evaluation, in double precision."""
         totals = []
         for micro, logprobs in sorted(self.logprobs.items()):
-            value = self._loss.value(self._batch[micro].loss_inputs(), logprobs.double())
+            one = self._batch[micro]
+            inputs = one.loss_inputs()
+            value = self._loss.value(inputs, logprobs.double())
             totals.append(float(value.total))
-            self._figures[micro] = dict(value.figures)
+            self._figures[micro] = {
+                **value.figures,
+                **_of_sources(value, self._loss.unit_places(inputs), one.sources),
+            }
         return totals
 
     def _through_logits(self, micro: int, rows: Tensor, projection: Projection) -> Tensor:
@@ -230,6 +235,21 @@ class Head:
         machine = self._machine
         grads = {machine.weights.head_weight: d_weight, machine.weights.head_bias: d_bias}
         machine.gradients.add(grads, first_token if machine.gradients.by_rows else None)
+
+
+def _of_sources(
+    value: LossValue, places: Tensor | None, sources: Tensor | None
+) -> dict[str, Tensor]:
+    """Return the loss and the units of each source in a micro-batch, as figures."""
+    if sources is None or places is None or value.of_units is None:
+        return {}
+    numbers = sources.reshape(-1)[places]
+    found = {}
+    for number in sorted(set(numbers.tolist())):
+        chosen = numbers == number
+        found[f"{SOURCE_LOSS}{number}"] = value.of_units[chosen].sum()
+        found[f"{SOURCE_UNITS}{number}"] = chosen.sum()
+    return found
 
 
 def _micro(op: Op) -> int:

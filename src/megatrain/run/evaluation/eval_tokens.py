@@ -10,7 +10,7 @@ Laws (tests/run/evaluation/test_eval_tokens.py)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,13 +44,14 @@ def judged_loss(
     engine: Engine,
     batches: Iterable[list[MicroBatch]],
     compute: Callable[[EvalTokens], Mapping[str, float]] | None,
+    names: Sequence[str] = (),
 ) -> MeanLoss | None:
     """Return the mean loss, with what `compute` makes of all tokens.
 
     None if nothing is trained. Raises ConfigError for what are not metrics.
     """
     if compute is None:
-        return mean_loss(engine, batches)
+        return mean_loss(engine, batches, names=names)
     parts: list[EvalTokens] = []
 
     def evaluate(batch: list[MicroBatch]) -> tuple[float, int]:
@@ -62,7 +63,7 @@ def judged_loss(
                 parts.append(_tokens_of(micro, logprobs, tokens, first))
         return result
 
-    found = mean_loss(engine, batches, evaluate)
+    found = mean_loss(engine, batches, evaluate, names)
     if found is None:
         return None
     return found.with_metrics(_checked(compute(_joined(parts))))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from megatrain.engine.batch import MicroBatch
+from megatrain.engine.batch import SOURCE_LOSS, SOURCE_UNITS, MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.losses.next_token import NextToken
 from megatrain.run.console import preference_words
@@ -27,6 +27,8 @@ class MeanLoss:
     """What else the loss reports."""
     is_of_tokens: bool = True
     """Whether units are tokens: only then is there a perplexity."""
+    by_source: Mapping[str, float] = field(default_factory=dict)
+    """Mean loss of each source, by its name, if there are several."""
     further: Mapping[str, float] = field(default_factory=dict)
     """What the caller makes of the evaluation, by name in metrics.jsonl."""
 
@@ -39,24 +41,29 @@ class MeanLoss:
         aux = {} if self.aux_loss is None else {"eval_aux_loss": self.aux_loss}
         exponential = {"eval_perplexity": perplexity(self.loss)} if self.is_of_tokens else {}
         figures = {f"eval_{name}": figure for name, figure in self.figures.items()}
-        return {**self.further, "eval_loss": self.loss, **aux, **exponential, **figures}
+        apart = {f"eval_loss/{name}": loss for name, loss in self.by_source.items()}
+        return {**self.further, "eval_loss": self.loss, **apart, **aux, **exponential, **figures}
 
     def in_words(self) -> str:
         exponential = f", perplexity {perplexity(self.loss):.4g}" if self.is_of_tokens else ""
         aux = "" if self.aux_loss is None else f", balancing loss {self.aux_loss:.4f}"
         words = preference_words(self.figures).replace("  ", ", ")
         more = "".join(f", {k.removeprefix('eval_')} {v:.4g}" for k, v in self.further.items())
-        return f"loss {self.loss:.4f}{exponential}{aux}" + (f", {words}" if words else "") + more
+        apart = ", ".join(f"{name} {loss:.4f}" for name, loss in self.by_source.items())
+        loss = f"loss {self.loss:.4f}" + (f" ({apart})" if apart else "")
+        return f"{loss}{exponential}{aux}" + (f", {words}" if words else "") + more
 
 
 def mean_loss(
     engine: Engine,
     batches: Iterable[list[MicroBatch]],
     evaluate: Callable[[list[MicroBatch]], tuple[float, int]] | None = None,
+    names: Sequence[str] = (),
 ) -> MeanLoss | None:
     """Return the mean loss over all batches; None if nothing in them is trained.
 
-    `evaluate` calls `Engine.evaluate`, and looks at more of its result.
+    `evaluate` calls `Engine.evaluate`, and looks at more of its result. `names` are those of the
+    sources, by the numbers that micro-batches have.
     """
     evaluate = evaluate or engine.evaluate
     total, count, aux_total, num_tokens = 0.0, 0, 0.0, 0
@@ -71,11 +78,17 @@ def mean_loss(
     if not count:
         return None
     aux_loss = None if engine.aux_loss is None else aux_total / num_tokens
+    by_source = {
+        name: sums.pop(f"{SOURCE_LOSS}{number}") / units
+        for number, name in enumerate(names)
+        if (units := sums.pop(f"{SOURCE_UNITS}{number}", 0.0))
+    }
     means = {name: figure / count for name, figure in sums.items()}
     return MeanLoss(
         loss=total / count,
         num_trained=count,
         aux_loss=aux_loss,
         figures=engine.loss.reported(means),
+        by_source=by_source,
         is_of_tokens=isinstance(engine.loss, NextToken),
     )

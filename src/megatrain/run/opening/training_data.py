@@ -12,13 +12,14 @@ import numpy as np
 
 from megatrain.cache import writable_cache_folder
 from megatrain.config import Config
+from megatrain.config.data_settings import DataSource
 from megatrain.data.rows.given import GivenRows
 from megatrain.data.steps.answers import PER_ROW, PairedAnswers, joined_answers
 from megatrain.data.steps.loader import Loader
-from megatrain.data.steps.order import InOrder, Order
+from megatrain.data.steps.order import Indices, InOrder, Order
 from megatrain.data.steps.steps import Position, State, Steps
 from megatrain.data.tokens.documents import Documents, Subset, num_rows
-from megatrain.data.training_rows import TrainingRows, by_tokens, gather, one_of
+from megatrain.data.training_rows import TrainingRows, by_tokens, gather, one_of, source_names
 from megatrain.engine.batch import MicroBatch
 from megatrain.errors import DataError
 from megatrain.models.decoder import Decoder
@@ -41,6 +42,8 @@ class TrainingData:
         self._steps, self._evaluation, self.rows = steps, evaluation, rows
         self._shown = rows.held[0] if rows.held else rows.train
         self._digest = rows.digest
+        self.eval_names = source_names(_judged_sources(config)) if len(rows.held) > 1 else ()
+        """Names of the sources that are evaluated on, if there are several."""
         self._loader = Loader(steps)
 
     @property
@@ -145,6 +148,12 @@ class TrainingData:
         self.close()
 
 
+def _judged_sources(config: Config) -> tuple[DataSource, ...]:
+    """Return the sources whose rows are evaluated on: those of data.eval, or held out of train."""
+    held = config.data.eval
+    return held if isinstance(held, tuple) else config.data.train
+
+
 def open_rows(
     config: Config,
     tokenizer: Any,
@@ -179,8 +188,26 @@ def open_data(
         documents = _judged(judged, rows.held)
         size = num_rows(documents)
         answers = joined_answers(rows.held_answers).first(size) if rows.held_answers else None
-        evaluation = _steps(judged, documents, InOrder(size), tokenizer, settings, flat, answers)
+        evaluation = _steps(
+            judged,
+            documents,
+            InOrder(size),
+            tokenizer,
+            settings,
+            flat,
+            answers,
+            _numbers_of_sources(rows.held, documents),
+        )
     return TrainingData(config, steps, evaluation, rows)
+
+
+def _numbers_of_sources(held: Sequence[Documents], judged: Documents) -> Indices | None:
+    """Return the source of each document that is evaluated on; None if there is one source."""
+    if len(held) == 1:
+        return None
+    sizes = [len(part.lengths) for part in held]
+    numbers = np.repeat(np.arange(len(held), dtype=np.int64), sizes)
+    return numbers[: len(judged.lengths)]  # eval.max_rows takes the first
 
 
 def _judged(config: Config, held: Sequence[Documents]) -> Documents:
@@ -198,6 +225,7 @@ def _steps(
     settings: StepSettings,
     flat: bool,
     answers: PairedAnswers | None,
+    sources: Indices | None = None,
 ) -> Steps:
     pad = tokenizer.pad_token_id
     tokens, rows = config.train.batch_tokens, config.train.batch_rows
@@ -215,4 +243,5 @@ def _steps(
         pad_id=0 if pad is None else int(pad),
         seed=config.data.seed,
         answers=answers,
+        sources=sources,
     )
