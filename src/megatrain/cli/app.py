@@ -306,14 +306,17 @@ def init(
         Path | None, typer.Option("--from", help="Config of LLaMA-Factory, Axolotl or TRL.")
     ] = None,
     tool: Annotated[
-        str | None, typer.Option(help="Tool of that config: llamafactory, axolotl or trl.")
+        str | None,
+        typer.Option(
+            help="Tool of that config: llamafactory, axolotl, or trl and its trainer, like trl-dpo."
+        ),
     ] = None,
     gpus: Annotated[int, typer.Option(help="GPUs it ran on; their batches add up.", min=1)] = 1,
 ) -> None:
     """Write a starter config, or convert one from another tool."""
     from megatrain.cli.starting import init_config
 
-    typer.echo(init_config(target, source, tool=tool, num_gpus=gpus))
+    init_config(target, source, tool=tool, num_gpus=gpus, say=typer.echo)
 
 
 @app.command(

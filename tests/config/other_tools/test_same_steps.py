@@ -66,7 +66,8 @@ def migrated(tool: Tool, values: dict[str, Any], gpus: int = 1) -> Config:
                "TRL": {"dataset_name": "someone/rows"}}  # fmt: skip
     model = {"Axolotl": {"base_model": "m"}}.get(tool, {"model_name_or_path": "m"})
     document = Document(name="x.yaml", value=model | all_sources[tool] | values)
-    return Config(**migrate_document(document, tool, num_gpus=gpus).config)
+    known = {"trainer": "sft"} if tool == "TRL" else {}
+    return Config(**migrate_document(document, tool, num_gpus=gpus, **known).config)
 
 
 CASES: list[tuple[Tool, dict[str, Any], dict[str, Any]]] = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -14,8 +15,16 @@ from hypothesis import strategies as st
 from megatrain.config import Config
 from megatrain.config.load import resolve_config
 from megatrain.config.other_tools import dataset_info
-from megatrain.config.other_tools.asked import DroppedKey, Pairs, Tool, ToolConfig
-from megatrain.config.other_tools.defaults import ALWAYS, DEFAULTS, NULL_MEANS, ROWS
+from megatrain.config.other_tools.asked import DroppedKey, RowKind, Tool, ToolConfig
+from megatrain.config.other_tools.defaults import (
+    ALWAYS,
+    BY_TRAINER,
+    DEFAULTS,
+    NULL_MEANS,
+    REQUIRED,
+    ROWS,
+)
+from megatrain.config.other_tools.trainers import TRAINED
 from megatrain.config.other_tools.translate import (
     TABLES,
     Migration,
@@ -36,10 +45,13 @@ TOOLS: dict[str, Tool] = {
     "trl.yaml": "TRL",
 }
 
+ADDED = ("default", "missing")
+"""Outcomes of keys that are not in the file."""
+
 
 def unaccounted(values: dict[str, Any], result: Migration) -> list[str]:
     """Return what breaks the law: each key of the file one line, each value of ours told."""
-    lines = Counter(line.key for line in result.lines if line.outcome != "default")
+    lines = Counter(line.key for line in result.lines if line.outcome not in ADDED)
     faults = [key for key in values if lines[key] != 1]
     told = {line.ours: line.value for line in result.lines if line.ours}
     for section, settings in result.config.items():
@@ -115,8 +127,9 @@ def test_trl() -> None:
     assert config.memory.tape == "host"
 
 
-def _migrated(tool: Tool, **values: Any) -> Migration:
-    return migrate_document(Document(name="x.yaml", value=values), tool)
+def _migrated(tool: Tool, *, trainer: str = "sft", **values: Any) -> Migration:
+    known = {"trainer": trainer} if tool == "TRL" else {}
+    return migrate_document(Document(name="x.yaml", value=values), tool, **known)
 
 
 @pytest.mark.parametrize(
@@ -127,12 +140,8 @@ def _migrated(tool: Tool, **values: Any) -> Migration:
          "(use bf16: the size of fp16 and the range of fp32)"),
         ("LLaMA-Factory", {"lora_new_thing": 1},
          "dropped lora_new_thing adapters are plain LoRA of linear modules, without this"),
-        ("LLaMA-Factory", {"stage": "ppo"}, "dropped stage ppo: not a loss of a run; "
-         "docs/rewards.md has rewards, by your own loop"),
         ("Axolotl", {"adapter": "qlora", "lora_r": 32}, "changed adapter lora.rank = 32 (the base "
          "is not quantized: it is streamed as it is)"),
-        ("LLaMA-Factory", {"finetuning_type": "oft"}, "dropped finetuning_type oft: lora is the "
-         "only kind of adapter"),
         ("TRL", {"lora_r": 8}, "dropped lora_r adapters are off, every weight is trained"),
         ("TRL", {"beta": 0.2}, "dropped beta it belongs to dpo and ipo and orpo and simpo and "
          "kto: set loss.name to train so"),
@@ -177,9 +186,10 @@ def _migrated(tool: Tool, **values: Any) -> Migration:
                                    "type": "input_output", "shards": 3}]},
          'changed datasets data.train = [{path: "a/b", name: c, split: d, revision: e}] (type '
          "input_output is unknown: the format is detected; not used: shards)"),
-        ("Axolotl", {"save_steps": 0.1}, "dropped save_steps here it is counted in steps"),
+        ("Axolotl", {"save_steps": 0.1}, "dropped save_steps the number of steps is not known "
+         "here: give steps"),
         ("Axolotl", {"datasets": [{"type": "alpaca"}]},
-         "dropped datasets an entry has no path"),
+         "dropped datasets entry 1 has no path"),
         ("Axolotl", {"per_device_train_batch_size": 1},
          "unknown per_device_train_batch_size not a key of Axolotl"),
         ("TRL", {"eval_strategy": "epoch", "eval_steps": 3},
@@ -233,12 +243,12 @@ _LORA = {"rank": 16, "alpha": 32, "dropout": 0.05}
 @pytest.mark.parametrize(
     ("tool", "values", "lora"),
     [
-        ("TRL", {"use_peft": True}, _LORA),
+        ("TRL", {"use_peft": True}, {**_LORA, "targets": ["q_proj", "v_proj"]}),
         ("TRL", {"use_peft": True, "lora_r": 4, "lora_target_modules": "all-linear",
                  "use_rslora": True},
          {**_LORA, "rank": 4, "targets": ["all-linear"], "rslora": True}),
         ("TRL", {"use_peft": False}, {}),
-        ("LLaMA-Factory", {}, {"rank": 8}),
+        ("LLaMA-Factory", {}, {"rank": 8, "targets": ["all-linear"]}),
         ("LLaMA-Factory", {"finetuning_type": "full", "lora_rank": 4}, {}),
         ("LLaMA-Factory", {"finetuning_type": "lora", "lora_rank": 4, "lora_target": "q_proj, v"},
          {"rank": 4, "targets": ["q_proj", "v"]}),
@@ -270,51 +280,58 @@ def test_adapters_where_the_tool_would_train_them(
         ("LLaMA-Factory", {"stage": "kto", "kto_chosen_weight": 2.0},
          {"name": "kto", "beta": 0.1, "desirable_weight": 2.0}),
         ("Axolotl", {"rl": "ipo", "rl_beta": 0.2}, {"name": "ipo", "beta": 0.2}),
-        ("Axolotl", {"rl": "grpo"}, {}),
+        ("Axolotl", {"rl": "dpo", "dpo_loss_type": ["ipo"]}, {"name": "ipo", "beta": 0.1}),
+        ("Axolotl", {"rl": "dpo", "rl_beta": 0.2, "trl": {"beta": 0.3}},
+         {"name": "dpo", "beta": 0.3}),
+        ("Axolotl", {"rl": "orpo", "orpo_alpha": 0.2}, {"name": "orpo", "beta": 0.2}),
         ("TRL", {"loss_type": "sigmoid", "label_smoothing": 0.1},
          {"name": "dpo", "beta": 0.1, "label_smoothing": 0.1}),
+        ("TRL", {"loss_type": ["sigmoid"]}, {"name": "dpo", "beta": 0.1}),
+        ("TRL", {"loss_type": ["ipo"], "beta": 0.2}, {"name": "ipo", "beta": 0.2}),
         ("TRL", {"desirable_weight": 1.5}, {"name": "kto", "beta": 0.1, "desirable_weight": 1.5}),
+        ("TRL", {"loss_type": "simpo", "beta": 2.0, "cpo_alpha": 0.0},
+         {"name": "simpo", "beta": 2.0, "gamma": 0.5}),
         ("TRL", {"loss_type": "nll"}, {}),
     ],
 )  # fmt: skip
 def test_losses_with_the_values_of_the_tool(
     tool: Tool, values: dict[str, Any], loss: dict[str, Any]
 ) -> None:
-    result = _migrated(tool, **values)
+    result = _migrated(tool, trainer="", **values)
     assert result.config.get("loss", {}) == loss
     assert unaccounted(values, result) == []
 
 
 @pytest.mark.parametrize(
-    ("values", "pairs", "train_on"),
+    ("values", "rows", "train_on"),
     [
         ({}, "strings", "completion"),
         ({}, "turns", "completion"),
-        ({}, "none", "all"),
+        ({}, "other", "all"),
         ({}, None, "all"),
         ({"completion_only_loss": None, "assistant_only_loss": None}, "turns", "completion"),
         ({"completion_only_loss": False}, "strings", "all"),
         ({"completion_only_loss": True}, None, "completion"),
-        ({"assistant_only_loss": True}, "none", "assistant"),
+        ({"assistant_only_loss": True}, "other", "assistant"),
         ({"assistant_only_loss": False}, "turns", "completion"),
     ],
 )
 def test_trl_trains_on_completions_where_rows_have_them(
-    values: dict[str, Any], pairs: Pairs | None, train_on: str
+    values: dict[str, Any], rows: RowKind | None, train_on: str
 ) -> None:
     value = {"dataset_name": "rows.jsonl", **values}
     document = Document(name="x.yaml", value=value)
-    result = migrate_document(document, "TRL", pairs_of=lambda _: pairs)
+    result = migrate_document(document, "TRL", trainer="sft", rows_of=lambda _: rows)
     assert result.get("data.train_on") == train_on
     unsure = [line for line in result.lines if "set data.train_on: completion" in line.note]
-    assert bool(unsure) == (pairs is None and not values)
-    assert result.get("data.chat_template") == ("none" if pairs == "strings" else None)
+    assert bool(unsure) == (rows is None and not values)
+    assert result.get("data.chat_template") == ("none" if rows == "strings" else None)
 
 
 def test_strings_of_trl_pass_through_no_template() -> None:
     value = {"dataset_name": "rows.jsonl", "chat_template_path": "own.jinja"}
     document = Document(name="x.yaml", value=value)
-    result = migrate_document(document, "TRL", pairs_of=lambda _: "strings")
+    result = migrate_document(document, "TRL", rows_of=lambda _: "strings")
     assert result.get("data.chat_template") == "none"
     assert unaccounted(value, result) == []
 
@@ -393,9 +410,12 @@ def test_a_name_without_dataset_info_is_not_asked_of_the_hub() -> None:
 
 def test_a_tool_is_found_by_the_names_people_type() -> None:
     for name in ("llamafactory", "LLaMA-Factory", "llama_factory"):
-        assert tool_named(name) == "LLaMA-Factory"
-    assert (tool_named("Axolotl"), tool_named("trl")) == ("Axolotl", "TRL")
-    with pytest.raises(ConfigError, match="Give one of: LLaMA-Factory, Axolotl, TRL"):
+        assert tool_named(name) == ("LLaMA-Factory", "")
+    assert (tool_named("Axolotl"), tool_named("trl")) == (("Axolotl", ""), ("TRL", ""))
+    for name in ("trl-dpo", "TRL_DPO", "trl dpo"):
+        assert tool_named(name) == ("TRL", "dpo")
+    assert tool_named("trl-online-dpo") == ("TRL", "online_dpo")
+    with pytest.raises(ConfigError, match="LLaMA-Factory, Axolotl, TRL, trl-sft, trl-dpo, trl-kto"):
         tool_named("torchtune")
 
 
@@ -426,11 +446,14 @@ def test_the_tables_are_about_keys_that_exist() -> None:
     known = {key for table in TABLES.values() for key in table}
     assert set(CONVERTERS) <= known
     assert {*BY_TOOL, *NULL_MEANS} <= {(tool, key) for tool in TABLES for key in TABLES[tool]}
-    assert set(TABLES) == set(DEFAULTS) == set(ALWAYS) == set(ROWS)
+    assert set(TABLES) == set(DEFAULTS) == set(ALWAYS) == set(ROWS) == set(REQUIRED)
+    assert set(BY_TRAINER) == set(TRAINED)
+    assert {key for keys in BY_TRAINER.values() for key in keys} <= set(TABLES["TRL"])
     for tool, table in TABLES.items():
         assert {rule.to for rule in table.values() if rule.to} <= ours
         assert set(ALWAYS[tool]) <= ours
-        assert {*DEFAULTS[tool], ROWS[tool][0]} <= set(table)
+        assert {*DEFAULTS[tool], *REQUIRED[tool], ROWS[tool][0]} <= set(table)
+        assert set(REQUIRED[tool].values()) <= ours
 
 
 _VALUES = st.recursive(
@@ -447,8 +470,15 @@ _VALUES = st.recursive(
 def test_whatever_the_values_every_key_is_accounted_for(tool: Tool, data: st.DataObject) -> None:
     keys = st.sampled_from(sorted(TABLES[tool]))
     values = data.draw(st.dictionaries(keys, _VALUES, max_size=6))
-    result = migrate_document(Document(name="x.yaml", value=values), tool)
-    told = [line.key for line in result.lines if line.outcome != "default"]
+    trainer = data.draw(st.sampled_from(("", *TRAINED)))
+    try:
+        result = _migrated(tool, trainer=trainer, **values)
+    except ConfigError:  # a method that is not here, or TRL without a trainer
+        named = pytest.raises(ConfigError, match="TRL|" + "|".join(map(re.escape, values)))
+        with named:
+            _migrated(tool, trainer=trainer, **values)
+        return
+    told = [line.key for line in result.lines if line.outcome not in ADDED]
     assert sorted(told) == sorted(values)
     assert len(result.report().splitlines()) >= len(result.lines)
     with suppress(ConfigError):  # a foreign value that is none of ours is told when it is loaded

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatrain.config.other_tools.asked import DroppedKey, ToolConfig
+from megatrain.config.other_tools.asked import Asks, DroppedKey, ToolConfig
 
 INFO_NAME = "dataset_info.json"
 MAX_INFO_BYTES = 8 << 20
@@ -39,18 +39,41 @@ _READ = {
 
 
 def sources(names: list[str], asked: ToolConfig) -> list[dict[str, Any]]:
-    """Return the source of each name. Raises Dropped."""
+    """Return the source of each name.
+
+    Raises DroppedKey with every name that cannot be read, and the sources of those that can.
+    """
     folder = str(asked.given("dataset_dir", "data"))
     if folder == ONLINE:
         return [{"path": name} for name in names]
     for place in (Path(folder), asked.folder / folder):
         if os.path.isfile(place / INFO_NAME):
             info = _read(place / INFO_NAME)
-            return [_source(name, info, place) for name in names]
+            return _sources(names, info, place)
     raise DroppedKey(
-        f"{', '.join(names)}: names from {Path(folder) / INFO_NAME}, which does not exist here. "
-        "Set data.train to the paths of their files"
+        Asks(
+            f"{', '.join(names)}: names from {Path(folder) / INFO_NAME}, which does not exist "
+            "here. Set data.train to the paths of their files"
+        )
     )
+
+
+def _sources(names: list[str], info: Mapping[str, Any], place: Path) -> list[dict[str, Any]]:
+    found, faults = [], []
+    for name in names:
+        try:
+            found.append(_source(name, info, place))
+        except DroppedKey as fault:
+            faults.append(fault.reason)
+    if faults:
+        raise unreadable(faults, found)
+    return found
+
+
+def unreadable(faults: list[str], found: list[dict[str, Any]]) -> DroppedKey:
+    """Return the error for datasets of which some cannot be read."""
+    others = f". The others are {json.dumps(found)}: add yours to them" if found else ""
+    return DroppedKey(Asks(f"{'; '.join(faults)}{others}"))
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -1,25 +1,39 @@
 """Adapters and preference losses of other tools: which keys turn them on, and what values mean.
 
 Keys of adapters count only where another key turns adapters on, and those of a loss only where it
-is that loss; elsewhere they are dropped.
+is that loss; elsewhere they are dropped. A file whose keys name a method that MegaTrain does not
+have is refused by that name: a run with another method would not be that of the file.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from megatrain.config.other_tools.asked import Converter, DroppedKey, ToolConfig
-from megatrain.config.other_tools.names import NO_METHOD
+from megatrain.config.other_tools.asked import (
+    Asks,
+    Converter,
+    Differs,
+    DroppedKey,
+    NoSuchMethod,
+    ToolConfig,
+)
+from megatrain.config.other_tools.peft_targets import peft_targets
+from megatrain.config.other_tools.trainers import NO_REWARD_MODEL, ONLY, trained_loss, why
 
+PEFT = "PEFT"
+"""In place of a list of modules: PEFT chooses them by the model's type."""
 NO_ADAPTERS = "adapters are off, every weight is trained"
-EXACT_BASE = "the base is not quantized: it is streamed as it is"
+EXACT_BASE = Differs("the base is not quantized: it is streamed as it is")
 _RANKS = {"LLaMA-Factory": ("lora_rank", 8), "Axolotl": ("lora_r", 8), "TRL": ("lora_r", 16)}
 """The key of the rank, and its default."""
 _LOSSES = {
-    "nll": "next_token", "sigmoid": "dpo", "dpo": "dpo", "ipo": "ipo",
-    "orpo": "orpo", "simpo": "simpo", "kto": "kto",
-}  # fmt: skip
-"""Names of losses elsewhere, and ours."""
+    "LLaMA-Factory": {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"},
+    "Axolotl": {"dpo": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo", "kto": "kto"},
+}
+"""Our losses, by what pref_loss and rl call them."""
+_STAGES = {"sft": "next_token", "pt": "next_token", "kto": "kto"}
+_OTHER_LOSSES = ("use_dft_loss", "use_asft_loss", "use_eaft_loss")
+_OFF = (None, False, "", "none", "false")
 _WITH_BETA = ("dpo", "ipo", "orpo", "simpo", "kto")
 
 
@@ -35,11 +49,7 @@ def uses_adapters(asked: ToolConfig) -> bool:
 def _turned_on(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     """Return the rank, for the key that turns adapters on."""
     if not uses_adapters(asked):
-        if value in ("full", False, None):
-            raise DroppedKey(NO_ADAPTERS)
-        if value == "freeze":
-            raise DroppedKey("list frozen params in model.frozen")
-        raise DroppedKey(f"{value}: lora is the only kind of adapter")
+        raise DroppedKey(NO_ADAPTERS)
     _refuse_beside_folder(asked)
     key, default = _RANKS[asked.tool]
     return asked.given(key, default), EXACT_BASE if value == "qlora" else ""
@@ -69,9 +79,11 @@ def _kept(value: Any, asked: ToolConfig) -> tuple[Any, str]:
 
 def _targets(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     """Return the names of modules: a list, or text with commas."""
+    if value == PEFT:
+        return peft_targets(asked)
     listed = value.split(",") if isinstance(value, str) else value
     if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
-        raise DroppedKey("not a list of names")
+        raise DroppedKey(Asks("not a list of names: set lora.targets"))
     names = [name.strip() for name in listed if name.strip()]
     if any(name in ("all", "all-linear") for name in names):
         return ["all-linear"], ""
@@ -87,31 +99,94 @@ def _every_linear(value: Any, asked: ToolConfig) -> tuple[Any, str]:
 def _started_from(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     listed = value.split(",") if isinstance(value, str) else value
     if not isinstance(listed, list) or len(listed) != 1:
-        raise DroppedKey("give one adapter: several are not merged")
+        raise DroppedKey(Asks("give one adapter: several are not merged"))
     return listed[0], ""
 
 
+def require_method(asked: ToolConfig) -> None:
+    """Raise NoSuchMethod if a file names a loss or a kind of adapter that MegaTrain lacks."""
+    asked_loss(asked)
+    if asked.tool == "LLaMA-Factory":
+        kind = asked.given("finetuning_type", "lora")
+        if kind == "freeze":
+            raise NoSuchMethod(
+                "finetuning_type", kind, "set it to full here, and list frozen params in "
+                "model.frozen of the new file"
+            )  # fmt: skip
+        if kind not in ("lora", "full"):
+            raise NoSuchMethod("finetuning_type", kind, "lora is the only kind of adapter")
+        for key in _OTHER_LOSSES:
+            if asked.get(key) not in _OFF:
+                raise NoSuchMethod(key, asked[key], ONLY)
+    if asked.tool == "Axolotl":
+        if asked.get("adapter") not in (*_OFF, "lora", "qlora"):
+            raise NoSuchMethod("adapter", asked["adapter"], "lora is the only kind of adapter")
+        for key in ("reward_model", "process_reward_model"):
+            if asked.get(key) not in _OFF:
+                raise NoSuchMethod(key, asked[key], NO_REWARD_MODEL)
+
+
 def asked_loss(asked: ToolConfig) -> str:
-    """Return our name of the loss that a config trains with."""
+    """Return our name of the loss that a config trains with. Raises NoSuchMethod."""
+    if asked.tool == "TRL":
+        return trained_loss(asked)
     if asked.tool == "LLaMA-Factory":
         stage = str(asked.given("stage", "sft"))
-        if stage == "dpo":
-            return _LOSSES.get(str(asked.given("pref_loss", "sigmoid")), "")
-        return {"kto": "kto", "sft": "next_token", "pt": "next_token"}.get(stage, "")
-    if asked.tool == "Axolotl":
-        return _LOSSES.get(str(asked.given("rl", "nll")), "")
-    if {"desirable_weight", "undesirable_weight"} & set(asked):
-        return "kto"
-    return _LOSSES.get(str(asked.given("loss_type", "nll")), "")
+        if stage in _STAGES:
+            return _STAGES[stage]
+        if stage != "dpo":
+            raise NoSuchMethod("stage", stage, why(stage))
+        return _named_loss("pref_loss", asked.given("pref_loss", "sigmoid"), asked)
+    if asked.get("rl") in _OFF:
+        return "next_token"
+    found = _named_loss("rl", asked["rl"], asked)
+    kinds = asked.get("dpo_loss_type") if found == "dpo" else None
+    if kinds is None:
+        return found
+    listed = kinds if isinstance(kinds, list) else [kinds]
+    ours = {"sigmoid": "dpo", "ipo": "ipo"}.get(str(listed[0])) if len(listed) == 1 else None
+    if ours is None:
+        raise NoSuchMethod("dpo_loss_type", ", ".join(map(str, listed)), f"give one loss; {ONLY}")
+    return ours
+
+
+def _named_loss(key: str, value: Any, asked: ToolConfig) -> str:
+    found = _LOSSES[asked.tool].get(str(value))
+    if found is None:
+        raise NoSuchMethod(key, value, why(str(value)))
+    return found
 
 
 def _loss_name(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     found = asked_loss(asked)
     if found == "next_token":
         raise DroppedKey("the loss is that of the next token, as by default here")
-    if not found:
-        raise DroppedKey(f"{value}: {NO_METHOD}")
     return found, ""
+
+
+def note_on_cpo_alpha(alpha: Any, asked: ToolConfig) -> str:
+    """Return a note on the chosen answer's own loss, which TRL adds to simpo by this weight."""
+    if asked_loss(asked) != "simpo":
+        return "it belongs to simpo"
+    if alpha in (0, "0", "0.0"):
+        return "off, as here"
+    return Differs(
+        f"there the loss of simpo has {alpha} x the chosen answer's own loss too; here it has none"
+    )
+
+
+def _trl_block(value: Any, asked: ToolConfig) -> tuple[Any, str]:
+    """Return beta of Axolotl's block for TRL; its other keys are those of rewards."""
+    if asked_loss(asked) == "next_token" or not isinstance(value, dict) or "beta" not in value:
+        raise DroppedKey("its keys are those of rewards")
+    return value["beta"], "its beta, which wins over rl_beta"
+
+
+def _rl_beta(value: Any, asked: ToolConfig) -> tuple[Any, str]:
+    block = asked.get("trl")
+    if isinstance(block, dict) and block.get("beta") is not None:
+        raise DroppedKey("overridden by beta of trl")
+    return _of_losses(*_WITH_BETA)(value, asked)
 
 
 def _of_losses(*names: str) -> Converter:
@@ -123,6 +198,12 @@ def _of_losses(*names: str) -> Converter:
         return value, ""
 
     return convert
+
+
+def _orpo_alpha(value: Any, asked: ToolConfig) -> tuple[Any, str]:
+    if asked.get("rl_beta") is not None:
+        raise DroppedKey("overridden by rl_beta")
+    return _rl_beta(value, asked)
 
 
 METHODS: dict[str, Converter] = {
@@ -144,10 +225,12 @@ METHODS: dict[str, Converter] = {
     "rl": _loss_name,
     "loss_type": _loss_name,
     "pref_beta": _of_losses(*_WITH_BETA),
-    "rl_beta": _of_losses(*_WITH_BETA),
+    "rl_beta": _rl_beta,
+    "trl": _trl_block,
+    "dpo_loss_type": _loss_name,
     "dpo_beta": _of_losses("dpo", "ipo"),
     "beta": _of_losses(*_WITH_BETA),
-    "orpo_alpha": _of_losses("orpo"),
+    "orpo_alpha": _orpo_alpha,
     "simpo_gamma": _of_losses("simpo"),
     "label_smoothing": _of_losses("dpo", "simpo"),
     "dpo_label_smoothing": _of_losses("dpo"),

@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
+from megatrain.config.other_tools.asked import Asks, Differs
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
@@ -20,27 +22,38 @@ class Rule:
     """Why there is none, or a note on our key."""
 
 
-ONE_ADAPTER = "adapters are plain LoRA of linear modules, without this"
-EXACT = "weights are kept exact, nothing is quantized"
+ONE_ADAPTER = Differs("adapters are plain LoRA of linear modules, without this")
+EXACT = Differs("weights are kept exact, nothing is quantized")
+HOW_QUANTIZED = "a detail of quantization, which is not done"
 STREAMED = "weights are streamed from host memory, without DeepSpeed, FSDP or accelerate"
-ONE_PROCESS = "one process drives one device"
+ONE_PROCESS = "not needed: `megatrain train --gpus N` starts a process per GPU"
 RECOMPUTE = "always done, as backward runs each block's forward again"
 INDEXED = "rows are tokenised once, by a process per core, and then read by index"
 NO_CODE = "code in a model folder is never run"
 VERB = "chosen by the command: megatrain train, eval, export"
-RESUME = "megatrain train --resume continues from the last checkpoint"
-HUB = "megatrain export writes a folder; upload that"
-SAFE = "always done"
-OWN_TEMPLATE = (
-    "chat template and special tokens come from the tokenizer; data.chat_template replaces it"
+RESUME = Asks("megatrain train --resume continues from the last checkpoint")
+FOLDER = "a run folder that has a run is never overwritten"
+HUB = Asks(
+    "from Python, `Trainer.push_to_hub` uploads the model; `megatrain export` writes a folder"
 )
-NO_METHOD = "not a loss of a run; docs/rewards.md has rewards, by your own loop"
-ONE_REFERENCE = "the reference is the model that training starts from"
-NO_TRICK = "not supported: it changes the training result"
+SAFE = "always done"
+OWN_TEMPLATE = Asks(
+    "chat template and special tokens come from the tokenizer; data.chat_template replaces it, and "
+    "`megatrain data` shows the result"
+)
+OWN_TOKENIZER = "the tokenizer is read as its folder has it"
+NO_METHOD = "only of methods with rewards, which are a loop of your own here; see docs/rewards.md"
+ONE_REFERENCE = Differs("the reference is the model that training starts from")
+ONE_PASS = "always done: one pass before the first step computes the reference"
+NO_TRICK = Differs("not supported: it changes the training result")
+NO_TERM = Differs("a term of the loss that is not supported")
+FROZEN = Differs("list frozen params in model.frozen")
+LIGER = "train.kernels; needs the package liger-kernel and an accelerator"
+IN_STEPS = Asks("the number of steps is not known here: give steps")
 NO_KERNEL = "not needed: logits are always computed in chunks, with exact results"
 BY_ROWS = "rows x accumulation x GPUs; train.batch_tokens where rows are packed"
 SHUFFLED = "each epoch has a new order of rows; data.shuffle: false keeps the order of the files"
-MIXED = "sources are concatenated; data.train.weight repeats the rows of one"
+MIXED = Differs("sources are concatenated; data.train.weight repeats the rows of one")
 MICRO = "evaluation uses train.micro_batch_tokens"
 PRINTED = "the log and the report have it"
 NAMED = "a run is named after its folder, save.dir"
@@ -94,31 +107,36 @@ _HF = _table(
         "per_device_train_batch_size": f"train.batch_rows; {BY_ROWS}",
         "gradient_accumulation_steps": f"train.batch_rows; {BY_ROWS}",
         "auto_find_batch_size": "train.micro_batch_tokens; auto is the default",
+        "use_liger_kernel": LIGER,
+        "train_sampling_strategy": "data.shuffle; sequential keeps the order of the files",
     },
     {
         VERB: "do_train do_eval do_predict predict_with_generate",
-        RESUME: "resume_from_checkpoint overwrite_output_dir ignore_data_skip",
-        RECOMPUTE: "gradient_checkpointing gradient_checkpointing_kwargs",
+        RESUME: "resume_from_checkpoint",
+        FOLDER: "overwrite_output_dir ignore_data_skip",
+        RECOMPUTE: "gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing",
         STREAMED: "deepspeed fsdp fsdp_config accelerator_config",
         ONE_PROCESS: "ddp_timeout ddp_find_unused_parameters local_rank ddp_backend "
         "ddp_bucket_cap_mb",
         INDEXED: "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor "
         "dataloader_persistent_workers",
-        "no row is dropped: the last step of an epoch may have fewer": "dataloader_drop_last",
+        Differs(
+            "no row is dropped: the last step of an epoch may have fewer"
+        ): "dataloader_drop_last",
         MICRO: "per_device_eval_batch_size eval_accumulation_steps bf16_full_eval fp16_full_eval",
         HUB: "push_to_hub hub_model_id hub_strategy hub_token hub_private_repo",
         NAMED: "run_name",
         PRINTED: "logging_dir logging_first_step disable_tqdm log_level "
         "include_num_input_tokens_seen include_tokens_per_second logging_nan_inf_filter",
-        NO_TRICK: "neftune_noise_alpha label_smoothing_factor",
-        NO_KERNEL: "use_liger_kernel liger_kernel_config",
+        NO_TRICK: "neftune_noise_alpha label_smoothing_factor optim_args optim_target_modules",
+        NO_KERNEL: "liger_kernel_config",
         SAFE: "save_safetensors remove_unused_columns",
         "packing fills micro-batches with rows of any length": "group_by_length length_column_name",
         "a checkpoint can always be resumed": "save_only_model",
-        "the best checkpoint has the lowest evaluation loss": "metric_for_best_model "
+        Differs("the best checkpoint has the lowest evaluation loss"): "metric_for_best_model "
         "greater_is_better",
         "arithmetic follows the dtype": "tf32 half_precision_backend",
-        NOTHING_LIKE: "optim_args torch_empty_cache_steps eval_on_start eval_delay "
+        NOTHING_LIKE: "torch_empty_cache_steps eval_on_start eval_delay "
         "torch_compile_backend torch_compile_mode",
     },
 )
@@ -159,33 +177,46 @@ LLAMA_FACTORY = _HF | _table(
         "dpo_label_smoothing": "loss.label_smoothing",
         "kto_chosen_weight": "loss.desirable_weight",
         "kto_rejected_weight": "loss.undesirable_weight",
+        "enable_liger_kernel": LIGER,
+        "disable_shuffling": "data.shuffle",
+        "early_stopping_steps": "eval.patience",
     }
     | _LORA,
     {
-        NO_METHOD: "reward_model",
-        ONE_REFERENCE: "ref_model ref_model_adapters",
-        ONE_ADAPTER: "additional_target loraplus_lr_ratio use_dora pissa_init create_new_adapter "
-        "freeze_extra_modules",
-        EXACT: "quantization_bit quantization_method quantization_type double_quantization "
-        "upcast_layernorm",
-        OWN_TEMPLATE: "template tool_format default_system resize_vocab "
-        "use_fast_tokenizer split_special_tokens",
+        NO_METHOD: "reward_model reward_model_adapters reward_model_type "
+        "reward_model_quantization_bit ppo_buffer_size ppo_epochs ppo_score_norm ppo_target "
+        "ppo_whiten_rewards",
+        NO_TERM: "pref_ftx pref_bco_weight ld_alpha",
+        ONE_REFERENCE: "ref_model ref_model_adapters ref_model_quantization_bit",
+        ONE_ADAPTER: "additional_target loraplus_lr_ratio use_dora pissa_init create_new_adapter",
+        "only of pissa_init": "pissa_iter pissa_convert",
+        EXACT: "quantization_bit fp8",
+        HOW_QUANTIZED: "quantization_method quantization_type double_quantization upcast_layernorm "
+        "quantization_device_map",
+        OWN_TEMPLATE: "template tool_format default_system",
+        OWN_TOKENIZER: "resize_vocab use_fast_tokenizer split_special_tokens",
         NO_CODE: "trust_remote_code",
         CACHE: "overwrite_cache tokenized_path cache_dir preprocessing_batch_size",
         INDEXED: "preprocessing_num_workers streaming buffer_size",
         MIXED: "mix_strategy interleave_probs",
         PRINTED: "plot_loss include_effective_tokens_per_second",
-        NO_KERNEL: "enable_liger_kernel use_unsloth use_unsloth_gc",
+        NO_KERNEL: "use_unsloth use_unsloth_gc",
         RECOMPUTE: "disable_gradient_checkpointing",
-        NO_TRICK: "pref_ftx use_galore use_badam use_apollo use_muon use_llama_pro "
-        "mixture_of_depths shift_attn",
-        "its factor is cutoff_len over the positions of the model: set model.rope to it, like "
-        "{type: yarn, factor: 4.0}; a run whose rows need it names the line": "rope_scaling",
+        NO_TRICK: "use_galore use_badam use_apollo use_muon use_adam_mini use_llama_pro "
+        "mixture_of_depths shift_attn train_from_scratch use_dft_loss use_asft_loss use_eaft_loss",
+        "only of use_galore, use_apollo and use_badam": "galore_target galore_rank "
+        "galore_update_interval galore_scale apollo_target apollo_rank apollo_update_interval "
+        "apollo_scale badam_mode badam_switch_mode badam_switch_interval badam_update_ratio",
+        Asks(
+            "its factor is cutoff_len over the positions of the model: set model.rope to it, like "
+            "{type: yarn, factor: 4.0}; a run whose rows need it names the line"
+        ): "rope_scaling",
         HUB: "export_dir hf_hub_token",
         "MegaTrain looks for dataset_info.json there": "dataset_dir",
         "only text is supported": "media_dir",
-        "list frozen params in model.frozen": "freeze_trainable_layers freeze_trainable_modules",
-        "every row is used: shorten the file itself": "max_samples",
+        "only of finetuning_type freeze": "freeze_trainable_layers freeze_trainable_modules "
+        "freeze_extra_modules",
+        Differs("every row is used: shorten the file itself"): "max_samples",
         MICRO: "eval_on_each_dataset infer_backend infer_dtype",
         NOTHING_LIKE: "ray_run_name ray_num_workers",
     },
@@ -250,17 +281,29 @@ AXOLOTL = {
         "dpo_label_smoothing": "loss.label_smoothing",
         "kto_desirable_weight": "loss.desirable_weight",
         "kto_undesirable_weight": "loss.undesirable_weight",
+        "dpo_loss_type": "loss.name",
+        "trl": "loss.beta",
+        "evals_per_epoch": "eval.every",
+        "saves_per_epoch": "save.every",
+        "liger_rms_norm": LIGER,
+        "liger_glu_activation": LIGER,
     },
     {
-        ONE_ADAPTER: "lora_modules_to_save peft_use_dora peft relora_steps",
+        NO_TERM: "cpo_alpha dpo_use_weighting dpo_loss_weights",
+        ONE_PASS: "precompute_ref_log_probs",
+        "a sequence is as long as its rows": "dpo_padding_free",
+        "data.max_length bounds prompt and answer together": "max_prompt_len",
+        ONE_ADAPTER: "lora_modules_to_save peft_use_dora peft relora_steps lora_rank_pattern "
+        "lora_alpha_pattern peft_layers_to_transform loraplus_lr_ratio peft_init_lora_weights",
         "not needed: adapters are computed by plain products": "lora_mlp_kernel lora_qkv_kernel "
         "lora_o_kernel",
         EXACT: "load_in_8bit load_in_4bit gptq qat quantization",
-        OWN_TEMPLATE: "chat_template special_tokens tokenizer_type tokenizer_config "
-        "default_system_message resize_token_embeddings_to_32x",
+        HOW_QUANTIZED: "bnb_config_kwargs",
+        OWN_TEMPLATE: "chat_template special_tokens default_system_message",
+        OWN_TOKENIZER: "tokenizer_type tokenizer_config resize_token_embeddings_to_32x",
         NO_CODE: "trust_remote_code",
-        "plugins are not supported": "plugins",
-        NO_METHOD: "trl reward_model process_reward_model",
+        Differs("plugins are not supported"): "plugins",
+        NO_METHOD: "reward_model process_reward_model",
         "taken from the model's config.json": "model_type base_model_config is_llama_derived_model "
         "is_mistral_derived_model is_falcon_derived_model",
         CACHE: "dataset_prepared_path dataset_exact_deduplication skip_prepare_dataset",
@@ -268,17 +311,15 @@ AXOLOTL = {
         SHUFFLED: "shuffle_merged_datasets",
         "a sequence is as long as its rows, without padding": "pad_to_sequence_len "
         "eval_sample_packing pad_to_multiple_of",
-        "give steps: eval.every, save.every": "evals_per_epoch saves_per_epoch",
-        "list frozen params in model.frozen": "unfrozen_parameters",
-        NO_KERNEL: "liger_rope liger_rms_norm liger_glu_activation "
-        "liger_fused_linear_cross_entropy cut_cross_entropy flash_attn_cross_entropy "
-        "flash_attn_rms_norm unsloth_cross_entropy_loss",
+        FROZEN: "unfrozen_parameters",
+        NO_KERNEL: "liger_rope liger_fused_linear_cross_entropy cut_cross_entropy "
+        "flash_attn_cross_entropy flash_attn_rms_norm unsloth_cross_entropy_loss",
         "not supported; sdpa is the default": "xformers_attention s2_attention",
         RESUME: "auto_resume_from_checkpoints",
         NAMED: "wandb_entity wandb_watch wandb_name wandb_log_model wandb_run_id",
         PRINTED: "debug include_tokens_per_second_per_gpu mlflow_experiment_name",
-        NO_TRICK: "noisy_embedding_alpha loss_watchdog_threshold loss_watchdog_patience "
-        "embedding_lr lisa_n_layers",
+        NO_TRICK: "noisy_embedding_alpha cosine_constant_lr_ratio lr_groups "
+        "loss_watchdog_threshold loss_watchdog_patience embedding_lr lisa_n_layers",
         NOTHING_LIKE: "strict hub_model_revision eval_table_size "
         "eval_max_new_tokens sequence_parallel_degree context_parallel_size",
     },
@@ -317,13 +358,24 @@ TRL = _HF | _table(
     }
     | _LORA,
     {
-        ONE_ADAPTER: "lora_modules_to_save lora_task_type lora_target_parameters use_dora",
-        ONE_REFERENCE: "precompute_ref_log_probs sync_ref_model",
-        EXACT: "load_in_8bit load_in_4bit bnb_4bit_quant_type use_bnb_nested_quant",
-        OWN_TEMPLATE: "eos_token pad_token",
+        ONE_ADAPTER: "lora_modules_to_save lora_target_parameters use_dora",
+        "adapters are those of a causal model": "lora_task_type",
+        ONE_REFERENCE: "sync_ref_model",
+        "only of sync_ref_model": "ref_model_mixup_alpha ref_model_sync_steps",
+        ONE_PASS: "precompute_ref_log_probs precompute_ref_batch_size",
+        NO_TERM: "rpo_alpha ld_alpha use_weighting f_divergence_type cpo_alpha reference_free",
+        "only of loss types that are not supported": "loss_weights discopop_tau "
+        "f_alpha_divergence_coef",
+        "models without dropout train the same": "disable_dropout",
+        Differs("longer rows are cut at the end"): "truncation_mode",
+        EXACT: "load_in_8bit load_in_4bit",
+        HOW_QUANTIZED: "bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage",
+        OWN_TEMPLATE: "eos_token",
+        OWN_TOKENIZER: "pad_token",
         NO_CODE: "trust_remote_code",
-        NO_METHOD: "num_generations max_completion_length",
-        "data.max_length bounds prompt and answer together": "max_prompt_length",
+        NO_METHOD: "num_generations",
+        "data.max_length bounds prompt and answer together": "max_prompt_length "
+        "max_completion_length",
         INDEXED: "dataset_num_proc dataset_streaming dataset_batch_size",
         SHUFFLED: "shuffle_dataset",
         "the row format is detected; see data.train.format": "dataset_text_field dataset_kwargs",
@@ -355,7 +407,8 @@ _ELSEWHERE = _table(
 )
 _PREFIXES = {
     ONE_ADAPTER: ("lora", "qlora", "dora_", "peft", "adapter"),
-    EXACT: ("bnb_", "quant", "load_in_", "gptq", "awq"),
+    EXACT: ("quant", "load_in_", "gptq", "awq"),
+    HOW_QUANTIZED: ("bnb_",),
     STREAMED: ("deepspeed", "fsdp", "zero_", "accelerate"),
     ONE_PROCESS: ("ddp_", "nproc", "num_gpus", "tensor_parallel"),
     NO_METHOD: ("dpo_", "ppo_", "grpo_", "kto_", "orpo_"),

@@ -13,21 +13,29 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatrain.config.other_tools import sources
-from megatrain.config.other_tools.asked import Converter, DroppedKey, ToolConfig
-from megatrain.config.other_tools.methods import METHODS
-from megatrain.config.other_tools.names import NO_METHOD
+from megatrain.config.other_tools.asked import (
+    Asks,
+    Converter,
+    Differs,
+    DroppedKey,
+    ToolConfig,
+    trl_names,
+)
+from megatrain.config.other_tools.cadence import whole_run
+from megatrain.config.other_tools.methods import METHODS, asked_loss
+from megatrain.config.other_tools.names import IN_STEPS
 from megatrain.config.quantities import read_number, read_whole
 from megatrain.config.rope_settings import RopeSettings
 
-IN_STEPS = "here it is counted in steps"
 OFF = "off, as by default here"
+PACKED_APART = Differs("there packed rows attend to each other, here never")
 
 
 def _whole(value: Any, least: int = 0) -> int:
     try:
         number = read_whole(value)
     except ValueError:
-        raise DroppedKey("not an integer") from None
+        raise DroppedKey(Asks("not an integer")) from None
     if number < least:
         raise DroppedKey(f"{number} means that another key decides")
     return number
@@ -37,18 +45,18 @@ def _number(value: Any) -> float:
     try:
         return read_number(value)
     except ValueError:
-        raise DroppedKey("not a number") from None
+        raise DroppedKey(Asks("not a number")) from None
 
 
 def _choice(
-    table: Mapping[str, str], otherwise: str, notes: Mapping[str, str] | None = None
+    table: Mapping[str, Any], otherwise: str, notes: Mapping[str, str] | None = None
 ) -> Converter:
     """Return a converter that uses a table of words."""
 
     def convert(value: Any, asked: ToolConfig) -> tuple[Any, str]:
         word = str(value).lower()
         if word not in table:
-            raise DroppedKey(otherwise)
+            raise DroppedKey(Differs(otherwise))
         return table[word], (notes or {}).get(word, "")
 
     return convert
@@ -87,9 +95,20 @@ def _warmup_ratio(value: Any, asked: ToolConfig) -> tuple[Any, str]:
 def _warmup(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     if asked.get("lr_scheduler_type", asked.get("lr_scheduler")) == "constant":
         return 0, "there the constant schedule has no warm-up"
-    if asked.tool == "Axolotl" and asked.get("warmup_ratio") is None is asked.get("warmup_steps"):
-        return value, "there 3 % of the run, but at most 100 steps"
-    return value, ""
+    return _axolotl_warmup(value, asked) if asked.tool == "Axolotl" else (value, "")
+
+
+def _axolotl_warmup(value: Any, asked: ToolConfig) -> tuple[Any, str]:
+    """Return Axolotl's warm-up: its fractions are rounded down, and 1 step becomes 2."""
+    by_default = asked.get("warmup_ratio") is None is asked.get("warmup_steps")
+    if isinstance(value, int):
+        return (2, "there 1 becomes 2") if value == 1 else (value, "")
+    steps = whole_run(asked) if asked_loss(asked) == "next_token" else None
+    most = 100 if by_default else steps
+    if steps is None or most is None or asked.get("warmup_steps") is not None:
+        return value, "there 3 % of the run, but at most 100 steps" if by_default else ""
+    found = min(int(value * steps), most)
+    return 2 if found == 1 else found, f"{value:g} of {steps} steps"
 
 
 def _final_fraction(value: Any, asked: ToolConfig) -> tuple[Any, str]:
@@ -99,9 +118,15 @@ def _final_fraction(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     if "min_lr" in options and _number(asked.get("learning_rate") or 0) > 0:
         fraction = _number(options["min_lr"]) / _number(asked["learning_rate"])
         return float(f"{fraction:.6g}"), "of the peak"
+    if not options:
+        raise DroppedKey("none")
     raise DroppedKey(
-        "only the final rate of a schedule is supported; optim.decay is the decay of wsd"
+        Differs("only the final rate of a schedule is supported; optim.decay is the decay of wsd")
     )
+
+
+def _in_steps(steps_key: str) -> str:
+    return "the log is counted in steps" if steps_key == "logging_steps" else IN_STEPS
 
 
 def _strategy(steps_key: str) -> Converter:
@@ -110,7 +135,7 @@ def _strategy(steps_key: str) -> Converter:
             if steps_key == "logging_steps":
                 raise DroppedKey("logging cannot be turned off")
             return None, "at the end only"
-        raise DroppedKey(IN_STEPS if value == "epoch" else f"{steps_key} decides")
+        raise DroppedKey(_in_steps(steps_key) if value == "epoch" else f"{steps_key} decides")
 
     return convert
 
@@ -121,7 +146,7 @@ def _every(strategy_keys: tuple[str, ...]) -> Converter:
             if asked.get(key) in ("no", "epoch", False):
                 raise DroppedKey(f"overridden by {key}, which is {asked[key]}")
         if 0 < _number(value) < 1:
-            raise DroppedKey(IN_STEPS)
+            raise DroppedKey(_in_steps(strategy_keys[0].replace("strategy", "steps")))
         return _whole(value, least=1), ""
 
     return convert
@@ -134,7 +159,7 @@ def _tokens(value: Any, asked: ToolConfig) -> tuple[Any, str]:
         given = asked.given(key, [])
         listed = given.split(",") if isinstance(given, str) else given
         if not isinstance(listed, list) or not all(isinstance(token, str) for token in listed):
-            raise DroppedKey("not a list of tokens")
+            raise DroppedKey(Asks("not a list of tokens"))
         found |= {token.strip(): None for token in listed if token.strip() and token.isprintable()}
     if not found:
         raise DroppedKey("no tokens")
@@ -145,19 +170,23 @@ def _rope(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     """Return a scaling of positions by our keys."""
     names = {"rope_type": "type", "rope_theta": "theta"}
     if not isinstance(value, dict):
-        raise DroppedKey("not a mapping with type and factor")
+        raise DroppedKey(Asks("not a mapping with type and factor"))
     given = {names.get(str(key), str(key)): part for key, part in value.items()}
     try:
         RopeSettings.model_validate(given)
     except ValidationError as error:
         where = ".".join(map(str, error.errors()[0]["loc"])) or "the mapping"
-        raise DroppedKey(f"{where} is not one that model.rope takes; see docs/config.md") from None
+        raise DroppedKey(
+            Differs(f"{where} is not one that model.rope takes; see docs/config.md")
+        ) from None
     return given, ""
 
 
 def _model_overrides(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     if not isinstance(value, dict) or set(value) != {"rope_scaling"}:
-        raise DroppedKey("of the model's config only rope_scaling can be changed, by model.rope")
+        raise DroppedKey(
+            Differs("of the model's config only rope_scaling can be changed, by model.rope")
+        )
     return _rope(value["rope_scaling"], asked)
 
 
@@ -168,7 +197,7 @@ def _held_out(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     if fraction <= 0:
         raise DroppedKey("no rows are held out, as by default here")
     if fraction >= 1:
-        raise DroppedKey("a number of rows; set data.eval to a fraction")
+        raise DroppedKey(Asks("a number of rows; set data.eval to a fraction"))
     return fraction, ""
 
 
@@ -176,10 +205,10 @@ def _loggers(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     names = [value] if isinstance(value, str) else value
     known = ("tensorboard", "wandb", "trackio")
     if not isinstance(names, list):
-        raise DroppedKey("not a list of names")
+        raise DroppedKey(Asks("not a list of names"))
     kept = [name for name in names if name in known]
     lost = [str(name) for name in names if name not in (*known, "none")]
-    return kept, f"not supported: {', '.join(lost)}" if lost else ""
+    return kept, Asks(f"not supported: {', '.join(lost)}") if lost else ""
 
 
 def _axolotl_loggers(value: Any, asked: ToolConfig) -> tuple[Any, str]:
@@ -199,6 +228,8 @@ def _attention(value: Any, asked: ToolConfig) -> tuple[Any, str]:
 
 
 def _trl_train_on(value: Any, asked: ToolConfig) -> tuple[Any, str]:
+    if asked_loss(asked) != "next_token":
+        raise DroppedKey("the answers are trained: their format decides")
     completion = asked.get("completion_only_loss")
     if completion:
         return "completion", ""
@@ -206,31 +237,21 @@ def _trl_train_on(value: Any, asked: ToolConfig) -> tuple[Any, str]:
         return "assistant", ""
     if completion is False:
         return "all", ""
-    pairs = [asked.pairs_of(name) for name in trl_names(asked)]
-    if pairs and set(pairs) <= {"strings", "turns"}:
+    rows = [asked.rows_of(name) for name in trl_names(asked)]
+    if rows and set(rows) <= {"strings", "turns"}:
         return "completion", "rows of prompt and completion: TRL trains on the completion"
-    if None in pairs or not pairs:
-        return "all", (
+    if None in rows or not rows:
+        return "all", Asks(
             "TRL trains on the completion of rows with columns prompt and completion: for those, "
             "set data.train_on: completion, and data.chat_template: none if they are strings"
         )
     return "all", ""
 
 
-def trl_names(asked: ToolConfig) -> list[str]:
-    """Return the sources that a file of TRL names."""
-    given = asked.get("datasets")
-    items = given if isinstance(given, list) else [{"path": asked.get("dataset_name")}]
-    paths = [item.get("path") if isinstance(item, dict) else item for item in items]
-    return [path for path in paths if isinstance(path, str)]
-
-
 def _llama_factory_train_on(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     stage = asked.given("stage", "sft")
     if stage in ("dpo", "kto"):
         raise DroppedKey("the answers are trained: their format decides")
-    if stage not in ("sft", "pt"):
-        raise DroppedKey(f"{stage}: {NO_METHOD}")
     if stage == "pt" or asked.get("train_on_prompt"):
         return "all", ""
     return ("last", "") if asked.get("mask_history") else ("assistant", "")
@@ -241,7 +262,7 @@ def _llama_factory_packing(value: Any, asked: ToolConfig) -> tuple[Any, str]:
         return True, ""
     if asked.get("packing") is None:
         return asked.get("stage") == "pt", ""
-    return bool(value), "there packed rows attend to each other, here never" if value else ""
+    return bool(value), PACKED_APART if value else ""
 
 
 def _template_arguments(key: str) -> Converter:
@@ -251,10 +272,31 @@ def _template_arguments(key: str) -> Converter:
 def _template(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     """Return a template by its text or file; the name of a built-in template is dropped."""
     if not isinstance(value, str):
-        raise DroppedKey("not a template")
+        raise DroppedKey(Asks("not a template"))
     if "{" in value or Path(value).suffix == ".jinja":
         return value, ""
-    raise DroppedKey("not a template file: the model tokenizer's chat template is used")
+    raise DroppedKey(Asks("not a template file: the model tokenizer's chat template is used"))
+
+
+_order = _choice(
+    {"random": True, "sequential": False},
+    "rows of similar length are not put together: the order is random",
+)
+
+
+def _liger(value: Any, asked: ToolConfig) -> tuple[Any, str]:
+    if not value:
+        raise DroppedKey(OFF)
+    if asked.get("torch_compile"):
+        raise DroppedKey("torch.compile makes its own kernels")
+    if asked.get("use_cpu"):
+        raise DroppedKey("these kernels do not run on a CPU")
+    return "liger", Asks("it needs the package liger-kernel and an accelerator")
+
+
+def _per_epoch(value: Any, asked: ToolConfig) -> tuple[Any, str]:
+    """Drop a number per epoch, unless cadence.py knows the steps of the run."""
+    raise DroppedKey(IN_STEPS if value else OFF)
 
 
 def _clip(value: Any, asked: ToolConfig) -> tuple[Any, str]:
@@ -281,13 +323,15 @@ _schedule = _choice(
     _SCHEDULES,
     "schedule not supported; give constant, linear, cosine or wsd",
     {
-        "warmup_stable_decay": "the decay is linear over optim.decay; there it is half a "
-        "cosine unless decay_type says otherwise"
+        "warmup_stable_decay": Differs(
+            "the decay is linear over optim.decay; there it is half a cosine unless decay_type "
+            "says otherwise"
+        )
     },
 )
 _DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "auto": "bf16", "float32": "fp32", "fp32": "fp32",
            "float16": "bf16", "fp16": "bf16"}  # fmt: skip
-_NO_FP16 = "use bf16: the size of fp16 and the range of fp32"
+_NO_FP16 = Differs("use bf16: the size of fp16 and the range of fp32")
 _dtype = _choice(_DTYPES, "give bf16 or fp32", {"float16": _NO_FP16, "fp16": _NO_FP16})
 
 CONVERTERS: dict[str, Converter] = {
@@ -358,6 +402,14 @@ CONVERTERS: dict[str, Converter] = {
     "chat_template_path": _template,
     "chat_template_jinja": _template,
     "curriculum_sampling": _switch(on=False, off=True),
+    "disable_shuffling": _switch(on=False, off=True),
+    "train_sampling_strategy": _order,
+    "use_liger_kernel": _liger,
+    "enable_liger_kernel": _liger,
+    "liger_rms_norm": _liger,
+    "liger_glu_activation": _liger,
+    "evals_per_epoch": _per_epoch,
+    "saves_per_epoch": _per_epoch,
     "activation_offloading": _switch("host"),
     "assistant_only_loss": _trl_train_on,
     "completion_only_loss": _trl_train_on,
@@ -370,6 +422,19 @@ CONVERTERS: dict[str, Converter] = {
     "use_trackio": _axolotl_loggers,
 } | METHODS
 """Converters by key of the other tool; any other key keeps its value."""
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "chat_template": ("tokenizer_default",),
+    "f_divergence_type": ("reverse_kl",),
+    "greater_is_better": (False,),
+    "metric_for_best_model": ("loss", "eval_loss"),
+    "mix_strategy": ("concat",),
+    "plugins": (
+        ["axolotl.integrations.liger.LigerPlugin"],
+        ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"],
+    ),
+    "truncation_mode": ("keep_start",),
+}
+"""Values of keys without an equivalent with which the run stays the same."""
 BY_TOOL: dict[tuple[str, str], Converter] = {
     ("LLaMA-Factory", "packing"): _llama_factory_packing,
 }
