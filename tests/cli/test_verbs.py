@@ -120,17 +120,34 @@ def test_a_config_is_begun_and_brought_from_another_tool(tmp_path: Path) -> None
     assert "batch_rows: 8" in (tmp_path / "new.yaml").read_text()
 
 
+def test_a_method_that_is_not_here_ends_with_an_error_and_no_file(tmp_path: Path) -> None:
+    (tmp_path / "grpo.yml").write_text("base_model: some/model\nrl: grpo\nmicro_batch_size: 2\n")
+    refused = megatrain(tmp_path, "init", "new.yaml", "--from", "grpo.yml")
+    assert refused.returncode == 2
+    assert "grpo.yml:2: rl is grpo: rewards are a loop of your own here" in refused.stderr
+    assert "docs/rewards.md" in refused.stderr
+    assert not (tmp_path / "new.yaml").exists()
+
+
 def test_a_file_of_any_tool_is_read_as_the_tool_that_is_named(tmp_path: Path) -> None:
     (tmp_path / "sft.yaml").write_text("model_name_or_path: m\nper_device_train_batch_size: 2\n")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     refused = megatrain(tmp_path, "init", "new.yaml", "--from", "sft.yaml")
     assert (refused.returncode, "Name the tool, like `--tool trl`" in refused.stderr) == (2, True)
     words = ("--from", "sft.yaml", "--tool", "trl", "--gpus", "3")
-    found = said(megatrain(tmp_path, "init", "new.yaml", *words))
-    assert "which does not load yet:\nnew.yaml:6: data.train is missing" in found
+    refused = megatrain(tmp_path, "init", "new.yaml", *words)
+    assert (refused.returncode, "name it, like `--tool trl-sft`" in refused.stderr) == (2, True)
+    assert not (tmp_path / "new.yaml").exists()
+    words = ("--from", "sft.yaml", "--tool", "trl-sft", "--gpus", "3")
+    unfinished = megatrain(tmp_path, "init", "new.yaml", *words)
+    assert unfinished.returncode == 2
+    assert "model_name_or_path" in unfinished.stdout
+    assert "new.yaml was written, and does not load yet:\n" in unfinished.stderr
+    assert "data.train is missing" in unfinished.stderr
     (tmp_path / "sft.yaml").write_text(
         "dataset_name: rows.jsonl\n" + (tmp_path / "sft.yaml").read_text()
     )
+    words = ("--from", "sft.yaml", "--tool", "trl", "--gpus", "3")
     said(megatrain(tmp_path, "init", "whole.yaml", *words))
     written = (tmp_path / "whole.yaml").read_text()
     assert "batch_rows: 6" in written

@@ -74,8 +74,9 @@ def _rows_of(source: str) -> RowKind | None:
         row = parsed(next(iter(opened.values()))[1])
     except (MegaTrainError, StopIteration):
         return None
-    is_text = isinstance(row, dict) and isinstance(row.get("prompt"), str)
-    return "strings" if is_text else "turns"
+    if not isinstance(row, dict) or isinstance(row.get("label"), bool):
+        return None  # a label may be a mark of kto, or any other column
+    return "strings" if isinstance(row.get("prompt"), str) else "turns"
 
 
 def _num_rows_of(source: str) -> int | None:

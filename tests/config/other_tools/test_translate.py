@@ -400,12 +400,168 @@ def test_datasets_that_cannot_be_read_as_there_are_refused_by_name(name: str, re
         _info(name)
 
 
+def test_every_dataset_that_cannot_be_read_is_named_with_those_that_can() -> None:
+    with pytest.raises(DroppedKey) as error:
+        _info("ranked,identity,odd,cut")
+    said = str(error.value)
+    for name in ("ranked", "odd", "cut"):
+        assert f"{name} of " in said
+    assert "The others are" in said
+    assert str(EXAMPLES / "data" / "identity.json") in said
+    listed = [{"type": "alpaca"}, {"path": "a/b", "data_files": "x.json"}, {"path": "c/d"}]
+    result = _migrated("Axolotl", datasets=listed)
+    (line,) = [line for line in result.lines if line.key == "datasets"]
+    assert (line.outcome, line.effect) == ("dropped", "needs you")
+    for part in ("entry 1 has no path", "a/b: selecting single files", '"path": "c/d"'):
+        assert part in line.note
+
+
 def test_a_name_without_dataset_info_is_not_asked_of_the_hub() -> None:
     result = _migrated("LLaMA-Factory", dataset="identity", dataset_dir="nowhere")
     (line,) = [line for line in result.lines if line.key == "dataset"]
     assert line.outcome == "dropped"
     assert "identity: names from nowhere/dataset_info.json, which does not exist here" in line.note
     assert result.get("data.train") is None
+
+
+def _effects(result: Migration) -> dict[str, str]:
+    return {line.key: line.effect for line in reversed(result.lines)}
+
+
+def test_lines_are_sorted_by_what_they_mean_for_the_run() -> None:
+    result = _migrated("LLaMA-Factory", stage="sft", neftune_noise_alpha=5, do_train=True,
+                       ddp_timeout=1, push_to_hub=True, use_dora=False, no_such_key=1,
+                       quantization_bit=4, template="llama3", packing=True)  # fmt: skip
+    effects = _effects(result)
+    changes = {key for key, effect in effects.items() if effect == "changes results"}
+    assert changes == {"neftune_noise_alpha", "quantization_bit", "packing", "-"}
+    needs = {key for key, effect in effects.items() if effect == "needs you"}
+    assert needs == {"push_to_hub", "no_such_key", "template"}
+    report = result.report()
+    titles = [line for line in report.splitlines() if line.endswith(":")]
+    num_same = len(result.lines) - 7
+    assert titles == ["Changes results (4):", "Needs you (3):", f"Same as there ({num_same}):"]
+    places = [report.index(word) for word in ("neftune", "template", "ddp_timeout")]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize(
+    ("tool", "key", "on", "effect"),
+    [
+        ("TRL", "use_dora", True, "changes results"),
+        ("TRL", "load_in_4bit", True, "changes results"),
+        ("TRL", "rpo_alpha", 1.0, "changes results"),
+        ("TRL", "optim", "lion_32bit", "changes results"),
+        ("TRL", "lr_scheduler_type", "polynomial", "changes results"),
+        ("TRL", "metric_for_best_model", "accuracy", "changes results"),
+        ("TRL", "metric_for_best_model", "eval_loss", "same"),
+        ("TRL", "f_divergence_type", "js_divergence", "changes results"),
+        ("TRL", "f_divergence_type", "reverse_kl", "same"),
+        ("TRL", "truncation_mode", "keep_start", "same"),
+        ("TRL", "hub_model_id", "a/b", "needs you"),
+        ("TRL", "resume_from_checkpoint", "last", "needs you"),
+        ("TRL", "eval_strategy", "epoch", "needs you"),
+        ("TRL", "use_liger_kernel", True, "needs you"),
+        ("TRL", "use_liger_kernel", False, "same"),
+        ("LLaMA-Factory", "use_galore", True, "changes results"),
+        ("LLaMA-Factory", "max_samples", 1000, "changes results"),
+        ("LLaMA-Factory", "mix_strategy", "concat", "same"),
+        ("Axolotl", "plugins", ["axolotl.integrations.liger.LigerPlugin"], "same"),
+        ("Axolotl", "plugins", ["mine.Plugin"], "changes results"),
+        ("Axolotl", "unfrozen_parameters", ["lm_head"], "changes results"),
+    ],
+)
+def test_a_dropped_key_counts_as_what_it_does(tool: Tool, key: str, on: Any, effect: str) -> None:
+    assert _effects(_migrated(tool, **{key: on}))[key] == effect
+
+
+@pytest.mark.parametrize("tool", TABLES)
+def test_a_key_that_is_off_changes_nothing(tool: Tool) -> None:
+    off = dict.fromkeys((key for key, rule in TABLES[tool].items() if not rule.to), False)
+    assert {_effects(_migrated(tool, **off))[key] for key in off} == {"same"}
+
+
+def test_features_that_exist_are_named() -> None:
+    named = _migrated("TRL", push_to_hub=True, ddp_timeout=1, rpo_alpha=1.0).report()
+    assert "from Python, `Trainer.push_to_hub` uploads the model" in named
+    assert "`megatrain train --gpus N` starts a process per GPU" in named
+    assert "a term of the loss that is not supported" in named
+    assert _migrated("TRL", use_liger_kernel=True).get("train.kernels") == "liger"
+    assert _migrated("LLaMA-Factory", enable_liger_kernel=True).get("train.kernels") == "liger"
+    assert _migrated("Axolotl", liger_rms_norm=True).get("train.kernels") == "liger"
+    both = _migrated("TRL", use_liger_kernel=True, torch_compile=True)
+    assert (both.get("train.kernels"), both.get("train.compile")) == (None, True)
+
+
+def _adapted(kind: str | None, **values: Any) -> Migration:
+    value = {"model_name_or_path": "some/model", "use_peft": True, **values}
+    document = Document(name="x.yaml", value=value)
+    return migrate_document(document, "TRL", trainer="sft", model_type_of=lambda _: kind)
+
+
+def test_modules_that_peft_would_adapt_are_written() -> None:
+    for kind, targets in (("qwen3", ["q_proj", "v_proj"]), ("gpt_neox", ["query_key_value"]),
+                          ("phi", ["q_proj", "v_proj", "fc1", "fc2"])):  # fmt: skip
+        result = _adapted(kind)
+        (line,) = [line for line in result.lines if line.ours == "lora.targets"]
+        assert (line.outcome, line.value, line.effect) == ("default", targets, "same")
+        assert line.note.endswith(f"PEFT's table for the model type {kind}")
+    assert _adapted("qwen3", lora_target_modules=["o_proj"]).get("lora.targets") == ["o_proj"]
+    assert _adapted("qwen3", use_peft=False).get("lora.targets") is None
+
+
+def test_modules_of_a_model_of_unknown_type_are_said_aloud() -> None:
+    result = _adapted(None)
+    (line,) = [line for line in result.lines if line.ours == "lora.targets"]
+    assert (line.value, line.effect) == (["q_proj", "v_proj"], "needs you")
+    assert "the type of this model is not known on this machine" in line.note
+    result = _adapted("qwen3_moe")
+    (line,) = [line for line in result.lines if line.key == "lora_target_modules"]
+    assert (line.outcome, line.effect) == ("missing", "needs you")
+    assert "PEFT has no default for the model type qwen3_moe" in line.note
+
+
+def test_keys_without_which_axolotl_does_not_start_are_asked_for() -> None:
+    result = _migrated("Axolotl", adapter="lora")
+    missing = {line.key for line in result.lines if line.outcome == "missing"}
+    assert missing == {"learning_rate", "lora_r", "lora_alpha", "lora_target_modules"}
+    result = _migrated("Axolotl", rl="simpo", learning_rate=1e-6)
+    found = {line.key: line.effect for line in result.lines if line.outcome == "missing"}
+    assert found == {"simpo_gamma": "needs you", "cpo_alpha": "changes results"}
+
+
+@pytest.mark.parametrize(
+    ("tool", "values", "rows", "every"),
+    [
+        ("Axolotl", {"evals_per_epoch": 4, "saves_per_epoch": 2, "max_steps": 80}, None,
+         (20, 40)),
+        ("Axolotl", {"evals_per_epoch": 4, "saves_per_epoch": 1, "num_epochs": 2,
+                     "micro_batch_size": 2}, 100, (13, 50)),
+        ("Axolotl", {"evals_per_epoch": 4, "saves_per_epoch": 1}, None, (None, None)),
+        ("Axolotl", {"evals_per_epoch": 4, "sample_packing": True}, 100, (None, None)),
+        ("TRL", {"eval_strategy": "epoch", "save_strategy": "epoch"}, 100, (13, 13)),
+        ("TRL", {"eval_strategy": "epoch", "max_steps": 5}, None, (None, None)),
+        ("TRL", {"eval_steps": 0.1, "save_steps": 0.25, "max_steps": 50}, None, (5, 13)),
+        ("LLaMA-Factory", {"save_strategy": "epoch", "val_size": 0.1, "eval_strategy": "epoch"},
+         100, (12, 12)),
+    ],
+)  # fmt: skip
+def test_evaluations_and_saves_by_epochs_are_kept_where_steps_are_known(
+    tool: Tool, values: dict[str, Any], rows: int | None, every: tuple[int | None, int | None]
+) -> None:
+    sources: dict[Tool, dict[str, Any]] = {
+        "Axolotl": {"datasets": [{"path": "rows.jsonl"}]},
+        "TRL": {"dataset_name": "rows.jsonl"},
+        "LLaMA-Factory": {"dataset": "rows.jsonl", "dataset_dir": "ONLINE"},
+    }
+    known = {"trainer": "sft"} if tool == "TRL" else {}
+    document = Document(name="x.yaml", value=sources[tool] | values)
+    result = migrate_document(document, tool, num_rows_of=lambda _: rows, **known)
+    assert (result.get("eval.every"), result.get("save.every")) == every
+    assert unaccounted(document.value, result) == []
+    asked = [line.key for line in result.lines if "steps is not known" in line.note]
+    counted = [key for key in values if "per_epoch" in key or values[key] == "epoch"]
+    assert asked == (counted if every == (None, None) else [])
 
 
 def test_a_tool_is_found_by_the_names_people_type() -> None:
