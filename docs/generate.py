@@ -40,6 +40,7 @@ SOURCE = HERE.parent / "src" / "megatrain"
 README = HERE.parent / "README.md"
 
 UNCLIPPED = "train.max_grad_norm=null"
+LITTLE_DISK = ("save.keep=1", "optim.state=8bit")
 FITS: tuple[tuple[str, str, str, str | None, tuple[str, ...]], ...] = (
     ("Qwen/Qwen3-4B", "3060", "64GB", None, ()),
     ("Qwen/Qwen3-8B", "3090", "64GB", None, (UNCLIPPED,)),
@@ -55,8 +56,12 @@ FITS: tuple[tuple[str, str, str, str | None, tuple[str, ...]], ...] = (
 )
 """Models and machines of the README's table, as `megatrain estimate` takes them."""
 FITS_HEAD = """
-| model | machine | fits | states | step, tokens | host | device | tokens/s | 10M tokens |
-|---|---|---|---|---|---|---|---|---|
+| model | machine | fits | states | step, tokens | host | device | disk | tokens/s | 10M tokens |
+|---|---|---|---|---|---|---|---|---|---|
+"""
+FITS_END = """
+Disk is for two checkpoints, a third while it is written, and the exported model; {least} is enough
+for the first row with `save.keep=1 optim.state=8bit`. A scratch file for states is not counted.
 """
 TREE_HEAD = """# Files
 
@@ -206,7 +211,10 @@ def tour() -> str:
 
 def fits_table() -> str:
     """Return the README's table of models and machines."""
-    return FITS_HEAD + "".join(_fits_row(*case) for case in FITS)
+    model, gpu, ram, disk, settings = FITS[0]
+    little = estimate(model, [*settings, *LITTLE_DISK], gpu=gpu, ram=ram, disk=disk)
+    least = gib(little.plan.ledger.total("disk"))
+    return FITS_HEAD + "".join(_fits_row(*case) for case in FITS) + FITS_END.format(least=least)
 
 
 def causes_table() -> str:
@@ -246,7 +254,8 @@ def _fits_row(model: str, gpu: str, ram: str, disk: str | None, settings: tuple[
     machine = f"{found.machine}, {ram}" + (f", {disk} disk" if disk else "")
     step = f"{plan.workload.step_tokens:,}"
     state = _states(found)
-    cells = (name, machine, _fits(found, settings), state, step, host, device, speed, time)
+    saved = gib(plan.ledger.total("disk"))
+    cells = (name, machine, _fits(found, settings), state, step, host, device, saved, speed, time)
     return f"| {' | '.join(cells)} |\n"
 
 

@@ -68,13 +68,17 @@ def test_what_fits_says_how_fast_and_what_limits() -> None:
     assert 1000 < found.tokens_per_s < 2500
     assert found.seconds == pytest.approx(1e9 / found.tokens_per_s)
     assert found.cost == pytest.approx(found.seconds / 3600 * 0.5)  # type: ignore[operator]
-    text = str(found)
+    text = found.text(details=True)
     for word in (
         "machine   RTX 4090", "figures   published, not measured", "Qwen/Qwen3-8B, 8.19B params",
-        "32,768 tokens in rows of 2,048", "  auto: 99% of a very long", "weights (hi)",
-        "limit     compute", "in all    1B tokens in ", "at 0.5 an hour", "micro_batch_tokens",
+        "32,768 tokens in rows of 2,048", "  auto: 99% of a very long", "  weights  ",
+        "limit     compute", ", 1B tokens in ", "at 0.5 an hour", "micro_batch_tokens",
     ):  # fmt: skip
         assert word in text, word
+    first = text.splitlines()[0]
+    assert first == found.plan.verdict(found.whole)
+    assert first == str(found).splitlines()[0]
+    assert first.startswith(f"fits: {found.tokens_per_s:,.0f} tokens/s (predicted), 1B tokens in ")
 
 
 def test_experts_are_counted_apart() -> None:
@@ -85,8 +89,9 @@ def test_experts_are_counted_apart() -> None:
 def test_what_does_not_fit_says_by_how_much_and_ends_with_3() -> None:
     done = _run("Llama-3.1-70B", "--gpu", "24GB", "--ram", "64GB")
     assert done.returncode == 3
-    assert "short of  host memory " in done.stdout
-    assert "does not fit" in done.stdout
+    first, second, *_ = done.stdout.splitlines()
+    assert re.fullmatch(r"does not fit: host memory \d+\.\d GiB short", first)
+    assert second == "Changes that make it fit, the cheapest first:"
     assert "24GB card, as fast as RTX 3090" in done.stdout
 
 
@@ -100,7 +105,7 @@ def test_every_machine_has_an_answer(machine: object) -> None:
 
 
 def _widest(found: Estimate) -> int:
-    return max(map(len, str(found).splitlines()))
+    return max(map(len, found.text(details=True).splitlines()[1:]))
 
 
 @pytest.mark.merge
@@ -229,7 +234,8 @@ def test_this_machine_is_meant_without_a_gpu() -> None:
         ({"seq": "x"}, "--seq is x; give a number of tokens"),
         ({"tokens": "-1"}, "--tokens is -1; "),
         ({"batch_tokens": "0"}, "--batch-tokens is 0; "),
-        ({"gpu": "abacus"}, "--gpu abacus: unknown. Give a size like 24GB"),
+        ({"gpu": "abacus"}, "--gpu abacus: unknown. Give the memory of its card, like 8GB"),
+        ({"gpu": "Apple M4 Max"}, "--gpu Apple M4 Max: unknown. Give the memory of its card"),
     ],
 )
 def test_what_cannot_be_meant_is_said(asked: dict[str, str], message: str) -> None:

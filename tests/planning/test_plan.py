@@ -99,9 +99,10 @@ def test_a_fix_that_is_too_small_would_be_noticed() -> None:
     assert not make_plan(stingy, fix.workload).fits
 
 
-def test_rows_add_up_to_their_place_and_what_is_short_to_the_rest() -> None:
+@pytest.mark.parametrize("details", [False, True])
+def test_rows_add_up_to_their_place_and_what_is_short_to_the_rest(details: bool) -> None:
     plan = plan_of(SEVENTY, SERVER.changed(ram_bytes=480 * GIB))
-    rows = str(plan).splitlines()
+    rows = plan.text(details=details).splitlines()
     start = next(i for i, row in enumerate(rows) if row.startswith("host "))
     total, has, short = (float(part) for part in re.findall(r"[\d.]+(?= GiB)", rows[start]))
     assert short == pytest.approx(total - has, abs=0.11)
@@ -109,7 +110,38 @@ def test_rows_add_up_to_their_place_and_what_is_short_to_the_rest() -> None:
     sizes = [(float(row.split()[-2]), row.split()[-1]) for row in lines]
     gibs = [size / (1024 if unit == "MiB" else 1) for size, unit in sizes]
     assert sum(gibs) == pytest.approx(total, abs=0.5)
-    assert any("reserve, kept free" in row for row in rows)
+    assert any("reserve, kept free" in row for row in rows) == details
+    assert any("smaller ones" in row for row in rows) != details
+
+
+def test_of_each_place_three_lines_are_shown_in_plain_words() -> None:
+    plan = plan_of(EIGHT, DESKTOP)
+    short, full = str(plan), plan.text(details=True)
+    assert len(short.splitlines()) < 0.6 * len(full.splitlines())
+    for text in (short, full):
+        for word in ("(hi)", "(lo)", "outbox", "slots  ", "ring"):
+            assert word not in text.partition("speed")[0], word
+    assert "micro_batch_tokens" in full
+    assert "micro_batch_tokens" not in short
+    assert any(line.purpose == "weights (hi)" for line in plan.ledger.lines), "the words were there"
+
+
+def test_the_verdict_is_one_line() -> None:
+    plan = plan_of(EIGHT, DESKTOP)
+    words = plan.verdict("1B tokens in 6 d").split(", ")
+    assert re.fullmatch(r"fits: [\d,]+ tokens/s \(predicted\)", words[0])
+    assert "1B tokens in 6 d" in words
+    assert re.fullmatch(r"host \d+ of \d+ GiB", words[-3])
+    assert re.fullmatch(r"device [\d.]+ of [\d.]+ GiB", words[-2])
+    assert re.fullmatch(r"disk \d+ GiB", words[-1])
+    refused = plan_of(SEVENTY, DESKTOP)
+    assert re.fullmatch(r"does not fit: host memory \d+\.\d GiB short.*", refused.verdict())
+
+
+def test_a_machine_without_a_measured_speed_has_none_in_its_verdict() -> None:
+    unknown = unmeasured(ram_bytes=200 * GIB, base_bytes=0, device_bytes=22 * GIB)
+    verdict = make_plan(unknown, Workload(model=EIGHT, step_tokens=8192)).verdict()
+    assert verdict.startswith("fits: host ")
 
 
 def test_what_takes_turns_is_named_with_its_shares() -> None:
@@ -187,6 +219,6 @@ def test_a_machine_that_was_not_measured_still_says_what_a_state_costs() -> None
     little = unmeasured(ram_bytes=90 * GIB, base_bytes=0, device_bytes=22 * GIB)
     text = str(make_plan(little, Workload(model=EIGHT, step_tokens=8192)))
     assert re.search(r"state +bf16 +fp32 states are \d+\.\d GiB short", text)
-    assert "tape  " not in text.partition("disk")[2]
+    assert "tape  " not in text
     enough = little.changed(ram_bytes=200 * GIB)
     assert "state  " not in str(make_plan(enough, Workload(model=EIGHT, step_tokens=8192)))

@@ -58,6 +58,29 @@ class Ledger:
         )
 
 
+_PLAIN = {
+    "weights (hi)": "weights",
+    "master remainder (lo)": "fp32 masters, lower halves",
+    "gradients (grad)": "gradients",
+    "first moment (m)": "first moments of Adam",
+    "second moment (v)": "second moments of Adam",
+    "scales of m": "scales of first moments",
+    "scales of v": "scales of second moments",
+    "tape": "inputs of layers",
+    "weight slots": "weights of current layers",
+    "gradient slots": "gradients of current layers",
+    "outbox": "gradients being copied",
+    "gradient rings": "gradients being applied",
+    "tier ring": "buffers of the disk",
+    "exchange": "buffers between ranks",
+}
+
+
+def plain_purpose(purpose: str) -> str:
+    """Return the purpose of a line in words that need no knowledge of the engine."""
+    return _PLAIN.get(purpose, purpose)
+
+
 def gib(num_bytes: int) -> str:
     """Return bytes as people read them."""
     if num_bytes >= 2**30:

@@ -9,7 +9,7 @@ The config is read as `train` reads it (from_config.py), so both plan the same r
 Laws (tests/planning/test_estimate.py)
     1. Neither torch nor transformers nor matplotlib is imported for a known model.
     2. A plan that does not fit reports by how much, and each change it proposes, applied, fits.
-    3. No line is longer than 80 columns.
+    3. The first line is the verdict. No other line is longer than 80 columns.
     4. On the same machine `train` makes the same plan of the same config; only the data, which
        `estimate` does not read, may make the steps of `train` shorter (step_size.py).
 """
@@ -29,29 +29,21 @@ from megatrain.config.yaml_reader import Document
 from megatrain.errors import ConfigError
 from megatrain.files import PNG_SIGNS, require_replaceable, write_file
 from megatrain.memory.host import free_bytes
+from megatrain.planning.alternatives import alternatives, planned
 from megatrain.planning.catalog.asked_machines import find_machine
 from megatrain.planning.catalog.asked_models import shape_for
 from megatrain.planning.catalog.known_models import known_models
 from megatrain.planning.catalog.networks import NETWORKS, find_network
 from megatrain.planning.catalog.reference_machines import MACHINES
-from megatrain.planning.from_config import (
-    free_on_disk,
-    packs_rows,
-    pins_of,
-    step_settings_of,
-    step_size_of,
-    within,
-    workload_of,
-)
+from megatrain.planning.from_config import free_on_disk, within
 from megatrain.planning.longest import LONGEST_ROW
 from megatrain.planning.machine.examination import kept_examination
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.machine.reserve import with_one_budget, with_reserve
-from megatrain.planning.model.shapes import ModelShape
-from megatrain.planning.plan import Plan, make_plan
+from megatrain.planning.plan import Plan, within_80
 from megatrain.planning.ranks.division import Division
 from megatrain.planning.ranks.sharing import as_rank
-from megatrain.planning.search import capacities, shortfall_texts, shortfalls
+from megatrain.planning.search import capacities, shortfalls
 from megatrain.text import duration, figure
 
 MOST_RANKS = 4096
@@ -71,6 +63,8 @@ class Estimate:
     price_per_hour: float | None
     scales_positions: bool = False
     """The config makes the model reach further than it declares."""
+    alternatives: tuple[str, ...] = ()
+    """Of a plan that does not fit: adapters, and a smaller model of the family, if they fit."""
 
     @property
     def fits(self) -> bool:
@@ -93,8 +87,13 @@ class Estimate:
         return self.seconds / 3600 * self.price_per_hour
 
     def __str__(self) -> str:
-        lines = [*self._head(), *str(self.plan).splitlines(), *self._bill()]
-        return "\n".join(line if len(line) <= 80 else f"{line[:77]}..." for line in lines)
+        return self.text()
+
+    def text(self, *, details: bool = False) -> str:
+        """Return the verdict in one line, ways out if it does not fit, then the figures."""
+        ways = [] if self.fits else self.plan.ways_out(*self.alternatives)
+        rows = [*ways, "", *self._head(), *self.plan.text(details=details).splitlines()]
+        return "\n".join([self.plan.verdict(self.whole), *map(within_80, rows)])
 
     def to_json(self) -> str:
         """Return all of it as JSON text."""
@@ -109,6 +108,7 @@ class Estimate:
             "trained_params": workload.model.trained_params,
             "step_tokens": workload.step_tokens,
             "sequence": workload.sequence,
+            "alternatives": list(self.alternatives),
             "available": capacities(plan.profile),
             "short": shortfalls(plan.profile, plan.ledger),
             "tokens": self.tokens,
@@ -149,16 +149,15 @@ class Estimate:
             )
         return rows
 
-    def _bill(self) -> list[str]:
-        if not self.fits:
-            lacks = shortfall_texts(self.plan.profile, self.plan.ledger)
-            return ["", _row("short of", ", ".join(lacks))]
+    @property
+    def whole(self) -> str:
+        """The time and the price of all tokens, for people."""
         if self.seconds is None or self.tokens is None:
-            return []
+            return ""
         text = f"{figure(self.tokens)} tokens in {duration(self.seconds)}"
         if self.cost is not None:
             text += f", cost {self.cost:,.2f} at {self.price_per_hour:g} an hour"
-        return ["", _row("in all", text)]
+        return text
 
 
 def estimate(
@@ -211,13 +210,12 @@ def estimate(
         profile = profile.changed(disk_bytes=_read("disk", disk, read_bytes))
     elif gpu is None:
         profile = profile.changed(disk_bytes=free_on_disk(config))
+    profile = with_reserve(within(with_one_budget(profile), config))
+    model_shape = shape_for(config)
+    plan = planned(config, profile, model_shape, division)
     return Estimate(
-        plan=_planned(
-            config,
-            with_reserve(within(with_one_budget(profile), config)),
-            shape_for(config),
-            division,
-        ),
+        plan=plan,
+        alternatives=() if plan.fits else alternatives(config, profile, model_shape, division),
         machine=machine,
         figures=figures,
         tokens=None if tokens is None else _read("tokens", tokens, read_count),
@@ -253,22 +251,6 @@ def _connected(profile: MachineProfile, division: Division, network: str | None)
         profile.network, host_bytes_per_s=found.bytes_per_s, host_latency_s=found.latency_s
     )
     return profile.changed(network=between)
-
-
-def _planned(
-    config: Config, profile: MachineProfile, model: ModelShape, division: Division
-) -> Plan:
-    config = config.decided(packing=packs_rows(config, model))
-    size = step_size_of(config, profile, model, division=division)
-    if size is not None:
-        config = config.settled(size.tokens)
-    plan = make_plan(
-        profile,
-        workload_of(config, model, division, unified=profile.on_host),
-        step_settings_of(config, unified=profile.on_host, division=division),
-        pins_of(config),
-    )
-    return plan if size is None else plan.with_step_reason(size.reason)
 
 
 def _config(

@@ -279,9 +279,9 @@ def _with_disk(start: Fix) -> Fix | None:
     saved = start.ledger.total("host") - roomy.ledger.total("host")
     if saved < _LEAST:
         return None
-    used = "wears it" if roomy.missing else f"wears {gib(roomy.tier_bytes)} of it"
+    written = "written" if roomy.missing else f"{gib(roomy.tier_bytes)} written"
     override = "memory.disk=PATH"
-    text = f"{override} (on NVMe, {used}, -{gib(saved)} host)"
+    text = f"{override} (on NVMe, {written} each step, -{gib(saved)} host)"
     return _then(start, text, override, profile=roomy.profile)
 
 
@@ -343,7 +343,9 @@ def _more(start: Fix, place: str, sizes: list[int], headroom: float, now: int) -
         return None
     field = "ram_bytes" if place == "host" else "device_bytes"
     where = "installed" if place == "host" else "on the card"
-    text = f"{place} memory: {gib(needed)} free (now {gib(now)}), so {sold >> 30} GiB {where}"
+    text = f"{place} memory: {gib(needed)} free (now {gib(now)})"
+    if needed > sold // 4:  # less than that is a matter of limits, not of what is sold
+        text += f", so {sold >> 30} GiB {where}"
     bought = (start.bought[0], sold) if place == "host" else (sold, start.bought[1])
     return _then(start, text, profile=start.profile.changed(**{field: needed}), bought=bought)
 

@@ -49,6 +49,7 @@ def workload_of(
         max_grad_norm=config.train.max_grad_norm,
         projects_twice=config.loss.name != "next_token",
         states=STATES[config.optim.name],
+        kept_checkpoints=config.save.keep + config.keeps_best,
         division=division,
     )
 

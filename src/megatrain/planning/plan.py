@@ -1,8 +1,10 @@
 """The plan: the immutable decision from workload and machine, with its reasons.
 
     plan = make_plan(profile, workload)
-    print(plan)                 # a table: memory, speed, what limits it, every choice and why
-    plan.facts()                # the same as plain values: plan.json
+    plan.verdict()              # one line: whether it fits, how fast, memory and disk
+    print(plan)                 # a table: memory, speed, what limits it
+    plan.text(details=True)     # the same with every line of memory, every choice and why
+    plan.facts()                # all of it as plain values: plan.json
 
 A plan that does not fit reports by how much and the ways out (`fixes`), and has the settings that
 need least, so that all its other figures exist.
@@ -11,6 +13,7 @@ Laws (tests/planning/test_plan.py)
     1. A plan that fits has a ledger that fits, with headroom; each of its settings has a reason.
     2. A plan that does not fit has fixes, and each of them, applied, fits.
     3. Its text has no line longer than 80 columns.
+    4. The lines of a place add up to its total, with and without details.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatrain.errors import DoesNotFit
-from megatrain.memory.ledger import Ledger, gib
+from megatrain.memory.ledger import Ledger, gib, plain_purpose
 from megatrain.planning.bound import Bound, bound_of
 from megatrain.planning.fixes import Fix, find_fixes
 from megatrain.planning.machine.profile import NOT_MEASURED, MachineProfile
@@ -42,8 +45,10 @@ from megatrain.step.ops import LIMITS
 from megatrain.step.settings import StepSettings
 from megatrain.text import figure
 
-_COSTS_NOTHING = ("fp32", "none")
-"""Of the states, and of the tiers."""
+_EXACT = "fp32"
+"""The state that costs no exactness."""
+_LARGEST = 3
+"""Lines of memory that are shown of each place, without details."""
 _LEAST_GAIN = 0.02
 _FASTER = 4
 """As the next Ethernet that is sold: 10, 25, 100, 400."""
@@ -115,10 +120,9 @@ class Plan:
         """Raise DoesNotFit, with `others` and all fixes, unless the plan fits."""
         if self.fits:
             return
-        lacks = shortfall_texts(self.profile, self.ledger)
-        missing = ", ".join(f"{text} short" for text in lacks)
         ways = "".join(f"\n  {way}" for way in (*others, *self.fixes))
-        raise DoesNotFit(f"{self.workload.model.name} does not fit: {missing}. Ways out:{ways}")
+        name = self.workload.model.name
+        raise DoesNotFit(f"{name} does not fit: {self._lacking()}. Ways out:{ways}")
 
     def facts(self) -> dict[str, Any]:
         """Return the plan as plain values, for plan.json."""
@@ -160,17 +164,53 @@ class Plan:
             "chain_s": simulation.chain,
         }
 
+    def verdict(self, whole: str = "") -> str:
+        """Return in one line whether it fits, and its figures; `whole` is the time of a run."""
+        if not self.fits:
+            return f"does not fit: {self._lacking()}"
+        speed = f"{self.tokens_per_s} (predicted)" if self.knows_time else ""
+        parts = [speed, whole, *self.places().values()]
+        return f"fits: {', '.join(part for part in parts if part)}"
+
+    @property
+    def tokens_per_s(self) -> str:
+        """The speed for people."""
+        return f"{self.simulation.tokens_per_s:,.0f} tokens/s"
+
+    def _lacking(self) -> str:
+        lacks = shortfall_texts(self.profile, self.ledger)
+        return ", ".join(f"{text} short" for text in lacks)
+
+    def places(self) -> dict[str, str]:
+        """Return the memory and the disk that a run needs, each with its limit, by place."""
+        has, reserved = capacities(self.profile), reserves(self.profile, self.ledger)
+        names = {"host": "host", "device": "device", "tier": "scratch file", "disk": "disk"}
+        totals = {place: self.ledger.total(place) + reserved.get(place, 0) for place in names}
+        return {
+            place: f"{name} {_share(totals[place], has.get(place, 0))}"
+            for place, name in names.items()
+            if totals[place]
+        }
+
     def __str__(self) -> str:
-        rows = [*self._heading(), *self._memory()]
+        rows = [] if self.fits else ["", "does not fit", *self.ways_out()]
+        return "\n".join([self.text(), *map(within_80, rows)])
+
+    def text(self, *, details: bool = False) -> str:
+        """Return the figures for people; with `details`, every line of memory and every choice."""
+        rows = [*self._heading(), *self._memory(details=details)]
         if self.fits:
-            speed = self._speed() if self.knows_time else []
+            speed = self._speed(details=details) if self.knows_time else []
             wear = [] if self.wear is None else [*self.wear.lines(), ""]
-            rows += [*speed, *wear, *self._choices()]
-        else:
-            rows += ["does not fit. Changes that make it fit, the cheapest first:"]
-            rows += [f"  {fix}" for fix in self.fixes] or ["  none of the changes that were tried"]
-        lines = "\n".join(rows).splitlines()
-        return "\n".join(row if len(row) <= 80 else f"{row[:77]}..." for row in lines)
+            rows += [*speed, *wear, *self._choices(details=details)]
+        return "\n".join(map(within_80, rows)).rstrip()
+
+    def ways_out(self, *others: str) -> list[str]:
+        """Return lines with the changes that make it fit: `others`, then the fixes."""
+        if not others and not self.fixes:
+            return ["None of the changes that were tried makes it fit."]
+        lines = "\n".join(f"  {way}" for way in (*others, *self.fixes)).splitlines()
+        return ["Changes that make it fit, the cheapest first:", *lines]
 
     def _heading(self) -> list[str]:
         workload, model = self.workload, self.workload.model
@@ -184,7 +224,7 @@ class Plan:
             "",
         ]
 
-    def _memory(self) -> list[str]:
+    def _memory(self, *, details: bool) -> list[str]:
         has = capacities(self.profile)
         missing = shortfalls(self.profile, self.ledger)
         reserved = reserves(self.profile, self.ledger)
@@ -198,13 +238,13 @@ class Plan:
             of = whose(place, self.workload.division)
             rows.append(f"{place:10}{gib(total):>12}{free}{short}{of}")
             lines = [line for line in self.ledger.lines if line.place == place]
-            for line in sorted(lines, key=lambda line: -line.num_bytes):
-                rows.append(f"  {line.purpose:28}{gib(line.num_bytes):>12}")
+            sizes = [(plain_purpose(line.purpose), line.num_bytes) for line in lines]
             if reserved.get(place):
-                rows.append(f"  {'reserve, kept free':28}{gib(reserved[place]):>12}")
+                sizes.append(("reserve, kept free", reserved[place]))
+            rows += [f"  {name:28}{gib(size):>12}" for name, size in _largest(sizes, details)]
         return [*rows, ""]
 
-    def _speed(self) -> list[str]:
+    def _speed(self, *, details: bool) -> list[str]:
         simulation = self.simulation
         shares = simulation.busy_shares
         lanes = ["compute", "in", "out", "host", *([] if self.wear is None else ["disk"])]
@@ -212,9 +252,9 @@ class Plan:
         if not self.workload.division.is_alone:
             busy += f", network {shares['comm']:.0%}"
         return [
-            f"speed     {simulation.tokens_per_s:,.0f} tokens/s, {simulation.step_s:,.3g} s a step",
+            f"speed     {self.tokens_per_s}, {simulation.step_s:,.3g} s a step",
             f"limit     {self._limit()}",
-            f"busy      {busy}",
+            *([f"busy      {busy}"] if details else []),
             f"lever     {self.lever}",
             "",
         ]
@@ -230,13 +270,37 @@ class Plan:
         parts = ", ".join(f"{name} {shares[name]:.0%}" for name in (first, *turns))
         return f"{parts} of the step, one after another"
 
-    def _choices(self) -> list[str]:
+    def _choices(self, *, details: bool) -> list[str]:
         facts = self.settings.facts()
         shown = {name: why for name, why in self.reasons.items() if name in facts}
-        if not self.knows_time:  # nothing to compare: only what costs something is worth a line
-            shown = {name: why for name, why in shown.items() if facts[name] not in _COSTS_NOTHING}
+        if not details or not self.knows_time:  # only what costs something is worth a line
+            shown.pop("state" if facts["state"] == _EXACT else "", None)
+            shown = {name: why for name, why in shown.items() if name in ("state", "tier")}
         values = {name: "null" if facts[name] is None else facts[name] for name in shown}
         return [f"{name:20}{values[name]!s:12}{why}" for name, why in shown.items()]
+
+
+def within_80(line: str) -> str:
+    """Return a line that is at most 80 columns long."""
+    return line if len(line) <= 80 else f"{line[:77]}..."
+
+
+def _largest(lines: list[tuple[str, int]], details: bool) -> list[tuple[str, int]]:
+    """Return lines of memory, the largest first; without details all but three are one line."""
+    lines = sorted(lines, key=lambda line: -line[1])
+    rest = [] if details else lines[_LARGEST:]
+    if len(rest) < 2:
+        return lines
+    others = sum(num_bytes for _, num_bytes in rest)
+    return [*lines[:_LARGEST], (f"{len(rest)} smaller ones", others)]
+
+
+def _share(num_bytes: int, of: int) -> str:
+    """Return bytes and their limit, 0 for none, in few digits: 112 of 119 GiB."""
+    unit, name = (2**30, "GiB") if num_bytes >= 2**30 else (2**20, "MiB")
+    shown = [f"{part / unit:.3g}" if part < 1000 * unit else f"{part / unit:,.0f}"
+             for part in ((num_bytes, of) if of else (num_bytes,))]  # fmt: skip
+    return f"{' of '.join(shown)} {name}"
 
 
 def make_plan(

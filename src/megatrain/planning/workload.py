@@ -43,6 +43,8 @@ class Workload:
     """The loss needs all log-probabilities of a micro-batch before its gradients."""
     states: StatesByName = field(default_factory=lambda: STATES["adamw"], hash=False)
     """What the optimizer keeps beside the fp32 master, by StepSettings.state."""
+    kept_checkpoints: int = 2
+    """Checkpoints that stay on disk beside the one that is being written."""
     division: Division = SOLE_RANK
     """The ranks that share the model and the step."""
 

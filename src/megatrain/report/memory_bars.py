@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from megatrain.memory.ledger import plain_purpose
 from megatrain.report.drawing.markup import Html, join_html, tag
 from megatrain.report.run import LedgerLine, Run
 from megatrain.report.tables import bar_row, table
@@ -53,7 +54,8 @@ def _folded(lines: list[LedgerLine]) -> Iterator[LedgerLine]:
 
 
 def _purpose(line: LedgerLine) -> str:
-    return f"{line.purpose} (pinned)" if line.place == "pinned" else line.purpose
+    purpose = plain_purpose(line.purpose)
+    return f"{purpose} (pinned)" if line.place == "pinned" else purpose
 
 
 def _row(name: str, num_bytes: float, scale: float, look: str) -> Html:

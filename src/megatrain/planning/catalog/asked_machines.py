@@ -31,7 +31,10 @@ def find_machine(text: str) -> tuple[ReferenceMachine, int | None]:
     if len(near) > 1:
         raise ConfigError(f"--gpu {text[:60]}: could be {' or '.join(near)}. Give one of them")
     names = ", ".join(machine.name for machine in MACHINES)
-    raise ConfigError(f"--gpu {text[:60]}: unknown. Give a size like 24GB, or one of: {names}")
+    raise ConfigError(
+        f"--gpu {text[:60]}: unknown. Give the memory of its card, like 8GB: the slowest known "
+        f"card of that size is meant. Or give one of: {names}"
+    )
 
 
 def _slowest_with(num_bytes: int) -> ReferenceMachine:

@@ -35,7 +35,6 @@ from megatrain.step.settings import StepSettings
 
 DEVICE_SHARE = "device memory"
 """Of the host's, what an integrated device takes: the sum of the lines of the device."""
-KEPT_CHECKPOINTS = 2
 SAVE_BYTES = 64 << 20
 """What writing a checkpoint or an export holds beside the store."""
 COMMUNICATOR_BYTES = 512 << 20
@@ -174,6 +173,6 @@ def _disk_lines(workload: Workload, settings: StepSettings) -> Iterator[Line]:
     lines = list(store_lines(saved, settings.changed(update="in_backward")))
     carried = workload.model.carried_params * (4 if workload.dtype == "fp32" else 2)
     whole = sum(line.num_bytes for line in lines) + carried
-    checkpoints = (KEPT_CHECKPOINTS + 1) * whole
+    checkpoints = (workload.kept_checkpoints + 1) * whole
     yield Line(place="disk", purpose="checkpoints", num_bytes=checkpoints)
     yield Line(place="disk", purpose="exported model", num_bytes=lines[0].num_bytes + carried)
