@@ -313,6 +313,45 @@ def test_what_cannot_be_an_id_is_not_asked_for(
     assert hub.requests == []
 
 
+def _runs_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("tiny", "runs/sft1", "runs/sft2"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_bytes(CONFIG)
+    (tmp_path / "runs/notes").mkdir()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("runs/nope", ("no run or model of this name in runs; there are sft1, sft2.",)),
+        ("runs/sft3", ("Did you mean runs/sft", "sft1, sft2")),
+        ("tinny", ("no run or model of this name here", "Did you mean tiny?")),
+        ("other", ("there are tiny.", "A Hugging Face Hub id has the form owner/name")),
+    ],
+)
+def test_a_misspelt_folder_is_not_asked_for(
+    hub: Hub, name: str, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _runs_here(tmp_path, monkeypatch)
+    hub.put(name, _model())
+    with pytest.raises(ModelFolderError) as caught:
+        find_model(name)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert hub.requests == []
+
+
+def test_an_owner_without_a_folder_here_is_asked_for(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _runs_here(tmp_path, monkeypatch)
+    hub.put(NAME, _model())
+    online = find_model(NAME)
+    assert hub.requests
+    (tmp_path / "acme").mkdir()
+    assert find_model(NAME) == online, "it is in the cache"
+
+
 @pytest.mark.parametrize("revision", ["../x", "a/../../b", "/etc", "", "a b", "x" * 300])
 def test_a_revision_leads_nowhere_else(hub: Hub, revision: str) -> None:
     for find in (find_model, dataset_commit):

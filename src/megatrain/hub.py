@@ -17,6 +17,7 @@ Laws (tests/test_hub.py)
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 import shutil
@@ -97,7 +98,44 @@ def find_model(name: str, revision: str | None = None, need: Need = "weights") -
             f"{name}: no such folder. Give a model folder, or a Hugging Face Hub id like "
             "Qwen/Qwen3-8B."
         )
-    return _from_hub(name, _checked(revision), need)
+    wanted = _checked(revision)
+    if not _is_for_hub(name, wanted):
+        raise ModelFolderError(_not_here(Path(name)))
+    return _from_hub(name, wanted, need)
+
+
+def _is_for_hub(name: str, revision: str) -> bool:
+    """Return whether a name that is not here is to be looked for on the Hub.
+
+    Names there are owner/name. If the folder of the owner is here, a path was meant, unless the
+    Hugging Face cache has the model.
+    """
+    owner, _, rest = name.partition("/")
+    if rest and not Path(owner).is_dir():
+        return True
+    return _cached("model", name, revision, _CONFIG_NAME) is not None
+
+
+def _not_here(path: Path) -> str:
+    """Return the error for a folder that is missing, with the nearest of those that are here."""
+    others = _models_in(path.parent)
+    near = difflib.get_close_matches(path.name, others, n=1)
+    where = "here" if path.parent == Path() else f"in {path.parent}"
+    has = f"; there are {listing(others)}" if others else ""
+    meant = f" Did you mean {path.parent / near[0]}?" if near else ""
+    return (
+        f"{path}: no such folder, and no run or model of this name {where}{has}.{meant} A Hugging "
+        "Face Hub id has the form owner/name, like Qwen/Qwen3-8B."
+    )
+
+
+def _models_in(folder: Path) -> list[str]:
+    """Return the names of runs and models in a folder."""
+    marks = (_CONFIG_NAME, "metrics.jsonl", ".megatrain")
+    try:
+        return [each.name for each in folder.iterdir() if any((each / m).exists() for m in marks)]
+    except OSError:
+        return []
 
 
 def cached_model(name: str, revision: str | None = None) -> Path | None:
