@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
+from megatrain.errors import ConfigError
 from megatrain.losses.head import IGNORED, head_logprobs, trained_rows
 from megatrain.losses.loss import Loss, LossInputs, LossValue
 from megatrain.losses.next_token import NEXT_TOKEN
@@ -24,6 +26,18 @@ class Squared(Loss):
     def value(self, inputs: LossInputs, logprobs: Tensor) -> LossValue:
         sums = logprobs.sum(1)
         return LossValue(total=(sums * sums).sum(), figures={"unlikely": (sums < -1).sum()})
+
+
+class Bare(Squared):
+    def value(self, inputs: LossInputs, logprobs: Tensor) -> LossValue:
+        return logprobs.sum()  # type: ignore[return-value]
+
+
+def test_a_loss_that_returns_a_tensor_is_told_what_to_return() -> None:
+    logprobs = torch.zeros(INPUTS.targets.shape)
+    with pytest.raises(ConfigError, match=r"^Bare\.value returned a Tensor; it must return mt"):
+        Bare().weights(INPUTS, logprobs, 4)
+    assert Squared().weights(INPUTS, logprobs, 4).loss == 0
 
 
 def test_the_weight_of_a_trained_token_is_its_share_of_the_step() -> None:

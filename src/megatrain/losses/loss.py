@@ -24,6 +24,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from megatrain.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
@@ -99,6 +101,12 @@ class Loss(abc.ABC):
         leaf = logprobs.detach().requires_grad_()
         with torch.enable_grad():
             value = self.value(inputs, leaf)
+            if not isinstance(value, LossValue):
+                raise ConfigError(
+                    f"{type(self).__name__}.value returned a {type(value).__name__}; it must "
+                    "return mt.LossValue(total=...), the sum of the loss over the units that "
+                    "`count` counts."
+                )
             loss = value.total / num_units
         (weights,) = torch.autograd.grad(loss, leaf)
         return TokenWeights(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,6 +15,15 @@ from megatrain.run.brought.arguments import Brought, arranged
 
 ROWS = [{"text": "words"}]
 STREAM = {"train_dataset": iter(ROWS)}
+
+
+@dataclass
+class SomeArguments:
+    """As transformers' TrainingArguments: a dataclass whose fields have defaults."""
+
+    learning_rate: float = 5e-5
+    num_train_epochs: float = 3.0
+    local_rank: int = -1
 
 
 def _arranged(**changes: Any) -> tuple[Config, Brought]:
@@ -48,6 +58,15 @@ def test_files_and_a_fraction_to_evaluate_on_may_be_given_too() -> None:
         ({"config": Config(model="m", data="x.jsonl")}, "a config and model, train_dataset are"),
         ({"config": "run.yaml"}, "the first argument is a str: give an mt.Config"),
         ({"trane": {}}, "unknown key trane. Did you mean train"),
+        (
+            {"args": {"learning_rate": 2e-5, "num_train_epochs": 2}},
+            "learning_rate is optim.learning_rate, num_train_epochs is train.epochs",
+        ),
+        (
+            {"args": SomeArguments(learning_rate=2e-5)},
+            "Of those given, learning_rate is optim.learning_rate. docs/migration.md",
+        ),
+        ({"args": 3}, "takes the sections of a config instead"),
         ({"loss": NextToken}, "give an instance of a subclass of mt.Loss"),
         (
             {"config": Config(model="m", data="x", loss={"name": "dpo"}), "model": None}

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatrain.config import Config
+from megatrain.config.other_tools.names import NAMES, is_elsewhere
 from megatrain.data.rows.given import GivenRows
 from megatrain.errors import ConfigError
 from megatrain.losses.loss import Loss
@@ -24,6 +25,7 @@ from megatrain.run.brought.callbacks import Callback, require_callback
 from megatrain.run.evaluation.eval_tokens import EvalTokens
 
 ComputeMetrics = Callable[[EvalTokens], Mapping[str, float]]
+_MOST_NAMES = 12
 _TRAIN, _EVAL = "<train_dataset>", "<eval_dataset>"
 
 
@@ -60,6 +62,8 @@ def arranged(
         for path, rows in ((_TRAIN, train_dataset), (_EVAL, eval_dataset))
         if rows is not None
     }
+    if "args" in sections:
+        raise ConfigError(_own_names(sections["args"]))
     if isinstance(loss, Mapping | str):  # the section of that name
         sections, loss = {**sections, "loss": loss}, None
     if config is not None:
@@ -93,6 +97,27 @@ def arranged(
         )
     return config, Brought(
         rows=given, loss=loss, callbacks=tuple(callbacks), compute_metrics=compute_metrics
+    )
+
+
+def _own_names(args: Any) -> str:
+    """Return the error for the arguments of transformers or TRL: our name of each that is set."""
+    known = getattr(args, "__dataclass_fields__", {})
+    given = vars(args) if known else dict(args) if isinstance(args, Mapping) else {}
+    plain = (str, int, float, bool)
+    chosen = [
+        key
+        for key, value in given.items()
+        if isinstance(value, plain)
+        and is_elsewhere(key)
+        and value != getattr(known.get(key), "default", None)
+    ]
+    ours = [f"{key} is {NAMES[key].to}" for key in sorted(chosen)]
+    named = f" Of those given, {', '.join(ours[:_MOST_NAMES])}." if ours else ""
+    return (
+        "args: mt.Trainer takes the sections of a config instead, like train={...}, optim={...} "
+        f"and save={{...}}.{named} docs/migration.md has the names of all keys; `megatrain init "
+        "--from` converts a file."
     )
 
 
