@@ -240,6 +240,16 @@ def test_overrides_that_cannot_be_meant(override: str, message: str) -> None:
         ("save: {keep: true}", "save.keep is true; give a whole number."),
         ("log: {to: [wandbb]}",
          "log.to.0 is wandbb; give tensorboard, wandb or trackio. Did you mean wandb?"),
+        ("loss: {name: grpo}",
+         "loss.name is grpo; give next_token, dpo, ipo, orpo, simpo or kto. Training on rewards is "
+         "a loop of your own, with mt.PolicyGradient as its loss: docs/rewards.md."),
+        ("loss: {name: orpoo}",
+         "loss.name is orpoo; give next_token, dpo, ipo, orpo, simpo or kto. Did you mean orpo?"),
+        ("model: {name_or_path: a, attn: flex_attention}",
+         "model.attn is flex_attention; give auto, sdpa, eager or flash_attention_2. "
+         "flex_attention cannot be trained with: torch has no backward for it on a CPU, and "
+         "compiles its masks again for each shape. With auto, documents of packed rows are "
+         "attended to alone."),
         ('save: {dir: "a\\0b"}', "save.dir is a\\x00b; give a path or a name."),
     ],
 )  # fmt: skip

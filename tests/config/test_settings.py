@@ -100,10 +100,6 @@ def test_defaults_and_choices_are_those_of_the_engine() -> None:
         ({"model": {"name_or_path": "m", "attn": "flash_attention_2", "dtype": "fp32"}},
          "model.attn is flash_attention_2 and model.dtype is fp32: its kernels compute in bf16 "
          "only. Set model.dtype to bf16, or model.attn to sdpa."),
-        ({"model": {"name_or_path": "m", "attn": "flex_attention"}},
-         "model.attn is flex_attention, which cannot be trained with: torch has no backward for it "
-         "on a CPU, and compiles its masks again for each shape of a micro-batch until it gives "
-         "up. Set model.attn to auto: documents of packed rows are attended to alone."),
         ({"train": {"compile": "auto", "kernels": "liger"}},
          "train.kernels is liger and train.compile is auto: a compiled layer has kernels that "
          "torch makes. Set train.kernels to none, or train.compile to false."),

@@ -112,13 +112,6 @@ def _patience(config: Config) -> Iterator[ConfigFault]:
 
 def _attention(config: Config) -> Iterator[ConfigFault]:
     model = config.model
-    if model.attn == "flex_attention":
-        yield _fault(
-            "model.attn",
-            "model.attn is flex_attention, which cannot be trained with: torch has no backward for "
-            "it on a CPU, and compiles its masks again for each shape of a micro-batch until it "
-            "gives up. Set model.attn to auto: documents of packed rows are attended to alone.",
-        )
     if model.attn.startswith("flash") and model.dtype == "fp32":
         yield _fault(
             "model.attn",

@@ -92,7 +92,8 @@ def _text(path: Path, details: ErrorDetails, fields: Fields) -> str:
         return f"{key} is {shown_value(value)}; {context['error']}."
     if kind == "literal_error":
         allowed = context["expected"].replace("'", "")
-        return f"{key} is {shown_value(value)}; give {allowed}.{_near_value(value, allowed)}"
+        told = _KNOWN_VALUES.get((key, str(value).lower())) or _near_value(value, allowed)
+        return f"{key} is {shown_value(value)}; give {allowed}.{told}"
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         keys = ", ".join(fields.get(_mapping(path), ()))
         return (
@@ -153,6 +154,24 @@ def _unknown(path: Path, fields: Fields) -> str:
     if near:
         return f"{unknown} Did you mean {places.get(near[0], near[0])}?"
     return f"{unknown} Known here: {', '.join(siblings)}."
+
+
+_REWARDS = (
+    " Training on rewards is a loop of your own, with mt.PolicyGradient as its loss: "
+    "docs/rewards.md."
+)
+_NO_FLEX = (
+    " flex_attention cannot be trained with: torch has no backward for it on a CPU, and compiles "
+    "its masks again for each shape. With auto, documents of packed rows are attended to alone."
+)
+_KNOWN_VALUES = {
+    ("model.attn", "flex_attention"): _NO_FLEX,
+    **{
+        ("loss.name", name): _REWARDS
+        for name in ("grpo", "dr_grpo", "dapo", "gspo", "ppo", "rloo", "reinforce")
+    },
+}
+"""Values that people bring from elsewhere, and what to do here."""
 
 
 def _near_value(value: object, allowed: str) -> str:

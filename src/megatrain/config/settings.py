@@ -73,11 +73,10 @@ class ModelSettings(Section):
     dtype: Literal["bf16", "fp32"] = Field(
         default="bf16", description="Precision of the weights in compute; masters are always fp32."
     )
-    attn: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = Field(
+    attn: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
         default="auto",
         description="Attention implementation; auto is sdpa if transformers has it for the family, "
-        "else eager; flash_attention_2 needs the package flash-attn and dtype bf16; flex_attention "
-        "is refused.",
+        "else eager; flash_attention_2 needs the package flash-attn and dtype bf16.",
     )
     frozen: Patterns = Field(
         default=(),
