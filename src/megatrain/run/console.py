@@ -1,7 +1,13 @@
-"""The output of a run: a live line on a terminal, plain lines elsewhere."""
+"""The output of a run: lines of steps, and on a terminal a live line below them.
+
+On a terminal a line of a step stays every KEPT_EVERY_S seconds, and with the last step; the others
+are overwritten. Elsewhere each stays. Where the terminal is narrow, the bar goes first, then the
+figures from the right: step and time left are never cut.
+"""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -10,36 +16,62 @@ from typing import Any, Self
 
 from megatrain.text import figure, printable
 
+KEPT_EVERY_S = 10.0
+_BAR_COLUMNS = 24
+_ROOM_FOR_BAR = 110
+"""Columns of a terminal that has room for a bar beside the usual figures."""
+
 
 class Live:
-    """Shows steps. On a terminal a bar that is overwritten; elsewhere one line per call."""
+    """Shows steps: a line for each call, of which a terminal keeps one now and then."""
 
-    def __init__(self, num_steps: int, *, speaks: bool = True) -> None:
-        """`speaks`: false for all ranks but one."""
+    def __init__(
+        self, num_steps: int, *, speaks: bool = True, kept_every_s: float = KEPT_EVERY_S
+    ) -> None:
+        """`speaks`: false for all ranks but one. On a terminal a line stays every `kept_every_s`
+        seconds."""
+        self._kept, self._kept_every_s = -math.inf, kept_every_s
         self._num_steps, self._speaks = num_steps, speaks
         self._began = time.monotonic()
         self._first: int | None = None
         self._progress: Any = None
         if speaks and sys.stderr.isatty():
             from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
+            from rich.table import Column
 
-            columns = (
-                TextColumn("step {task.completed}/{task.total}"),
-                BarColumn(bar_width=24),
-                TextColumn("{task.description}"),
-                TimeRemainingColumn(),
-            )
-            self._progress = Progress(*columns, console=Console(stderr=True))
-            self._task = self._progress.add_task("", total=num_steps)
+            console = Console(stderr=True)
+            whole = Column(no_wrap=True, min_width=2 * len(str(num_steps)) + len("step /"))
+            figures = Column(no_wrap=True, overflow="ellipsis", ratio=1)
+            columns: list[ProgressColumn] = [
+                TextColumn("step {task.completed}/{task.total}", table_column=whole),
+                BarColumn(bar_width=_BAR_COLUMNS),
+                TextColumn("{task.fields[left]}", table_column=Column(no_wrap=True, min_width=10)),
+                TextColumn("{task.description}", table_column=figures),
+            ]
+            if console.width < _ROOM_FOR_BAR:
+                del columns[1]
+            self._progress = Progress(*columns, console=console)
+            self._task = self._progress.add_task("", total=num_steps, left="")
 
     def step(self, metrics: dict[str, Any]) -> None:
         """Show a step's line of metrics.jsonl."""
-        text = _text(metrics)
+        text, step = _text(metrics), metrics["step"]
+        left = self._left(step)
         if self._progress is not None:
-            self._progress.update(self._task, completed=metrics["step"], description=text)
-            return
-        self.say(f"step {metrics['step']}/{self._num_steps}  {text}{self._left(metrics['step'])}")
+            self._progress.update(self._task, completed=step, description=text, left=left)
+            if not self._stays(step):
+                return
+        ends = f"  {left}" if left else ""
+        self.say(f"step {step}/{self._num_steps}  {text}{ends}")
+
+    def _stays(self, step: int) -> bool:
+        """Return whether the line of a step stays on a terminal."""
+        now = time.monotonic()
+        if step < self._num_steps and now - self._kept < self._kept_every_s:
+            return False
+        self._kept = now
+        return True
 
     def say(self, text: str) -> None:
         """Print a line that stays. A terminal or pipe that is gone must not end a run."""
@@ -53,11 +85,11 @@ class Live:
                 print(text, file=sys.stderr, flush=True)
 
     def _left(self, step: int) -> str:
-        if self._first is None:
+        if self._first is None or step <= self._first:  # it may go back to a checkpoint
             self._first, self._began = step, time.monotonic()
             return ""
         per_step = (time.monotonic() - self._began) / (step - self._first)
-        return f"  eta {_duration(per_step * (self._num_steps - step))}"
+        return f"eta {_duration(per_step * (self._num_steps - step))}"
 
     def __enter__(self) -> Self:
         if self._progress is not None:
