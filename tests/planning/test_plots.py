@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatrain.errors import ConfigError
 from megatrain.planning.estimate import estimate
-from megatrain.planning.plots import draw, marked_beside, needed_bytes, title
+from megatrain.planning.plots import _draw_memory, draw, marked_beside, needed_bytes, title
 from testkit.machines import GIB
 
 
@@ -37,6 +38,29 @@ def test_both_kinds_of_picture_are_drawn() -> None:
     for model, ram in (("qwen3-0.6b", "64GB"), ("Llama-3.1-70B", "64GB")):
         found = estimate(model, gpu="4090", ram=ram)
         assert draw(found.plan, found.machine).startswith(b"\x89PNG")
+
+
+def _names_over_the_legend(**moved: Any) -> list[str]:
+    """Return the names of models that the legend covers, or that cover it."""
+    figures = pytest.importorskip("matplotlib.figure")
+    found = estimate("Qwen3-4B", gpu="3060", ram="64GB")
+    figure = figures.Figure(figsize=(13, 5.6), dpi=120, layout="constrained")
+    _, axes = figure.subplots(1, 2)
+    _draw_memory(axes, found.plan)
+    if moved:
+        axes.legend(**moved)
+    figure.draw_without_rendering()
+    legend = axes.get_legend().get_window_extent()
+    return [text.get_text() for text in axes.texts if text.get_window_extent().overlaps(legend)]
+
+
+def test_the_legend_covers_no_name() -> None:
+    assert _names_over_the_legend() == []
+
+
+def test_a_legend_over_a_name_would_be_noticed() -> None:
+    covered = _names_over_the_legend(loc="lower right")
+    assert any("Qwen3-4B" in name for name in covered), covered
 
 
 def test_a_plot_replaces_a_plot_and_nothing_else(tmp_path: Path) -> None:

@@ -170,7 +170,8 @@ def _draw_memory(axes: Any, plan: Plan) -> None:
     axes.set_yticks(ticks, [_params(each) for each in ticks])
     axes.set_xticks(*_round_ticks(memory[0], memory[1], (1, 3)))
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, loc="lower right")
+    # Below the axes: inside, names of models reach into every corner.
+    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.12))
 
 
 def _draw_host_memory(axes: Any, ram_bytes: int) -> None:
