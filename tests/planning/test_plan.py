@@ -215,6 +215,15 @@ def test_wear_is_printed_where_a_disk_is_used() -> None:
     assert make_plan(DESKTOP, Workload(model=EIGHT, step_tokens=8192)).wear is None
 
 
+def test_a_disk_that_is_not_used_is_named() -> None:
+    disk = DESKTOP.changed(disk_bytes=2000 * GIB)
+    for profile in (disk, DESKTOP):
+        plan = make_plan(profile, Workload(model=EIGHT, step_tokens=8192))
+        assert plan.settings.tier == "none"
+        named = re.search(r"tier +none +memory\.disk is not used: host memory", str(plan))
+        assert (named is not None) == bool(profile.disk_bytes)
+
+
 def test_a_machine_that_was_not_measured_still_says_what_a_state_costs() -> None:
     little = unmeasured(ram_bytes=90 * GIB, base_bytes=0, device_bytes=22 * GIB)
     text = str(make_plan(little, Workload(model=EIGHT, step_tokens=8192)))

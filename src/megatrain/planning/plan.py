@@ -274,8 +274,12 @@ class Plan:
         facts = self.settings.facts()
         shown = {name: why for name, why in self.reasons.items() if name in facts}
         if not details or not self.knows_time:  # only what costs something is worth a line
-            shown.pop("state" if facts["state"] == _EXACT else "", None)
-            shown = {name: why for name, why in shown.items() if name in ("state", "tier")}
+            costly = {"state": facts["state"] != _EXACT, "tier": facts["tier"] != "none"}
+            shown = {name: why for name, why in shown.items() if costly.get(name)}
+        if facts["tier"] == "none":
+            shown.pop("tier", None)
+        if facts["tier"] == "none" and self.profile.disk_bytes:
+            shown["tier"] = "memory.disk is not used: host memory is enough"
         values = {name: "null" if facts[name] is None else facts[name] for name in shown}
         return [f"{name:20}{values[name]!s:12}{why}" for name, why in shown.items()]
 
