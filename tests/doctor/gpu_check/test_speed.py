@@ -125,6 +125,9 @@ def test_a_step_far_from_its_bound_and_its_prediction_is_named(slow_step: StepFi
         ("far from bound",), ("unpredicted",),
     ]  # fmt: skip
     assert [check.state for check in step_checks(far, CPU)] == ["ok", "ok"], "cores are shared"
+    on_device, on_cpu = (next(iter(step_checks(far, where))).found for where in (device, CPU))
+    assert "50 % of the speed at its bound (compute)" in on_device
+    assert "bound" not in on_cpu
     near = replace(far, timed=replace(timed, step_s=slow_step.chosen.plan.step_s))
     near = replace(near, lanes_s={"compute": near.timed.step_s * 0.95})
     assert [check.state for check in step_checks(near, device)] == ["ok", "ok"]

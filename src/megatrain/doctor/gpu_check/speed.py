@@ -240,10 +240,11 @@ def step_checks(figures: StepFigures, subject: Subject) -> Iterator[Check]:
         f"{duration(facts['step_s'])} for {figure(facts['params'])} parameters{reduced} and "
         f"{facts['tokens']:,} tokens in {facts['dtype']}: "
         f"{figure(facts['tokens_per_s'])} tokens/s, "
-        f"{percent(facts['of_bound'])} of the bound ({facts['bound_by']}), "
-        f"{size(facts['peak_device_bytes'])} of device memory"
     )
-    # Lanes that share the cores of one processor cannot reach the bound of any of them.
+    # Lanes that share the cores of one processor have no bound of their own.
+    if subject.runtime is not None:
+        text += f"{percent(facts['of_bound'])} of the speed at its bound ({facts['bound_by']}), "
+    text += f"{size(facts['peak_device_bytes'])} of device memory"
     far = subject.runtime is not None and facts["of_bound"] < LEAST_OF_BOUND
     yield _check("step", text, *(["far from bound"] if far else []))
     ratio = facts["step_s"] / facts["predicted_s"]
