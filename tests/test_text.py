@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.report.drawing.axis import Axis, step_axis, value_axis
-from megatrain.text import count, duration, figure, percent, printable, size
+from megatrain.text import count, counted, duration, figure, percent, printable, size
 
 SANE = st.floats(-1e200, 1e200).map(lambda value: 0.0 if abs(value) < 1e-200 else value)
 
@@ -25,6 +25,11 @@ SANE = st.floats(-1e200, 1e200).map(lambda value: 0.0 if abs(value) < 1e-200 els
 )  # fmt: skip
 def test_figures(value: float, text: str) -> None:
     assert figure(value) == text
+
+
+def test_one_thing_and_several() -> None:
+    assert [counted(n, "row") for n in (0, 1, 2, 1500)] == [
+        "0 rows", "1 row", "2 rows", "1,500 rows"]  # fmt: skip
 
 
 def test_counts_sizes_times_and_shares() -> None:

@@ -31,6 +31,11 @@ def count(value: float) -> str:
     return figure(value)
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number of things: 1 row, 2,048 rows."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def size(num_bytes: float) -> str:
     """Return bytes in the unit that gives a short number."""
     if math.isfinite(num_bytes):

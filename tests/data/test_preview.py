@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from megatrain.data.preview import MAX_TOKENS, SHOWN_TOKENS, show_rows
+from megatrain.data.preview import MAX_TOKENS, SHOWN_TOKENS, card_lines, show_rows
 
 
 class _Bytes:
@@ -87,3 +87,17 @@ def test_control_sequences_of_a_row_are_shown_and_not_sent() -> None:
     assert "\x1b]0;" not in on_a_terminal
     assert "\x1b[2J" not in on_a_terminal
     assert "\x1b[1;4;32m" in on_a_terminal  # the color is ours
+
+
+def test_a_card_has_three_lengths_and_counts_in_words() -> None:
+    percentiles = {str(p): p for p in (1, 5, 25, 50, 75, 95, 99)}
+    card = {
+        "source": "a.jsonl", "format": "detected: text", "rows": 1, "kept": 1, "documents": 1,
+        "tokens": 10, "trained_tokens": 5, "percentiles": percentiles, "longest": 100,
+        "truncated": 0, "split": 0, "bad": {}, "bad_places": {}, "dropped": {},
+        "dropped_places": {}, "notes": {}, "turns_without_end": 0, "unread": {},
+        "passed_through": {}, "unused_columns": {},
+    }  # fmt: skip
+    _, rows, tokens = card_lines(card)
+    assert rows == "  1 row read, 1 kept, 1 document"
+    assert tokens.endswith("; lengths 5% 5, 50% 50, 95% 95, longest 100")

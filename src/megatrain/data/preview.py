@@ -14,12 +14,14 @@ from megatrain.data.steps.answers import PER_ROW
 from megatrain.data.tokens.documents import Documents
 from megatrain.data.tokens.limits import bad_rows, dropped_rows
 from megatrain.data.tokens.prepared import PreparedData
-from megatrain.text import printable
+from megatrain.text import counted, printable
 
 MAX_TOKENS = 400
 """Of a longer document stretches are cut in the middle: those that are not trained first."""
 SHOWN_TOKENS = {False: 60, True: 240}
 """The most tokens of a stretch in a document that is cut, by whether it is trained."""
+_PERCENTILES = (5, 50, 95)
+"""Those of a card that are shown."""
 BEGIN, END = "{+", "+}"
 """Around trained tokens where nothing can be coloured, as in a log or a pipe."""
 
@@ -47,16 +49,19 @@ def _rows(card: Mapping[str, Any]) -> str:
     }
     said = [f"{count:,} {what}" for what, count in counts.items() if count]
     per_row = card["documents"] / max(1, card["kept"])
-    documents = f"{card['documents']:,} documents"
+    documents = counted(card["documents"], "document")
     documents += "" if per_row == 1 or card.get("preferences") else f" ({per_row:.1f} a row)"
     if "desirable" in card:
         documents += f", {card['desirable']:,} of them desirable"
-    return ", ".join([f"{card['rows']:,} rows read, {card['kept']:,} kept", *said, documents])
+    return ", ".join(
+        [f"{counted(card['rows'], 'row')} read, {card['kept']:,} kept", *said, documents]
+    )
 
 
 def _tokens(card: Mapping[str, Any]) -> str:
     trained = card["trained_tokens"] / max(1, card["tokens"])
-    points = ", ".join(f"{p}% {length:,}" for p, length in card["percentiles"].items())
+    shown = {p: length for p, length in card["percentiles"].items() if int(p) in _PERCENTILES}
+    points = ", ".join(f"{p}% {length:,}" for p, length in shown.items())
     return (
         f"{card['tokens']:,} tokens, {trained:.0%} of them trained; lengths {points}, "
         f"longest {card['longest']:,}"

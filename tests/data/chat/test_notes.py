@@ -94,6 +94,7 @@ def test_conversations_that_become_several_documents_are_counted(tmp_path: Path)
     assert card["notes"]["rewritten_rows"] == 2
     factor = card["tokens"] / (card["tokens"] - card["notes"]["repeated_tokens"])
     (said,) = (line for line in remarks(card) if "conversations became" in line)
+    assert said.endswith("data.train_on: last trains only the last answer of each")
     assert said.startswith(f"2 conversations became 10 documents and {factor:.1f} times the tokens")
     assert "data.train_on: last" in said
     card = _card(tmp_path, [row, row], tokenizer_of("qwen3"), train_on="last")

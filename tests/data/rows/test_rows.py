@@ -160,11 +160,11 @@ BOTH: dict[str, Any] = {**GOOD[0], "text": "a", "prompt": "p", "completion": "c"
     ("wanted", "printed", "row"),
     [
         ("auto", "detected: messages (role, content)", canonical(GOOD[0], detect_format(GOOD))),
-        ("messages", "given: messages (role, content)", canonical(GOOD[0], detect_format(GOOD))),
-        ("text", "given: text (text)", Row(text="a")),
+        ("messages", "messages (role, content)", canonical(GOOD[0], detect_format(GOOD))),
+        ("text", "text (text)", Row(text="a")),
         (
             "prompt_completion",
-            "given: prompt / completion",
+            "prompt / completion",
             canonical(
                 {"prompt": "p", "completion": "c"}, detect_format([{"prompt": 1, "completion": 2}])
             ),

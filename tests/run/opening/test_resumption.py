@@ -16,7 +16,7 @@ from megatrain.disk.checkpoint.manifest import MANIFEST_NAME, Manifest, read_man
 from megatrain.disk.checkpoint.retention import finished
 from megatrain.errors import CheckpointMismatch, DiskError
 from megatrain.optim.states import WITH_CLIP
-from megatrain.run.checkpoints import FOLDER
+from megatrain.run.folder import FOLDER
 from megatrain.run.opening.resumption import (
     FIXED,
     KEPT,
@@ -114,6 +114,15 @@ def test_every_setting_may_change_or_may_not(world: Path, manifest: Manifest) ->
             else:
                 (said,) = changed_settings(config, other)
                 assert said.startswith(f"{section}.{key}: something else -> ")
+
+
+def test_changes_are_written_as_a_config_file_has_them(world: Path, manifest: Manifest) -> None:
+    config = config_of(world, world / "run", SETTING)
+    before = _changed(manifest, "eval", "patience", 2)
+    assert changed_settings(config, before) == ["eval.patience: 2 -> null"]
+    for key, old in (("log", ["wandb"]), ("log", [])):
+        said = changed_settings(config, _changed(manifest, key, "to", old))
+        assert said in ([], ['log.to: ["wandb"] -> []'])
 
 
 def test_what_is_fixed_exists(world: Path) -> None:

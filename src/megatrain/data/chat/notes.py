@@ -121,7 +121,7 @@ def _rewritten(rows: int, notes: Mapping[str, int]) -> str:
     factor = notes[_TOKENS] / (notes[_TOKENS] - notes[_REPEATED])
     return (
         f"{rows:,} conversations became {notes[_DOCUMENTS]:,} documents and {factor:.1f} times the "
-        "tokens, because the chat template rewrites earlier turns; data.train_on: last trains the "
+        "tokens, because the chat template rewrites earlier turns; data.train_on: last trains "
         "only the last answer of each"
     )
 

@@ -61,11 +61,11 @@ class Format:
     turn_keys: tuple[str, str] = ("role", "content")
     """Keys of role and content in a turn, for `messages`."""
     is_given: bool = field(default=False, repr=False, compare=False)
-    """Whether the user named it. It is not part of the rows' fingerprint."""
+    """Whether the config named it, or its loss. It is not part of the rows' fingerprint."""
 
     def __str__(self) -> str:
-        how = "given" if self.is_given else "detected"
-        return f"{how}: {FORMATS[self.kind].describe(self)}"
+        described = FORMATS[self.kind].describe(self)
+        return described if self.is_given else f"detected: {described}"
 
     @property
     def is_conversation(self) -> bool:

@@ -20,7 +20,7 @@ from megatrain.run.opening.opening import Opening
 from megatrain.run.opening.planned import in_words
 from megatrain.run.opening.resumption import LoadedCheckpoint
 from megatrain.run.opening.training_data import TrainingData
-from megatrain.text import size
+from megatrain.text import counted, size
 
 KEPT_FOR_PATIENCE = "eval.patience: the best checkpoint is kept and exported, as with save.best"
 NOTHING_TO_JUDGE = "save.best: data.eval is null, so there is no best model; the last is used"
@@ -33,10 +33,10 @@ def opening_line(config: Config, device: Device, home: HostModel, num_steps: int
     """Return the line with the model, the device and the length of the run."""
     num_params = sum(param.num_elements for param in home.decoder.params)
     tokens, rows = config.train.batch_tokens, config.train.batch_rows
-    length = f"{rows:,} rows" if tokens is None else f"{tokens:,} tokens"
+    length = counted(rows or 0, "row") if tokens is None else f"{tokens:,} tokens"
     return (
         f"{num_params:,} params of {config.model.name_or_path} on {device.name}, "
-        f"{num_steps} steps of {length}; run folder {config.run_dir}"
+        f"{counted(num_steps, 'step')} of {length}; run folder {config.run_dir}"
     )
 
 
@@ -75,13 +75,14 @@ def data_lines(data: TrainingData, *, needs_count: bool) -> list[str]:
     lines = [line for source in rows.prepared for line in card_lines(source.card, MOST_REASONS)]
     if len(rows.shares) > 1 or rows.shares[0].weight != 1:
         mixed = ", ".join(
-            f"{share.name} {share.num_rows:,} rows x {share.weight:g}" for share in rows.shares
+            f"{share.name} {counted(share.num_rows, 'row')} x {share.weight:g}"
+            for share in rows.shares
         )
-        lines.append(f"{mixed}: {rows.order.size:,} rows an epoch")
-    length = f"{rows.order.size:,} rows"
+        lines.append(f"{mixed}: {counted(rows.order.size, 'row')} an epoch")
+    length = counted(rows.order.size, "row")
     if needs_count or rows.order.size <= COUNTED_ROWS:
-        length += f" in {data.steps_in_epoch:,} steps"
-    held = f"; {data.num_judged:,} rows to evaluate on" if rows.held else ""
+        length += f" in {counted(data.steps_in_epoch, 'step')}"
+    held = f"; {counted(data.num_judged, 'row')} to evaluate on" if rows.held else ""
     if not rows.held and data.held_fraction is not None:
         held = f"; none is held out: {data.held_fraction:.3g} of them is less than one row"
     return [*lines, f"an epoch: {length}{held}"]

@@ -26,6 +26,7 @@ from megatrain.lanes.trace import Trace
 from megatrain.memory.host import free_bytes, give_back_at_once, peak_resident_bytes, resident_bytes
 from megatrain.models.decoder import Decoder
 from megatrain.models.template import Template
+from megatrain.planning.alternatives import alternatives
 from megatrain.planning.from_config import (
     free_on_disk,
     pins_of,
@@ -50,13 +51,14 @@ from megatrain.run.opening.balancing import router_aux_loss
 from megatrain.run.opening.resumption import OpenedCheckpoint
 from megatrain.run.together.room import Room, division_of, least_room
 from megatrain.step.settings import StepSettings
-from megatrain.text import duration
+from megatrain.text import counted, duration
 
 LATER_BYTES = 96 << 20
 """What Python and libraries come to hold once a run has begun: modules, threads, their caches."""
 UNMEASURED = (
     "this machine was not measured: auto uses simple rules, and there is no prediction\n"
-    "of time or bound. `megatrain doctor` measures it"
+    "of time or bound. `megatrain doctor` measures it, once, in under a minute; plans of\n"
+    "later runs then have both, and may keep activations of layers, which is faster"
 )
 UNCHANGED = "unchanged since the start of the run"
 TIGHT = 1.3
@@ -187,6 +189,9 @@ def _require(plan: Plan, config: Config) -> None:
     ways = []
     if isinstance(config.memory.ram, int) and config.memory.ram < needed < _free_for_us():
         ways.append(f"memory.ram={-(-needed // 10**6)}MB")
+    elif not plan.fits:
+        model, division = plan.workload.model, plan.workload.division
+        ways += alternatives(config, plan.profile, model, division)
     plan.require(*ways)
 
 
@@ -196,8 +201,8 @@ def in_words(plan: Plan, num_steps: int) -> str:
         return f"{plan}\n{UNMEASURED}"
     if not plan.fits:
         return str(plan)
-    whole = duration(num_steps * plan.step_s)
-    return f"{plan}\n\nin all    {num_steps:,} steps in {whole}, without evaluations and saves"
+    whole = f"{counted(num_steps, 'step')} in {duration(num_steps * plan.step_s)}"
+    return f"{plan}\n\nin all    {whole}, without evaluations and saves"
 
 
 def compared_with_plan(plan: Plan, step_seconds: Collection[float], trace: Trace | None) -> str:

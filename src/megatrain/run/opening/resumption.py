@@ -11,6 +11,7 @@ some tries, is skipped with a message too, and it stays: its bytes may be right.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -423,7 +424,7 @@ def changed_settings(config: Config, manifest: Manifest) -> list[str]:
         for key, value in values.items():
             if old.get(key) == value or (value == "auto" and key in DECIDED_ONCE):
                 continue
-            text = f"{section}.{key}: {str(old.get(key))[:100]} -> {value}"
+            text = f"{section}.{key}: {_as_yaml(old.get(key))} -> {_as_yaml(value)}"
             (refused if key in FIXED.get(section, ()) else changed).append(text)
     if refused:
         raise CheckpointMismatch(
@@ -431,6 +432,12 @@ def changed_settings(config: Config, manifest: Manifest) -> list[str]:
             + "\n  ".join(refused)
         )
     return changed
+
+
+def _as_yaml(value: object) -> str:
+    """Return a setting as a config file has it: null, true; the beginning of a long one."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def _defaults(section: str) -> dict[str, Any]:
