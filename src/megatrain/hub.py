@@ -94,13 +94,10 @@ def find_model(name: str, revision: str | None = None, need: Need = "weights") -
     if Path(name).exists():
         raise ModelFolderError(f"{name} is a file. Give the folder that contains config.json.")
     if not is_id(name):
-        raise ModelFolderError(
-            f"{name}: no such folder. Give a model folder, or a Hugging Face Hub id like "
-            "Qwen/Qwen3-8B."
-        )
+        raise ModelFolderError(_not_here(name))
     wanted = _checked(revision)
     if not _is_for_hub(name, wanted):
-        raise ModelFolderError(_not_here(Path(name)))
+        raise ModelFolderError(_not_here(name))
     return _from_hub(name, wanted, need)
 
 
@@ -116,15 +113,16 @@ def _is_for_hub(name: str, revision: str) -> bool:
     return _cached("model", name, revision, _CONFIG_NAME) is not None
 
 
-def _not_here(path: Path) -> str:
+def _not_here(name: str) -> str:
     """Return the error for a folder that is missing, with the nearest of those that are here."""
+    path = Path(name)
     others = _models_in(path.parent)
     near = difflib.get_close_matches(path.name, others, n=1)
     where = "here" if path.parent == Path() else f"in {path.parent}"
     has = f"; there are {listing(others)}" if others else ""
     meant = f" Did you mean {path.parent / near[0]}?" if near else ""
     return (
-        f"{path}: no such folder, and no run or model of this name {where}{has}.{meant} A Hugging "
+        f"{name}: no such folder, and no run or model of this name {where}{has}.{meant} A Hugging "
         "Face Hub id has the form owner/name, like Qwen/Qwen3-8B."
     )
 
@@ -134,7 +132,7 @@ def _models_in(folder: Path) -> list[str]:
     marks = (_CONFIG_NAME, "metrics.jsonl", ".megatrain")
     try:
         return [each.name for each in folder.iterdir() if any((each / m).exists() for m in marks)]
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a name that no path can have
         return []
 
 
