@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from collections.abc import MutableMapping
+from pathlib import Path
 
 from megatrain.cli.app import app
 from megatrain.errors import ConfigError, MegaTrainError, RankLost
@@ -21,6 +23,8 @@ def main() -> None:
     """
     rank = 0
     end_with_launcher()
+    if "torch" not in sys.modules:
+        let_threads_sleep(os.environ)
     try:
         seat = read_environment(os.environ)
         rank = 0 if seat is None else seat.owner.rank
@@ -30,6 +34,19 @@ def main() -> None:
         if rank == 0 or (rank == 1 and isinstance(error, RankLost) and "rank 0" in str(error)):
             say_last(f"{type(error).__name__} [{error.code}]: {error}")
         sys.exit(error.exit_code)
+
+
+def let_threads_sleep(environ: MutableMapping[str, str], devices: Path = Path("/dev")) -> None:
+    """Let threads of OpenMP that wait give up their core, where a processor computes.
+
+    By default they spin, and on a busy machine the thread they wait for then has no core: a step of
+    torch took 2.3 s instead of 0.46 s at a load of 17 on two cores, and as long as before where
+    nothing else ran. libgomp reads this once, when torch is imported. A user's own setting stays.
+    """
+    spinning = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+    has_accelerator = any(devices.glob("nvidia[0-9]*")) or (devices / "kfd").exists()
+    if not has_accelerator and not any(name in environ for name in spinning):
+        environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
 def _run() -> None:

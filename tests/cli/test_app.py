@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from typer.main import get_command
+from typer.testing import CliRunner
 
 import megatrain
 from megatrain import __main__ as main_module
 from megatrain.cli import app as cli
+from megatrain.config.data_settings import DataSource
 from megatrain.errors import DoesNotFit
 from testkit.effort import children_s, require_effort
+
+ROOT = Path(__file__).parents[2]
 
 
 def _run(*args: str) -> subprocess.CompletedProcess[str]:
@@ -126,6 +132,101 @@ print({{"torch", "transformers", "numpy"}} & set(sys.modules))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert fault in done.stdout
     assert done.stdout.splitlines()[-1] == "set()"
+
+
+@pytest.mark.parametrize(
+    ("setting", "taken", "fault"),
+    [
+        ("save.keep=1", True, "run already has a run. Continue it with --resume"),
+        ("log.to=[tensorboard]", False, "log.to: tensorboard not installed"),
+    ],
+)
+def test_a_run_that_cannot_begin_is_refused_before_torch_is_imported(
+    setting: str, taken: bool, fault: str, tmp_path: Path
+) -> None:
+    (tmp_path / "run.yaml").write_text("model: acme/tiny\ndata: a.jsonl\nsave: {dir: run}\n")
+    (tmp_path / "run").mkdir()
+    if taken:
+        (tmp_path / "run" / ".megatrain").write_text('{"megatrain": "run folder"}\n')
+        (tmp_path / "run" / "metrics.jsonl").touch()
+    code = f"""
+import sys
+sys.modules["tensorboard"] = None  # as if it were not installed
+from megatrain.cli.app import app
+from megatrain.errors import MegaTrainError
+try:
+    app(["train", "run.yaml", {setting!r}])
+except MegaTrainError as error:
+    print(error)
+print({{"torch", "transformers", "numpy"}} & set(sys.modules))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert fault in done.stdout
+    assert done.stdout.splitlines()[-1] == "set()"
+
+
+def test_an_import_of_torch_would_be_noticed() -> None:
+    code = "import sys, torch; print({'torch', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "torch" in done.stdout
+
+
+def test_rows_have_the_formats_of_the_config() -> None:
+    shown = CliRunner().invoke(cli.app, ["data", "--help"]).stdout
+    formats = get_args(DataSource.model_fields["format"].annotation)
+    assert "tokens" in formats
+    assert f"[{'|'.join(formats)}]" in re.sub(r"\s", "", shown)
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "policy"),
+    [
+        ({}, None, "PASSIVE"),
+        ({}, "nvidia0", None),
+        ({}, "kfd", None),
+        ({}, "nvidiactl", "PASSIVE"),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, None, "ACTIVE"),
+        ({"GOMP_SPINCOUNT": "5"}, None, None),
+    ],
+)
+def test_threads_sleep_where_a_processor_computes_and_nobody_chose(
+    given: dict[str, str], device: str | None, policy: str | None, tmp_path: Path
+) -> None:
+    if device is not None:
+        (tmp_path / device).touch()
+    environ = dict(given)
+    main_module.let_threads_sleep(environ, tmp_path)
+    assert environ.get("OMP_WAIT_POLICY") == policy
+
+
+def test_the_policy_is_set_before_a_command_runs() -> None:
+    code = """
+import os, sys
+from megatrain import __main__ as main_module
+main_module.let_threads_sleep = lambda environ: environ.update(SET="yes")
+main_module.app = lambda prog_name: print(os.environ.get("SET"), "torch" in sys.modules)
+main_module.main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "yes False\n"
+
+
+def test_answers_to_several_prompts_stand_under_their_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatrain.cli.verbs.sample_from", lambda model, asked, *_, **__: asked)
+    runner = CliRunner()
+    several = runner.invoke(cli.app, ["sample", str(tmp_path), "one", "two", "--device", "cpu"])
+    assert several.stdout == "> one\none\n\n> two\ntwo\n"
+    one = runner.invoke(cli.app, ["sample", str(tmp_path), "one", "--device", "cpu"])
+    assert one.stdout == "one\n"
 
 
 def test_an_error_of_ours_is_a_message_and_an_exit_code(

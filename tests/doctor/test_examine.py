@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from megatrain.cli.app import app
 from megatrain.devices.pinning import NotPinned
 from megatrain.doctor import examine as module
 from megatrain.doctor import trial_steps
-from megatrain.doctor.examine import examine, keep
+from megatrain.doctor.examine import STAGES, examine, keep, stage_line
 from megatrain.doctor.rates import Bench, CopyRates
 from megatrain.errors import DiskError, DoesNotFit
 from megatrain.planning.machine.examination import kept_examination
@@ -52,14 +53,56 @@ def test_it_is_whole_and_kept(tmp_path: Path) -> None:
         "copies", "products", "attention and element-wise work", "optimizer and memory traffic",
         "trial steps", f"disk, in {folder}",
     ]  # fmt: skip
+    assert [each.partition(", in ")[0] for each in said] == list(STAGES)
     assert list(folder.iterdir()) == []
+
+
+def test_a_doctor_that_is_stopped_keeps_what_it_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "_with_disk", stop)
+    done = CliRunner().invoke(app, ["doctor", str(tmp_path)])
+    assert done.exit_code == 130
+    assert "not measured: doctor was stopped" in done.stdout
+    assert "stopped: plans use what was measured so far" in done.stderr
+    kept = kept_examination()
+    assert kept is not None
+    assert (kept.folder, kept.profile.source) == ("", "measured")
+    whole = replace(kept, folder="here")
+    keep(whole)
+    CliRunner().invoke(app, ["doctor", str(tmp_path)])
+    assert kept_examination() == whole, "a part does not replace the whole"
+
+
+def test_a_doctor_that_is_stopped_at_once_keeps_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "copy_rates", stop)
+    done = CliRunner().invoke(app, ["doctor", str(tmp_path)])
+    assert done.exit_code != 0
+    assert kept_examination() is None
+
+
+def test_each_line_of_the_doctor_says_what_is_left() -> None:
+    first, *_, last = (stage_line(stage, 80.0) for stage in STAGES)
+    assert first == "measuring copies (1 of 6, about 30 s left) ..."
+    assert last == "measuring disk (6 of 6, about 5.71 s left) ..."
+    assert stage_line("products", 4.0).endswith("(2 of 6, about 56 s left) ...")
+    assert stage_line("disk, in here", 80.0).startswith("measuring disk, in here (6 of 6, ")
+    assert stage_line("collectives", 1.0) == "measuring collectives ..."
 
 
 def test_doctor_prints_what_it_measured_where_nothing_can_be_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = examine(tmp_path / "disk", lambda what: None)
-    monkeypatch.setattr(module, "examine", lambda folder, say: found)
+    monkeypatch.setattr(module, "examine", lambda folder, say, keep_part: found)
     monkeypatch.setenv("MEGATRAIN_CACHE", "/proc")
     done = CliRunner().invoke(app, ["doctor", str(tmp_path)])
     assert found.verdict()[:40] in done.stdout

@@ -18,7 +18,7 @@ from megatrain.disk.checkpoint.retention import finished
 from megatrain.disk.hf.model import load_model
 from megatrain.errors import CheckpointMismatch, ConfigError, Interrupted
 from megatrain.model_files import ADAPTER_NAME, SINGLE_NAME
-from megatrain.run.checkpoints import FOLDER
+from megatrain.run.folder import FOLDER
 from megatrain.run.run_model import tokenizer_folder
 from megatrain.run.trainer import Trainer
 from testkit.runs import Setting, State, config_of, differences, run, state_of

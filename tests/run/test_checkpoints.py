@@ -18,7 +18,8 @@ from megatrain.disk.checkpoint.save import save_checkpoint
 from megatrain.errors import CheckpointDamaged, DiskError, RunFolderError
 from megatrain.files import lock
 from megatrain.run import checkpoints as module
-from megatrain.run.checkpoints import FOLDER, Checkpoints
+from megatrain.run.checkpoints import Checkpoints
+from megatrain.run.folder import FOLDER
 from megatrain.run.trainer import Trainer
 from testkit.patience import HANG_S, eventually
 from testkit.runs import Setting, config_of, lines_of

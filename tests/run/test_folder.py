@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from megatrain.config import Config, load_config
 from megatrain.errors import RunFolderError
-from megatrain.run.folder import EVENTS, MARK, RunFolder
+from megatrain.run.folder import EVENTS, MARK, RunFolder, require_idle, require_new
 
 CONFIG = Config.model_validate({"model": "m", "data": "rows.jsonl"})
 
@@ -125,3 +126,14 @@ def test_a_torn_line_longer_than_a_piece_is_dropped_whole(tmp_path: Path) -> Non
         (tmp_path / "run" / EVENTS).write_bytes(b"{}\n" + b"x" * 200_000)
         assert folder.cut({}) == [f"{EVENTS}: dropped an incomplete last line of 200000 bytes"]
     assert (tmp_path / "run" / EVENTS).read_bytes() == b"{}\n"
+
+
+def test_a_run_in_training_is_told_from_one_that_is_over(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run") as folder:
+        folder.append("metrics.jsonl", {"step": 1})
+        with pytest.raises(RunFolderError, match=rf"another process \({os.getpid()}\) is writing"):
+            require_idle(folder.path)
+    require_idle(folder.path)
+    with pytest.raises(RunFolderError, match=r"already has a run\. Continue it with --resume"):
+        require_new(folder.path)
+    require_new(tmp_path / "other")

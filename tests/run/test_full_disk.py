@@ -16,7 +16,7 @@ from megatrain.disk.checkpoint.save import spare_bytes
 from megatrain.disk.hf.model import load_model
 from megatrain.errors import CheckpointDamaged, DiskFull, Interrupted
 from megatrain.run import checkpoints as checkpoints_module
-from megatrain.run.checkpoints import FOLDER
+from megatrain.run.folder import FOLDER
 from megatrain.run.trainer import Trainer
 from testkit.runs import (
     Setting,

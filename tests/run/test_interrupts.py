@@ -20,7 +20,7 @@ from megatrain.config import dump_config
 from megatrain.disk.checkpoint.retention import finished
 from megatrain.errors import Interrupted, ModelFolderError
 from megatrain.run import interrupts as interrupts_module
-from megatrain.run.checkpoints import FOLDER
+from megatrain.run.folder import FOLDER
 from megatrain.run.interrupts import SIGNALS, Interrupts
 from testkit.patience import HANG_S, eventually
 from testkit.runs import Setting, config_of, lines_of, run

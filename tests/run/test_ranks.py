@@ -14,7 +14,7 @@ from megatrain.config import Config
 from megatrain.disk.checkpoint.retention import finished
 from megatrain.errors import CheckpointMismatch, ConfigError, Interrupted, RunFolderError
 from megatrain.ranks.ranks import Ranks
-from megatrain.run.checkpoints import FOLDER
+from megatrain.run.folder import FOLDER
 from megatrain.run.interrupts import Interrupts
 from megatrain.run.trainer import Trainer
 from testkit.rank_runs import run_on_ranks

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from megatrain.config import Config
 from megatrain.disk.checkpoint.retention import finished
 from megatrain.errors import CheckpointMismatch, DataError, Interrupted
-from megatrain.run.checkpoints import FOLDER
+from megatrain.run.folder import FOLDER
 from megatrain.run.trainer import Trainer
 from testkit.runs import Setting, config_of, differences, run, write_world
 

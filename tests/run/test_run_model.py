@@ -19,7 +19,7 @@ from megatrain.disk.hf.exported import RECORD_NAME, read_exported
 from megatrain.disk.hf.model import load_model
 from megatrain.errors import CheckpointDamaged, ConfigError, RunFolderError
 from megatrain.memory.kinds import Kind
-from megatrain.run.checkpoints import FOLDER
+from megatrain.run.folder import FOLDER
 from megatrain.run.run_model import chosen_model, tokenizer_folder
 from megatrain.run.trainer import Trainer
 from testkit.runs import Setting, config_of, judge_by, run, write_world

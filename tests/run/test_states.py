@@ -14,7 +14,7 @@ from megatrain.disk.checkpoint.retention import finished
 from megatrain.errors import Interrupted
 from megatrain.optim.states import STATES
 from megatrain.planning.plan import Plan, make_plan
-from megatrain.run.checkpoints import FOLDER
+from megatrain.run.folder import FOLDER
 from megatrain.run.opening import planned
 from megatrain.run.trainer import Trainer
 from testkit.runs import Setting, config_of, differences, lines_of, run

@@ -16,7 +16,7 @@ from megatrain.errors import DiskError, MegaTrainError, RunFolderError, TierDama
 from megatrain.memory.kinds import Kind
 from megatrain.memory.tier import Tier
 from megatrain.memory.tier_filling import TierFilling
-from megatrain.run.checkpoints import FOLDER
+from megatrain.run.folder import FOLDER
 from megatrain.run.trainer import Trainer
 from testkit.faulty_os import CHANGES, READS, faulty
 from testkit.runs import (

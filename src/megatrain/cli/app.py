@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
+from megatrain.choices import RowFormat
 from megatrain.cli.arguments import Best, ModelArgument, require_model
 from megatrain.cli.checking import gpu_check
-from megatrain.errors import ConfigError, DoesNotFit
+from megatrain.errors import ConfigError, DiskError, DoesNotFit
+from megatrain.ranks.environment import read_environment
 from megatrain.text import printable
 from megatrain.version import __version__
+
+if TYPE_CHECKING:
+    from megatrain.planning.machine.examination import Examination
 
 
 class _Group(TyperGroup):
@@ -63,7 +70,6 @@ Split = Annotated[str | None, typer.Option(help="Split of a Hub dataset; default
 
 
 ExportPrecision = Literal["bf16", "fp32"]
-FormatOption = Literal["auto", "messages", "alpaca", "prompt_completion", "text", "pairs", "kto"]
 TrainOnOption = Literal["assistant", "last", "completion", "all"]
 
 
@@ -95,10 +101,13 @@ def train(
     ] = None,
 ) -> None:
     """Train a model from a YAML config. Ctrl-C finishes the step and saves; twice ends now."""
-    from megatrain.run.opening.places import pin_commits, read_config
+    from megatrain.run.opening.places import check_before_loading, pin_commits, read_config
 
-    # Errors in the config, and names that do not exist, are reported before torch is imported.
+    # Errors in the config, names that do not exist, a folder that is taken: before torch is
+    # imported. Ranks that torchrun has started again resume, which only the run itself knows.
     asked = read_config(config, overrides or [])
+    if read_environment(os.environ) is None:
+        check_before_loading(asked, resumes=resume)
     pin_commits(asked, resumes=resume)
     if gpus is not None and gpus > 1:
         _launch(gpus, asked.memory.device)
@@ -110,7 +119,6 @@ def train(
 def _launch(num_ranks: int, device: str) -> NoReturn:
     """Start the command that this process was started with once for each rank, and end with it."""
     from megatrain.cli.launch import launch
-    from megatrain.ranks.environment import read_environment
 
     if read_environment(os.environ) is not None:
         raise ConfigError("--gpus starts ranks, but torchrun has started this one. Give it there.")
@@ -229,7 +237,10 @@ def sample(
     drawing = Drawing(temperature=temperature, top_p=top_p, seed=seed)
     options: dict[str, Any] = {"system": system, "device": device, "best": best}
     with joined(device) as options["ranks"]:
-        for answer in sample_from(model, prompts, max_new_tokens, drawing, **options):
+        answers = sample_from(model, prompts, max_new_tokens, drawing, **options)
+        for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            if len(prompts) > 1:
+                typer.echo(f"{'' if number == 0 else chr(10)}> {printable(prompt)}")
             typer.echo(printable(answer))
 
 
@@ -263,9 +274,7 @@ def data(
     max_length: Annotated[str, typer.Option(help="Longest row, in tokens, like 2k.")] = "2048",
     samples: Annotated[int, typer.Option(help="Rows to show of each source.")] = 3,
     whole: Annotated[bool, typer.Option("--whole", help="Do not cut long rows.")] = False,
-    row_format: Annotated[
-        FormatOption, typer.Option("--format", help="As in data.train.")
-    ] = "auto",
+    row_format: Annotated[RowFormat, typer.Option("--format", help="As in data.train.")] = "auto",
     train_on: Annotated[TrainOnOption, typer.Option(help="Same as data.train_on.")] = "assistant",
     chat_template: Annotated[str | None, typer.Option(help="Same as data.chat_template.")] = None,
     name: Configuration = None,
@@ -342,9 +351,35 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure this machine; later plans use the results. Under torchrun, the network too."""
-    from megatrain.doctor.examine import examine_together, keep
+    from megatrain.doctor.examine import examine_together, keep, stage_line
+    from megatrain.planning.machine.examination import kept_examination
 
-    found = examine_together(folder, lambda what: typer.echo(f"measuring {what} ...", err=True))
+    begin = time.monotonic()
+    kept: list[str] = []
+
+    def say(what: str) -> None:
+        typer.echo(stage_line(what, time.monotonic() - begin), err=True)
+
+    def keep_part(part: Examination) -> None:
+        before = kept_examination()
+        if before is not None and before.folder:  # a whole one is better
+            return
+        with suppress(DiskError):  # the end of the command says so
+            keep(part)
+            kept.append(part.text())
+
+    try:
+        found = examine_together(folder, say, keep_part)
+    except KeyboardInterrupt:
+        if not kept:
+            raise
+        typer.echo(kept[-1])
+        typer.echo(
+            "stopped: plans use what was measured so far. Run `megatrain doctor` again for trial "
+            "steps and the disk",
+            err=True,
+        )
+        raise typer.Exit(130) from None
     if found is not None:
         typer.echo(found.to_json() if as_json else found.text())
         keep(found)
@@ -382,6 +417,9 @@ def estimate_command(
     network: Annotated[str | None, typer.Option(help="Between hosts, like 25GbE or 3GB/s.")] = None,
     plot: Annotated[Path | None, typer.Option(help="PNG file to write.")] = None,
     list_known: Annotated[bool, typer.Option("--list", help="List known models and GPUs.")] = False,
+    details: Annotated[
+        bool, typer.Option("--details", help="Print all lines of memory and all choices.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Predict whether a model fits, how fast it trains, the bottleneck and the cost."""
@@ -408,7 +446,7 @@ def estimate_command(
         hosts=hosts,
         network=network,
     )
-    typer.echo(found.to_json() if as_json else str(found))
+    typer.echo(found.to_json() if as_json else found.text(details=details))
     if plot is not None:
         found.draw(plot)
     raise typer.Exit(0 if found.fits else DoesNotFit.exit_code)

@@ -10,8 +10,7 @@ from megatrain.disk.checkpoint.restore import verify
 from megatrain.disk.checkpoint.retention import finished
 from megatrain.errors import CheckpointDamaged, RunFolderError
 from megatrain.memory.ledger import gib
-from megatrain.run.checkpoints import FOLDER
-from megatrain.run.folder import ask_for_save, is_run
+from megatrain.run.folder import FOLDER, ask_for_save, is_run
 
 
 def save_now(run: Path, wait_s: float) -> str:

@@ -16,7 +16,7 @@ from megatrain.disk.hf.model import HostModel, ModelFolder, Precision, read_mode
 from megatrain.errors import ConfigError, RunFolderError
 from megatrain.memory.kinds import Kind
 from megatrain.ranks.ranks import ALONE, Ranks
-from megatrain.run.checkpoints import FOLDER
+from megatrain.run.folder import FOLDER
 from megatrain.run.run_model import RunModel
 from megatrain.run.together.phases import unhurried
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
+from megatrain.choices import RowFormat
 from megatrain.config.quantities import read_number
 from megatrain.config.section import Section, short
 from megatrain.config.template_settings import Arguments
@@ -24,10 +25,7 @@ from megatrain.config.value_types import (
 
 PreferenceName = Literal["pairs", "kto"]
 """The formats whose rows are two answers each, to be compared."""
-FormatName = Literal[
-    "auto", "tokens", "messages", "alpaca", "prompt_completion", "text", "pairs", "kto"
-]
-"""The formats of rows; data/rows/formats.py has everything else about each."""
+FormatName = RowFormat
 
 
 class DataSource(Section):

@@ -12,7 +12,7 @@ import os
 import secrets
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -56,6 +56,7 @@ from megatrain.planning.machine.profile import EXPERT_WAIT_S, FlopRate, MachineP
 from megatrain.progress import Say
 from megatrain.ranks.environment import local_rank, read_environment
 from megatrain.ranks.joining import join_ranks
+from megatrain.text import duration
 
 ENOUGH_S = 25.0
 """After so long, on a machine that is slow or busy, what refines figures is left out."""
@@ -71,8 +72,41 @@ _READERS = 4
 _CHUNK = 16 << 20
 
 
-def examine(folder: Path, say: Say) -> Examination:
-    """Measure this machine and return the results. `say` gets the name of each measurement."""
+STAGES = {
+    "copies": 2.0,
+    "products": 8.0,
+    "attention and element-wise work": 2.0,
+    "optimizer and memory traffic": 3.0,
+    "trial steps": 13.0,
+    "disk": 2.0,
+}
+"""The measurements in their order, and about how many seconds each takes on an idle machine."""
+
+
+def stage_line(stage: str, elapsed_s: float) -> str:
+    """Return a line for people: the measurement that begins, and how long all that is left takes.
+
+    The guess is in proportion to the time that the measurements before it took.
+    """
+    name = stage.partition(", in ")[0]
+    names = list(STAGES)
+    if name not in names:
+        return f"measuring {stage} ..."
+    number = names.index(name)
+    done = sum(STAGES[each] for each in names[:number])
+    left = sum(STAGES[each] for each in names[number:])
+    seconds = left if not done else left * max(elapsed_s, 0.1 * done) / done
+    return f"measuring {stage} ({number + 1} of {len(names)}, about {duration(seconds)} left) ..."
+
+
+def examine(
+    folder: Path, say: Say, keep_part: Callable[[Examination], None] = lambda part: None
+) -> Examination:
+    """Measure this machine and return the results. `say` gets the name of each measurement.
+
+    `keep_part` gets what plans need most, as soon as it is measured: all but the refinement by
+    trial steps, and the disk.
+    """
     begin, load = time.monotonic(), os.getloadavg()[0]
     facts = host_facts()
     usable = min(free_bytes(), facts.usable_bytes)
@@ -81,29 +115,41 @@ def examine(folder: Path, say: Say) -> Examination:
             f"host memory: the measurements need {gib(NEEDED_BYTES)}, {gib(usable)} are free"
         )
     subject = find_subject()
-    profile, kernel = measure_rates(subject, facts, usable, say, begin + ENOUGH_S)
-    say(f"disk, in {folder}")
-    profile = _with_disk(profile, folder)
-    return Examination(
-        facts=facts,
-        profile=profile,
-        kernel=kernel,
-        folder=str(folder),
-        when=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        seconds=time.monotonic() - begin,
-        placement=str(subject.new_device().placement),
-        load=load,
+
+    def found(profile: MachineProfile, kernel: str, measured_in: str = "") -> Examination:
+        return Examination(
+            facts=facts,
+            profile=profile,
+            kernel=kernel,
+            folder=measured_in,
+            when=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            seconds=time.monotonic() - begin,
+            placement=str(subject.new_device().placement),
+            load=load,
+        )
+
+    profile, kernel = measure_rates(
+        subject,
+        facts,
+        usable,
+        say,
+        begin + ENOUGH_S,
+        lambda rough, kernel: keep_part(found(rough, kernel)),
     )
+    say(f"disk, in {folder}")
+    return found(_with_disk(profile, folder), kernel, str(folder))
 
 
-def examine_together(folder: Path, say: Say) -> Examination | None:
+def examine_together(
+    folder: Path, say: Say, keep_part: Callable[[Examination], None] = lambda part: None
+) -> Examination | None:
     """Measure this machine and, if a launcher started several ranks, what is between them.
 
     Rank 0 has the results: all others return None, and say nothing.
     """
     seat = read_environment(os.environ)
     if seat is None:
-        return examine(folder, say)
+        return examine(folder, say, keep_part)
     subject = find_subject(number=local_rank())
     ranks = join_ranks(subject.place.type, RANKS_DEADLINE_S)
     try:
@@ -127,11 +173,17 @@ def keep(found: Examination) -> None:
 
 
 def measure_rates(
-    subject: Subject, facts: HostFacts, usable: int, say: Say, until: float
+    subject: Subject,
+    facts: HostFacts,
+    usable: int,
+    say: Say,
+    until: float,
+    keep_rough: Callable[[MachineProfile, str], None] = lambda profile, kernel: None,
 ) -> tuple[MachineProfile, str]:
     """Return the profile of a subject in this host, but for its disk, and the optimizer's kernel.
 
-    `until` (time.monotonic) is when what refines figures is left out.
+    `until` (time.monotonic) is when what refines figures is left out; `keep_rough` gets both
+    before they are refined.
     """
     own_memory = subject.runtime is not None
     device = subject.new_device()
@@ -175,6 +227,7 @@ def measure_rates(
         compute_cores=0.0 if own_memory else float(torch.get_num_threads()),
         update_cores=float(update_cores),
     )
+    keep_rough(profile, kernel.description)
     if time.monotonic() < until:
         say("trial steps")
         profile = calibrated(profile) if profile.unified else with_issue_times(profile, device)

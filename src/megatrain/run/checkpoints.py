@@ -59,8 +59,8 @@ from megatrain.files import free_disk_bytes, point, sync_folder
 from megatrain.memory.file_calls import FileCalls
 from megatrain.memory.ledger import gib
 from megatrain.ranks.ranks import ALONE, Ranks
+from megatrain.run.folder import FOLDER
 
-FOLDER = "checkpoints"
 STALL_SHARE = 0.25
 """Several calls in a row may each take that long before the ranks' deadline is reached."""
 Record = Callable[[dict[str, Any]], None]

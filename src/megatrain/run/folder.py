@@ -37,8 +37,8 @@ from megatrain import files
 from megatrain.config import Config, dump_config, load_config
 from megatrain.errors import DiskError, MegaTrainError, RunFolderError, listing
 from megatrain.memory.host import num_cores
-from megatrain.run.checkpoints import FOLDER
 
+FOLDER = "checkpoints"
 RESUMED_FILES = ("metrics.jsonl", "samples.jsonl")
 """Those whose lines belong to steps; events belong to the clock."""
 EVENTS = "events.jsonl"
@@ -85,7 +85,7 @@ class RunFolder:
     @property
     def has_run(self) -> bool:
         """Whether a run has left something here."""
-        return any((self.path / name).exists() for name in ("metrics.jsonl", FOLDER))
+        return has_run(self.path)
 
     @property
     def is_dry(self) -> bool:
@@ -199,6 +199,28 @@ def is_run(path: Path) -> bool:
         return (path / MARK).read_bytes() == _MARK_DATA
     except OSError:
         return False
+
+
+def has_run(path: Path) -> bool:
+    """Return whether a run has left something in a folder."""
+    return any((path / name).exists() for name in ("metrics.jsonl", FOLDER))
+
+
+def require_idle(path: Path) -> None:
+    """Raise RunFolderError if a process is training in a run folder; the error names it."""
+    with suppress(DiskError):  # a folder that cannot be written to is refused elsewhere
+        if (path / ".lock").exists():
+            files.close(files.lock(path / ".lock"))
+
+
+def require_new(path: Path) -> None:
+    """Raise RunFolderError unless `path` can be the folder of a run that is not resumed."""
+    require_usable(path)
+    if has_run(path):
+        raise RunFolderError(
+            f"{path} already has a run. Continue it with --resume, or set save.dir to another "
+            "folder."
+        )
 
 
 def require_usable(path: Path) -> None:

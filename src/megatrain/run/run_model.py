@@ -40,8 +40,7 @@ from megatrain.errors import (
     RunFolderError,
 )
 from megatrain.hub import find_model
-from megatrain.run.checkpoints import FOLDER
-from megatrain.run.folder import is_run
+from megatrain.run.folder import FOLDER, is_run
 from megatrain.run.opening.opening import MODEL
 
 

@@ -15,7 +15,7 @@ from megatrain.config import Config
 from megatrain.disk.checkpoint.restore import verify
 from megatrain.disk.checkpoint.retention import finished
 from megatrain.errors import DiskError, Interrupted, MegaTrainError
-from megatrain.run.checkpoints import FOLDER
+from megatrain.run.folder import FOLDER
 from megatrain.run.trainer import Trainer
 from testkit.faulty_os import CHANGES, faulty
 from testkit.runs import (

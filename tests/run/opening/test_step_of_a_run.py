@@ -13,7 +13,7 @@ from megatrain.disk.checkpoint.manifest import read_manifest
 from megatrain.disk.checkpoint.retention import finished
 from megatrain.errors import CheckpointMismatch, Interrupted
 from megatrain.planning.step_size import LEAST_STEPS, StepSize
-from megatrain.run.checkpoints import FOLDER
+from megatrain.run.folder import FOLDER
 from megatrain.run.opening import planned
 from megatrain.run.trainer import Trainer
 from testkit.runs import Setting, config_of, differences, run

@@ -38,7 +38,7 @@ class Examination:
     kernel: str
     """Which optimizer kernel was measured."""
     folder: str
-    """Where the disk was measured."""
+    """Where the disk was measured; empty if doctor was stopped before that."""
     when: str
     seconds: float
     placement: str = ""
@@ -127,7 +127,7 @@ class Examination:
             ("optimizer", f"{figure(profile.update_params_per_s)} params/s, {self.kernel}"),
             *self._network(),
             ("disk read / write", self._disk()),
-            ("  measured in", self.folder),
+            *([("  measured in", self.folder)] if self.folder else []),
             *((name, text) for name, text in facts.versions.items()),
         ]
         lines = [_row(name, value) for name, value in rows]
@@ -154,6 +154,8 @@ class Examination:
         ]
 
     def _disk(self) -> str:
+        if not self.folder:
+            return "not measured: doctor was stopped"
         profile = self.profile
         return _pair(profile.disk_read_bytes_per_s, profile.disk_write_bytes_per_s)
 

@@ -26,9 +26,8 @@ from megatrain.models.isolation import packs_flat
 from megatrain.planning.plan import Plan
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.brought.arguments import NOTHING, Brought
-from megatrain.run.checkpoints import FOLDER
 from megatrain.run.evaluation.references import with_references
-from megatrain.run.folder import RunFolder
+from megatrain.run.folder import FOLDER, RunFolder, require_new
 from megatrain.run.opening.adapting import adapter_notes
 from megatrain.run.opening.assembly import (
     find_source,
@@ -238,11 +237,8 @@ def open_folder(
         return RunFolder(config.run_dir, dry=True)
     folder = RunFolder(config.run_dir, dry=dry_run)
     opened.callback(folder.close)
-    if folder.has_run and not resumes:
-        raise RunFolderError(
-            f"{folder.path} already has a run. Continue it with --resume, or set save.dir to "
-            "another folder."
-        )
+    if not resumes:
+        require_new(folder.path)
     if not dry_run:
         note_launch(folder)
         _clear_unfinished(folder.path)

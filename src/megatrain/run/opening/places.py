@@ -17,6 +17,8 @@ from megatrain.config import Config, load_config
 from megatrain.config.data_settings import DataSource
 from megatrain.errors import ConfigError
 from megatrain.hub import MAIN, dataset_commit, find_model, is_commit, is_id
+from megatrain.run.folder import has_run, require_idle, require_new, require_usable
+from megatrain.run.sinks import check_sinks
 
 if TYPE_CHECKING:  # it imports torch, and errors in names appear before that
     from megatrain.ranks.ranks import Ranks
@@ -42,6 +44,22 @@ def check_places(config: Config, config_file: Path) -> None:
                 f"{Path.cwd()} but beside this file. Give {beside}, or change to "
                 f"{config_file.parent}: relative paths start at the working directory."
             )
+
+
+def check_before_loading(config: Config, *, resumes: bool) -> None:
+    """Refuse a run that cannot begin, by checks that need no torch.
+
+    Raises MissingPackage for a tracker that is not installed, RunFolderError for a folder that has
+    a run already or is not a run folder.
+    """
+    check_sinks(config.log.to)
+    folder = Path(config.run_dir)
+    if resumes:
+        require_usable(folder)
+        return
+    if has_run(folder):
+        require_idle(folder)
+    require_new(folder)
 
 
 def pin_commits(
