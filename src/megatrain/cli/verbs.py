@@ -63,7 +63,7 @@ from megatrain.run.together.phases import per_folder, unhurried
 from megatrain.run.together.restarting import was_restarted
 from megatrain.run.together.sameness import facts_of, require_same
 from megatrain.run.trainer import Trainer
-from megatrain.text import printable
+from megatrain.text import counted, printable
 
 _DATA = DataSettings.model_fields
 _LIMITS = ("max_bad", "max_dropped", "max_lost_thoughts")
@@ -94,15 +94,16 @@ def train_from(
         ) as trainer,
     ):
         if dry_run:
-            ready = f"ready to train {trainer.num_steps} steps; dry run, nothing written"
+            ready = f"ready to train {counted(trainer.num_steps, 'step')}; dry run, nothing written"
             return "\n".join([in_words(trainer.plan, trainer.num_steps), *trainer.notes, ready])
         outcome = trainer.train()
         model = trainer.folder.path / MODEL
         which = _exported(trainer, model)
         report = report_on([trainer.folder.path], None) if ranks.owner.leads else ""
     return (
-        f"loss {outcome.first_loss:.4f} to {outcome.last_loss:.4f} in {outcome.num_steps} steps, "
-        f"{outcome.total_tokens:,} tokens, {outcome.seconds:.0f} s\n{which}, in {model}\n{report}"
+        f"loss {outcome.first_loss:.4f} to {outcome.last_loss:.4f} in "
+        f"{counted(outcome.num_steps, 'step')}, {outcome.total_tokens:,} tokens, "
+        f"{outcome.seconds:.0f} s\n{which}, in {model}\n{report}"
     )
 
 
@@ -200,7 +201,15 @@ def sample_from(
     with Engine(home.decoder, home.store, device=place, ranks=ranks) as engine:
         ends = end_tokens(tokenizer, home)
         made = continue_texts(engine, asked, max_new_tokens, ends, drawing)
-    return [str(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in made]
+    return [printed_answer(tokenizer, tokens) for tokens in made]
+
+
+def printed_answer(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """Return an answer as it is printed: without special tokens, and lines that they leave blank.
+
+    Of an empty thought (`<think>`, two newlines, `</think>`, two newlines) nothing is left.
+    """
+    return str(tokenizer.decode(tokens, skip_special_tokens=True)).strip("\n")
 
 
 def look_at_data(
