@@ -59,7 +59,9 @@ def test_answers_whose_thoughts_the_template_removes_are_refused(
     rows = [{"messages": [USER, answer]}] * 4
     with pytest.raises(DataError, match="4 of 4 rows would be trained without their thoughts"):
         _card(tmp_path, rows, tokenizer_of_style(style), train_on=train_on)
-    card = _card(tmp_path, rows, tokenizer_of_style(style), train_on=train_on, max_lost_thoughts=1.0)
+    card = _card(
+        tmp_path, rows, tokenizer_of_style(style), train_on=train_on, max_lost_thoughts=1.0
+    )
     assert card["notes"]["rows_that_lose_thoughts"] == 4
     assert any("4 trained answers have a thought" in line for line in remarks(card))
 

@@ -180,7 +180,7 @@ print(made.card["rows"])
 """
 
 
-@pytest.mark.slow
+@pytest.mark.merge
 @pytest.mark.parametrize(("program", "said"), [("hidden", ["imported", "600"]), ("shown", None)])
 def test_a_script_without_a_guard_is_not_imported_again(
     program: str, said: list[str] | None, tmp_path: Path

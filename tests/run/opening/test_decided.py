@@ -45,7 +45,7 @@ def two_lines(world: Path, family: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    "family", [*USUAL, *(pytest.param(family, marks=pytest.mark.slow) for family in OTHERS)]
+    "family", [*USUAL, *(pytest.param(family, marks=pytest.mark.merge) for family in OTHERS)]
 )
 def test_two_lines_train_a_step_where_packed_documents_would_mix(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
