@@ -71,7 +71,7 @@ def test_a_command_that_was_refused_is_refused_again_and_changes_nothing(
     assert first.returncode == 0, first.stderr
     before = _files(run)
     second = _train(options, kind, str(path), "optim.learning_rate=0.5", "train.steps=4")
-    said = (second.stdout + second.stderr).count("already has a run")
+    said = (second.stdout + second.stderr).count("RunFolderError [MT502]")
     if kind == "own":
         assert second.returncode != 0
         assert said == 2, second.stderr  # attempts
