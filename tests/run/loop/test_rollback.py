@@ -106,6 +106,21 @@ def test_without_an_older_checkpoint_it_stops_after_a_few_tries_and_deletes_noth
     assert [step_of(path) for path in finished(tmp_path / "run" / FOLDER)] == [4]
 
 
+def test_an_older_checkpoint_that_is_damaged_is_none_to_return_to(
+    world: Path, tmp_path: Path
+) -> None:
+    def damage_the_first(checkpoint: Path) -> None:
+        if step_of(checkpoint) == 2:
+            path = sorted((checkpoint / "state").glob("*.safetensors"))[0]
+            path.write_bytes(path.read_bytes()[:-1] + b"x")
+
+    with Trainer(rolling(world, tmp_path / "run")) as trainer:
+        trainer.saving.on_saved = damage_the_first
+        poison_before_the_save_of(trainer, 4)
+        with pytest.raises(NonFiniteStep, match=r"step 8: .* that was not tried 3 times\."):
+            trainer.train()
+
+
 def test_saves_of_steps_that_were_left_out_would_push_out_the_sound_checkpoint(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

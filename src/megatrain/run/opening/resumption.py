@@ -197,8 +197,8 @@ def resume(
 ) -> LoadedCheckpoint | None:
     """Fill `home` from the newest complete checkpoint of `folder` that the caller `wants`.
 
-    None: no save finished, or it wants none of them. All ranks take the same one: what one of them
-    finds damaged is damaged.
+    None: no save finished, or it does not want those that are complete. All ranks take the same
+    one: what one of them finds damaged is damaged.
 
     Raises CheckpointDamaged if there are some and none is complete, DiskError if it may be that
     they only cannot be read now, and CheckpointMismatch.
@@ -268,8 +268,9 @@ def _newest(
 ) -> tuple[T, list[_Passed]] | None:
     """Return what `use` makes of the newest checkpoint that it can, and those that are newer.
 
-    Rank 0 says which there are. None: there is none that the caller `wants`. Raises
-    CheckpointDamaged if all are damaged, and DiskError if some may be whole and cannot be read.
+    Rank 0 says which there are. None: there is none, or none but those that the caller does not
+    want. Raises CheckpointDamaged if all are damaged, and DiskError if some may be whole and cannot
+    be read.
     """
     passed: list[_Passed] = []
     names = [path.name for path in finished(folder)] if ranks.owner.leads else []
@@ -283,9 +284,9 @@ def _newest(
             return result, passed
         reason, is_damaged = found[0]
         passed.append(_Passed(path=path, reason=reason, is_damaged=is_damaged))
-    if not any(one.reason for one in passed):
+    if not all(one.reason for one in passed) or not passed:
         return None
-    reasons = "\n  ".join(one.reason for one in passed if one.reason)
+    reasons = "\n  ".join(one.reason for one in passed)
     if all(one.is_damaged for one in passed):
         raise CheckpointDamaged(
             f"{folder}: none of {len(passed)} checkpoints is complete:\n  {reasons}\n"
