@@ -23,7 +23,7 @@ from typing import Any, get_args
 from megatrain import errors
 from megatrain.config.data_settings import DataSource
 from megatrain.config.load import write_yaml
-from megatrain.config.other_tools.defaults import ALWAYS, DEFAULTS
+from megatrain.config.other_tools.defaults import ALWAYS, BY_TRAINER, DEFAULTS
 from megatrain.config.other_tools.translate import TABLES
 from megatrain.config.rope_settings import RopeSettings
 from megatrain.config.section import Section
@@ -114,20 +114,43 @@ MIGRATION_HEAD = """# From other tools
 
 `megatrain init run.yaml --from sft.yaml` converts a config of LLaMA-Factory, Axolotl or TRL, in
 YAML or JSON. It recognizes the tool by the keys of the file; use `--tool` if they are ambiguous,
-and `--gpus` to give the number of GPUs of the old run. It prints a line for every key of the file:
+and `--gpus` to give the number of GPUs of the old run.
+
+TRL names the trainer on its command line, not in the file: `trl dpo --config dpo.yaml`. If neither
+the keys nor rows on this machine tell it, `init` asks for it: `--tool trl-dpo`. It can be
+`trl-sft`, `trl-dpo`, `trl-kto`, `trl-orpo` or `trl-cpo`.
+
+A file whose method MegaTrain does not have is refused by the name of the method, and nothing is
+written: PPO, GRPO, RLOO and online DPO ([Rewards](rewards.md) has a loop for these), reward models,
+distillation, other preference losses, several losses at once, and adapters that are not LoRA.
+
+`init` prints a line for every key of the file, in three groups:
+
+- *Changes results*: the run differs from that of the tool.
+- *Needs you*: something that you decide, set or install.
+- *Same as there*: everything else.
+
+The first word of a line is its outcome:
 
 - *mapped*: our key has the same value.
 - *changed*: our key has another value with the same meaning.
 - *default*: the file does not have the key, and the tool's default differs from ours; it is written
   to the new file.
 - *dropped*: MegaTrain has no equivalent; the line gives the reason.
+- *missing*: the file does not have the key, and nothing can be written for it.
 - *unknown*: the key is not in the tables below.
+
+The exit code is 2 if the new file does not load yet, for example because its data must be set.
 
 From Python: `megatrain.config.other_tools.translate.migrate("sft.yaml")`.
 
-A migrated run trains on the same rows in the same number of steps. Rows x accumulation x GPUs
-become `train.batch_rows`, and the tool's defaults for absent or null keys are written to the new
-file. There are exceptions:
+A migrated run trains with the same method and learning rates on the same rows in the same number of
+steps. Rows x accumulation x GPUs become `train.batch_rows`, and the tool's defaults for absent or
+null keys are written to the new file. In an environment with the other tools
+`python -m proofs.migrated --check` compares the table that our tests use with what the tools' own
+classes read from the same configs: method, loss, learning rates of steps, batch, length, optimizer
+and adapters.
+There are exceptions:
 
 - Packed runs (`packing`, `sample_packing`) measure a step in tokens. The number of steps in an
   epoch depends on how rows fill sequences, which differs between tools. MegaTrain packs only if the
@@ -138,6 +161,12 @@ file. There are exceptions:
   batch, where it trains nothing.
 - LLaMA-Factory and Axolotl can format rows with their own templates (`template`, `chat_template`,
   alpaca rows in Axolotl). MegaTrain uses the tokenizer's chat template, or `data.chat_template`.
+- LoRA of TRL without `lora_target_modules` adapts what PEFT chooses by the model's type, mostly
+  `[q_proj, v_proj]`; that is written to the new file. If the type is not known on this machine,
+  a line says so.
+- `simpo` of TRL and Axolotl adds the chosen answer's own loss unless `cpo_alpha` is 0; MegaTrain's
+  does not.
+- LLaMA-Factory packs into sequences of one token less than `cutoff_len`.
 - MegaTrain holds an evaluation fraction out of each source; the other tools hold it out of all
   sources together.
 """
@@ -176,6 +205,8 @@ def migration_page() -> str:
         parts += [f"| `{key}` | `{rule.to}` | {rule.why} |\n" for key, rule in mapped.items()]
         parts.append("\nDefaults written to the new file when the old one does not have the key: ")
         absent = [f"`{key}: {write_yaml(value)}`" for key, value in DEFAULTS[tool].items()]
+        for trainer, values in BY_TRAINER.items() if tool == "TRL" else ():
+            absent += [f"`{key}: {write_yaml(value)}` ({trainer})" for key, value in values.items()]
         absent += [f"`{ours}: {value}` (ours)" for ours, (value, _) in ALWAYS[tool].items()]
         parts.append(f"{', '.join(absent)}.\n\n| dropped | why |\n|---|---|\n")
         reasons: dict[str, list[str]] = {}

@@ -82,7 +82,7 @@ def _loss(name: str, theirs: dict[str, Any]) -> str:
     if method in ("sft", "pt"):
         return "next_token"
     if method == "dpo":
-        return {"sigmoid": "dpo"}.get(kind, kind)
+        return "dpo" if kind == "sigmoid" else str(kind)
     return str(kind) if method == "cpo" else str(method)
 
 
@@ -107,7 +107,9 @@ def faults(name: str, config: Config, theirs: dict[str, Any]) -> list[str]:
     length = values["max_length"]
     if name.startswith("llama_factory") and values["packing"] and theirs["method"] == "sft":
         length += 1  # its collator pads by one
-    rows = config.train.batch_rows or (config.train.batch_tokens or 0) / config.data.max_length
+    tokens = config.train.batch_tokens
+    packed_rows = tokens / config.data.max_length if isinstance(tokens, int) else None
+    rows = config.train.batch_rows or packed_rows
     pairs: dict[str, tuple[Any, Any]] = {
         "loss": (loss.name, _loss(name, theirs)),
         "rates": (_rates(config), pytest.approx(values["rates"], rel=1e-9)),

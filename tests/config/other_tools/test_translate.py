@@ -339,9 +339,10 @@ def test_strings_of_trl_pass_through_no_template() -> None:
 def test_a_key_that_is_null_leaves_the_default_of_the_tool() -> None:
     for tool in TABLES:
         absent = _migrated(tool)
-        nulls = _migrated(
-            tool, **{key: None for key in DEFAULTS[tool] if (tool, key) not in NULL_MEANS}
-        )
+        null: dict[str, Any] = {
+            key: None for key in DEFAULTS[tool] if (tool, key) not in NULL_MEANS
+        }
+        nulls = _migrated(tool, **null)
         assert nulls.config == absent.config
 
 
@@ -477,7 +478,9 @@ def test_a_dropped_key_counts_as_what_it_does(tool: Tool, key: str, on: Any, eff
 
 @pytest.mark.parametrize("tool", TABLES)
 def test_a_key_that_is_off_changes_nothing(tool: Tool) -> None:
-    off = dict.fromkeys((key for key, rule in TABLES[tool].items() if not rule.to), False)
+    off: dict[str, Any] = dict.fromkeys(
+        (key for key, rule in TABLES[tool].items() if not rule.to), False
+    )
     assert {_effects(_migrated(tool, **off))[key] for key in off} == {"same"}
 
 
