@@ -187,7 +187,7 @@ def _migrated(tool: Tool, *, trainer: str = "sft", **values: Any) -> Migration:
          'changed datasets data.train = [{path: "a/b", name: c, split: d, revision: e}] (type '
          "input_output is unknown: the format is detected; not used: shards)"),
         ("Axolotl", {"save_steps": 0.1}, "dropped save_steps the number of steps is not known "
-         "here: give steps"),
+         "here: set eval.every or save.every"),
         ("Axolotl", {"datasets": [{"type": "alpaca"}]},
          "dropped datasets entry 1 has no path"),
         ("Axolotl", {"per_device_train_batch_size": 1},
