@@ -35,17 +35,17 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 
 FAMILIES = """
-afmoe apertus arcee aria_text axk1 axk2 bailing_hybrid bamba beam biogpt bitnet bloom codegen
-cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3 deepseek_v32 diffllama doge ernie4_5
+afmoe apertus arcee aria_text axk1 axk2 bailing_hybrid bamba beam biogpt bitnet bloom codegen cohere
+cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3 deepseek_v32 diffllama doge dots1 ernie4_5
 ernie4_5_moe exaone4 exaone_moe falcon falcon_h1 falcon_mamba flex_olmo flint gemma gemma2
 gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese
-gpt_oss gptj granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared
-helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 jamba jetmoe kolibri1 laguna lfm2
-llama llama4_text mamba mamba2 mellum mimo_v2_flash minicpm3 minimax minimax_m2 ministral
-ministral3 mistral mixtral modernbert-decoder mpt nanochat nemotron olmo olmo2 olmo3 olmo_hybrid
-olmoe openai-gpt opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text
-qwen3_moe qwen3_next recurrent_gemma seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma
-xglm youtu
+gpt_oss gptj granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium
+hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 jamba jetmoe kolibri1 laguna lfm2 lfm2_moe
+llama llama4_text mamba mamba2 mellum mimo_v2_flash minicpm3 minimax minimax_m2 minimax_m3_vl_text
+ministral ministral3 mistral mixtral modernbert-decoder mpt nanochat nemotron nemotron_h olmo olmo2
+olmo3 olmo_hybrid olmoe openai-gpt opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3
+qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next recurrent_gemma seed_oss smollm3 solar_open
+stablelm starcoder2 vaultgemma xglm youtu
 """.split()  # noqa: SIM905
 
 COVERING = {
@@ -92,17 +92,43 @@ axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite minicpm3 youtu
 EXTRA: dict[str, dict[str, Any]] = {
     family: {"head_dim": 8, "num_key_value_heads": 4} for family in _LATENT_ATTENTION
 } | {
+    "dots1": {"n_shared_experts": 1, "routed_scaling_factor": 1.0},
     "falcon": {"head_dim": None},
+    "gemma4_text": {"hidden_size_per_layer_input": 16, "num_kv_shared_layers": 0},
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2},
-}
+    "minimax_m3_vl_text": {
+        "dense_intermediate_size": 96, "shared_intermediate_size": 32,
+        "mlp_layer_types": ["dense", *["sparse"] * 3],
+        "layer_types": ["full_attention", *["minimax_m3_sparse"] * 3],
+        "index_n_heads": 2, "index_head_dim": 16, "index_block_size": 4, "index_topk_blocks": 2,
+    },
+    "nemotron_h": {
+        "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8,
+        "chunk_size": 8, "moe_shared_expert_intermediate_size": 32, "moe_latent_size": None,
+    },
+    "zamba2": {"layer_types": ["mamba", "mamba", "hybrid", "mamba"], "hybrid_layer_ids": [2]},
+    "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
 
 REFUSED = {
+    "gemma4_text": "receives a trained tensor besides hidden states",
     "glm_moe_dsa": "receives more from an earlier layer than hidden states",
     "hrm_text": "do not each run once",
     "hy_v4": "receives more from an earlier layer than hidden states",
     "rwkv": "receives more from an earlier layer than hidden states",
+    "zamba2": "receives a trained tensor besides hidden states",
+    "zaya": "receives more from an earlier layer than hidden states",
 }
+
+
+def has_key(config: PreTrainedConfig, key: str) -> bool:
+    """Return whether a config has a key; those that differ by layer cannot be read from it."""
+    try:
+        return hasattr(config, key)
+    except Exception:
+        return False
 
 
 @functools.cache
@@ -112,7 +138,7 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         default = config_class()
-        fields = {key: value for key, value in TINY.items() if hasattr(default, key)}
+        fields = {key: value for key, value in TINY.items() if has_key(default, key)}
         fields |= EXTRA.get(family, {}) | changes
         return config_class(**{k: v for k, v in fields.items() if v is not None})
 

@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from testkit.families import TINY
+from testkit.families import TINY, has_key
 
 JOINT_FAMILIES = """
 aria aya_vision chameleon cohere2_vision cohere_compass cosmos3_edge cosmos3_omni deepseek_vl
@@ -142,7 +142,7 @@ def tiny_joint_config(family: str) -> PreTrainedConfig:
 
 def _tiny(family: str, config_class: Any, name: str, sizes: dict[str, Any]) -> PreTrainedConfig:
     default = config_class()
-    fields = {key: value for key, value in sizes.items() if _has(default, key)}
+    fields = {key: value for key, value in sizes.items() if has_key(default, key)}
     for part in config_class.sub_configs:
         inner = getattr(default, part, None)
         if inner is not None:
@@ -150,14 +150,6 @@ def _tiny(family: str, config_class: Any, name: str, sizes: dict[str, Any]) -> P
             fields[part] = _tiny(family, type(inner), part, small).to_dict()
     fields |= PARTS.get((family, name), {})
     return config_class(**{key: value for key, value in fields.items() if value is not None})
-
-
-def _has(config: PreTrainedConfig, key: str) -> bool:
-    """Return whether a config has a key; those that differ by layer cannot be read from it."""
-    try:
-        return hasattr(config, key)
-    except Exception:
-        return False
 
 
 def tiny_joint_model(family: str, dtype: torch.dtype) -> PreTrainedModel:
