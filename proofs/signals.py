@@ -44,7 +44,7 @@ from megatrain.disk.checkpoint.manifest import read_manifest
 from megatrain.disk.checkpoint.restore import verify
 from megatrain.disk.checkpoint.retention import finished
 from megatrain.run import checkpoints
-from megatrain.run.checkpoints import FOLDER
+from megatrain.run.folder import FOLDER
 from megatrain.run.interrupts import SIGNALS, Interrupts
 from megatrain.run.trainer import Trainer
 from proofs.crash.forks import be_megatrain

@@ -33,7 +33,7 @@ from megatrain.disk.checkpoint.manifest import MANIFEST_NAME, Manifest, parse_ma
 from megatrain.disk.checkpoint.retention import clear_unfinished
 from megatrain.errors import CheckpointDamaged
 from megatrain.memory.direct import digests
-from megatrain.run.checkpoints import FOLDER
+from megatrain.run.folder import FOLDER
 from proofs.crash.disk_states import Disk, Files
 from proofs.crash.protocols import PROTOCOLS, RANK_PROTOCOLS
 from proofs.crash.rank_saves import record_ranks

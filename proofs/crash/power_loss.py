@@ -26,7 +26,7 @@ from unittest.mock import patch
 
 from megatrain import files
 from megatrain.disk.checkpoint.retention import clear_unfinished
-from megatrain.run.checkpoints import FOLDER
+from megatrain.run.folder import FOLDER
 from proofs.crash.forks import Child, Tell
 from proofs.crash.tiny import TinyRun, newest_whole
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from megatrain.disk.checkpoint import checked_read, save
 from megatrain.memory.direct import WriteQueue
-from megatrain.run.checkpoints import FOLDER
+from megatrain.run.folder import FOLDER
 from proofs.crash.forks import Child, Tell
 from proofs.crash.tiny import TinyRun, newest_whole
 

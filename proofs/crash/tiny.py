@@ -23,8 +23,7 @@ from megatrain.engine.snapshot import Gate, Snapshot
 from megatrain.errors import CheckpointDamaged
 from megatrain.ranks.ownership import SOLE, Owner
 from megatrain.ranks.ranks import ALONE, Ranks
-from megatrain.run.checkpoints import FOLDER
-from megatrain.run.folder import RunFolder
+from megatrain.run.folder import FOLDER, RunFolder
 
 NUM_BLOCKS = 2
 SMALL = {

@@ -31,7 +31,7 @@ from megatrain.config import dump_config
 from megatrain.disk.checkpoint.restore import verify
 from megatrain.disk.checkpoint.retention import finished
 from megatrain.errors import CheckpointDamaged, RankLost
-from megatrain.run.checkpoints import FOLDER
+from megatrain.run.folder import FOLDER
 from proofs.ranks.hosts import Hosts
 from proofs.ranks.team import Team
 from proofs.signals import end_of

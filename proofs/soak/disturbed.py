@@ -17,7 +17,7 @@ from pathlib import Path
 from megatrain.disk.checkpoint.restore import verify
 from megatrain.disk.checkpoint.retention import finished
 from megatrain.errors import CheckpointDamaged
-from megatrain.run.checkpoints import FOLDER
+from megatrain.run.folder import FOLDER
 from proofs.crash.forks import Child, Tell, be_megatrain
 from proofs.soak.process import JumpingClock, tell_places
 from testkit.memory_group import MemoryGroup

@@ -81,7 +81,7 @@ def test_unknown_keys_that_the_template_reads_are_named(tmp_path: Path) -> None:
     rows = [{"messages": [USER, {**ANSWER, "mood": "glad"}], "images": [], "tools": []}]
     card = _card(tmp_path, rows, tokenizer)
     assert remarks(card) == [
-        "unknown keys of messages, which the chat template reads: mood (1 rows)"
+        "unknown keys of messages, which the chat template reads: mood (1 row)"
     ]
 
 

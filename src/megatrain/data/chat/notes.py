@@ -16,6 +16,7 @@ from megatrain.data.chat.render import EMPTY_THOUGHT, LOST_THOUGHT, LOST_WORDS, 
 from megatrain.data.chat.template import ChatTemplate
 from megatrain.data.rows.messages import REASONING
 from megatrain.data.rows.rows import Row
+from megatrain.text import counted
 
 _TEMPLATED, _JOINED = "pairs_in_template", "pairs_joined"
 _SAME = "same_answers"
@@ -112,7 +113,9 @@ def remarks(card: Mapping[str, Any]) -> list[str]:
         (read, "unknown keys of messages, which the chat template reads"),
         (card["unused_columns"], "columns that are not used"),
     ):
-        if names := ", ".join(f"{name} ({count:,} rows)" for name, count in counts.items()):
+        if names := ", ".join(
+            f"{name} ({counted(count, 'row')})" for name, count in counts.items()
+        ):
             found.append(f"{words}: {names}")
     return found
 
