@@ -15,7 +15,7 @@ import datetime
 import os
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -45,7 +45,7 @@ def at_a_push(cases: Sequence[Any], count: int, *, others: str = "night") -> lis
     ]
 
 
-def by_family(families: Sequence[str], *, others: str = "merge") -> list[Any]:
+def by_family(families: Iterable[str], *, others: str = "merge") -> list[Any]:
     """Return each family as a parameter; those that are not of COVERING have the mark `others`."""
     return [
         pytest.param(family, marks=() if family in COVERING else getattr(pytest.mark, others))
@@ -53,7 +53,7 @@ def by_family(families: Sequence[str], *, others: str = "merge") -> list[Any]:
     ]
 
 
-def in_dtypes(families: Sequence[str]) -> list[Any]:
+def in_dtypes(families: Collection[str]) -> list[Any]:
     """Return each family in bf16 and fp32: COVERING at a push, bf16 at a merge, fp32 at night."""
     return [
         pytest.param(*case.values, dtype, marks=case.marks)

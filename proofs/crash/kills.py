@@ -37,6 +37,7 @@ from megatrain.errors import CheckpointDamaged
 from megatrain.memory.direct import as_memory
 from megatrain.run import checkpoints
 from megatrain.run import trainer as loop
+from megatrain.run.folder import FOLDER
 from megatrain.run.trainer import Trainer
 from proofs.crash.forks import Child, Tell, gather
 from testkit.runs import Setting, config_of, lines_of, setting_of, state_of, write_world
@@ -191,7 +192,7 @@ class World:
         saved = [int(line.split()[1]) for line in child.lines if line.startswith("saved")]
         acknowledged = max([acknowledged, *saved])
         newest = 0
-        for path in finished(folder / "run" / checkpoints.FOLDER):
+        for path in finished(folder / "run" / FOLDER):
             try:
                 newest = max(newest, verify(path).step)
             except CheckpointDamaged as error:
@@ -290,6 +291,6 @@ def _phase(lines: list[str]) -> str:
 
 def _on_disk(folder: Path) -> Any:
     """Return what the last checkpoint says: the hash of each file, and the run's state."""
-    manifest = verify(finished(folder / "run" / checkpoints.FOLDER)[0])
+    manifest = verify(finished(folder / "run" / FOLDER)[0])
     kept = {key: manifest.training[key] for key in ("run", "data", "num_updates", "eval_loss")}
     return manifest.step, dict(manifest.files), kept

@@ -76,9 +76,12 @@ class Launched:
     def ranks(self) -> list[dict[str, Any]]:
         """Return what each has told, once both have."""
         paths = [self._folder / str(rank) for rank in range(2)]
-        come = lambda: all(path.exists() for path in paths)  # noqa: E731
-        assert eventually(lambda: come() or self.process.poll() is not None)
-        assert come(), self.process.stderr and self.process.stderr.read()
+
+        def have_come() -> bool:
+            return all(path.exists() for path in paths)
+
+        assert eventually(lambda: have_come() or self.process.poll() is not None)
+        assert have_come(), self.process.stderr and self.process.stderr.read()
         return [json.loads(path.read_text()) for path in paths]
 
     def signal(self, number: int) -> None:
@@ -95,7 +98,7 @@ class Launched:
 
 def _is_alive(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 

@@ -20,6 +20,7 @@ from megatrain.engine.compute.edges import Edges
 from megatrain.lanes.lane import Action, Lane
 from megatrain.step.ops import Op
 from testkit.families import tiny_config
+from testkit.patience import eventually
 from testkit.worlds import Case, Form, Sort, World, make_batch
 from tests.gpu.rigs import Rig, SimulatedRig
 
@@ -140,7 +141,7 @@ def still_busy(rig: Rig, copy: Callable[[], object]) -> bool:
         spun = stream.record_event()
         copy()
         busy = not spun.query()
-    spun.synchronize()
+    assert eventually(spun.query)
     return busy
 
 

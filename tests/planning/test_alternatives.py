@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
 from megatrain.planning.estimate import Estimate, estimate
 
-SMALL = {"gpu": "8GB", "ram": "16GB"}
+SMALL: dict[str, Any] = {"gpu": "8GB", "ram": "16GB"}
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from megatrain.errors import Interrupted, RankLost
 from megatrain.ranks.ranks import Ranks
 from megatrain.ranks.torch_ranks import GlooCarrier
 from megatrain.run import checkpoints, saving
-from megatrain.run.checkpoints import FOLDER
+from megatrain.run.folder import FOLDER
 from megatrain.run.trainer import Trainer
 from testkit.patience import HANG_S
 from testkit.rank_processes import Outcome, rank_outcomes

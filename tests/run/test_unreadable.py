@@ -14,7 +14,7 @@ from megatrain.disk.checkpoint.manifest import MANIFEST_NAME
 from megatrain.disk.checkpoint.restore import verify
 from megatrain.disk.checkpoint.retention import finished, step_of
 from megatrain.errors import DiskError, Interrupted
-from megatrain.run.checkpoints import FOLDER
+from megatrain.run.folder import FOLDER
 from megatrain.run.trainer import Trainer
 from testkit.faulty_os import READS, faulty
 from testkit.rank_runs import run_on_ranks

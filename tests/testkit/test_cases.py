@@ -11,7 +11,7 @@ from testkit.cases import DAY, at_a_push, by_family, fix_the_day, in_dtypes, is_
 from testkit.families import COVERING, FAMILIES
 
 
-def of_tier(cases: list[Any], *marks: str) -> list[object]:
+def of_tier(cases: list[Any], *marks: str) -> list[Any]:
     return [case.values for case in cases if [mark.name for mark in case.marks] == list(marks)]
 
 
@@ -43,7 +43,7 @@ def test_each_structure_runs_at_a_push_and_every_family_at_a_merge() -> None:
     assert of_tier(by_family(FAMILIES)) == [(f,) for f in FAMILIES if f in COVERING]
     assert len(of_tier(by_family(FAMILIES), "merge")) == len(FAMILIES) - len(COVERING)
     cases = in_dtypes(FAMILIES)
-    assert {family for family, _ in of_tier(cases)} == set(COVERING)  # type: ignore[misc,attr-defined]
-    assert {dtype for _, dtype in of_tier(cases, "merge")} == {"bf16"}  # type: ignore[misc,attr-defined]
-    assert {dtype for _, dtype in of_tier(cases, "night")} == {"fp32"}  # type: ignore[misc,attr-defined]
+    assert {family for family, _ in of_tier(cases)} == set(COVERING)
+    assert {dtype for _, dtype in of_tier(cases, "merge")} == {"bf16"}
+    assert {dtype for _, dtype in of_tier(cases, "night")} == {"fp32"}
     assert len(cases) == 2 * len(FAMILIES)

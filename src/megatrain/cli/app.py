@@ -301,8 +301,10 @@ def data(
     require_model(model)
     from megatrain.cli.verbs import look_at_data
 
-    options = {"name": name, "split": split, "chat_template": chat_template, "whole": whole}
-    return look_at_data(path, model, length, samples, row_format, train_on, **options)
+    return look_at_data(
+        path, model, length, samples, row_format, train_on,
+        name=name, split=split, chat_template=chat_template, whole=whole,
+    )  # fmt: skip
 
 
 @app.command(

@@ -90,7 +90,7 @@ def _rates(config: Config) -> list[float]:
     steps = config.train.steps or STEPS
     optim = config.optim
     rate = LearningRate(
-        peak=optim.learning_rate,
+        peak=float(optim.learning_rate),
         shape=optim.schedule,
         num_steps=steps,
         warmup=optim.warmup,

@@ -54,7 +54,7 @@ def ours(config: Config, rows: int, length: int = LENGTH) -> int:
         batch_rows=config.train.batch_rows,
         micro_batch_tokens=config.data.max_length,
         max_length=config.data.max_length,
-        packing=config.data.packing,
+        packing=bool(config.data.packing),
     )
     return config.train.steps or math.ceil(steps.count() * (config.train.epochs or 1))
 
