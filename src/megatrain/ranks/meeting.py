@@ -29,7 +29,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
@@ -64,20 +64,18 @@ def answered(seat: Seat, deadline_s: float, ask: Callable[[], Result]) -> Result
     """Return what `ask` returns, which talks to the store. Raises RankLost if that is silent.
 
     A client of torch waits for an answer without a limit. So `ask` has its own thread, and
-    if the time runs out its connection is shut down, by which the thread ends.
+    if the time runs out the connections that it made are shut down, by which the thread ends.
     """
     said: Future[Result] = Future()
-    limit_s = _SILENT * deadline_s
+    limit_s, before = _SILENT * deadline_s, _connections(seat.port)
     thread = threading.Thread(target=_run, args=(ask, said), name="meeting", daemon=True)
     thread.start()
-    was_connected = False
     try:
         return said.result(limit_s)
     except TimeoutError as error:
         if said.done():
             raise
-        was_connected = _hang_up(seat.port)
-        if not was_connected:
+        if not _connections(seat.port).keys() - before.keys():
             raise _no_answer(seat, limit_s, error) from error
         raise RankLost(
             f"{seat.says}: {seat.address}:{seat.port} accepts connections and has not answered "
@@ -85,12 +83,10 @@ def answered(seat: Seat, deadline_s: float, ask: Callable[[], Result]) -> Result
             "store is stopped.\n  Give another port (torchrun --master-port, or the port of "
             "--rdzv-endpoint), or end what uses this one."
         ) from error
-    except BaseException:  # a signal, perhaps
-        was_connected = not said.done() and _hang_up(seat.port)
-        raise
     finally:
-        if was_connected:
-            thread.join(deadline_s)
+        if not said.done():  # also after a signal
+            _hang_up(seat.port, before)
+            thread.join(min(1.0, deadline_s))
 
 
 def _run(ask: Callable[[], Result], said: Future[Result]) -> None:
@@ -100,15 +96,21 @@ def _run(ask: Callable[[], Result], said: Future[Result]) -> None:
         said.set_exception(error)
 
 
-def _hang_up(port: int) -> bool:
-    """Shut down every connection of this process to a port of another; return if there were any."""
-    connected = False
-    for found in psutil.Process().net_connections("tcp"):
-        if found.status == psutil.CONN_ESTABLISHED and found.raddr.port == port:
-            with suppress(OSError), socket.socket(fileno=os.dup(found.fd)) as connection:
+def _connections(port: int) -> dict[int, int]:
+    """Return the files of this process that are connected to a port, by their own ports."""
+    return {
+        found.laddr.port: found.fd
+        for found in psutil.Process().net_connections("tcp")
+        if found.status == psutil.CONN_ESTABLISHED and found.raddr.port == port
+    }
+
+
+def _hang_up(port: int, kept: Container[int]) -> None:
+    """Shut down the connections of this process to a port, but those from the ports `kept`."""
+    for own, fd in _connections(port).items():
+        if own not in kept:
+            with suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
-                connected = True
-    return connected
 
 
 def _no_answer(seat: Seat, waited_s: float, error: Exception) -> RankLost:
