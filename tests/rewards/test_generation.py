@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,6 +83,18 @@ def test_an_answer_ends_with_the_tokens_of_generation_config(folder: Path, tmp_p
     # With the ends of config.json alone the answers would be others.
     others = _greedy(tmp_path / "model", end_tokens=[1, 2])
     assert any(len(one.tokens) > 4 for one in others)
+
+
+@pytest.mark.parametrize(("num_samples", "passes"), [(1, 20), (8, 20), (9, 40), (16, 40), (32, 80)])
+def test_each_round_moves_all_weights_once_per_token(
+    num_samples: int, passes: int, engine: mt.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.__dict__["cached_tokens"] = 8 * 40  # eight answers: prompts of 20 tokens, 20 new ones
+    predict, count = engine.predict, itertools.count()
+    monkeypatch.setattr(engine, "predict", lambda *given: (next(count), predict(*given))[1])
+    settings: dict[str, Any] = {"max_new_tokens": 20, "num_samples": num_samples}
+    mt.generate(engine, [range(5, 25)], end_tokens=(), **settings)
+    assert next(count) == passes
 
 
 def test_samples_are_drawn_by_themselves_and_again_by_the_same_seed(engine: mt.Engine) -> None:

@@ -1,12 +1,14 @@
 """Answers from the model that is trained: streamed, batched, with keys and values kept.
 
-The streamed engine moves all weights once per token, for all answers together: see
-run/evaluation/sampling.py. For long answers of large models take a server: completions.py.
+The streamed engine moves all weights once per token and round of answers. A round has as many
+answers as can keep their keys and values: see run/evaluation/sampling.py. For long answers of large
+models take a server: completions.py.
 
 Laws (tests/rewards/test_generation.py)
     1. Greedy answers are those of transformers' `generate`.
     2. The same seed gives the same answers; each sample of a prompt is drawn by itself.
     3. On the model that drew them, `PolicyGradient` sees a ratio of 1, within rounding.
+    4. All weights are moved as often as there are tokens, in each round.
 """
 
 from __future__ import annotations
