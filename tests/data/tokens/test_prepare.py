@@ -279,7 +279,8 @@ def test_a_worker_that_is_killed_is_a_data_error(monkeypatch: pytest.MonkeyPatch
         def __reduce__(self) -> Any:
             return os._exit, (9,)
 
-    source: Any = type("S", (), {"format": None, "values": lambda self, advance: iter(())})()
+    fields = {"format": None, "given": None, "values": lambda self, advance: iter(())}
+    source: Any = type("S", (), fields)()
     monkeypatch.setattr(prepare_module, "_chunks", lambda values: iter([[("a:1", Killer())]]))
     settings: Settings = {"max_length": 64, "train_on": "assistant", "template_kwargs": {},
                 "overlong": "drop", "no_target": "drop"}  # fmt: skip

@@ -19,7 +19,7 @@ from testkit.worlds import world_of
 def test_waits_of_experts_and_the_choice_to_compile_are_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = Config(model="m", data="rows.jsonl", train={"compile": "auto"})
+    config = Config(model="m", data="rows.jsonl", train={"compile": "auto"}).decided(packing=True)
     device, experts = Accelerator(Simulator()), world_of("mixtral").decoder
     monkeypatch.setattr("megatrain.run.opening.speed.load_kernel", lambda: "a fast one")
     monkeypatch.setattr(Simulator, "groups", lambda simulator, dtype: False)

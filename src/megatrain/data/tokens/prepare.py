@@ -225,9 +225,8 @@ def _encoded(
         num_workers, multiprocessing.get_context("spawn"), begin_worker, begin
     ) as pool:
         own = None if source.given is None else ChunkEncoder(*begin)
-        futures = (_submitted(pool, chunk, own) for chunk in chunks)
         try:
-            yield from _in_order(pool, futures, most=2 * num_workers)
+            yield from _in_order(pool, chunks, most=2 * num_workers, own=own)
         except BrokenProcessPool as error:
             raise DataError(
                 "a tokenizing process was killed, most likely because memory ran "
@@ -267,12 +266,12 @@ def _is_plain(value: object) -> bool:
 
 
 def _in_order(
-    pool: ProcessPoolExecutor, futures: Iterator[Future[EncodedChunk]], most: int
+    pool: ProcessPoolExecutor, chunks: Iterator[Chunk], most: int, own: ChunkEncoder | None = None
 ) -> Iterator[EncodedChunk]:
     """Yield results in the order of the chunks, with at most `most` of them in flight."""
     under_way: deque[Future[EncodedChunk]] = deque()
-    for future in futures:
-        under_way.append(future)
+    for chunk in chunks:
+        under_way.append(_submitted(pool, chunk, own))
         if len(under_way) == most:
             yield _result(under_way.popleft(), pool)
     while under_way:
