@@ -94,6 +94,8 @@ NOT_WAITS = {
     ("lanes.progress.Progress.wake", "_reap"): "wakes who can go on, and they look again",
     ("lanes.progress.Progress._is_passed", "is_issued"): "who asks knows that it is; one that did "
     "not would be stuck, and named, not turn in a loop",
+    ("lanes.progress._Watcher._run", "query"): "looks before it takes the lock to wake who waits, "
+    "and they look again",
 }
 """Sites of CALLS that order nothing, and what they are for."""
 

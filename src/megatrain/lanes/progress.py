@@ -261,7 +261,8 @@ class _Watcher:
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S) if ticket is before else FIRST_PAUSE_S
                 before = ticket
                 time.sleep(pause_s)
-                progress.wake(self._lane)
+                if ticket.event.query():  # without the lock, which lanes need to issue their ops
+                    progress.wake(self._lane)
         except BaseException as error:
             error.add_note(f"raised while the device was at work for lane {self._lane}")
             progress.fail(error)

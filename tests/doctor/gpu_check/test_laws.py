@@ -122,8 +122,9 @@ def test_the_kernel_for_documents_is_counted_and_its_window_matters(
             seen &= back <= before + wrong_by
         keys, values = (t.repeat_interleave(group, 1).transpose(0, 1) for t in (key, value))
         scores = query.transpose(0, 1) @ keys.mT * options["scale"]
-        found: Tensor = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values
-        return found.transpose(0, 1)
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        output: Tensor = (weights @ values).transpose(0, 1)
+        return output
 
     monkeypatch.setattr(varlen, "varlen_attn", kernel)
     monkeypatch.setattr(by_document, "_kernel_takes", lambda *given: True)
