@@ -42,8 +42,11 @@ def test_memory_that_is_small_gets_fewer_and_says_which() -> None:
 
 
 def test_one_memory_of_host_and_device_is_not_used_twice() -> None:
-    sizes = {"ram_bytes": 20 << 30, "device_bytes": 20 << 30}
-    assert step_for(card(**sizes), 10**9).reduced == ""
-    shared = step_for(card(**sizes, integrated=True), 10**9)
-    assert "do not fit: memory of host and device together" in shared.reduced
-    assert shared.plan.ledger.total("host") <= int(0.9 * (20 << 30))
+    most = 20 << 30
+    for integrated, usable in ((False, most), (True, int(0.9 * most))):
+        profile = card(ram_bytes=most, device_bytes=most, integrated=integrated)
+        plan = step_for(profile, 10**8).plan
+        assert plan.fits
+        assert plan.profile.ram_bytes == usable
+        host = [line.purpose for line in plan.ledger.lines if line.place == "host"]
+        assert ("device memory" in host) == integrated
