@@ -224,7 +224,7 @@ def _of_axolotl(path: Path) -> dict[str, Any]:
 
 
 def _on_cpu(make: Any) -> Any:
-    """Return what `make` makes while TrainingArguments run on the CPU by default."""
+    """Return the arguments of `make`, without the check that there is a GPU for them."""
     kind = import_module("transformers").TrainingArguments
     validate = kind._validate_args if hasattr(kind, "_validate_args") else None
     if validate is not None:
