@@ -79,8 +79,8 @@ which has masters in two parts and casts that a family can get wrong; the night 
 
 BALANCED = """
 ernie4_5_moe flex_olmo flint gpt_oss granitemoe granitemoe_swa granitemoehybrid granitemoeshared
-jamba jetmoe laguna mellum minimax minimax_m2 mixtral olmoe phimoe qwen2_moe qwen3_5_moe_text
-qwen3_moe qwen3_next
+jamba jetmoe laguna mellum minimax minimax_m2 minimax_m3_vl_text mixtral olmoe phimoe qwen2_moe
+qwen3_5_moe_text qwen3_moe qwen3_next
 """.split()  # noqa: SIM905
 """Families whose own code has a load-balancing loss that we compute too."""
 
