@@ -116,6 +116,7 @@ def _inject(home: HostModel, poison: Poison, count: int) -> None:
                 assert home.store.param(name, Kind.HI).isfinite().all()
 
 
+@pytest.mark.merge
 def test_no_injected_fault_reaches_a_weight(home: HostModel, poison: Poison) -> None:
     _inject(home, poison, 100)
 

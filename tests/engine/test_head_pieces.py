@@ -186,6 +186,7 @@ def memory(head_pieces: int, *, grad_slots: int = 2, gathers: bool = True) -> tu
         return sum(buffer.nbytes for buffer in slots), device.peak_bytes
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("grad_slots", [1, 2])
 def test_pieces_no_larger_than_a_layer_cost_no_gradient_memory(grad_slots: int) -> None:
     layout = world_of("llama").store.layout
