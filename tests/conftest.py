@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from testkit.cases import DAY, fix_the_day, is_drawn
+from testkit.cases import DAY, fix_the_day, is_drawn, mark_all_but_few
 from testkit.effort import children_s
 
 LONGEST = ("tests/test_commands.py", "tests/run/test_signals.py", "tests/cli/test_verbs.py")
@@ -89,12 +89,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
         terminalreporter.write_line("\n".join(sorted(slow, reverse=True)))
 
 
-@pytest.hookimpl(trylast=True)  # after `-m`
+@pytest.hookimpl(tryfirst=True)  # before `-m`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the night's cases of other days, and begin with the longest tests.
+    """Complete the marks, leave out the night's cases of other days, begin with the longest tests.
 
     At the end of a run no worker then waits for the other.
     """
+    mark_all_but_few(items)
     share = config.getoption("--share")
     others = [
         item

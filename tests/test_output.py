@@ -21,6 +21,7 @@ def _start(*words: str, stdout: int, stderr: int = subprocess.PIPE) -> subproces
     return subprocess.Popen(command, stdout=stdout, stderr=stderr, text=True)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("words", "code"),
     [(("--version",), 0), (("--help",), 0), ((*ESTIMATE, "192GB"), 0), ((*ESTIMATE, "16GB"), 3)],
@@ -50,6 +51,7 @@ def test_a_full_disk_is_one_message(words: tuple[str, ...]) -> None:
     )
 
 
+@pytest.mark.merge
 def test_a_full_disk_for_errors_keeps_the_exit_code() -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     child = _start(*ESTIMATE, "16GB", stdout=subprocess.DEVNULL, stderr=full)

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
+@pytest.mark.merge
 def test_the_python_example_runs(tmp_path: Path) -> None:
     save_tiny(tmp_path / "hf", "llama", torch.bfloat16)
     page = (ROOT / "docs" / "python.md").read_text()

@@ -24,6 +24,7 @@ COUNTS = {
 }  # fmt: skip
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("share", [3, pytest.param(1, marks=pytest.mark.night)])
 @pytest.mark.parametrize("target", COUNTS)
 def test_whatever_the_input_only_errors_of_ours(target: str, share: int) -> None:
@@ -93,6 +94,7 @@ def _config_without_guard(data: bytes) -> Any:
     return CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("target", "reader", "trusting"),
     [

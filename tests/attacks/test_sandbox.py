@@ -167,6 +167,7 @@ def _found(loader: Any, folder: Path) -> str:
     return "; ".join(faults(case, outcome, folder.parent))
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize(
     ("loader", "fault"), BROKEN.items(), ids=[loader.__name__ for loader in BROKEN]
 )

@@ -19,6 +19,7 @@ def _few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(states, "evaluation_rows", lambda: few)
 
 
+@pytest.mark.merge
 def test_all_sides_do_the_same_work(tmp_path: Path) -> None:
     contestants = {name: ours(OURS[name]) for name in ("bf16", "int8")}
     contestants["torch"] = theirs(torch.optim.AdamW)

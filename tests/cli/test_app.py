@@ -35,6 +35,7 @@ VERBS = sorted(
 )
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     "words", [("--help",), ("--version",), *((verb, "--help") for verb in VERBS)], ids=" ".join
 )
@@ -172,6 +173,7 @@ print({{"torch", "transformers", "numpy"}} & set(sys.modules))
     assert done.stdout.splitlines()[-1] == "set()"
 
 
+@pytest.mark.merge
 def test_an_import_of_torch_would_be_noticed() -> None:
     code = "import sys, torch; print({'torch', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

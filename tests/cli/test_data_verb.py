@@ -36,6 +36,7 @@ def _write(path: Path, *contents: tuple[str, str]) -> Path:
     return path
 
 
+@pytest.mark.merge
 def test_a_config_shows_the_rows_of_its_run(demo: Path) -> None:
     """Format, lengths and trained tokens are those of the run: here answers, then everything."""
     done = look(demo, "d/demo.yaml", "--samples", "1")
@@ -57,6 +58,7 @@ def test_a_config_names_its_model_and_a_file_does_not(demo: Path) -> None:
         assert text in done.stderr
 
 
+@pytest.mark.merge
 def test_rows_that_a_run_would_refuse_are_an_error_behind_the_preview(demo: Path) -> None:
     rows = _write(demo / "long.jsonl", ("1 + 1", "2"), ("2" * 90, "3"))
     done = look(demo, rows.name, "-m", "d/model", "--max-length", "64")
@@ -66,6 +68,7 @@ def test_rows_that_a_run_would_refuse_are_an_error_behind_the_preview(demo: Path
     assert look(demo, rows.name, "-m", "d/model", "--max-length", "128").returncode == 0
 
 
+@pytest.mark.merge
 def test_no_control_sequence_of_a_row_is_printed(demo: Path) -> None:
     rows = _write(demo / "ansi.jsonl", ("hi \x1b[31mRED\x1b]0;pwned\x07 \x1b[2J", "\u202eok"))
     done = look(demo, rows.name, "-m", "d/model")

@@ -201,6 +201,7 @@ def test_a_rank_that_was_killed_is_named(tmp_path: Path) -> None:
         assert launcher.are_gone()
 
 
+@pytest.mark.merge
 def test_a_signal_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

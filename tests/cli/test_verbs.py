@@ -51,6 +51,7 @@ def test_the_demo_learns_and_leaves_a_folder_that_explains_itself(tmp_path: Path
     assert (run / "report.html").read_text().startswith("<!DOCTYPE html>")
 
 
+@pytest.mark.merge
 def test_a_run_is_evaluated_and_answers(demo: Path) -> None:
     found = said(megatrain(demo, "eval", "d/run", "d/rows.jsonl", "--max-rows", "20"))
     loss, perplexity = re.fullmatch(
@@ -73,6 +74,7 @@ def test_a_run_is_exported(demo: Path) -> None:
     assert (demo / "out" / "model.safetensors").exists()
 
 
+@pytest.mark.merge
 def test_data_is_shown(demo: Path) -> None:
     found = said(megatrain(demo, "data", "d/rows.jsonl", "-m", "d/model", "--samples", "1"))
     assert "detected: messages (role, content)" in found

@@ -86,6 +86,7 @@ def test_a_value_that_is_read_before_its_op_is_complete_would_be_noticed() -> No
     assert not clean(simulator)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", TENSORS)
 def test_what_is_placed_is_there_and_stays(name: str) -> None:
     simulator, tensor = Simulator(policy="late"), TENSORS[name].clone()
@@ -176,6 +177,7 @@ def test_host_memory_is_zero_and_registered_until_it_is_taken_back() -> None:
     assert simulator.registered_bytes == second.nbytes
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tape", ["device", "host"])
 def test_steps_that_grow_leave_no_old_room_registered(tape: str) -> None:
     """What is mapped later may lie where the old room lay."""

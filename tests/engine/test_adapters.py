@@ -111,6 +111,7 @@ def _train_both(
         assert torch.equal(store.param(name, Kind.HI), before[name])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [

@@ -92,6 +92,7 @@ def _far(expected: Gradients, found: Gradients) -> float:
     )
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("family", BALANCED)
 def test_loss_and_gradients_are_those_of_the_plain_model(family: str, tmp_path: Path) -> None:
     model = _plain(family)

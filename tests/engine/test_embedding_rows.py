@@ -36,6 +36,7 @@ def faults(run: Run) -> list[str]:
     return [*found.differences(reference(run)), *simulator.races, *map(repr, simulator.failures)]
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("update", ["none", "in_backward", "late"])
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss"])
 @pytest.mark.parametrize("form", at_a_push(["padded", "packed"], 1))
@@ -51,6 +52,7 @@ def test_rows_in_the_wrong_place_would_be_noticed(monkeypatch: pytest.MonkeyPatc
     assert faults(RUN) != []
 
 
+@pytest.mark.merge
 def test_a_gather_before_the_update_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows are read when the fetch is played, behind the update of the last step."""
     reserve = embedding_rows.EmbeddingRows.reserve
@@ -94,6 +96,7 @@ def test_the_padding_token_has_no_gradient() -> None:
 SHARED = ("llama of 2 layers", "llama in fp32", "gemma, tied", "gpt2, tied, with dropout")
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("update", ["none", "in_backward", "late"])
 @pytest.mark.parametrize("sort", SHARED)
 def test_bits_on_the_host_are_those_of_the_whole_table(sort: str, update: Any) -> None:

@@ -71,6 +71,7 @@ def expected(sort: str, update: Update, num_micro: int) -> Outcome:
     return world_of(sort).play(case, reference=True)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("part", at_a_push(range(PARTS), 1))
 @pytest.mark.parametrize("group", GRID, ids=str)
 def test_lanes_give_the_bits_of_the_reference(group: Group, part: int) -> None:
@@ -79,6 +80,7 @@ def test_lanes_give_the_bits_of_the_reference(group: Group, part: int) -> None:
         assert world_of(case.sort).play(case).differences(reference) == [], case
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("first", RANDOM[::5])
 def test_random_cases_give_the_bits_of_the_reference(first: int) -> None:
     """Changing numbers of micro-batches, evaluations between, frozen parts, dropout."""
@@ -90,6 +92,7 @@ def test_there_are_enough_cases() -> None:
     assert sum(map(len, GRID.values())) + len(RANDOM) >= 300
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("update", UPDATES)
 def test_the_reference_gives_the_same_wherever_things_are_kept(update: Update) -> None:
     for group in GRID:
@@ -103,6 +106,7 @@ def slow_lanes(*slow: str, seconds: float = 1e-2) -> list[Lane]:
     return [Lane(name, delay=(lambda op: seconds) if name in slow else None) for name in LANES]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("kind", "slow", "update"),
     [
@@ -177,6 +181,7 @@ def test_settling_twice_or_before_any_step_changes_nothing() -> None:
         assert same(state_of(world), state_after(LATE, 1))
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("sort", SORTS)
 @pytest.mark.parametrize("update", ["in_backward", "late"])
 def test_evaluations_between_steps_change_nothing(sort: str, update: Update) -> None:

@@ -108,6 +108,7 @@ def train(engine: Engine, num_steps: int = 3) -> None:
     engine.settle()
 
 
+@pytest.mark.few(34)
 @pytest.mark.parametrize("at_step", [1, 2])
 @pytest.mark.parametrize(
     ("update", "site"),
@@ -255,6 +256,7 @@ def test_an_interrupted_step_ends_the_lanes_before_the_caller_looks(
     engine.close()
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     "site", [s for s in sites("late") if s[1] in (None, 1)], ids=lambda s: str(s[0])
 )

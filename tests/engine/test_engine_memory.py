@@ -44,6 +44,7 @@ def peak_bytes(num_layers: int, cap_bytes: int | None = None, **changes: Any) ->
     return device.meter.peak_bytes
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("reference", [True, False])
 def test_the_peak_does_not_grow_with_depth(reference: bool) -> None:
     shallow, deep = (peak_bytes(depth, reference=reference) for depth in DEPTHS)
@@ -94,6 +95,7 @@ def largest_possible(grad_slots: int) -> int:
     )  # fmt: skip
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("timing", range(4))
 def test_no_timing_of_the_lanes_exceeds_the_plan(timing: int) -> None:
     grad_slots = 1 + timing % 2
@@ -129,12 +131,14 @@ def counted_peak(num_layers: int, **changes: Any) -> int:
     return count.peak
 
 
+@pytest.mark.merge
 def test_a_second_count_does_not_grow_with_depth_either() -> None:
     shallow, deep = map(counted_peak, DEPTHS)
     assert shallow > 10_000
     assert deep == pytest.approx(shallow, rel=0.02)
 
 
+@pytest.mark.merge
 def test_the_second_count_would_notice_a_tape_on_the_device() -> None:
     shallow, deep = (counted_peak(depth, tape="device") for depth in (8, 24))
     assert deep > 1.2 * shallow

@@ -248,6 +248,7 @@ FROZEN = {
 }
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("what", FROZEN)
 def test_freezing_changes_no_other_gradient_and_no_frozen_weight(what: str) -> None:
     config, frozen = FROZEN[what]

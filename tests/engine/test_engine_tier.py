@@ -65,6 +65,7 @@ def held(until: threading.Event, name: str, *, at: int = 1) -> list[Lane]:
     return [Lane(lane, delay=hold) for lane in LANES]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("update", "tier"), MODES)
 @pytest.mark.parametrize(
     ("sort", "copying"),
@@ -108,6 +109,7 @@ def trained_with(state: str, case: Case, tier: Tiered, folder: Path) -> dict[str
     return found
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("state", ["bf16", "8bit"])
 @pytest.mark.parametrize(("update", "tier"), MODES)
 def test_rounded_moments_on_disk_change_no_bit(
@@ -255,6 +257,7 @@ def read_during_training(
     return found
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("update", "tier"), MODES)
 @pytest.mark.parametrize("lane", ["disk", "host"])
 def test_a_snapshot_reads_a_block_when_it_is_back_on_disk(

@@ -107,6 +107,7 @@ def write_weights(world: World, masters: dict[str, Tensor]) -> None:
 CLIPPED = ["llama of 2 layers", "llama in fp32", "gemma, tied", "mixtral", "llama, partly frozen"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sort", CLIPPED)
 def test_late_updates_with_clipping_are_the_textbooks(sort: str) -> None:
     world = world_of(sort)
@@ -142,6 +143,7 @@ def test_updates_by_torch_do_not_disturb_the_backward_of_other_blocks(copying: b
     assert differing(*states) == []
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("sort", SORTS)
 def test_updates_in_backward_are_late_updates_without_clipping(sort: str) -> None:
     world = world_of(sort)
@@ -273,6 +275,7 @@ def test_a_step_whose_gradients_are_not_finite_is_as_if_it_had_never_been(
     assert differing(found[2], found[1]) != []
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("block", ALL_BLOCKS)
 @pytest.mark.parametrize("update", BOTH)
 def test_one_bad_block_stops_all_late_updates_but_only_its_own_in_backward(

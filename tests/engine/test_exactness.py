@@ -84,6 +84,7 @@ def differing(expected: dict[str, Tensor], found: dict[str, Tensor]) -> list[str
     return [name for name in expected if not torch.equal(expected[name], found[name])]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("family", "dtype"), in_dtypes(FAMILIES))
 def test_three_steps_equal_the_resident_model(
     family: str, dtype: Literal["bf16", "fp32"], tmp_path: Path
@@ -91,6 +92,7 @@ def test_three_steps_equal_the_resident_model(
     train_both(family, dtype, tmp_path, StepSettings())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", by_family(FAMILIES, others="night"))
 def test_so_do_steps_that_keep_the_activations_of_all_layers(family: str, tmp_path: Path) -> None:
     """In slots that all layers take turns with, so that backward finds weights fetched again."""

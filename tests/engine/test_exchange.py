@@ -28,6 +28,7 @@ def expected(size: int, dtype: torch.dtype) -> torch.Tensor:
     return total
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("num_bytes", [1 << 20, 96], ids=["at once", "in rounds"])
 @pytest.mark.parametrize("elements", [range(SEGMENT), range(300, 1700)], ids=["all", "a piece"])

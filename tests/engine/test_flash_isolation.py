@@ -97,6 +97,7 @@ def _difference(folder: Path, batch: MicroBatch) -> float:
     return max(abs(loss - other) / loss, gradient)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "mixtral", "deepseek_v3"])
 def test_packed_rows_in_one_micro_batch_are_their_documents_alone(
     family: str, kernels: FlashKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -127,6 +128,7 @@ def test_padded_rows_are_their_documents_alone(
     assert kernels.plain_calls == 0
 
 
+@pytest.mark.few(51)
 @torch.no_grad()
 @pytest.mark.parametrize("family", sorted(ISOLATES - JOINT_BY_DOCUMENT))
 def test_every_layer_of_a_family_gets_the_lengths_of_documents(

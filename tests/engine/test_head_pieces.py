@@ -147,6 +147,7 @@ def test_sums_of_some_pieces_alone_would_be_noticed(monkeypatch: pytest.MonkeyPa
 LANES = cases(("llama", "gpt_oss", "llama, head frozen"), (2, 5))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("case", at_a_push(LANES, 6), ids=str)
 def test_lanes_give_the_bits_of_the_reference_in_three_steps(case: Case) -> None:
     world = world_of(case.sort)

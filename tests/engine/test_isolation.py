@@ -159,6 +159,7 @@ def _differences(world: World, packed: MicroBatch) -> tuple[float, float, float]
         return abs(loss - other) / loss, gradient, world.ends(documents, packed)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("family", "attention", "num_rows"), CASES)
 def test_a_packed_row_is_its_documents_alone(
     family: str, attention: str, num_rows: int, tmp_path: Path
@@ -169,6 +170,7 @@ def test_a_packed_row_is_its_documents_alone(
     assert max(found) < 2 * NEAR, found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("family", "attention"), [("mistral", "sdpa"), ("gemma2", "eager")])
 def test_so_it_is_over_tiles(family: str, attention: str, tmp_path: Path) -> None:
     """A document of 14 tokens ends in the third tile of 8 and begins in the second."""

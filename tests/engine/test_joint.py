@@ -18,6 +18,7 @@ from testkit.joint_families import JOINT_FAMILIES, tiny_joint_model
 from testkit.joint_training import joint_faults
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", at_a_push(JOINT_FAMILIES, 3))
 def test_text_is_trained_as_by_the_plain_joint_model(family: str, tmp_path: Path) -> None:
     assert joint_faults(family, "bf16", tmp_path) == []

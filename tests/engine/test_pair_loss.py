@@ -103,6 +103,7 @@ def differences(
     return found + differing(expected, flat)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("update", "reference"), PLAYS)
 @pytest.mark.parametrize(("family", "dtype"), FAMILIES)
 def test_three_steps_equal_the_resident_model(
@@ -224,6 +225,7 @@ def test_lanes_give_the_bits_of_the_reference(update: Any) -> None:
         assert outcome(update, lanes=dawdling_lanes(timing)).differences(expected) == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["late", "random"])
 def test_an_accelerator_gives_them_too_without_a_race_or_a_wait(policy: Any) -> None:
     world = world_of("llama of 2 layers")

@@ -88,6 +88,7 @@ def faults_of(case: RankCase, virtual: VirtualRanks) -> list[str]:
     return faults + differing(joined(found), virtual.state())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", at_a_push(range(len(CASES)), 5))
 def test_ranks_have_the_bits_of_virtual_ranks(number: int) -> None:
     case = case_of(number)
@@ -148,6 +149,7 @@ def the_divisor_of_a_rank(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(VirtualRanks, "_of_rank", of_rank)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("break_it", "dtype"),
     [

@@ -37,6 +37,7 @@ def trained_carelessly(ranks: Any) -> Found:
     return trained(ranks)
 
 
+@pytest.mark.merge
 def test_processes_train_to_the_bits_of_threads() -> None:
     threads, processes = ranks_of(CASE), run_ranks(2, trained)
     assert differing(joined(processes), joined(threads)) == []

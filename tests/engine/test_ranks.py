@@ -28,6 +28,7 @@ EACH = RankCase(size=3, shapes=((2, 24), (1, 40), (2, 16)), evaluates=True)
 """A micro-batch for each rank."""
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("update", "settings", "num_micro"),
     [
@@ -58,6 +59,7 @@ def test_two_micro_batches_of_a_rank_have_other_bits() -> None:
     assert differing(joined(ranks_of(case)), joined(ranks_of(replace(case, size=1)))) != []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tape", ["device", "host"])
 def test_a_rank_may_have_no_micro_batch(tape: str) -> None:
     found = ranks_of(replace(EACH, size=4, settings=(("tape", tape),)))
@@ -100,6 +102,7 @@ def _changed(before: State, after: State) -> list[str]:
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("on_nonfinite", ["skip", "stop"])
 def test_a_fault_of_one_rank_is_seen_and_located_by_all(on_nonfinite: str) -> None:
     case = replace(GUARDED, settings=(("on_nonfinite", on_nonfinite),))

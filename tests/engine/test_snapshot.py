@@ -90,6 +90,7 @@ def _same(a: State, b: State) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("update", ["in_backward", "late"])
 @pytest.mark.parametrize("seed", range(6))
 def test_it_is_the_state_after_the_step(folder: Path, update: str, seed: int) -> None:

@@ -66,6 +66,7 @@ def test_it_measures_the_cpu(
     assert {"FETCH(1)", "BACKWARD(1,1)", "DRAIN(1)", "UPDATE(1)"} <= names
 
 
+@pytest.mark.merge
 def test_it_measures_an_accelerator(rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
     device = str(rig.torch_device) if isinstance(rig, RealRig) else "simulated"
     figures = figures_of(device, capsys)

@@ -67,6 +67,7 @@ def traced(rig: Rig, seconds: Mapping[OpKind, float], *, clocked: bool = True) -
     return trace
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize(
     ("kind", "limit", "part"),
     [
@@ -87,6 +88,7 @@ def test_what_limits_a_step_is_named(rig: Rig, kind: OpKind, limit: str, part: s
     assert max(split, key=lambda name: split[name]) == part
 
 
+@pytest.mark.merge
 def test_times_of_issue_would_name_something_else(rig: Rig) -> None:
     (summary,) = traced(rig, {OpKind.FETCH: LASTS_S}, clocked=False).step_summaries()
     assert summary.bottleneck != "link in"

@@ -46,6 +46,7 @@ def differing(expected: dict[str, Tensor], found: dict[str, Tensor]) -> list[str
     return [name for name in expected if not torch.equal(expected[name], found[name])]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("family", "dtype"), CASES)
 def test_streamed_equals_resident(
     rig: Rig, family: str, dtype: Literal["bf16", "fp32"], tmp_path: Path

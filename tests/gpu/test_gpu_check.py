@@ -25,6 +25,7 @@ def subject_on(rig: Rig) -> Subject:
     return Subject(name="rig", place=rig.torch_device, device_bytes=0, runtime=rig.runtime)
 
 
+@pytest.mark.few(1)
 def test_the_short_laws_hold(rig: Rig) -> None:
     subject = subject_on(rig)
     laws = {

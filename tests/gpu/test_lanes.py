@@ -65,6 +65,7 @@ def reference(rig: Rig, chosen: Case) -> Outcome:
     return _references[type(rig), plain]
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("chosen", CASES, ids=named)
 def test_lanes_give_the_bits_of_the_reference(rig: Rig, chosen: Case) -> None:
     world, expected = world_of(chosen.sort), reference(rig, chosen)
@@ -74,6 +75,7 @@ def test_lanes_give_the_bits_of_the_reference(rig: Rig, chosen: Case) -> None:
     assert any(number not in (None, 0.0) for number in outcome.numbers)
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize(
     ("seeds", "tape"),
     [
@@ -112,6 +114,7 @@ class Hasty:
         return getattr(self._stream, name)
 
 
+@pytest.mark.merge
 def test_a_lost_wait_would_be_noticed(rig: Rig) -> None:
     """Compute does not wait for fetches, which are late: it sees what was in the slot before.
 

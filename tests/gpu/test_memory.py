@@ -43,6 +43,7 @@ def peak_bytes(rig: Rig, num_layers: int, case: Case = CASE) -> int:
         return rig.peak_bytes()
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("depths", [(3, 9), pytest.param((8, 64), marks=pytest.mark.thorough)])
 def test_the_peak_does_not_grow_with_depth(rig: Rig, depths: tuple[int, int]) -> None:
     shallow, deep = (peak_bytes(rig, depth) for depth in depths)
@@ -50,12 +51,14 @@ def test_the_peak_does_not_grow_with_depth(rig: Rig, depths: tuple[int, int]) ->
     assert deep == pytest.approx(shallow, rel=0.02)
 
 
+@pytest.mark.few(1)
 def test_a_tape_on_the_device_would_be_noticed(rig: Rig) -> None:
     case = Case(sort="", steps=(((4, 32),),), update="none", tape="device")
     shallow, deep = (peak_bytes(rig, depth, case) for depth in (3, 9))
     assert deep - shallow >= 6 * 4 * 32 * 256 * 2
 
 
+@pytest.mark.merge
 def test_equal_runs_have_equal_peaks(rig: Rig) -> None:
     case = Case(sort="", steps=(((4, 32),),), update="none", tape="device")
     assert len({peak_bytes(rig, 3, case) for _ in range(6)}) == 1
@@ -78,6 +81,7 @@ def test_gradients_are_computed_by_the_thread_of_the_lane(
     assert torch._C._is_multithreading_enabled(), "the caller's own gradients are as they were"
 
 
+@pytest.mark.few(1)
 def test_it_runs_under_a_cap_that_is_enough(rig: Rig) -> None:
     world = world_of(3)
     with rig.running(world.store, seed=1) as accelerator:
@@ -110,6 +114,7 @@ def late_engine(rig: Rig, world: World, accelerator: Accelerator) -> Engine:
     return world.engine(CASE, device=accelerator, optimizer=rig.optimizer(world), tape="device")
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize(
     "share", [0.5, *(pytest.param(s, marks=pytest.mark.thorough) for s in (0.0, 0.2, 0.8))]
 )

@@ -79,6 +79,7 @@ def over(found: dict[str, float], dtype: Precision) -> list[str]:
     return [name for name, value in found.items() if not value <= TOLERANCE[dtype]]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("family", "dtype"), CASES)
 def test_a_flat_row_equals_each_document_alone(
     rig: Rig, family: str, dtype: Precision, tmp_path: Path
@@ -102,6 +103,7 @@ def _not_apart(micro: MicroBatch) -> PackedDocuments | None:
     return PackedDocuments(lengths=(count,), bounds=torch.tensor([0, count], dtype=torch.int32))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("wrong", [_one_token_late, _not_apart])
 def test_wrong_bounds_would_be_noticed(
     rig: Rig, wrong: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -20,6 +20,7 @@ SMALL = {"piece_bytes": 4096 * 3, "ring_buffer_bytes": 1000}
 """So that copies are cut, and go around the ring many times."""
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tape", ["host", pytest.param("device", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("refuses_at", [None, 1])
 def test_registered_and_staged_copies_are_exact(
@@ -40,6 +41,7 @@ def test_registered_and_staged_copies_are_exact(
     assert len(texts) == (0 if refuses_at is None else 1), "told once"
 
 
+@pytest.mark.merge
 def test_a_wrong_copy_would_be_noticed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """One byte of each block's copy to the device is left out."""
     world, copy = world_of(SORT), Accelerator.copy

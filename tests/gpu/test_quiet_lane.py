@@ -90,6 +90,7 @@ def host_elements(
     return elements.count
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize(
     ("family", "form"),
     [
@@ -110,6 +111,7 @@ def test_the_compute_lane_touches_as_much_host_memory_with_any_number_of_tokens(
     assert short < LONG, "the losses, and what is a number"
 
 
+@pytest.mark.merge
 def test_work_of_the_host_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = SimulatedRig()
 

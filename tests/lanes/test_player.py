@@ -109,6 +109,7 @@ def by_player(
 # Overlap changes nothing.
 
 
+@pytest.mark.merge
 @settings(max_examples=60, derandomize=True)
 @given(shapes, st.integers(0, 2**32))
 def test_any_timing_of_the_lanes_gives_the_reference(shape: StepShape, seed: int) -> None:
@@ -311,6 +312,7 @@ def test_a_closed_player_refuses_work() -> None:
 # A stuck lane is told by deadline.
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("kind", OpKind)
 def test_a_stuck_lane_is_told_with_its_op_and_all_stacks(kind: OpKind) -> None:
     release = threading.Event()

@@ -70,6 +70,7 @@ def test_results_and_errors_come_as_they_are() -> None:
         assert calls.out is None
 
 
+@pytest.mark.merge
 def test_work_of_many_calls_may_take_longer_than_the_limit(tmp_path: Path) -> None:
     """The limit is for one call; and the sibling, one call that takes as long, is too slow."""
 

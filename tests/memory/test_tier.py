@@ -128,6 +128,7 @@ def _visit(folder: Path) -> None:
         tier.close()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("error", [ENOSPC, EIO])
 def test_any_failing_call_is_a_disk_error_and_leaves_nothing(tmp_path: Path, error: int) -> None:
     with faulty(counted=CHANGES | READS) as calls:

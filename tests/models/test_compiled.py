@@ -137,6 +137,7 @@ def _a_fresh_compiler() -> Any:
 # Law 1: the number of graphs does not grow with the number of layers.
 
 
+@pytest.mark.merge
 def test_six_layers_have_the_graphs_of_one() -> None:
     counts = []
     for num_layers in (1, 6):
@@ -158,6 +159,7 @@ def test_layers_that_do_not_share_would_be_noticed(monkeypatch: pytest.MonkeyPat
     assert counter.num_graphs == 3
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_has_the_graphs_of_its_structures(family: str) -> None:
     counter, world = Counter(), world_of(family)
@@ -201,6 +203,7 @@ def test_layers_of_equal_structure_share_a_region(family: str, expected: list[in
     assert representatives(list(layers)) == expected
 
 
+@pytest.mark.merge
 def test_the_second_length_brings_a_graph_for_all_lengths() -> None:
     counter, world = Counter(), world_of("llama")
     template = world.template(counter)
@@ -244,6 +247,7 @@ def test_structures_do_not_learn_each_others_sizes() -> None:
 # Law 2: the bits of the uncompiled layer.
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.night), "aot_eager"])
 @pytest.mark.parametrize("family", at_a_push(list(FAMILIES), 1))
 def test_outputs_and_gradients_are_those_of_the_uncompiled_layers(
@@ -280,6 +284,7 @@ def test_recompute_draws_what_forward_drew(backend: str) -> None:
     assert not close(forward[0], world.run(template, grad=False, seed=1)[0])
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize(
     ("family", "copying", "lengths"),
     [("llama", False, (24,)), ("llama", True, (24, 17)), ("gemma2", True, (24,))],

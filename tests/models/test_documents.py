@@ -130,6 +130,7 @@ def _bits_equal(model: Any) -> bool:
 # Law 1: each document alone, bit for bit.
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize(("family", "dtype"), in_dtypes(sorted(BY_DOCUMENT)))
 def test_a_packed_row_is_its_documents_alone_in_every_bit(family: str, dtype: str) -> None:
     assert _bits_equal(_model(family, DTYPES[dtype]))

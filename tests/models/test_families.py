@@ -33,6 +33,7 @@ def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     )
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("family", "dtype"), in_dtypes(FAMILIES))
 def test_round_trip_keeps_every_bit(
     family: str, dtype: Literal["bf16", "fp32"], tmp_path: Path

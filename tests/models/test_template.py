@@ -86,6 +86,7 @@ def plain_logits(world: World, inputs: dict[str, Any]) -> Tensor:
     return logits.reshape(-1, logits.shape[-1])
 
 
+@pytest.mark.few(43)
 @pytest.mark.parametrize("inputs", ["whole", "padded"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -33,6 +33,7 @@ def test_a_file_that_is_no_library_is_refused(tmp_path: Path) -> None:
         NativeKernel(broken)
 
 
+@pytest.mark.merge
 def test_a_library_of_another_version_is_refused(
     compile_kernel: Callable[..., NativeKernel],
 ) -> None:

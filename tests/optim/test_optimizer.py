@@ -97,6 +97,7 @@ def differing(first: State, second: State) -> list[str]:
     return [name for name, part in first.items() if not torch.equal(part, second[name])]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("update", ["in_backward", "late"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
@@ -131,6 +132,7 @@ class Even(Lion):
         Lion.update(self, replace(views, decays=True), gradient, **counts)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("broken", [Climbing, Forgetful, Even])
 def test_a_broken_lion_would_be_noticed(broken: type[Lion], tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama", torch.bfloat16)

@@ -100,6 +100,7 @@ def test_every_kernel_gives_the_bits_of_torch(
             assert same(run, oracle), kernel.description
 
 
+@pytest.mark.merge
 def test_other_random_bits_would_be_noticed(compile_kernel: Callable[..., NativeKernel]) -> None:
     broken = compile_kernel("-ffp-contract=off", replace=("* 0x846ca68bu", "* 0x846ca68du"))
     n = 8 * SHARED
@@ -145,6 +146,7 @@ def test_the_largest_moments_of_a_block_have_the_largest_codes(kernels: list[Ker
         assert (v == 255).all(), kernel.description
 
 
+@pytest.mark.merge
 def test_a_scale_above_the_largest_v_would_be_noticed(
     compile_kernel: Callable[..., NativeKernel],
 ) -> None:

@@ -118,6 +118,7 @@ def error_in_deviations(code: str, n: int = 64, num_draws: int = 2000) -> Tensor
     return torch.cat(means)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("code", ["bf16", "8bit"])
 def test_rounding_is_right_on_average(code: str) -> None:
     errors = error_in_deviations(code)

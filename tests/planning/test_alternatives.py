@@ -17,6 +17,7 @@ def refused() -> Estimate:
     return estimate("Qwen/Qwen3-4B", **SMALL)
 
 
+@pytest.mark.merge
 def test_adapters_come_first_with_the_figures_of_their_own_estimate(refused: Estimate) -> None:
     assert not refused.fits
     adapted = estimate("Qwen/Qwen3-4B", lora=16, **SMALL)
@@ -41,6 +42,7 @@ def test_a_run_that_fits_has_no_alternatives() -> None:
     assert estimate("Qwen/Qwen3-0.6B", gpu="4090", ram="64GB").alternatives == ()
 
 
+@pytest.mark.merge
 def test_adapters_are_not_proposed_to_a_run_that_has_or_excludes_them() -> None:
     for settings in (["lora.rank=8"], ["model.frozen=[model.layers.0.*]"]):
         found = estimate("Qwen3-32B", settings, gpu="24GB", ram="16GB")

@@ -38,6 +38,7 @@ def _run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("model", ["Qwen/Qwen3-8B", "Llama-3.1-405B", "Kimi-K2-Instruct"])
 def test_answers_with_little_effort(model: str) -> None:
     """Measured 0.7 to 1.2 s."""
@@ -81,11 +82,13 @@ def test_what_fits_says_how_fast_and_what_limits() -> None:
     assert first.startswith(f"fits: {found.tokens_per_s:,.0f} tokens/s (predicted), 1B tokens in ")
 
 
+@pytest.mark.merge
 def test_experts_are_counted_apart() -> None:
     found = estimate("Qwen3-30B-A3B", gpu="4090", ram="1TB")
     assert "a token uses 3.35B of 30.5B parameters" in str(found)
 
 
+@pytest.mark.merge
 def test_what_does_not_fit_says_by_how_much_and_ends_with_3() -> None:
     done = _run("Llama-3.1-70B", "--gpu", "24GB", "--ram", "64GB")
     assert done.returncode == 3
@@ -95,6 +98,7 @@ def test_what_does_not_fit_says_by_how_much_and_ends_with_3() -> None:
     assert "24GB card, as fast as RTX 3090" in done.stdout
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "machine", at_a_push(MACHINES, 4, others="merge"), ids=lambda machine: machine.name
 )
@@ -129,6 +133,7 @@ def test_json_has_every_figure() -> None:
     assert set(facts["settings"]) >= {"micro_batch_tokens", "slots", "tape", "update"}
 
 
+@pytest.mark.merge
 def test_settings_can_be_tried_as_train_takes_them(tmp_path: Path) -> None:
     plain = estimate("qwen3-8b", gpu="4090", ram="192GB").plan
     assert plain.workload.packed, "as train does by default"
@@ -162,6 +167,7 @@ def test_rows_longer_than_the_usual_step_make_it_longer() -> None:
     assert found.plan.workload.step_tokens == 262144
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize(
     ("model", "words"),
     [
@@ -195,6 +201,7 @@ def test_what_is_known_can_be_listed() -> None:
     assert _run().returncode == 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("tokens", "count"), [("1B", 10**9), ("300M", 3 * 10**8), ("1e9", 10**9)])
 def test_tokens_as_people_write_them(tokens: str, count: int) -> None:
     assert estimate("qwen3-0.6b", gpu="4090", ram="64GB", tokens=tokens).tokens == count
@@ -204,6 +211,7 @@ def test_from_python() -> None:
     assert mt.estimate("Qwen/Qwen3-8B", gpu="24GB", ram="192GB").tokens_per_s > 0
 
 
+@pytest.mark.merge
 def test_more_memory_and_a_faster_card_help() -> None:
     slow = estimate("Qwen3-8B", gpu="3090", ram="256GB")
     fast = estimate("Qwen3-8B", gpu="H100 SXM", ram="256GB")
@@ -243,6 +251,7 @@ def test_what_cannot_be_meant_is_said(asked: dict[str, str], message: str) -> No
         estimate("qwen3-8b", **({"gpu": "4090"} | asked))  # type: ignore[arg-type]
 
 
+@pytest.mark.merge
 def test_a_plot_is_a_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     estimate("qwen3-0.6b", gpu="4090", ram="64GB").draw(tmp_path / "plot.png")
@@ -255,6 +264,7 @@ def test_without_matplotlib_a_plot_is_refused_in_words(monkeypatch: pytest.Monke
         estimate("qwen3-0.6b", gpu="4090", ram="64GB").draw(Path("never.png"))
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize(
     ("model", "gpu", "ram"),
     [
@@ -286,6 +296,7 @@ def test_ranks_that_cannot_be_are_refused(options: dict[str, Any], told: str) ->
         estimate("Qwen3-8B", gpu="4090", ram="128GB", **options)
 
 
+@pytest.mark.merge
 def test_a_plan_for_ranks_has_them_in_its_facts() -> None:
     found = estimate("Qwen3-8B", gpu="4090", ram="64GB", hosts=2, gpus=2, network="25GbE")
     facts = json.loads(found.to_json())

@@ -27,6 +27,7 @@ TOO_SMALL = [
 ]
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize(("model", "gpu", "ram", "settings"), TOO_SMALL)
 def test_settings_that_are_proposed_can_be_tried_and_fit(
     model: str, gpu: str, ram: str, settings: list[str]
@@ -56,6 +57,7 @@ def test_three_changes_together_are_found() -> None:
         assert Search(little, almost, pins=NO_DISK).best() is None
 
 
+@pytest.mark.merge
 def test_memory_to_buy_comes_in_the_sizes_that_are_sold() -> None:
     workload = Workload(model=EIGHT, step_tokens=8192)
     least = Search(DESKTOP.changed(ram_bytes=1), workload).smallest()
@@ -70,6 +72,7 @@ def test_memory_to_buy_comes_in_the_sizes_that_are_sold() -> None:
     assert len(sizes) == 2
 
 
+@pytest.mark.merge
 def test_one_and_a_half_terabytes_are_known() -> None:
     fixes = estimate("Mistral-Large", gpu="H200", ram="1TB", batch_tokens="128k").plan.fixes
     assert any(fix.bought[1] == 1536 * GIB for fix in fixes), [fix.text for fix in fixes]
@@ -84,6 +87,7 @@ def test_packing_is_given_up_where_its_masks_are_what_does_not_fit() -> None:
         assert Search(SERVER, replace(workload, **other)).best() is not None
 
 
+@pytest.mark.merge
 def test_steps_that_are_counted_in_rows_are_shortened_in_rows() -> None:
     settings = ["train.batch_rows=64", "data.max_length=2k"]
     found = estimate("Qwen3-14B", settings, gpu="3090", ram="160GB")

@@ -114,6 +114,7 @@ def test_layers_are_compiled_where_that_is_known_to_suit(
     assert step_settings_of(config, unified=unified).compile is expected
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_estimate_and_train_make_the_same_plan(
     tmp_path: Path, machine: MachineProfile, settings: list[str]
@@ -125,6 +126,7 @@ def test_estimate_and_train_make_the_same_plan(
     assert str(by_estimate) == str(by_train)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gemma2", "phi"])
 def test_the_same_plan_for_other_families(
     tmp_path: Path, machine: MachineProfile, family: str
@@ -136,6 +138,7 @@ def test_the_same_plan_for_other_families(
     assert by_estimate.ledger.total("host") == pytest.approx(by_train.ledger.total("host"), 1e-3)
 
 
+@pytest.mark.merge
 def test_another_setting_would_be_noticed(tmp_path: Path, machine: MachineProfile) -> None:
     path = config_for(tmp_path, "llama")
     facts = as_train_plans(path, [], machine).facts()
@@ -183,6 +186,7 @@ def test_a_disk_is_used_only_if_it_is_named_and_as_much_of_it_as_is_free(tmp_pat
         free_on_disk(config(disk=str(tmp_path / "no")))
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("family", "settings", "packed"),
     [

@@ -44,6 +44,7 @@ LONGEST = [("24GB", 1 << 17), ("32GB", 1 << 17), ("80GB", 1 << 19), ("141GB", 1 
 """Device memory, and the tokens of one row of Llama-3.1-8B; host memory without a limit."""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("model", "settings", "gpu", "ram", "disk", "home"), CASES)
 def test_it_fits(
     model: str, settings: list[str], gpu: str, ram: str, disk: str | None, home: str
@@ -78,6 +79,7 @@ def test_the_longest_row_of_8b(card: str, longest: int) -> None:
     assert longest_row(profile, find_shape("Llama-3.1-8B")) == longest
 
 
+@pytest.mark.merge
 def test_a_machine_that_is_too_small_would_be_noticed() -> None:
     assert not estimate("Mistral-Large", ["train.batch_tokens=32k"], gpu="H200", ram="900GB").fits
     assert not estimate("Qwen3-32B", ["train.batch_tokens=32k"], gpu="24GB", ram="128GB").fits

@@ -68,6 +68,7 @@ def test_there_are_twenty_that_do_not() -> None:
     assert len(REFUSED) >= 20
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize(("model", "profile"), REFUSED, ids=lambda value: value.name)
 def test_each_fix_applied_fits(model: ModelShape, profile: MachineProfile) -> None:
     workload = Workload(model=model, step_tokens=32768)
@@ -126,6 +127,7 @@ def test_of_each_place_three_lines_are_shown_in_plain_words() -> None:
     assert any(line.purpose == "weights (hi)" for line in plan.ledger.lines), "the words were there"
 
 
+@pytest.mark.merge
 def test_the_verdict_is_one_line() -> None:
     plan = plan_of(EIGHT, DESKTOP)
     words = plan.verdict("1B tokens in 6 d").split(", ")
@@ -161,6 +163,7 @@ def test_the_lever_moves_what_limits() -> None:
     assert more.simulation.tokens_per_s > 1.2 * plan.simulation.tokens_per_s
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("model", "profile"), [*FITTING, *REFUSED[:6]], ids=lambda value: value.name
 )

@@ -18,6 +18,7 @@ def test_the_title_names_the_machine_that_was_asked_for() -> None:
     assert title(found.plan, found.machine) == "Qwen/Qwen3-0.6B on 24GB card, as fast as RTX 3090"
 
 
+@pytest.mark.merge
 def test_what_does_not_fit_says_so_and_stands_right_of_the_memory_there_is() -> None:
     large = estimate("Llama-3.1-70B", gpu="80GB", ram="256GB")
     assert ": does not fit, host memory " in title(large.plan, large.machine)
@@ -33,6 +34,7 @@ def test_no_name_lies_over_the_one_that_was_asked_for() -> None:
     assert "Qwen/Qwen3-14B" in names
 
 
+@pytest.mark.merge
 def test_both_kinds_of_picture_are_drawn() -> None:
     pytest.importorskip("matplotlib")
     for model, ram in (("qwen3-0.6b", "64GB"), ("Llama-3.1-70B", "64GB")):
@@ -63,6 +65,7 @@ def test_a_legend_over_a_name_would_be_noticed() -> None:
     assert any("Qwen3-4B" in name for name in covered), covered
 
 
+@pytest.mark.merge
 def test_a_plot_replaces_a_plot_and_nothing_else(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     found, path = estimate("qwen3-0.6b", gpu="4090", ram="64GB"), tmp_path / "plan.png"

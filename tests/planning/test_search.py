@@ -56,6 +56,7 @@ def test_what_is_returned_fits(model: ModelShape, profile: MachineProfile) -> No
     assert all(search.fits(settings) for settings in search.tried)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("link", [1.0, 0.05], ids=["fast link", "slow link"])
 @pytest.mark.parametrize("profile", [DESKTOP, PROCESSOR], ids=lambda profile: profile.name)
 def test_it_is_near_the_best_of_all(profile: MachineProfile, link: float) -> None:
@@ -173,6 +174,7 @@ HOMES = [
 ]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("ram", "disk", "home"), HOMES)
 def test_states_are_as_exact_as_fits_and_on_disk_only_if_they_must(
     ram: int, disk: int, home: tuple[str, str]

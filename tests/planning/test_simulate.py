@@ -162,6 +162,7 @@ def test_the_trace_is_like_a_real_one(tmp_path: Path) -> None:
     assert {event["name"] for event in events if event["ph"] == "X"} >= {"FETCH(1)", "CLIP"}
 
 
+@pytest.mark.merge
 def test_the_largest_model_with_little_effort() -> None:
     work = Workload(model=LARGEST, step_tokens=64 * 8192, sequence=4096)
     settings = StepSettings(micro_batch_tokens=8192, tape="host")

@@ -60,6 +60,7 @@ def speed(profile: MachineProfile, workload: Workload, tokens: int) -> float:
     return plan.simulation.tokens_per_s
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("model", "profile"), PLACES, ids=lambda value: value.name)
 def test_it_is_the_smallest_that_is_fast_enough(model: ModelShape, profile: MachineProfile) -> None:
     workload = work(model)

@@ -175,6 +175,7 @@ def stay(others: list[int]) -> None:
     pass
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("calls", ["gather", "receive"])
 def test_a_rank_that_dies_is_named(calls: str) -> None:
     outcomes = rank_outcomes(SIZE, end_at, die, calls)
@@ -185,6 +186,7 @@ def test_a_rank_that_dies_is_named(calls: str) -> None:
         assert "GLHF" not in outcome.result
 
 
+@pytest.mark.merge
 def test_a_rank_that_is_silent_beyond_the_deadline_is_named() -> None:
     outcomes = rank_outcomes(SIZE, end_at, be_silent, "gather", deadline_s=2.0)
     for outcome in (outcomes[0], outcomes[2]):
@@ -213,17 +215,20 @@ def store_for_long(ranks: Ranks, tells: bool, stops: bool) -> str:
     return f"received {own.tolist()}"
 
 
+@pytest.mark.merge
 def test_a_rank_that_waits_for_its_storage_is_waited_for() -> None:
     outcomes = rank_outcomes(2, store_for_long, True, False, deadline_s=2.0)
     assert [outcome.result for outcome in outcomes] == [f"received {[1] * 8}", "sent"]
 
 
+@pytest.mark.merge
 def test_a_rank_that_does_not_say_so_is_lost() -> None:
     """The sibling."""
     outcome = rank_outcomes(2, store_for_long, False, False, deadline_s=2.0)[0]
     assert re.search(r"rank 1 \(.*no answer within 2 s", outcome.result)
 
 
+@pytest.mark.merge
 def test_a_rank_that_stops_while_it_waits_for_its_storage_is_lost() -> None:
     outcome = rank_outcomes(2, store_for_long, True, True, deadline_s=2.0)[0]
     assert re.search(r"rank 1 \(.*\) is dead or cut off", outcome.result)

@@ -110,6 +110,7 @@ def test_rank_0_fails_only_once_its_error_was_read() -> None:
             raise rank.watch.diagnose(RuntimeError("Connection closed by peer"))
 
 
+@pytest.mark.merge
 def test_a_silent_rank_is_found_and_so_is_the_store_by_who_is_cut_off(pair: list[Process]) -> None:
     assert eventually(lambda: 1 in pair[0].watch._joined)
     pair[1].cut.is_whole.clear()  # type: ignore[attr-defined]
@@ -157,6 +158,7 @@ def test_a_store_that_dies_is_told_at_once() -> None:
     other.watch.close()
 
 
+@pytest.mark.merge
 def test_who_leaves_is_not_missed(store: HashStore) -> None:
     ranks = [Process(store, rank, 2, SHORT_S) for rank in range(2)]
     assert eventually(lambda: ranks[0].watch._joined and ranks[1].watch._joined)
@@ -181,6 +183,7 @@ threading.Event().wait()
 """
 
 
+@pytest.mark.merge
 def test_no_process_that_hangs_stays_behind() -> None:
     """Of two that hang for ever, one is stopped: the other names it and ends; then it ends too."""
     server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)

@@ -91,6 +91,7 @@ def test_text_put_in_unescaped_would_be_noticed(run: Path) -> None:
         read(html)
 
 
+@pytest.mark.merge
 def test_a_hundred_thousand_steps_stay_under_a_megabyte(run: Path) -> None:
     long = read_run(run, "long")
     long.steps = [

@@ -63,6 +63,7 @@ def test_a_log_probability_may_be_above_zero_by_rounding() -> None:
     assert found.logprobs == (0.0, -0.25)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("body", "message"),
     [

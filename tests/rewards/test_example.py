@@ -19,6 +19,7 @@ def started(folder: Path, num_steps: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen([*warm_python().command, *words], stdout=subprocess.PIPE)
 
 
+@pytest.mark.merge
 def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path: Path) -> None:
     """By its checkpoint, which has hashes of weights, masters and moments."""
     killed, whole = tmp_path / "killed", tmp_path / "whole"

@@ -71,6 +71,7 @@ def adapters_in(folder: Path) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.merge
 def test_a_resumed_run_ends_in_the_bits_of_one_that_was_not(
     world: Path, tmp_path: Path, ended: Ended
 ) -> None:

@@ -160,6 +160,7 @@ def test_no_room_is_said_before_training(tmp_path: Path, monkeypatch: pytest.Mon
         Checkpoints(tmp_path, home, engine, keep=1, keep_best=False)
 
 
+@pytest.mark.merge
 def test_a_folder_removed_by_hand_does_not_end_a_run(world: Path, tmp_path: Path) -> None:
     with Trainer(config_of(world, tmp_path / "run", Setting(save_every=1))) as trainer:
         take = trainer._take_step

@@ -96,6 +96,7 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
     return dict(model.named_parameters())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("changes", [(), ("model.frozen=model.embed_tokens.*",)])
 def test_fp32_is_every_bit_of_the_masters(
     tmp_path: Path, changes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

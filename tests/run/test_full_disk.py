@@ -93,6 +93,7 @@ def is_whole(folder: Path) -> bool:
     return True
 
 
+@pytest.mark.merge
 def test_old_checkpoints_make_room_and_one_is_always_whole(
     world: Path, tmp_path: Path, whole: tuple[State, Path], size: tuple[int, int]
 ) -> None:

@@ -109,6 +109,7 @@ def ended(world: Path, cache_in_world: None, tmp_path_factory: pytest.TempPathFa
     )  # fmt: skip
 
 
+@pytest.mark.merge
 def test_no_process_of_a_run_listens_on_anything_but_the_loopback(ended: Ended) -> None:
     assert len(ended.ranks) == 2
     assert len(ended.listeners) >= 3  # the store, and gloo in each rank
@@ -122,6 +123,7 @@ def test_a_pickle_that_a_stranger_leaves_is_not_run_and_the_run_goes_on(ended: E
     assert ended.code == 130, ended.text
 
 
+@pytest.mark.merge
 def test_a_signal_to_one_rank_ends_all_and_the_run_resumes_to_its_bits(
     ended: Ended, world: Path, tmp_path: Path
 ) -> None:

@@ -42,6 +42,7 @@ def same(first: State | None, second: State | None) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
 
 
+@pytest.mark.merge
 def test_a_run_has_the_bits_of_the_cpu(world: Path, tmp_path: Path) -> None:
     setting = Setting(tape="host", save_every=None)
     expected = trained(world, tmp_path / "cpu", setting, "cpu")
@@ -51,6 +52,7 @@ def test_a_run_has_the_bits_of_the_cpu(world: Path, tmp_path: Path) -> None:
     assert control.registered_bytes() == 0
 
 
+@pytest.mark.merge
 def test_a_run_that_dies_and_resumes_is_the_whole_run(world: Path, tmp_path: Path) -> None:
     """With dropout, whose numbers are drawn by the device's own generator."""
     setting = Setting(dropout=0.1, eval_every=None)
@@ -86,6 +88,7 @@ def test_a_run_keeps_an_integrated_device_within_the_memory_of_both(
             opened.close()
 
 
+@pytest.mark.merge
 def test_the_command_line_trains_on_it(world: Path, tmp_path: Path) -> None:
     config = config_of(world, tmp_path / "run", Setting(), memory={"device": "auto"})
     path = tmp_path / "run.yaml"

@@ -68,6 +68,7 @@ def whole(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_one_signal_ends_the_run_saved(
     world: Path, tmp_path: Path, whole: Path, number: signal.Signals
@@ -89,6 +90,7 @@ def test_one_signal_ends_the_run_saved(
     assert lines_of(path) == lines_of(whole)
 
 
+@pytest.mark.merge
 def test_two_signals_end_it_at_once(world: Path, tmp_path: Path) -> None:
     child = _start(world, tmp_path / "run")
     child.send_signal(signal.SIGINT)
@@ -98,6 +100,7 @@ def test_two_signals_end_it_at_once(world: Path, tmp_path: Path) -> None:
     assert finished(tmp_path / "run" / FOLDER) == []
 
 
+@pytest.mark.merge
 def test_a_terminal_that_hung_up_does_not_cost_the_step(world: Path, tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     child = _start(world, tmp_path / "run", stderr=theirs, start_new_session=True)

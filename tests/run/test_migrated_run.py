@@ -96,6 +96,7 @@ def _on_this_machine(name: str, rows: str, world: Path) -> dict[str, Any]:
     return values | {"model_name_or_path": model, "dataset": rows, "dataset_dir": str(world)}
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("name", STARTED)
 def test_a_migrated_run_starts_with_the_method_of_its_file(
     name: str, preferences: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -92,6 +92,7 @@ def test_a_dry_resume_changes_nothing(world: Path, tmp_path: Path) -> None:
     assert everything(tmp_path) != before, "what a run changes would be noticed"
 
 
+@pytest.mark.merge
 def test_a_resume_that_finds_nothing_says_so(
     world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

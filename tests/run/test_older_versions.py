@@ -109,6 +109,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("archive", ARCHIVES, ids=_named)
 def test_a_run_of_an_older_version_is_read(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = _unpacked(archive, monkeypatch)
@@ -124,6 +125,7 @@ def test_a_run_of_an_older_version_is_read(archive: Path, monkeypatch: pytest.Mo
     assert "<!DOCTYPE html>" in Path("run/report.html").read_text()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("archive", EXACT, ids=_named)
 def test_it_ends_in_the_bits_that_its_version_gives(
     archive: Path, monkeypatch: pytest.MonkeyPatch
@@ -138,6 +140,7 @@ def test_it_ends_in_the_bits_that_its_version_gives(
     assert losses == expected
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("archive", [p for p in ARCHIVES if p not in EXACT], ids=_named)
 def test_a_packed_run_keeps_its_steps(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the file that the user has, in which a default may have changed since."""
@@ -154,6 +157,7 @@ def test_a_packed_run_keeps_its_steps(archive: Path, monkeypatch: pytest.MonkeyP
                 assert now[key] == pytest.approx(then[key], rel=close)
 
 
+@pytest.mark.merge
 def test_moments_that_are_lost_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     made = _unpacked(EXACT[0], monkeypatch)
     take_up = Trainer._take_up

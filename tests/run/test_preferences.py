@@ -82,6 +82,7 @@ def whole_run(config: Config, at: Path) -> tuple[State, Path]:
     return ended, at
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize(("loss", "format"), [("dpo", "pairs"), ("kto", "kto")])
 def test_a_second_and_a_resumed_run_have_the_bits_of_the_first_without_a_pass(
     loss: str, format: str, rows: Path, tmp_path: Path, passes: list[int]

@@ -78,6 +78,7 @@ def whole(world: Path, cache_in_world: None) -> Path:
     return world / "whole"
 
 
+@pytest.mark.merge
 def test_one_folder_has_each_line_once(whole: Path) -> None:
     steps = [line["step"] for line in lines_of(whole) if "loss" in line]
     assert steps == list(range(1, NUM_STEPS + 1))
@@ -87,6 +88,7 @@ def test_one_folder_has_each_line_once(whole: Path) -> None:
     assert json.loads((whole / "plan.json").read_text())["settings"]["device"] == "cpu"
 
 
+@pytest.mark.merge
 def test_one_rank_that_is_asked_ends_all_and_the_run_resumes_to_its_bits(
     world: Path, tmp_path: Path, whole: Path
 ) -> None:
@@ -106,6 +108,7 @@ def test_one_rank_that_is_asked_ends_all_and_the_run_resumes_to_its_bits(
     assert weights(tmp_path / "alone").keys() == weights(whole).keys()
 
 
+@pytest.mark.merge
 def test_ranks_take_up_what_one_process_saved(world: Path, tmp_path: Path) -> None:
     config = config_of(world, tmp_path / "run", SETTING)
     assert run(config, die=4) is None
@@ -114,6 +117,7 @@ def test_ranks_take_up_what_one_process_saved(world: Path, tmp_path: Path) -> No
     assert [event["step"] for event in events if event["event"] == "resumed"] == [3]
 
 
+@pytest.mark.merge
 def test_a_resume_with_other_data_would_be_noticed(
     world: Path, tmp_path: Path, whole: Path
 ) -> None:
@@ -128,6 +132,7 @@ def test_a_resume_with_other_data_would_be_noticed(
         run_on_ranks(2, fixed, train, resume=True)
 
 
+@pytest.mark.merge
 def test_all_ranks_return_to_a_checkpoint(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +143,7 @@ def test_all_ranks_return_to_a_checkpoint(
     assert [(event["step"], event["to"]) for event in back] == [(5, 3)]
 
 
+@pytest.mark.merge
 def test_rank_0_is_asked_for_a_save_and_chooses_the_best_model_for_all(
     world: Path, tmp_path: Path
 ) -> None:

@@ -68,6 +68,7 @@ def _check(world: Path, tmp_path: Path, number: int) -> None:
     assert differences(world, ended, tmp_path / "stopped", whole) == [], setting
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_steps_by_rows_of_a_mixture_resume_exactly(
     world: Path, tmp_path: Path, shuffle: bool
@@ -90,6 +91,7 @@ def test_steps_by_rows_of_a_mixture_resume_exactly(
         run(config_of(world, tmp_path / "stopped", Setting(), **changes), resume=True)
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("number", at_a_push(range(10), 4))
 def test_resumed_twice_is_the_uninterrupted_run(world: Path, tmp_path: Path, number: int) -> None:
     _check(world, tmp_path, number)
@@ -103,6 +105,7 @@ def test_resumed_twice_is_the_uninterrupted_run_in_many_settings(
     _check(world, tmp_path, number)
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("clips", [True, False])
 def test_resume_after_every_step(world: Path, tmp_path: Path, clips: bool) -> None:
     setting = Setting(clips=clips, dropout=0.1, save_every=1, keep=1)
@@ -114,6 +117,7 @@ def test_resume_after_every_step(world: Path, tmp_path: Path, clips: bool) -> No
     assert differences(world, run(config, resume=True), tmp_path / "stopped", whole) == []
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("lost", ["moments", "data", "updates", "lines"])
 def test_a_resume_that_forgets_something_would_be_noticed(
     world: Path, tmp_path: Path, lost: str, monkeypatch: pytest.MonkeyPatch
@@ -144,6 +148,7 @@ def test_a_resume_that_forgets_something_would_be_noticed(
     assert differences(world, run(config, resume=True), tmp_path / "stopped", whole) != []
 
 
+@pytest.mark.merge
 def test_a_run_that_died_before_its_first_save_begins_again(world: Path, tmp_path: Path) -> None:
     setting = Setting(save_every=None)
     whole = _whole(world, tmp_path / "whole", setting)
@@ -173,6 +178,7 @@ def test_more_steps_after_the_end(world: Path, tmp_path: Path) -> None:
     assert event["changed"] == ["train.steps: 9 -> 12"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("section", "key", "value"),
     [
@@ -208,6 +214,7 @@ def test_other_rows_are_refused(world: Path, tmp_path: Path) -> None:
         run(changed, resume=True)
 
 
+@pytest.mark.merge
 def test_one_changed_row_of_many_is_noticed(world: Path, tmp_path: Path) -> None:
     """Of the same length, so that order and packing stay as they were."""
     lines = (world / "rows.jsonl").read_text().splitlines(keepends=True) * 5
@@ -224,6 +231,7 @@ def test_one_changed_row_of_many_is_noticed(world: Path, tmp_path: Path) -> None
     assert run(config, resume=True) is not None
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("hurt", ["flip", "cut", "missing", "manifest"])
 def test_a_damaged_checkpoint_is_passed_over_and_said(
     world: Path, tmp_path: Path, hurt: str
@@ -261,6 +269,7 @@ def test_if_all_are_damaged_nothing_is_begun_again(world: Path, tmp_path: Path) 
         run(config, resume=True)
 
 
+@pytest.mark.merge
 def test_a_resumed_run_needs_no_original_model(world: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(world, copy)
@@ -273,6 +282,7 @@ def test_a_resumed_run_needs_no_original_model(world: Path, tmp_path: Path) -> N
     assert differences(copy, ended, tmp_path / "run", whole) == []
 
 
+@pytest.mark.merge
 def test_keep_rules_and_links(world: Path, tmp_path: Path) -> None:
     setting = Setting(save_every=1, keep=2, best=True, eval_every=1)
     run(config_of(world, tmp_path / "run", setting, optim={"learning_rate": 1.0}))
@@ -316,6 +326,7 @@ def test_a_disk_that_fails_does_not_end_training(world: Path, tmp_path: Path) ->
     assert lines_of(tmp_path / "run") == lines_of(whole[1])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("clips", [True, False])
 def test_rollback_leaves_the_bad_step_out(
     world: Path, tmp_path: Path, clips: bool, monkeypatch: pytest.MonkeyPatch
@@ -333,6 +344,7 @@ def test_rollback_leaves_the_bad_step_out(
     assert (event["step"], event["to"]) == (6, 4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("on_nonfinite", ["skip", "rollback"])
 @pytest.mark.parametrize("clips", [True, False])
 def test_the_applied_rate_is_the_logged_one_after_a_step_without_an_update(

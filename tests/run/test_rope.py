@@ -43,6 +43,7 @@ def test_a_run_names_the_line_that_covers_its_rows(world: Path, tmp_path: Path) 
     Trainer(_config(world, tmp_path / "run", ROPE), dry_run=True).close()
 
 
+@pytest.mark.merge
 def test_a_run_trains_saves_resumes_and_exports_the_scaling(world: Path, tmp_path: Path) -> None:
     whole = run(_config(world, tmp_path / "whole", ROPE))
     assert whole is not None

@@ -117,6 +117,7 @@ def saves(folder: Path) -> list[tuple[str, int]]:
     return [(event["event"], event["step"]) for event in events if "save" in event["event"]]
 
 
+@pytest.mark.merge
 def test_a_stall_of_three_deadlines_on_one_rank_costs_a_save_and_not_a_bit(
     world: Path, tmp_path: Path, whole: Path
 ) -> None:
@@ -139,6 +140,7 @@ def test_a_stall_of_three_deadlines_on_one_rank_costs_a_save_and_not_a_bit(
     assert all(verify(path) for path in (tmp_path / "run" / FOLDER).iterdir()), "no remains"
 
 
+@pytest.mark.merge
 def test_ranks_wait_for_one_whose_storage_is_slow(world: Path, tmp_path: Path, whole: Path) -> None:
     """It says that it is inside a file call: that does not count for the deadline."""
     outcomes = trained(world, tmp_path / "run", stall, wait_for_storage)
@@ -147,6 +149,7 @@ def test_ranks_wait_for_one_whose_storage_is_slow(world: Path, tmp_path: Path, w
     assert weights(tmp_path / "run") == weights(whole)
 
 
+@pytest.mark.merge
 def test_a_rank_that_says_nothing_of_its_storage_is_lost(world: Path, tmp_path: Path) -> None:
     """The sibling: so the stall is one that ends a run, unless something is done about it."""
     outcomes = trained(world, tmp_path / "run", stall, know_nothing_of_storage)
@@ -186,6 +189,7 @@ def ended(
         return run_on_ranks(2, config, use), let_go
 
 
+@pytest.mark.merge
 def test_the_end_of_a_run_waits_for_storage_and_says_so(world: Path, tmp_path: Path) -> None:
     said, _ = ended(world, tmp_path / "run", lambda trainer, let_go: let_go.set())
     waits = f"the state after step {NUM_STEPS} is in memory only. Waiting until storage answers"
@@ -195,6 +199,7 @@ def test_the_end_of_a_run_waits_for_storage_and_says_so(world: Path, tmp_path: P
     assert len(list((tmp_path / "run" / FOLDER).iterdir())) == 1
 
 
+@pytest.mark.merge
 def test_a_call_that_never_returns_does_not_keep_a_run_from_ending(
     world: Path, tmp_path: Path
 ) -> None:
@@ -207,6 +212,7 @@ def test_a_call_that_never_returns_does_not_keep_a_run_from_ending(
     let_go.set()
 
 
+@pytest.mark.merge
 def test_a_rank_that_dies_in_a_file_call_is_lost(world: Path, tmp_path: Path) -> None:
     outcomes = trained(world, tmp_path / "run", die)
     assert outcomes[1].exit_code == -signal.SIGKILL

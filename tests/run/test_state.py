@@ -97,6 +97,7 @@ def _shares(heavy: bool, num_runs: int = 40, num_steps: int = 500) -> dict[str, 
     return {name: said / num for name, (said, num) in counts.items()}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("heavy", [False, True])
 def test_spikes_are_found_and_nothing_else(heavy: bool) -> None:
     shares = _shares(heavy)

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("cache_in_world")
 NARROW = [state for state in STATES["adamw"] if state != "fp32"]
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("state", NARROW)
 def test_a_run_in_a_narrow_state_resumes_in_its_bits(
     world: Path, tmp_path: Path, state: str
@@ -51,6 +52,7 @@ def _converted(world: Path, path: Path, setting: Setting) -> list[str]:
     return list(event.get("converted", []))
 
 
+@pytest.mark.merge
 def test_auto_keeps_the_state_of_the_checkpoint(world: Path, tmp_path: Path) -> None:
     """Although fp32 would fit: the bits continue."""
     ended = run(config_of(world, tmp_path / "whole", Setting(state="bf16", save_every=2)))
@@ -61,6 +63,7 @@ def test_auto_keeps_the_state_of_the_checkpoint(world: Path, tmp_path: Path) -> 
     assert differences(world, run(config, resume=True), tmp_path / "run", whole) == []
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize(("saved", "wanted"), [("fp32", "8bit"), ("bf16", "fp32")])
 def test_another_state_is_converted_to_and_reported(
     world: Path, tmp_path: Path, saved: str, wanted: str
@@ -74,6 +77,7 @@ def test_another_state_is_converted_to_and_reported(
         assert trainer.plan.settings.state == wanted, "which the last checkpoint has"
 
 
+@pytest.mark.merge
 def test_a_conversion_can_be_resumed_and_is_the_same_each_time(world: Path, tmp_path: Path) -> None:
     ends = []
     for name in ("first", "second"):
@@ -106,6 +110,7 @@ def test_a_state_that_no_longer_fits_is_converted_to_the_one_that_does(
     ]
 
 
+@pytest.mark.merge
 def test_a_checkpoint_without_a_record_of_its_state_has_fp32(world: Path, tmp_path: Path) -> None:
     """As the checkpoints of versions that knew no other."""
     setting = Setting(save_every=2)

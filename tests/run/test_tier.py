@@ -55,6 +55,7 @@ def _left(world: Path) -> list[str]:
     return [path.name for path in world.glob(".megatrain-scratch*")]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_run_with_a_tier_has_the_bits_of_one_without(
     world: Path, tmp_path: Path, whole: tuple[State, Path], tier: str
@@ -68,6 +69,7 @@ def test_a_run_with_a_tier_has_the_bits_of_one_without(
     assert _left(world) == []
 
 
+@pytest.mark.merge
 def test_moments_in_8_bits_have_the_same_bits_on_disk(world: Path, tmp_path: Path) -> None:
     ends: dict[str, State | None] = {}
     for tier in ("none", "states"):
@@ -98,6 +100,7 @@ def test_a_tier_in_memory_is_reported(
         assert any("memory itself" in note for note in trainer.notes)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tiers", [("states", "none"), ("none", "gradients"), ("states", "states")])
 def test_a_resume_with_or_without_a_tier_is_exact(
     world: Path, tmp_path: Path, whole: tuple[State, Path], tiers: tuple[str, str]
@@ -109,6 +112,7 @@ def test_a_resume_with_or_without_a_tier_is_exact(
     assert differences(world, ended, tmp_path / "run", whole) == []
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("on_nonfinite", ["rollback", "skip"])
 def test_a_step_that_is_left_out_leaves_the_same_bits(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_nonfinite: str
@@ -169,6 +173,7 @@ def num_calls(world: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", range(6))
 def test_one_failing_call_loses_nothing(
     world: Path, tmp_path: Path, whole: tuple[State, Path], num_calls: dict[str, int], number: int

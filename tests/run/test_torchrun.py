@@ -53,6 +53,7 @@ def _files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
+@pytest.mark.merge
 @pytest.mark.usefixtures("cache_in_world")
 @pytest.mark.parametrize(
     ("options", "kind"),

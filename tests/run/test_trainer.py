@@ -59,6 +59,7 @@ def _elsewhere(config: Config) -> Any:
     return config.save.model_copy(update={"dir": f"{config.run_dir}-other"})
 
 
+@pytest.mark.merge
 def test_a_run_does_what_the_engine_does_and_explains_itself(config: Config) -> None:
     expected = trained_by_hand(config)
     with Trainer(config) as trainer:

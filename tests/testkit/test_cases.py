@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from testkit.cases import DAY, at_a_push, by_family, fix_the_day, in_dtypes, is_drawn
+from testkit.cases import DAY, at_a_push, by_family, fix_the_day, in_dtypes, is_drawn, spread
 from testkit.families import COVERING, FAMILIES
 
 
@@ -47,3 +47,14 @@ def test_each_structure_runs_at_a_push_and_every_family_at_a_merge() -> None:
     assert {dtype for _, dtype in of_tier(cases, "merge")} == {"bf16"}
     assert {dtype for _, dtype in of_tier(cases, "night")} == {"fp32"}
     assert len(cases) == 2 * len(FAMILIES)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("number", range(5))
+def test_of_few_cases_two_run_at_a_push(number: int, request: pytest.FixtureRequest) -> None:
+    assert ("merge" in request.node.keywords) == (number not in (0, 2))
+
+
+def test_few_cases_are_far_apart() -> None:
+    assert spread(10, 3) == {0, 3, 6}
+    assert spread(2, 5) == {0, 1}

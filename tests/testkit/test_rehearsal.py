@@ -125,6 +125,7 @@ def test_there_are_thirty() -> None:
     assert sum(each.settings.head_pieces > 1 for each in CONFIGURATIONS) >= 10
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("configuration", at_a_push(CONFIGURATIONS, 8), ids=str)
 def test_the_rehearsed_peak_is_the_real_one(configuration: Configuration) -> None:
     planned = rehearsed(configuration).total("device")

@@ -624,6 +624,7 @@ _VALUES = st.recursive(
 )  # fmt: skip
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tool", TABLES)
 @given(data=st.data())
 def test_whatever_the_values_every_key_is_accounted_for(tool: Tool, data: st.DataObject) -> None:

@@ -102,6 +102,7 @@ def test_the_corpus_is_whole() -> None:
     assert named | refused == set(ROWS)
 
 
+@pytest.mark.merge
 def test_a_row_of_ten_megabytes() -> None:
     answer = "hello world " * 850_000
     turns = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": answer}]

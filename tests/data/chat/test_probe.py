@@ -18,6 +18,7 @@ TALK = Row(messages=({"role": "user", "content": "hi"}, {"role": "assistant", "c
 _TEN = "{% for a in range(99999) %}"
 
 
+@pytest.mark.merge
 def test_templates_that_end_pass() -> None:
     probe_template(tokenizer_of("chatml"), TALK)
 
@@ -26,6 +27,7 @@ def test_a_template_that_raises_is_left_to_the_rows() -> None:
     probe_template(made("{{ raise_exception('no') }}", ("<s>",), eos="<s>"), TALK)
 
 
+@pytest.mark.merge
 def test_an_endless_template_is_killed() -> None:
     endless = made(_TEN * 4 + "{% endfor %}" * 4, ("<s>",), eos="<s>")
     with pytest.raises(DataError, match="did not finish one conversation in 4 s"):
@@ -42,6 +44,7 @@ def test_children_can_begin_here() -> None:
     require_children()
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("guarded", [False, True])
 def test_a_script_that_cannot_be_imported_is_told_what_to_change(
     guarded: bool, tmp_path: Path

@@ -82,6 +82,7 @@ def _faults(micro: MicroBatch) -> list[str]:
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @given(lengths=Lengths, shuffle=st.booleans(), rows=st.sampled_from([None, 7]))
 def test_answers_of_a_row_share_a_micro_batch(

@@ -126,6 +126,7 @@ def test_a_state_of_other_data_leaves_the_loader_as_it_was() -> None:
         assert loader.state() == before
 
 
+@pytest.mark.merge
 def test_a_loader_left_open_lets_the_program_end() -> None:
     """A thread that waits for a taker must not outlive the program's last line."""
     program = """

@@ -80,6 +80,7 @@ def test_the_card_counts_what_is_there(tmp_path: Path) -> None:
     assert card["bad"] == card["dropped"] == {}
 
 
+@pytest.mark.merge
 def test_any_number_of_workers_gives_the_same_bytes(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [*ROWS[:300], {"messages": []}, *ROWS[300:]])
     one = _prepare(path, cache_dir=tmp_path / "one")
@@ -137,6 +138,7 @@ def test_other_settings_are_prepared_anew(tmp_path: Path, other: dict[str, Any])
     assert _prepare(path).folder != _prepare(path, **other).folder
 
 
+@pytest.mark.merge
 def test_the_digest_is_of_every_token_and_what_is_trained_of_it(tmp_path: Path) -> None:
     first = _prepare(write(tmp_path / "a.jsonl", ROWS)).card["digest"]
     assert _prepare(write(tmp_path / "b.jsonl", ROWS), num_workers=2).card["digest"] == first

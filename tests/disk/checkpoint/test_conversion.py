@@ -119,6 +119,7 @@ def test_moments_are_the_saved_ones_in_the_code_of_the_store(
         first += segment.num_elements
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("wanted", NARROW)
 def test_the_bits_depend_on_the_seed_and_not_on_windows(
     saved: tuple[str, HostModel, Path], wanted: str, monkeypatch: pytest.MonkeyPatch

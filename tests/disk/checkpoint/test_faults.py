@@ -96,6 +96,7 @@ def num_calls(world: Path, whole: tuple[State, Path], tmp_path_factory: Any) -> 
     return _check(world, tmp_path_factory.mktemp("count") / "run", whole)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", range(16))
 def test_one_failing_call_loses_nothing(
     world: Path, tmp_path: Path, whole: tuple[State, Path], num_calls: int, number: int

@@ -61,6 +61,7 @@ def _restore(checkpoint: Path, homes: list[HostModel], saved: str = "", wanted: 
         restore(checkpoint, manifest, checkpoint_parts(home), conversion)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("family", "code"), list(zip(SHARED, CODES, strict=True)))
 def test_what_four_ranks_saved_comes_back_to_any_number(
     family: str, code: str, tmp_path: Path

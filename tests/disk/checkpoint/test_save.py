@@ -78,6 +78,7 @@ def test_the_model_part_is_an_ordinary_folder(home: HostModel, tmp_path: Path) -
     )
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("error", [ENOSPC, EIO])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_failure_at_any_call_keeps_what_was_there(

@@ -91,6 +91,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("case", at_a_push(CASES, 8), ids=str)
 def test_the_files_are_those_of_one_process(
     case: tuple[str, int, str, bool], tmp_path: Path
@@ -222,6 +223,7 @@ def _stalled(homes: list[HostModel], parent: Path) -> tuple[list[Exception], lis
     return Together(len(homes)).run(work), all_calls
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("call", "names", "rank"),
     [

@@ -60,6 +60,7 @@ def test_over_an_existing_export(model: HostModel, first: int, second: int, tmp_
     assert not list(target.glob(".*"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("first", [SHARDED, SINGLE])
 @pytest.mark.parametrize("second", [SHARDED, SINGLE])
 def test_a_failure_at_any_call_leaves_old_or_new(

@@ -32,6 +32,7 @@ def _export(homes: list[HostModel], folder: Path, *, masters: bool = False) -> N
     Together(len(homes)).run(work)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("masters", [False, True])
 @pytest.mark.parametrize(("family", "size"), list(zip(SHARED, (2, 3, 8), strict=True)))
 def test_the_files_are_those_of_one_process(

@@ -40,6 +40,7 @@ def grown(
     return found.load((Kind.HI, Kind.LO), scratch)
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize(("num_tokens", "count"), [(ROWS, 3), (ROWS - 5, 3), (ROWS - 2, 4)])
 @pytest.mark.parametrize("case", CASES)

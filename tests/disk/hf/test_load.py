@@ -188,6 +188,7 @@ def test_a_disk_that_fails_is_our_error_and_stops_all_workers(
     assert threading.active_count() == threads
 
 
+@pytest.mark.merge
 def test_nothing_is_held_twice(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama", torch.bfloat16, hidden_size=1024, intermediate_size=8192)
     load_model(tmp_path)  # so that what stays from the first call of anything is not counted

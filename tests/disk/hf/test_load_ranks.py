@@ -25,6 +25,7 @@ from tests.disk.rank_homes import SHARED, differences, joined, shared_by, small
 KINDS = (Kind.HI, Kind.LO)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("stored", "tier"), [(torch.bfloat16, False), (torch.float32, True)])
 @pytest.mark.parametrize("family", SHARED)
 def test_ranks_have_the_bits_of_one_process(

@@ -92,6 +92,7 @@ def test_one_changed_scale_would_be_noticed(
     assert _unlike(load_model(tmp_path), wanted) == [name]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("save", [save_fp8, save_mxfp4])
 def test_neither_pieces_nor_ranks_change_a_bit(
     save: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -226,6 +227,7 @@ def test_an_exponent_that_no_weight_has_is_named(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
+@pytest.mark.merge
 def test_nothing_is_held_twice(tmp_path: Path) -> None:
     save_fp8(
         tmp_path, "llama", (128, 128), hidden_size=1024, intermediate_size=8192, num_hidden_layers=2

@@ -40,6 +40,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizes, "LEAST_PARAMS", 1000)
 
 
+@pytest.mark.merge
 def test_the_command_checks_writes_and_says_what_to_send(small: None, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["gpu-check", "--device", "cpu", "--params", "300k"])
     assert done.exit_code == 0, done.output

@@ -63,6 +63,7 @@ class Flipping(CpuDevice):
             target.view(torch.uint8).flatten()[0] += 1
 
 
+@pytest.mark.merge
 def test_a_sound_device_keeps_every_law() -> None:
     said: list[str] = []
     checks = laws(CPU, said.append)

@@ -103,6 +103,7 @@ def slow_step() -> StepFigures:
     return timed_figures(subject, small(), 1_000_000, lambda what: None)
 
 
+@pytest.mark.merge
 def test_a_link_that_is_slow_is_the_bound_and_what_compute_waits_for(
     slow_step: StepFigures,
 ) -> None:

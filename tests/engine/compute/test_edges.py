@@ -104,6 +104,7 @@ def same(there: There, found: list[Tensor], expected: list[Tensor]) -> bool:
 # Law 1: the device is asked the first time; answers are used where both agree.
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", BATCHES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fronts_are_those_of_the_host_and_only_the_first_asks(family: str, kind: str) -> None:

@@ -103,6 +103,7 @@ def test_a_kept_graph_gives_the_bits_of_a_recompute(family: str, moves: bool) ->
     assert differing(scene.recomputed(), scene.kept(moves=moves)) == []
 
 
+@pytest.mark.merge
 def test_so_does_that_of_a_compiled_layer() -> None:
     scene, compiled = Scene("llama"), Scene("llama", compile=True)
     assert differing(scene.recomputed(), compiled.kept(moves=True)) == []

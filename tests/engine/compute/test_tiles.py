@@ -117,6 +117,7 @@ def _against_threads(world: World, tile_tokens: int, patch: pytest.MonkeyPatch) 
     return _differing(world.tiled(tile_tokens), expected)
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "length", "tile_tokens"), [(1, 24, 7), (3, 10, 12)])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
@@ -256,6 +257,7 @@ def _distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return float((apart / norm) ** 0.5)
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("family", at_a_push([f for f in FAMILIES if f != "phimoe"], 6))
 def test_steps_over_tiles_are_near_those_over_full_rows(family: str, tmp_path: Path) -> None:
     save_tiny(tmp_path, family, torch.float32)
@@ -263,6 +265,7 @@ def test_steps_over_tiles_are_near_those_over_full_rows(family: str, tmp_path: P
     assert max(_distance(a, b) for a, b in zip(tiled, whole, strict=True)) < NEAR
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("columns", ["its own", "all"])
 def test_experts_are_balanced_over_tiles(columns: str, tmp_path: Path, monkeypatch: Any) -> None:
     save_tiny(tmp_path, "mixtral", torch.float32)

@@ -17,6 +17,7 @@ from megatrain.models.tiling.joining import Joining
 from testkit.families import tiny_config, tiny_model
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "cohere", "falcon", "mixtral", "mamba"])
 def test_parts_over_any_tiles_give_the_layers_own_output(family: str) -> None:
     template = Template(build_decoder(tiny_config(family), "fp32"), tiled=True)

@@ -131,6 +131,7 @@ def test_a_cut_is_found_where_the_kernels_of_flash_attention_are_not(
     assert kernels.document_calls == []
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", at_a_push(FAMILIES, 6))
 def test_families_are_cut_where_their_page_says(family: str) -> None:
     assert printed_tiles(family) == tiles_row(family)

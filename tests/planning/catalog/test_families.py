@@ -40,6 +40,7 @@ def require_equal(found: ModelShape, real: ModelShape) -> None:
         assert mine.matmul_flops_per_token == true.matmul_flops_per_token
 
 
+@pytest.mark.few(17)
 @pytest.mark.parametrize("name", KNOWN)
 def test_real_configs(name: str) -> None:
     config = parse_config(json.dumps(KNOWN[name]).encode())

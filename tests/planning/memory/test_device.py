@@ -53,6 +53,7 @@ def test_numbers_of_modules_that_need_torch() -> None:
     assert device.TAPE_ALIGNMENT == tape.ALIGNMENT
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("batch", at_a_push(BATCHES, 1), ids=str)
 @pytest.mark.parametrize("family", SMALL)
 def test_the_device_against_its_rehearsal(family: str, batch: Batch) -> None:
@@ -60,6 +61,7 @@ def test_the_device_against_its_rehearsal(family: str, batch: Batch) -> None:
     _check_against_rehearsal(family, batch, allowed)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("batch", at_a_push(BATCHES, 2), ids=str)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])

@@ -45,6 +45,7 @@ class Listener(Callback):
                 setattr(control, name, True)
 
 
+@pytest.mark.merge
 def test_events_come_in_order_and_change_no_bit(world: Path, tmp_path: Path) -> None:
     expected = run(config_of(world, tmp_path / "plain", SETTING, **SHORT))
     listener = Listener()

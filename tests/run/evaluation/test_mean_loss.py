@@ -48,6 +48,7 @@ def judged(world: Path, run: Path, held: Any, setting: Setting, **changes: Any) 
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("packing", [True, False])
 def test_each_source_has_its_own_mean_and_the_mean_of_all_keeps_its_bits(
     world: Path, tmp_path: Path, files: tuple[str, str, str], packing: bool

@@ -102,6 +102,7 @@ def lively(family: str) -> PreTrainedModel:
     return plain
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("family", [*CACHED, *READ_WHOLE])
 def test_greedy_text_is_that_of_transformers_in_every_kind_of_family(family: str) -> None:
     """The first prompt is longer than a sliding window, which is 16 tokens."""
@@ -160,6 +161,7 @@ def test_texts_whose_keys_do_not_fit_are_written_in_turn_or_read_whole(room: int
     assert most <= (11 if room else 4 + 7)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("policy", ["early", "late", "random"])
 def test_a_device_with_memory_of_its_own_writes_the_same(policy: Any) -> None:
     """Weights are streamed to it from a store that has no place for gradients."""

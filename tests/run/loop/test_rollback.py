@@ -69,6 +69,7 @@ def returns(path: Path) -> list[tuple[int, int]]:
     return [(e["step"], e["to"]) for e in events if e["event"] == "rolled back"]
 
 
+@pytest.mark.merge
 def test_a_run_goes_back_beyond_a_poisoned_checkpoint_to_the_bits_of_an_undisturbed_one(
     world: Path, tmp_path: Path, whole: tuple[State, Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -84,6 +85,7 @@ def test_a_run_goes_back_beyond_a_poisoned_checkpoint_to_the_bits_of_an_undistur
     assert "The steps after step 4 are trained again" in said
 
 
+@pytest.mark.merge
 def test_ranks_go_back_together(world: Path, tmp_path: Path) -> None:
     def use(trainer: Trainer) -> int:
         poison_before_the_save_of(trainer, 4, here=trainer.folder.is_dry)  # on rank 1
@@ -95,6 +97,7 @@ def test_ranks_go_back_together(world: Path, tmp_path: Path) -> None:
     assert faults == [], "no step was left out in the end"
 
 
+@pytest.mark.merge
 def test_without_an_older_checkpoint_it_stops_after_a_few_tries_and_deletes_nothing(
     world: Path, tmp_path: Path
 ) -> None:
@@ -121,6 +124,7 @@ def test_an_older_checkpoint_that_is_damaged_is_none_to_return_to(
             trainer.train()
 
 
+@pytest.mark.merge
 def test_saves_of_steps_that_were_left_out_would_push_out_the_sound_checkpoint(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +139,7 @@ def test_saves_of_steps_that_were_left_out_would_push_out_the_sound_checkpoint(
         ended_after_poison(rolling(world, tmp_path / "run"), 4)
 
 
+@pytest.mark.merge
 def test_a_run_that_fails_from_every_checkpoint_stops_and_all_are_still_there(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,6 +155,7 @@ def test_a_run_that_fails_from_every_checkpoint_stops_and_all_are_still_there(
     assert returns(tmp_path / "run") == [(5, 4), (6, 4), (7, 4), (8, 2), (5, 2), (6, 2)]
 
 
+@pytest.mark.merge
 def test_steps_that_are_bad_themselves_are_left_out_and_weights_are_not_given_up(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,6 +169,7 @@ def test_steps_that_are_bad_themselves_are_left_out_and_weights_are_not_given_up
     assert [event["step"] for event in saved] == [2, 4, 6, 8, 9]
 
 
+@pytest.mark.merge
 def test_a_save_that_is_due_at_a_step_that_is_left_out_comes_with_the_next(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,6 +44,7 @@ def two_lines(world: Path, family: str) -> Path:
     return path
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "family", [*USUAL, *(pytest.param(family, marks=pytest.mark.merge) for family in OTHERS)]
 )
@@ -164,6 +165,7 @@ def in_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decided, "why_mixed", lambda *_: "so we believe now")
 
 
+@pytest.mark.merge
 def test_a_resumed_run_keeps_what_it_began_with(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

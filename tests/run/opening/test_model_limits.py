@@ -99,6 +99,7 @@ def test_a_token_beyond_the_embedding_is_found_with_its_place(rows: PreparedData
         check_rows([rows], _decoder("qwen3", vocab_size=largest))
 
 
+@pytest.mark.merge
 def test_the_families_with_a_table_of_positions() -> None:
     found = {family for family in FAMILIES if has_position_table(_decoder(family).model)}
     assert found == TABLES

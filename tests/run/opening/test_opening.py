@@ -140,6 +140,7 @@ TEMPLATE = (
 )
 
 
+@pytest.mark.merge
 def test_a_template_of_the_config_is_trained_with_and_exported(tmp_path: Path) -> None:
     write_world(tmp_path)
     template = {"chat_template": TEMPLATE, "template_kwargs": {"said": " says: "}}

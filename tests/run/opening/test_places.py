@@ -60,6 +60,7 @@ def _equal(first: State | None, second: State | None) -> bool:
     return all(torch.equal(value, second[key]) for key, value in first.items())
 
 
+@pytest.mark.merge
 def test_a_run_by_ids_is_the_run_by_folders(
     hub: Hub, world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -82,6 +83,7 @@ def test_a_run_by_ids_is_the_run_by_folders(
     assert told.count(f"{ROWS}@main: commit {rows[:12]}") == 1
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("step", [1, 4])  # before the first checkpoint, and after it
 def test_a_resumed_run_keeps_its_commits_when_main_moves(
     hub: Hub, world: Path, tmp_path: Path, step: int
@@ -95,6 +97,7 @@ def test_a_resumed_run_keeps_its_commits_when_main_moves(
     assert not _equal(run(_config(world, tmp_path / "moved")), whole)
 
 
+@pytest.mark.merge
 def test_a_resumed_run_needs_no_hub(
     hub: Hub, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +139,7 @@ def test_a_name_that_leads_nowhere_is_told_before_torch_is_imported(
     subprocess.run([sys.executable, "-c", script], env=environment, check=True, cwd=tmp_path)
 
 
+@pytest.mark.merge
 def test_verbs_take_ids_as_huggingface_hub_is_set_up(hub: Hub, world: Path, tmp_path: Path) -> None:
     """In a process of its own, with nothing but the variables that users set."""
     hub.put(MODEL, _files(world / "model-0.0"))

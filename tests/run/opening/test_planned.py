@@ -124,6 +124,7 @@ def least_free(path: Path, monkeypatch: pytest.MonkeyPatch, *, integrated: bool)
     return high
 
 
+@pytest.mark.merge
 def test_an_integrated_device_and_its_host_share_one_budget(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,6 +215,7 @@ def _continuing(state: str) -> Any:
     return SimpleNamespace(known=SimpleNamespace(kept=kept, batch_tokens=512))
 
 
+@pytest.mark.merge
 def test_the_most_exact_state_that_fits_is_taken(path: Path) -> None:
     least = {state: least_ram(path, f"optim.state={state}") for state in STATES["adamw"]}
     assert least["fp32"] > least["bf16"] > least["8bit"]
@@ -226,6 +228,7 @@ def test_the_most_exact_state_that_fits_is_taken(path: Path) -> None:
         plan_of(path, f"memory.ram={least['fp32'] - 1}B", "optim.state=fp32")
 
 
+@pytest.mark.merge
 def test_a_run_that_continues_keeps_its_state_where_it_fits(path: Path) -> None:
     """Whatever else would fit: its bits continue. Otherwise the plan chooses again."""
     config, device = config_of(path), CpuDevice()
@@ -252,6 +255,7 @@ def test_elsewhere_simple_rules_decide(path: Path) -> None:
     assert plan.settings == step_settings_of(config, unified=True)
 
 
+@pytest.mark.merge
 def test_where_the_rules_do_not_fit_something_that_does_is_found(path: Path) -> None:
     usual = plan_of(path).settings
     cap = f"memory.ram={least_ram(path)}B"
@@ -260,6 +264,7 @@ def test_where_the_rules_do_not_fit_something_that_does_is_found(path: Path) -> 
         plan_of(path, cap, f"train.micro_batch_tokens={usual.micro_batch_tokens}")
 
 
+@pytest.mark.merge
 def test_a_refusal_names_changes_that_fit(path: Path, machine: str) -> None:
     cap = f"memory.ram={least_ram(path) - 1}B"
     with pytest.raises(DoesNotFit) as refused:
@@ -272,6 +277,7 @@ def test_a_refusal_names_changes_that_fit(path: Path, machine: str) -> None:
         plan_of(path, cap, way)
 
 
+@pytest.mark.merge
 def test_what_is_not_free_cannot_be_had(
     path: Path, machine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,6 +289,7 @@ def test_what_is_not_free_cannot_be_had(
     plan_of(path)
 
 
+@pytest.mark.merge
 def test_where_memory_is_tight_malloc_keeps_nothing(
     path: Path, machine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,7 @@ def _resumed(folder: Path, config: Config) -> LoadedCheckpoint | None:
     return None if found is None else resume(folder, config, found.model.empty(WITH_CLIP))
 
 
+@pytest.mark.merge
 def test_nothing_saved_is_nothing_to_resume(world: Path, tmp_path: Path) -> None:
     config = config_of(world, tmp_path / "run", SETTING)
     assert _resumed(tmp_path / "run" / FOLDER, config) is None
@@ -228,6 +229,7 @@ def test_another_model_is_refused(world: Path, tmp_path: Path, other: str) -> No
         _resumed(world / "run" / FOLDER, config)
 
 
+@pytest.mark.merge
 def test_a_learning_rate_that_jumps_is_said(world: Path, tmp_path: Path) -> None:
     config = config_of(world, tmp_path / "run", SETTING)
     assert run(config, die=7) is None

@@ -68,6 +68,7 @@ def events(config: Config) -> list[dict[str, Any]]:
     return [record for record in found if record["event"] in told]
 
 
+@pytest.mark.merge
 def test_a_run_goes_on_with_half_the_micro_batch_and_says_so(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,6 +96,7 @@ def test_a_run_goes_on_with_half_the_micro_batch_and_says_so(
     assert steps == [1, 2], "each step once"
 
 
+@pytest.mark.merge
 def test_kept_activations_are_given_up_first(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan of this machine keeps none; here it does, and memory lasts without them."""
     step = Engine.step
@@ -117,6 +119,7 @@ def test_kept_activations_are_given_up_first(path: Path, monkeypatch: pytest.Mon
     assert (record["from"], record["to"]) == (2, 0)
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("changes", [("train.micro_batch_tokens=256",), ()])
 def test_what_the_config_gives_or_cannot_be_halved_stays_and_the_run_ends(
     path: Path, monkeypatch: pytest.MonkeyPatch, changes: tuple[str, ...]

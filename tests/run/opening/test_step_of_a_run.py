@@ -33,6 +33,7 @@ def machine_for(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     monkeypatch.setattr(planned, "step_size_of", sized)
 
 
+@pytest.mark.merge
 def test_a_resumed_run_keeps_its_step_on_another_machine(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

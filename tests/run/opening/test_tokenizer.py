@@ -43,6 +43,7 @@ def config_with(world: Path, folder: Path, tokens: list[str], **changes: Any) ->
     return config_of(world, folder, Setting(), **changes)
 
 
+@pytest.mark.merge
 def test_a_run_trains_and_exports_them(world: Path, tmp_path: Path) -> None:
     with Trainer(config_with(world, tmp_path / "run", TOKENS)) as trainer:
         num_old = len(byte_tokenizer())
@@ -71,6 +72,7 @@ def test_a_run_trains_and_exports_them(world: Path, tmp_path: Path) -> None:
     assert tokenizer.chat_template
 
 
+@pytest.mark.merge
 def test_a_run_with_new_tokens_resumes_to_the_bit(world: Path, tmp_path: Path) -> None:
     whole = run(config_with(world, tmp_path / "whole", TOKENS))
     assert whole is not None

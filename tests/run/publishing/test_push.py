@@ -21,6 +21,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 SHORT = {"train": {"steps": 2}, "eval": {"samples": 0}}
 
 
+@pytest.mark.merge
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # huggingface_hub's own
 def test_a_run_is_pushed_with_its_card(
     world: Path,
