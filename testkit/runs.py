@@ -158,7 +158,7 @@ def judge_by(patch: pytest.MonkeyPatch, losses: Iterable[float]) -> None:
     """Let the evaluations of a run have these losses."""
     given = iter(losses)
 
-    def judged(engine: object, batches: object, *_: object) -> MeanLoss:
+    def judged(engine: object, batches: object, *_: object, **__: object) -> MeanLoss:
         return MeanLoss(loss=next(given), num_trained=1, aux_loss=None)
 
     patch.setattr("megatrain.run.evaluation.eval_tokens.mean_loss", judged)

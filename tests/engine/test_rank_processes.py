@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from torch import Tensor
 
 from megatrain.ranks.ranks import Ranks, Wire

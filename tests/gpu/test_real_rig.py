@@ -97,6 +97,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, mock.Mock]:
     stub(accelerator, "empty_cache")
     stub(accelerator, "reset_peak_memory_stats")
     stub(torch.cuda, "manual_seed")
+    stub(torch.cuda, "get_device_properties", SimpleNamespace(is_integrated=False))
     stub(torch.cuda, "get_rng_state", torch.zeros(1))
     stub(torch.cuda, "set_rng_state")
     stub(torch.cuda, "set_per_process_memory_fraction")

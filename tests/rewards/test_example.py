@@ -6,6 +6,8 @@ import signal
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from megatrain.disk.checkpoint.manifest import read_manifest
 from megatrain.disk.checkpoint.retention import finished, step_of
 from testkit.patience import eventually

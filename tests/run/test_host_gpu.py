@@ -69,7 +69,7 @@ def test_a_run_keeps_an_integrated_device_within_the_memory_of_both(
     world: Path, tmp_path: Path, integrated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the switch the device may use all memory that it has."""
-    monkeypatch.setattr(planned, "free_bytes", lambda: 1 << 29)
+    monkeypatch.setattr(planned, "free_bytes", lambda: 1 << 30)
     config = config_of(world, tmp_path / "run", Setting(), memory={"device": "hostgpu:1"})
     with control.integrated() if integrated else nullcontext():
         opened = open_run(config)

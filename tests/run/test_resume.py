@@ -309,10 +309,10 @@ def test_a_disk_that_fails_does_not_end_training(world: Path, tmp_path: Path) ->
     with Trainer(config) as trainer:
         begin = trainer.checkpoints.begin
 
-        def on_a_bad_disk(step: int, training: dict[str, object]) -> None:
+        def on_a_bad_disk(step: int, training: dict[str, object], *rest: int) -> None:
             failing = frozenset({"posix_fallocate"})
             with faulty(fail_at=0, persistent=True, counted=failing, error=5):
-                begin(step, training)
+                begin(step, training, *rest)
                 trainer.engine.settle()
                 trainer.checkpoints.wait()
 

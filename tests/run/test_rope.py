@@ -60,7 +60,7 @@ def test_a_run_trains_saves_resumes_and_exports_the_scaling(world: Path, tmp_pat
         assert (read.rope_parameters["rope_type"], read.rope_parameters["factor"]) == ("yarn", 4.0)
         assert read.rope_parameters["original_max_position_embeddings"] == 16
         assert read.max_position_embeddings == 64
-    words = r"model\.rope: \{'type': 'yarn', 'factor': 4\.0\} -> "
+    words = r'model\.rope: \{"type": "yarn", "factor": 4\.0\} -> '
     for other in ({**ROPE, "factor": 8.0}, None):
         with pytest.raises(CheckpointMismatch, match=words):
             run(_config(world, tmp_path / "stopped", other), resume=True)

@@ -17,6 +17,7 @@ from megatrain.cli.arguments import Best, ModelArgument, require_model
 from megatrain.cli.checking import gpu_check
 from megatrain.errors import ConfigError, DiskError, DoesNotFit
 from megatrain.ranks.environment import read_environment
+from megatrain.ranks.restarts import num_restarts
 from megatrain.text import printable
 from megatrain.version import __version__
 
@@ -106,7 +107,7 @@ def train(
     # Errors in the config, names that do not exist, a folder that is taken: before torch is
     # imported. Ranks that torchrun has started again resume, which only the run itself knows.
     asked = read_config(config, overrides or [])
-    if read_environment(os.environ) is None:
+    if read_environment(os.environ) is None and not num_restarts(os.environ):
         check_before_loading(asked, resumes=resume)
     pin_commits(asked, resumes=resume)
     if gpus is not None and gpus > 1:

@@ -164,7 +164,7 @@ class TrainSettings(Section):
         default=600.0,
         gt=0,
         description="Seconds after which a silent rank is lost, and all end; a save is given up "
-        "when a file call takes a quarter of it. One process alone ignores it.",
+        "when a file call takes a quarter of it; one process alone ignores it.",
     )
 
     @model_validator(mode="before")

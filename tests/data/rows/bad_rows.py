@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatrain.data.rows import cells
+from megatrain.data.rows.reading import DUPLICATE_KEY
 
 U = {"role": "user", "content": "hi"}
 A = {"role": "assistant", "content": "hello"}
@@ -215,7 +216,7 @@ JSON_ELEMENTS: dict[str, tuple[bytes, str]] = {
     "latin-1": (b'{"text": "caf\xe9"}', cells.NOT_TEXT),
     "a character cut off": (b'{"text": "caf\xc3"}', cells.NOT_TEXT),
     "a surrogate in bytes": (b'{"text": "a\xed\xa0\x80b"}', cells.NOT_TEXT),
-    "the same key twice": (b'{"text": "a", "text": null}', cells.IS_NULL),
+    "the same key twice": (b'{"text": "a", "text": null}', DUPLICATE_KEY),
     "deep": (b'{"text": ' + b"[" * 200 + b"]" * 200 + b"}", cells.WRONG_TYPE),
 }
 

@@ -153,7 +153,7 @@ def test_the_digest_is_of_every_token_and_what_is_trained_of_it(tmp_path: Path) 
 def test_the_told_format_is_prepared(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{**row, "text": "some words"} for row in ROWS])
     as_text, as_talk = _prepare(path, wanted="text"), _prepare(path, wanted="messages")
-    assert as_text.card["format"] == "given: text (text)"
+    assert as_text.card["format"] == "text (text)"
     assert as_text.tokens(0)[1].all()
     assert not as_talk.tokens(0)[1].all()
     assert as_talk.folder == _prepare(path).folder  # what is detected is the same

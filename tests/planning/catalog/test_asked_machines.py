@@ -55,9 +55,12 @@ def test_a_size_means_the_slowest_card_that_has_it(text: str, name: str) -> None
     ("text", "message"),
     [
         ("h100", "could be H100 PCIe or H100 SXM. Give one of them"),
-        ("potato", "unknown. Give a size like 24GB, or one of: RTX 3060 12GB, "),
-        ("24", "Give a size like 24GB"),
-        ("", "Give a size"),
+        (
+            "potato",
+            "unknown. Give the memory of its card, like 8GB: .* Or give one of: RTX 3060 12GB, ",
+        ),
+        ("24", "Give the memory of its card, like 8GB"),
+        ("", "Give the memory"),
     ],
 )
 def test_what_is_not_understood_is_said(text: str, message: str) -> None:

@@ -181,7 +181,7 @@ def test_a_resumed_run_keeps_what_it_began_with(
     written = load_config(tmp_path / "run" / "config.yaml")
     assert (written.data.packing, written.optim.learning_rate) == (True, 1e-5)
     closed = config_of(world, tmp_path / "run", setting, **OPEN | {"data": {"packing": False}})
-    with pytest.raises(CheckpointMismatch, match=r"data\.packing: True -> False"):
+    with pytest.raises(CheckpointMismatch, match=r"data\.packing: true -> false"):
         run(closed, resume=True)
 
 

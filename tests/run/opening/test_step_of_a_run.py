@@ -68,7 +68,7 @@ def test_a_run_by_rows_does_not_become_one_by_tokens(world: Path, tmp_path: Path
     by_rows = {"batch_tokens": None, "batch_rows": 8}
     assert run(config_of(world, tmp_path / "run", ALIKE, train=by_rows), die=5) is None
     config = config_of(world, tmp_path / "run", ALIKE, train=OPEN)
-    with pytest.raises(CheckpointMismatch, match=r"train\.batch_rows: 8 -> None"):
+    with pytest.raises(CheckpointMismatch, match=r"train\.batch_rows: 8 -> null"):
         run(config, resume=True)
 
 

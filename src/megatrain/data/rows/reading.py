@@ -23,6 +23,7 @@ import io
 import json
 import os
 import re
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -40,22 +41,38 @@ Raw = tuple[int, object]
 LONGEST_LINE_BYTES = 64 * 2**20
 _CHUNK_CHARS = 2**20
 _PARQUET_ROWS = 256
+DUPLICATE_KEY = "duplicate key"
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
-class _DuplicateKey(ValueError):
-    """A key that an object has twice: one of its values would be lost."""
+class _RowDecoder(threading.local):
+    """Parses JSON and notes a key that an object has twice: one of its values would be lost."""
+
+    def __init__(self) -> None:
+        self._twice: list[str] = []
+        self._decoder = json.JSONDecoder(object_pairs_hook=self._object)
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            names = [name for name, _ in pairs]
+            self._twice.append(next(name for name in names if names.count(name) > 1))
+        return found
+
+    def at(self, text: str, start: int) -> tuple[object, int]:
+        """Return the value that begins at `start`, or a BadRow, and its end. Raises ValueError."""
+        self._twice.clear()
+        value, end = self._decoder.raw_decode(text, start)
+        return (BadRow(DUPLICATE_KEY, self._twice[0]) if self._twice else value), end
+
+    def all_of(self, text: str) -> object:
+        """Return the value that is all of a text, or a BadRow. Raises ValueError."""
+        self._twice.clear()
+        value = self._decoder.decode(text)
+        return BadRow(DUPLICATE_KEY, self._twice[0]) if self._twice else value
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise _DuplicateKey(next(name for name in names if names.count(name) > 1))
-    return found
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_object)
+_DECODER = _RowDecoder()
 
 
 class JsonLine(str):
@@ -257,9 +274,7 @@ def _read_jsonl(path: Path, advance: Advance) -> Iterator[Raw]:
 
 def _parsed(line: str) -> object:
     try:
-        return json.loads(line, object_pairs_hook=_object)
-    except _DuplicateKey as error:
-        return BadRow("duplicate key", str(error))
+        return _DECODER.all_of(line)
     except json.JSONDecodeError as error:
         return BadRow("broken JSON", f"column {error.colno}: {error.msg}")
     except (ValueError, RecursionError) as error:
@@ -310,9 +325,7 @@ def _skip_space(buffer: str, at: int) -> int:
 def _decoded(buffer: str, at: int) -> tuple[object, int, str]:
     """Return the value at `at` and its end, or the reason for an error."""
     try:
-        value, end = _DECODER.raw_decode(buffer, at)
-    except _DuplicateKey as error:
-        return None, at, f"duplicate key {error}"
+        value, end = _DECODER.at(buffer, at)
     except (ValueError, RecursionError) as error:
         return None, at, str(error)[:80]
     return value, end, ""
