@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 COLUMNS, ROWS = 88, 26
 CHAR, LINE, LEFT, TOP = 8.4, 19, 16, 44
 WIDE, HIGH = round(2 * LEFT + COLUMNS * CHAR), TOP + ROWS * LINE + 12
-TYPING_S, PRINTING_S, STEP_S, LOOKING_S, END_S = 0.035, 0.06, 0.4, 2.2, 5.0
+TYPING_S, PRINTING_S, STEP_S, LOOKING_S, END_S = 0.02, 0.03, 0.1, 1.4, 3.0
 """Per typed character, printed line, line of a step, after each command, and at the end."""
 PROMPT = "$ "
 _HOLD = "animation-timing-function: step-end"
@@ -139,10 +139,21 @@ def _run(scene: Scene, folder: Path) -> str:
 
 
 def shown(recording: Sequence[dict[str, str]]) -> list[Shown]:
-    """Return the lines of the recording, each with its time."""
-    lines: list[Shown] = []
-    now = 0.6
-    for scene in recording:
+    """Return the lines of the recording, each with its time.
+
+    The first scene is there from the beginning: it is what a preview or a print shows.
+    """
+    first, *others = recording
+    lines = [
+        Shown(at_s=0.0, text=Text(f"# {first['note']}"), kind="said"),
+        Shown(at_s=0.0, text=Text(first["command"]), kind="typed"),
+    ]
+    printed = Text.from_ansi(first["printed"].rstrip("\n") + "\n").split("\n", allow_blank=True)
+    for text in printed:
+        parts = text.wrap(_CONSOLE, COLUMNS)
+        lines += [Shown(at_s=0.0, text=part, kind="printed") for part in parts]
+    now = 2 * LOOKING_S
+    for scene in others:
         lines.append(Shown(at_s=now, text=Text(f"# {scene['note']}"), kind="said"))
         now += 0.5
         lines.append(Shown(at_s=now, text=Text(scene["command"]), kind="typed"))
@@ -163,10 +174,13 @@ def drawn(recording: Sequence[dict[str, str]]) -> str:
     whole_s = lines[-1].at_s + LOOKING_S + END_S
     frames, body = [], []
     for number, line in enumerate(lines):
+        row = "".join(_row(line, number))
+        if line.at_s == 0.0:
+            body.append(f"<g>{row}</g>")
+            continue
         share = 100 * line.at_s / whole_s
         frames.append(_appears(f"a{number}", share))
         style = f"animation: a{number} {whole_s:.1f}s infinite"
-        row = "".join(_row(line, number))
         body.append(f'<g style="{style}">{row}</g>')
         if line.kind == "typed":
             frames.append(_typed(f"t{number}", line, share, whole_s))
@@ -189,7 +203,7 @@ def drawn(recording: Sequence[dict[str, str]]) -> str:
         *(f'<circle cx="{18 + 18 * n}" cy="14" r="5" fill="{color}"/>'
           for n, color in enumerate(("#ff5f56", "#ffbd2e", "#27c93f"))),
         f'<text x="{WIDE / 2:.0f}" y="19" text-anchor="middle" class="said">'
-        "megatrain, recorded on two busy CPU cores; waits are shortened</text>",
+        "megatrain, recorded on two CPU cores; waits are shortened</text>",
         "</svg>\n",
     ])  # fmt: skip
 
