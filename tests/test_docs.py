@@ -35,6 +35,7 @@ def test_pages_are_up_to_date(name: str, generate: dict[str, Any]) -> None:
     assert (DOCS / name).read_text() == generate["PAGES"][name](), "run: python docs/generate.py"
 
 
+@pytest.mark.merge
 def test_the_table_of_the_readme_is_up_to_date(generate: dict[str, Any]) -> None:
     text = (DOCS.parent / "README.md").read_text()
     table = generate["fits_table"]()

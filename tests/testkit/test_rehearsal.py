@@ -138,6 +138,7 @@ def test_another_plan_would_be_noticed() -> None:
     assert played(first) != pytest.approx(planned, rel=0.02)
 
 
+@pytest.mark.merge
 def test_tiles_make_bytes_per_token_constant() -> None:
     """Of what is reserved before a step the tape alone depends on tokens; a tile does not."""
     config = LlamaConfig(
