@@ -27,7 +27,7 @@ from rich.style import Style
 from rich.text import Text
 
 HERE = Path(__file__).parent
-COLUMNS, ROWS = 88, 26
+COLUMNS, ROWS = 88, 31
 CHAR, LINE, LEFT, TOP = 8.4, 19, 16, 44
 WIDE, HIGH = round(2 * LEFT + COLUMNS * CHAR), TOP + ROWS * LINE + 12
 TYPING_S, PRINTING_S, STEP_S, LOOKING_S, END_S = 0.02, 0.03, 0.1, 1.4, 3.0
