@@ -60,7 +60,7 @@ def test_the_device_against_its_rehearsal(
     family: str, batch: Batch, request: pytest.FixtureRequest
 ) -> None:
     if family == "gemma2" and batch[6] == 20000:
-        reason = "the plan counts a quarter too little: the gradient of the tied table, once more"
+        reason = "the plan leaves out the soft cap of logits, ten bytes for each of a chunk"
         request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     allowed = 0.2 if family in TAKEN_APART else 0.05
     _check_against_rehearsal(family, batch, allowed)
