@@ -89,7 +89,7 @@ def play(run: RankRun, deadline_s: float = 120.0) -> tuple[list[Found], list[Sim
     """Return what each rank found on its simulated accelerator, and those."""
     several, model = Several(), run.case.model()
     simulators = [
-        Simulator(run.seed + rank, policy, registers=not run.staged)
+        Simulator(run.seed + rank, policy, registers=not run.staged, meet_s=deadline_s)
         for rank, policy in enumerate(run.policies)
     ]
 

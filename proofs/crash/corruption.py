@@ -74,7 +74,7 @@ class Victim:
         self._run = TinyRun(folder)
         self._config = Config.model_validate(
             {"model": "m", "data": "d", "train": {"batch_tokens": 4096}}
-        )
+        ).decided(packing=True, learning_rate=1e-5)  # as a run has decided
         self._folders = []
         for _ in range(NUM_STEPS):
             self._run.take_step()

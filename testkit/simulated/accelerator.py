@@ -173,8 +173,10 @@ class Simulator:
         fails_at_registration: int | None = None,
         registers: bool = True,
         integrated: bool = False,
+        meet_s: float = MEET_S,
     ) -> None:
-        """`integrated`: the host's memory is also the device's."""
+        """`integrated`: the host's memory is also the device's; `meet_s`: how long a rank waits."""
+        self._meet_s = meet_s
         self._random, self._policy = random.Random(seed), policy
         self.lock = threading.RLock()
         self.bypassed = Bypass()
@@ -342,14 +344,14 @@ class Simulator:
     def await_event(self, event: SimEvent) -> None:
         begin = time.monotonic()
         while not self._is_done(event):
-            assert time.monotonic() < begin + MEET_S, "no other rank comes"
+            assert time.monotonic() < begin + self._meet_s, "no other rank comes"
             time.sleep(0.001)
 
     def await_poll(self, event: SimEvent) -> None:
         """Wait as one who looks now and then would: the streams take their time."""
         begin = time.monotonic()
         while not self.poll(event):
-            assert time.monotonic() < begin + MEET_S, "no other rank comes"
+            assert time.monotonic() < begin + self._meet_s, "no other rank comes"
             time.sleep(0.0002)
 
     def _is_done(self, event: SimEvent) -> bool:

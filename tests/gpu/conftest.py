@@ -4,8 +4,8 @@ marked `gpu`, is a real one.
 
     pytest                               what is fast, on the simulator and on the host's
     pytest -m merge                      the rest on the host's
-    pytest tests/gpu --device simulated  on the simulator, all of it
-    pytest tests/gpu --device hostgpu    on the host's alone
+    pytest tests/gpu -m "" --device simulated  on the simulator, all of it
+    pytest tests/gpu -m "" --device hostgpu    on the host's alone
     pytest -m gpu --device cuda          on the hardware, all of it
 """
 
