@@ -16,6 +16,7 @@ from megatrain.engine.exchange import EXCHANGE_BYTES
 from megatrain.step.ops import Op
 from megatrain.step.resources import OpTable
 from proofs.rank_races import FAMILIES, TINY, RankRun, faults_of, play, run_of
+from testkit import rank_threads
 from testkit.cases import at_a_push
 from testkit.rank_training import RankCase, differing, joined, ranks_of
 from testkit.simulated.accelerator import Simulator
@@ -149,6 +150,7 @@ def test_whole_code_has_no_fault() -> None:
 def test_a_missing_wait_is_found(
     broken: str, monkeypatch: pytest.MonkeyPatch, expected: State
 ) -> None:
+    monkeypatch.setattr(rank_threads, "DEADLINE_S", STUCK_S)
     BREAKS[broken](monkeypatch)
     assert faults_within(RUN, expected) != []
 
