@@ -3,5 +3,6 @@
 training.py     losses and gradients of chained steps, family by family
 files.py        folders that PEFT writes and reads, and its merged weights
 loading.py      default adapters of every family, as PEFT loads them
+options.py      the words of their commands
 host_bytes.py   host memory per param of the base
 """

@@ -11,23 +11,16 @@ but for those that we name as left out. Ends with 1 if a family differs.
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import json
 import sys
 import warnings
 from contextlib import redirect_stdout
 
+from proofs.adapters.options import parsed, parser_of
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--family", action="append", help="only this family; may be repeated")
-    parser.add_argument("--json", action="store_true", help="print one JSON object only")
-    options = parser.parse_args()
-    if importlib.util.find_spec("peft") is None:
-        sys.exit("peft is not installed: pip install peft, in its own environment")
+    options = parsed(parser_of(__doc__))
     import torch
 
     from proofs.adapters.training import compare

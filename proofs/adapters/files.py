@@ -13,8 +13,6 @@ rounds twice in bf16, and these are compared within that rounding. Ends with 1 i
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import json
 import sys
 import tempfile
@@ -33,6 +31,7 @@ from megatrain.disk.adapters.peft_targets import peft_targets
 from megatrain.disk.hf.model import Precision
 from megatrain.memory.kinds import Kind
 from megatrain.models.adapters.lora import Lora
+from proofs.adapters.options import parsed, parser_of
 from testkit.families import save_tiny
 
 FAMILIES = """
@@ -136,15 +135,9 @@ def _differences(what: str, first: dict[str, Tensor], second: dict[str, Tensor])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--family", action="append", help="only this family; may be repeated")
+    parser = parser_of(__doc__)
     parser.add_argument("--dtype", choices=DTYPES, help="only this precision")
-    parser.add_argument("--json", action="store_true", help="print one JSON object only")
-    options = parser.parse_args()
-    if importlib.util.find_spec("peft") is None:
-        sys.exit("peft is not installed: pip install peft, in its own environment")
+    options = parsed(parser)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     results = []

@@ -16,8 +16,6 @@ with 1 if anything differs.
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import json
 import logging
 import sys
@@ -38,6 +36,7 @@ from megatrain import AdamW, Engine, HostModel, load_model
 from megatrain.disk.adapters.peft_targets import REWRITTEN, not_loaded_by_peft, peft_targets
 from megatrain.memory.kinds import Kind
 from megatrain.models.adapters.lora import Lora
+from proofs.adapters.options import parsed, parser_of
 from testkit.families import FAMILIES, save_tiny
 from testkit.joint_families import JOINT_FAMILIES, save_tiny_joint
 from testkit.plain import make_batch
@@ -181,15 +180,9 @@ def _refusal_faults(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--family", action="append", help="only this family; may be repeated")
+    parser = parser_of(__doc__)
     parser.add_argument("--joint", action="store_true", help="joint models in place of text ones")
-    parser.add_argument("--json", action="store_true", help="print one JSON object only")
-    options = parser.parse_args()
-    if importlib.util.find_spec("peft") is None:
-        sys.exit("peft is not installed: pip install peft, in its own environment")
+    options = parsed(parser)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     results = []
