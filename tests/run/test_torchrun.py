@@ -60,7 +60,7 @@ def _files(folder: Path) -> dict[str, bytes]:
     [
         pytest.param(STATIC, "own", id="static, one rank"),
         pytest.param(STATIC, "trusting", id="sibling: a name that is the id"),
-        pytest.param(SHARED, "own", id="c10d, two ranks", marks=pytest.mark.merge),
+        pytest.param(SHARED, "own", id="c10d, two ranks"),
     ],
 )
 def test_a_command_that_was_refused_is_refused_again_and_changes_nothing(
