@@ -27,6 +27,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "qwen2": {key: value for key, value in _SMALL.items() if key != "head_dim"},
     "qwen3": _SMALL,
     "gemma2": _SMALL | {"tie_word_embeddings": True, "sliding_window": 64},
+    "granite": _SMALL | {"logits_scaling": 8.0},
     "phi3": _SMALL,
     "mixtral": _SMALL | _EXPERTS | {"num_local_experts": 4},
     "qwen3_moe": _SMALL | _EXPERTS | {"num_experts": 8},

@@ -21,6 +21,7 @@ from megatrain.planning.model.dimensions import (
     declared_positions,
     expert_counts,
     layer_windows,
+    logit_copies,
     role_of,
 )
 from megatrain.planning.model.shapes import BlockShape, ModelShape, TensorShape
@@ -185,6 +186,7 @@ def _shape(facts: dict[str, Any], family: Family, name: str) -> ModelShape:
         packs=family.packs,
         packs_by_lengths=family.packs_by_lengths,
         positions=declared_positions(facts),
+        logit_copies=logit_copies(facts),
     )
 
 

@@ -1,8 +1,9 @@
 """The head at its largest: rows, logits of one chunk, and gradients of the projection.
 
     through the logits   rows and their gradient, one chunk's logits, and either its scores in fp32
-                         (losses/head.py) or the gradient of a part of the table; of all of it where
-                         compute shares the host's memory, and gradients have no place there
+                         with what the model's soft cap or scale makes of them (losses/head.py), or
+                         the gradient of a part of the table; of all of it where compute shares the
+                         host's memory, and gradients have no place there
     back through a norm  what autograd makes of the norm before the projection (compute/tail.py)
 
 By pieces of the vocabulary logits are a piece wide, and the rows of all micro-batches have their
@@ -29,6 +30,7 @@ def head_bytes(
     scoring = float(_score_width(width, settings) * at_once)
     if at_once < logits // width and width == 2:
         scoring += 4 * at_once  # the values of the part before
+    scoring += model.logit_copies * width * at_once
     table = vocab * model.hidden
     by_rows = not unified or settings.gradients_stay
     going_back = width * (min(table, kernels.part_elements) if by_rows else table)

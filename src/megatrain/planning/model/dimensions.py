@@ -33,6 +33,14 @@ def expert_counts(facts: dict[str, Any]) -> tuple[int, int]:
     return count, next((int(facts[name]) for name in used if facts.get(name)), 1)
 
 
+def logit_copies(facts: dict[str, Any]) -> int:
+    """Return how many copies of its logits a model's own way with them holds while they go back."""
+    if facts.get("final_logit_softcapping"):
+        return 5  # tanh, its product, the product's gradient, and those of both
+    scales = ("logit_scale", "logits_scaling", "lm_head_multiplier")
+    return 3 if any(facts.get(name) not in (None, 1) for name in scales) else 0
+
+
 def attention_of(facts: dict[str, Any], window: int | None) -> AttentionShape:
     """Return the attention that a config's dimensions describe."""
     heads = int(facts.get("num_attention_heads") or facts.get("n_head") or 1)

@@ -227,6 +227,8 @@ class ModelShape:
     """Its layers can be cut into tiles of tokens (models/tiling)."""
     positions: int | None = None
     """Of a row, as far as the model declares them."""
+    logit_copies: int = 0
+    """Copies of a part of the logits that its soft cap or scale holds while they go back."""
     carried_params: int = 0
     """Of a joint model: what is not text. It stays on disk, and goes with what a run writes."""
 

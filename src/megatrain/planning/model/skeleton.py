@@ -14,6 +14,7 @@ from megatrain.planning.model.dimensions import (
     declared_positions,
     expert_counts,
     layer_windows,
+    logit_copies,
     role_of,
 )
 from megatrain.planning.model.shapes import BlockShape, ModelShape, ParamRole, TensorShape
@@ -58,6 +59,7 @@ def shape_of(decoder: Decoder, name: str = "") -> ModelShape:
         packs=why_mixed(packed_as) is None,
         packs_by_lengths=why_mixed(packed_as, "flash_attention_2") is None,
         positions=declared_positions(facts),
+        logit_copies=logit_copies(facts),
         carried_params=sum(param.num_elements for param in decoder.carried),
     )
 
