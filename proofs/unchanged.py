@@ -31,7 +31,7 @@ PLANS = (
     "Qwen/Qwen3-8B data.max_length=131072 --gpu 4090 --ram 192GB",
     "Qwen/Qwen3-14B --gpu 3090 --ram 128GB",
     "Qwen/Qwen3-14B --gpu 4090 --ram 256GB",
-    "Qwen/Qwen3-14B memory.kept_layers=4 memory.slots=3 --gpu H100 --ram 512GB",
+    "Qwen/Qwen3-14B memory.kept_layers=4 memory.slots=3 --gpu A100 --ram 512GB",
     "Qwen/Qwen3-32B --gpu 4090 --ram 128GB --disk 2TB",
     "Qwen/Qwen3-32B --gpu 5090 --ram 384GB",
     "Qwen/Qwen3-32B lora.rank=16 --gpu 3090 --ram 96GB",
@@ -45,7 +45,7 @@ PLANS = (
     "google/gemma-2-9b --gpu 4090 --ram 128GB",
     "Qwen/Qwen3-30B-A3B --gpu 4090 --ram 512GB",
     "Qwen/Qwen3-30B-A3B optim.state=8bit model.dtype=fp32 --gpu 4090 --ram 512GB",
-    "Qwen/Qwen3-8B --gpu 4090 --ram 192GB --ranks 2",
+    "Qwen/Qwen3-8B --gpu 4090 --ram 192GB --gpus 2",
     "Qwen/Qwen3-8B data.packing=false loss=dpo --gpu 4090 --ram 192GB",
 )
 LEVERS: tuple[dict[str, Any], ...] = (

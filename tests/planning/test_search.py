@@ -8,10 +8,12 @@ from typing import Literal
 
 import pytest
 
+from megatrain.planning.levers.chunk import CHUNKS
+from megatrain.planning.levers.homes import homes
 from megatrain.planning.machine.profile import NOT_MEASURED, MachineProfile
 from megatrain.planning.memory.predicted import predicted_ledger
 from megatrain.planning.model.shapes import ModelShape
-from megatrain.planning.search import CHUNKS, Search, effective_profile, shortfalls
+from megatrain.planning.search import Search, effective_profile, shortfalls
 from megatrain.planning.simulate import simulate
 from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
@@ -184,7 +186,7 @@ def test_states_are_as_exact_as_fits_and_on_disk_only_if_they_must(
     best = search.best()
     assert best is not None
     assert (best.settings.state, best.settings.tier) == home
-    for other in search.homes():
+    for other in homes(search):
         if (other.state, other.tier) == home:
             break
         grid = everything(EIGHT_IN_8_BITS, profile)
@@ -213,7 +215,7 @@ def test_a_disk_that_is_too_small_is_not_used() -> None:
 def test_without_clipping_no_gradients_wait_on_disk() -> None:
     profile = DESKTOP.changed(disk_bytes=2000 * GIB)
     search = Search(profile, replace(EIGHT_IN_8_BITS, max_grad_norm=None))
-    assert {home.tier for home in search.homes()} == {"none", "states"}
+    assert {home.tier for home in homes(search)} == {"none", "states"}
 
 
 LONG = Workload(model=EIGHT, step_tokens=524288, sequence=524288, packed=True)
@@ -267,7 +269,7 @@ def test_as_many_layers_keep_their_activations_as_fit(device_gib: int) -> None:
     search = Search(profile, Workload(model=EIGHT, step_tokens=32768))
     best = search.best()
     assert best is not None
-    found = search.with_kept_layers(best)
+    found = search.filled(best)
     kept = found.settings.kept_layers
     assert 0 < kept <= EIGHT.num_layers
     assert found.settings.changed(kept_layers=0) == best.settings
@@ -275,7 +277,7 @@ def test_as_many_layers_keep_their_activations_as_fit(device_gib: int) -> None:
     assert kept == EIGHT.num_layers or not search.fits(best.settings.changed(kept_layers=kept + 1))
     assert found.step_s < best.step_s
     more = Search(profile.changed(device_bytes=2 * profile.device_bytes), search.workload)
-    assert more.with_kept_layers(best).settings.kept_layers >= kept
+    assert more.filled(best).settings.kept_layers >= kept
 
 
 def test_no_layer_keeps_what_is_unknown_or_does_not_pay() -> None:
@@ -290,7 +292,7 @@ def test_no_layer_keeps_what_is_unknown_or_does_not_pay() -> None:
         Search(slow_link, workload),
     ):
         begin = replace(best, step_s=other.seconds(best.settings))
-        assert other.with_kept_layers(begin) == begin
+        assert other.filled(begin) == begin
 
 
 def test_layers_in_between_take_their_share_of_the_time() -> None:

@@ -22,6 +22,11 @@ from functools import cached_property
 
 from megatrain.memory.kinds import Kind, bytes_per_param, update_traffic
 from megatrain.optim.states import ADAMW
+from megatrain.planning.levers.chunk import num_chunks
+from megatrain.planning.levers.embedding_rows import gathered_bytes, gathers, row_bytes
+from megatrain.planning.levers.tier import on_disk
+from megatrain.planning.levers.tiles import at_once
+from megatrain.planning.levers.update import in_backward
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.model.shapes import BlockShape
 from megatrain.planning.ranks.collectives import Collective, Collectives
@@ -63,7 +68,7 @@ class Costs:
         self.profile, self.workload, self.settings = profile, workload, settings
         self._micro_sizes = workload.micro_sizes(settings.micro_batch_tokens)
         self._blocks = workload.model.blocks
-        self._on_disk = workload.kinds_on_disk(settings)
+        self._on_disk = on_disk(workload, settings)
         self._owned = workload.division.owned
         self._cached: dict[tuple[object, ...], Cost] = {}
 
@@ -177,10 +182,7 @@ class Costs:
 
     def _tiles(self, block: BlockShape, tokens: int) -> tuple[int, int]:
         """Return the tokens that a layer computes at once, and how often for a micro-batch."""
-        tile = self.workload.tile_of(self.settings)
-        if tile is None or tile >= tokens or block.attention is None:
-            return tokens, 1
-        return tile, -(-tokens // tile)
+        return at_once(self.workload, self.settings, block, tokens)
 
     def attention_seconds(self, block: BlockShape, tokens: int, times: float) -> float:
         """Return the seconds of attention, `times` forward's."""
@@ -220,7 +222,7 @@ class Costs:
         products += (1 + trains) * flops / self._backward_rate(tokens)
         # Logits: widened, their maximum and sum taken, turned into their gradient, narrowed.
         scores = tokens * model.vocab * (4 * self.workload.element_bytes + 20)
-        chunks = -(-tokens // self.settings.chunk_tokens)
+        chunks = num_chunks(self.settings, tokens)
         added = trains * chunks * model.vocab * model.hidden * (self.workload.element_bytes + 8)
         seconds = products + (scores + added) / profile.device_bytes_per_s
         return seconds / profile.head_efficiency
@@ -236,7 +238,7 @@ class Costs:
         """Look-ups move rows; on a device backward makes a gradient of the table, mostly zeros."""
         rows = 2 * tokens * self._width * self.workload.element_bytes
         table = 0
-        if backward and not self.profile.unified and not self.settings.gather_embedding:
+        if backward and not self.profile.unified and not row_bytes(self.workload, self.settings):
             table = block.trained_elements() * (2 * self.workload.element_bytes + 4)
         return (rows + table) / self.profile.device_bytes_per_s
 
@@ -257,14 +259,9 @@ class Costs:
     # Copies.
 
     def _fetched_bytes(self, op: Op, block: BlockShape) -> int:
-        if self._gathers(op):
-            model = self.workload.model
-            return self.workload.distinct_tokens() * model.hidden * self.workload.element_bytes
+        if gathers(op, self.settings):
+            return gathered_bytes(self.workload)
         return block.weight_bytes(self.workload.dtype, self._owned)
-
-    def _gathers(self, op: Op) -> bool:
-        """Return whether the op moves rows of the embedding instead of all of it."""
-        return op.role is Role.EMBEDDING and self.settings.gather_embedding
 
     def _taped_bytes(self, tokens: int) -> int:
         return 0 if self.profile.unified else tokens * self._width * self.workload.element_bytes
@@ -302,7 +299,7 @@ class Costs:
         if self.profile.unified:
             seconds = 2 * num_bytes / self.profile.device_bytes_per_s + self.profile.op_overhead_s
             return Cost(seconds=seconds, num_bytes=num_bytes, cores=self.profile.compute_cores)
-        if self._gathers(op):
+        if gathers(op, self.settings):
             num_bytes = self._fetched_bytes(op, block)
         return self._copy("out", num_bytes)
 
@@ -335,8 +332,8 @@ class Costs:
 
     def _norm(self, op: Op, block: BlockShape) -> Cost:
         num_bytes = block.gradient_bytes(self.workload.dtype, self._owned)
-        moved = 3 * num_bytes if self._gathers(op) else num_bytes
-        shared_s = self._agreed_s if self.settings.update == "in_backward" else 0.0
+        moved = 3 * num_bytes if gathers(op, self.settings) else num_bytes
+        shared_s = self._agreed_s if in_backward(self.settings) else 0.0
         return self._host(moved / self._update_rate + shared_s, moved, num_bytes)
 
     def _update(self, block: BlockShape) -> Cost:

@@ -17,7 +17,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatrain.memory.ledger import Ledger, gib
-from megatrain.planning.catalog.reference_machines import USUAL_DISK_BYTES
+from megatrain.planning.levers import LEVERS
+from megatrain.planning.levers.lever import Lever
+from megatrain.planning.levers.tier import LEAST_SAVED
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.memory.predicted import predicted_ledger
 from megatrain.planning.model.shapes import BlockShape, TensorShape
@@ -100,6 +102,28 @@ class Fix:
         """Bytes by place; empty: it fits."""
         return shortfalls(self.profile, self.ledger)
 
+    def then(self, text: str, override: str = "", **changes: object) -> Fix:
+        """Return the fix that does this one and then another change."""
+        joined = f"{self.text}; {text}" if self.text else text
+        overrides = (*self.overrides, override) if override else self.overrides
+        return replace(self, text=joined, overrides=overrides, **changes)  # type: ignore[arg-type]
+
+    def left_to_plan(self, lever: Lever, **begins: int) -> Fix | None:
+        """Let the plan choose a setting that the user has; the search begins with `begins`."""
+        if lever.name not in self.pins:
+            return None
+        pins = {other: why for other, why in self.pins.items() if other != lever.name}
+        settings = self.settings.changed(**begins)
+        found = replace(self, pins=pins, settings=settings)
+        place = "host" if self.profile.unified else "device"
+        saved = self.ledger.total(place) - found.ledger.total(place)
+        if saved < LEAST_SAVED:
+            return None
+        override = f"{lever.key}=auto"
+        return self.then(
+            f"{override} (-{gib(saved)} {place})", override, pins=pins, settings=settings
+        )
+
 
 _Chosen = tuple[int, ...]
 """Kinds of change by their places in _KINDS, in order."""
@@ -156,15 +180,8 @@ def _is_more(chosen: _Chosen, fix: Fix, found: dict[_Chosen, Fix]) -> bool:
     )
 
 
-def _then(before: Fix, text: str, override: str = "", **changes: object) -> Fix:
-    """Return the fix that does `before` and then this."""
-    joined = f"{before.text}; {text}" if before.text else text
-    overrides = (*before.overrides, override) if override else before.overrides
-    return replace(before, text=joined, overrides=overrides, **changes)  # type: ignore[arg-type]
-
-
 def _set(before: Fix, override: str, why: str, workload: Workload) -> Fix:
-    return _then(before, f"{override} ({why})", override, workload=workload)
+    return before.then(f"{override} ({why})", override, workload=workload)
 
 
 # Settings.
@@ -176,35 +193,9 @@ def _without_packing(start: Fix) -> Fix | None:
         return None
     plain = replace(start.workload, packed=False)
     saved = _saved(start, plain, "device")
-    if saved < _LEAST:
+    if saved < LEAST_SAVED:
         return None
     return _set(start, "data.packing=false", f"no masks, -{gib(saved)} device", plain)
-
-
-def _with_tiles(start: Fix) -> Fix | None:
-    """Let the plan cut rows into tiles, where the user wants full rows or larger tiles."""
-    return _left_to_plan(start, "tile_tokens")
-
-
-def _keeping_less(start: Fix) -> Fix | None:
-    """Let the plan say how many layers keep their activations."""
-    return _left_to_plan(start, "kept_layers", kept_layers=0)
-
-
-def _left_to_plan(start: Fix, name: str, **begins: int) -> Fix | None:
-    """Let the plan choose a setting that the user has chosen; the search begins with `begins`."""
-    if name not in start.pins:
-        return None
-    pins = {other: why for other, why in start.pins.items() if other != name}
-    settings = start.settings.changed(**begins)
-    found = replace(start, pins=pins, settings=settings)
-    place = "host" if start.profile.unified else "device"
-    saved = start.ledger.total(place) - found.ledger.total(place)
-    if saved < _LEAST:
-        return None
-    override = f"memory.{name}=auto"
-    text = f"{override} (-{gib(saved)} {place})"
-    return _then(start, text, override, pins=pins, settings=settings)
 
 
 def _without_clipping(start: Fix) -> Fix | None:
@@ -254,35 +245,6 @@ def _pattern(name: str) -> str:
 
 def _saved(start: Fix, workload: Workload, place: str) -> int:
     return start.ledger.total(place) - replace(start, workload=workload).ledger.total(place)
-
-
-def _less_exact(start: Fix) -> Fix | None:
-    """Give up a state that the user has pinned, for the most exact one that fits."""
-    states = list(start.workload.states)
-    now = start.settings.state
-    lower = states[states.index(now) + 1 :] if "state" in start.pins else []
-    ways = [replace(start, settings=start.settings.changed(state=state)) for state in lower]
-    if not ways:
-        return None
-    found = next((way for way in ways if not way.missing), ways[-1])
-    saved = start.ledger.total("host") - found.ledger.total("host")
-    override = f"optim.state={found.settings.state}"
-    text = f"{override} (now {now}, -{gib(saved)} host)"
-    return _then(start, text, override, settings=found.settings)
-
-
-def _with_disk(start: Fix) -> Fix | None:
-    """Keep remainders, states and if need be gradients on a drive."""
-    if start.profile.disk_bytes or "tier" in start.pins:
-        return None
-    roomy = replace(start, profile=start.profile.changed(disk_bytes=USUAL_DISK_BYTES))
-    saved = start.ledger.total("host") - roomy.ledger.total("host")
-    if saved < _LEAST:
-        return None
-    written = "written" if roomy.missing else f"{gib(roomy.tier_bytes)} written"
-    override = "memory.disk=PATH"
-    text = f"{override} (on NVMe, {written} each step, -{gib(saved)} host)"
-    return _then(start, text, override, profile=roomy.profile)
 
 
 def _shorter_rows(start: Fix) -> Fix | None:
@@ -347,19 +309,25 @@ def _more(start: Fix, place: str, sizes: list[int], headroom: float, now: int) -
     if needed > sold // 4:  # less than that is a matter of limits, not of what is sold
         text += f", so {sold >> 30} GiB {where}"
     bought = (start.bought[0], sold) if place == "host" else (sold, start.bought[1])
-    return _then(start, text, profile=start.profile.changed(**{field: needed}), bought=bought)
+    return start.then(text, profile=start.profile.changed(**{field: needed}), bought=bought)
 
 
-_LEAST = 1 << 20
+def _of_levers(*, fills_gap: bool) -> tuple[_Kind, ...]:
+    """Return the changes of levers, in the order of LEVERS."""
+    return tuple(
+        _Kind(cost=lever.fix_cost, change=lever.fix)
+        for lever in LEVERS
+        if lever.fix_cost and lever.fills_gap is fills_gap
+    )
+
+
 _KINDS = (
-    _Kind(cost=0.4, change=_keeping_less),
-    _Kind(cost=0.5, change=_with_tiles),
+    *_of_levers(fills_gap=False),
     _Kind(cost=1.1, change=_without_packing),
     _Kind(cost=1.0, change=_without_clipping),
     _Kind(cost=1.2, change=_in_bf16),
     _Kind(cost=2.0, change=_with_frozen_tables),
-    _Kind(cost=0.9, change=_less_exact),
-    _Kind(cost=2.5, change=_with_disk),
+    *_of_levers(fills_gap=True),
     _Kind(cost=1.5, change=_shorter_rows),
     _Kind(cost=0.8, change=_shorter_steps),
     _Kind(cost=8.0, change=_more_device),

@@ -12,6 +12,7 @@ from megatrain.config import Config
 from megatrain.errors import ConfigError
 from megatrain.files import free_disk_bytes
 from megatrain.optim.states import STATES
+from megatrain.planning.levers import LEVERS
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.model.shapes import ModelShape
 from megatrain.planning.ranks.division import SOLE_RANK, Division
@@ -28,14 +29,10 @@ def workload_of(
 ) -> Workload:
     """Return what one step of the run works on, and the ranks that share it.
 
-    Raises ConfigError if more layers are to keep their activations than the model has.
+    Raises ConfigError if the config wants what the model cannot have.
     """
-    kept = config.memory.kept_layers
-    if kept != "auto" and kept > model.num_layers:
-        raise ConfigError(
-            f"memory.kept_layers is {kept}, but {model.name} has {model.num_layers} layers. Set it "
-            f"to {model.num_layers} or less, or to auto."
-        )
+    for lever in LEVERS:
+        lever.check(config, model)
     return Workload(
         model=model,
         step_tokens=_step_tokens(config),
@@ -93,8 +90,8 @@ def compile_choice(config: Config, *, unified: bool) -> tuple[bool, str]:
         return False, "compute is on the CPU"
     if config.packs:
         return False, "packed documents are attended to alone, which a graph does not do"
-    if isinstance(config.memory.tile_tokens, int):
-        return False, "layers run over tiles"
+    if why := next(filter(None, (lever.why_not_compiled(config) for lever in LEVERS)), ""):
+        return False, why
     return True, "fewer passes over memory; the gain is predicted, not measured"
 
 
@@ -131,16 +128,7 @@ def pins_of(config: Config) -> dict[str, str]:
 
 
 def _given(config: Config) -> dict[str, Any]:
-    memory = config.memory
-    values = {
-        "micro_batch_tokens": config.train.micro_batch_tokens,
-        "slots": memory.slots,
-        "tape": memory.tape,
-        "chunk_tokens": memory.chunk_tokens,
-        "tile_tokens": memory.tile_tokens,
-        "kept_layers": memory.kept_layers,
-        "state": config.optim.state,
-    }
+    values = {lever.name: lever.given(config) for lever in LEVERS}
     return {name: value for name, value in values.items() if value != "auto"}
 
 

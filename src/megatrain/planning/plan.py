@@ -26,10 +26,11 @@ from megatrain.errors import DoesNotFit
 from megatrain.memory.ledger import Ledger, gib, plain_purpose
 from megatrain.planning.bound import Bound, bound_of
 from megatrain.planning.fixes import Fix, find_fixes
+from megatrain.planning.levers import LEVERS
+from megatrain.planning.levers.update import without_clipping
 from megatrain.planning.machine.profile import NOT_MEASURED, MachineProfile
 from megatrain.planning.memory.predicted import predicted_ledger
 from megatrain.planning.ranks.described import rank_lines, whose
-from megatrain.planning.reasons import home_reasons, reasons_for
 from megatrain.planning.search import (
     Search,
     capacities,
@@ -45,8 +46,6 @@ from megatrain.step.ops import LIMITS
 from megatrain.step.settings import StepSettings
 from megatrain.text import figure
 
-_EXACT = "fp32"
-"""The state that costs no exactness."""
 _LARGEST = 3
 """Lines of memory that are shown of each place, without details."""
 _LEAST_GAIN = 0.02
@@ -271,17 +270,16 @@ class Plan:
         return f"{parts} of the step, one after another"
 
     def _choices(self, *, details: bool) -> list[str]:
+        shown = {lever.name: self.reasons.get(lever.name) for lever in LEVERS}
+        for lever in LEVERS:
+            if (not details or not self.knows_time) and not lever.is_costly(self.settings):
+                shown[lever.name] = None  # only what costs something is worth a line
+            if (text := lever.unused_text(self.profile, self.settings)) is not None:
+                del shown[lever.name]
+                shown[lever.name] = text
         facts = self.settings.facts()
-        shown = {name: why for name, why in self.reasons.items() if name in facts}
-        if not details or not self.knows_time:  # only what costs something is worth a line
-            costly = {"state": facts["state"] != _EXACT, "tier": facts["tier"] != "none"}
-            shown = {name: why for name, why in shown.items() if costly.get(name)}
-        if facts["tier"] == "none":
-            shown.pop("tier", None)
-        if facts["tier"] == "none" and self.profile.disk_bytes:
-            shown["tier"] = "memory.disk is not used: host memory is enough"
         values = {name: "null" if facts[name] is None else facts[name] for name in shown}
-        return [f"{name:20}{values[name]!s:12}{why}" for name, why in shown.items()]
+        return [f"{name:20}{values[name]!s:12}{why}" for name, why in shown.items() if why]
 
 
 def within_80(line: str) -> str:
@@ -321,13 +319,13 @@ def make_plan(
     search = Search(profile, workload, settings, pins)
     best = search.best()
     if best is not None:
-        best = search.with_kept_layers(best)
+        best = search.filled(best)
     chosen = search.smallest() if best is None else best.settings
     ledger = predicted_ledger(profile, workload, chosen)
     # The speed of a plan that does not fit does not matter: few layers are played then.
     played = search.few if best is None else workload
     simulation = simulate(effective_profile(profile, ledger), played, chosen)
-    reasons = home_reasons if profile.source == NOT_MEASURED else reasons_for
+    reasons = search.home_reasons if profile.source == NOT_MEASURED else search.reasons
     return Plan(
         profile=profile,
         workload=workload,
@@ -335,7 +333,7 @@ def make_plan(
         ledger=ledger,
         simulation=simulation,
         fits=best is not None,
-        reasons=reasons(search, chosen),
+        reasons=reasons(chosen),
         lever=_lever(search, chosen) if best is not None else "",
         fixes=() if best is not None else find_fixes(search),
     )
@@ -358,7 +356,7 @@ def _lever(search: Search, settings: StepSettings) -> str:
             key, value = longer.step_setting
             found.append((gain, f"{key}={value} (now {workload.step_setting[1]})"))
     if workload.max_grad_norm is not None:
-        other = settings.changed(update="in_backward")
+        other = without_clipping(settings)
         gain = here * workload.step_tokens / search.seconds(other) - 1
         found.append((gain, "train.max_grad_norm=null"))
     gain, text = max(found, default=(0.0, ""))

@@ -4,14 +4,11 @@ Fitting is arithmetic on the ledger. Speed is simulated; layers repeat, so for t
 few layers and one of a few more are played, and the rest is their difference. The winner is then
 played whole.
 
-    1. the first home of the optimizer's states in which anything fits: in host memory from fp32
-       over bf16 to 8 bits, then on disk, the same states in the same order
-    2. for each micro-batch size and place of the tape: from the settings that need least, as much
-       of the usual ones as fits; full rows before all others
-    3. around the fastest of those: more slots, rows in place of the table, one gradient slot
-    4. in what is left then: activations of as many top layers as fit, if that is faster
-
-A less exact state is never taken for speed, and a disk is never worn while host memory is enough.
+    1. the first home of the optimizer's states in which anything fits (levers/homes.py)
+    2. for each value of the levers that are tried: from the settings that need least, as much of
+       the usual ones as fits, the levers by turns
+    3. around the fastest of those: the other values that levers propose
+    4. in what is left then: what levers fill it with, if that is faster
 
 Laws (tests/planning/test_search.py)
     1. A returned setting fits; if any setting on the grid fits, one is returned.
@@ -22,15 +19,14 @@ Laws (tests/planning/test_search.py)
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
 
 from megatrain.memory.ledger import Ledger, gib
-from megatrain.planning.machine.profile import NOT_MEASURED, MachineProfile
-from megatrain.planning.memory.device import KEPT_ACTIVATIONS
+from megatrain.planning.levers import LEVERS
+from megatrain.planning.levers.homes import homes, small_homes
+from megatrain.planning.levers.lever import Lever
+from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.memory.predicted import predicted_ledger
 from megatrain.planning.model.shapes import ModelShape
 from megatrain.planning.simulate import simulate
@@ -41,20 +37,17 @@ HOST_HEADROOM = 1.04
 """A run needs this much more than its ledger before it is started: the ledger is true to 3 %."""
 DEVICE_HEADROOM = 1.03
 """Working memory is predicted, not reserved."""
-KEPT_HEADROOM = 0.1
-"""More of kept activations than the ledger has: they are many tensors, predicted by rules."""
-MAX_MICRO_TOKENS = 1 << 16
-CHUNKS = (4096, 2048, 1024, 512, 256)
-TILES = (None, 16384, 8192, 4096, 2048, 1024)
-PIECES = (1, 2, 4, 8, 16)
-"""Each from what is best for speed to what needs least memory."""
-_ORDERS = (
-    ("tile_tokens", "head_pieces", "grad_slots", "chunk_tokens", "gather_embedding"),
-    ("tile_tokens", "grad_slots", "chunk_tokens", "head_pieces", "gather_embedding"),
-    ("tile_tokens", "chunk_tokens", "head_pieces", "grad_slots", "gather_embedding"),
+_HEADROOMS = {purpose: share for lever in LEVERS for purpose, share in lever.headroom.items()}
+_TRIED = tuple(lever for lever in LEVERS if lever.is_tried)
+_BY_TURNS = tuple(lever for lever in LEVERS if lever.turns is not None)
+_ORDERS = tuple(
+    sorted(_BY_TURNS, key=lambda lever: (lever.turns or ())[order]) for order in range(3)
 )
-"""Which settings get memory first, where there is not enough for all. What that is best for speed
-depends on the machine, so several orders are tried; tiles are never taken while full rows fit."""
+"""The order in which levers get memory, where there is not enough for all. Which is best for speed
+depends on the machine, so several are tried; tiles are never taken while full rows fit."""
+_FRUGAL = sorted(
+    (lever for lever in LEVERS if lever.frugal_turn), key=lambda lever: lever.frugal_turn
+)
 _FEW, _MORE = 6, 12
 """Layers that are played: periods of 2, 3 and 6 layers fit in between."""
 _WORTH = 0.995
@@ -90,8 +83,8 @@ def reserves(profile: MachineProfile, ledger: Ledger) -> dict[str, int]:
     totals = {place: ledger.total(place) for place in headrooms}
     found = {place: int(totals[place] * headrooms[place]) - totals[place] for place in headrooms}
     for line in ledger.lines:
-        if line.purpose == KEPT_ACTIVATIONS and line.place in found:
-            found[line.place] += int(KEPT_HEADROOM * line.num_bytes)
+        if line.purpose in _HEADROOMS and line.place in found:
+            found[line.place] += int(_HEADROOMS[line.purpose] * line.num_bytes)
     if profile.integrated:
         found["host"] += found.get("device", 0)
     return found
@@ -147,196 +140,164 @@ class Search:
         home = self.first_home()
         return None if home is None else self._fastest(home)
 
+    def filled(self, best: Candidate) -> Candidate:
+        """Return the candidate with the memory that it leaves put to use."""
+        for lever in LEVERS:
+            best = lever.filled(self, best)
+        return best
+
     def first_home(self) -> StepSettings | None:
         """Return the first home in which anything fits."""
-        fitting = (home for home in self.homes() if any(map(self.fits, self.small_at(home))))
+        fitting = (home for home in homes(self) if any(map(self.fits, self.small_at(home))))
         return next(fitting, None)
-
-    def homes(self) -> list[StepSettings]:
-        """Return where states may live and how exactly, the best first, as settings to begin with.
-
-        In host memory, the most exact first; then on disk, where a state that is less exact saves
-        hardly any host memory, so that waiting gradients go there before a state is given up.
-        """
-        on_disk = ["states"] if self.workload.max_grad_norm is None else ["states", "gradients"]
-        tiers = self._choices("tier", ["none", *on_disk] if self.profile.disk_bytes else ["none"])
-        states = self._choices("state", list(self.workload.states))
-        in_memory = [(state, tier) for tier in tiers if tier == "none" for state in states]
-        tiered = [(state, tier) for state in states for tier in tiers if tier != "none"]
-        return [self.settings.changed(state=s, tier=tier) for s, tier in (*in_memory, *tiered)]
 
     def _fastest(self, home: StepSettings) -> Candidate | None:
         starts = [self._try(settings) for settings in self._starts(home) if self.fits(settings)]
         if not starts:
             return None
         best = _frugal(starts)
-        for settings in self._around(best.settings):
+        found = best.settings
+        for settings in [way for lever in LEVERS for way in lever.around(self, found)]:
             if self.fits(settings):
-                other = self._try(settings)
-                if other.step_s < best.step_s * _WORTH:
-                    best = other
-        return self._with_fewer_grad_slots(best)
+                best = self.faster(best, settings)
+        for lever in LEVERS:
+            best = lever.settled(self, best)
+        return best
 
-    def with_kept_layers(self, best: Candidate) -> Candidate:
-        """Return the candidate with activations kept by as many top layers as memory is left for.
-
-        Not where that does not save time, and not on a machine that was not measured.
-        """
-        if "kept_layers" in self.pins or not self.may_keep(best.settings):
-            return best
-        num_layers = self.workload.model.num_layers
-        kept = bisect_left(
-            range(1, num_layers + 1),
-            True,
-            key=lambda count: not self.fits(best.settings.changed(kept_layers=count)),
-        )
-        if kept == 0:
-            return best
-        other = self._try(best.settings.changed(kept_layers=kept))
+    def faster(self, best: Candidate, settings: StepSettings) -> Candidate:
+        """Return `settings` if they are faster by what is worth it, else the best so far."""
+        other = self._try(settings)
         return other if other.step_s < best.step_s * _WORTH else best
 
-    def may_keep(self, settings: StepSettings) -> bool:
-        """Return whether the plan may let layers keep activations.
-
-        Tiles are there to hold less, and layers without attention, or with one that families take
-        apart, hold what no rule here predicts.
-        """
-        attention = [layer.attention for layer in self.workload.model.structures]
-        known = all(shape is not None and not shape.score_bytes for shape in attention)
-        measured = self.profile.source != NOT_MEASURED
-        return known and measured and self.workload.tile_of(settings) is None
+    def no_slower(self, best: Candidate, settings: StepSettings) -> Candidate:
+        """Return `settings` if they take no longer, else the best so far."""
+        other = self._try(settings)
+        return other if other.step_s <= best.step_s * _SAME else best
 
     def fits(self, settings: StepSettings) -> bool:
         """Return whether the ledger of these settings fits."""
         found = self._fitting.get(settings)
         if found is None:
-            ledger = predicted_ledger(self.profile, self.workload, settings)
-            found = self._fitting[settings] = not shortfalls(self.profile, ledger)
+            found = self._fitting[settings] = not self.missing(settings)
         return found
+
+    def missing(self, settings: StepSettings) -> dict[str, int]:
+        """Return the bytes that these settings lack, by place."""
+        return shortfalls(self.profile, predicted_ledger(self.profile, self.workload, settings))
 
     def smallest(self) -> StepSettings:
         """Return the settings that lack least, in the best home of several: they show by how much
         it does not fit."""
-        return min((way for home in self.homes() for way in self.small_at(home)), key=self.lack)
+        return min((way for home in homes(self) for way in self.small_at(home)), key=self.lack)
 
     def small(self) -> list[StepSettings]:
-        """Return the settings that need least: in each tier, and with the tape in each place."""
-        least = {home.tier: home for home in self.homes()}  # the last of each is the smallest
-        return [settings for home in least.values() for settings in self.small_at(home)]
+        """Return settings among which those are that need least of each place."""
+        return [settings for home in small_homes(self) for settings in self.small_at(home)]
 
     def small_at(self, home: StepSettings) -> list[StepSettings]:
-        """Return the settings that need least in one home, with the tape in each place.
-
-        Tiles and pieces of the vocabulary save memory in most cases, not in all.
-        """
-        micro = self._choices("micro_batch_tokens", self._micro_sizes())[0]
-        return [way for tape in self._tapes() for way in self._smallest_ways(home, micro, tape)]
-
-    def _smallest_ways(self, home: StepSettings, micro: int, tape: str) -> list[StepSettings]:
-        ladders = self._ladders
-        update = "in_backward" if self.workload.max_grad_norm is None else "late"
-        least = home.changed(
-            micro_batch_tokens=micro,
-            tape=tape,
-            update=update,
-            **{name: ladder[-1] for name, ladder in ladders.items()},
-        )
-        tiles, pieces = ({ladders[n][-1], ladders[n][0]} for n in ("tile_tokens", "head_pieces"))
+        """Return the settings of one home among which one needs least."""
         return [
-            least.changed(tile_tokens=tile, head_pieces=count)
-            for tile, count in itertools.product(sorted(tiles, key=str), sorted(pieces))
+            way for start in self._values(_TRIED, home, least=True) for way in self._least(start)
         ]
+
+    def _least(self, start: StepSettings) -> list[StepSettings]:
+        return list(self._values(_BY_TURNS, start, least=True))
+
+    def _values(
+        self, levers: Iterable[Lever], settings: StepSettings, *, least: bool = False
+    ) -> Iterator[StepSettings]:
+        """Yield `settings` with every value of some levers, or with those that may need least."""
+        ways = {lever.name: (lever.least if least else lever.allowed)(self) for lever in levers}
+        for values in itertools.product(*ways.values()):
+            yield settings.changed(**dict(zip(ways, values, strict=True)))
 
     def lack(self, settings: StepSettings) -> float:
         """Return the missing memory of each place, as a share of its size."""
-        ledger = predicted_ledger(self.profile, self.workload, settings)
         has = capacities(self.profile)
-        lacks = shortfalls(self.profile, ledger)
+        lacks = self.missing(settings)
         return sum(num_bytes / max(1, has[place]) for place, num_bytes in lacks.items())
+
+    def missing_text(self, settings: StepSettings) -> str:
+        """Return the memory that settings lack, of the first place that lacks any; empty: none."""
+        lacks = self.missing(settings).items()
+        return next((f"{gib(num_bytes)} more {place} memory" for place, num_bytes in lacks), "")
+
+    def compared(self, settings: StepSettings, other: StepSettings) -> str:
+        """Return how other settings compare: how much memory they lack, or how much slower."""
+        if missing := self.missing_text(other):
+            return f"needs {missing}"
+        if settings not in self.tried or other not in self.tried:
+            return "is not faster"
+        slower = self.tried[other] / self.tried[settings] - 1
+        return f"is {slower:.1%} slower" if slower > 0.0005 else "is not faster"
+
+    def reasons(self, settings: StepSettings) -> dict[str, str]:
+        """Return a reason for each setting, by its name."""
+        levers = (lever for lever in LEVERS if lever.applies(self))
+        return {lever.name: lever.reason(self, settings) for lever in levers} | dict(self.pins)
+
+    def home_reasons(self, settings: StepSettings) -> dict[str, str]:
+        """Return the reasons that are of memory alone: those of the home."""
+        levers = [lever for lever in LEVERS if lever.makes_home]
+        reasons = {
+            lever.name: lever.reason(self, settings) for lever in levers if lever.applies(self)
+        }
+        pinned = [lever.name for lever in levers if lever.name in self.pins]
+        return reasons | {name: self.pins[name] for name in pinned}
 
     def _try(self, settings: StepSettings) -> Candidate:
         if settings not in self.tried:
             self.tried[settings] = self.seconds(settings)
         return Candidate(settings=settings, step_s=self.tried[settings])
 
+    @property
+    def few_layers(self) -> int:
+        """The layers of the shorter of two steps that are played for a longer one."""
+        return self.few.model.num_layers
+
+    def whole_seconds(self, settings: StepSettings) -> float:
+        """Return the time of a step that is played whole."""
+        return simulate(self._effective(settings), self.workload, settings).step_s
+
     def seconds(self, settings: StepSettings) -> float:
         """Return the time of a step, from those of two steps of few layers."""
         layers = self.workload.model.num_layers
-        profile = effective_profile(
-            self.profile, predicted_ledger(self.profile, self.workload, settings)
-        )
-        if layers <= _MORE or settings.slots > _FEW:
-            return simulate(profile, self.workload, settings).step_s
-        if 0 < settings.kept_layers < layers:  # as much of the way from none to all of them
-            none, every = (
-                self.seconds(settings.changed(kept_layers=count)) for count in (0, layers)
-            )
-            return none + (every - none) * settings.kept_layers / layers
+        if layers <= _MORE:
+            return self.whole_seconds(settings)
+        for lever in LEVERS:
+            if (found := lever.seconds(self, settings)) is not None:
+                return found
+        profile = self._effective(settings)
         few = simulate(profile, self.few, settings).step_s
         more = simulate(profile, self._more, settings).step_s
         return more + (layers - _MORE) * (more - few) / (_MORE - _FEW)
 
-    def _choices(self, name: str, others: Sequence[Any]) -> Sequence[Any]:
-        """Return what a setting may be: its own value if it is pinned, else `others`."""
-        return [getattr(self.settings, name)] if name in self.pins else others
+    def _effective(self, settings: StepSettings) -> MachineProfile:
+        ledger = predicted_ledger(self.profile, self.workload, settings)
+        return effective_profile(self.profile, ledger)
 
     def _starts(self, home: StepSettings) -> Iterator[StepSettings]:
-        for micro in self._choices("micro_batch_tokens", self._micro_sizes()):
-            for tape in self._tapes():
-                yield from self._roomiest(home, micro, tape)
+        for start in self._values(_TRIED, home):
+            yield from self._roomiest(start)
 
-    def _tapes(self) -> Sequence[str]:
-        return self._choices("tape", ["device"] if self.profile.unified else ["device", "host"])
-
-    def _roomiest(self, home: StepSettings, micro: int, tape: str) -> set[StepSettings]:
+    def _roomiest(self, start: StepSettings) -> set[StepSettings]:
         """Return the settings that fit with as much of the usual ones as possible."""
-        ways = filter(self.fits, self._smallest_ways(home, micro, tape))
-        least = next(ways, None)
+        least = next(filter(self.fits, self._least(start)), None)
         if least is None:
             return set()
-        usual = least.changed(**{name: ladder[0] for name, ladder in self._ladders.items()})
+        usual = least.changed(**{lever.name: lever.allowed(self)[0] for lever in _BY_TURNS})
         if self.fits(usual):
             return {usual}
         return {self._relaxed(least, order) for order in _ORDERS}
 
-    def _relaxed(self, settings: StepSettings, order: Sequence[str]) -> StepSettings:
-        """Return settings that fit, with each in turn as near to the usual as still fits."""
-        for name in order:
-            ways = (settings.changed(**{name: value}) for value in self._ladders[name])
+    def _relaxed(self, settings: StepSettings, order: Iterable[Lever]) -> StepSettings:
+        """Return settings that fit, with each lever in turn as near to the usual as still fits."""
+        for lever in order:
+            ways = (settings.changed(**{lever.name: value}) for value in lever.allowed(self))
             settings = next(filter(self.fits, ways), settings)
         return settings
 
-    @cached_property
-    def _ladders(self) -> dict[str, Sequence[Any]]:
-        """What a setting may be, from the best for speed to what needs least memory."""
-        gathers = self._choices("gather_embedding", [False, True]) if self._may_gather else [False]
-        tiled = self.workload.model.tiled and not self.workload.compiled
-        tiled = tiled and self.settings.kept_layers == 0
-        return {
-            "tile_tokens": self._choices("tile_tokens", TILES if tiled else TILES[:1]),
-            "head_pieces": self._choices("head_pieces", [1] if self._has_no_pieces else PIECES),
-            "grad_slots": self._choices("grad_slots", [2, 1]),
-            "chunk_tokens": self._choices("chunk_tokens", CHUNKS),
-            "gather_embedding": gathers,
-        }
-
-    def _around(self, settings: StepSettings) -> Iterator[StepSettings]:
-        layers = self.workload.model.num_layers
-        if "slots" not in self.pins and self._waits_for_fetches(settings):
-            counts = [3, 4, 8, 16, 32, 64, 128, layers]
-            for slots in sorted({count for count in counts if count <= layers}):
-                yield settings.changed(slots=slots)
-        if "gather_embedding" not in self.pins and self._may_gather:
-            yield settings.changed(gather_embedding=not settings.gather_embedding)
-
-    def _with_fewer_grad_slots(self, best: Candidate) -> Candidate:
-        """Return the candidate with one gradient slot, if it takes no longer."""
-        if "grad_slots" in self.pins or best.settings.grad_slots == 1:
-            return best
-        other = self._try(best.settings.changed(grad_slots=1))
-        return other if other.step_s <= best.step_s * _SAME else best
-
-    def _waits_for_fetches(self, settings: StepSettings) -> bool:
+    def waits_for_fetches(self, settings: StepSettings) -> bool:
         """Return whether a link without limits would help: only then can more slots."""
         if self.profile.unified:
             return False
@@ -346,41 +307,14 @@ class Search:
         here = simulate(self.profile, self.few, settings).step_s
         return simulate(free, self.few, settings).step_s < here * _WORTH
 
-    @property
-    def _may_gather(self) -> bool:
-        alone = self.workload.division.is_alone
-        return alone and not self.workload.model.tied and not self.profile.on_host
-
-    @property
-    def _has_no_pieces(self) -> bool:
-        """A tied table, and one that is not trained, adds up as a whole or not at all."""
-        model = self.workload.model
-        return model.tied or self.profile.unified or not model.head.is_trained
-
-    def _micro_sizes(self) -> list[int]:
-        """Return full rows, twice as many each time, up to a rank's part of the step's tokens.
-
-        One row is always offered, however long; beyond MAX_MICRO_TOKENS no second one joins it.
-        """
-        workload = self.workload
-        size, most = min(workload.sequence, workload.step_tokens), workload.even_tokens
-        sizes: list[int] = []
-        while size < most and (size <= MAX_MICRO_TOKENS or not sizes):
-            sizes.append(size)
-            size *= 2
-        if most <= MAX_MICRO_TOKENS or not sizes:
-            sizes.append(most)
-        return sizes
-
 
 def _frugal(tried: list[Candidate]) -> Candidate:
-    """Return the fastest; of those hardly slower, one with full rows and small micro-batches."""
+    """Return the fastest; of those hardly slower, the one whose levers give up least."""
     fastest = min(one.step_s for one in tried)
     near = [one for one in tried if one.step_s * _WORTH <= fastest]
 
-    def key(one: Candidate) -> tuple[bool, int, float]:
-        settings = one.settings
-        return settings.tile_tokens is not None, settings.micro_batch_tokens, one.step_s
+    def key(one: Candidate) -> tuple[float, ...]:
+        return *(lever.given_up(one.settings) for lever in _FRUGAL), one.step_s
 
     return min(near, key=key)
 

@@ -30,8 +30,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megatrain.planning.levers import LEVERS
+from megatrain.planning.levers.micro_batch import MAX_MICRO_TOKENS
 from megatrain.planning.machine.profile import NOT_MEASURED, MachineProfile
-from megatrain.planning.search import MAX_MICRO_TOKENS, Search
+from megatrain.planning.search import Search
 from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
 
@@ -50,7 +52,7 @@ _OF_DATA = f"so that an epoch has {LEAST_STEPS} steps"
 _OF_ROW = "one row: an epoch is short"
 _OF_MEMORY = "a longer one does not fit"
 _NO_LIMIT = 1 << 60
-_STATES = ("state", "tier")
+_STATES = tuple(lever.name for lever in LEVERS if lever.makes_home)
 """Settings of the optimizer's states: those of the shortest step are kept for longer ones."""
 
 

@@ -1,20 +1,16 @@
 """What a step works on: a model, and so many tokens of rows of one length.
 
-Laws (tests/planning/test_workload.py)
-    1. The micro-batches of a step hold its tokens; only the last may be smaller. Of several ranks
-       the first has most of them.
-    2. What a setting keeps on disk is what the store keeps there.
+Law (tests/planning/test_workload.py): the micro-batches of a step hold its tokens; only the last
+may be smaller. Of several ranks the first has most of them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from megatrain.memory.kinds import Kind, kinds_on_disk, store_kinds
 from megatrain.optim.states import STATES, StatesByName
-from megatrain.planning.model.shapes import BlockShape, Dtype, ModelShape
+from megatrain.planning.model.shapes import Dtype, ModelShape
 from megatrain.planning.ranks.division import SOLE_RANK, Division
-from megatrain.step.settings import StepSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,36 +91,6 @@ class Workload:
         """Of a weight, a hidden state or a gradient of one, as compute has them."""
         return 2 if self.dtype == "bf16" else 4
 
-    def tile_of(self, settings: StepSettings) -> int | None:
-        """Return the tokens of a tile, where micro-batches have several; None: full rows."""
-        tile, longest = settings.tile_tokens, min(settings.micro_batch_tokens, self.step_tokens)
-        if tile is None or tile >= longest or self.compiled or not self.model.tiled:
-            return None
-        return tile
-
-    def taped_bytes(self, settings: StepSettings) -> list[int]:
-        """Return the bytes of one block input of each micro-batch."""
-        per_token = self.model.hidden * self.element_bytes
-        return [tokens * per_token for tokens in self.micro_sizes(settings.micro_batch_tokens)]
-
-    def kept_layers(self, settings: StepSettings) -> tuple[BlockShape, ...]:
-        """Return the layers whose activations stay on the device: the top ones, if trained."""
-        lowest = next(i for i, block in enumerate(self.model.blocks) if block.is_trained)
-        first = max(lowest - 1, self.model.num_layers - settings.kept_layers, 0)
-        return self.model.layers[first:]
-
-    def num_taped(self, settings: StepSettings) -> int:
-        """Return how many layers have their inputs on the tape."""
-        return self.model.num_layers - len(self.kept_layers(settings))
-
     def distinct_tokens(self) -> int:
         """Return the most rows of the embedding that one step needs."""
         return min(self.model.vocab, self.step_tokens)
-
-    def kinds(self, settings: StepSettings) -> tuple[Kind, ...]:
-        """Return what a store keeps for each param."""
-        return store_kinds(self.states[settings.state], waits=settings.update == "late")
-
-    def kinds_on_disk(self, settings: StepSettings) -> tuple[Kind, ...]:
-        """Return those of them that are on disk between updates: what an update has to read."""
-        return kinds_on_disk(self.kinds(settings), settings.tier)

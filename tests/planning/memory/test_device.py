@@ -13,6 +13,8 @@ from megatrain.memory.layout import build_layout
 from megatrain.memory.ledger import Ledger
 from megatrain.models.adapters.lora import Lora
 from megatrain.optim.states import WITH_CLIP
+from megatrain.planning.levers.kept import KEPT_ACTIVATIONS
+from megatrain.planning.levers.tape import TAPE_ALIGNMENT
 from megatrain.planning.memory import device
 from megatrain.planning.memory.device import device_lines
 from megatrain.planning.memory.kernels import Kernels
@@ -50,7 +52,7 @@ BATCHES: list[Batch] = [
 
 def test_numbers_of_modules_that_need_torch() -> None:
     assert device.PLANNED_OUTBOX_BYTES == gradients.OUTBOX_BYTES
-    assert device.TAPE_ALIGNMENT == tape.ALIGNMENT
+    assert TAPE_ALIGNMENT == tape.ALIGNMENT
 
 
 @pytest.mark.few(3)
@@ -99,7 +101,7 @@ def _check_against_rehearsal(
     found = Ledger(device_lines(workload, settings, Kernels(), unified=False))
     exact = {line.purpose: line.num_bytes for line in real.lines}
     for line in found.lines:
-        if line.purpose not in ("working memory", device.KEPT_ACTIVATIONS):
+        if line.purpose not in ("working memory", KEPT_ACTIVATIONS):
             assert line.num_bytes == exact[line.purpose], line.purpose
     assert found.total("device") == pytest.approx(real.total("device"), rel=allowed)
 

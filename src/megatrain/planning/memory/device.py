@@ -18,18 +18,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatrain.memory.ledger import Line
-from megatrain.planning.memory.head import piece_elements
+from megatrain.planning.levers.chunk import num_chunks
+from megatrain.planning.levers.embedding_rows import input_numbers, row_bytes, table_bytes
+from megatrain.planning.levers.gradient_slots import gradient_slot_bytes
+from megatrain.planning.levers.kept import KEPT_ACTIVATIONS, kept_total
+from megatrain.planning.levers.slots import layer_slot_bytes
+from megatrain.planning.levers.tape import device_tape_bytes, unified_tape_bytes
+from megatrain.planning.levers.tiles import tile_of
 from megatrain.planning.memory.kernels import Kernels
-from megatrain.planning.memory.working import kept_total, working_bytes
+from megatrain.planning.memory.working import working_bytes
 from megatrain.planning.ranks.collectives import PLANNED_EXCHANGE_BYTES
 from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
 
 PLANNED_OUTBOX_BYTES = 64 << 20
-TAPE_ALIGNMENT = 256
-"""As in engine/gradients.py and engine/tape.py, which need torch; a test holds them equal."""
-KEPT_ACTIVATIONS = "kept activations"
-"""The purpose of activations that stay from forward to backward."""
+"""As in engine/gradients.py, which needs torch; a test holds them equal."""
 
 
 def device_lines(
@@ -65,61 +68,29 @@ def _input_bytes(workload: Workload, settings: StepSettings) -> int:
 
     Tokens, positions or a mask, targets, the numbers of trained rows, and of gathered ones.
     """
-    per_token = 8 * (4 + settings.gather_embedding)
+    per_token = 8 * (4 + input_numbers(settings))
     return per_token * sum(workload.micro_sizes(settings.micro_batch_tokens))
 
 
 def _slot_bytes(workload: Workload, settings: StepSettings) -> dict[str, float]:
     model, dtype = workload.model, workload.dtype
     division = workload.division
-    largest = max(layer.weight_bytes(dtype, division.gathered) for layer in model.structures)
-    slots = settings.slots * largest + model.head.weight_bytes(dtype, division.gathered)
-    rows = 0
-    if settings.gather_embedding:
-        rows = workload.distinct_tokens() * model.hidden * workload.element_bytes
-    else:
-        slots += model.embedding.weight_bytes(dtype, division.gathered)
+    slots = layer_slot_bytes(workload, settings) + table_bytes(workload, settings)
+    slots += model.head.weight_bytes(dtype, division.gathered)
     kinds = (model.embedding, *model.structures, model.head)
     drained = max(block.gradient_bytes(dtype, division.owned) for block in kinds)
     exchanged = 0
     if not division.is_alone:
         gradients = max(block.gradient_bytes(dtype) for block in kinds)
         exchanged = 2 * max(4 * division.size, min(PLANNED_EXCHANGE_BYTES, gradients))
-    sizes = workload.taped_bytes(settings)
-    taped = [-(-size // TAPE_ALIGNMENT) * TAPE_ALIGNMENT for size in sizes]
-    num_taped = workload.num_taped(settings)
-    ring = settings.tape_slots * max(taped) if num_taped else 0
-    tape = ring if settings.tape == "host" else num_taped * sum(taped)
     return {
         "weight slots": slots,
-        "gradient slots": sum(_grad_slot_bytes(workload, settings)),
-        "embedding rows": rows,
+        "gradient slots": sum(gradient_slot_bytes(workload, settings)),
+        "embedding rows": row_bytes(workload, settings),
         "outbox": min(PLANNED_OUTBOX_BYTES, drained),
         "exchange": exchanged,
-        "tape": tape,
+        "tape": device_tape_bytes(workload, settings),
     }
-
-
-def _grad_slot_bytes(workload: Workload, settings: StepSettings) -> tuple[int, int]:
-    """Return the fp32 sums: of those that layers take turns with, and of the edges.
-
-    Pieces of the head, and then the embedding's rows too, take turns with the layers.
-    """
-    model, pieces = workload.model, settings.head_pieces
-    sizes = [structure.trained_elements() for structure in model.structures]
-    turns = [sizes[kind] for kind in reversed(model.layer_kinds) if sizes[kind]]
-    embedding, head = model.embedding.trained_elements(), model.head.trained_elements()
-    if settings.gather_embedding:
-        embedding = min(embedding, workload.distinct_tokens() * model.hidden)
-    edges = [embedding, head]
-    if pieces > 1:
-        turns = [*piece_elements(model, pieces), *turns]
-        edges = [] if settings.gather_embedding else [embedding]
-        turns += [embedding] if settings.gather_embedding and embedding else []
-    slots = [
-        max(turns[slot :: settings.grad_slots], default=0) for slot in range(settings.grad_slots)
-    ]
-    return 4 * sum(slots), 4 * (sum(edges) if model.tied else max(edges, default=0))
 
 
 def _unified_bytes(workload: Workload, settings: StepSettings) -> dict[str, float]:
@@ -133,8 +104,8 @@ def _unified_bytes(workload: Workload, settings: StepSettings) -> dict[str, floa
     model, dtype = workload.model, workload.dtype
     several = workload.num_micro(settings.micro_batch_tokens) > 1
     row = min(settings.micro_batch_tokens, workload.step_tokens)
-    chunked, tiled = row > settings.chunk_tokens, workload.tile_of(settings) is not None
-    turns, edges = _grad_slot_bytes(workload, settings)
+    chunked, tiled = num_chunks(settings, row) > 1, tile_of(workload, settings) is not None
+    turns, edges = gradient_slot_bytes(workload, settings)
     table = 4 * model.vocab * model.hidden if model.trains_projection else 0
     stay = settings.gradients_stay
     sums = turns if several or tiled else 0
@@ -144,5 +115,5 @@ def _unified_bytes(workload: Workload, settings: StepSettings) -> dict[str, floa
     waiting = max(layer.gradient_bytes(dtype) for layer in model.structures)
     if model.tied and not stay and not several and not chunked:
         waiting += model.embedding.gradient_bytes(dtype)  # the head's, until the embedding's comes
-    tape = workload.num_taped(settings) * sum(workload.taped_bytes(settings))
+    tape = unified_tape_bytes(workload, settings)
     return {"gradient slots": sums, "waiting gradients": waiting, "tape": tape}

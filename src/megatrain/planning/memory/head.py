@@ -12,10 +12,12 @@ gradient in fp32 until the last piece (losses/pieces.py). Over tiles a norm is a
 
 from __future__ import annotations
 
+from megatrain.planning.levers.chunk import chunk_of
+from megatrain.planning.levers.pieces import num_pieces, waiting_rows_bytes
+from megatrain.planning.levers.tiles import tile_of
 from megatrain.planning.memory.kernels import Kernels
-from megatrain.planning.model.shapes import ModelShape
 from megatrain.planning.workload import Workload
-from megatrain.step.settings import StepSettings, vocabulary_pieces
+from megatrain.step.settings import StepSettings
 
 
 def head_bytes(
@@ -23,8 +25,8 @@ def head_bytes(
 ) -> float:
     """Return what the head holds at its largest, with a micro-batch of so many tokens."""
     model, width = workload.model, workload.element_bytes
-    hidden, chunk = model.hidden * width, min(tokens, settings.chunk_tokens)
-    vocab = -(-model.vocab // settings.head_pieces)
+    hidden, chunk = model.hidden * width, chunk_of(settings, tokens)
+    vocab = -(-model.vocab // num_pieces(settings))
     logits = chunk * vocab * width
     at_once = max(vocab, min(kernels.part_elements, logits // width))
     scoring = float(_score_width(width, settings) * at_once)
@@ -36,23 +38,22 @@ def head_bytes(
     going_back = width * (min(table, kernels.part_elements) if by_rows else table)
     if not model.trains_projection:
         going_back = 0
-    tile, through = workload.tile_of(settings), held_rows_bytes(workload, settings, tokens)
+    tile, through = tile_of(workload, settings), held_rows_bytes(workload, settings, tokens)
     made = 15 if width == 2 else 9
     back = tokens * made * hidden
     if tile is not None:
         back = (2 * tokens + tile * (made - 1)) * hidden
-    if settings.head_pieces > 1:
+    if num_pieces(settings) > 1:
         through += tokens * (4 * model.hidden - hidden)  # the gradient of rows is in fp32
-        others = sum(workload.micro_sizes(settings.micro_batch_tokens)) - tokens
-        waiting = 4 * model.hidden * others
-        through, back = through + waiting, back + waiting
+    waiting = waiting_rows_bytes(workload, settings, tokens)
+    through, back = through + waiting, back + waiting
     return max(through + 2 * chunk * hidden + logits + max(scoring, going_back), back)
 
 
 def held_rows_bytes(workload: Workload, settings: StepSettings, tokens: int) -> int:
     """Return the hidden states, their gradients and what the tail kept, while logits go back."""
     rows = 6 if workload.element_bytes == 2 else 5
-    if workload.tile_of(settings) is not None:
+    if tile_of(workload, settings) is not None:
         rows = 3
     return rows * tokens * workload.model.hidden * workload.element_bytes
 
@@ -60,14 +61,4 @@ def held_rows_bytes(workload: Workload, settings: StepSettings, tokens: int) -> 
 def _score_width(width: int, settings: StepSettings) -> int:
     """Return the bytes of a logit that is scored: fp32 beside it, and a gradient to begin with."""
     widened = 4 if width == 2 else 0
-    return widened if settings.head_pieces > 1 else widened + 4
-
-
-def piece_elements(model: ModelShape, num_pieces: int) -> list[int]:
-    """Return the elements of the head's params that add up with each piece, padding included."""
-    if not model.head.is_trained:
-        return []
-    others = max(0, model.head.trained_elements() - model.vocab * model.hidden)
-    pieces = vocabulary_pieces(model.vocab, num_pieces)
-    sizes = [(tokens.stop - tokens.start) * model.hidden for tokens in pieces]
-    return [*sizes[:-1], sizes[-1] + others]  # with the last: norm and bias
+    return widened if num_pieces(settings) > 1 else widened + 4

@@ -13,38 +13,12 @@ from __future__ import annotations
 from megatrain.planning.memory.kernels import Kernels
 from megatrain.planning.model.shapes import AttentionShape, BlockShape
 from megatrain.planning.workload import Workload
-from megatrain.step.settings import StepSettings
 
 
-def layer_bytes(
-    block: BlockShape, workload: Workload, settings: StepSettings, kernels: Kernels
-) -> float:
-    """Return what the backward of a layer holds at its largest, with the longest micro-batch."""
-    tokens = max(workload.micro_sizes(settings.micro_batch_tokens))
-    tile = workload.tile_of(settings)
-    if tile is None or block.attention is None:
-        return _full_rows(block, workload, tokens, kernels)
-    return _tiled(block, block.attention, workload, tokens, tile, kernels)
-
-
-def kept_bytes(block: BlockShape, workload: Workload, tokens: int) -> float:
-    """Return what the graph of a layer holds of a micro-batch, its input included."""
-    width = workload.element_bytes
-    per_token, _ = _kept_per_token(block, workload, tokens)
-    # What only the gradient of a matrix needs is kept for matrices that are trained, or adapted.
-    frozen = block.num_experts > 0 and not any(
-        t.role == "experts" for t in block.trained_part.tensors
-    )
-    per_token += (3 if frozen else 4) * width * block.inner
-    if block.num_experts:  # rows sorted by expert, and their results
-        rows = 1 if frozen else 2
-        per_token += rows * width * block.experts_per_token * workload.model.hidden
-    return tokens * per_token
-
-
-def _full_rows(block: BlockShape, workload: Workload, tokens: int, kernels: Kernels) -> float:
+def full_rows_bytes(block: BlockShape, workload: Workload, tokens: int, kernels: Kernels) -> float:
+    """Return what the backward of a layer holds at its largest."""
     hidden, width = workload.model.hidden, workload.element_bytes
-    kept, attending = _kept_per_token(block, workload, tokens)
+    kept, attending = kept_per_token(block, workload, tokens)
     gradients = block.gradient_bytes(workload.dtype)
     at_end = tokens * (kept + hidden * width) + gradients
     if block.num_experts:
@@ -68,7 +42,7 @@ def _feed_forward(block: BlockShape, workload: Workload, tokens: int, kept: floa
     return max(tokens * (kept + inner + 2 * routed) + out, tokens * (kept + inner + 4 * routed))
 
 
-def _tiled(
+def tiled_bytes(
     block: BlockShape,
     attention: AttentionShape,
     workload: Workload,
@@ -76,7 +50,7 @@ def _tiled(
     tile: int,
     kernels: Kernels,
 ) -> float:
-    """Return the largest of three: attention's own backward, and the tiles on either side of it."""
+    """Return the same over tiles: attention's own backward, or the tiles on either side of it."""
     hidden, width = workload.model.hidden, workload.element_bytes
     norms = _num_norms(block, hidden)
     made = width * (attention.query_width + attention.kv_width)
@@ -117,7 +91,7 @@ def _accumulated(attention: AttentionShape, width: int) -> int:
     return 4 * attention.query_width + _expanded(attention, width)
 
 
-def _kept_per_token(block: BlockShape, workload: Workload, tokens: int) -> tuple[float, float]:
+def kept_per_token(block: BlockShape, workload: Workload, tokens: int) -> tuple[float, float]:
     """Return what recompute keeps beside the feed-forward, and what attention's backward adds."""
     hidden, width = workload.model.hidden, workload.element_bytes
     norms, trained = (_num_norms(each, hidden) for each in (block, block.trained_part))

@@ -24,6 +24,9 @@ from dataclasses import replace
 
 from megatrain.memory.kinds import Kind
 from megatrain.memory.ledger import Ledger, Line
+from megatrain.planning.levers.tape import host_tape_bytes
+from megatrain.planning.levers.tier import has_tier, on_disk, spills
+from megatrain.planning.levers.update import in_backward, kinds, without_clipping
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.machine.reserve import reserve_line
 from megatrain.planning.memory.device import device_lines
@@ -82,7 +85,7 @@ def predicted_ledger(profile: MachineProfile, workload: Workload, settings: Step
 
 
 def _save_bytes(settings: StepSettings) -> int:
-    return SAVE_BYTES + (TIER_SAVE_BYTES if settings.tier != "none" else 0)
+    return SAVE_BYTES + (TIER_SAVE_BYTES if has_tier(settings) else 0)
 
 
 def _moved(line: Line) -> Line:
@@ -95,27 +98,27 @@ def _moved(line: Line) -> Line:
 def store_lines(workload: Workload, settings: StepSettings) -> Iterator[Line]:
     """Yield the arenas of one rank's store, in host memory or in the tier."""
     blocks = list(_counted(workload.model))
-    on_disk = workload.kinds_on_disk(settings)
-    for kind in workload.kinds(settings):
+    tiered = on_disk(workload, settings)
+    for kind in kinds(workload, settings):
         total = sum(count * _pages(_arena_bytes(kind, block, workload)) for block, count in blocks)
-        place = "tier" if kind in on_disk else "host"
+        place = "tier" if kind in tiered else "host"
         yield Line(place=place, purpose=kind.purpose, num_bytes=total)
 
 
 def _tier_ring_lines(workload: Workload, settings: StepSettings) -> Iterator[Line]:
     """Yield the host buffers between disk and updates: of layers in turns, and one of the edges."""
-    model, kinds = workload.model, workload.kinds_on_disk(settings)
-    if not kinds:
+    model, tiered = workload.model, on_disk(workload, settings)
+    if not tiered:
         return
     slots = settings.shape(num_blocks=model.num_blocks, copying=True).tier_slots
-    layers = max(_region_bytes(kinds, layer, workload) for layer in model.structures)
-    edges = [_region_bytes(kinds, edge, workload) for edge in (model.embedding, model.head)]
+    layers = max(_region_bytes(tiered, layer, workload) for layer in model.structures)
+    edges = [_region_bytes(tiered, edge, workload) for edge in (model.embedding, model.head)]
     yield Line(place="host", purpose="tier ring", num_bytes=slots * layers + max(edges))
 
 
-def _region_bytes(kinds: Iterable[Kind], block: BlockShape, workload: Workload) -> int:
+def _region_bytes(tiered: Iterable[Kind], block: BlockShape, workload: Workload) -> int:
     """Return what a block has on disk."""
-    return sum(_pages(_arena_bytes(kind, block, workload)) for kind in kinds)
+    return sum(_pages(_arena_bytes(kind, block, workload)) for kind in tiered)
 
 
 def _arena_bytes(kind: Kind, block: BlockShape, workload: Workload) -> int:
@@ -146,10 +149,9 @@ def _ring_lines(
 ) -> Iterator[Line]:
     """Yield the tape on the host, and gradients on their way to an update or to the disk."""
     model, dtype, owned = workload.model, workload.dtype, workload.division.owned
-    if settings.tape == "host" and not profile.unified:
-        total = workload.num_taped(settings) * sum(workload.taped_bytes(settings))
-        yield Line(place="host", purpose="tape", num_bytes=total)
-    if settings.update == "in_backward" or settings.tier == "gradients":
+    if not profile.unified and (tape := host_tape_bytes(workload, settings)):
+        yield Line(place="host", purpose="tape", num_bytes=tape)
+    if in_backward(settings) or spills(settings):
         layers = 2 * max(layer.gradient_bytes(dtype, owned) for layer in model.structures)
         edges = [block.gradient_bytes(dtype, owned) for block in (model.embedding, model.head)]
         rings = layers + (sum(edges) if model.tied else max(edges))
@@ -170,7 +172,7 @@ def _disk_lines(workload: Workload, settings: StepSettings) -> Iterator[Line]:
     """
     model = workload.model.trained_part if workload.model.is_adapted else workload.model
     saved = replace(workload, model=model, division=SOLE_RANK)
-    lines = list(store_lines(saved, settings.changed(update="in_backward")))
+    lines = list(store_lines(saved, without_clipping(settings)))
     carried = workload.model.carried_params * (4 if workload.dtype == "fp32" else 2)
     whole = sum(line.num_bytes for line in lines) + carried
     checkpoints = (workload.kept_checkpoints + 1) * whole

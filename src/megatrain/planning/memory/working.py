@@ -14,9 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatrain.planning.levers.chunk import num_chunks
+from megatrain.planning.levers.embedding_rows import looked_up_rows
+from megatrain.planning.levers.kept import kept_bytes, kept_total, layers_that_keep
+from megatrain.planning.levers.tiles import layer_bytes
 from megatrain.planning.memory.head import head_bytes, held_rows_bytes
 from megatrain.planning.memory.kernels import Kernels
-from megatrain.planning.memory.layers import kept_bytes, layer_bytes
 from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
 
@@ -32,7 +35,7 @@ def working_bytes(
     tokens = max(sizes)
     model, width = workload.model, workload.element_bytes
     moments = [head_bytes(workload, settings, kernels, tokens, unified=unified)]
-    kept, layers = workload.kept_layers(settings), model.layers
+    kept, layers = layers_that_keep(workload, settings), model.layers
     gone = kept_total(workload, settings)
     moments += [
         layer_bytes(layer, workload, settings, kernels) - kept_bytes(layer, workload, tokens)
@@ -64,21 +67,7 @@ def _looked_up_rows(
     if unified:
         widened = 2 if workload.element_bytes == 2 else 1
         return (2 + 2 * widened) * min(tokens, workload.model.vocab)
-    return workload.distinct_tokens() if settings.gather_embedding else workload.model.vocab
-
-
-def kept_total(workload: Workload, settings: StepSettings) -> float:
-    """Return the activations that stay, of all micro-batches, and the output of the last layer."""
-    kept = workload.kept_layers(settings)
-    if not kept:
-        return 0.0
-    sizes = workload.micro_sizes(settings.micro_batch_tokens)
-    by_layer = {
-        layer: sum(sizes.count(size) * kept_bytes(layer, workload, size) for size in set(sizes))
-        for layer in set(kept)
-    }
-    output = sum(sizes) * workload.model.hidden * workload.element_bytes
-    return sum(by_layer[layer] for layer in kept) + output
+    return looked_up_rows(workload, settings)
 
 
 def _widening_moments(
@@ -89,7 +78,7 @@ def _widening_moments(
     Where compute shares the host's memory, those of tables are added by a few rows.
     """
     model, width = workload.model, workload.element_bytes
-    chunked = tokens > settings.chunk_tokens
+    chunked = num_chunks(settings, tokens) > 1
     table = model.vocab * model.hidden
     rows = held_rows_bytes(workload, settings, tokens)
     added_whole = not (unified and settings.gradients_stay) and model.trains_projection

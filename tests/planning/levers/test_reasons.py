@@ -7,7 +7,6 @@ import re
 import pytest
 
 from megatrain.planning.memory.predicted import predicted_ledger
-from megatrain.planning.reasons import reasons_for
 from megatrain.planning.search import Search, shortfalls
 from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
@@ -22,7 +21,7 @@ def _reasons(ram: int, disk: int = 0, **pinned: str) -> dict[str, str]:
     search = Search(profile, WORKLOAD, settings, dict.fromkeys(pinned, "set by you"))
     best = search.best()
     assert best is not None
-    return reasons_for(search, best.settings)
+    return search.reasons(best.settings)
 
 
 @pytest.mark.parametrize(("ram", "lost"), [(100, "fp32"), (70, "bf16")])
@@ -53,7 +52,7 @@ def test_tiles_name_what_full_rows_lack() -> None:
     search = Search(DESKTOP, workload)
     best = search.best()
     assert best is not None
-    reasons = reasons_for(search, best.settings)
+    reasons = search.reasons(best.settings)
     assert re.fullmatch(r"full rows need .* GiB more device memory", reasons["tile_tokens"])
     assert _reasons(128)["tile_tokens"] == "full rows fit"
     assert {"grad_slots", "head_pieces"} <= reasons.keys()

@@ -1,0 +1,52 @@
+"""Gradient slots: fp32 sums that layers rotate through; with one, compute waits for each drain."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatrain.planning.levers.embedding_rows import sums_of_embedding, takes_turns
+from megatrain.planning.levers.lever import Lever
+from megatrain.planning.levers.pieces import num_pieces, piece_elements
+from megatrain.planning.workload import Workload
+from megatrain.step.settings import StepSettings
+
+if TYPE_CHECKING:
+    from megatrain.planning.search import Candidate, Search
+
+
+class GradSlots(Lever):
+    """The gradient slots that layers rotate through."""
+
+    name = "grad_slots"
+    turns = (2, 1, 3)
+
+    def choices(self, search: Search) -> list[int]:
+        return [2, 1]
+
+    def settled(self, search: Search, best: Candidate) -> Candidate:
+        """Return the best with one gradient slot, if it takes no longer."""
+        if self.name in search.pins or best.settings.grad_slots == 1:
+            return best
+        return search.no_slower(best, best.settings.changed(grad_slots=1))
+
+    def reason(self, search: Search, settings: StepSettings) -> str:
+        other = 3 - settings.grad_slots
+        return f"{other} {search.compared(settings, settings.changed(grad_slots=other))}"
+
+
+def gradient_slot_bytes(workload: Workload, settings: StepSettings) -> tuple[int, int]:
+    """Return the fp32 sums: of those that layers take turns with, and of the edges.
+
+    Pieces of the head, and then the embedding's rows too, take turns with the layers.
+    """
+    model, count = workload.model, settings.grad_slots
+    sizes = [structure.trained_elements() for structure in model.structures]
+    turns = [sizes[kind] for kind in reversed(model.layer_kinds) if sizes[kind]]
+    embedding = sums_of_embedding(workload, settings)
+    edges = [embedding, model.head.trained_elements()]
+    if (pieces := num_pieces(settings)) > 1:
+        turns = [*piece_elements(model, pieces), *turns]
+        edges = [] if takes_turns(settings) else [embedding]
+        turns += [embedding] if takes_turns(settings) and embedding else []
+    slots = [max(turns[slot::count], default=0) for slot in range(count)]
+    return 4 * sum(slots), 4 * (sum(edges) if model.tied else max(edges, default=0))

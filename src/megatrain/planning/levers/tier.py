@@ -1,0 +1,93 @@
+"""The disk tier: remainders, states and, if need be, waiting gradients are on disk between updates.
+
+Waiting gradients go there only where they wait, and after the states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from megatrain.memory.kinds import Kind, kinds_on_disk
+from megatrain.memory.ledger import gib
+from megatrain.planning.catalog.reference_machines import USUAL_DISK_BYTES
+from megatrain.planning.levers.lever import Lever
+from megatrain.planning.levers.update import kinds
+from megatrain.planning.workload import Workload
+from megatrain.step.settings import StepSettings
+
+if TYPE_CHECKING:
+    from megatrain.planning.fixes import Fix
+    from megatrain.planning.machine.profile import MachineProfile
+    from megatrain.planning.search import Search
+
+LEAST_SAVED = 1 << 20
+"""Bytes: a change that saves less is not offered."""
+
+
+class Tier(Lever):
+    """What is on disk between updates."""
+
+    name = "tier"
+    makes_home = True
+    fix_cost = 2.5
+    fills_gap = True
+
+    def applies(self, search: Search) -> bool:
+        return bool(search.profile.disk_bytes)
+
+    def choices(self, search: Search) -> Sequence[str]:
+        if not search.profile.disk_bytes:
+            return ["none"]
+        waits = search.workload.max_grad_norm is not None
+        return ["none", "states", "gradients"] if waits else ["none", "states"]
+
+    def is_costly(self, settings: StepSettings) -> bool:
+        return has_tier(settings)
+
+    def unused_text(self, profile: MachineProfile, settings: StepSettings) -> str | None:
+        if has_tier(settings):
+            return None
+        return "memory.disk is not used: host memory is enough" if profile.disk_bytes else ""
+
+    def reason(self, search: Search, settings: StepSettings) -> str:
+        from megatrain.planning.levers.homes import homes_before, lacking
+
+        others = [home for home in homes_before(search, settings) if home.tier != settings.tier]
+        if not others:
+            return "host memory is enough, and a disk wears out"
+        if settings.tier == "gradients" and others[-1].tier == "states":
+            return f"gradients are {lacking(search, others[-1])} short in memory"
+        others = [home for home in others if home.tier == "none"]
+        return f"{others[-1].state} states are {lacking(search, others[-1])} short in memory"
+
+    def fix(self, start: Fix) -> Fix | None:
+        """Keep remainders, states and if need be gradients on a drive."""
+        if start.profile.disk_bytes or self.name in start.pins:
+            return None
+        roomy = replace(start, profile=start.profile.changed(disk_bytes=USUAL_DISK_BYTES))
+        saved = start.ledger.total("host") - roomy.ledger.total("host")
+        if saved < LEAST_SAVED:
+            return None
+        written = "written" if roomy.missing else f"{gib(roomy.tier_bytes)} written"
+        override = "memory.disk=PATH"
+        text = f"{override} (on NVMe, {written} each step, -{gib(saved)} host)"
+        return start.then(text, override, profile=roomy.profile)
+
+
+TIER = Tier()
+
+
+def on_disk(workload: Workload, settings: StepSettings) -> tuple[Kind, ...]:
+    """Return what of a store is on disk between updates, and so read by each of them."""
+    return kinds_on_disk(kinds(workload, settings), settings.tier)
+
+
+def has_tier(settings: StepSettings) -> bool:
+    return settings.tier != "none"
+
+
+def spills(settings: StepSettings) -> bool:
+    """Return whether gradients wait on disk."""
+    return settings.tier == "gradients"
