@@ -45,12 +45,12 @@ from pathlib import Path
 import torch
 
 from benchmarks.load_export import _config, _count, _peak
+from megatrain.batch import MicroBatch
 from megatrain.disk.checkpoint.manifest import read_manifest
 from megatrain.disk.checkpoint.parts import checkpoint_parts
 from megatrain.disk.checkpoint.restore import restore
 from megatrain.disk.checkpoint.save import delete_checkpoint, save_checkpoint
 from megatrain.disk.hf.model import HostModel
-from megatrain.engine.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.engine.snapshot import Gate
 from megatrain.lanes.lane import Lane

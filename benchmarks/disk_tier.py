@@ -53,9 +53,9 @@ import torch
 from benchmarks.plan.configurations import Configuration, plain_profile
 from benchmarks.plan.memory import GIVING_BACK, measure_memory
 from megatrain import files
+from megatrain.batch import StepPart
 from megatrain.devices.device import CpuDevice
 from megatrain.engine.actions import StepActions
-from megatrain.engine.batch import StepPart
 from megatrain.engine.machine import build_machine
 from megatrain.lanes.lane import Action
 from megatrain.lanes.player import Player

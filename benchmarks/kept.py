@@ -15,8 +15,8 @@ import torch
 from transformers import LlamaConfig
 
 from benchmarks.weights import fill_small
+from megatrain.batch import MicroBatch
 from megatrain.doctor.fit import fitted
-from megatrain.engine.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout

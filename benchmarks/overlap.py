@@ -40,8 +40,8 @@ from dataclasses import dataclass
 import torch
 from transformers import LlamaConfig
 
+from megatrain.batch import MicroBatch
 from megatrain.devices.device import CpuDevice
-from megatrain.engine.batch import MicroBatch
 from megatrain.lanes.lane import Lane
 from megatrain.lanes.trace import Trace
 from megatrain.memory.kinds import Kind

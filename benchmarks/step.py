@@ -61,7 +61,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.weights import fill_small
-from megatrain.engine.batch import MicroBatch
+from megatrain.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.memory.host import resident_bytes
 from megatrain.memory.kinds import Kind, store_kinds

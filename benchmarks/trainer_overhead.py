@@ -19,12 +19,13 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from megatrain.batch import MicroBatch
 from megatrain.cache import CACHE_VARIABLE
 from megatrain.cli.demo import byte_tokenizer
 from megatrain.config import Config
 from megatrain.disk.hf.model import load_model
-from megatrain.engine.batch import MicroBatch, StepResult
 from megatrain.engine.engine import Engine, Says
+from megatrain.engine.results import StepResult
 from megatrain.optim.adamw import AdamW
 from megatrain.run.trainer import Trainer
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megatrain.engine.batch import MicroBatch
+from megatrain.batch import MicroBatch
 
 SPAN = 10_000
 """Token `d * SPAN + k` is token k of document d: no token occurs twice."""

@@ -15,9 +15,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from megatrain.batch import MicroBatch
 from megatrain.devices.device import draw_seed
 from megatrain.doctor.resident import added_up, rows_chosen, untied
-from megatrain.engine.batch import MicroBatch
 from megatrain.models.documents import attending, attends_by_document, with_packed_masks
 
 

@@ -14,9 +14,10 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
+from megatrain.batch import MicroBatch
 from megatrain.devices.device import CpuDevice, Device
-from megatrain.engine.batch import MicroBatch, StepResult
 from megatrain.engine.engine import Engine
+from megatrain.engine.results import StepResult
 from megatrain.lanes.player import Player
 from megatrain.memory.kinds import Kind, store_kinds
 from megatrain.memory.layout import build_layout

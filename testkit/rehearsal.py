@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatrain.batch import MicroBatch, step_part
 from megatrain.engine.actions import StepActions
-from megatrain.engine.batch import MicroBatch, step_part
 from megatrain.engine.machine import build_machine
 from megatrain.lanes.lane import Lane, Stream
 from megatrain.lanes.reference import Reference

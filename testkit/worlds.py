@@ -23,8 +23,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from megatrain.batch import MicroBatch
 from megatrain.devices.device import CpuDevice
-from megatrain.engine.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.lanes.lane import Lane
 from megatrain.memory.direct import aligned_buffer

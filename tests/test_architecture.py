@@ -20,7 +20,8 @@ LEVELS = {
     "version": 0, "text": 0, "errors": 0, "model_files": 0, "choices": 0, "progress": 1, "files": 1,
     "quantisation": 1, "output": 2,
     "cache": 2, "step": 2, "config": 3, "lanes": 3, "models": 3, "ranks": 3, "hub": 4, "losses": 4,
-    "memory": 4, "devices": 5, "optim": 5, "engine": 6, "data": 7, "disk": 7, "planning": 7,
+    "memory": 4, "batch": 5, "devices": 5, "optim": 5, "data": 6, "engine": 6, "disk": 7,
+    "planning": 7,
     "doctor": 8, "run": 9, "report": 9, "cli": 10, "rewards": 10, "__main__": 11, "__init__": 12,
 }  # fmt: skip
 BANNED_NAMES = {"utils", "helpers", "common", "misc", "manager", "base", "core"}

@@ -9,9 +9,9 @@ import torch
 from transformers import LlamaConfig
 
 from benchmarks.step import build_store
+from megatrain.batch import MicroBatch
 from megatrain.config.lora_settings import LoraSettings
 from megatrain.devices.device import CpuDevice
-from megatrain.engine.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.memory.kinds import kinds_on_disk, store_kinds
 from megatrain.models.adapters.lora import Lora

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatrain.batch import MicroBatch
 from megatrain.config import Config
-from megatrain.engine.batch import MicroBatch, StepResult
 from megatrain.engine.engine import Engine, Says
+from megatrain.engine.results import StepResult
 from megatrain.run.trainer import Trainer
 from proofs.parity.cases import Case, resolved
 from proofs.parity.steps import History, documents_of

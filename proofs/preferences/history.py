@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from megatrain.engine.batch import MicroBatch
+from megatrain.batch import MicroBatch
 
 
 @dataclass(slots=True, kw_only=True)

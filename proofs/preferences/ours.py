@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from megatrain import load_model
-from megatrain.engine.batch import MicroBatch
+from megatrain.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.memory.kinds import Kind
 from megatrain.optim.adamw import AdamW

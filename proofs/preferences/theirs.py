@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from megatrain.engine.batch import MicroBatch
+from megatrain.batch import MicroBatch
 from megatrain.losses.head import IGNORED
 from proofs.preferences.cases import RATE, STEPS, Case, made_rows
 from proofs.preferences.history import History

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 from megatrain.version import __version__
 
 if TYPE_CHECKING:
+    from megatrain.batch import MicroBatch
     from megatrain.config import Config, load_config
     from megatrain.devices.accelerator import Accelerator, accelerator
     from megatrain.devices.device import CpuDevice
     from megatrain.disk.checkpoint.own_loop import resume_loop, save_loop
     from megatrain.disk.hf.model import HostModel, load_model
-    from megatrain.engine.batch import MicroBatch, StepResult
     from megatrain.engine.engine import Engine
+    from megatrain.engine.results import StepResult
     from megatrain.errors import MegaTrainError
     from megatrain.losses.loss import Loss, LossInputs, LossValue
     from megatrain.losses.policy_gradient import PolicyGradient, group_advantages
@@ -53,11 +54,11 @@ _HOMES = {
     "LossInputs": "megatrain.losses.loss",
     "LossValue": "megatrain.losses.loss",
     "MegaTrainError": "megatrain.errors",
-    "MicroBatch": "megatrain.engine.batch",
+    "MicroBatch": "megatrain.batch",
     "PolicyGradient": "megatrain.losses.policy_gradient",
     "Rollout": "megatrain.rewards.rollouts",
     "RunProgress": "megatrain.run.brought.callbacks",
-    "StepResult": "megatrain.engine.batch",
+    "StepResult": "megatrain.engine.results",
     "StepSettings": "megatrain.step.settings",
     "Trainer": "megatrain.run.trainer",
     "accelerator": "megatrain.devices.accelerator",

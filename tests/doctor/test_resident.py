@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from megatrain.batch import MicroBatch
 from megatrain.doctor.resident import resident_gradients
-from megatrain.engine.batch import MicroBatch
 
 SIZES = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,

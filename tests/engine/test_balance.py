@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatrain import load_model
+from megatrain.batch import MicroBatch
 from megatrain.disk.hf.model import HostModel
-from megatrain.engine.batch import MicroBatch, StepResult
+from megatrain.engine.results import StepResult
 from megatrain.errors import ConfigError
 from megatrain.losses.head import IGNORED
 from megatrain.memory.kinds import Kind

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatrain.batch import MicroBatch
 from megatrain.devices.accelerator import Accelerator
 from megatrain.engine import embedding_rows
-from megatrain.engine.batch import MicroBatch
 from megatrain.engine.embedding_rows import SelectedRows, TokenRows
 from megatrain.errors import ConfigError
 from megatrain.memory.kinds import Kind

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from transformers import PreTrainedModel
 
+from megatrain.batch import MicroBatch
 from megatrain.devices.device import CpuDevice
-from megatrain.engine.batch import MicroBatch
 from megatrain.errors import BatchError
 from megatrain.memory.kinds import Kind
 from megatrain.step.ops import OpKind

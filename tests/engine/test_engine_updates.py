@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from megatrain.batch import MicroBatch
 from megatrain.engine.actions import StepActions
-from megatrain.engine.batch import MicroBatch
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.master import split_into

@@ -22,7 +22,7 @@ from transformers.models.gpt_neo import modeling_gpt_neo
 from transformers.models.gptj import modeling_gptj
 
 from megatrain import load_model
-from megatrain.engine.batch import MicroBatch
+from megatrain.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
 from megatrain.losses.head import IGNORED

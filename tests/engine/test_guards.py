@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megatrain import AdamW, Engine, HostModel, load_model
+from megatrain.batch import MicroBatch
 from megatrain.devices.device import CpuDevice
-from megatrain.engine.batch import MicroBatch
 from megatrain.engine.grad_slots import GradSlots, Tenant
 from megatrain.errors import NonFiniteStep
 from megatrain.memory.kinds import Kind

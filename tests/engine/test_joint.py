@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatrain.batch import MicroBatch
 from megatrain.disk.hf.model import HostModel
-from megatrain.engine.batch import MicroBatch
 from megatrain.models.documents import JOINT_BY_DOCUMENT, PackedDocuments, attending
 from testkit.cases import at_a_push
 from testkit.joint_families import JOINT_FAMILIES, tiny_joint_model

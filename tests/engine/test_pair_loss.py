@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from megatrain import load_model
+from megatrain.batch import MicroBatch
 from megatrain.devices.accelerator import Accelerator
 from megatrain.devices.device import CpuDevice
-from megatrain.engine.batch import MicroBatch, StepResult
 from megatrain.engine.engine import Engine
+from megatrain.engine.results import StepResult
 from megatrain.errors import BatchError
 from megatrain.losses.loss import Loss, LossInputs, LossValue, TokenWeights
 from megatrain.losses.next_token import NEXT_TOKEN

@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from megatrain import PolicyGradient, load_model
-from megatrain.engine.batch import MicroBatch
+from megatrain.batch import MicroBatch
 from megatrain.losses.loss import Loss
 from megatrain.memory.kinds import Kind
 from megatrain.optim.adamw import AdamW

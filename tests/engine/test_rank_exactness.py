@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.engine.batch import MicroBatch
+from megatrain.batch import MicroBatch
 from megatrain.engine.exchange import Exchange
 from megatrain.models.adapters.lora import Lora
 from megatrain.ranks.ownership import overlap

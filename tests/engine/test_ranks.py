@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.engine.batch import StepResult
 from megatrain.engine.engine import Engine
 from megatrain.engine.grad_slots import GradSlots, Tenant
+from megatrain.engine.results import StepResult
 from megatrain.errors import NonFiniteStep
 from megatrain.lanes.player import LANE_DEADLINE_S, Player
 from megatrain.memory.layout import build_layout

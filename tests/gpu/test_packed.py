@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatrain import load_model
-from megatrain.engine.batch import MicroBatch
+from megatrain.batch import MicroBatch
 from megatrain.memory.kinds import Kind
 from megatrain.models.documents import PackedDocuments
 from testkit.engines import make_engine

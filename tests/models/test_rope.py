@@ -13,9 +13,9 @@ import yaml
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
+from megatrain.batch import MicroBatch
 from megatrain.config.rope_settings import RopeSettings
 from megatrain.disk.hf.model import read_model_folder
-from megatrain.engine.batch import MicroBatch
 from megatrain.errors import ConfigError
 from megatrain.memory.kinds import Kind
 from megatrain.models.config_json import parse_config

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megatrain.batch import MicroBatch
 from megatrain.cli.demo import write_demo
 from megatrain.cli.exporting import export_model
 from megatrain.config import load_config
 from megatrain.disk.hf.model import load_model
-from megatrain.engine.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError, RunFolderError
 from megatrain.memory.kinds import Kind

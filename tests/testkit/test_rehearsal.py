@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import pytest
 from transformers import LlamaConfig
 
+from megatrain.batch import MicroBatch
 from megatrain.devices.accelerator import Accelerator
-from megatrain.engine.batch import MicroBatch
 from megatrain.engine.gradients import OUTBOX_BYTES
 from megatrain.memory.host import resident_bytes
 from megatrain.memory.kinds import Kind

@@ -20,11 +20,11 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
+from megatrain.batch import MicroBatch
 from megatrain.config import load_config
 from megatrain.disk.checkpoint.manifest import read_manifest
 from megatrain.disk.hf.model import load_model
 from megatrain.doctor.resident import resident_gradients
-from megatrain.engine.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.errors import Interrupted
 from megatrain.files import make_folder, write_file

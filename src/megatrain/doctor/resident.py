@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from megatrain.engine.batch import MicroBatch
+from megatrain.batch import MicroBatch
 
 
 def resident_gradients(

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
+from megatrain.batch import MicroBatch
 from megatrain.devices.device import Device
 from megatrain.doctor.rates import CopyRates
 from megatrain.doctor.subject import Subject
-from megatrain.engine.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.lanes.trace import Trace
 from megatrain.memory.kinds import Kind, store_kinds

@@ -16,9 +16,9 @@ import statistics
 import torch
 from transformers import LlamaConfig
 
+from megatrain.batch import MicroBatch
 from megatrain.devices.device import CpuDevice, Device
 from megatrain.doctor.fit import fitted, merged_profiles
-from megatrain.engine.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.lanes.trace import Span
 from megatrain.memory.kinds import Kind

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatrain.batch import StepPart
 from megatrain.devices.device import draw_seed
-from megatrain.engine.batch import StepPart
 from megatrain.engine.compute.graph import gradients_of
 from megatrain.engine.compute.head import Head
 from megatrain.engine.compute.tiles import Returned

@@ -28,8 +28,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatrain.batch import MicroBatch
 from megatrain.devices.device import Device
-from megatrain.engine.batch import MicroBatch
 from megatrain.engine.tape import HOST_GROWTH
 from megatrain.errors import ConfigError
 from megatrain.memory.kinds import Kind

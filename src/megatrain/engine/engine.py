@@ -27,23 +27,14 @@ from typing import Any, Self
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from megatrain.batch import MicroBatch, StepPart, check_batch, check_loss, step_part
 from megatrain.devices.device import CpuDevice, Device
 from megatrain.devices.out_of_memory import is_out_of_memory
 from megatrain.engine.actions import StepActions
-from megatrain.engine.batch import (
-    Fault,
-    Heard,
-    MicroBatch,
-    StepPart,
-    StepResult,
-    check_batch,
-    check_loss,
-    locate_fault,
-    step_part,
-)
 from megatrain.engine.checks import check_pieces, check_possible, check_ranks, check_tier
 from megatrain.engine.compute.one_kernel import kernel_switches
 from megatrain.engine.machine import build_machine
+from megatrain.engine.results import Fault, Heard, StepResult, locate_fault
 from megatrain.engine.snapshot import Snapshot
 from megatrain.errors import (
     CheckpointMismatch,

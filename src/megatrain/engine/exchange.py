@@ -20,8 +20,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megatrain.batch import StepPart
 from megatrain.devices.device import Device
-from megatrain.engine.batch import StepPart
 from megatrain.models.balance import Routing
 from megatrain.ranks.ownership import overlap
 from megatrain.ranks.ranks import Ranks

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatrain.batch import MicroBatch
 from megatrain.devices.device import Device
-from megatrain.engine.batch import MicroBatch
 from megatrain.engine.compute.edges import Edges
 from megatrain.engine.compute.fused import use_liger
 from megatrain.engine.compute.inputs import Inputs

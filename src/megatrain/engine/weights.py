@@ -34,8 +34,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatrain.batch import MicroBatch
 from megatrain.devices.device import Device
-from megatrain.engine.batch import MicroBatch
 from megatrain.engine.embedding_rows import EmbeddingRows
 from megatrain.memory.kinds import Kind
 from megatrain.memory.store import Store

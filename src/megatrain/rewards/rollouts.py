@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatrain.engine.batch import MicroBatch
+from megatrain.batch import MicroBatch
 from megatrain.errors import BatchError
 from megatrain.losses.head import IGNORED
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatrain.engine.batch import StepResult
+from megatrain.engine.results import StepResult
 from megatrain.planning.bound import Bound
 
 

@@ -14,11 +14,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatrain.batch import MicroBatch, step_part
 from megatrain.data.steps.answers import PairedAnswers, joined_answers, tokens_together
 from megatrain.data.steps.order import InOrder, MixedOrder, ShuffledOrder
 from megatrain.data.steps.steps import Position, Steps
 from megatrain.data.tokens.documents import JoinedDocuments, hold_out
-from megatrain.engine.batch import MicroBatch, step_part
 from megatrain.errors import ConfigError, DataError
 from megatrain.losses.preferences import Dpo
 from megatrain.ranks.ownership import Owner

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatrain.batch import MicroBatch
 from megatrain.data.steps.loader import Loader
 from megatrain.data.steps.order import ShuffledOrder
 from megatrain.data.steps.steps import Position, Steps
-from megatrain.engine.batch import MicroBatch
 from megatrain.errors import DataError
 from testkit.made_documents import log_normal
 from testkit.patience import HANG_S, eventually

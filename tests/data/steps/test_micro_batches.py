@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from megatrain.batch import MicroBatch, check_batch
 from megatrain.data.steps.micro_batches import micro_batches
 from megatrain.data.steps.packing import pack
-from megatrain.engine.batch import MicroBatch, check_batch
 from testkit.made_documents import SPAN, MadeDocuments, real_tokens
 
 _LENGTHS = st.lists(st.integers(2, 32), min_size=1, max_size=40)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatrain.batch import check_batch
 from megatrain.data.chat.masks import Encoder
 from megatrain.data.rows.rows import Row
 from megatrain.data.steps.loader import Loader
@@ -22,7 +23,6 @@ from megatrain.data.tokens.documents import JoinedDocuments
 from megatrain.data.tokens.encoding import NO_TARGET, TOO_LONG, Settings
 from megatrain.data.tokens.prepare import prepare
 from megatrain.data.tokens.prepared import PreparedData
-from megatrain.engine.batch import check_batch
 from megatrain.errors import ConfigError, DataError, DiskError
 from testkit.tokenizers_of_kinds import KINDS, made, tokenizer_of
 from testkit.written import write

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
+from megatrain.batch import MicroBatch
 from megatrain.devices.device import CpuDevice, Device
 from megatrain.doctor.gpu_check import laws as module
 from megatrain.doctor.gpu_check.failing import Broken, cause_of
@@ -28,7 +29,6 @@ from megatrain.doctor.gpu_check.laws import (
 from megatrain.doctor.gpu_check.tiny_models import PACKED, TinyModel
 from megatrain.doctor.resident import resident_gradients
 from megatrain.doctor.subject import CPU, Subject
-from megatrain.engine.batch import MicroBatch
 from megatrain.errors import DeviceFull, DoesNotFit, LaneStuck, NonFiniteStep
 from megatrain.models import documents as by_document
 from megatrain.models.documents import PackedDocuments

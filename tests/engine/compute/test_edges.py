@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatrain.batch import MicroBatch
 from megatrain.devices.accelerator import Accelerator
-from megatrain.engine.batch import MicroBatch
 from megatrain.engine.compute.edges import Edges
 from megatrain.engine.compute.later import Answers
 from megatrain.memory.kinds import Kind

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatrain.batch import MicroBatch
 from megatrain.devices.accelerator import Accelerator
 from megatrain.devices.device import CpuDevice, Device
-from megatrain.engine.batch import MicroBatch
 from megatrain.engine.compute.edges import Edges
 from megatrain.engine.compute.inputs import Inputs, MicroInputs
 from megatrain.models.template import Template

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatrain.batch import MicroBatch
 from megatrain.devices.device import CpuDevice
-from megatrain.engine.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.lanes.player import Player
 from megatrain.lanes.trace import Trace

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatrain.batch import MicroBatch
 from megatrain.cli.demo import write_demo
 from megatrain.config import Config, load_config
-from megatrain.engine.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.errors import DeviceFull
 from megatrain.memory.kinds import Kind

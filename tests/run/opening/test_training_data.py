@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from megatrain.batch import MicroBatch
 from megatrain.cli.demo import byte_tokenizer
 from megatrain.config import Config
 from megatrain.data.tokens import prepare as prepare_module
 from megatrain.data.training_rows import gather
-from megatrain.engine.batch import MicroBatch
 from megatrain.errors import ModelFolderError
 from megatrain.run.opening.tokenizer import load_tokenizer
 from megatrain.run.opening.training_data import TrainingData, open_data

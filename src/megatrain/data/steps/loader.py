@@ -14,8 +14,8 @@ from __future__ import annotations
 import queue
 import threading
 
+from megatrain.batch import MicroBatch
 from megatrain.data.steps.steps import Position, State, Steps
-from megatrain.engine.batch import MicroBatch
 from megatrain.errors import DataError
 
 _AHEAD = 2

@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megatrain.batch import MicroBatch
 from megatrain.data.steps.answers import PairedAnswers
 from megatrain.data.steps.order import Indices
 from megatrain.data.steps.packing import pack
 from megatrain.data.tokens.documents import Documents
-from megatrain.engine.batch import MicroBatch
 from megatrain.losses.head import IGNORED
 
 

@@ -16,12 +16,12 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
+from megatrain.batch import MicroBatch
 from megatrain.data.steps.answers import PER_ROW, PairedAnswers, check_room, tokens_together
 from megatrain.data.steps.micro_batches import micro_batches
 from megatrain.data.steps.order import Indices, Order
 from megatrain.data.steps.packing import WINDOW_ROWS, Windows
 from megatrain.data.tokens.documents import Documents
-from megatrain.engine.batch import MicroBatch
 from megatrain.errors import ConfigError, DataError
 
 State = dict[str, int | str]

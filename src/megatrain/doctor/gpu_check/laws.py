@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 from transformers import PreTrainedModel
 
+from megatrain.batch import MicroBatch
 from megatrain.devices.accelerator import Accelerator
 from megatrain.devices.device import Device
 from megatrain.devices.runtime import PinningFailed, Runtime
@@ -50,7 +51,6 @@ from megatrain.doctor.gpu_check.tiny_models import (
 )
 from megatrain.doctor.resident import resident_gradients, resident_logprobs
 from megatrain.doctor.subject import Subject
-from megatrain.engine.batch import MicroBatch
 from megatrain.errors import DeviceFull
 from megatrain.lanes.reference import Reference
 from megatrain.memory.kinds import Kind

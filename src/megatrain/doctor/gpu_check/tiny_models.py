@@ -18,8 +18,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from megatrain.batch import MicroBatch
 from megatrain.devices.device import Device
-from megatrain.engine.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.lanes.player import Player
 from megatrain.lanes.playing import Plays

@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from megatrain.engine.batch import SOURCE_LOSS, SOURCE_UNITS, StepPart
+from megatrain.batch import StepPart
 from megatrain.engine.compute.inputs import MicroInputs
 from megatrain.engine.compute.tail import Tail
 from megatrain.engine.machine import Machine
+from megatrain.engine.results import SOURCE_LOSS, SOURCE_UNITS
 from megatrain.losses.head import TrainedRows, head_gradients, head_logprobs
 from megatrain.losses.loss import Loss, LossValue, TokenWeights
 from megatrain.losses.pieces import piece_gradients, row_sums

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from transformers.utils.generic import is_flash_attention_requested
 
+from megatrain.batch import MicroBatch
 from megatrain.devices.device import Device, copy_bits
-from megatrain.engine.batch import MicroBatch
 from megatrain.engine.compute.edges import Edges
 from megatrain.engine.compute.later import Answers
 from megatrain.engine.tape import HOST_GROWTH

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from megatrain.engine.batch import SOURCE_LOSS, SOURCE_UNITS, MicroBatch
+from megatrain.batch import MicroBatch
 from megatrain.engine.engine import Engine
+from megatrain.engine.results import SOURCE_LOSS, SOURCE_UNITS
 from megatrain.losses.next_token import NextToken
 from megatrain.run.console import preference_words
 from megatrain.run.state import perplexity

@@ -26,6 +26,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatrain import files
+from megatrain.batch import MicroBatch
 from megatrain.cache import writable_cache_folder
 from megatrain.config import Config
 from megatrain.data.steps.micro_batches import laid_out
@@ -34,7 +35,6 @@ from megatrain.data.tokens.documents import Documents
 from megatrain.data.tokens.prepared import digest_of
 from megatrain.data.training_rows import TrainingRows, one_of
 from megatrain.disk.hf.model import HostModel
-from megatrain.engine.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.errors import DataError
 from megatrain.memory.kinds import Kind

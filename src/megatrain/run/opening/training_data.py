@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from megatrain.batch import MicroBatch
 from megatrain.cache import writable_cache_folder
 from megatrain.config import Config
 from megatrain.config.data_settings import DataSource
@@ -20,7 +21,6 @@ from megatrain.data.steps.order import Indices, InOrder, Order
 from megatrain.data.steps.steps import Position, State, Steps
 from megatrain.data.tokens.documents import Documents, Subset, num_rows
 from megatrain.data.training_rows import TrainingRows, by_tokens, gather, one_of, source_names
-from megatrain.engine.batch import MicroBatch
 from megatrain.errors import DataError
 from megatrain.models.decoder import Decoder
 from megatrain.ranks.ranks import ALONE, Ranks

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.engine.batch import MicroBatch, check_batch, check_loss
+from megatrain.batch import MicroBatch, check_batch, check_loss
 from megatrain.errors import BatchError
 from megatrain.losses.loss import Loss, LossInputs, LossValue
 from megatrain.losses.next_token import NEXT_TOKEN
