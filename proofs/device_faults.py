@@ -28,7 +28,8 @@ from megatrain.devices.accelerator import Accelerator
 from megatrain.devices.device import CpuDevice
 from megatrain.devices.pinning import Registry, Ring
 from megatrain.devices.runtime import TorchRuntime
-from megatrain.engine.grad_slots import GradSlots
+from megatrain.engine.gradients.slot_sums import SlotSums
+from megatrain.step.ops import SlotId
 from testkit.host_gpu import control, module
 from testkit.worlds import Case, Outcome, make_batch, world_of
 
@@ -234,12 +235,17 @@ def _streams(kind: type[_Changed]) -> Plant:
 
 def _keeps_parts() -> AbstractContextManager[object]:
     """Gradients go out as compute made them, and its stream has their memory back meanwhile."""
-    make = GradSlots.__init__
 
-    def made(self: GradSlots, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs | {"keeps_first": True})
+    def add(self: SlotSums, slot: SlotId, name: str, place: Tensor, grad: Tensor) -> None:
+        sums = self._sums[slot]
+        if name not in sums:
+            sums[name] = grad
+            return
+        if sums[name].data_ptr() != place.data_ptr():
+            sums[name] = place.copy_(sums[name])
+        sums[name].add_(grad)
 
-    return mock.patch.object(GradSlots, "__init__", made)
+    return mock.patch.object(SlotSums, "_add", add)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ CALLS = {
 }  # fmt: skip
 MODULES = (
     "lanes.lane", "lanes.progress", "lanes.player", "lanes.reference", "devices.pinning",
-    "devices.accelerator", "engine.engine", "engine.gradients",
+    "devices.accelerator", "engine.engine", "engine.gradients.outbox",
 )  # fmt: skip
 
 
@@ -254,35 +254,35 @@ MUTANTS = [
     ),
     # gradients: two streams, and two halves of the outbox
     Mutant(
-        where="engine.gradients._Outbox.begin",
+        where="engine.gradients.outbox.Outbox.begin",
         what="sums are cast before they are whole",
         old="self._begun = self._device.current_stream().record_event()",
         new="pass",
         call="record_event",
     ),
     Mutant(
-        where="engine.gradients._Outbox.send",
+        where="engine.gradients.outbox.Outbox.send",
         what="a half is cast into under its copy",
         old="self._copied[self._turn] = self._device.current_stream().record_event()",
         new="pass",
         call="record_event",
     ),
     Mutant(
-        where="engine.gradients._Outbox._cast",
+        where="engine.gradients.outbox.Outbox._cast",
         what="casts wait for nothing",
         old="self._casts.wait_event(event)",
         new="pass",
         call="wait_event",
     ),
     Mutant(
-        where="engine.gradients._Outbox._cast",
+        where="engine.gradients.outbox.Outbox._cast",
         what="a half is copied before it is cast",
         old="self._device.current_stream().wait_event(cast)",
         new="pass",
         call="wait_event",
     ),
     Mutant(
-        where="engine.gradients._Outbox._cast",
+        where="engine.gradients.outbox.Outbox._cast",
         what="the cast is called done before it is queued",
         old="    _fill(piece, total)\n        cast = self._casts.record_event()",
         new="    cast = self._casts.record_event()\n        _fill(piece, total)",

@@ -151,7 +151,7 @@ def test_gradients_of_rows_take_the_turn_of_a_layer_where_the_head_has_no_place(
         ) as engine,
     ):
         engine.step([MicroBatch(input_ids=ids, labels=ids)])
-        slots = engine._machine.gradients._slots._buffers
+        slots = engine._machine.gradients._sums._slots.buffers
         found = {slot: buffer.nbytes for slot, buffer in slots.items()}
     layer = 4 * sum(s.num_elements for s in world.store.layout.trained_segments(1))
     assert 8 < layer // (4 * 32) < 304

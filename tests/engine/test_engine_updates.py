@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from megatrain.batch import MicroBatch
 from megatrain.engine.actions import StepActions
+from megatrain.engine.gradients.slot_sums import SlotSums
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.master import split_into
@@ -227,10 +228,9 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Poison:
         def drain(actions: StepActions, op: Op) -> int | None:
             if op.block in blocks and actions._step == 2:
                 assert op.grad_slot is not None
-                sums = actions._machine.gradients._slots._sums[op.grad_slot]
-                total = next(iter(sums.values())).whole
-                assert total is not None
-                total.view(-1)[5] = value
+                sums = actions._machine.gradients._sums
+                assert isinstance(sums, SlotSums)
+                next(iter(sums._sums[op.grad_slot].values())).view(-1)[5] = value
             return table(actions)[OpKind.DRAIN](op)
 
         monkeypatch.setattr(

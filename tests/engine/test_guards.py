@@ -14,7 +14,8 @@ from torch import Tensor
 from megatrain import AdamW, Engine, HostModel, load_model
 from megatrain.batch import MicroBatch
 from megatrain.devices.device import CpuDevice
-from megatrain.engine.grad_slots import GradSlots, Tenant
+from megatrain.engine.gradients.home_sums import HomeSums
+from megatrain.engine.gradients.slots import Tenant
 from megatrain.errors import NonFiniteStep
 from megatrain.memory.kinds import Kind
 from megatrain.optim.states import M, V
@@ -53,7 +54,7 @@ Poison = Callable[[int, int, float, int], None]
 def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[Poison]:
     """Give `poison(block, nth part of that block, value, how many times)`: spoils one element."""
     plan: dict[str, Any] = {}
-    add, add_rows = GradSlots.add, GradSlots.add_rows
+    add, add_rows = HomeSums.add, HomeSums.add_rows
 
     def spoil(block: int, grad: Tensor | None) -> None:
         if plan.get("block") == block and plan["times"] > 0 and grad is not None:
@@ -63,19 +64,19 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[Poison]:
                 plan["times"] -= 1
 
     def spoiling_add(
-        self: GradSlots, slot: Any, tenant: Tenant, grads: Any, first_row: int | None = None
+        self: HomeSums, slot: Any, tenant: Tenant, grads: Any, first_row: int | None = None
     ) -> None:
         spoil(tenant[0], next((grad for grad in grads.values() if grad is not None), None))
         add(self, slot, tenant, grads, first_row)
 
     def spoiling_add_rows(
-        self: GradSlots, slot: Any, tenant: Tenant, name: str, ids: Tensor, grad: Tensor
+        self: HomeSums, slot: Any, tenant: Tenant, name: str, ids: Tensor, grad: Tensor
     ) -> None:
         spoil(tenant[0], grad)
         add_rows(self, slot, tenant, name, ids, grad)
 
-    monkeypatch.setattr(GradSlots, "add", spoiling_add)
-    monkeypatch.setattr(GradSlots, "add_rows", spoiling_add_rows)
+    monkeypatch.setattr(HomeSums, "add", spoiling_add)
+    monkeypatch.setattr(HomeSums, "add_rows", spoiling_add_rows)
 
     def arm(block: int, skip: int, value: float, times: int, element: int = 0) -> None:
         plan.update(block=block, skip=skip, value=value, times=times, element=element)

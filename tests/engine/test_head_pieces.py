@@ -183,7 +183,7 @@ def memory(head_pieces: int, *, grad_slots: int = 2, gathers: bool = True) -> tu
         world_of("llama").engine(case, device=device, gather_embedding=gathers) as engine,
     ):
         engine.step(BATCH)
-        slots = engine._machine.gradients._slots._buffers.values()
+        slots = engine._machine.gradients._sums._slots.buffers.values()
         return sum(buffer.nbytes for buffer in slots), device.peak_bytes
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megatrain.engine.engine import Engine
-from megatrain.engine.grad_slots import GradSlots, Tenant
+from megatrain.engine.gradients.slot_sums import SlotSums
+from megatrain.engine.gradients.slots import Tenant
 from megatrain.engine.results import StepResult
 from megatrain.errors import NonFiniteStep
 from megatrain.lanes.player import LANE_DEADLINE_S, Player
@@ -125,16 +126,16 @@ def test_a_fault_of_one_rank_is_seen_and_located_by_all(on_nonfinite: str) -> No
 @pytest.fixture
 def spoilt_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Spoil one element of a layer's gradient, on whichever rank adds to it first."""
-    left, add = [1], GradSlots.add
+    left, add = [1], SlotSums.add
 
     def spoiling(
-        self: GradSlots, slot: Any, tenant: Tenant, grads: Any, first_row: int | None = None
+        self: SlotSums, slot: Any, tenant: Tenant, grads: Any, first_row: int | None = None
     ) -> None:
         if tenant[0] == 2 and left and left.pop():
             next(iter(grads.values())).view(-1)[0] = torch.nan
         add(self, slot, tenant, grads, first_row)
 
-    monkeypatch.setattr(GradSlots, "add", spoiling)
+    monkeypatch.setattr(SlotSums, "add", spoiling)
     return left
 
 

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from megatrain.batch import MicroBatch
 from megatrain.devices.accelerator import Accelerator
-from megatrain.engine.gradients import OUTBOX_BYTES
+from megatrain.engine.gradients.outbox import OUTBOX_BYTES
 from megatrain.memory.host import resident_bytes
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout

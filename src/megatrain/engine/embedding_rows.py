@@ -9,7 +9,7 @@ looked up, scaled and summed as before. Only where the head does not read the sa
     FETCH(0)   rows of weights[0] -> device           NORM(0)   rows -> grad[0], zero elsewhere
     DRAIN(0)   their gradient -> rows on the host
 
-Only the doors know of it: weights.py reads the rows here, gradients.py drains and spreads them.
+Only the doors know of it: weights.py reads the rows here, gradients/ drains and spreads them.
 
 Where compute shares the host's memory nothing is sent, but backward still makes a gradient of rows,
 those of its micro-batch, and not of a table that is mostly zeros (TokenRows).

@@ -22,7 +22,7 @@ from megatrain.engine.compute.kept import KeptActivations
 from megatrain.engine.compute.layers import Layers
 from megatrain.engine.embedding_rows import EmbeddingRows, TokenRows
 from megatrain.engine.exchange import SharedRouting
-from megatrain.engine.gradients import Gradients
+from megatrain.engine.gradients.door import Gradients
 from megatrain.engine.tape import ALIGNMENT, Tape
 from megatrain.engine.updates import Updates
 from megatrain.engine.weights import Weights

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatrain.engine import gradients, tape
+from megatrain.engine import tape
+from megatrain.engine.gradients import outbox
 from megatrain.losses.preferences import Dpo
 from megatrain.memory.layout import build_layout
 from megatrain.memory.ledger import Ledger
@@ -51,7 +52,7 @@ BATCHES: list[Batch] = [
 
 
 def test_numbers_of_modules_that_need_torch() -> None:
-    assert device.PLANNED_OUTBOX_BYTES == gradients.OUTBOX_BYTES
+    assert device.PLANNED_OUTBOX_BYTES == outbox.OUTBOX_BYTES
     assert TAPE_ALIGNMENT == tape.ALIGNMENT
 
 

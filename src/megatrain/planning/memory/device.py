@@ -3,7 +3,7 @@
     weight slots      of the layers, in turns; of embedding and head, one each
     gradient slots    fp32 sums: one or two for the layers, one for embedding and head
     embedding rows    those of a step's tokens, where they are gathered
-    outbox, tape      engine/gradients.py, engine/tape.py
+    outbox, tape      engine/gradients/outbox.py, engine/tape.py
     kept activations  of the top layers, from forward to backward (engine/compute/kept.py)
     exchange          two buffers between ranks (engine/exchange.py); slots then have room for the
                       parts of all ranks
@@ -32,7 +32,7 @@ from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
 
 PLANNED_OUTBOX_BYTES = 64 << 20
-"""As in engine/gradients.py, which needs torch; a test holds them equal."""
+"""As in engine/gradients/outbox.py, which needs torch; a test compares them."""
 
 
 def device_lines(

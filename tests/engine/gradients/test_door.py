@@ -1,4 +1,4 @@
-"""Laws of gradients.py: where gradients are on the host, and what a drain makes of a sum."""
+"""Laws of door.py: where gradients are on the host, and what a drain makes of a sum."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatrain.devices.device import CpuDevice
-from megatrain.engine.gradients import Gradients
+from megatrain.engine.gradients.door import Gradients
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store

@@ -1,0 +1,8 @@
+"""Gradients between compute and the optimizer: the door, and one class for each way of adding up.
+
+door.py         the one class that the engine knows: it chooses what follows once
+slots.py        the memory of gradient slots, and where params are in it
+home_sums.py    compute shares the host's memory: sums are where the optimizer reads them
+slot_sums.py    a device that copies: sums in slots, then by the outbox to the host
+outbox.py       a sum takes the dtype of the host on its way there
+"""

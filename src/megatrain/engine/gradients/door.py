@@ -1,0 +1,277 @@
+"""The door through which a block's gradient adds up, leaves the device and is read.
+
+    HEAD, PIECE,     begin(op), add(grads)   compute lane: sums in fp32
+    BACKWARD
+    EXCHANGE(b)      exchange(op)            comm lane: with other ranks, each gets the part it owns
+    DRAIN(b)         drain(op)               out lane: queue the copies to the host, in its dtype
+    NORM(b)          finish(op)              host lane: the drained bytes are the full gradient now
+    NORM, UPDATE     flat(op)                host lane: where it is, one flat view per segment
+    SPILL(b)         pages(op)               disk lane: its bytes, if it waits on disk
+
+How gradients add up is chosen once: at home (home_sums.py) where compute shares the host's memory,
+in slots (slot_sums.py) on a device that copies.
+
+On the host a gradient is in the store (kind `grad`) until the norm of the step is known. Where
+compute shares the host's memory it may add up there: the update of the step before has read that
+place, for FORWARD(b) reads the weights it wrote. Where updates run in backward, or gradients wait
+on disk, it is in a ring of a few buffers.
+
+Who waits: nothing here does. `drain` queues casts and copies, which are done when the stream of the
+out lane is there, and the host ops run once it is complete. The schedule gives a slot to the next
+block after the drain, and a buffer of the ring after the update. Views of `flat` are valid until
+the next drain into them.
+
+Where ranks share the store, all that is on the host is what this rank owns.
+
+Laws (tests/engine/gradients/test_door.py)
+    1. The views of `flat` have dtype and size of their segments, and do not overlap.
+    2. A drained gradient is the fp32 sum, rounded once to the host's dtype.
+    3. A model that is only read has no memory for gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from torch import Tensor
+
+from megatrain.devices.device import Device
+from megatrain.engine.embedding_rows import EmbeddingRows
+from megatrain.engine.exchange import Exchange
+from megatrain.engine.gradients.home_sums import HomeSums
+from megatrain.engine.gradients.outbox import OUTBOX_BYTES, DirectCopies, Outbox
+from megatrain.engine.gradients.slot_sums import SlotSums
+from megatrain.engine.gradients.slots import GradSlots, Tenant
+from megatrain.memory.kinds import Kind
+from megatrain.memory.layout import PAGE, Layout, Segment
+from megatrain.memory.store import Store
+from megatrain.ranks.ranks import ALONE, Ranks
+from megatrain.step.ops import Op, Role, SlotId
+from megatrain.step.places import block_places
+from megatrain.step.settings import vocabulary_pieces
+from megatrain.step.shape import StepShape
+
+User = TypeVar("User", int, Tenant)
+
+
+class Gradients:
+    """The gradients of all trained blocks, from compute to the host lane."""
+
+    def __init__(
+        self,
+        store: Store,
+        device: Device,
+        shape: StepShape,
+        rows: EmbeddingRows | None,
+        *,
+        updates: bool,
+        projection: Sequence[str] = (),
+        ranks: Ranks = ALONE,
+    ) -> None:
+        """`updates`: an optimizer will read them. Without one they stay in the store, if there.
+
+        `projection` are the params that have a row per token: they leave by pieces, if any do.
+        """
+        self._layout = store.layout
+        trains = updates or Kind.GRAD in store.kinds
+        places = [place for place in enumerate(block_places(shape)) if trains]
+        self._slot_of: dict[Tenant, SlotId] = {
+            (block, piece): slot for block, p in places for piece, slot in enumerate(p.grad_slots)
+        }
+        self._piece = 0
+        """Piece of the op whose gradients are being added."""
+        trains_rows = rows is not None and store.layout.places[rows.name].param.trained
+        self._rows = rows if trains_rows else None
+        slots = GradSlots(
+            store.layout,
+            _users(self._slot_of),
+            lambda size: device.allocate(size, "gradient slots"),
+            cuts=_cuts(store.layout, projection, shape.head_pieces),
+            gathered=None if self._rows is None else self._rows.name,
+        )
+        ring_slot_of = {b: p.host_grad for b, p in places if p.host_grad is not None}
+        self._on_host = _OnHost(store, device, ring_slot_of)
+        self.by_rows = device.copying or not ring_slot_of
+        """Whether the gradient of a large table comes some rows at a time: its sum has a place."""
+        self._sums: HomeSums | SlotSums
+        if device.copying:
+            self._sums = _slot_sums(slots, device, shape if trains else None, self._rows, ranks)
+        else:
+            trained = [block for block, _ in places if block not in ring_slot_of]
+            self._sums = HomeSums(slots, _homes(store, trained))
+        if device.own_memory and trains and not ring_slot_of:
+            device.pin("gradients", store.arena(Kind.GRAD))
+
+    def reserve(self) -> None:
+        """Make room for the rows that a step needs. Nothing may be under way."""
+        if isinstance(self._sums, SlotSums):
+            self._sums.reserve()
+
+    def begin(self, op: Op) -> None:
+        """Forget what the gradient slots hold that `op` writes, unless it adds to them.
+
+        Gradients that are added from now on belong to its piece. The head of a tied model also
+        begins the embedding's: its parts come first.
+        """
+        self._piece = op.piece or 0
+        if op.adds:
+            return
+        for family, *where in op.writes:
+            if family == "grad_slot":
+                self._sums.begin(where[0])
+
+    def add(self, grads: Mapping[str, Tensor | None], first_row: int | None = None) -> None:
+        """Add gradients by param name; None adds nothing. Parts may be kept until the drain.
+
+        With `first_row` they have some rows only, from that one on.
+        """
+        by_block: dict[int, dict[str, Tensor]] = {}
+        for name, grad in grads.items():
+            if grad is not None:
+                block = self._layout.places[name].segment.block
+                by_block.setdefault(block, {})[name] = grad
+        for block, parts in by_block.items():
+            tenant = (block, self._piece)
+            self._sums.add(self._slot_of[tenant], tenant, parts, first_row)
+
+    def add_rows(self, name: str, ids: Tensor, grad: Tensor) -> None:
+        """Add a gradient that is zero but for the rows `ids` (rows,), which are distinct.
+
+        Only where compute shares the host's memory.
+        """
+        assert isinstance(self._sums, HomeSums)
+        tenant = (self._layout.places[name].segment.block, self._piece)
+        self._sums.add_rows(self._slot_of[tenant], tenant, name, ids, grad)
+
+    def exchange(self, op: Op) -> int:
+        """Queue what makes this rank's part of the gradient the sum of all ranks.
+
+        Returns the bytes that go to others.
+        """
+        assert isinstance(self._sums, SlotSums)
+        return self._sums.exchange(*_place(op))
+
+    def drain(self, op: Op) -> int:
+        """Queue the copies of the gradient, or of its piece, to the host; return their bytes."""
+        return self._sums.drain(*_place(op), self.flat(op))
+
+    def finish(self, op: Op) -> None:
+        """Make the drained bytes of the op's block its full gradient: rows become a table."""
+        if op.role is Role.EMBEDDING and self._rows is not None:
+            self._rows.spread(self._param(op, self._rows.name))
+
+    def flat(self, op: Op, region: Tensor | None = None) -> list[tuple[Segment, Tensor]]:
+        """Return where the gradient of the op's block is on the host, segment by segment.
+
+        `region` has what the block has on disk: its gradient too, if that waited there.
+        """
+        assert op.block is not None
+        return self._on_host.flat(op.block, op.host_grad, region)
+
+    def pages(self, op: Op) -> Tensor:
+        """Return the drained gradient of the op's block as whole pages, laid out as in a store."""
+        assert op.block is not None
+        assert op.host_grad is not None
+        return self._on_host.pages(op.block, op.host_grad)
+
+    def _param(self, op: Op, name: str) -> Tensor:
+        """Return where the gradient of one param of the op's block is on the host, flat."""
+        place = self._layout.places[name]
+        (gradient,) = (flat for segment, flat in self.flat(op) if segment is place.segment)
+        return gradient[place.start : place.start + place.param.num_elements]
+
+
+class _OnHost:
+    """Where gradients wait for their update: in the store, or in a ring of a few buffers."""
+
+    def __init__(self, store: Store, device: Device, ring_slot_of: Mapping[int, SlotId]) -> None:
+        self._store = store
+        self._ring = {
+            slot: device.map_host(max(map(self._num_pages, blocks)) * PAGE, "gradients")
+            for slot, blocks in _users(ring_slot_of).items()
+        }
+
+    def flat(
+        self, block: int, ring_slot: SlotId | None, region: Tensor | None
+    ) -> list[tuple[Segment, Tensor]]:
+        segments = self._store.layout.trained_segments(block)
+        if ring_slot is None:
+            return [(s, self._store.segment(s, Kind.GRAD, region)) for s in segments]
+        buffer, start, found = self._ring[ring_slot], 0, []
+        for segment in segments:
+            stop = start + len(segment.owned) * segment.dtype.itemsize
+            found.append((segment, buffer[start:stop].view(segment.dtype)))
+            start = stop
+        return found
+
+    def pages(self, block: int, ring_slot: SlotId) -> Tensor:
+        return self._ring[ring_slot][: self._num_pages(block) * PAGE]
+
+    def _num_pages(self, block: int) -> int:
+        return -(-_owned_bytes(self._store.layout, block) // PAGE)
+
+
+def _slot_sums(
+    slots: GradSlots,
+    device: Device,
+    trained: StepShape | None,
+    rows: EmbeddingRows | None,
+    ranks: Ranks,
+) -> SlotSums:
+    """Return sums in slots, with the buffers that they pass on their way; `trained` needs some."""
+    exchange: Exchange | None = None
+    copies: Outbox | DirectCopies = DirectCopies()
+    layout = slots.layout
+    if trained is not None and trained.divided:
+        largest = max(_all_bytes(layout, block) for block in trained.trained_blocks)
+        exchange = Exchange(device, ranks, largest)
+    if trained is not None and device.own_memory:
+        largest = max(_owned_bytes(layout, block) for block in trained.trained_blocks)
+        # A rank may own nothing of a model that is tiny.
+        copies = Outbox(device, max(PAGE, min(largest, OUTBOX_BYTES)))
+    return SlotSums(slots, copies, exchange=exchange, rows=rows)
+
+
+def _place(op: Op) -> tuple[SlotId, Tenant]:
+    """Return the gradient slot of an op, and its tenant there."""
+    assert op.block is not None
+    assert op.grad_slot is not None
+    return op.grad_slot, (op.block, op.piece or 0)
+
+
+def _users(slot_of: Mapping[User, SlotId]) -> dict[SlotId, list[User]]:
+    """Return who visits each slot."""
+    users: dict[SlotId, list[User]] = {}
+    for user, slot in slot_of.items():
+        users.setdefault(slot, []).append(user)
+    return users
+
+
+def _homes(store: Store, blocks: Sequence[int]) -> dict[str, Tensor]:
+    """Return the places in the store where the gradients of these blocks wait, by param."""
+    trained = [
+        place.param.name
+        for block in blocks
+        for segment in store.layout.trained_segments(block)
+        for place in store.layout.segment_places(segment)
+    ]
+    return {name: store.param(name, Kind.GRAD) for name in trained}
+
+
+def _cuts(layout: Layout, names: Sequence[str], num_pieces: int) -> dict[str, list[slice]]:
+    """Return the rows of each piece, by param."""
+    if num_pieces == 1:
+        return {}
+    params = [layout.places[name].param for name in names if name in layout.places]
+    return {param.name: vocabulary_pieces(param.shape[0], num_pieces) for param in params}
+
+
+def _owned_bytes(layout: Layout, block: int) -> int:
+    """Return the bytes of this rank's part of a block's gradient, on the host."""
+    return sum(len(s.owned) * s.dtype.itemsize for s in layout.trained_segments(block))
+
+
+def _all_bytes(layout: Layout, block: int) -> int:
+    """Return the bytes of a block's gradient, of all ranks."""
+    return sum(s.num_elements * s.dtype.itemsize for s in layout.trained_segments(block))

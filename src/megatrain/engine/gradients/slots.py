@@ -1,0 +1,146 @@
+"""Gradient slots: flat fp32 buffers, and where the params of their tenants are in them.
+
+A slot is used by its tenants one after another: blocks, or pieces of the head. It has a tenant's
+params one behind the other, and of some of them a few rows only:
+
+    of a param that is cut into pieces      the rows of the tenant's piece
+    of the embedding by rows                as many rows as a step has distinct tokens
+
+Laws (tests/engine/gradients/test_slots.py)
+    1. A slot is as large as the largest of its tenants.
+    2. Memory is allocated at construction and, for rows, in `reserve`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatrain.memory.layout import ALIGN, Layout, Place
+from megatrain.step.ops import SlotId
+
+Allocate = Callable[[int], Tensor]
+"""Takes a number of bytes, returns that many as uint8."""
+Tenant = tuple[int, int]
+"""A block and its piece; a block that is not cut is its piece 0."""
+
+
+class Portion(NamedTuple):
+    """A tenant's share of one param: all of it, or some of its rows."""
+
+    name: str
+    segment: int
+    """The number of its segment among the trained ones of the block."""
+    start: int
+    """Position of its first element in the segment."""
+    shape: tuple[int, ...]
+    padding: slice
+    """Elements of the segment behind the param that this tenant fills with zeros."""
+
+    @property
+    def num_elements(self) -> int:
+        return int(torch.Size(self.shape).numel())
+
+    @property
+    def padded_elements(self) -> int:
+        """Elements that it takes up in a slot."""
+        return -(-self.num_elements // ALIGN) * ALIGN
+
+
+class GradSlots:
+    """Buffers for gradients, one per slot."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        users: Mapping[SlotId, Sequence[Tenant]],
+        allocate: Allocate,
+        *,
+        cuts: Mapping[str, Sequence[slice]] | None = None,
+        gathered: str | None = None,
+    ) -> None:
+        """`users` are the tenants of each slot.
+
+        `cuts` has the rows of each piece of a param; the last piece has the other params of its
+        block. The param `gathered` has as many rows as `reserve` says; its slot begins there.
+        """
+        self.layout, self.cuts = layout, cuts or {}
+        self._users, self._allocate, self._gathered = users, allocate, gathered
+        self._num_pieces = Counter(block for tenants in users.values() for block, _ in tenants)
+        self._num_rows = 0
+        self.buffers: dict[SlotId, Tensor] = {}
+        """The memory of each slot, in fp32. (elements,)"""
+        self.portions: dict[Tenant, list[Portion]] = {}
+        """The params of each tenant, as they follow on each other in its slot."""
+        self.views: dict[Tenant, dict[str, Tensor]] = {}
+        """The same as views into the slot, by param, in their own shapes."""
+        self._rows_slot = None if gathered is None else self._slot_with(gathered)
+        for slot in users:
+            if slot != self._rows_slot:
+                self._make_room(slot)
+
+    def __iter__(self) -> Iterator[SlotId]:
+        return iter(self._users)
+
+    def reserve(self, num_rows: int) -> None:
+        """Make room for so many rows of the param `gathered`. Nobody may hold a view of its slot.
+
+        A slot that grows is another buffer, with other views.
+        """
+        self._num_rows = num_rows
+        if self._rows_slot is not None:
+            self._make_room(self._rows_slot)
+
+    def _slot_with(self, name: str) -> SlotId | None:
+        block = self.layout.places[name].segment.block
+        return next((slot for slot, users in self._users.items() if (block, 0) in users), None)
+
+    def _make_room(self, slot: SlotId) -> None:
+        """Lay out the slot's tenants; allocate it if it is not large enough for them."""
+        tenants = self._users[slot]
+        self.portions |= {tenant: list(self._portions_of(tenant)) for tenant in tenants}
+        sizes = (sum(p.padded_elements for p in self.portions[tenant]) for tenant in tenants)
+        needed = 4 * max(sizes)
+        if slot not in self.buffers or self.buffers[slot].nbytes < needed:
+            for tenant in tenants:  # views keep the memory of a smaller buffer
+                self.views.pop(tenant, None)
+            self.buffers.pop(slot, None)
+            self.buffers[slot] = self._allocate(needed).view(torch.float32)
+        for tenant in tenants:
+            self.views[tenant] = _views(self.buffers[slot], self.portions[tenant])
+
+    def _portions_of(self, tenant: Tenant) -> Iterator[Portion]:
+        block, piece = tenant
+        last = piece == self._num_pieces[block] - 1
+        for number, segment in enumerate(self.layout.trained_segments(block)):
+            for place in self.layout.segment_places(segment):
+                if place.param.name in self.cuts:
+                    rows = self.cuts[place.param.name][piece]
+                    yield _rows_of(place, number, rows, pads=last)
+                elif last:
+                    portion = _rows_of(place, number, None, pads=True)
+                    if place.param.name == self._gathered:
+                        portion = portion._replace(shape=(self._num_rows, *portion.shape[1:]))
+                    yield portion
+
+
+def _rows_of(place: Place, segment: int, rows: slice | None, *, pads: bool) -> Portion:
+    """Return some rows of a param, or all; `pads`: and the zeros behind it."""
+    name, shape, start = place.param.name, tuple(place.param.shape), place.start
+    stop = start + place.param.num_elements
+    if rows is not None:
+        start += rows.start * (place.param.num_elements // shape[0])
+        shape = (rows.stop - rows.start, *shape[1:])
+    return Portion(name, segment, start, shape, slice(stop, place.padded_stop if pads else stop))
+
+
+def _views(buffer: Tensor, portions: Sequence[Portion]) -> dict[str, Tensor]:
+    views, start = {}, 0
+    for portion in portions:
+        views[portion.name] = buffer[start : start + portion.num_elements].view(portion.shape)
+        start += portion.padded_elements
+    return views
