@@ -21,8 +21,8 @@ from megatrain.disk.hf.model import HostModel
 from megatrain.engine.engine import Engine
 from megatrain.memory.kinds import Kind
 from megatrain.memory.master import split_into
-from megatrain.models.chain.joint import parts_of
 from megatrain.models.isolation import ISOLATES
+from megatrain.models.multimodal import parts_of
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.optimizer import decays
 from testkit.adamw_by_hand import HandAdamW

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from megatrain.errors import ConfigError, MissingPackage, NotSplittable
-from megatrain.models.chain import sides as sides_module
 from megatrain.models.decoder import _refuse_shared, build_decoder
+from megatrain.models.probing import boundaries as sides_module
 from testkit.families import FAMILIES, tiny_config, tiny_model
 
 

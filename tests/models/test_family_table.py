@@ -12,10 +12,10 @@ from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 from megatrain.disk.hf.names import NameMap
-from megatrain.models.chain.joint import text_part
 from megatrain.models.decoder import Decoder, build_decoder
 from megatrain.models.documents import BY_DOCUMENT
 from megatrain.models.isolation import DROPS_LENGTHS, ISOLATES, packing_family
+from megatrain.models.multimodal import text_part
 from megatrain.models.template import Template
 from testkit.families import FAMILIES, REFUSED, tiny_config
 from testkit.joint_families import JOINT_FAMILIES, REFUSED_JOINT, UNTRIED, tiny_joint_config
@@ -51,8 +51,8 @@ TILES = """
 ## Tiles
 
 With `memory.tile_tokens` a layer computes tiles of tokens, but for the one place where tokens meet
-(`src/megatrain/models/tiling/probe.py`). That is transformers' attention function, or a module of
-the layer; a model may have layers of several kinds. *Outside* is the share of the layer's params
+(`src/megatrain/models/probing/tile_cuts.py`). That is transformers' attention function, or a module
+of the layer; a model may have layers of several kinds. *Outside* is the share of the layer's params
 that computes tiles. Layers that are *not cut* compute full rows, and all are right either way.
 
 | family | tokens meet in | outside |

@@ -34,7 +34,7 @@ from megatrain.losses.loss import Loss
 from megatrain.losses.next_token import NEXT_TOKEN
 from megatrain.models.balance import probability_sums
 from megatrain.models.documents import attending
-from megatrain.models.stand_ins import Call
+from megatrain.models.probing.stand_ins import Call
 from megatrain.step.ops import Op, OpKind, Role
 
 

@@ -36,7 +36,7 @@ from transformers.utils.output_capturing import (
     maybe_install_capturing_hooks,
 )
 
-from megatrain.models.stand_ins import head_replaced, layers_replaced, stand_in_weights
+from megatrain.models.probing.stand_ins import head_replaced, layers_replaced, stand_in_weights
 
 _OWN_FUNCTION = "load_balancing_loss_func"
 _KEY = "router_logits"

@@ -10,7 +10,7 @@ passes here reaches it:
     3. every number is finite and within the range of any model we could hold, and so are the
        products that transformers would loop over;
     4. `model_type` names a causal language model that transformers ships itself, alone or in a
-       joint model whose parts are known (chain/joint.py).
+       joint model whose parts are known (multimodal.py).
 
 Laws (tests/models/test_config_json.py)
     Whatever the bytes, the result is a configuration or a ModelConfigError.
@@ -30,7 +30,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megatrain.errors import ModelConfigError, listing
-from megatrain.models.chain.joint import UNFIT, is_joint, part_class, parts_of, text_part
+from megatrain.models.multimodal import UNFIT, is_joint, part_class, parts_of, text_part
 from megatrain.quantisation import QUANTISATION_KEY, Quantisation, read_quantisation
 
 CONFIG_NAME = "config.json"

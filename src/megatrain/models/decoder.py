@@ -7,9 +7,9 @@ nothing; the real weights live in the store and are bound per call. Buffers are 
 `from_pretrained` would have put there. Each layer keeps *its own* module, so attributes that differ
 between layers (sliding windows, positions or none, experts or none) stay right.
 
-The model's own forward shows what is before the layers and after them (chain/sides.py), and in a
-joint model (chain/joint.py) what text never reads: tensors that are carried from folder to folder,
-and have no block.
+The model's own forward shows what is before the layers and after them (probing/boundaries.py), and
+in a joint model (multimodal.py) what text never reads: tensors that are carried from folder to
+folder, and have no block.
 
 Laws (tests/models/test_decoder.py, tests/models/test_families.py, tests/models/chain)
     1. Every parameter belongs to exactly one block; a tied one to the block that reads it first.
@@ -32,10 +32,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from megatrain.errors import ConfigError, NotSplittable, listing
 from megatrain.models.adapters.lora import Adapters, Lora, adapt_layers, is_adapter
 from megatrain.models.balance import Balancing, find_balancing, has_own_balancing
-from megatrain.models.chain.joint import text_part
-from megatrain.models.chain.sides import find_head, find_layers, find_sides, persistent_buffers
 from megatrain.models.ends import named_ends
+from megatrain.models.multimodal import text_part
 from megatrain.models.patterns import check_patterns, matches
+from megatrain.models.probing.boundaries import (
+    find_head,
+    find_layers,
+    find_sides,
+    persistent_buffers,
+)
 from megatrain.models.skeleton import build_skeleton
 from megatrain.step.ops import Role
 

@@ -35,7 +35,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_masks_for_generate
 
 from megatrain.models.attention import Answer, AttentionOutput, attention_replaced
-from megatrain.models.chain.joint import TEXT_PART, text_part
+from megatrain.models.multimodal import TEXT_PART, text_part
 
 BY_DOCUMENT = frozenset(
     """

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from megatrain.models.chain.joint import text_part
+from megatrain.models.multimodal import text_part
 
 
 def named_ends(

@@ -24,13 +24,13 @@ from transformers import PreTrainedConfig
 from transformers.utils.generic import is_flash_attention_requested
 
 from megatrain.errors import ConfigError
-from megatrain.models.chain.joint import text_part
 from megatrain.models.documents import (
     BY_DOCUMENT,
     JOINT_BY_DOCUMENT,
     attends_by_document,
     by_document,
 )
+from megatrain.models.multimodal import text_part
 
 BY_MASKS = frozenset({"axk2", "codegen", "deepseek_v32", "gpt_neo", "gpt_neox_japanese", "gptj"})
 """Families that cannot attend by document: they read masks, or have their own attention."""

@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from megatrain.models.chain.joint import text_part
-from megatrain.models.stand_ins import Call
+from megatrain.models.multimodal import text_part
+from megatrain.models.probing.stand_ins import Call
 
 ARGUMENT = "past_key_values"
 

@@ -27,8 +27,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from megatrain.errors import ConfigError, ModelConfigError, listing
-from megatrain.models.chain.joint import text_part
 from megatrain.models.config_json import parse_config, read_object
+from megatrain.models.multimodal import text_part
 
 ORIGINAL = "original_max_position_embeddings"
 _UNSCALED = ("default", "dynamic")

@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from megatrain.errors import MissingPackage, NotSplittable
-from megatrain.models.chain.joint import attention_choice, joint_class
+from megatrain.models.multimodal import attention_choice, joint_class
 
 MAX_PARAMS = 1 << 14
 """A fused layer has up to 40; building takes 0.1 ms each."""

@@ -42,8 +42,9 @@ from megatrain.models.compiled import (
 from megatrain.models.decoder import Decoder
 from megatrain.models.documents import by_document, masks_put_off, with_packed_masks
 from megatrain.models.key_values import has_cache
-from megatrain.models.scores import Function, TracedScores, Tracer, examined
-from megatrain.models.stand_ins import (
+from megatrain.models.probing.dispatch import intercepted
+from megatrain.models.probing.logits import Function, TracedScores, Tracer, examined
+from megatrain.models.probing.stand_ins import (
     Call,
     HeardEnough,
     head_replaced,
@@ -51,8 +52,8 @@ from megatrain.models.stand_ins import (
     rows_looked_up,
     stand_in_weights,
 )
-from megatrain.models.tiling.cut import Cut, CutLayer
-from megatrain.models.tiling.probe import LayerSample, find_cut, sample_inputs, sampled_call
+from megatrain.models.probing.tile_cuts import LayerSample, find_cut, sample_inputs, sampled_call
+from megatrain.models.tiled_layer import Cut, CutLayer
 
 NamedTensors = Mapping[str, Tensor]
 """Params by their names in the model."""
@@ -215,7 +216,8 @@ class Template:
         return examined(self._own_scores, self._trace_scores, num_tokens, self._decoder.model.dtype)
 
     def _trace_scores(self, logits: Tensor) -> Function | None:
-        with Tracer() as tracer:
+        tracer = Tracer()
+        with intercepted(tracer):
             result = self._behind_projection(logits, tracer.begin)
         trace = tracer.trace(result)
         return None if trace is None else lambda logits: trace(logits[None])[0]

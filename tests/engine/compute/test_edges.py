@@ -14,10 +14,10 @@ from torch import Tensor
 from megatrain.batch import MicroBatch
 from megatrain.devices.accelerator import Accelerator
 from megatrain.engine.compute.edges import Edges
-from megatrain.engine.compute.later import Answers
 from megatrain.memory.kinds import Kind
 from megatrain.models.documents import BY_DOCUMENT
-from megatrain.models.stand_ins import Call, tensors_in
+from megatrain.models.probing.host_answers import Answers
+from megatrain.models.probing.stand_ins import Call, tensors_in
 from megatrain.models.template import Template
 from testkit.families import tiny_config
 from testkit.plain import make_batch

@@ -34,10 +34,10 @@ from megatrain.memory.store import Store, open_store
 from megatrain.memory.tier import Scratch
 from megatrain.model_files import GENERATION_NAME
 from megatrain.models.adapters.lora import Lora
-from megatrain.models.chain.joint import text_part
 from megatrain.models.config_json import parse_config, without_quantisation
 from megatrain.models.decoder import Decoder, build_decoder
 from megatrain.models.ends import named_ends
+from megatrain.models.multimodal import text_part
 from megatrain.models.rope import require_rotary, with_rope
 from megatrain.optim.states import WITH_CLIP
 from megatrain.quantisation import Quantisation

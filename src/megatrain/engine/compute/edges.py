@@ -5,11 +5,11 @@ a device with its own memory each such question stops the host until the device 
 once per micro-batch and edge, and the pipeline runs dry. But the answers are known:
 
     front         the host has the inputs too. It runs the front ahead of the step, with weights of
-                  zero and without large tensors (later.py), and its answers are given to both runs
-                  on the device, in FORWARD(0, m) and BACKWARD(0, m)
+                  zero and without large tensors (models/probing/host_answers.py), and its answers
+                  are given to both runs on the device, in FORWARD(0, m) and BACKWARD(0, m)
     tail, scores  before its last layer the model sees our stand-ins, the same for every input
                   of a shape: the first answers hold for all of them. Scores that could be traced
-                  (models/scores.py) ask nothing
+                  (models/probing/logits.py) ask nothing
 
 What a model does next depends on tensors only by its questions. So where it asked nothing, it never
 asks anything about inputs of these shapes, and the host need not run at all.
@@ -29,11 +29,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatrain.engine.compute.later import QUESTION, Answers, Listener
-from megatrain.models.stand_ins import Call
+from megatrain.models.probing.host_answers import (
+    Answers,
+    answers_alone,
+    run_answered,
+    run_listening,
+)
+from megatrain.models.probing.stand_ins import Call
 from megatrain.models.template import NamedTensors, Template
 
 Result = TypeVar("Result")
@@ -92,8 +95,8 @@ class Edges:
         if answers is None:
             answers = self._ask_host(lambda: self._on_host.front({}, host_inputs))
         if key in self._trusted or not self._answers:
-            return _answered(run, answers)
-        result, told = _listened(run)
+            return run_answered(run, answers)
+        result, told = run_listening(run)
         self._trusted[key] = told == answers
         return result
 
@@ -124,13 +127,10 @@ class Edges:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             if not self._remembers:
                 try:
-                    listener = Listener()
-                    with listener:
-                        run()
-                    return listener.answers
+                    return answers_alone(run)
                 except Exception:  # code that cannot do without its tensors, or is at fault itself
                     pass
-            return _listened(run)[1]
+            return run_listening(run)[1]
 
     def _repeated(
         self, key: tuple[object, ...], run: Callable[[], Result], on_host: Callable[[], object]
@@ -140,14 +140,14 @@ class Edges:
         key = (self._template.model.training, *key)
         part = key[:2]
         if key in self._remembered:
-            return _answered(run, self._remembered[key])
+            return run_answered(run, self._remembered[key])
         if self._answers and not self._trusted.get(part, False):
-            result, told = _listened(run)
+            result, told = run_listening(run)
             self._remembered[key] = told
             self._trusted.setdefault(part, self._ask_host(on_host) == told)
             return result
         self._remembered[key] = self._ask_host(on_host)
-        return _answered(run, self._remembered[key])
+        return run_answered(run, self._remembered[key])
 
 
 def _remembers_inputs(module: nn.Module) -> bool:
@@ -165,56 +165,3 @@ def _form(inputs: Mapping[str, Any]) -> list[object]:
         if isinstance(value, Tensor):
             form[-1] = (value.shape, value.dtype)
     return form
-
-
-def _listened(run: Callable[[], Result]) -> tuple[Result, Answers]:
-    with _Listening() as mode, _Filling():
-        return run(), mode.answers
-
-
-def _answered(run: Callable[[], Result], answers: Answers) -> Result:
-    with _Answering(answers), _Filling():
-        return run()
-
-
-class _Filling(TorchFunctionMode):
-    """Makes numbers on the device by filling, where torch.tensor would copy them and wait."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if (
-            func is torch.tensor
-            and kwargs.get("device")
-            and isinstance(args[0], bool | int | float)
-        ):
-            return torch.full((), args[0], **kwargs)
-        return func(*args, **kwargs)
-
-
-class _Listening(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records every question about a tensor, with its answer."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.answers: Answers = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is QUESTION:
-            self.answers.append((args[0].dtype, result))
-        return result
-
-
-class _Answering(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers questions from a list, in place of the device."""
-
-    def __init__(self, answers: Answers) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._answers = iter(answers)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not QUESTION:
-            return func(*args, **(kwargs or {}))
-        dtype, answer = next(self._answers, (None, None))
-        assert dtype is args[0].dtype, "the device got another question than the host"
-        return answer

@@ -29,13 +29,13 @@ from transformers.utils.generic import is_flash_attention_requested
 from megatrain.batch import MicroBatch
 from megatrain.devices.device import Device, copy_bits
 from megatrain.engine.compute.edges import Edges
-from megatrain.engine.compute.later import Answers
 from megatrain.engine.tape import HOST_GROWTH
 from megatrain.losses.head import TrainedRows, trained_index, trained_rows
 from megatrain.losses.loss import LossInputs
 from megatrain.models.decoder import Decoder
 from megatrain.models.documents import PackedDocuments, attending, attends_by_document
 from megatrain.models.key_values import inputs_with
+from megatrain.models.probing.host_answers import Answers
 from megatrain.step.settings import StepSettings
 
 _ALIGNMENT = 16

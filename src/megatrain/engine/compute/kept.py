@@ -29,7 +29,7 @@ from megatrain.engine.compute.graph import gradients_of
 from megatrain.engine.compute.tiles import AddGradients, Returned
 from megatrain.engine.tape import Key
 from megatrain.models.compiled import LayerOutput
-from megatrain.models.stand_ins import Call
+from megatrain.models.probing.stand_ins import Call
 from megatrain.models.template import Template
 
 Count = Callable[[Tensor, str], Tensor]

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatrain.engine.compute.graph import gradients_of
 from megatrain.engine.compute.tiles import AddGradients, Draw, Returned, TiledLayer, tiles_of
 from megatrain.models.compiled import LayerOutput
-from megatrain.models.stand_ins import Call
+from megatrain.models.probing.stand_ins import Call
 from megatrain.models.template import Template
 
 

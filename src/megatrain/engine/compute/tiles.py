@@ -1,6 +1,6 @@
 """A layer over tiles of tokens: of a row, only what the mixer gets and gives exists as a whole.
 
-    forward    each tile: before -> queries, keys, values       (models/tiling/cut.py)
+    forward    each tile: before -> queries, keys, values       (models/tiled_layer.py)
                the mixer, once
                each tile: after -> output
     backward   1. each tile: before, without gradients
@@ -34,10 +34,15 @@ from torch import Tensor
 
 from megatrain.engine.compute.graph import gradients_by
 from megatrain.models.compiled import LayerOutput
-from megatrain.models.stand_ins import Call
-from megatrain.models.tiling.cut import CutLayer
-from megatrain.models.tiling.joining import Joining, handed_of
-from megatrain.models.tiling.trees import TensorPath, tensors_by_path, with_tensors
+from megatrain.models.probing.stand_ins import Call
+from megatrain.models.tiled_layer import (
+    CutLayer,
+    Joining,
+    TensorPath,
+    handed_of,
+    tensors_by_path,
+    with_tensors,
+)
 
 AddGradients = Callable[[Mapping[str, Tensor | None]], None]
 """Adds gradients by param name in the layer to the sums of the op's block."""

@@ -224,7 +224,7 @@ class ModelShape:
     packs_by_lengths: bool = True
     """So they are with flash attention, which takes their lengths."""
     tiled: bool = True
-    """Its layers can be cut into tiles of tokens (models/tiling)."""
+    """Its layers can be cut into tiles of tokens (models/tiled_layer.py)."""
     positions: int | None = None
     """Of a row, as far as the model declares them."""
     logit_copies: int = 0

@@ -16,8 +16,8 @@ from megatrain.data.tokens.limits import bad_rows, dropped_rows
 from megatrain.data.tokens.prepared import PreparedData
 from megatrain.data.training_rows import TrainingRows
 from megatrain.errors import ConfigError
-from megatrain.models.chain.joint import text_part
 from megatrain.models.isolation import ISOLATES, packing_family
+from megatrain.models.multimodal import text_part
 from megatrain.models.rope import num_positions
 from megatrain.run.folder import is_run
 from megatrain.run.run_model import RunModel

@@ -1,27 +1,34 @@
-"""Where a model is cut: its layers, its output projection, and the side of everything else.
+"""The boundaries of a model: its layers, its output projection, and the side of all the rest.
 
 The side of a module outside the layers is not guessed from names: the model's own forward is run
 once with stand-ins for layers and weights, and shows the modules before the first layer and those
-after the last. In a joint model that forward is over text, and shows what it never reads.
+after the last.
 
-Law (tests/models/test_decoder.py, tests/models/chain/test_sides.py): a model that is not a chain of
-layers is a NotSplittable with the reason.
+In a joint model that forward is over text. A tower is not found by its name: every function of
+torch that gets a tensor of the model is noted, and a tensor that none got is carried, also one of a
+module that is called (a newline between images). A tensor that is read past its module is not.
+
+Laws (tests/models/test_decoder.py, tests/models/probing/test_boundaries.py)
+    1. A model that is not a chain of layers is a NotSplittable with the reason.
+    2. A tensor is noted if a function gets it, alone or in a list, and not for its shape or dtype.
+    3. A product with a tensor larger than any projection beside layers is refused before it is
+       made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from megatrain.errors import NotSplittable, listing
-from megatrain.models.chain.joint import joint_class, text_part
-from megatrain.models.chain.reads import Reads
-from megatrain.models.stand_ins import (
+from megatrain.models.multimodal import joint_class, text_part
+from megatrain.models.probing.stand_ins import (
     Call,
     CarriedTensor,
     head_replaced,
@@ -227,3 +234,28 @@ def _refuse_crosstalk(model: PreTrainedModel, calls: list[Call], num_layers: int
             f"{family}: its last {num_shared} layers read keys and values of earlier layers "
             "(num_kv_shared_layers)"
         )
+
+
+class Reads(TorchFunctionMode):
+    """While it is entered, notes which of `tensors` are read."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], too_large: frozenset[str]) -> None:
+        """Reading one of `too_large` raises NotSplittable."""
+        super().__init__()
+        self._names = {id(tensor): name for name, tensor in tensors.items()}
+        self._tensors = tensors  # so that no other tensor gets the id of one of these
+        self._too_large = too_large
+        self.names: set[str] = set()
+        """Of the tensors that were read."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "__name__", "") != "__get__":
+            for tensor in tensors_in((args, kwargs or {})):
+                name = self._names.get(id(tensor))
+                if name in self._too_large:
+                    raise NotSplittable(f"{name} is outside the layers and too large to multiply")
+                if name is not None:
+                    self.names.add(name)
+        return func(*args, **(kwargs or {}))

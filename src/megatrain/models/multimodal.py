@@ -2,12 +2,12 @@
 
 A joint config describes a text decoder and other parts, each with its own configuration. The
 model is the joint class of transformers, so that names, ties and masks are those of the folder.
-Text is trained; what a forward over text never reads is carried (reads.py).
+Text is trained; what a forward over text never reads is carried (probing/boundaries.py).
 
 A config is untrusted, and a part may name any class of transformers: only text decoders that we
 would train alone, and towers that joint models are known to have, are built.
 
-Laws (tests/models/chain/test_joint.py)
+Laws (tests/models/test_multimodal.py)
     1. A part of any other class is refused, with its name.
     2. Facts about text are those of the text part.
 """

@@ -1,51 +1,109 @@
-"""Answers of a model's own code without its large tensors.
+"""Questions of a model's own code about its inputs, answered by the host.
 
 A front looks at its inputs, makes hidden states, rotary tables and masks of them, and asks for one
-number or none. Under `Listener` a large result, of more than PUT_OFF_ELEMENTS, is not computed, nor
-what is made of it: it has form, dtype and device, and is computed only if a number is asked that
-depends on it.
+number or none: is there padding, is this row packed? On a device each question stops the host until
+the device has answered. There are three ways to run such code:
 
-    with Listener() as listener:
-        template.front({}, inputs)
-    listener.answers                    # dtype and value of every number that was asked for
+    answers_alone(run)         on the host: returns the answers, and computes no large tensor
+    run_listening(run)         on a device that is asked: returns the result, and its answers
+    run_answered(run, answers) on a device that is not asked: the answers are given
 
-Laws (tests/engine/compute/test_later.py)
+A large result, of more than LARGE_ELEMENTS, is not computed by the first, nor what is made of it.
+It has shape, dtype and device, and is computed only if a number is asked that depends on it.
+
+Laws (tests/models/probing/test_host_answers.py)
     1. Answers are those of the same code run in full.
-    2. What no question depends on is not computed.
+    2. A result that no question depends on is not computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from megatrain.models.probing.dispatch import Operation, intercepted
+
 QUESTION = torch.ops.aten._local_scalar_dense.default
-PUT_OFF_ELEMENTS = 4096
+"""The operation behind `bool(tensor)`, `tensor.item()` and their like."""
+LARGE_ELEMENTS = 4096
 Answers = list[tuple[torch.dtype, Any]]
+"""The dtype and the value of every number that was asked for, in turn."""
+Result = TypeVar("Result")
+
+
+def answers_alone(run: Callable[[], object]) -> Answers:
+    """Return the answers to what `run` asks. Raises CannotWait if it must be run in full."""
+    postponed = _Postponed()
+    with intercepted(postponed):
+        run()
+    return postponed.answers
+
+
+def run_listening(run: Callable[[], Result]) -> tuple[Result, Answers]:
+    """Return the result of `run`, and the answers that it got."""
+    answers: Answers = []
+
+    def listen(func: Operation, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        if func is QUESTION:
+            answers.append((args[0].dtype, result))
+        return result
+
+    with intercepted(listen), _Filling():
+        return run(), answers
+
+
+def run_answered(run: Callable[[], Result], answers: Answers) -> Result:
+    """Return the result of `run`, whose questions get these answers in turn."""
+    left = iter(answers)
+
+    def answer(func: Operation, args: Any, kwargs: Any) -> Any:
+        if func is not QUESTION:
+            return func(*args, **kwargs)
+        dtype, value = next(left, (None, None))
+        assert dtype is args[0].dtype, "the device got another question than the host"
+        return value
+
+    with intercepted(answer), _Filling():
+        return run()
+
+
+class _Filling(TorchFunctionMode):
+    """Makes numbers on the device by filling, where torch.tensor would copy them and wait."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (
+            func is torch.tensor
+            and kwargs.get("device")
+            and isinstance(args[0], bool | int | float)
+        ):
+            return torch.full((), args[0], **kwargs)
+        return func(*args, **kwargs)
 
 
 class CannotWait(Exception):
     """This code writes into tensors that are not computed yet: it must be run in full."""
 
 
-class Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records every question about a tensor, with its answer."""
+class _Postponed:
+    """Handles operations without computing large results."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.answers: Answers = []
         self._needed: set[int] = set()
-        """Storages that what is not computed yet will be computed from."""
+        """Storages that postponed results will be computed from."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __call__(self, func: Operation, args: Any, kwargs: Any) -> Any:
         # Modes that watch the device must not see what the host asks itself.
         with _disable_current_modes():
-            return self._run(func, args, kwargs or {})
+            return self._run(func, args, kwargs)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is QUESTION:
@@ -56,7 +114,7 @@ class Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._written(func, args, kwargs)
         form = _form(func, args, kwargs)
         waits = any(isinstance(given, _Later) for given in _tensors((args, kwargs)))
-        if waits or any(part.numel() > PUT_OFF_ELEMENTS for part in _tensors(form)):
+        if waits or any(part.numel() > LARGE_ELEMENTS for part in _tensors(form)):
             return self._put_off(form, func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -109,7 +167,7 @@ class Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Later(Tensor):
-    """Has a form, and is computed when it is asked about."""
+    """A tensor that has a shape, and is computed when it is asked about."""
 
     compute: Callable[[], Tensor]
     is_needed: bool

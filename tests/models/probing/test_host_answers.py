@@ -1,4 +1,4 @@
-"""Laws of later.py: the answers of a model's own code, without its large tensors."""
+"""Laws of host_answers.py: the answers of a model's own code, without its large tensors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatrain.engine.compute import later
-from megatrain.engine.compute.later import PUT_OFF_ELEMENTS, CannotWait, Listener
+from megatrain.models.probing import host_answers
+from megatrain.models.probing.host_answers import (
+    LARGE_ELEMENTS,
+    Answers,
+    CannotWait,
+    answers_alone,
+)
 from megatrain.models.template import Template
 from testkit.cases import at_a_push
 from testkit.families import FAMILIES, tiny_config
@@ -25,27 +30,32 @@ class Everything(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.answers: later.Answers = []
+        self.answers: Answers = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is later.QUESTION:
+        if func is host_answers.QUESTION:
             self.answers.append((args[0].dtype, result))
         return result
 
 
-def heard(run: Callable[[], object], listener: Any) -> later.Answers:
-    with torch.no_grad(), listener:
+def answers_in_full(run: Callable[[], object]) -> Answers:
+    everything = Everything()
+    with torch.no_grad(), everything:
         run()
-    answers: later.Answers = listener.answers
-    return answers
+    return everything.answers
+
+
+def heard(run: Callable[[], object]) -> Answers:
+    with torch.no_grad():
+        return answers_alone(run)
 
 
 def asks(tensor: Tensor) -> bool:
     return bool(tensor.any())
 
 
-MANY = 2 * PUT_OFF_ELEMENTS
+MANY = 2 * LARGE_ELEMENTS
 
 
 def chain() -> None:
@@ -73,35 +83,35 @@ def views() -> None:
 
 @pytest.mark.parametrize("run", [chain, written, views])
 def test_answers_are_those_of_code_that_computes_all(run: Callable[[], None]) -> None:
-    expected = heard(run, Everything())
+    expected = answers_in_full(run)
     assert len(expected) > 0
-    assert heard(run, Listener()) == expected
+    assert heard(run) == expected
 
 
 def test_what_is_not_asked_about_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     computed: list[int] = []
-    compute = later._computed
+    compute = host_answers._computed
 
     def noting(value: Any) -> Any:
-        if isinstance(value, later._Later):
+        if isinstance(value, host_answers._Later):
             computed.append(value.numel())
         return compute(value)
 
     def run() -> None:
-        hidden = torch.ones(64)[:, None] * torch.ones(PUT_OFF_ELEMENTS)
-        torch.nn.functional.layer_norm(hidden, (PUT_OFF_ELEMENTS,)) @ hidden.T.float()
+        hidden = torch.ones(64)[:, None] * torch.ones(LARGE_ELEMENTS)
+        torch.nn.functional.layer_norm(hidden, (LARGE_ELEMENTS,)) @ hidden.T.float()
         asks(torch.arange(5) > 3)
 
-    monkeypatch.setattr(later, "_computed", noting)
-    assert heard(run, Listener()) == [(torch.bool, True)]
+    monkeypatch.setattr(host_answers, "_computed", noting)
+    assert heard(run) == [(torch.bool, True)]
     assert computed == []
-    heard(chain, Listener())
+    heard(chain)
     assert computed, "or nothing would be noticed"
 
 
 def test_a_tensor_that_others_wait_for_is_not_written() -> None:
     def writes_what_is_needed() -> None:
-        small = torch.ones(PUT_OFF_ELEMENTS // 2)
+        small = torch.ones(LARGE_ELEMENTS // 2)
         table = small[:, None] * torch.ones(4)
         small.zero_()
         asks(table)
@@ -114,7 +124,7 @@ def test_a_tensor_that_others_wait_for_is_not_written() -> None:
 
     for run in (writes_what_is_needed, writes_what_is_put_off):
         with pytest.raises(CannotWait):
-            heard(run, Listener())
+            heard(run)
 
 
 @pytest.mark.parametrize("kind", ["padded", "packed"])
@@ -129,7 +139,7 @@ def test_the_fronts_of_families_ask_the_same(
     def run() -> None:
         template.front({}, micro.inputs)
 
-    expected = heard(run, Everything())
-    monkeypatch.setattr(later, "PUT_OFF_ELEMENTS", 16)
+    expected = answers_in_full(run)
+    monkeypatch.setattr(host_answers, "LARGE_ELEMENTS", 16)
     with suppress(CannotWait):  # then it is run in full
-        assert heard(run, Listener()) == expected
+        assert heard(run) == expected

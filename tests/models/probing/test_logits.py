@@ -1,4 +1,4 @@
-"""Laws of scores.py: a trace is the model's own way, or it is not used."""
+"""Laws of logits.py: a trace is the model's own way, or it is not used."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megatrain.models.decoder import build_decoder
-from megatrain.models.scores import Function, TracedScores, Tracer, examined
+from megatrain.models.probing.dispatch import intercepted
+from megatrain.models.probing.logits import Function, TracedScores, Tracer, examined
 from megatrain.models.template import Template
 from testkit.families import tiny_config
 from tests.models.test_template import CHANGE_LOGITS, CHANGES
@@ -49,7 +50,8 @@ WAYS = {
 def examine(way: Callable[[Tensor], Tensor]) -> TracedScores:
     def trace(logits: Tensor) -> Function | None:
         given = logits[None]
-        with Tracer() as tracer:
+        tracer = Tracer()
+        with intercepted(tracer):
             tracer.begin(given)
             result = way(given)
         found = tracer.trace(result)

@@ -13,10 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig
 
 from megatrain.models.decoder import build_decoder
-from megatrain.models.stand_ins import Call
+from megatrain.models.probing.stand_ins import Call
+from megatrain.models.probing.tile_cuts import LARGE, ROW_LENGTHS, Samples, find_cut, sampled_call
 from megatrain.models.template import Template
-from megatrain.models.tiling.likeness import LARGE
-from megatrain.models.tiling.probe import ROW_LENGTHS, Samples, find_cut, sampled_call
 from testkit.cases import at_a_push
 from testkit.families import FAMILIES, tiny_config
 from tests.engine.flash_stand_ins import use_flash_stand_ins

@@ -7,17 +7,25 @@
        layer gives for the full row: outside the mixer, then, no token sees another. With
        and without padding and positions of packed documents, as far as the model takes them.
 
-A layer without such a place is not cut. All of it on a likeness of the layer (likeness.py), a few
+A layer without such a place is not cut. The search runs on a small random copy of the layer, a few
 tokens long, once for layers of equal structure.
 
-Laws (tests/models/tiling/test_probe.py)
+The skeleton has no weights, and a layer can have billions of them. How it treats tokens does not
+depend on their values: so the copy's small params are drawn at random, and large ones are
+stand-ins, one zero expanded, whose products are computed as if the weight had rank one. Tokens stay
+as apart in such a product as in the true one, and nothing is as large as the weight. All in fp32.
+
+Laws (tests/models/probing/test_tile_cuts.py)
     1. A layer whose tokens meet outside the mixer is not cut there.
     2. No cut is found that the layer's own forward over the full row contradicts.
+    3. For a layer of any size, the search needs no more memory than its small params and a few
+       tokens.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,24 +37,30 @@ from transformers import PreTrainedModel
 
 from megatrain.models.attention import attention_on_host
 from megatrain.models.compiled import apply_layer
-from megatrain.models.stand_ins import Call
-from megatrain.models.tiling.cut import (
+from megatrain.models.probing.dispatch import Operation, intercepted
+from megatrain.models.probing.stand_ins import Call
+from megatrain.models.tiled_layer import (
     Cut,
     CutLayer,
+    Joining,
     Meeting,
+    TensorPath,
     constants_of,
     forwards_replaced,
+    growing,
     mixer_replaced,
+    tensors_by_path,
+    with_tensors,
 )
-from megatrain.models.tiling.joining import Joining
-from megatrain.models.tiling.likeness import in_fp32, likeness, products_of_stand_ins
-from megatrain.models.tiling.trees import TensorPath, growing, tensors_by_path, with_tensors
 
 ROW_LENGTHS = (5, 7)
+LARGE = 1 << 18
+"""Elements. A param of more is a stand-in."""
 _TILINGS = ((3, 7), (1, 2, 6, 7), (1, 2, 3, 4, 5, 6, 7))
 """Where tiles end."""
 _TOLERANCE = 1e-4
 """Relative to the largest number: sums over a row's width, in another order."""
+_aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +102,7 @@ def sampled_call(hidden: Tensor, call: Call) -> LayerSample:
     """Return `call` with random hidden states like `hidden`, all in fp32."""
     generator = torch.Generator().manual_seed(1)
     drawn = torch.randn(hidden.shape, generator=generator)
-    args, kwargs = with_tensors((call.args, call.kwargs), lambda _, tensor: in_fp32(tensor))
+    args, kwargs = with_tensors((call.args, call.kwargs), lambda _, tensor: _in_fp32(tensor))
     return LayerSample(hidden=drawn, call=replace(call, args=args, kwargs=kwargs))
 
 
@@ -97,8 +111,8 @@ def find_cut(layer: nn.Module, samples: Samples) -> Cut | None:
     mode = layer.training
     layer.eval()  # dropout would differ between the runs that are compared
     try:
-        with products_of_stand_ins(), attention_on_host():
-            probe = _Probe(layer, likeness(layer), samples)
+        with _products_of_stand_ins(), attention_on_host():
+            probe = _Probe(layer, _likeness(layer), samples)
             return probe.cut(None) or probe.cut_at_module()
     finally:
         layer.train(mode)
@@ -253,3 +267,68 @@ def _widths_heard(layer: nn.Module) -> Iterator[dict[str, int]]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _likeness(layer: nn.Module) -> dict[str, Tensor]:
+    """Return params and buffers of a layer like `layer`, in fp32."""
+    generator = torch.Generator().manual_seed(0)
+    zero = torch.zeros(())
+    weights = {
+        name: zero.expand(param.shape) if param.numel() > LARGE else _drawn(param, generator)
+        for name, param in layer.named_parameters()
+    }
+    buffers = {name: _in_fp32(buffer) for name, buffer in layer.named_buffers()}
+    return weights | buffers
+
+
+def _in_fp32(tensor: Tensor) -> Tensor:
+    """Return a tensor of numbers in fp32, any other as it is."""
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def _drawn(param: Tensor, generator: torch.Generator) -> Tensor:
+    if param.dim() < 2:
+        return torch.rand(param.shape, generator=generator) + 0.5
+    return torch.randn(param.shape, generator=generator).div_(math.sqrt(param.shape[-1]))
+
+
+@contextmanager
+def _products_of_stand_ins() -> Iterator[None]:
+    """Compute products with stand-ins as if they had rank one; without gradients."""
+    with torch.no_grad(), intercepted(_multiply):
+        yield
+
+
+def _multiply(func: Operation, args: Any, kwargs: Any) -> Any:
+    number = _FIRST_FACTOR.get(func)
+    if number is None or not any(map(_is_stand_in, args[number : number + 2])):
+        return func(*args, **kwargs)
+    product = _product(args[number], args[number + 1])
+    return product + args[0] if number else product
+
+
+_FIRST_FACTOR: dict[Operation, int] = {
+    _aten.mm.default: 0,
+    _aten.bmm.default: 0,
+    _aten._grouped_mm.default: 0,
+    _aten.addmm.default: 1,
+    _aten.baddbmm.default: 1,
+}
+"""The place of the first factor among the arguments of each operation."""
+
+
+def _is_stand_in(tensor: Tensor) -> bool:
+    return tensor.numel() > 1 and tensor.untyped_storage().nbytes() == tensor.element_size()
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a product of which one factor is a stand-in, (..., i, k) and (..., k, o)."""
+    if _is_stand_in(a):
+        return _product(b.transpose(-1, -2), a.transpose(-1, -2)).transpose(-1, -2)
+    return (a @ _line(b, -2))[..., None] * _line(b, -1)
+
+
+def _line(tensor: Tensor, dim: int) -> Tensor:
+    """Return one number for each place of a dimension."""
+    size = tensor.shape[dim]
+    return torch.arange(1, size + 1, dtype=torch.float32).cos().div_(math.sqrt(size))

@@ -12,9 +12,11 @@ nothing but the mixer are not computed again in `after`: they answer zeros that 
 Arguments of the layer that have a value for each token are sliced to the tile. Masks, with a
 value for each pair of tokens, and whatever has none are passed on as they are.
 
-Laws (tests/models/tiling/test_cut.py)
+Laws (tests/models/test_tiled_layer.py)
     1. Before, meet and after over any tiles give the layer's own output, within rounding.
     2. The layer's modules are as they were, whether a part ends well or not.
+    3. A tensor of the row that tiles have written has the strides' order of its tiles, so that
+       kernels see the layout that the layer's own code makes.
 """
 
 from __future__ import annotations
@@ -24,13 +26,16 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from megatrain.models.attention import attention_replaced
 from megatrain.models.compiled import LayerOutput, apply_layer
-from megatrain.models.stand_ins import Call, HeardEnough
-from megatrain.models.tiling.trees import TensorPath, with_tensors
+from megatrain.models.probing.stand_ins import Call, HeardEnough
+
+TensorPath = tuple[object, ...]
+"""Keys and numbers that lead to a tensor in nested arguments, from the outside in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,3 +179,104 @@ def constants_of(width: int, value: float = 0.0) -> Callable[..., Tensor]:
 
 def _columns(tensor: Tensor, dim: int, columns: slice) -> Tensor:
     return tensor.narrow(dim, columns.start, columns.stop - columns.start)
+
+
+class Joining:
+    """One row's call of the mixer, while its tiles come in."""
+
+    def __init__(self, cut: Cut, call: Call, length: int) -> None:
+        """`call` is the layer's, with the arguments of the full row."""
+        self._cut, self._length = cut, length
+        self._given = dict(tensors_by_path((call.args, call.kwargs)))
+        self._meeting: Meeting | None = None
+        self.handed: dict[TensorPath, Tensor] = {}
+        """What tiles have made for the mixer, by path in its arguments."""
+
+    def add(self, meeting: Meeting, tile_call: Call, columns: slice) -> None:
+        """Take in what the tile of `columns` hands over; `tile_call` was its layer's call."""
+        if self._meeting is None:
+            self._meeting = self._of_row(meeting, tile_call)
+        for path, part in handed_of(self._cut, meeting, tile_call).items():
+            dim = self._cut.handed[path]
+            row = self.handed[path]
+            row.narrow(dim, columns.start, columns.stop - columns.start).copy_(part)
+
+    def meeting(self) -> Meeting:
+        """Return the mixer's call for the row."""
+        assert self._meeting is not None
+        return self._meeting
+
+    def _of_row(self, meeting: Meeting, tile_call: Call) -> Meeting:
+        given = _given(tile_call)
+        parts = handed_of(self._cut, meeting, tile_call)
+
+        def row(path: TensorPath, tensor: Tensor) -> Tensor:
+            if path in parts:
+                self.handed[path] = _lengthened(tensor, self._cut.handed[path], self._length)
+                return self.handed[path]
+            return self._given[given[id(tensor)]] if id(tensor) in given else tensor
+
+        args, kwargs = with_tensors((meeting.args, meeting.kwargs), row)
+        return replace(meeting, args=args, kwargs=kwargs)
+
+
+def handed_of(cut: Cut, meeting: Meeting, tile_call: Call) -> dict[TensorPath, Tensor]:
+    """Return the mixer's arguments that the tile's own code has made, by path."""
+    given = _given(tile_call)
+    tensors = tensors_by_path((meeting.args, meeting.kwargs))
+    return {p: t for p, t in tensors if id(t) not in given and p in cut.handed}
+
+
+def _given(call: Call) -> dict[int, TensorPath]:
+    return {id(tensor): path for path, tensor in tensors_by_path((call.args, call.kwargs))}
+
+
+def _lengthened(tile: Tensor, dim: int, length: int) -> Tensor:
+    """Return an empty tensor like `tile` for `length` tokens."""
+    sizes = [length if d == dim else size for d, size in enumerate(tile.shape)]
+    order = sorted(range(tile.dim()), key=tile.stride, reverse=True)
+    empty = torch.empty([sizes[d] for d in order], dtype=tile.dtype, device=tile.device)
+    return empty.permute([order.index(d) for d in range(tile.dim())])
+
+
+def tensors_by_path(value: Any, path: TensorPath = ()) -> Iterator[tuple[TensorPath, Tensor]]:
+    """Yield every tensor inside `value`, with its path."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from tensors_by_path(item, (*path, key))
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from tensors_by_path(item, (*path, number))
+
+
+def with_tensors(
+    value: Any, change: Callable[[TensorPath, Tensor], Any], path: TensorPath = ()
+) -> Any:
+    """Return `value` with what `change` makes of each of its tensors in that tensor's place."""
+    if isinstance(value, Tensor):
+        return change(path, value)
+    if isinstance(value, dict):
+        return {key: with_tensors(item, change, (*path, key)) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [with_tensors(item, change, (*path, n)) for n, item in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+def growing(short: Any, long: Any) -> dict[TensorPath, tuple[int, ...]]:
+    """Return, by path, the dimensions in which tensors of `long` exceed those of `short`.
+
+    Raises ValueError if the two are not made alike.
+    """
+    before, after = dict(tensors_by_path(short)), dict(tensors_by_path(long))
+    if before.keys() != after.keys():
+        raise ValueError("other tensors for another length")
+    found = {}
+    for path, tensor in after.items():
+        sizes = before[path].shape
+        if len(sizes) != tensor.dim():
+            raise ValueError("another number of dimensions for another length")
+        found[path] = tuple(d for d, size in enumerate(tensor.shape) if size != sizes[d])
+    return found

@@ -1,4 +1,4 @@
-"""What a model does to its logits, traced once: a soft-cap, a scale, a cast.
+"""The trace of a model's way with its logits: a soft-cap, a scale, a cast.
 
 It is code behind the output projection, in the middle of the model's forward. Run for every part of
 the logits, that forward costs milliseconds of host time each. So it runs once, with every
@@ -8,7 +8,7 @@ give what the model gives, bit for bit, for other numbers of rows and other valu
 Not traced, and run through the model as before: operations that read a tensor of the model, that
 write in place, or that name a device.
 
-Laws (tests/models/test_scores.py)
+Laws (tests/models/probing/test_logits.py)
     1. A trace gives the bits of the model's own forward, on every device; it holds no tensor.
     2. A function that mixes rows, or depends on their number, is not traced.
     3. A trace counts as one by element only if any piece of the vocabulary gives its own scores.
@@ -22,23 +22,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from megatrain.models.probing.dispatch import Operation
 
 Function = Callable[[Tensor], Tensor]
 """From logits (rows, vocabulary) to logits."""
 
 
-class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the operations that follow from one tensor, from `begin` on."""
+class Tracer:
+    """Notes the operations that follow from one tensor, from `begin` on (dispatch.py)."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._numbers: dict[int, _Number] = {}
         self._kept: list[Tensor] = []
         self._notes: list[_Note] = []
         self.complete = True
-        """False: something cannot be repeated from the notes."""
+        """Whether the notes are enough to repeat all of it."""
 
     def begin(self, tensor: Tensor) -> None:
         """Note what is made of `tensor`."""
@@ -51,8 +51,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             NotedOperations(self._notes, number) if self.complete and number is not None else None
         )
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def __call__(self, func: Operation, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not any(id(tensor) in self._numbers for tensor in given):
@@ -106,7 +105,7 @@ class NotedOperations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedScores:
-    """What is known of a model's way with its logits."""
+    """A model's way with its logits, as far as it is known."""
 
     changes: bool
     """False: it leaves them alone."""

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.models.decoder import build_decoder
-from megatrain.models.stand_ins import Call
+from megatrain.models.probing.stand_ins import Call
 from megatrain.models.template import Template
-from megatrain.models.tiling.cut import Cut, CutLayer, Meeting, forwards_replaced
-from megatrain.models.tiling.joining import Joining
+from megatrain.models.tiled_layer import Cut, CutLayer, Joining, Meeting, forwards_replaced
 from testkit.families import tiny_config, tiny_model
 
 

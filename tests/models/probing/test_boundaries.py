@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 
 import pytest
+import torch
+from torch.nn import functional
 
 from megatrain.errors import NotSplittable
-from megatrain.models.chain import sides as sides_module
 from megatrain.models.decoder import build_decoder
+from megatrain.models.probing import boundaries
+from megatrain.models.probing.boundaries import Reads
 from testkit.cases import at_a_push
 from testkit.joint_families import JOINT_FAMILIES, tiny_joint_config
 
@@ -35,7 +38,7 @@ def test_a_param_of_a_module_that_is_called_may_be_carried() -> None:
 def test_a_tower_may_have_projections_that_are_too_large_for_a_stand_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sides_module, "MAX_STAND_IN", 1000)
+    monkeypatch.setattr(boundaries, "MAX_STAND_IN", 1000)
     decoder = build_decoder(tiny_joint_config("llava"), "bf16")
     assert max(param.num_elements for param in decoder.carried) > 1000
 
@@ -62,3 +65,27 @@ def test_towers_are_not_taken_for_layers() -> None:
     for family in ("phi4_multimodal", "idefics2", "kosmos-2.5"):
         decoder = build_decoder(tiny_joint_config(family), "bf16")
         assert len(decoder.layers) == decoder.text_config.num_hidden_layers
+
+
+# Laws 2 and 3: which tensors functions get.
+
+TENSORS = {name: torch.ones(2, 2) for name in ("a", "b", "c", "d")}
+
+
+def test_what_functions_get_is_read() -> None:
+    with Reads(TENSORS, frozenset()) as reads:
+        functional.linear(torch.ones(1, 2), TENSORS["a"])
+        torch.cat([torch.ones(1, 2), TENSORS["b"]])
+        assert TENSORS["c"].shape == (2, 2)
+        assert TENSORS["c"].dtype is torch.float32
+        assert not TENSORS["c"].is_cuda
+    _ = TENSORS["d"] + 1  # no longer heard
+    assert reads.names == {"a", "b"}
+
+
+def test_a_product_with_a_tensor_that_is_too_large_is_refused() -> None:
+    with (
+        pytest.raises(NotSplittable, match="a is outside the layers and too large"),
+        Reads(TENSORS, frozenset({"a"})),
+    ):
+        functional.linear(torch.ones(1, 2), TENSORS["a"])

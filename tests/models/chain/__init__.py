@@ -1,1 +1,0 @@
-"""Laws of a model seen as a chain."""

@@ -1,1 +1,0 @@
-"""Laws of layers over tiles of tokens."""
