@@ -63,8 +63,7 @@ from megatrain.lanes.trace import Trace
 from megatrain.memory.kinds import Kind, kinds_on_disk
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
-from megatrain.memory.tier import TIER_CHUNK_BYTES, TIER_THREADS, Tier
-from megatrain.memory.tier_regions import TierRegions
+from megatrain.memory.tier.scratch_file import TIER_CHUNK_BYTES, TIER_THREADS, Tier, TierRegions
 from megatrain.models.decoder import build_decoder
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.states import WITH_CLIP, WITHOUT_CLIP

@@ -67,8 +67,7 @@ from megatrain.memory.host import resident_bytes
 from megatrain.memory.kinds import Kind, store_kinds
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
-from megatrain.memory.tier import Tier
-from megatrain.memory.tier_regions import TierRegions
+from megatrain.memory.tier.scratch_file import Tier, TierRegions
 from megatrain.models.adapters.lora import Lora
 from megatrain.models.decoder import Decoder, build_decoder
 from megatrain.optim.adamw import AdamW

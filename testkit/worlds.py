@@ -31,8 +31,7 @@ from megatrain.memory.direct import aligned_buffer
 from megatrain.memory.kinds import Kind, kinds_on_disk
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
-from megatrain.memory.tier import Tier
-from megatrain.memory.tier_regions import TierRegions
+from megatrain.memory.tier.scratch_file import Tier, TierRegions
 from megatrain.models.decoder import COMPUTE_DTYPES, build_decoder
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.states import WITH_CLIP, M, V

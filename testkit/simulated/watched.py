@@ -22,8 +22,8 @@ from megatrain.engine.compute.edges import Edges
 from megatrain.lanes.lane import Lane, Work
 from megatrain.lanes.progress import Progress
 from megatrain.memory.kinds import Kind
-from megatrain.memory.tier import Tier
-from megatrain.memory.tier_ring import TierRing
+from megatrain.memory.tier.ring import TierRing
+from megatrain.memory.tier.scratch_file import Tier
 from megatrain.optim.optimizer import Optimizer
 from megatrain.optim.views import Views
 from megatrain.step.hazards import Ticket

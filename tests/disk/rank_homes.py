@@ -14,7 +14,7 @@ from megatrain.disk.hf.model import ModelFolder
 from megatrain.memory import direct
 from megatrain.memory.direct import aligned_buffer
 from megatrain.memory.kinds import Kind
-from megatrain.memory.tier import Scratch
+from megatrain.memory.tier.scratch_file import Scratch
 from megatrain.ranks.ownership import Owner
 from testkit.families import save_tiny
 

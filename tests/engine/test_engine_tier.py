@@ -21,9 +21,8 @@ from megatrain.lanes.lane import Lane
 from megatrain.memory.kinds import Kind, kinds_on_disk, store_kinds
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
-from megatrain.memory.tier import Tier
-from megatrain.memory.tier_regions import TierRegions
-from megatrain.memory.tier_ring import TierRing
+from megatrain.memory.tier.ring import TierRing
+from megatrain.memory.tier.scratch_file import Tier, TierRegions
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.states import STATES, M, V
 from megatrain.step.ops import LANES, Op, OpKind

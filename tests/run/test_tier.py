@@ -14,8 +14,8 @@ from megatrain.disk.checkpoint.restore import verify
 from megatrain.disk.checkpoint.retention import finished
 from megatrain.errors import DiskError, MegaTrainError, RunFolderError, TierDamaged
 from megatrain.memory.kinds import Kind
-from megatrain.memory.tier import Tier
-from megatrain.memory.tier_filling import TierFilling
+from megatrain.memory.tier.filling import TierFilling
+from megatrain.memory.tier.scratch_file import Tier
 from megatrain.run.folder import FOLDER
 from megatrain.run.trainer import Trainer
 from testkit.faulty_os import CHANGES, READS, faulty

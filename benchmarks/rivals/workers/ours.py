@@ -17,7 +17,7 @@ import megatrain as mt
 from benchmarks.rivals.workers.serving import Job, Prepared, serve
 from megatrain.disk.hf.model import Precision, read_model_folder
 from megatrain.memory.kinds import kinds_on_disk, store_kinds
-from megatrain.memory.tier import Scratch
+from megatrain.memory.tier.scratch_file import Scratch
 
 DTYPES: dict[str, Precision] = {"float32": "fp32", "bfloat16": "bf16"}
 

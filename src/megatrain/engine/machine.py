@@ -27,7 +27,7 @@ from megatrain.engine.tape import ALIGNMENT, Tape
 from megatrain.engine.updates import Updates
 from megatrain.engine.weights import Weights
 from megatrain.memory.store import Store
-from megatrain.memory.tier_ring import TierRing
+from megatrain.memory.tier.ring import TierRing
 from megatrain.models.balance import Routing
 from megatrain.models.decoder import Decoder
 from megatrain.models.experts import count_on_host, has_experts

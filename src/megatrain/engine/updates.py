@@ -36,7 +36,7 @@ from torch import Tensor
 from megatrain.engine.snapshot import Gate, Snapshot
 from megatrain.memory.layout import Segment
 from megatrain.memory.store import Store
-from megatrain.memory.tier_ring import TierRing
+from megatrain.memory.tier.ring import TierRing
 from megatrain.models.decoder import Param
 from megatrain.optim.optimizer import Optimizer
 from megatrain.optim.views import UpdateViews

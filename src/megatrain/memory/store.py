@@ -29,8 +29,7 @@ from megatrain.memory.layout import Extent, Layout, Place, Segment, kind_dtype
 from megatrain.memory.ledger import Ledger, Line
 from megatrain.memory.master import join
 from megatrain.memory.placement import UNPLACED, Placement, Policy
-from megatrain.memory.tier import Scratch, Tier
-from megatrain.memory.tier_regions import TierRegions
+from megatrain.memory.tier.scratch_file import Scratch, Tier, TierRegions
 
 
 def store_ledger(layout: Layout, regions: TierRegions | None = None) -> Ledger:

@@ -22,7 +22,7 @@ from megatrain.disk.hf.model import read_model_folder
 from megatrain.errors import CheckpointDamaged, CheckpointMismatch
 from megatrain.memory.direct import DirectReader, aligned_buffer
 from megatrain.memory.kinds import Kind, kinds_on_disk, state, store_kinds
-from megatrain.memory.tier import Scratch
+from megatrain.memory.tier.scratch_file import Scratch
 from megatrain.optim.rounding import Rounding
 from megatrain.optim.state_codes import decode, encode
 from megatrain.optim.states import STATES

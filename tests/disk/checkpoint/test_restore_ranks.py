@@ -22,7 +22,7 @@ from megatrain.errors import CheckpointDamaged
 from megatrain.memory import direct
 from megatrain.memory.direct import DirectReader
 from megatrain.memory.kinds import Kind, kinds_on_disk, store_kinds
-from megatrain.memory.tier import Scratch
+from megatrain.memory.tier.scratch_file import Scratch
 from megatrain.optim.states import STATES
 from megatrain.ranks.agreement import Agreement
 from megatrain.ranks.ownership import Owner

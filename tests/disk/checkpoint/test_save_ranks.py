@@ -22,7 +22,7 @@ from megatrain.engine.snapshot import Gate, Snapshot
 from megatrain.errors import DiskError, DiskFull, SnapshotLost, StorageStalled, TierDamaged
 from megatrain.memory.file_calls import FileCalls
 from megatrain.memory.kinds import kinds_on_disk, store_kinds
-from megatrain.memory.tier import Scratch
+from megatrain.memory.tier.scratch_file import Scratch
 from megatrain.optim.states import STATES
 from megatrain.ranks.ownership import Owner
 from megatrain.ranks.ranks import ALONE, Ranks

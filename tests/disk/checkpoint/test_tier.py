@@ -17,13 +17,13 @@ from megatrain.disk.hf.model import read_model_folder
 from megatrain.disk.hf.weights_file import WeightsFile, state_tensor
 from megatrain.engine.snapshot import Gate, Snapshot
 from megatrain.errors import CheckpointDamaged, DiskError, TierDamaged
-from megatrain.memory import tier as tier_module
 from megatrain.memory.direct import aligned_buffer
 from megatrain.memory.host import resident_bytes
 from megatrain.memory.kinds import Kind, kinds_on_disk, store_kinds
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import open_store
-from megatrain.memory.tier import Scratch
+from megatrain.memory.tier import scratch_file
+from megatrain.memory.tier.scratch_file import Scratch
 from megatrain.models.decoder import Block, Param
 from megatrain.optim.states import STATES, WITH_CLIP, M, V
 from megatrain.planning.memory.predicted import SAVE_BYTES, TIER_SAVE_BYTES
@@ -36,7 +36,7 @@ EIO = 5
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_module, "TIER_CHUNK_BYTES", 8192)
+    monkeypatch.setattr(scratch_file, "TIER_CHUNK_BYTES", 8192)
 
 
 @pytest.fixture(params=["fp32", "8bit"])
@@ -159,7 +159,7 @@ def test_a_model_exports_its_masters_from_the_tier(
 
 
 def test_a_save_holds_no_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_module, "TIER_CHUNK_BYTES", 4 << 20)
+    monkeypatch.setattr(scratch_file, "TIER_CHUNK_BYTES", 4 << 20)
     param = Param(name="w", shape=(24 << 20,), dtype=torch.bfloat16)
     layout = build_layout([Block(index=0, role=Role.LAYER, params=(param,))], WITH_CLIP)
     store = open_store(layout, Scratch(folder=tmp_path, kinds=(Kind.LO, M, V)))

@@ -13,7 +13,7 @@ from megatrain.disk.hf.growth import Growth, tables
 from megatrain.disk.hf.model import HostModel, load_model, read_model_folder
 from megatrain.errors import ConfigError, WeightsMismatch
 from megatrain.memory.kinds import Kind
-from megatrain.memory.tier import Scratch
+from megatrain.memory.tier.scratch_file import Scratch
 from testkit.families import save_tiny
 
 ROWS = 320

@@ -20,7 +20,7 @@ from megatrain.disk.hf.model import read_model_folder
 from megatrain.errors import DiskError, WeightsMismatch
 from megatrain.memory.direct import DirectReader
 from megatrain.memory.kinds import Kind
-from megatrain.memory.tier import Scratch
+from megatrain.memory.tier.scratch_file import Scratch
 from megatrain.optim.states import WITH_CLIP, M, V
 from testkit.families import save_tiny, tiny_model
 from testkit.faulty_os import faulty

@@ -17,7 +17,7 @@ from megatrain.disk.hf.model import read_model_folder
 from megatrain.errors import WeightsMismatch
 from megatrain.memory.direct import DirectReader
 from megatrain.memory.kinds import Kind
-from megatrain.memory.tier import Scratch
+from megatrain.memory.tier.scratch_file import Scratch
 from megatrain.ranks.ownership import Owner
 from testkit.families import save_tiny, tiny_model
 from tests.disk.rank_homes import SHARED, differences, joined, shared_by, small

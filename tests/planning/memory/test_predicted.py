@@ -15,9 +15,8 @@ from megatrain.memory.kinds import kinds_on_disk, store_kinds
 from megatrain.memory.layout import build_layout
 from megatrain.memory.ledger import Ledger
 from megatrain.memory.store import Store, store_ledger
-from megatrain.memory.tier import Tier
-from megatrain.memory.tier_regions import TierRegions
-from megatrain.memory.tier_ring import TierRing
+from megatrain.memory.tier.ring import TierRing
+from megatrain.memory.tier.scratch_file import Tier, TierRegions
 from megatrain.models.adapters.lora import Lora
 from megatrain.models.decoder import Decoder
 from megatrain.optim.states import ADAMW, WITH_CLIP

@@ -29,7 +29,7 @@ from megatrain.disk.hf.weights_file import WeightsFile
 from megatrain.errors import CheckpointMismatch
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import Layout, Place, kind_dtype
-from megatrain.memory.tier_filling import TierFilling
+from megatrain.memory.tier.filling import TierFilling
 from megatrain.optim.rounding import Rounding
 from megatrain.optim.state_codes import decode, encode
 from megatrain.progress import byte_progress

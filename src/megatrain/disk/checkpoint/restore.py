@@ -37,7 +37,7 @@ from megatrain.errors import (
     listing,
 )
 from megatrain.memory.store import Store
-from megatrain.memory.tier_filling import TierFilling
+from megatrain.memory.tier.filling import TierFilling
 
 
 def verify(folder: Path) -> Manifest:

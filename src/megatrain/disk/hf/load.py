@@ -45,7 +45,7 @@ from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import Layout
 from megatrain.memory.master import split_into
 from megatrain.memory.store import Store
-from megatrain.memory.tier_filling import TierFilling
+from megatrain.memory.tier.filling import TierFilling
 from megatrain.models.decoder import Decoder
 from megatrain.progress import Advance, byte_progress
 from megatrain.quantisation import Quantisation

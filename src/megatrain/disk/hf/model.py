@@ -31,7 +31,7 @@ from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.placement import UNPLACED, Placement
 from megatrain.memory.store import Store, open_store
-from megatrain.memory.tier import Scratch
+from megatrain.memory.tier.scratch_file import Scratch
 from megatrain.model_files import GENERATION_NAME
 from megatrain.models.adapters.lora import Lora
 from megatrain.models.config_json import parse_config, without_quantisation

@@ -22,7 +22,7 @@ from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import Place, kind_dtype
 from megatrain.memory.master import join
 from megatrain.memory.store import Store
-from megatrain.memory.tier_filling import TierFilling
+from megatrain.memory.tier.filling import TierFilling
 from megatrain.models.decoder import Decoder, Param
 from megatrain.ranks.ownership import overlap
 

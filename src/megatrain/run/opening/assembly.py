@@ -23,7 +23,7 @@ from megatrain.losses.next_token import NextToken
 from megatrain.losses.preferences import Dpo, Ipo, Orpo, Simpo
 from megatrain.memory.kinds import Kind, kinds_on_disk
 from megatrain.memory.placement import UNPLACED, Placement
-from megatrain.memory.tier import Scratch
+from megatrain.memory.tier.scratch_file import Scratch
 from megatrain.models.patterns import check_patterns
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.learning_rate import LearningRate

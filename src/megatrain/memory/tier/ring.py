@@ -9,7 +9,7 @@ Layers take turns, embedding and head share a buffer (step/resources.py). Only t
 bytes here. The schedule decides who may use a buffer when; nothing here waits for anything but the
 disk.
 
-Laws (tests/memory/test_tier_ring.py)
+Laws (tests/memory/tier/test_ring.py)
     1. A buffer has room for each of its blocks, and the ring takes what the ledger says.
     2. A gradient is written once, by its spill.
 """
@@ -23,7 +23,7 @@ from torch import Tensor
 from megatrain.memory.arena import map_arena
 from megatrain.memory.kinds import Kind
 from megatrain.memory.store import Store
-from megatrain.memory.tier import Tier
+from megatrain.memory.tier.scratch_file import Tier
 from megatrain.step.ops import Op, SlotId
 
 

@@ -1,9 +1,12 @@
 """The disk tier: master remainders, optimizer states and waiting gradients in a scratch file.
 
-The file has one region per block (tier_regions.py). A step reads a block's region into a buffer,
-updates it there and writes it back. Bytes are hashed on the way to the disk and compared on the
-way back; the hashes are in memory. What was never written reads as zeros, without a visit to the
-disk.
+    file      | region of block 0 | region of block 1 | ...
+    region    | lo | m | v | grad |        one part for each kind on disk, each on a page boundary
+
+A region in memory has the same bytes at the same offsets: a step reads it into a buffer, updates
+it there and writes it back. A part has the bytes of the block in an arena of its kind, padding
+included. Bytes are hashed on the way to the disk and compared on the way back; the hashes are in
+memory. A part that was never written reads as zeros, without a visit to the disk.
 
 The file is scratch. It loses its name as soon as it is open, so no crash leaves it behind, and
 nothing in it outlives the process: a run resumes from its last checkpoint.
@@ -13,18 +16,20 @@ for different blocks, and several reads of one block, may overlap. A write of a 
 other call for the same kinds of it; the schedule sees to that, and the gate of a snapshot: it must
 count an update only when the block is back in the file, because a save reads it from there.
 
-Laws (tests/memory/test_tier.py)
+Laws (tests/memory/tier/test_scratch_file.py, test_regions.py)
     1. A part reads as it was last written, or as zeros.
     2. A byte that changed on the disk is an error, never a number.
     3. Every failed call is a DiskError that names the file and what remains: the last checkpoint.
     4. A file that was not made, or a process that was killed, leaves no bytes on the disk.
+    5. Parts never overlap, and each starts on a page, so that direct I/O can move any of them.
+    6. A region has the bytes of its block in the tiered kinds, each rounded up to a page.
 """
 
 from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -36,9 +41,8 @@ from megatrain import files
 from megatrain.errors import DiskError, DiskFull, TierDamaged
 from megatrain.memory.direct import aligned_buffer, as_memory, digest
 from megatrain.memory.kinds import Kind
-from megatrain.memory.layout import Layout
+from megatrain.memory.layout import PAGE, Extent, Layout, Place, Segment
 from megatrain.memory.ledger import gib
-from megatrain.memory.tier_regions import TierRegions
 
 TIER_CHUNK_BYTES = 4 << 20
 """The size of one call to the system, and of the data of one hash."""
@@ -70,6 +74,62 @@ class Scratch:
                 f"needs {gib(regions.num_bytes)}. Raise it, or set it to auto."
             )
         return Tier(self.folder, regions)
+
+
+class TierRegions:
+    """The scratch file of a layout. It allocates nothing."""
+
+    def __init__(self, layout: Layout, kinds: tuple[Kind, ...]) -> None:
+        """`kinds` are those on disk, of the kinds of the layout."""
+        self.kinds = kinds
+        self._layout = layout
+        self._parts: dict[tuple[int, Kind], Extent] = {}
+        self._starts: list[int] = []
+        start = 0
+        for block in range(layout.num_blocks):
+            self._starts.append(start)
+            begin = 0
+            for kind in kinds:
+                end = begin + _pages(layout.block_extents[block, kind].num_bytes)
+                self._parts[block, kind] = Extent(kind=kind, start=begin, stop=end)
+                begin = end
+            start += begin
+        self._starts.append(start)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the file."""
+        return self._starts[-1]
+
+    def start(self, block: int) -> int:
+        """Return the first byte of a block's region in the file."""
+        return self._starts[block]
+
+    def region_bytes(self, block: int) -> int:
+        """Return the size of a block's region; 0 if nothing of it is on disk."""
+        return self._starts[block + 1] - self._starts[block]
+
+    def part(self, block: int, kind: Kind) -> Extent:
+        """Return the bytes of `kind` in the region of `block`, whole pages."""
+        return self._parts[block, kind]
+
+    def parts(
+        self, block: int, region: Tensor, kinds: Iterable[Kind] | None = None
+    ) -> dict[Kind, Tensor]:
+        """Return the parts in `region`, the bytes of a block's region in memory or more."""
+        extents = [self.part(block, kind) for kind in (self.kinds if kinds is None else kinds)]
+        return {extent.kind: region[extent.start : extent.stop] for extent in extents}
+
+    def numbers(self, where: Segment | Place, kind: Kind) -> Extent:
+        """Return where the numbers of a segment or a param are in the region of its block."""
+        block = where.block if isinstance(where, Segment) else where.segment.block
+        extent = where.extent(kind)
+        offset = self.part(block, kind).start - self._layout.block_extents[block, kind].start
+        return Extent(kind=kind, start=extent.start + offset, stop=extent.stop + offset)
+
+
+def _pages(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE) * PAGE
 
 
 class Tier:

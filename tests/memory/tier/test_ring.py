@@ -13,9 +13,8 @@ from megatrain.memory.direct import aligned_buffer
 from megatrain.memory.kinds import Kind, kinds_on_disk
 from megatrain.memory.layout import Layout, build_layout
 from megatrain.memory.store import Store
-from megatrain.memory.tier import Tier
-from megatrain.memory.tier_regions import TierRegions
-from megatrain.memory.tier_ring import TierRing
+from megatrain.memory.tier.ring import TierRing
+from megatrain.memory.tier.scratch_file import Tier, TierRegions
 from megatrain.models.decoder import Block, Param
 from megatrain.optim.states import WITH_CLIP, M
 from megatrain.step.ops import Op, OpKind, Role

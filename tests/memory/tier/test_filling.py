@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatrain.memory import tier as tier_module
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
-from megatrain.memory.tier import Scratch, Tier
-from megatrain.memory.tier_filling import TierFilling
+from megatrain.memory.tier import scratch_file
+from megatrain.memory.tier.filling import TierFilling
+from megatrain.memory.tier.scratch_file import Scratch, Tier
 from megatrain.models.decoder import Block, Param
 from megatrain.optim.states import ADAMW_8BIT
 from megatrain.step.ops import Role
@@ -38,7 +38,7 @@ CHUNK = 8192
 
 @pytest.fixture
 def tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tier]:
-    monkeypatch.setattr(tier_module, "TIER_CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(scratch_file, "TIER_CHUNK_BYTES", CHUNK)
     tier = Scratch(folder=tmp_path, kinds=KINDS).open(LAYOUT)
     yield tier
     tier.close()

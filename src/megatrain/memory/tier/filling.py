@@ -3,7 +3,7 @@
 A chunk of a part is put together in memory and written when its last byte has arrived, so only the
 chunks at the edges of what workers read now are held, not a block.
 
-Laws (tests/memory/test_tier_filling.py)
+Laws (tests/memory/tier/test_filling.py)
     1. The tier has the bytes that were put, whatever their order, and zeros elsewhere.
     2. Of pieces in order, a few chunks are held at a time, whatever the number of blocks.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from megatrain.memory.direct import aligned_buffer, copy_bytes
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import Layout
-from megatrain.memory.tier import Tier
+from megatrain.memory.tier.scratch_file import Tier
 
 _Chunk = tuple[int, Kind, int]
 

@@ -13,13 +13,12 @@ import torch
 
 from megatrain import files
 from megatrain.errors import DiskError, DiskFull, TierDamaged
-from megatrain.memory import tier as tier_module
 from megatrain.memory.direct import aligned_buffer
 from megatrain.memory.kinds import Kind, kinds_on_disk
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store, store_ledger
-from megatrain.memory.tier import Tier
-from megatrain.memory.tier_regions import TierRegions
+from megatrain.memory.tier import scratch_file
+from megatrain.memory.tier.scratch_file import Tier, TierRegions
 from megatrain.models.decoder import Block, Param
 from megatrain.optim.states import WITH_CLIP, M, V
 from megatrain.step.ops import Role
@@ -43,7 +42,7 @@ REGIONS = TierRegions(LAYOUT, kinds_on_disk(WITH_CLIP, "gradients"))
 
 @pytest.fixture(params=["direct", "cached"], autouse=True)
 def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_module, "TIER_CHUNK_BYTES", 4096)  # several chunks in a part
+    monkeypatch.setattr(scratch_file, "TIER_CHUNK_BYTES", 4096)  # several chunks in a part
     if request.param == "cached":
         monkeypatch.setattr(files, "_O_DIRECT", 0)
 
@@ -155,7 +154,7 @@ def test_a_write_that_failed_is_not_read_as_if_it_had_not_been(tier: Tier) -> No
 def test_calls_that_move_less_than_asked_are_continued(
     tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier_module, "TIER_CHUNK_BYTES", 1 << 20)
+    monkeypatch.setattr(scratch_file, "TIER_CHUNK_BYTES", 1 << 20)
 
     class Short:
         def __getattr__(self, name: str) -> Any:
