@@ -8,12 +8,10 @@ from typing import Any
 from megatrain.devices.device import CpuDevice, Device
 from megatrain.engine.engine import Engine
 from megatrain.lanes.lane import Lane
-from megatrain.lanes.player import Player
-from megatrain.lanes.playing import Plays
+from megatrain.lanes.player import Player, Plays
 from megatrain.lanes.reference import Reference
 from megatrain.lanes.trace import Trace
-from megatrain.losses.loss import Loss
-from megatrain.losses.next_token import NEXT_TOKEN
+from megatrain.losses.loss import NEXT_TOKEN, Loss
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
 from megatrain.optim.optimizer import Optimizer

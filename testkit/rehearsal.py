@@ -28,8 +28,7 @@ from megatrain.engine.actions import StepActions
 from megatrain.engine.machine import build_machine
 from megatrain.lanes.lane import Lane, Stream
 from megatrain.lanes.reference import Reference
-from megatrain.losses.loss import Loss
-from megatrain.losses.next_token import NEXT_TOKEN
+from megatrain.losses.loss import NEXT_TOKEN, Loss
 from megatrain.memory.layout import Layout
 from megatrain.memory.ledger import Ledger, Line
 from megatrain.memory.placement import UNPLACED

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from megatrain.batch import MicroBatch, check_batch, check_loss
 from megatrain.errors import BatchError
-from megatrain.losses.loss import Loss, LossInputs, LossValue
-from megatrain.losses.next_token import NEXT_TOKEN
+from megatrain.losses.loss import NEXT_TOKEN, Loss, LossInputs, LossValue
 
 IDS = torch.tensor([[5, 6, 7, 8], [9, 4, 0, 0]])
 LABELS = torch.tensor([[-100, 6, 7, 8], [9, 4, -100, -100]])

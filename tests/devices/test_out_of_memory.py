@@ -1,11 +1,11 @@
-"""Law of out_of_memory.py: every error that means it is recognised, and no other."""
+"""Law of is_out_of_memory: every error that means it is recognised, and no other."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from megatrain.devices.out_of_memory import is_out_of_memory
+from megatrain.devices.device import is_out_of_memory
 
 MEANT = (
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),

@@ -25,8 +25,7 @@ from megatrain.devices.device import CpuDevice
 from megatrain.engine.engine import Engine
 from megatrain.engine.results import StepResult
 from megatrain.errors import BatchError
-from megatrain.losses.loss import Loss, LossInputs, LossValue, TokenWeights
-from megatrain.losses.next_token import NEXT_TOKEN
+from megatrain.losses.loss import NEXT_TOKEN, Loss, LossInputs, LossValue, TokenWeights
 from megatrain.losses.preferences import Dpo
 from megatrain.losses.projection import Projection
 from megatrain.memory.kinds import Kind

@@ -13,8 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 import torch
 
-from megatrain.lanes.split import step_split
-from megatrain.lanes.trace import Trace
+from megatrain.lanes.trace import Trace, step_split
 from megatrain.step.ops import DEVICE_LANES, Op, OpKind
 from testkit.worlds import Case, make_batch, world_of
 from tests.gpu.rigs import SPIN_CYCLES, HostGpuRig, Rig, SimulatedRig

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from megatrain.errors import ConfigError
 from megatrain.losses.head import IGNORED, head_logprobs, trained_rows
-from megatrain.losses.loss import Loss, LossInputs, LossValue
-from megatrain.losses.next_token import NEXT_TOKEN
+from megatrain.losses.loss import NEXT_TOKEN, Loss, LossInputs, LossValue
 from testkit.live_bytes import LiveBytes
 from tests.losses.test_head import make, peak_beyond_the_rows
 

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from megatrain.losses.head import IGNORED
 from megatrain.losses.kto import Kto
-from megatrain.losses.loss import Loss, LossInputs
-from megatrain.losses.next_token import NextToken
+from megatrain.losses.loss import Loss, LossInputs, NextToken
 from megatrain.losses.preferences import Dpo, Ipo, Orpo, Simpo
 
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [3, 3, 2, 2, 2, 2, 2]])

@@ -28,8 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.devices.device import CpuDevice, Device
-from megatrain.devices.out_of_memory import is_out_of_memory
+from megatrain.devices.device import CpuDevice, Device, is_out_of_memory
 from megatrain.devices.pinning import (
     PIECE_BYTES,
     RING_BUFFER_BYTES,

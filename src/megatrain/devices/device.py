@@ -11,6 +11,7 @@ would exceed it raises DeviceFull, which names the purpose.
 
 from __future__ import annotations
 
+import re
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -29,6 +30,17 @@ from megatrain.memory.placement import Placement
 from megatrain.step.ops import LANES
 from megatrain.step.settings import PART_ELEMENTS
 
+_OUT_OF_MEMORY = re.compile(
+    r"CU\w+_STATUS_ALLOC_FAILED"  # cuBLAS, cuDNN, cuSOLVER, cuSPARSE, cuFFT
+    r"|(CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_NOT_INITIALIZED.*\w+Create"  # no room for a handle
+    r"|CUDNN_STATUS_\w*(DEVICE|HOST)_ALLOCATION_FAILED"
+    r"|\b[A-Z]+ (driver )?error: out of memory"
+    r"|cudaErrorMemoryAllocation|hipErrorOutOfMemory|ROCBLAS_STATUS_MEMORY_ERROR"
+    r"|UR_RESULT_ERROR_OUT_OF_(DEVICE|HOST|RESOURCES)",
+    re.DOTALL,
+)
+"""Texts of libraries that allocate by themselves (cuBLAS and cuDNN when they make a handle or a
+workspace), of drivers, and of the allocator of pinned host memory."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -291,3 +303,10 @@ def draw_seed(seed: int, step: int, micro: int, block: int, tile: int | None = N
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
         state ^= state >> 31
     return state
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether device memory, or host memory that devices reach, has run out."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None

@@ -30,8 +30,7 @@ from megatrain.engine.compute.head import Head
 from megatrain.engine.compute.tiles import Returned
 from megatrain.engine.machine import Machine
 from megatrain.lanes.lane import Action
-from megatrain.losses.loss import Loss
-from megatrain.losses.next_token import NEXT_TOKEN
+from megatrain.losses.loss import NEXT_TOKEN, Loss
 from megatrain.models.balance import probability_sums
 from megatrain.models.documents import attending
 from megatrain.models.probing.stand_ins import Call

@@ -28,8 +28,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from megatrain.batch import MicroBatch, StepPart, check_batch, check_loss, step_part
-from megatrain.devices.device import CpuDevice, Device
-from megatrain.devices.out_of_memory import is_out_of_memory
+from megatrain.devices.device import CpuDevice, Device, is_out_of_memory
 from megatrain.engine.actions import StepActions
 from megatrain.engine.checks import check_pieces, check_possible, check_ranks, check_tier
 from megatrain.engine.compute.one_kernel import kernel_switches
@@ -43,11 +42,9 @@ from megatrain.errors import (
     NonFiniteStep,
     PlayerStopped,
 )
-from megatrain.lanes.player import LANE_DEADLINE_S, Player
-from megatrain.lanes.playing import Plays
+from megatrain.lanes.player import LANE_DEADLINE_S, Player, Plays
 from megatrain.lanes.trace import Trace
-from megatrain.losses.loss import Loss
-from megatrain.losses.next_token import NEXT_TOKEN
+from megatrain.losses.loss import NEXT_TOKEN, Loss
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
 from megatrain.models.key_values import bytes_per_token, caches_keys_and_values

@@ -24,7 +24,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import NoReturn, Self
+from typing import NoReturn, Protocol, Self
 
 from megatrain.errors import LaneStuck, PlayerStopped, ScheduleError
 from megatrain.lanes.lane import Action, Lane, Work
@@ -34,6 +34,30 @@ from megatrain.step.hazards import Hazards, Ticket
 from megatrain.step.ops import Op, OpKind
 
 LANE_DEADLINE_S = 600.0
+
+
+class Playing(Protocol):
+    """A list of ops that is under way, or done."""
+
+    def wait(self, *kinds: OpKind) -> None:
+        """Wait until the list's ops of these kinds are complete; of all kinds if none is named."""
+
+
+class Plays(Protocol):
+    """Plays lists of ops, one behind the other: Player on lanes, Reference one at a time."""
+
+    @property
+    def trace(self) -> Trace | None:
+        """The trace of the played ops, if it is recorded."""
+
+    def play(self, ops: Sequence[Op], actions: Mapping[OpKind, Action]) -> Playing:
+        """Do the ops behind all that were played before."""
+
+    def settle(self) -> None:
+        """Wait until everything played so far is complete."""
+
+    def close(self) -> None:
+        """End what plays. Raises what made it fail, unless a call has raised that before."""
 
 
 class OnLanes:

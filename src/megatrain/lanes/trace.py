@@ -14,7 +14,8 @@ passed, once somebody has waited for the ops. Read a trace when the lanes are se
 Laws (tests/lanes/test_trace.py)
     1. Times of a device lane are the device's. When the host issued an op changes none of them,
        unless the device had nothing else to do.
-    2. What holds up compute is named, however many lanes it went through.
+    2. The op that holds up compute is named, however many lanes lie between.
+    3. The parts of a step's time add up to it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import Any, NamedTuple
 from megatrain.files import write_file
 from megatrain.lanes.device_clock import DeviceClock, TimedEvent
 from megatrain.step.hazards import Ticket
-from megatrain.step.ops import Op, OpKind
+from megatrain.step.ops import PARTS, Op, OpKind
 
 _AT_ONCE = 0.1
 """Of its time: a device that is done so soon after an op was issued has waited for the host."""
@@ -207,6 +208,23 @@ class Trace:
                     "bytes": span.num_bytes,
                 },
             }
+
+
+def step_split(trace: Trace, seconds: float, data_seconds: float = 0.0) -> dict[str, float]:
+    """Return the seconds of a step by cause; they add up to `seconds`, data included.
+
+    `trace` has the spans of this step alone. Whatever compute did not wait for counts as compute.
+    A device's compute has been at the pace of the host for as long as `issue` says.
+    """
+    split = {part: 0.0 for part in (*PARTS, "data") if part not in ("gather", "issue")}
+    for summary in trace.step_summaries():
+        for kind, waited in summary.compute_waited_s.items():  # of ranks, for other ranks too
+            split[kind.spec.part] = split.get(kind.spec.part, 0.0) + waited
+        if summary.host_paced_s:
+            split["issue"] = split.get("issue", 0.0) + summary.host_paced_s
+    split["data"] = data_seconds
+    split["compute"] = max(0.0, seconds - sum(split.values()) + split["compute"])
+    return {name: round(value, 6) for name, value in split.items()}
 
 
 def _extent_s(spans: list[Span]) -> float:

@@ -1,8 +1,8 @@
-"""What the engine trains on: a function of the log-probabilities of a micro-batch's targets.
+"""Losses: functions of the log-probabilities of a micro-batch's targets.
 
 A loss is a sum over units (trained tokens, pairs of answers), divided by their number in the step.
 The head goes back through the logits with one weight per token: the gradient of the loss with
-respect to the token's log-probability. Some losses know these weights beforehand, as next_token.py
+respect to the token's log-probability. Some losses know these weights beforehand, as NextToken
 does. The others set `needs_logprobs`: the head then computes all log-probabilities of the
 micro-batch first, chunk by chunk, and projects a second time for the gradients.
 
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import ConfigError
+from megatrain.losses.head import IGNORED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,3 +115,30 @@ class Loss(abc.ABC):
             loss=loss.detach(),
             figures={name: figure.detach() for name, figure in value.figures.items()},
         )
+
+
+class NextToken(Loss):
+    """The loss of fine-tuning: mean negative log-probability of the trained tokens of the step.
+
+    A unit is a trained token. The weights are known before the logits, -1 / (trained tokens of the
+    step), so micro-batches of unequal length add up to what one batch would have given.
+    """
+
+    needs_logprobs: ClassVar[bool] = False
+
+    def count(self, inputs: LossInputs) -> int:
+        return int((inputs.targets != IGNORED).sum())
+
+    def value(self, inputs: LossInputs, logprobs: Tensor) -> LossValue:
+        of_units = -logprobs[inputs.targets != IGNORED]
+        return LossValue(total=-logprobs.sum(), of_units=of_units)
+
+    def unit_places(self, inputs: LossInputs) -> Tensor:
+        return (inputs.targets.reshape(-1) != IGNORED).nonzero().view(-1)
+
+    def weights(self, inputs: LossInputs, logprobs: Tensor | None, num_units: int) -> TokenWeights:
+        weights = torch.where(inputs.targets != IGNORED, -1.0 / num_units, 0.0)
+        return TokenWeights(weights=weights.to(torch.float32))
+
+
+NEXT_TOKEN = NextToken()

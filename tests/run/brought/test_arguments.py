@@ -10,7 +10,7 @@ from torch import nn
 
 from megatrain.config import Config
 from megatrain.errors import ConfigError
-from megatrain.losses.next_token import NEXT_TOKEN, NextToken
+from megatrain.losses.loss import NEXT_TOKEN, NextToken
 from megatrain.run.brought.arguments import Brought, arranged
 
 ROWS = [{"text": "words"}]

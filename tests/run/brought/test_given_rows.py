@@ -21,8 +21,7 @@ from megatrain.data.tokens import prepare as preparing
 from megatrain.data.tokens.encoding import ChunkEncoder
 from megatrain.data.tokens.prepare import prepare
 from megatrain.errors import DataError, Interrupted
-from megatrain.losses.loss import LossInputs, LossValue
-from megatrain.losses.next_token import NextToken
+from megatrain.losses.loss import LossInputs, LossValue, NextToken
 from megatrain.run.trainer import Trainer
 from testkit.runs import Setting, State, StopAfter, config_of, run, state_of, unequal
 

@@ -27,8 +27,7 @@ from megatrain.doctor.rates import CopyRates, registration_rate
 from megatrain.doctor.subject import Subject
 from megatrain.doctor.timed_step import TimedStep, time_step
 from megatrain.errors import ConfigError
-from megatrain.lanes.split import step_split
-from megatrain.lanes.trace import Trace
+from megatrain.lanes.trace import Trace, step_split
 from megatrain.memory.host import free_bytes
 from megatrain.planning.catalog.asked_machines import find_machine
 from megatrain.planning.machine.facts import host_facts

@@ -21,8 +21,7 @@ from transformers import (
 from megatrain.batch import MicroBatch
 from megatrain.devices.device import Device
 from megatrain.engine.engine import Engine
-from megatrain.lanes.player import Player
-from megatrain.lanes.playing import Plays
+from megatrain.lanes.player import Player, Plays
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store

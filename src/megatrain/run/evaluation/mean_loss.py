@@ -9,7 +9,7 @@ from typing import Self
 from megatrain.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.engine.results import SOURCE_LOSS, SOURCE_UNITS
-from megatrain.losses.next_token import NextToken
+from megatrain.losses.loss import NextToken
 from megatrain.run.console import preference_words
 from megatrain.run.state import perplexity
 

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from megatrain.lanes.split import step_split
+from megatrain.lanes.trace import step_split
 from megatrain.planning.bound import Bound
 from megatrain.run.opening.opening import Opening
 from megatrain.run.state import RunState

@@ -18,8 +18,7 @@ from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
 from megatrain.hub import find_model
 from megatrain.losses.kto import Kto
-from megatrain.losses.loss import Loss
-from megatrain.losses.next_token import NextToken
+from megatrain.losses.loss import Loss, NextToken
 from megatrain.losses.preferences import Dpo, Ipo, Orpo, Simpo
 from megatrain.memory.kinds import Kind, kinds_on_disk
 from megatrain.memory.placement import UNPLACED, Placement
