@@ -18,7 +18,7 @@ from megatrain.devices import pinning
 from megatrain.devices.accelerator import Accelerator
 from megatrain.engine import embedding_rows
 from megatrain.engine.compute import inputs
-from megatrain.engine.compute.edges import Edges
+from megatrain.engine.compute.front_and_tail import Edges
 from megatrain.lanes.lane import Lane, Work
 from megatrain.lanes.progress import Progress
 from megatrain.memory.kinds import Kind

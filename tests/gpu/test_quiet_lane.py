@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatrain.devices.accelerator import Accelerator
-from megatrain.engine.compute.edges import Edges
+from megatrain.engine.compute.front_and_tail import Edges
 from megatrain.lanes.lane import Action, Lane
 from megatrain.step.ops import Op
 from testkit.families import tiny_config

@@ -27,7 +27,7 @@ from megatrain.batch import StepPart
 from megatrain.devices.device import draw_seed
 from megatrain.engine.compute.graph import gradients_of
 from megatrain.engine.compute.head import Head
-from megatrain.engine.compute.tiles import Returned
+from megatrain.engine.compute.layers import Returned
 from megatrain.engine.machine import Machine
 from megatrain.lanes.lane import Action
 from megatrain.losses.loss import NEXT_TOKEN, Loss

@@ -31,7 +31,7 @@ from megatrain.batch import MicroBatch, StepPart, check_batch, check_loss, step_
 from megatrain.devices.device import CpuDevice, Device, is_out_of_memory
 from megatrain.engine.actions import StepActions
 from megatrain.engine.checks import check_pieces, check_possible, check_ranks, check_tier
-from megatrain.engine.compute.one_kernel import kernel_switches
+from megatrain.engine.compute.attention_kernel import kernel_switches
 from megatrain.engine.machine import build_machine
 from megatrain.engine.results import Fault, Heard, StepResult, locate_fault
 from megatrain.engine.snapshot import Snapshot

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from megatrain.batch import MicroBatch
 from megatrain.devices.device import Device
-from megatrain.engine.compute.edges import Edges
+from megatrain.engine.compute.front_and_tail import Edges
 from megatrain.engine.compute.fused import use_liger
 from megatrain.engine.compute.inputs import Inputs
 from megatrain.engine.compute.kept import KeptActivations

@@ -9,7 +9,7 @@ from torch import Tensor
 from megatrain.batch import MicroBatch
 from megatrain.devices.accelerator import Accelerator
 from megatrain.devices.device import CpuDevice, Device
-from megatrain.engine.compute.edges import Edges
+from megatrain.engine.compute.front_and_tail import Edges
 from megatrain.engine.compute.inputs import Inputs, MicroInputs
 from megatrain.models.template import Template
 from megatrain.step.settings import StepSettings

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from megatrain.devices.device import CpuDevice
 from megatrain.engine.compute.kept import KeptActivations
-from megatrain.engine.compute.layers import Layers
-from megatrain.engine.compute.tiles import Returned
+from megatrain.engine.compute.layers import Layers, Returned
 from megatrain.errors import ConfigError, DeviceFull
 from megatrain.models.decoder import build_decoder
 from megatrain.models.template import Template

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.engine.compute.edges import Edges
-from megatrain.engine.compute.tail import Tail
+from megatrain.engine.compute.front_and_tail import Edges, Tail
 from megatrain.models.decoder import build_decoder
 from megatrain.models.template import Template
 from testkit.cases import at_a_push

@@ -1,8 +1,8 @@
-"""What HEAD and PIECE do: from the last hidden states to the loss, and back.
+"""HEAD and PIECE: from the last hidden states to the loss, and back, a micro-batch at a time.
 
-A micro-batch at a time. The rows before the output projection come from the model's own code
-(edges.py), the passes over chunks of logits from losses/head.py, and the weight of each token from
-the loss. A loss that needs log-probabilities costs one more projection.
+The rows before the output projection come from the model's own code (front_and_tail.py), the passes
+over chunks of logits from losses/head.py, and the weight of each token from the loss. A loss that
+needs log-probabilities costs one more projection.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from megatrain.batch import StepPart
+from megatrain.engine.compute.front_and_tail import Tail
 from megatrain.engine.compute.inputs import MicroInputs
-from megatrain.engine.compute.tail import Tail
 from megatrain.engine.machine import Machine
 from megatrain.engine.results import SOURCE_LOSS, SOURCE_UNITS
 from megatrain.losses.head import TrainedRows, head_gradients, head_logprobs

@@ -1,9 +1,9 @@
-"""What the device gets of a batch: tokens, targets, rows, bounds, in one copy, sent ahead.
+"""The inputs of a step on the device: tokens, targets, rows, bounds, in one copy, sent ahead.
 
-Before a step is played, every tensor that compute will read of its micro-batches is laid into one
-buffer on the host, and what the model will ask about its inputs is asked there (edges.py). The
-first fetch of the step, on lane in, sends the buffer. So no op of the compute lane looks at host
-memory, and the host's part of it does not grow with tokens.
+Before a step is played, every tensor that compute will read of its micro-batches is packed into one
+buffer on the host, and what the model will ask about its inputs is asked there
+(front_and_tail.py). The first fetch of the step, on lane in, sends the buffer. So no op of the
+compute lane looks at host memory, and the host's part of it does not grow with tokens.
 
 Where compute shares the host's memory its tensors are used as they are, and nothing is sent.
 
@@ -28,7 +28,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from megatrain.batch import MicroBatch
 from megatrain.devices.device import Device, copy_bits
-from megatrain.engine.compute.edges import Edges
+from megatrain.engine.compute.front_and_tail import Edges
 from megatrain.engine.tape import HOST_GROWTH
 from megatrain.losses.head import TrainedRows, trained_index, trained_rows
 from megatrain.losses.loss import LossInputs

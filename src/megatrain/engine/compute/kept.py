@@ -26,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from megatrain.engine.compute.graph import gradients_of
-from megatrain.engine.compute.tiles import AddGradients, Returned
+from megatrain.engine.compute.layers import AddGradients, Returned
 from megatrain.engine.tape import Key
 from megatrain.models.compiled import LayerOutput
 from megatrain.models.probing.stand_ins import Call

@@ -4,7 +4,7 @@
                          with what the model's soft cap or scale makes of them (losses/head.py), or
                          the gradient of a part of the table; of all of it where compute shares the
                          host's memory, and gradients have no place there
-    back through a norm  what autograd makes of the norm before the projection (compute/tail.py)
+    back through a norm  what autograd makes of the norm before the projection (engine/compute)
 
 By pieces of the vocabulary logits are a piece wide, and the rows of all micro-batches have their
 gradient in fp32 until the last piece (losses/pieces.py). Over tiles a norm is a tile long.

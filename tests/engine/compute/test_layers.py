@@ -14,9 +14,8 @@ from torch.utils.flop_counter import flop_registry
 
 from megatrain import load_model
 from megatrain.engine.actions import StepActions
-from megatrain.engine.compute import tiles as tiles_module
-from megatrain.engine.compute.layers import Layers
-from megatrain.engine.compute.tiles import Returned, TiledLayer, tiles_of
+from megatrain.engine.compute import layers
+from megatrain.engine.compute.layers import Layers, Returned, TiledLayer, tiles_of
 from megatrain.memory.kinds import Kind
 from megatrain.models.decoder import build_decoder
 from megatrain.models.template import Template
@@ -134,9 +133,9 @@ def _drop_a_tile(patch: pytest.MonkeyPatch) -> None:
 
 
 def _take_a_tile_from_another_place(patch: pytest.MonkeyPatch) -> None:
-    own = tiles_module._tile
+    own = layers._tile
     moved = lambda row, dim, columns: own(row, dim, slice(0, columns.stop - columns.start))  # noqa: E731
-    patch.setattr(tiles_module, "_tile", moved)
+    patch.setattr(layers, "_tile", moved)
 
 
 def _lose_a_sum(patch: pytest.MonkeyPatch) -> None:

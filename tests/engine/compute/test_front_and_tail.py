@@ -1,4 +1,4 @@
-"""Laws of edges.py: the device is asked once, and then only if host and device disagree."""
+"""Laws of front_and_tail.py: the device is asked once, then only where the two disagree."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatrain.batch import MicroBatch
 from megatrain.devices.accelerator import Accelerator
-from megatrain.engine.compute.edges import Edges
+from megatrain.engine.compute.front_and_tail import Edges
 from megatrain.memory.kinds import Kind
 from megatrain.models.documents import BY_DOCUMENT
 from megatrain.models.probing.host_answers import Answers

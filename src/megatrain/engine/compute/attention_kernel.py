@@ -6,9 +6,9 @@ when there are gradients. Without dropout that costs bits. With dropout the kern
 masks, and gradients would be those of another forward. So kernels whose choice depends on gradients
 are switched off for as long as a step lasts.
 
-Law (tests/engine/compute/test_one_kernel.py): a device computes forward and recompute of attention
-with dropout under the same switches; the CPU, attention without dropout and whatever runs between
-steps have torch's own.
+Law (tests/engine/compute/test_attention_kernel.py): a device computes forward and recompute of
+attention with dropout under the same switches; the CPU, attention without dropout and whatever runs
+between steps have torch's own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Law of one_kernel.py: attention with dropout has the same switches in forward and recompute."""
+"""Law of attention_kernel.py: with dropout, forward and recompute have the same switches."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from transformers import GPT2Config, LlamaConfig, PreTrainedConfig
 
 from megatrain.devices.accelerator import Accelerator
 from megatrain.devices.device import CpuDevice
+from megatrain.engine.compute.attention_kernel import kernel_switches
 from megatrain.engine.compute.layers import Layers
-from megatrain.engine.compute.one_kernel import kernel_switches
 from testkit.simulated.accelerator import Simulator
 from testkit.simulated.watched import watched
 from testkit.worlds import Case, make_batch, world_of
