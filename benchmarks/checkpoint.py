@@ -59,7 +59,7 @@ from megatrain.memory.host import resident_bytes
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
-from megatrain.models.decoder import build_decoder
+from megatrain.models.build import build_decoder
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.states import WITH_CLIP, WITHOUT_CLIP
 from megatrain.step.ops import Op, OpKind

@@ -64,7 +64,7 @@ from megatrain.memory.kinds import Kind, kinds_on_disk
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
 from megatrain.memory.tier.scratch_file import TIER_CHUNK_BYTES, TIER_THREADS, Tier, TierRegions
-from megatrain.models.decoder import build_decoder
+from megatrain.models.build import build_decoder
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.states import WITH_CLIP, WITHOUT_CLIP
 from megatrain.planning.memory.predicted import predicted_ledger, store_lines

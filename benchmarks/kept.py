@@ -21,7 +21,8 @@ from megatrain.engine.engine import Engine
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
-from megatrain.models.decoder import Decoder, build_decoder
+from megatrain.models.build import build_decoder
+from megatrain.models.decoder import Decoder
 from megatrain.planning.catalog.families import shape_from_config
 from megatrain.planning.machine.profile import unmeasured
 from megatrain.planning.simulate import simulate

@@ -39,7 +39,7 @@ from megatrain.memory.host import resident_bytes
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store, store_ledger
-from megatrain.models.decoder import build_decoder
+from megatrain.models.build import build_decoder
 from megatrain.optim.states import WITH_CLIP
 
 RAW_BYTES = 16 << 20

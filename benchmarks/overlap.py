@@ -47,7 +47,8 @@ from megatrain.lanes.trace import Trace
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
-from megatrain.models.decoder import Decoder, build_decoder
+from megatrain.models.build import build_decoder
+from megatrain.models.decoder import Decoder
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.states import WITH_CLIP
 from megatrain.ranks.ownership import SOLE, Owner

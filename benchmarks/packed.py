@@ -36,7 +36,7 @@ from megatrain.engine.engine import Engine
 from megatrain.memory.kinds import Kind, store_kinds
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
-from megatrain.models.decoder import build_decoder
+from megatrain.models.build import build_decoder
 
 TREE = Path(__file__).parents[1]
 VOCABULARY = 4096

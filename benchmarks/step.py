@@ -69,7 +69,8 @@ from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
 from megatrain.memory.tier.scratch_file import Tier, TierRegions
 from megatrain.models.adapters.lora import Lora
-from megatrain.models.decoder import Decoder, build_decoder
+from megatrain.models.build import build_decoder
+from megatrain.models.decoder import Decoder
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.states import STATES, WITH_CLIP
 from megatrain.ranks.ownership import SOLE, Owner

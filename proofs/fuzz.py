@@ -61,8 +61,8 @@ from megatrain.errors import ConfigError, MegaTrainError
 from megatrain.memory.direct import CHUNK_BYTES
 from megatrain.memory.layout import build_layout
 from megatrain.model_files import INDEX_NAME
+from megatrain.models.build import build_decoder
 from megatrain.models.config_json import LARGEST_VALUES, REFUSED_KEYS, parse_config
-from megatrain.models.decoder import build_decoder
 from megatrain.optim.states import WITH_CLIP
 from megatrain.run.opening.resumption import changed_settings, known_of
 from megatrain.run.state import RunState

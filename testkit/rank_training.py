@@ -23,7 +23,8 @@ from megatrain.memory.kinds import Kind, store_kinds
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
 from megatrain.models.adapters.lora import Lora, adapt_layers, is_adapter
-from megatrain.models.decoder import COMPUTE_DTYPES, Decoder, build_decoder
+from megatrain.models.build import build_decoder
+from megatrain.models.decoder import COMPUTE_DTYPES, Decoder
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.optimizer import Optimizer
 from megatrain.optim.torch_kernel import TorchKernel

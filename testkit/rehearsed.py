@@ -7,7 +7,8 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 
 from megatrain.models.adapters.lora import Lora
-from megatrain.models.decoder import Decoder, build_decoder
+from megatrain.models.build import build_decoder
+from megatrain.models.decoder import Decoder
 
 _SMALL: dict[str, Any] = {
     "hidden_size": 256,

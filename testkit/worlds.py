@@ -32,7 +32,8 @@ from megatrain.memory.kinds import Kind, kinds_on_disk
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
 from megatrain.memory.tier.scratch_file import Tier, TierRegions
-from megatrain.models.decoder import COMPUTE_DTYPES, build_decoder
+from megatrain.models.build import build_decoder
+from megatrain.models.decoder import COMPUTE_DTYPES
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.states import WITH_CLIP, M, V
 from megatrain.step.ops import LANES, Op

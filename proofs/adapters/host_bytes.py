@@ -24,7 +24,8 @@ from megatrain.memory.host import resident_bytes
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import store_ledger
 from megatrain.models.adapters.lora import Lora
-from megatrain.models.decoder import Decoder, build_decoder
+from megatrain.models.build import build_decoder
+from megatrain.models.decoder import Decoder
 from megatrain.optim.states import WITH_CLIP
 from testkit.plain import make_batch
 

@@ -16,7 +16,7 @@ from megatrain.errors import NonFiniteStep
 from megatrain.lanes.player import LANE_DEADLINE_S, Player
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
-from megatrain.models.decoder import build_decoder
+from megatrain.models.build import build_decoder
 from megatrain.optim.states import WITH_CLIP
 from megatrain.ranks.ranks import ALONE, Alone, Ranks
 from testkit.families import tiny_config

@@ -13,7 +13,8 @@ from megatrain.engine.weights import Slots, Weights
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
-from megatrain.models.decoder import Decoder, build_decoder
+from megatrain.models.build import build_decoder
+from megatrain.models.decoder import Decoder
 from megatrain.optim.states import WITH_CLIP
 from megatrain.step.resources import OpTable
 from megatrain.step.shape import StepShape

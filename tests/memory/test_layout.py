@@ -10,7 +10,8 @@ import torch
 
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import ALIGN, PAGE, Layout, build_layout, has_kind, kind_dtype
-from megatrain.models.decoder import Block, Param, build_decoder
+from megatrain.models.build import build_decoder
+from megatrain.models.decoder import Block, Param
 from megatrain.optim.states import WITH_CLIP
 from megatrain.step.ops import Role
 from testkit.families import FAMILIES, tiny_config

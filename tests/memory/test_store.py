@@ -13,7 +13,8 @@ from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import Layout, build_layout
 from megatrain.memory.ledger import Ledger, Line
 from megatrain.memory.store import Store, store_ledger
-from megatrain.models.decoder import Block, Param, build_decoder
+from megatrain.models.build import build_decoder
+from megatrain.models.decoder import Block, Param
 from megatrain.optim.states import WITH_CLIP, WITHOUT_CLIP, M
 from megatrain.step.ops import Role
 from testkit.families import tiny_config

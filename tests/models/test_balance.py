@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.models.mixtral import modeling_mixtral
 
 from megatrain.models.balance import Balancing, Routing, probability_sums
-from megatrain.models.decoder import build_decoder
+from megatrain.models.build import build_decoder
 from testkit.cases import by_family
 from testkit.families import BALANCED, FAMILIES, tiny_config
 

@@ -19,8 +19,9 @@ from megatrain.engine import machine
 from megatrain.errors import ConfigError
 from megatrain.memory.kinds import Kind
 from megatrain.models import compiled as regions
+from megatrain.models.build import build_decoder
 from megatrain.models.compiled import Backend, Regions, representatives
-from megatrain.models.decoder import COMPUTE_DTYPES, build_decoder
+from megatrain.models.decoder import COMPUTE_DTYPES
 from megatrain.models.template import Template
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.states import M, V

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from megatrain.errors import ConfigError, MissingPackage, NotSplittable
-from megatrain.models.decoder import _refuse_shared, build_decoder
-from megatrain.models.probing import boundaries as sides_module
+from megatrain.models.build import _refuse_shared, build_decoder
+from megatrain.models.probing import boundaries
 from testkit.families import FAMILIES, tiny_config, tiny_model
 
 
@@ -93,14 +93,14 @@ def test_building_costs_no_weights_and_leaves_the_generator_alone() -> None:
 
 
 def test_a_param_used_on_both_sides_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    probe = sides_module._probe
+    probe = boundaries._probe
 
     def lying_probe(*args: object) -> object:
         result = probe(*args)  # type: ignore[arg-type]
         args[4]["model.norm"] = {0, 4}  # type: ignore[index]
         return result
 
-    monkeypatch.setattr(sides_module, "_probe", lying_probe)
+    monkeypatch.setattr(boundaries, "_probe", lying_probe)
     with pytest.raises(NotSplittable, match=r"model\.norm\.weight is not used on exactly one side"):
         build_decoder(tiny_config("llama"), "bf16")
 

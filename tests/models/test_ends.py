@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 from megatrain.disk.hf.model import read_model_folder
 from megatrain.errors import ModelFolderError
 from megatrain.model_files import GENERATION_NAME
-from megatrain.models.ends import named_ends
+from megatrain.models.build import named_ends
 from testkit.families import save_tiny
 from testkit.joint_families import tiny_joint_config
 

@@ -13,7 +13,7 @@ from megatrain import load_model
 from megatrain.disk.hf.names import NameMap
 from megatrain.errors import NotSplittable
 from megatrain.memory.kinds import Kind
-from megatrain.models.decoder import build_decoder
+from megatrain.models.build import build_decoder
 from testkit.cases import in_dtypes
 from testkit.families import COVERING, FAMILIES, REFUSED, save_tiny, tiny_config
 

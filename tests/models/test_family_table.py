@@ -12,7 +12,8 @@ from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 from megatrain.disk.hf.names import NameMap
-from megatrain.models.decoder import Decoder, build_decoder
+from megatrain.models.build import build_decoder
+from megatrain.models.decoder import Decoder
 from megatrain.models.documents import BY_DOCUMENT
 from megatrain.models.isolation import DROPS_LENGTHS, ISOLATES, packing_family
 from megatrain.models.multimodal import text_part

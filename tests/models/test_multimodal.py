@@ -10,8 +10,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPI
 
 from megatrain.disk.hf.names import NameMap
 from megatrain.errors import ConfigError, MegaTrainError, ModelConfigError
+from megatrain.models.build import build_decoder
 from megatrain.models.config_json import parse_config
-from megatrain.models.decoder import build_decoder
 from megatrain.models.documents import by_document
 from megatrain.models.isolation import check_packing, packing_family
 from megatrain.models.multimodal import attention_choice, is_joint, joint_class, text_part

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatrain.errors import ConfigError
-from megatrain.models.decoder import build_decoder
+from megatrain.models.build import build_decoder
 from megatrain.models.patterns import check_patterns
 from testkit.families import tiny_config
 

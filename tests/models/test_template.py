@@ -13,7 +13,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megatrain.models.decoder import COMPUTE_DTYPES, Decoder, build_decoder
+from megatrain.models.build import build_decoder
+from megatrain.models.decoder import COMPUTE_DTYPES, Decoder
 from megatrain.models.template import Template
 from testkit.families import tiny_config, tiny_model
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatrain.models.decoder import build_decoder
+from megatrain.models.build import build_decoder
 from megatrain.models.probing.stand_ins import Call
 from megatrain.models.template import Template
 from megatrain.models.tiled_layer import Cut, CutLayer, Joining, Meeting, forwards_replaced

@@ -13,7 +13,8 @@ from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import ALIGN, build_layout
 from megatrain.memory.master import split_into
 from megatrain.memory.store import Store
-from megatrain.models.decoder import Block, Param, build_decoder
+from megatrain.models.build import build_decoder
+from megatrain.models.decoder import Block, Param
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.kernel import Kernel
 from megatrain.optim.native import load_kernel

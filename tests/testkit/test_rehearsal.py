@@ -16,7 +16,7 @@ from megatrain.memory.host import resident_bytes
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.ledger import Ledger
-from megatrain.models.decoder import build_decoder
+from megatrain.models.build import build_decoder
 from megatrain.models.documents import BY_DOCUMENT
 from megatrain.optim.states import WITH_CLIP
 from megatrain.step.settings import StepSettings

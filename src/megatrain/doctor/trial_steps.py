@@ -24,7 +24,8 @@ from megatrain.lanes.trace import Span
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
-from megatrain.models.decoder import Decoder, build_decoder
+from megatrain.models.build import build_decoder
+from megatrain.models.decoder import Decoder
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.model.skeleton import shape_of
 from megatrain.planning.workload import Workload

@@ -17,7 +17,7 @@ from megatrain.errors import ConfigError, MegaTrainError, ModelFolderError, Weig
 from megatrain.memory.kinds import Kind
 from megatrain.model_files import ADAPTER_CONFIG_NAME, ADAPTER_NAME, SINGLE_NAME
 from megatrain.models.adapters.lora import Lora
-from megatrain.models.decoder import build_decoder
+from megatrain.models.build import build_decoder
 from testkit.families import save_tiny, tiny_config
 
 KINDS = (Kind.HI, Kind.LO)

@@ -20,7 +20,8 @@ from megatrain.disk.hf.model import load_model, read_model_folder
 from megatrain.memory.kinds import Kind
 from megatrain.model_files import ADAPTER_CONFIG_NAME, ADAPTER_NAME
 from megatrain.models.adapters.lora import Lora
-from megatrain.models.decoder import Decoder, build_decoder
+from megatrain.models.build import build_decoder
+from megatrain.models.decoder import Decoder
 from testkit.families import FAMILIES, save_tiny, tiny_config
 
 AFFECTED = sorted(REWRITTEN.keys() & set(FAMILIES))

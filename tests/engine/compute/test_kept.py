@@ -13,7 +13,7 @@ from megatrain.devices.device import CpuDevice
 from megatrain.engine.compute.kept import KeptActivations
 from megatrain.engine.compute.layers import Layers, Returned
 from megatrain.errors import ConfigError, DeviceFull
-from megatrain.models.decoder import build_decoder
+from megatrain.models.build import build_decoder
 from megatrain.models.template import Template
 from testkit.families import tiny_config, tiny_model
 from testkit.live_bytes import LiveBytes

@@ -17,7 +17,7 @@ from megatrain.engine.actions import StepActions
 from megatrain.engine.compute import layers
 from megatrain.engine.compute.layers import Layers, Returned, TiledLayer, tiles_of
 from megatrain.memory.kinds import Kind
-from megatrain.models.decoder import build_decoder
+from megatrain.models.build import build_decoder
 from megatrain.models.template import Template
 from testkit.cases import at_a_push
 from testkit.engines import make_engine

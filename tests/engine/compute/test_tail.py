@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatrain.engine.compute.front_and_tail import Edges, Tail
-from megatrain.models.decoder import build_decoder
+from megatrain.models.build import build_decoder
 from megatrain.models.template import Template
 from testkit.cases import at_a_push
 from testkit.families import FAMILIES, tiny_config

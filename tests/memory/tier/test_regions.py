@@ -11,7 +11,7 @@ from megatrain.memory.direct import aligned_buffer
 from megatrain.memory.kinds import Kind, kinds_on_disk, store_kinds
 from megatrain.memory.layout import PAGE, Layout, build_layout
 from megatrain.memory.tier.scratch_file import TierRegions
-from megatrain.models.decoder import build_decoder
+from megatrain.models.build import build_decoder
 from megatrain.optim.states import STATES, WITH_CLIP
 from testkit.families import tiny_config
 

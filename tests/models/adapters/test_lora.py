@@ -10,7 +10,8 @@ from torch import nn
 
 from megatrain.errors import ConfigError
 from megatrain.models.adapters.lora import AdaptedLinear, Lora, adapt_layers, first_values
-from megatrain.models.decoder import Decoder, build_decoder
+from megatrain.models.build import build_decoder
+from megatrain.models.decoder import Decoder
 from testkit.families import tiny_config
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

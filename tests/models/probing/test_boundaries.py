@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from megatrain.errors import NotSplittable
-from megatrain.models.decoder import build_decoder
+from megatrain.models.build import build_decoder
 from megatrain.models.probing import boundaries
 from megatrain.models.probing.boundaries import Reads
 from testkit.cases import at_a_push

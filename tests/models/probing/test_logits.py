@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.models.decoder import build_decoder
+from megatrain.models.build import build_decoder
 from megatrain.models.probing.dispatch import intercepted
 from megatrain.models.probing.logits import Function, TracedScores, Tracer, examined
 from megatrain.models.template import Template

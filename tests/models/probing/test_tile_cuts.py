@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig
 
-from megatrain.models.decoder import build_decoder
+from megatrain.models.build import build_decoder
 from megatrain.models.probing.stand_ins import Call
 from megatrain.models.probing.tile_cuts import LARGE, ROW_LENGTHS, Samples, find_cut, sampled_call
 from megatrain.models.template import Template

@@ -10,7 +10,7 @@ import pytest
 from megatrain.config.lora_settings import LoraSettings
 from megatrain.errors import ConfigError
 from megatrain.models.adapters.lora import Lora
-from megatrain.models.decoder import build_decoder
+from megatrain.models.build import build_decoder
 from megatrain.planning.catalog.adapting import with_adapters
 from megatrain.planning.catalog.families import FAMILIES, shape_from_config
 from megatrain.planning.model.shapes import BlockShape, ModelShape

@@ -10,8 +10,8 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from megatrain.errors import ModelConfigError
+from megatrain.models.build import build_decoder
 from megatrain.models.config_json import parse_config
-from megatrain.models.decoder import build_decoder
 from megatrain.planning.catalog.families import FAMILIES, shape_from_config
 from megatrain.planning.model.shapes import BlockShape, ModelShape
 from megatrain.planning.model.skeleton import shape_of

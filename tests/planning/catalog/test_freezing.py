@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatrain.errors import ConfigError
-from megatrain.models.decoder import build_decoder
+from megatrain.models.build import build_decoder
 from megatrain.planning.catalog.families import shape_from_config
 from megatrain.planning.catalog.freezing import with_frozen
 from megatrain.planning.model.shapes import ModelShape

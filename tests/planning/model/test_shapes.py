@@ -7,7 +7,7 @@ import pytest
 from megatrain.memory import layout
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout
-from megatrain.models.decoder import build_decoder
+from megatrain.models.build import build_decoder
 from megatrain.optim.states import WITH_CLIP
 from megatrain.planning.model.shapes import PLANNED_ALIGN, PLANNED_PAGE, AttentionShape
 from megatrain.planning.model.skeleton import shape_of

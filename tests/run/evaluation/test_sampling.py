@@ -18,7 +18,7 @@ from megatrain.errors import ConfigError
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
-from megatrain.models.decoder import build_decoder
+from megatrain.models.build import build_decoder
 from megatrain.run.evaluation import sampling
 from megatrain.run.evaluation.sampling import GREEDY, Drawing, continuations, continue_texts
 from testkit.engines import make_engine

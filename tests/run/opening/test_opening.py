@@ -17,8 +17,8 @@ from megatrain.cli.exporting import export_model
 from megatrain.cli.verbs import evaluate_model, sample_from
 from megatrain.disk.hf.model import ModelFolder
 from megatrain.errors import ConfigError, DataError
+from megatrain.models import build
 from megatrain.models import config_json as model_config
-from megatrain.models import decoder
 from megatrain.run.opening import opening
 from megatrain.run.opening.tokenizer import load_tokenizer
 from megatrain.run.trainer import Trainer
@@ -40,7 +40,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         monkeypatch.setattr(owner, name, counting)
 
     count(model_config, "_check_single")
-    count(decoder, "build_skeleton")
+    count(build, "build_skeleton")
     count(AutoTokenizer, "from_pretrained")
     return calls
 

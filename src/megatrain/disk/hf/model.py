@@ -34,9 +34,9 @@ from megatrain.memory.store import Store, open_store
 from megatrain.memory.tier.scratch_file import Scratch
 from megatrain.model_files import GENERATION_NAME
 from megatrain.models.adapters.lora import Lora
+from megatrain.models.build import build_decoder, named_ends
 from megatrain.models.config_json import parse_config, without_quantisation
-from megatrain.models.decoder import Decoder, build_decoder
-from megatrain.models.ends import named_ends
+from megatrain.models.decoder import Decoder
 from megatrain.models.multimodal import text_part
 from megatrain.models.rope import require_rotary, with_rope
 from megatrain.optim.states import WITH_CLIP

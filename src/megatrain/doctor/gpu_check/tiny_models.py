@@ -25,7 +25,8 @@ from megatrain.lanes.player import Player, Plays
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
-from megatrain.models.decoder import COMPUTE_DTYPES, Decoder, build_decoder
+from megatrain.models.build import build_decoder
+from megatrain.models.decoder import COMPUTE_DTYPES, Decoder
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.states import WITH_CLIP
 from megatrain.step.settings import StepSettings

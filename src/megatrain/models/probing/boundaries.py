@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from megatrain.errors import NotSplittable, listing
+from megatrain.models.decoder import persistent_buffers
 from megatrain.models.multimodal import joint_class, text_part
 from megatrain.models.probing.stand_ins import (
     Call,
@@ -136,15 +137,6 @@ def _large(model: PreTrainedModel, modules: Iterable[str]) -> dict[str, int]:
         for name in modules
         for own, param in model.get_submodule(name).named_parameters(recurse=False)
         if param.numel() > MAX_STAND_IN and not isinstance(model.get_submodule(name), nn.Embedding)
-    }
-
-
-def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that a folder has, by name."""
-    return {
-        name: value
-        for name, value in model.state_dict(keep_vars=True).items()
-        if not isinstance(value, nn.Parameter)
     }
 
 

@@ -162,8 +162,8 @@ def _by_skeleton(
     lora: LoraSettings | None = None,
 ) -> ModelShape:
     from megatrain.models.adapters.lora import Lora
+    from megatrain.models.build import build_decoder
     from megatrain.models.config_json import parse_config
-    from megatrain.models.decoder import build_decoder
 
     adapters = None
     if lora is not None and lora.rank is not None:  # its scale is not a size
