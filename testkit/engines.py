@@ -7,6 +7,7 @@ from typing import Any
 
 from megatrain.devices.device import CpuDevice, Device
 from megatrain.engine.engine import Engine
+from megatrain.engine.updates import Optimizer
 from megatrain.lanes.lane import Lane
 from megatrain.lanes.player import Player, Plays
 from megatrain.lanes.reference import Reference
@@ -14,7 +15,6 @@ from megatrain.lanes.trace import Trace
 from megatrain.losses.loss import NEXT_TOKEN, Loss
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
-from megatrain.optim.optimizer import Optimizer
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.step.settings import StepSettings
 

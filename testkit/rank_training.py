@@ -18,6 +18,7 @@ from megatrain.batch import MicroBatch
 from megatrain.devices.device import CpuDevice, Device
 from megatrain.engine.engine import Engine
 from megatrain.engine.results import StepResult
+from megatrain.engine.updates import Optimizer
 from megatrain.lanes.player import Player
 from megatrain.memory.kinds import Kind, store_kinds
 from megatrain.memory.layout import build_layout
@@ -26,7 +27,6 @@ from megatrain.models.adapters.lora import Lora, adapt_layers, is_adapter
 from megatrain.models.build import build_decoder
 from megatrain.models.decoder import COMPUTE_DTYPES, Decoder
 from megatrain.optim.adamw import AdamW
-from megatrain.optim.optimizer import Optimizer
 from megatrain.optim.torch_kernel import TorchKernel
 from megatrain.ranks.ranks import Ranks
 from megatrain.step.settings import StepSettings

@@ -19,12 +19,12 @@ from megatrain.devices.accelerator import Accelerator
 from megatrain.engine import embedding_rows
 from megatrain.engine.compute import inputs
 from megatrain.engine.compute.front_and_tail import Edges
+from megatrain.engine.updates import Optimizer
 from megatrain.lanes.lane import Lane, Work
 from megatrain.lanes.progress import Progress
 from megatrain.memory.kinds import Kind
 from megatrain.memory.tier.ring import TierRing
 from megatrain.memory.tier.scratch_file import Tier
-from megatrain.optim.optimizer import Optimizer
 from megatrain.optim.views import Views
 from megatrain.step.hazards import Ticket
 from testkit.simulated.accelerator import Simulator

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from megatrain.devices.accelerator import Accelerator
 from megatrain.devices.runtime import PinningFailed, Runtime, TorchRuntime
+from megatrain.engine.updates import Optimizer
 from megatrain.lanes.lane import Lane, Stream
 from megatrain.memory.store import Store
-from megatrain.optim.optimizer import Optimizer
 from megatrain.step.ops import DEVICE_LANES, LANES, Op
 from testkit.simulated.accelerator import Policy, Simulator
 from testkit.simulated.watched import WatchedOptimizer, watched

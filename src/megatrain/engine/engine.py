@@ -35,6 +35,7 @@ from megatrain.engine.compute.attention_kernel import kernel_switches
 from megatrain.engine.machine import build_machine
 from megatrain.engine.results import Fault, Heard, StepResult, locate_fault
 from megatrain.engine.snapshot import Snapshot
+from megatrain.engine.updates import Optimizer
 from megatrain.errors import (
     CheckpointMismatch,
     DeviceFull,
@@ -48,7 +49,6 @@ from megatrain.losses.loss import NEXT_TOKEN, Loss
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
 from megatrain.models.key_values import bytes_per_token, caches_keys_and_values
-from megatrain.optim.optimizer import Optimizer
 from megatrain.ranks.ranks import ALONE, Ranks, Said
 from megatrain.step.ops import Op, OpKind
 from megatrain.step.schedule import build_ops

@@ -24,7 +24,7 @@ from megatrain.engine.embedding_rows import EmbeddingRows, TokenRows
 from megatrain.engine.exchange import SharedRouting
 from megatrain.engine.gradients.door import Gradients
 from megatrain.engine.tape import ALIGNMENT, Tape
-from megatrain.engine.updates import Updates
+from megatrain.engine.updates import Optimizer, Updates
 from megatrain.engine.weights import Weights
 from megatrain.memory.store import Store
 from megatrain.memory.tier.ring import TierRing
@@ -32,7 +32,6 @@ from megatrain.models.balance import Routing
 from megatrain.models.decoder import Decoder
 from megatrain.models.experts import count_on_host, has_experts
 from megatrain.models.template import Template
-from megatrain.optim.optimizer import Optimizer
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.step.ops import SlotId
 from megatrain.step.places import block_places

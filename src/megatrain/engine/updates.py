@@ -30,21 +30,48 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
 from megatrain.engine.snapshot import Gate, Snapshot
+from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import Segment
 from megatrain.memory.store import Store
 from megatrain.memory.tier.ring import TierRing
 from megatrain.models.decoder import Param
-from megatrain.optim.optimizer import Optimizer
-from megatrain.optim.views import UpdateViews
+from megatrain.optim.views import UpdateViews, Views
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.step.ops import Op
 from megatrain.step.shape import StepShape
 
 Gradient = Sequence[tuple[Segment, Tensor]]
+
+
+class Optimizer(Protocol):
+    """The interface of an optimizer to the host lane; those in optim/ have it."""
+
+    @property
+    def states(self) -> tuple[Kind, ...]:
+        """The states that `update` is handed, in this order."""
+
+    def decayed(self, params: Collection[Param]) -> frozenset[str]:
+        """Return the names of the params that weight decay applies to."""
+
+    def squared_norm(self, gradient: Tensor) -> float:
+        """Return the sum of squares of a flat gradient; finite exactly when all of it is."""
+
+    def clip_factor(self, norm: float) -> float:
+        """Return the factor for all gradients of a step with this norm."""
+
+    def update(
+        self, views: Views, gradient: Tensor, *, step: int, number: int, scale: float
+    ) -> None:
+        """Apply `scale` x `gradient` to masters and states, in place.
+
+        `step` is the step of the run and sets the learning rate. `number` counts the updates of
+        these elements: it is smaller where steps were skipped or left out. Both count from 1.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What the engine needs of an optimizer, and the parts that all optimizers here share.
+"""The parts that all optimizers here share; engine/updates.py has the interface they fulfil.
 
 An optimizer declares its states: the numbers that it keeps for each element beside the fp32 master.
 The store holds them, a checkpoint saves them, a plan counts them. For an update the engine hands
@@ -14,7 +14,6 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from torch import Tensor
 
@@ -24,32 +23,6 @@ from megatrain.models.patterns import check_patterns, matches
 from megatrain.optim.kernel import Kernel
 from megatrain.optim.native import load_kernel
 from megatrain.optim.views import Views
-
-
-class Optimizer(Protocol):
-    """What the host lane needs of an optimizer."""
-
-    @property
-    def states(self) -> tuple[Kind, ...]:
-        """The states that `update` is handed, in this order."""
-
-    def decayed(self, params: Collection[Param]) -> frozenset[str]:
-        """Return the names of the params that weight decay applies to."""
-
-    def squared_norm(self, gradient: Tensor) -> float:
-        """Return the sum of squares of a flat gradient; finite exactly when all of it is."""
-
-    def clip_factor(self, norm: float) -> float:
-        """Return the factor for all gradients of a step with this norm."""
-
-    def update(
-        self, views: Views, gradient: Tensor, *, step: int, number: int, scale: float
-    ) -> None:
-        """Apply `scale` x `gradient` to masters and states, in place.
-
-        `step` is the step of the run and sets the learning rate. `number` counts the updates of
-        these elements: it is smaller where steps were skipped or left out. Both count from 1.
-        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
