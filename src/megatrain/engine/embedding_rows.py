@@ -35,18 +35,38 @@ from megatrain.errors import ConfigError
 from megatrain.memory.kinds import Kind
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
+from megatrain.ranks.ranks import Ranks
 from megatrain.step.ops import SlotId
+from megatrain.step.settings import StepSettings
+from megatrain.step.shape import StepShape
+
+
+def check_rows(settings: StepSettings, decoder: Decoder, device: Device, ranks: Ranks) -> None:
+    """Raise ConfigError if the embedding cannot go by rows, and is to."""
+    if not settings.gather_embedding:
+        return
+    if not device.own_memory:
+        raise ConfigError("gather_embedding needs a device with its own memory")
+    if not ranks.owner.is_alone:
+        raise ConfigError("gather_embedding: the table is divided among ranks")
+    if decoder.tied:
+        raise ConfigError(
+            "gather_embedding: the head of this model reads the embedding's table too, so the "
+            "whole of it must be on the device"
+        )
+
+
+def embedding_rows(
+    decoder: Decoder, store: Store, device: Device, shape: StepShape
+) -> EmbeddingRows | None:
+    """Return the rows as a source of weights; None: the full table is fetched."""
+    return EmbeddingRows(decoder, store, device) if shape.gather_embedding else None
 
 
 class EmbeddingRows:
     """Rows of the embedding, as a source of weights. Its buffers stay from step to step."""
 
     def __init__(self, decoder: Decoder, store: Store, device: Device) -> None:
-        if decoder.tied:
-            raise ConfigError(
-                "gather_embedding: the head of this model reads the embedding's table too, so the "
-                "whole of it must be on the device"
-            )
         self._store, self._device = store, device
         self.name, self._padding = _table(decoder)
         self._table = store.param(self.name, Kind.HI)

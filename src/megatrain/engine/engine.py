@@ -30,9 +30,8 @@ from transformers import PreTrainedConfig
 from megatrain.batch import MicroBatch, StepPart, check_batch, check_loss, step_part
 from megatrain.devices.device import CpuDevice, Device, is_out_of_memory
 from megatrain.engine.actions import StepActions
-from megatrain.engine.checks import check_pieces, check_possible, check_ranks, check_tier
 from megatrain.engine.compute.attention_kernel import kernel_switches
-from megatrain.engine.machine import build_machine
+from megatrain.engine.machine import build_machine, check_parts
 from megatrain.engine.results import Fault, Heard, StepResult, locate_fault
 from megatrain.engine.snapshot import Snapshot
 from megatrain.engine.updates import Optimizer
@@ -85,10 +84,7 @@ class Engine:
         A `player` is for tests: it has its own lanes and trace, and the engine closes it.
         """
         device = device or CpuDevice()
-        check_possible(decoder, device, settings)
-        check_ranks(store, device, settings, ranks)
-        if optimizer is not None:
-            check_tier(store, settings)
+        check_parts(decoder, store, device, optimizer, settings, ranks)
         self._shape = functools.partial(
             settings.shape,
             num_blocks=len(decoder.blocks),
@@ -103,7 +99,6 @@ class Engine:
             self._machine = build_machine(
                 decoder, store, device, self._shape(), optimizer, settings, ranks
             )
-            check_pieces(self._machine.template, settings)
         except BaseException:
             with suppress(Exception):  # nobody else would; what was raised is the cause
                 device.close()
@@ -264,7 +259,7 @@ class Engine:
         machine = self._machine
         if not caches_keys_and_values(machine.on_host):
             return 0
-        room = max(4 * machine.settings.chunk_tokens * self._vocab_size, LEAST_CACHE_BYTES)
+        room = max(4 * machine.inputs.chunk * self._vocab_size, LEAST_CACHE_BYTES)
         element_bytes = int(machine.decoder.model.dtype.itemsize)
         return room // bytes_per_token(self.model_config, element_bytes)
 

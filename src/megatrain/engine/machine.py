@@ -18,16 +18,17 @@ from megatrain.devices.device import Device
 from megatrain.engine.compute.front_and_tail import Edges
 from megatrain.engine.compute.fused import use_liger
 from megatrain.engine.compute.inputs import Inputs
-from megatrain.engine.compute.kept import KeptActivations
-from megatrain.engine.compute.layers import Layers
-from megatrain.engine.embedding_rows import EmbeddingRows, TokenRows
+from megatrain.engine.compute.kept import KeptActivations, check_kept
+from megatrain.engine.compute.layers import Layers, layer_tile, tail_tile
+from megatrain.engine.embedding_rows import TokenRows, check_rows, embedding_rows
 from megatrain.engine.exchange import SharedRouting
-from megatrain.engine.gradients.door import Gradients
+from megatrain.engine.gradients.door import Gradients, check_piece_scores, check_pieces
 from megatrain.engine.tape import ALIGNMENT, Tape
 from megatrain.engine.updates import Optimizer, Updates
-from megatrain.engine.weights import Weights
+from megatrain.engine.weights import Weights, check_ranks
+from megatrain.errors import ConfigError
 from megatrain.memory.store import Store
-from megatrain.memory.tier.ring import TierRing
+from megatrain.memory.tier.ring import TierRing, check_tier
 from megatrain.models.balance import Routing
 from megatrain.models.decoder import Decoder
 from megatrain.models.experts import count_on_host, has_experts
@@ -58,6 +59,8 @@ class Machine:
     edges: Edges
     inputs: Inputs
     layers: Layers
+    tail_tile: int | None
+    """Tokens of a tile behind the layers; None: every row is computed at once."""
     kept: KeptActivations
     settings: StepSettings
     token_rows: TokenRows | None
@@ -95,6 +98,29 @@ class Machine:
             self.tape.reserve(self.taped_layers, sizes)
 
 
+def check_parts(
+    decoder: Decoder,
+    store: Store,
+    device: Device,
+    optimizer: Optimizer | None,
+    settings: StepSettings,
+    ranks: Ranks,
+) -> None:
+    """Raise ConfigError for what a part of the machine refuses, before any takes memory."""
+    check_rows(settings, decoder, device, ranks)
+    check_pieces(settings, decoder)
+    check_kept(settings, len(decoder.layers))
+    if settings.router_aux_loss and decoder.balancing is None:
+        raise ConfigError(
+            f"router_aux_loss is {settings.router_aux_loss:g}: the code of "
+            f"{decoder.config.model_type} has no load-balancing loss, or none that can be computed "
+            "layer by layer"
+        )
+    check_ranks(store, device, ranks)
+    if optimizer is not None:
+        check_tier(store, settings.tier)
+
+
 def build_machine(
     decoder: Decoder,
     store: Store,
@@ -105,20 +131,19 @@ def build_machine(
     ranks: Ranks = ALONE,
 ) -> Machine:
     """Return a machine with the memory that `shape` needs, whatever its number of micro-batches."""
-    # A compiled layer is one graph: it runs without tiles.
-    tile_tokens = None if settings.compile else settings.tile_tokens
     on_host = Template(
         decoder,
         compile=settings.compile,
         routed=shape.balances,
-        tiled=tile_tokens is not None,
+        tiled=layer_tile(settings) is not None,
     )
+    check_piece_scores(settings, on_host)
     template = on_host.placed(device.place) if device.own_memory else on_host
     if waits_for_experts(decoder, device, compiles=settings.compile):
         count_on_host(template.model)
     if settings.kernels == "liger":
         use_liger(template.model, device)
-    rows = EmbeddingRows(decoder, store, device) if shape.gather_embedding else None
+    rows = embedding_rows(decoder, store, device, shape)
     weights = Weights(decoder, store, device, shape, rows, ranks)
     edges = Edges(on_host, template, answers=device.answers)
     return Machine(
@@ -142,7 +167,8 @@ def build_machine(
         template=template,
         edges=edges,
         inputs=Inputs(device, decoder, edges, settings),
-        layers=Layers(template, tile_tokens),
+        layers=Layers(template, layer_tile(settings)),
+        tail_tile=tail_tile(settings),
         kept=KeptActivations(template, device.counted),
         settings=settings,
         token_rows=None if device.copying else TokenRows(decoder),

@@ -37,6 +37,7 @@ from torch import Tensor
 from megatrain.batch import MicroBatch
 from megatrain.devices.device import Device
 from megatrain.engine.embedding_rows import EmbeddingRows
+from megatrain.errors import ConfigError
 from megatrain.memory.kinds import Kind
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
@@ -44,6 +45,16 @@ from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.step.ops import Op, SlotId
 from megatrain.step.places import block_places
 from megatrain.step.shape import StepShape
+
+
+def check_ranks(store: Store, device: Device, ranks: Ranks) -> None:
+    """Raise ConfigError for a store or a device that ranks cannot share weights with."""
+    if store.layout.owner != ranks.owner:
+        raise ConfigError(
+            f"the store has the part of {store.layout.owner}, and the engine is {ranks.owner}"
+        )
+    if not ranks.owner.is_alone and not device.copying:
+        raise ConfigError("ranks gather weights into slots: the device must be one that copies")
 
 
 class Source(Protocol):
@@ -73,7 +84,7 @@ class Weights:
         self._embedding_slot = block_places(shape)[0].slot
         self._sources: list[Source]
         if shape.copying:
-            slots = self._slots = Slots(store, device, shape, ranks)
+            slots = self._slots = Slots(store, device, shape, ranks, by_rows=rows is not None)
             self._sources = [rows or slots, *[slots] * shape.head]
         else:
             self._sources = [_InStore(decoder, store)] * shape.num_blocks
@@ -146,13 +157,20 @@ class Slots:
     """Device buffers that blocks visit. Layers take turns; embedding and head have one each."""
 
     def __init__(
-        self, store: Store, device: Device, shape: StepShape, ranks: Ranks = ALONE
+        self,
+        store: Store,
+        device: Device,
+        shape: StepShape,
+        ranks: Ranks = ALONE,
+        *,
+        by_rows: bool = False,
     ) -> None:
+        """`by_rows`: the embedding needs no slot, its rows have their own memory."""
         self._store, self._device, self._ranks = store, device, ranks
         sizes = [store.layout.gathered_bytes(block) for block in range(shape.num_blocks)]
         largest = max(sizes[layer] for layer in shape.layers)
         needed: dict[SlotId, int] = dict.fromkeys(range(shape.slots), largest)
-        if not shape.gather_embedding:
+        if not by_rows:
             needed["embedding"] = sizes[0]
         needed["head"] = sizes[shape.head]
         self._buffers = {

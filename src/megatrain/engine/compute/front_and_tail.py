@@ -169,11 +169,14 @@ class Tail:
         edges: Edges,
         weights: Mapping[str, Tensor],
         hidden: Tensor,
-        tile_tokens: int | None,
+        tile: int | None,
     ) -> None:
-        """`hidden` (rows, length, width) wants a gradient if it is to be passed on."""
+        """`hidden` (rows, length, width) wants a gradient if it is to be passed on.
+
+        `tile` has so many tokens; None to compute every row at once.
+        """
         self._edges, self._weights, self._hidden = edges, weights, hidden
-        self._tiles = [] if tile_tokens is None else tiles_of(hidden, tile_tokens)
+        self._tiles = [] if tile is None else tiles_of(hidden, tile)
         self._graph: Tensor | None = None
 
     def rows(self, *, goes_back: bool = True) -> Tensor:

@@ -74,7 +74,7 @@ class Head:
         machine.gradients.begin(op)
         leaves = machine.weights.leaves(op)
         given = hidden.detach().requires_grad_(op.passes_gradient)
-        tail = Tail(machine.edges, leaves, given, machine.settings.tile_tokens)
+        tail = Tail(machine.edges, leaves, given, machine.tail_tile)
         d_rows = self._through_logits(micro, tail.rows(), self._projection(op))
         return tail.back(d_rows, machine.gradients.add)
 
@@ -107,7 +107,7 @@ class Head:
         scored = self._scored.pop(micro) if op.is_last_piece else self._scored[micro]
         leaves = machine.weights.leaves(op)
         given = scored.hidden.detach().requires_grad_(op.passes_gradient)
-        tail = Tail(machine.edges, leaves, given, machine.settings.tile_tokens)
+        tail = Tail(machine.edges, leaves, given, machine.tail_tile)
         projection = self._projection(op)
         tokens = vocabulary_pieces(len(projection.weight), op.num_pieces)[op.piece]
         rows = tail.rows(goes_back=op.is_last_piece)
@@ -217,7 +217,7 @@ class Head:
     def _rows(self, op: Op, hidden: Tensor) -> Tensor:
         """Return the rows that the output projection gets, to go forward only."""
         machine = self._machine
-        tail = Tail(machine.edges, machine.weights.of(op), hidden, machine.settings.tile_tokens)
+        tail = Tail(machine.edges, machine.weights.of(op), hidden, machine.tail_tile)
         return tail.rows(goes_back=False)
 
     def _projection(self, op: Op) -> Projection:

@@ -83,6 +83,11 @@ class Inputs:
         self._going = torch.empty(0, dtype=torch.uint8)
         self._there: Tensor | None = None
 
+    @property
+    def chunk(self) -> int:
+        """Tokens whose logits exist at a time."""
+        return self._settings.chunk_tokens
+
     def laid_out(
         self,
         batch: Sequence[MicroBatch],
@@ -174,9 +179,7 @@ class Inputs:
             rows=there.get(("own", "rows")),
             documents=documents,
             loss=LossInputs(targets=targets, extra=extra),
-            trained=trained_rows(
-                targets.view(-1), self._settings.chunk_tokens, there["own", "trained"]
-            ),
+            trained=trained_rows(targets.view(-1), self.chunk, there["own", "trained"]),
             last_tokens=there.get(("own", "last")),
             num_tokens=one.micro.num_tokens,
         )

@@ -26,14 +26,30 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from megatrain.engine.compute.graph import gradients_of
-from megatrain.engine.compute.layers import AddGradients, Returned
+from megatrain.engine.compute.layers import AddGradients, Returned, tail_tile
 from megatrain.engine.tape import Key
+from megatrain.errors import ConfigError
 from megatrain.models.compiled import LayerOutput
 from megatrain.models.probing.stand_ins import Call
 from megatrain.models.template import Template
+from megatrain.step.settings import StepSettings
 
 Count = Callable[[Tensor, str], Tensor]
 """Counts the memory of a tensor until nothing uses it (devices/device.py)."""
+
+
+def check_kept(settings: StepSettings, num_layers: int) -> None:
+    """Raise ConfigError for layers that the model does not have, or that run over tiles."""
+    if not 0 <= settings.kept_layers <= num_layers:
+        raise ConfigError(
+            f"kept_layers is {settings.kept_layers}, must be between 0 and the {num_layers} layers "
+            "of the model"
+        )
+    if settings.kept_layers and (tile := tail_tile(settings)) is not None:
+        raise ConfigError(
+            f"kept_layers is {settings.kept_layers} and tile_tokens {tile}: layers run over tiles "
+            "to hold less, and compute each tile again. Set one of the two."
+        )
 
 
 class KeptActivations:

@@ -47,6 +47,7 @@ from megatrain.models.tiled_layer import (
     tensors_by_path,
     with_tensors,
 )
+from megatrain.step.settings import StepSettings
 
 AddGradients = Callable[[Mapping[str, Tensor | None]], None]
 """Adds gradients by param name in the layer to the sums of the op's block."""
@@ -64,19 +65,29 @@ class Returned(NamedTuple):
     balance: Balance
 
 
-def tiles_of(hidden: Tensor, tile_tokens: int) -> list[slice]:
-    """Return the columns of each tile of at most `tile_tokens` tokens, of (rows, length, ...)."""
+def tail_tile(settings: StepSettings) -> int | None:
+    """Return the tokens of a tile behind the layers; None: every row is computed at once."""
+    return settings.tile_tokens
+
+
+def layer_tile(settings: StepSettings) -> int | None:
+    """Return the tokens of a tile of a layer. A compiled layer is one graph, without tiles."""
+    return None if settings.compile else settings.tile_tokens
+
+
+def tiles_of(hidden: Tensor, tile: int) -> list[slice]:
+    """Return the columns of each tile of at most `tile` tokens, of (rows, length, ...)."""
     rows, length = hidden.shape[:2]
-    columns = max(1, tile_tokens // rows)
+    columns = max(1, tile // rows)
     return [slice(a, min(a + columns, length)) for a in range(0, length, columns)]
 
 
 class Layers:
     """The layers of one model."""
 
-    def __init__(self, template: Template, tile_tokens: int | None = None) -> None:
-        """`tile_tokens`: None to compute every row at once."""
-        self._template, self._tile_tokens = template, tile_tokens
+    def __init__(self, template: Template, tile: int | None = None) -> None:
+        """`tile` has so many tokens; None to compute every row at once."""
+        self._template, self._tile = template, tile
 
     def forward(
         self, weights: Mapping[str, Tensor], hidden: Tensor, call: Call, draw: Draw
@@ -121,9 +132,9 @@ class Layers:
         self, weights: Mapping[str, Tensor], hidden: Tensor, call: Call, draw: Draw
     ) -> TiledLayer | None:
         """Return the call over tiles; None if it has one tile, or its layer is not cut."""
-        if self._tile_tokens is None:
+        if self._tile is None:
             return None
-        layer, tiles = self._template.cut_layer(call), tiles_of(hidden, self._tile_tokens)
+        layer, tiles = self._template.cut_layer(call), tiles_of(hidden, self._tile)
         if layer is None or len(tiles) == 1:
             return None
         return TiledLayer(layer, call, tiles, self._template.bound(weights, call), draw)

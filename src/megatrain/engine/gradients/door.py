@@ -43,16 +43,43 @@ from megatrain.engine.gradients.home_sums import HomeSums
 from megatrain.engine.gradients.outbox import OUTBOX_BYTES, DirectCopies, Outbox
 from megatrain.engine.gradients.slot_sums import SlotSums
 from megatrain.engine.gradients.slots import GradSlots, Tenant
+from megatrain.errors import ConfigError
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import PAGE, Layout, Segment
 from megatrain.memory.store import Store
+from megatrain.models.decoder import Decoder
+from megatrain.models.template import Template
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.step.ops import Op, Role, SlotId
 from megatrain.step.places import block_places
-from megatrain.step.settings import vocabulary_pieces
+from megatrain.step.settings import StepSettings, vocabulary_pieces
 from megatrain.step.shape import StepShape
 
 User = TypeVar("User", int, Tenant)
+
+
+def check_pieces(settings: StepSettings, decoder: Decoder) -> None:
+    """Raise ConfigError for pieces that the head's gradient cannot leave in."""
+    num_tokens = decoder.model.get_output_embeddings().weight.shape[0]
+    if settings.head_pieces > 1 and decoder.tied:
+        raise ConfigError(
+            f"head_pieces is {settings.head_pieces}: the head of this model reads the embedding's "
+            "table, whose gradient is one sum and cannot leave in pieces"
+        )
+    if not 1 <= settings.head_pieces <= num_tokens:
+        raise ConfigError(
+            f"head_pieces is {settings.head_pieces}, must be between 1 and the {num_tokens} tokens "
+            "of the vocabulary"
+        )
+
+
+def check_piece_scores(settings: StepSettings, template: Template) -> None:
+    """Raise ConfigError if the model needs all logits at once, and they are to go in pieces."""
+    if settings.head_pieces > 1 and not template.scores_by_element:
+        raise ConfigError(
+            f"head_pieces is {settings.head_pieces}: what {template.model.config.model_type} does "
+            "to its logits needs all of them at once, so the vocabulary cannot go in pieces"
+        )
 
 
 class Gradients:

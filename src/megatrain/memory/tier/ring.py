@@ -20,11 +20,25 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from megatrain.errors import ConfigError
 from megatrain.memory.arena import map_arena
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import Kind, kinds_on_disk
 from megatrain.memory.store import Store
 from megatrain.memory.tier.scratch_file import Tier
 from megatrain.step.ops import Op, SlotId
+
+
+def check_tier(store: Store, tier: str) -> None:
+    """Raise ConfigError unless the store has on disk what the settings of a step say."""
+    planned = kinds_on_disk(store.kinds, tier)
+    if store.on_disk != planned:
+        found, wanted = (
+            ", ".join(map(str, kinds)) or "nothing" for kinds in (store.on_disk, planned)
+        )
+        raise ConfigError(
+            f"the store has {found} on disk, but StepSettings.tier is {tier!r}: it needs {wanted} "
+            "there"
+        )
 
 
 class TierRing:
