@@ -65,6 +65,7 @@ from megatrain.optim.states import WITH_CLIP, WITHOUT_CLIP
 from megatrain.step.ops import Op, OpKind
 from megatrain.step.shape import Update
 from testkit.engines import make_engine
+from testkit.slow_lane import SlowLane
 
 RAW_BYTES = 16 << 20
 FEW_TOKENS = 8
@@ -252,7 +253,7 @@ def _waiting(home: HostModel, wait_s: float) -> list[Lane]:
         share = sizes[op.block] / sum(sizes)
         return wait_s * share * (0.25 if op.kind is OpKind.FORWARD else 0.75)
 
-    return [Lane("in"), Lane("compute", delay=delay), Lane("out"), Lane("host")]
+    return [Lane("in"), SlowLane("compute", delay=delay), Lane("out"), Lane("host")]
 
 
 @contextmanager

@@ -55,6 +55,7 @@ from megatrain.ranks.ownership import SOLE, Owner
 from megatrain.step.ops import Op, OpKind
 from megatrain.step.shape import Update
 from testkit.engines import make_engine
+from testkit.slow_lane import SlowLane
 
 FETCH_S = 0.02
 """Per layer: long beside what threads and small tensors cost, so that the schedule is measured."""
@@ -92,10 +93,10 @@ class Model:
             return 0.0 if op.block is None else self.forward_s(op.block) / 2
 
         return [
-            Lane("in", bandwidth=self.bandwidth),
-            Lane("compute", delay=compute_s),
-            Lane("out", bandwidth=self.bandwidth),
-            Lane("host", delay=update_s if late else None),
+            SlowLane("in", bandwidth=self.bandwidth),
+            SlowLane("compute", delay=compute_s),
+            SlowLane("out", bandwidth=self.bandwidth),
+            SlowLane("host", delay=update_s if late else None),
         ]
 
 

@@ -39,6 +39,7 @@ from megatrain.optim.states import WITH_CLIP, M, V
 from megatrain.step.ops import LANES, Op
 from megatrain.step.shape import Update
 from testkit.engines import make_engine
+from testkit.slow_lane import SlowLane
 
 VOCABULARY = 64
 SIZES: dict[str, Any] = {
@@ -297,7 +298,7 @@ def make_batch(shapes: Shapes, *, seed: int, form: Form = "plain") -> list[Micro
 def dawdling_lanes(timing: int) -> list[Lane]:
     """Return lanes of which each is quick, or pauses now and then, or before each op."""
     source = random.Random(timing)
-    return [Lane(name, delay=_delay(source.randrange(2**32))) for name in LANES]
+    return [SlowLane(name, delay=_delay(source.randrange(2**32))) for name in LANES]
 
 
 def _delay(seed: int) -> Callable[[Op], float]:

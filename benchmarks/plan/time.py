@@ -31,6 +31,7 @@ from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.plan import make_plan
 from megatrain.planning.simulate import Simulation, simulate
 from megatrain.step.ops import LANES, Op, OpKind
+from testkit.slow_lane import SlowLane
 
 TIME_TARGETS = {"median": 0.10, "worst": 0.20, "limits_named": 1.0}
 CHOICE_TARGETS = {"choice_over_best": 1.05}
@@ -77,7 +78,7 @@ class Case:
             case "compute":
                 delays["compute"] = self._compute_delay
         return [
-            Lane(name, bandwidth=bandwidths.get(name), delay=delays.get(name)) for name in LANES
+            SlowLane(name, bandwidth=bandwidths.get(name), delay=delays.get(name)) for name in LANES
         ]
 
     def _update_delay(self, op: Op) -> float:

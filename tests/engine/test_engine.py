@@ -19,6 +19,7 @@ from megatrain.step.ops import LANES, Op, OpKind
 from megatrain.step.shape import Update
 from proofs.interleavings import case_of, faults_of
 from testkit.cases import at_a_push
+from testkit.slow_lane import SlowLane
 from testkit.states import LATE, same, state_after, state_of, steps_of, threads_end
 from testkit.worlds import SORTS, Case, Outcome, make_batch, world_of
 
@@ -103,7 +104,7 @@ def test_the_reference_gives_the_same_wherever_things_are_kept(update: Update) -
 
 
 def slow_lanes(*slow: str, seconds: float = 1e-2) -> list[Lane]:
-    return [Lane(name, delay=(lambda op: seconds) if name in slow else None) for name in LANES]
+    return [SlowLane(name, delay=(lambda op: seconds) if name in slow else None) for name in LANES]
 
 
 @pytest.mark.few(3)

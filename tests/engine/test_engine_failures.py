@@ -19,12 +19,13 @@ from megatrain.devices.device import CpuDevice
 from megatrain.engine.actions import StepActions
 from megatrain.engine.engine import Engine
 from megatrain.errors import LaneStuck, PlayerStopped
-from megatrain.lanes.lane import Action, Lane
+from megatrain.lanes.lane import Action
 from megatrain.lanes.player import Player
 from megatrain.step.ops import LANES, Op, OpKind
 from megatrain.step.schedule import build_flush, build_step
 from megatrain.step.shape import StepShape, Update
 from testkit.patience import HANG_S, eventually
+from testkit.slow_lane import SlowLane
 from testkit.states import State, same, state_of, threads_end
 from testkit.toys import shorten_deadline
 from testkit.worlds import Case, make_batch, world_of
@@ -168,7 +169,7 @@ def test_an_update_that_fails_behind_the_caller_is_told_by_the_next_step_as_torn
 ) -> None:
     """In backward, a step returns while its last updates are under way."""
     world = world_of(SORT)
-    lanes = [Lane(name, delay=(lambda op: 0.02) if name == "host" else None) for name in LANES]
+    lanes = [SlowLane(name, delay=(lambda op: 0.02) if name == "host" else None) for name in LANES]
     engine = world.engine(case_of("in_backward"), lanes=lanes)
     break_at((OpKind.UPDATE, 0))
     with engine:
@@ -238,7 +239,9 @@ def test_an_interrupted_step_ends_the_lanes_before_the_caller_looks(
 ) -> None:
     """Ctrl-C while the caller waits: no lane may go on and write weights behind `torn`."""
     wholes, world = whole_states(update), world_of(SORT)
-    engine = world.engine(case_of(update), lanes=[Lane(n, delay=lambda op: 2e-3) for n in LANES])
+    engine = world.engine(
+        case_of(update), lanes=[SlowLane(n, delay=lambda op: 2e-3) for n in LANES]
+    )
     wait = player_of(engine).wait_for
 
     def interrupted(tickets: object) -> None:

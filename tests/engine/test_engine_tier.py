@@ -30,6 +30,7 @@ from megatrain.step.resources import OpTable
 from megatrain.step.shape import Update
 from testkit.engines import make_engine
 from testkit.patience import HANG_S
+from testkit.slow_lane import SlowLane
 from testkit.states import steps_of
 from testkit.worlds import Case, Outcome, Tiered, block_bytes, make_batch, world_of
 
@@ -47,7 +48,7 @@ def in_memory(case: Case) -> Outcome:
 
 
 def slow(name: str) -> list[Lane]:
-    return [Lane(lane, delay=(lambda op: 5e-3) if lane == name else None) for lane in LANES]
+    return [SlowLane(lane, delay=(lambda op: 5e-3) if lane == name else None) for lane in LANES]
 
 
 def held(until: threading.Event, name: str, *, at: int = 1) -> list[Lane]:
@@ -61,7 +62,7 @@ def held(until: threading.Event, name: str, *, at: int = 1) -> list[Lane]:
                 until.wait(HANG_S)
         return 0.0
 
-    return [Lane(lane, delay=hold) for lane in LANES]
+    return [SlowLane(lane, delay=hold) for lane in LANES]
 
 
 @pytest.mark.few(3)

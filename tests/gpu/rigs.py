@@ -27,6 +27,7 @@ from megatrain.memory.store import Store
 from megatrain.step.ops import DEVICE_LANES, LANES, Op
 from testkit.simulated.accelerator import Policy, Simulator
 from testkit.simulated.watched import WatchedOptimizer, watched
+from testkit.slow_lane import SlowLane
 from testkit.worlds import Case, Outcome, World
 
 SPIN_CYCLES = 2_000_000
@@ -281,7 +282,7 @@ def _dawdling(source: random.Random) -> Callable[[Op], float]:
 
 def delayed_lanes(
     rig: Rig, seed: int, change: Callable[[str, Stream], Stream] = lambda _, stream: stream
-) -> list[Lane]:
+) -> list[SlowLane]:
     """Return lanes whose streams, and sometimes threads, dawdle before ops, each in its own way."""
     source = random.Random(seed)
 
@@ -298,10 +299,10 @@ def delayed_lanes(
         how_often = source.choice((0.0, 0.3, 0.3, 1.0))
         dawdles = random.Random(source.random())
         if name not in DEVICE_LANES:
-            lanes.append(Lane(name, delay=_dawdling(dawdles)))
+            lanes.append(SlowLane(name, delay=_dawdling(dawdles)))
             continue
         stream = change(name, rig.runtime.stream())
-        lanes.append(Lane(name, stream=stream, delay=delay(how_often, dawdles)))
+        lanes.append(SlowLane(name, stream=stream, delay=delay(how_often, dawdles)))
     return lanes
 
 

@@ -15,6 +15,7 @@ import torch
 
 from megatrain.lanes.trace import Trace, step_split
 from megatrain.step.ops import DEVICE_LANES, Op, OpKind
+from testkit.slow_lane import SlowLane
 from testkit.worlds import Case, make_batch, world_of
 from tests.gpu.rigs import SPIN_CYCLES, HostGpuRig, Rig, SimulatedRig
 
@@ -51,10 +52,15 @@ def traced(rig: Rig, seconds: Mapping[OpKind, float], *, clocked: bool = True) -
         return 0.0
 
     with rig.running(world.store) as accelerator, working_at_once(rig):
-        lanes = accelerator.lanes()
-        for lane in lanes:
-            lane._delay = lasting
-            lane._clock = lane._clock if clocked else None
+        lanes = [
+            SlowLane(
+                lane.name,
+                stream=lane._stream,
+                clock=lane._clock if clocked else None,
+                delay=lasting,
+            )
+            for lane in accelerator.lanes()
+        ]
         chosen = {"device": accelerator, "lanes": lanes, "optimizer": rig.optimizer(world)}
         with world.engine(CASE, trace=True, **chosen) as engine:
             assert engine.trace is not None

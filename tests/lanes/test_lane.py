@@ -18,6 +18,7 @@ from megatrain.lanes.progress import Progress
 from megatrain.step.hazards import Ticket
 from megatrain.step.ops import Op, OpKind
 from testkit.patience import HANG_S, eventually
+from testkit.slow_lane import SlowLane
 from testkit.streams import LateEvent, LateStream, deferred
 
 if TYPE_CHECKING:
@@ -83,13 +84,13 @@ def test_a_throttled_copy_takes_its_time_and_counts_what_the_copy_took_itself(
 ) -> None:
     now, slept = [100.0], list[float]()
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=slept.append)
-    monkeypatch.setattr("megatrain.lanes.lane.time", clock)
+    monkeypatch.setattr("testkit.slow_lane.time", clock)
 
     def copy(op: Op) -> int:
         now[0] += copied_s
         return num_bytes
 
-    assert Lane("in", bandwidth=1e6).act(OP, copy) == num_bytes
+    assert SlowLane("in", bandwidth=1e6).act(OP, copy) == num_bytes
     assert slept == [pytest.approx(slept_s)]
 
 

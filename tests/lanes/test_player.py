@@ -25,6 +25,7 @@ from megatrain.step.schedule import build_flush, build_forward, build_step
 from megatrain.step.shape import StepShape
 from testkit.effort import require_effort
 from testkit.patience import HANG_S, eventually
+from testkit.slow_lane import SlowLane
 from testkit.streams import LateStream, deferred
 from testkit.toys import IntegerMachine, short_life, shorten_deadline
 
@@ -72,7 +73,7 @@ def host_lanes(seed: int | None = None) -> list[Lane]:
         return [Lane(name) for name in LANES]
     pauses = [random_pause(seed + number) for number in range(len(LANES))]
     return [
-        Lane(name, delay=lambda op, pause=pause: pause())  # type: ignore[misc]
+        SlowLane(name, delay=lambda op, pause=pause: pause())  # type: ignore[misc]
         for name, pause in zip(LANES, pauses, strict=True)
     ]
 

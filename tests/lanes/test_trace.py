@@ -14,6 +14,7 @@ from megatrain.lanes.trace import Span, Trace, step_split
 from megatrain.step.ops import LANES, Op, OpKind
 from megatrain.step.schedule import build_step
 from megatrain.step.shape import StepShape
+from testkit.slow_lane import SlowLane
 
 FETCH = Op(kind=OpKind.FETCH, block=1)
 FORWARD = Op(kind=OpKind.FORWARD, block=1, micro=0)
@@ -142,7 +143,7 @@ def test_a_played_step_has_a_span_for_every_op_and_none_overlap_in_a_lane() -> N
 def test_a_slow_link_shows_as_compute_waiting_for_fetches() -> None:
     ops = build_step(StepShape(num_blocks=5))
     trace = Trace()
-    lanes = [Lane(name, delay=(lambda op: 30e-3) if name == "in" else None) for name in LANES]
+    lanes = [SlowLane(name, delay=(lambda op: 30e-3) if name == "in" else None) for name in LANES]
     with Player(lanes, trace=trace) as player:
         player.play(ops, dict.fromkeys(OpKind, lambda op: None))
     (summary,) = trace.step_summaries()

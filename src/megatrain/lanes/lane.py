@@ -68,23 +68,17 @@ class Lane:
         clock: DeviceClock | None = None,
         ranges: Callable[[str], AbstractContextManager[object]] | None = None,
         cores: frozenset[int] | None = None,
-        delay: Callable[[Op], float] | None = None,
-        bandwidth: float | None = None,
     ) -> None:
         """With a `clock` the trace shows when its stream did an op, else when that was issued.
 
         `ranges` names what the thread does, for a profiler. The thread, and those that it starts,
         run on `cores` only; None: on any.
-
-        `delay` (seconds before an op) and `bandwidth` (bytes/s) slow a lane down for tests.
         """
         self.name = name
         self._stream = stream
         self._cores = cores
         self._clock = clock
         self._ranges = ranges
-        self._delay = delay
-        self._bandwidth = bandwidth
         self._queue: SimpleQueue[Work | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"lane {name}")
         self._progress: Progress
@@ -113,16 +107,9 @@ class Lane:
         return self._stream or nullcontext()
 
     def act(self, op: Op, action: Action) -> int:
-        """Do the op in the caller's thread, as slowly as this lane is; return its bytes."""
-        if self._delay is not None:
-            time.sleep(self._delay(op))
-        start = time.monotonic()
+        """Do the op in the caller's thread; return its bytes."""
         with nullcontext() if self._ranges is None else self._ranges(str(op)):
-            num_bytes = action(op) or 0
-        if self._bandwidth is not None:
-            least_s = num_bytes / self._bandwidth
-            time.sleep(max(0.0, start + least_s - time.monotonic()))
-        return num_bytes
+            return action(op) or 0
 
     def _run(self) -> None:
         at = self._progress.activities[self.name]

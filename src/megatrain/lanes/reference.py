@@ -35,7 +35,7 @@ class Reference:
         trace: Trace | None = None,
         synchronize: Callable[[], None] = lambda: None,
     ) -> None:
-        """Of `lanes` only their slowness and their streams matter; none of them is started.
+        """Ops run as `lanes` do them, in their streams; no lane is started.
 
         `synchronize` makes sure, after each op, that a device has done it.
         """
