@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from megatrain.errors import RankLost
-from megatrain.ranks.joining import join_ranks
+from megatrain.ranks.launcher import join_ranks
 from megatrain.ranks.ranks import Ranks
 from testkit.patience import HANG_S, eventually
 from testkit.warm_python import warm_python

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from megatrain.errors import RankLost
-from megatrain.ranks.environment import Seat
+from megatrain.ranks.launcher import Seat
 from megatrain.ranks.meeting import answered, reach
 from megatrain.ranks.ownership import Owner
 from testkit.patience import HANG_S

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megatrain.optim.adamw import AdamW
     from megatrain.optim.learning_rate import LearningRate
     from megatrain.planning.estimate import estimate
-    from megatrain.ranks.joining import join_ranks
+    from megatrain.ranks.launcher import join_ranks
     from megatrain.rewards.completions import CompletionsServer
     from megatrain.rewards.generation import generate
     from megatrain.rewards.rollouts import Rollout, rollout_batch
@@ -65,7 +65,7 @@ _HOMES = {
     "estimate": "megatrain.planning.estimate",
     "generate": "megatrain.rewards.generation",
     "group_advantages": "megatrain.losses.policy_gradient",
-    "join_ranks": "megatrain.ranks.joining",
+    "join_ranks": "megatrain.ranks.launcher",
     "load_config": "megatrain.config",
     "load_model": "megatrain.disk.hf.model",
     "resume_loop": "megatrain.disk.checkpoint.own_loop",

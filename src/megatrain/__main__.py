@@ -11,8 +11,7 @@ from pathlib import Path
 from megatrain.cli.app import app
 from megatrain.errors import ConfigError, MegaTrainError, RankLost
 from megatrain.output import lasting_output, say_last
-from megatrain.ranks.environment import read_environment
-from megatrain.ranks.parent import end_with_launcher
+from megatrain.ranks.launcher import end_with_launcher, read_environment
 
 
 def main() -> None:

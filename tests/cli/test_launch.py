@@ -18,7 +18,7 @@ import pytest
 from megatrain.cli import launch as launching
 from megatrain.cli.launch import exit_code, rank_environment, without_option
 from megatrain.errors import NoDevice
-from megatrain.ranks.environment import read_environment
+from megatrain.ranks.launcher import read_environment
 from testkit.patience import HANG_S, eventually
 from testkit.strangers import LOOPBACK, listeners
 from testkit.warm_python import warm_python
@@ -60,7 +60,7 @@ while True:
 SLEEPS = RANK + "tell()\ntime.sleep(3600)"
 ONE_FAILS = RANK + "tell()\nsys.exit(4) if rank == '1' else time.sleep(3600)"
 ENDS_WITH_LAUNCHER = (
-    "from megatrain.ranks.parent import end_with_launcher\n"
+    "from megatrain.ranks.launcher import end_with_launcher\n"
     + RANK
     + ("end_with_launcher()\ntell()\ntime.sleep(3600)")
 )

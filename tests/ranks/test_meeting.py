@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from megatrain.errors import ConfigError, RankLost
-from megatrain.ranks.environment import Seat
+from megatrain.ranks.launcher import Seat
 from megatrain.ranks.meeting import is_loopback, meet, serve
 from megatrain.ranks.ownership import Owner
 from testkit.patience import HANG_S
@@ -29,7 +29,7 @@ SHORT_S = 0.2
 JOINS = """
 import sys
 from megatrain.errors import MegaTrainError
-from megatrain.ranks.joining import join_ranks
+from megatrain.ranks.launcher import join_ranks
 try:
     join_ranks("cpu", float(sys.argv[1]))
 except MegaTrainError as error:

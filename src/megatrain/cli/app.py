@@ -16,8 +16,7 @@ from megatrain.choices import RowFormat
 from megatrain.cli.arguments import Best, ModelArgument, require_model
 from megatrain.cli.checking import gpu_check
 from megatrain.errors import ConfigError, DiskError, DoesNotFit
-from megatrain.ranks.environment import read_environment
-from megatrain.ranks.restarts import num_restarts
+from megatrain.ranks.launcher import num_restarts, read_environment
 from megatrain.text import printable
 from megatrain.version import __version__
 

@@ -9,7 +9,7 @@ leader of a session: a terminal's Ctrl-C comes to this process alone, which pass
     a rank fails               the others notice and end; those that do not are asked after
                                NOTICE_S, and killed END_S later
     this process is killed     the ranks lose the store, and the system sends them SIGTERM
-                               (megatrain/ranks/parent.py)
+                               (megatrain/ranks/launcher.py)
 
 Laws (tests/cli/test_launch.py, tests/run/test_gpus.py)
     1. Every word of the command but `--gpus` reaches every rank.
@@ -30,8 +30,8 @@ from collections.abc import Collection, Mapping, Sequence
 from megatrain.devices.runtime import num_accelerators
 from megatrain.errors import Interrupted, NoDevice, RankLost
 from megatrain.memory.host import num_cores
+from megatrain.ranks.launcher import LAUNCHER
 from megatrain.ranks.meeting import LOOPBACK, serve
-from megatrain.ranks.parent import LAUNCHER
 from megatrain.run.interrupts import SIGNALS
 
 NOTICE_S = 10.0

@@ -54,8 +54,7 @@ from megatrain.planning.machine.examination import Examination
 from megatrain.planning.machine.facts import HostFacts, host_facts, profile_path
 from megatrain.planning.machine.profile import EXPERT_WAIT_S, FlopRate, MachineProfile
 from megatrain.progress import Say
-from megatrain.ranks.environment import local_rank, read_environment
-from megatrain.ranks.joining import join_ranks
+from megatrain.ranks.launcher import join_ranks, local_rank, read_environment
 from megatrain.text import duration
 
 ENOUGH_S = 25.0

@@ -17,11 +17,12 @@ Laws (tests/ranks/test_torch_ranks.py)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatrain.ranks.ownership import SOLE, Owner
+
+if TYPE_CHECKING:  # a process alone is known before torch is imported
+    from torch import Tensor
 
 Said = Mapping[str, Any]
 """Anything that JSON can say."""

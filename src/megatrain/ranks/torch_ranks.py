@@ -278,7 +278,7 @@ class GlooCarrier:
 
 
 class TorchRanks:
-    """Fits megatrain.ranks.ranks.Ranks. Ranks that joined: megatrain/ranks/joining.py."""
+    """Fits megatrain.ranks.ranks.Ranks. Ranks that joined: megatrain/ranks/launcher.py."""
 
     def __init__(self, owner: Owner, device: str, deadline_s: float, watcher: Watcher) -> None:
         """Make the groups: all ranks do so at once. Torch's default group, on gloo, is one."""

@@ -13,7 +13,7 @@ from megatrain.ranks.ranks import Said
 from megatrain.run.folder import RunFolder
 from megatrain.run.together import restarting
 from megatrain.run.together.restarting import note_launch, was_restarted
-from tests.ranks.test_restarts import environment_of
+from tests.ranks.test_launcher import environment_of
 
 
 def attempt(launch: Any, number: int) -> dict[str, str]:

@@ -20,8 +20,7 @@ from contextlib import contextmanager
 from megatrain.devices.accelerator import find_device
 from megatrain.devices.device import Device
 from megatrain.errors import Interrupted
-from megatrain.ranks.environment import local_rank, read_environment
-from megatrain.ranks.joining import join_ranks
+from megatrain.ranks.launcher import join_ranks, local_rank, read_environment
 from megatrain.ranks.ownership import Owner
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.interrupts import Interrupts

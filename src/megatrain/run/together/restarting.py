@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatrain.memory.host import read_system_file
+from megatrain.ranks.launcher import launch_name, num_restarts
 from megatrain.ranks.ranks import ALONE, Ranks
-from megatrain.ranks.restarts import launch_name, num_restarts
 from megatrain.run.folder import RunFolder
 
 LAUNCH_FILE = ".launch"
