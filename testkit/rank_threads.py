@@ -129,8 +129,8 @@ class ThreadCarrier:
         pass
 
 
-class ThreadRanks:
-    """Fits megatrain.ranks.ranks.Ranks."""
+class ThreadRanks(Ranks):
+    """Ranks of which each is a thread."""
 
     patience_s = DEADLINE_S
 

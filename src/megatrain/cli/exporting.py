@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from megatrain.cli.verbs import found_model, read_only
@@ -18,7 +19,6 @@ from megatrain.memory.kinds import Kind
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.folder import FOLDER
 from megatrain.run.run_model import RunModel
-from megatrain.run.together.phases import unhurried
 
 
 def export_model(
@@ -46,14 +46,12 @@ def export_model(
     read = read_model_folder(found.folder, dtype=dtype)
     held = read.precision
     masters = dtype == "fp32" and held == "bf16" and found.step is not None
-    owner = ranks.owner
-    home = unhurried(
-        ranks,
+    home = ranks.long_work(
         lambda: (
-            load_masters(_checkpoint_of(found, leads=owner.leads), owner)
+            load_masters(_checkpoint_of(found, ranks), ranks.owner)
             if masters
-            else read.load(read_only(read), owner=owner)
-        ),
+            else read.load(read_only(read), owner=ranks.owner)
+        )
     )
     home.export(target, origin=_origin(found), masters=masters, ranks=ranks)
     num_params = sum(param.num_elements for param in home.decoder.params)
@@ -77,7 +75,7 @@ def _export_adapted(
         )
     if not merge:
         require_loaded_by_peft(read.decoder)
-    home = unhurried(ranks, lambda: _adapted_home(found, read, merge=merge, ranks=ranks))
+    home = ranks.long_work(lambda: _adapted_home(found, read, merge=merge, ranks=ranks))
     masters = dtype == "fp32" and read.precision == "bf16"
     home.export(target, origin=_origin(found), masters=masters, merge=merge, ranks=ranks)
     params = [param for param in home.decoder.params if merge != param.is_adapter]
@@ -105,7 +103,7 @@ def _of_step(found: RunModel) -> str:
     return "" if found.step is None else f" of step {found.step}"
 
 
-def _checkpoint_of(found: RunModel, *, leads: bool) -> Path:
+def _checkpoint_of(found: RunModel, ranks: Ranks) -> Path:
     """Return the checkpoint of a run's model, the only place that has its masters.
 
     Beside an export, which alone was compared with its hashes so far, the weights are those of the
@@ -115,8 +113,7 @@ def _checkpoint_of(found: RunModel, *, leads: bool) -> Path:
         return found.folder.parent
     for checkpoint in finished(found.run / FOLDER) if found.run is not None else ():
         if step_of(checkpoint) == found.step:
-            if leads:
-                verify_model(checkpoint)
+            ranks.on_first(partial(verify_model, checkpoint))
             return checkpoint
     raise RunFolderError(
         f"{found.folder}: no checkpoint of the run has the masters of step {found.step} any "

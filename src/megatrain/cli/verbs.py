@@ -47,6 +47,7 @@ from megatrain.run.evaluation.judging import (
 from megatrain.run.evaluation.mean_loss import mean_loss
 from megatrain.run.evaluation.samples import end_tokens
 from megatrain.run.evaluation.sampling import GREEDY, Drawing, continue_texts
+from megatrain.run.folder import settings_by_key
 from megatrain.run.opening.balancing import router_aux_loss
 from megatrain.run.opening.model_limits import check_rows
 from megatrain.run.opening.opening import MODEL, open_device
@@ -59,9 +60,7 @@ from megatrain.run.run_model import RunModel, chosen_model, tokenizer_folder
 from megatrain.run.together.cores import take_cores
 from megatrain.run.together.installed import installed_facts
 from megatrain.run.together.joined import interrupts_of_rank, joined, place_of
-from megatrain.run.together.phases import per_folder, unhurried
 from megatrain.run.together.restarting import was_restarted
-from megatrain.run.together.sameness import facts_of, require_same
 from megatrain.run.trainer import Trainer
 from megatrain.text import counted, printable
 
@@ -99,7 +98,7 @@ def train_from(
         outcome = trainer.train()
         model = trainer.folder.path / MODEL
         which = _exported(trainer, model)
-        report = report_on([trainer.folder.path], None) if ranks.owner.leads else ""
+        report = ranks.on_first(lambda: report_on([trainer.folder.path], None)) or ""
     return (
         f"loss {outcome.first_loss:.4f} to {outcome.last_loss:.4f} in "
         f"{counted(outcome.num_steps, 'step')}, {outcome.total_tokens:,} tokens, "
@@ -151,19 +150,19 @@ def evaluate_model(
     source = DataSource(path=str(data), name=name, split=split)
     config = judging_config(chosen, read.decoder.config, source, max_rows, max_length)
     tokenizer = load_tokenizer(read.source)
-    rows = per_folder(ranks, writable_cache_folder(), lambda: gather(config, tokenizer))
+    rows = ranks.once_per_folder(writable_cache_folder(), lambda: gather(config, tokenizer))
     require_single_answers(rows)
     lines = left_out(rows.sources[0], config.data.max_length)
     config = for_lengths(config, rows.held[0])
     device = open_device(config, ranks)
     take_cores(ranks, device)
-    home = unhurried(ranks, lambda: read.load(read_only(read), owner=ranks.owner))
+    home = ranks.long_work(lambda: read.load(read_only(read), owner=ranks.owner))
     lines += check_rows(rows.sources, home.decoder)
     coefficient = router_aux_loss(config, home.decoder)
     settings = step_settings_of(
         with_room(config, rows), unified=not device.own_memory, router_aux_loss=coefficient
     )
-    require_same(ranks, settings.facts() | {"data": rows.digest, **facts_of(config)})
+    ranks.require_same(lambda: settings.facts() | {"data": rows.digest, **settings_by_key(config)})
     flat = packs_flat(home.decoder.config, compiles=settings.compile)
     with (
         open_data(config, tokenizer, settings, rows, flat=flat) as opened,
@@ -196,7 +195,7 @@ def sample_from(
     read = read_model_folder(found.folder)
     tokenizer = load_tokenizer(read.source)
     kwargs = prompts_as_trained(found, tokenizer)
-    home = unhurried(ranks, lambda: read.load(read_only(read), owner=ranks.owner))
+    home = ranks.long_work(lambda: read.load(read_only(read), owner=ranks.owner))
     asked = [_prompt_tokens(tokenizer, prompt, system, kwargs) for prompt in prompts]
     with Engine(home.decoder, home.store, device=place, ranks=ranks) as engine:
         ends = end_tokens(tokenizer, home)
@@ -289,15 +288,16 @@ def found_model(model: Path, *, best: bool, ranks: Ranks) -> RunModel:
 
     Raises ConfigError if another rank has other code, or another model in that folder.
     """
-    leads = ranks.owner.leads
-    found = unhurried(ranks, lambda: chosen_model(model, best=best) if leads else None)
+    found = ranks.long_work(lambda: ranks.on_first(lambda: chosen_model(model, best=best)))
     if found is not None:
         print(found, file=sys.stderr, flush=True)
-    heard = ranks.agree({"model": None if found is None else found.facts()})[0]["model"]
-    chosen = RunModel.from_facts(heard)
-    if not ranks.owner.is_alone:
-        mark = unhurried(ranks, lambda: folder_mark(chosen.folder))
-        require_same(ranks, installed_facts() | {f"model ({chosen.folder})": mark})
+    chosen = RunModel.from_facts(ranks.decide(lambda: None if found is None else found.facts()))
+
+    def facts() -> dict[str, str]:
+        mark = ranks.long_work(lambda: folder_mark(chosen.folder))
+        return installed_facts() | {f"model ({chosen.folder})": mark}
+
+    ranks.require_same(facts)
     return chosen
 
 

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from megatrain.errors import RankLost
 from megatrain.ranks.ownership import Owner
-from megatrain.ranks.ranks import Said, Wire
+from megatrain.ranks.ranks import Ranks, Said, Wire
 
 FOREVER = timedelta(days=365)
 POLLS = 20
@@ -277,8 +277,8 @@ class GlooCarrier:
         self._channel.watcher.storing(call)
 
 
-class TorchRanks:
-    """Fits megatrain.ranks.ranks.Ranks. Ranks that joined: megatrain/ranks/launcher.py."""
+class TorchRanks(Ranks):
+    """Ranks that joined each other (`join_ranks` in megatrain/ranks/launcher.py)."""
 
     def __init__(self, owner: Owner, device: str, deadline_s: float, watcher: Watcher) -> None:
         """Make the groups: all ranks do so at once. Torch's default group, on gloo, is one."""

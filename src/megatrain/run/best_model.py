@@ -17,7 +17,6 @@ from megatrain.errors import CheckpointDamaged, DiskError
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.checkpoints import Checkpoints
 from megatrain.run.state import RunState
-from megatrain.run.together.phases import unhurried
 
 
 def load_best(
@@ -29,13 +28,11 @@ def load_best(
     text reports it. Rank 0 chooses, and reads the whole; each rank then reads its part.
     """
     checkpoints.wait()
-    choose = partial(_chosen, checkpoints, state) if ranks.owner.leads else lambda: None
-    chosen = unhurried(ranks, choose)
-    said = ranks.agree({"chosen": None if chosen is None else asdict(chosen)})[0]["chosen"]
-    found = _Chosen(**said)
+    chosen = ranks.long_work(lambda: ranks.on_first(partial(_chosen, checkpoints, state)))
+    found = _Chosen(**ranks.decide(lambda: None if chosen is None else asdict(chosen)))
     if found.path is not None:
         path = Path(found.path)
-        unhurried(ranks, lambda: restore(path, read_manifest(path), checkpoint_parts(home)))
+        ranks.long_work(lambda: restore(path, read_manifest(path), checkpoint_parts(home)))
     return Origin(step=found.step, best_loss=found.loss), found.text
 
 

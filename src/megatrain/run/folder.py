@@ -279,6 +279,15 @@ def ask_for_save(run: Path) -> None:
     raise RunFolderError(f"{run}: no process is training there")
 
 
+def settings_by_key(config: Config) -> dict[str, Any]:
+    """Return the settings of a config, `section.key` by `section.key`, as JSON has them."""
+    return {
+        f"{section}.{key}": value
+        for section, values in config.model_dump(mode="json").items()
+        for key, value in values.items()
+    }
+
+
 def machine_facts() -> dict[str, Any]:
     """Return where this runs, for a report or a bug report. Imports torch."""
     import psutil

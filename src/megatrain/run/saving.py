@@ -29,7 +29,6 @@ from megatrain.ranks.ranks import Ranks
 from megatrain.run.checkpoints import Checkpoints
 from megatrain.run.folder import RunFolder
 from megatrain.run.interrupts import Interrupts
-from megatrain.run.together.phases import unhurried
 from megatrain.run.together.requests import Requests
 
 RETRY_S = 60.0
@@ -114,7 +113,7 @@ class Saving:
 
     def wait(self) -> None:
         """Wait for the active save, with all ranks. Raises only bugs."""
-        unhurried(self._ranks, self._checkpoints.wait)
+        self._ranks.long_work(self._checkpoints.wait)
 
     def _waited(self, step: int, say: Say) -> bool:
         """Wait until another try is worth while; False if the run was asked to end."""
@@ -138,8 +137,7 @@ class Saving:
 
     def _all_should_retry(self) -> bool:
         """Return whether rank 0 finds that a save should be tried again now."""
-        mine = self._ranks.owner.leads and self._should_retry()
-        return bool(self._ranks.agree({"retry": mine})[0]["retry"])
+        return bool(self._ranks.decide(self._should_retry))
 
     def _should_retry(self) -> bool:
         """Return whether a save that failed for want of room or of answers should be tried again.
@@ -197,7 +195,7 @@ class Saving:
 
     def _prepared(self) -> tuple[dict[str, int] | None, Exception | None]:
         """Make room for a save, on rank 0; return the length of the lines, or what went wrong."""
-        lines, failure = unhurried(self._ranks, self._look_at_disk)
+        lines, failure = self._ranks.long_work(self._look_at_disk)
         facts = {
             "lines": lines,
             "error": None if failure is None else str(failure),
@@ -215,7 +213,10 @@ class Saving:
 
     def _look_at_disk(self) -> tuple[dict[str, int] | None, Exception | None]:
         self._checkpoints.wait()
-        if not self._ranks.owner.leads or self._checkpoints.out is not None:
+        return self._ranks.on_first(self._made_room) or (None, None)
+
+    def _made_room(self) -> tuple[dict[str, int] | None, Exception | None]:
+        if self._checkpoints.out is not None:
             return None, None
         try:
             self._checkpoints.make_room()

@@ -33,6 +33,7 @@ from typing import Any, Protocol, Self
 from megatrain import files
 from megatrain.config import Config
 from megatrain.errors import DiskError, MissingPackage
+from megatrain.run.folder import settings_by_key
 
 PROJECT = "megatrain"
 KNOWN_AS = "tracking.json"
@@ -173,11 +174,7 @@ class Sinks:
         self._sinks: dict[str, Sink] = {}
         known = _read_names(folder / KNOWN_AS) if resumed_step else {}
         project = config.log.project
-        settings = {
-            f"{section}.{key}": value
-            for section, values in config.model_dump(mode="json").items()
-            for key, value in values.items()
-        }
+        settings = settings_by_key(config)
         for name in config.log.to if speaks else ():
             run = TrackedRun(
                 settings=settings,

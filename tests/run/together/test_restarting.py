@@ -9,7 +9,7 @@ import pytest
 
 from megatrain.ranks.meeting import LOOPBACK, serve
 from megatrain.ranks.ownership import Owner
-from megatrain.ranks.ranks import Said
+from megatrain.ranks.ranks import Alone, Said
 from megatrain.run.folder import RunFolder
 from megatrain.run.together import restarting
 from megatrain.run.together.restarting import note_launch, was_restarted
@@ -26,7 +26,7 @@ def launches() -> list[Any]:
     return [serve(LOOPBACK, 0, 60.0) for _ in range(2)]
 
 
-class Second:
+class Second(Alone):
     """Rank 1 of two, which hears what rank 0 has decided."""
 
     owner = Owner(1, 2)
@@ -63,7 +63,7 @@ def test_a_name_that_is_the_id_would_be_that_of_another_launch(
 
 @pytest.mark.parametrize("decision", [True, False])
 def test_rank_0_decides_for_all(decision: bool, tmp_path: Path) -> None:
-    assert was_restarted(tmp_path, Second(decision)) is decision  # type: ignore[arg-type]
+    assert was_restarted(tmp_path, Second(decision)) is decision
 
 
 @pytest.mark.parametrize("environment", [{}, {"TORCHELASTIC_RESTART_COUNT": "3"}])

@@ -8,7 +8,7 @@ import pytest
 
 from megatrain.planning.ranks.division import SOLE_RANK, Division
 from megatrain.ranks.ranks import ALONE, Ranks
-from megatrain.run.together.room import Room, division_of, least_room
+from megatrain.run.opening.planned import Room, division_of, least_room
 from testkit.rank_threads import Together
 
 

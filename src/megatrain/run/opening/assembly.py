@@ -36,8 +36,6 @@ from megatrain.run.opening.resumption import (
     read_model,
     resume,
 )
-from megatrain.run.together.phases import per_host, unhurried
-from megatrain.run.together.sight import neighbours
 from megatrain.step.settings import StepSettings
 
 OPTIMIZERS = {"adamw": AdamW}
@@ -57,7 +55,7 @@ def find_source(config: Config, found: OpenedCheckpoint | None, ranks: Ranks = A
     if found is not None:
         return found.model.source
     name, revision = config.model.name_or_path, config.model.revision
-    return per_host(ranks, lambda: find_model(name, revision, "tokenizer")).folder
+    return ranks.once_per_host(lambda: find_model(name, revision, "tokenizer")).folder
 
 
 def open_model(
@@ -94,9 +92,9 @@ def load_home(
     scratch = scratch_of(config, settings, kinds)
     if found is None:
         name, start = config.model.name_or_path, config.lora.path
-        source = per_host(ranks, lambda: find_model(name, config.model.revision)).folder
+        source = ranks.once_per_host(lambda: find_model(name, config.model.revision)).folder
         _require_as_written(ranks, source, *([] if start is None else [Path(start)]))
-        home = unhurried(ranks, lambda: model.load(kinds, scratch, ranks.owner, placement))
+        home = ranks.long_work(lambda: model.load(kinds, scratch, ranks.owner, placement))
     else:
         home = _unfilled(config, kinds, model, found, scratch, ranks, placement)
         try:
@@ -121,10 +119,10 @@ def _unfilled(
     if model.decoder.adapters is None:
         return model.empty(kinds, scratch, ranks.owner, placement)
     name, revision = config.model.name_or_path, config.model.revision
-    base = per_host(ranks, lambda: find_model(name, revision)).folder
+    base = ranks.once_per_host(lambda: find_model(name, revision)).folder
     require_same_base(base, found.known.source_mark)
     _require_as_written(ranks, base)
-    return unhurried(ranks, lambda: model.load(kinds, scratch, ranks.owner, placement, base=base))
+    return ranks.long_work(lambda: model.load(kinds, scratch, ranks.owner, placement, base=base))
 
 
 def _require_as_written(ranks: Ranks, *folders: Path) -> None:
@@ -132,10 +130,9 @@ def _require_as_written(ranks: Ranks, *folders: Path) -> None:
 
     def check() -> None:
         for folder in folders:
-            require_as_written(folder, shown=ranks.owner.leads)
+            require_as_written(folder, shown=ranks.leads)
 
-    is_first = neighbours(ranks)[0] == ranks.owner.rank
-    unhurried(ranks, check if is_first else lambda: None)
+    ranks.on_each_host(check)
 
 
 def scratch_of(config: Config, settings: StepSettings, kinds: tuple[Kind, ...]) -> Scratch | None:

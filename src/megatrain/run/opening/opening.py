@@ -27,7 +27,7 @@ from megatrain.planning.plan import Plan
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.brought.arguments import NOTHING, Brought
 from megatrain.run.evaluation.references import with_references
-from megatrain.run.folder import FOLDER, RunFolder, require_new
+from megatrain.run.folder import FOLDER, RunFolder, require_new, settings_by_key
 from megatrain.run.opening.adapting import adapter_notes
 from megatrain.run.opening.assembly import (
     find_source,
@@ -53,10 +53,7 @@ from megatrain.run.state import RunState
 from megatrain.run.together.cores import take_cores
 from megatrain.run.together.installed import installed_facts
 from megatrain.run.together.joined import place_of
-from megatrain.run.together.opinions import other_notes
 from megatrain.run.together.restarting import note_launch
-from megatrain.run.together.sameness import facts_of, require_same
-from megatrain.run.together.sight import require_seen
 
 MODEL = "model"
 """Where in a run folder its result is."""
@@ -107,9 +104,8 @@ def open_run(
     Rows and a loss may be `brought`. All `ranks` open the same run, and each of them its part.
     """
     notes: list[str] = []
-    if not ranks.owner.is_alone:
-        asked = {"--resume": resumes, "--dry-run": dry_run}
-        require_same(ranks, facts_of(config) | installed_facts() | asked)
+    asked = {"--resume": resumes, "--dry-run": dry_run}
+    ranks.require_same(lambda: settings_by_key(config) | installed_facts() | asked)
     with ExitStack() as opened:
         config, pins = pin_commits(config, resumes=resumes, ranks=ranks)
         folder = open_folder(config, opened, resumes=resumes, dry_run=dry_run, ranks=ranks)
@@ -145,7 +141,7 @@ def open_run(
         opened.callback(engine.close)
         engine.announce(data.step_tokens)
         notes += adapter_notes(model.decoder) + speed_notes(config, model.decoder, device)
-        notes += other_notes(ranks, notes)
+        notes += ranks.notes(notes)
         return _finished(
             Opening(
                 config=_settled(config, plan), pins=pins, ranks=ranks, folder=folder, device=device,
@@ -196,7 +192,7 @@ def _require_same_plan(ranks: Ranks, device: Device, rows: TrainingRows, plan: P
     kind, tokens = device.name.partition(":")[0], plan.workload.step_tokens
     planned = {"kind of device": kind, "tokens of a step": tokens}
     read = {"data.train (its rows)": rows.digest, "data.eval (its rows)": rows.held_digest}
-    require_same(ranks, plan.settings.facts() | planned | read)
+    ranks.require_same(lambda: plan.settings.facts() | planned | read)
 
 
 def _roomy(config: Config, rows: TrainingRows) -> Config:
@@ -231,19 +227,21 @@ def open_folder(
     """
     check_sinks(config.log.to)
     _require_apart(config)
-    if not ranks.owner.leads:
+
+    def lock() -> RunFolder:
+        folder = RunFolder(config.run_dir, dry=dry_run)
+        opened.callback(folder.close)
+        if not resumes:
+            require_new(folder.path)
         if not dry_run:
-            require_seen(ranks, Path(config.run_dir))
-        return RunFolder(config.run_dir, dry=True)
-    folder = RunFolder(config.run_dir, dry=dry_run)
-    opened.callback(folder.close)
-    if not resumes:
-        require_new(folder.path)
+            note_launch(folder)
+            _clear_unfinished(folder.path)
+        return folder
+
+    locked = ranks.on_first(lock)
     if not dry_run:
-        note_launch(folder)
-        _clear_unfinished(folder.path)
-        require_seen(ranks, folder.path)
-    return folder
+        ranks.require_shared(Path(config.run_dir))
+    return locked or RunFolder(config.run_dir, dry=True)
 
 
 def _ready(device: Device, config: Config, ranks: Ranks) -> None:

@@ -11,12 +11,14 @@ Laws (tests/run/opening/test_planned.py)
     4. Where device and host are one memory, both together fit into nine tenths of what is free, and
        the device cannot take more than its part.
     5. No run that was started is killed for its memory (`python -m benchmarks.plan --cap`).
+    6. All ranks plan with the same memory, and no host has less than that.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +51,6 @@ from megatrain.planning.workload import Workload
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.opening.balancing import router_aux_loss
 from megatrain.run.opening.resumption import OpenedCheckpoint
-from megatrain.run.together.room import Room, division_of, least_room
 from megatrain.step.settings import StepSettings
 from megatrain.text import counted, duration
 
@@ -129,9 +130,9 @@ def _machine(config: Config, device: Device, ranks: Ranks, division: Division) -
         found = unmeasured(ram_bytes=1, base_bytes=0, device_bytes=free_now)
     elif device.own_memory:  # others may have taken of it since it was measured
         found = found.changed(device_bytes=min(found.device_bytes, free_now))
-    if not ranks.owner.is_alone:  # hosts may have been measured differently, or not at all
-        text = ranks.agree({"profile": found.to_json()})[0]["profile"]
-        found = MachineProfile.from_json(text).changed(device_bytes=found.device_bytes)
+    # Hosts may have been measured differently, or not at all.
+    measured = MachineProfile.from_json(ranks.decide(found.to_json))
+    found = measured.changed(device_bytes=found.device_bytes)
     room = least_room(
         ranks,
         Room(
@@ -149,6 +150,53 @@ def _machine(config: Config, device: Device, ranks: Ranks, division: Division) -
         integrated=device.integrated,
     )
     return with_reserve(within(with_one_budget(now), config))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Bytes of a host and of a device, as one process sees them, or of all ranks of a host."""
+
+    free_bytes: int
+    """Free host memory."""
+    held_bytes: int
+    """Host memory that this process holds, or all ranks of the host."""
+    device_bytes: int
+    disk_bytes: int
+
+
+def least_room(ranks: Ranks, own: Room) -> Room:
+    """Return the room on the host that has least; of devices and disks, the least of all.
+
+    Memory that the ranks of a host hold counts as theirs: together they may use it.
+    """
+    of_rank = [Room(**said) for said in ranks.agree(asdict(own))]
+    of_host: dict[str, list[Room]] = {}
+    for host, room in zip(ranks.hosts(), of_rank, strict=True):
+        of_host.setdefault(host, []).append(room)
+    together = [
+        Room(
+            free_bytes=min(room.free_bytes for room in rooms),
+            held_bytes=sum(room.held_bytes for room in rooms),
+            device_bytes=min(room.device_bytes for room in rooms),
+            disk_bytes=min(room.disk_bytes for room in rooms),
+        )
+        for rooms in of_host.values()
+    ]
+    least = min(together, key=lambda room: room.free_bytes + room.held_bytes)
+    return Room(
+        free_bytes=least.free_bytes,
+        held_bytes=least.held_bytes,
+        device_bytes=min(room.device_bytes for room in together),
+        disk_bytes=min(room.disk_bytes for room in together),
+    )
+
+
+def division_of(ranks: Ranks) -> Division:
+    """Return how many hosts the ranks are on, and how many are on the fullest of them."""
+    on_host = Counter(ranks.hosts())
+    num_hosts, per_host = len(on_host), max(on_host.values())
+    missing = num_hosts * per_host - ranks.owner.size
+    return Division(num_hosts=num_hosts, per_host=per_host, missing=missing)
 
 
 def cap_device(device: Device, plan: Plan) -> None:

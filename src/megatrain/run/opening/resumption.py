@@ -47,7 +47,6 @@ from megatrain.models.config_json import CONFIG_NAME
 from megatrain.optim.states import STATES, state_among
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.state import RunState, as_count, as_loss
-from megatrain.run.together.phases import unhurried
 from megatrain.step.settings import CHUNK_TOKENS, StepSettings
 
 T = TypeVar("T")
@@ -273,9 +272,9 @@ def _newest(
     be read.
     """
     passed: list[_Passed] = []
-    names = [path.name for path in finished(folder)] if ranks.owner.leads else []
-    for path in [folder / name for name in ranks.agree({"finished": names})[0]["finished"]]:
-        result, failure = unhurried(ranks, partial(_tried, path, use, wants))
+    names = ranks.decide(lambda: [path.name for path in finished(folder)])
+    for path in [folder / name for name in names]:
+        result, failure = ranks.long_work(partial(_tried, path, use, wants))
         failures = [said["failure"] for said in ranks.agree({"failure": failure})]
         # Damage that one rank finds is damage, whatever the others could not read.
         found = sorted((one for one in failures if one is not None), key=lambda one: not one[1])

@@ -20,8 +20,6 @@ from megatrain.disk.adapters.folder import is_adapter_folder, read_adapter_folde
 from megatrain.disk.hf.source_mark import mark_of_tensors, tensor_mark
 from megatrain.ranks.ranks import Ranks
 from megatrain.run.opening.resumption import OpenedCheckpoint
-from megatrain.run.together.phases import unhurried
-from megatrain.run.together.sameness import require_same
 
 
 def require_same_start(ranks: Ranks, config: Config, found: OpenedCheckpoint | None) -> None:
@@ -30,15 +28,13 @@ def require_same_start(ranks: Ranks, config: Config, found: OpenedCheckpoint | N
     A resumed run reads its weights from the run folder, which all ranks share, and from elsewhere
     only the model under its adapters.
     """
-    if ranks.owner.is_alone:
-        return
     names: dict[str, str] = {}
     if found is None or found.model.decoder.adapters is not None:
         names["model.name_or_path"] = config.model.name_or_path
     if found is None and config.lora.path is not None:
         names["lora.path"] = config.lora.path
-    marks = unhurried(ranks, partial(_marks, names, config.model.revision))
-    require_same(ranks, marks)
+    marks = partial(_marks, names, config.model.revision)
+    ranks.require_same(lambda: ranks.long_work(marks))
 
 
 def _marks(names: dict[str, str], revision: str | None) -> dict[str, str]:

@@ -26,7 +26,6 @@ from megatrain.models.decoder import Decoder
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.evaluation.answers import Question
 from megatrain.run.opening.model_limits import check_rows
-from megatrain.run.together.phases import per_folder
 from megatrain.step.settings import StepSettings
 
 
@@ -171,7 +170,7 @@ def open_rows(
     A run that `resumes` keeps its rows, whatever the model declares. Of ranks with one cache, one
     prepares the rows for all.
     """
-    rows = per_folder(ranks, writable_cache_folder(), lambda: gather(config, tokenizer, given))
+    rows = ranks.once_per_folder(writable_cache_folder(), lambda: gather(config, tokenizer, given))
     notes += check_rows(rows.prepared, decoder, begins=not resumes)
     return rows
 

@@ -21,7 +21,6 @@ from megatrain.devices.device import Device
 from megatrain.devices.runtime import pci_address
 from megatrain.memory.placement import LANE_CORES, allowed_cores, device_node, read_nodes
 from megatrain.ranks.ranks import Ranks
-from megatrain.run.together.sight import neighbours
 
 TORCH_THREADS = LANE_CORES
 """For work of the lanes on the host; more only take turns with updates."""
@@ -49,7 +48,7 @@ def take_cores(ranks: Ranks, device: Device, root: Path = Path("/")) -> None:
     node = device_node(pci_address(device.name), root)
     own = Allowance(cores=tuple(sorted(allowed)), node=node)
     heard = ranks.agree({"cores": own.cores, "node": own.node})
-    near = neighbours(ranks)
+    near = ranks.neighbors()
     places = [Allowance(cores=tuple(heard[n]["cores"]), node=heard[n]["node"]) for n in near]
     nodes = {node.number: node.cores for node in read_nodes(root)}
     cores = shares(places, nodes)[near.index(ranks.owner.rank)]

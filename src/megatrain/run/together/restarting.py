@@ -33,8 +33,7 @@ def was_restarted(
     run: Path, ranks: Ranks = ALONE, environment: Mapping[str, str] = os.environ
 ) -> bool:
     """Return whether an earlier attempt of this launch has begun the run. All ranks ask."""
-    begun = ranks.owner.leads and _has_begun(run, environment)
-    return bool(ranks.agree({"was restarted": begun})[0]["was restarted"])
+    return bool(ranks.decide(lambda: _has_begun(run, environment)))
 
 
 def _has_begun(run: Path, environment: Mapping[str, str]) -> bool:
