@@ -13,7 +13,7 @@ from megatrain.devices.device import CpuDevice
 from megatrain.ranks.ranks import Ranks
 from megatrain.run.interrupts import Interrupts
 from megatrain.run.opening import opening, resumption
-from megatrain.run.together.joined import together
+from megatrain.run.this_rank import together
 from megatrain.run.trainer import Trainer
 from testkit.rank_threads import ONE_AT_A_TIME, Together, in_turn
 

@@ -12,7 +12,7 @@ from megatrain.config import Config
 from megatrain.errors import ConfigError, RunFolderError
 from megatrain.ranks.ranks import ALONE, Ranks, Said
 from megatrain.run.folder import settings_by_key
-from megatrain.run.together.installed import installed_facts
+from megatrain.run.this_rank import installed_facts
 from testkit.rank_threads import Together
 
 

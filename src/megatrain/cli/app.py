@@ -178,7 +178,7 @@ def evaluate(
     require_model(model)
     from megatrain.cli.verbs import evaluate_model
     from megatrain.run.evaluation.judging import device_of
-    from megatrain.run.together.joined import joined
+    from megatrain.run.this_rank import joined
 
     options: dict[str, Any] = {"max_length": length, "name": name, "split": split}
     with joined(device_of(model)) as options["ranks"]:
@@ -205,7 +205,7 @@ def export(
     """Write a run's model as a Hugging Face folder; of a run with adapters, those alone."""
     require_model(model)
     from megatrain.cli.exporting import export_model
-    from megatrain.run.together.joined import joined
+    from megatrain.run.this_rank import joined
 
     with joined("cpu") as ranks:
         typer.echo(export_model(model, target, best=best, dtype=dtype, merge=merge, ranks=ranks))
@@ -232,7 +232,7 @@ def sample(
     require_model(model)
     from megatrain.cli.verbs import sample_from
     from megatrain.run.evaluation.sampling import Drawing
-    from megatrain.run.together.joined import joined
+    from megatrain.run.this_rank import joined
 
     drawing = Drawing(temperature=temperature, top_p=top_p, seed=seed)
     options: dict[str, Any] = {"system": system, "device": device, "best": best}

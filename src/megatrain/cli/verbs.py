@@ -57,10 +57,14 @@ from megatrain.run.opening.same_start import folder_mark
 from megatrain.run.opening.tokenizer import load_tokenizer, open_tokenizer
 from megatrain.run.opening.training_data import open_data
 from megatrain.run.run_model import RunModel, chosen_model, tokenizer_folder
-from megatrain.run.together.cores import take_cores
-from megatrain.run.together.installed import installed_facts
-from megatrain.run.together.joined import interrupts_of_rank, joined, place_of
-from megatrain.run.together.restarting import was_restarted
+from megatrain.run.this_rank import (
+    installed_facts,
+    interrupts_of_rank,
+    joined,
+    place_of,
+    take_cores,
+    was_restarted,
+)
 from megatrain.run.trainer import Trainer
 from megatrain.text import counted, printable
 

@@ -1,19 +1,34 @@
-"""Reasons to stop a run early: signals, and memory that runs out.
+"""Requests to a run while it trains: to stop early, and to save.
 
-The first signal asks: the step is finished, the state saved, and the process ends with 130. The
-second one ends the run at once; earlier saves stay complete. While no step is active (data
-and model are being read, or the model is exported) the first one is obeyed at once too. A signal
-that the caller lets us ignore, as nohup does, stays ignored.
+Interrupts are signals, and memory that runs out. The first signal asks: the step is finished, the
+state saved, and the process ends with 130. The second one ends the run at once; earlier saves stay
+complete. While no step is active (data and model are being read, or the model is exported) the
+first one is obeyed at once too. A signal that the caller lets us ignore, as nohup does, stays
+ignored.
 
 Ranks get a signal more than once: a scheduler sends it to all, and the launcher passes it on. With
 `shared`, signals within a few seconds are one request. And since a launcher ends all ranks as soon
 as one has ended, signals are ignored once the block is over: the process is about to end itself.
 
-Laws (tests/run/test_interrupts.py)
+A `Pause` is Ctrl-C in a program that trains: `train()` can be called again. An interrupt inside of
+a step would end the lanes, and the trainer with them. So the first Ctrl-C is noted, and
+KeyboardInterrupt is raised between two steps, where all blocks are updated. A second one is raised
+at once. This holds only where Ctrl-C would raise KeyboardInterrupt: a handler of the program's own
+stays.
+
+`Requests` may be made of any rank and reach all: they go along with the result of a step
+(`Engine.step`), or are agreed on where there was none. All ranks then act on the same words, so
+that none ever goes another way.
+
+Laws (tests/run/test_interrupts.py, test_pause.py, test_requests.py)
     1. One signal ends a run with a checkpoint of a complete step, two end it at once.
-    2. Outside of the `with` block signals do what they did before; of ranks, nothing.
+    2. Outside of the `with` block signals do what they did before; those to ranks do nothing.
     3. Nothing but the reason changes inside of a step, even if the terminal is gone.
     4. No library turns a signal into its own error: the run ends as Interrupted.
+    5. A run that was paused once and continued ends in the bits of one that was not. Outside of the
+       block, and where the program handles Ctrl-C itself, nothing changes.
+    6. One rank's reason to end is that of all, and so is rank 0's wish to save. Between two
+       hearings no rank of several changes its mind, whatever signals arrive.
 """
 
 from __future__ import annotations
@@ -23,7 +38,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import Any, Self
@@ -31,6 +46,7 @@ from typing import Any, Self
 from megatrain.errors import Interrupted
 from megatrain.memory.host import free_bytes, resident_bytes
 from megatrain.memory.ledger import gib
+from megatrain.ranks.ranks import Ranks, Said
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LEAST_FREE_BYTES, LEAST_FREE_SHARE = 384 << 20, 0.015
@@ -117,3 +133,95 @@ class Interrupts:
         self._watcher.join()
         if error is not None and self._stopped is not None:
             raise Interrupted(self._stopped) from error
+
+
+_SAID = "\nCtrl-C: finishing this step. Press it again to stop immediately.\n"
+
+
+class Pause:
+    """Notes one Ctrl-C inside a `with` block of the main thread."""
+
+    def __init__(self, *, listens: bool) -> None:
+        """Not `listens`: somebody else does."""
+        self._listens = listens
+        self._listening = False
+        self.is_asked = False
+
+    def raise_if_asked(self, step: int) -> None:
+        """Raise KeyboardInterrupt if Ctrl-C was pressed since the block began."""
+        if self.is_asked:
+            self.is_asked = False
+            raise KeyboardInterrupt(f"stopped after step {step}; train() continues from there")
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.is_asked:
+            raise KeyboardInterrupt
+        self.is_asked = True
+        # Not print: the signal may have come inside of one. A notebook has no such descriptor.
+        with suppress(OSError, ValueError, AttributeError):
+            os.write(sys.stderr.fileno(), _SAID.encode())
+
+    def __enter__(self) -> Self:
+        is_main = threading.current_thread() is threading.main_thread()
+        is_usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        self._listening, self.is_asked = self._listens and is_main and is_usual, False
+        if self._listening:
+            signal.signal(signal.SIGINT, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._listening:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class Requests:
+    """What the ranks of a run were asked to do."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        interrupts: Interrupts,
+        wants_save: Callable[[], bool],
+        has_stalled: Callable[[], bool],
+    ) -> None:
+        """`wants_save` tells, on rank 0, whether the state should be saved now.
+
+        `has_stalled` tells, on each rank, whether its storage does not answer.
+        """
+        self._ranks, self._interrupts, self._wants_save = ranks, interrupts, wants_save
+        self._has_stalled = has_stalled
+        self.storage_stalled = False
+        """Whether storage did not answer on some rank, when the ranks last told each other."""
+        self.stop: str | None = None
+        """Why the run should end; None while it should not."""
+        self._save = False
+
+    def says(self) -> Said:
+        """Return what this rank was asked, for the others."""
+        owner = self._ranks.owner
+        save = owner.leads and not owner.is_alone and self._wants_save()
+        return {
+            "stop": self._interrupts.reason,
+            "save": save,
+            "stalled": self._has_stalled(),
+        }
+
+    def hear(self, said: Sequence[Said]) -> None:
+        """Take up what all ranks were asked."""
+        reasons = [(rank, one["stop"]) for rank, one in enumerate(said) if one["stop"] is not None]
+        if reasons:
+            rank, reason = reasons[0]
+            self.stop = f"rank {rank}: {reason}" if rank else str(reason)
+        self._save = self._save or bool(said[0]["save"])
+        self.storage_stalled = any(one["stalled"] for one in said)
+
+    def save(self) -> bool:
+        """Return whether to save now; a process alone finds out when it is asked."""
+        if self._ranks.owner.is_alone:
+            return self._wants_save()
+        saves, self._save = self._save, False
+        return saves
+
+    def ask(self) -> None:
+        """Ask all ranks now."""
+        self.hear(self._ranks.agree(self.says()))

@@ -28,8 +28,7 @@ from megatrain.progress import Say
 from megatrain.ranks.ranks import Ranks
 from megatrain.run.checkpoints import Checkpoints
 from megatrain.run.folder import RunFolder
-from megatrain.run.interrupts import Interrupts
-from megatrain.run.together.requests import Requests
+from megatrain.run.interrupts import Interrupts, Requests
 
 RETRY_S = 60.0
 """Between two tries to save on a full disk."""

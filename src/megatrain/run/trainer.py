@@ -42,10 +42,9 @@ from megatrain.run.evaluation.eval_tokens import judged_loss
 from megatrain.run.evaluation.mean_loss import MeanLoss
 from megatrain.run.evaluation.samples import writes_after
 from megatrain.run.full_device import keep_snapshot
-from megatrain.run.interrupts import Interrupts
+from megatrain.run.interrupts import Interrupts, Pause
 from megatrain.run.loop.interrupted import interrupted
 from megatrain.run.loop.one_step import take_step
-from megatrain.run.loop.pause import Pause
 from megatrain.run.loop.rollback import Rollbacks
 from megatrain.run.opening.assembly import learning_rate
 from megatrain.run.opening.first_lines import (

@@ -20,7 +20,7 @@ from megatrain.errors import ConfigError
 from megatrain.model_files import ADAPTER_CONFIG_NAME, ADAPTER_NAME, SINGLE_NAME
 from megatrain.optim.native import LIBRARY
 from megatrain.ranks.ranks import Ranks
-from megatrain.run.together import installed
+from megatrain.run import this_rank
 from megatrain.run.trainer import Trainer
 from testkit.rank_processes import rank_outcomes
 from testkit.runs import Setting, config_of
@@ -56,7 +56,7 @@ def opened(ranks: Ranks, config: Config, homes: list[Path], package: Path, libra
     vars(prepare)["probe_template"] = lambda *_: None  # its child process takes seconds
     os.chdir(homes[rank])
     if rank == 1:
-        vars(installed).update(PACKAGE=package, LIBRARY=library)
+        vars(this_rank).update(PACKAGE=package, LIBRARY=library)
     try:
         with Trainer(config, ranks=ranks, dry_run=True):
             return "opened"
@@ -68,7 +68,7 @@ def results(
     world: Path,
     homes: list[Path],
     *,
-    package: Path = installed.PACKAGE,
+    package: Path = this_rank.PACKAGE,
     library: Path = LIBRARY,
     **changes: dict[str, object],
 ) -> list[str]:
@@ -141,8 +141,8 @@ def test_other_adapters_are_refused(world: Path, home: Path, tmp_path: Path, wha
 
 def test_other_code_is_refused(world: Path, home: Path, tmp_path: Path) -> None:
     copy = tmp_path / "megatrain"
-    shutil.copytree(installed.PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    assert installed.code_digest.__wrapped__(copy) == installed.code_digest(installed.PACKAGE)
+    shutil.copytree(this_rank.PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    assert this_rank.code_digest.__wrapped__(copy) == this_rank.code_digest(this_rank.PACKAGE)
     with (copy / "optim" / "learning_rate.py").open("a") as file:
         file.write("\n# another rate\n")
     first, second = results(world, [home, home], package=copy)

@@ -8,10 +8,10 @@ from typing import Any
 
 from megatrain.lanes.trace import step_split
 from megatrain.planning.bound import Bound
+from megatrain.run.interrupts import Requests
 from megatrain.run.opening.opening import Opening
 from megatrain.run.state import RunState
 from megatrain.run.step_time import step_metrics
-from megatrain.run.together.requests import Requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

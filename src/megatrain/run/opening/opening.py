@@ -50,10 +50,7 @@ from megatrain.run.opening.tokenizer import open_tokenizer
 from megatrain.run.opening.training_data import TrainingData, open_data, open_rows
 from megatrain.run.sinks import check_sinks
 from megatrain.run.state import RunState
-from megatrain.run.together.cores import take_cores
-from megatrain.run.together.installed import installed_facts
-from megatrain.run.together.joined import place_of
-from megatrain.run.together.restarting import note_launch
+from megatrain.run.this_rank import installed_facts, note_launch, place_of, take_cores
 
 MODEL = "model"
 """Where in a run folder its result is."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatrain.run.brought.callbacks import Callback
-from megatrain.run.loop.pause import Pause
+from megatrain.run.interrupts import Pause
 from megatrain.run.trainer import Trainer
 from testkit.runs import Setting, config_of, run, state_of, unequal
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from megatrain.ranks.ranks import ALONE, Ranks
-from megatrain.run.interrupts import Interrupts
-from megatrain.run.together.requests import Requests
+from megatrain.run.interrupts import Interrupts, Requests
 from testkit.rank_threads import Together
 
 
