@@ -12,7 +12,7 @@ from pathlib import Path
 from megatrain.config import load_config
 from megatrain.disk.checkpoint.manifest import read_manifest
 from megatrain.run.opening.resumption import known_of
-from megatrain.run.publishing.model_card import model_card
+from megatrain.run.publishing import model_card
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from megatrain.rewards.completions import CompletionsServer
     from megatrain.rewards.generation import generate
     from megatrain.rewards.rollouts import Rollout, rollout_batch
-    from megatrain.run.brought.callbacks import Callback, Control, RunProgress
+    from megatrain.run.callbacks import Callback, Control, RunProgress
     from megatrain.run.evaluation.eval_tokens import EvalTokens
     from megatrain.run.trainer import Trainer
     from megatrain.step.settings import StepSettings
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 _HOMES = {
     "Accelerator": "megatrain.devices.accelerator",
     "AdamW": "megatrain.optim.adamw",
-    "Callback": "megatrain.run.brought.callbacks",
+    "Callback": "megatrain.run.callbacks",
     "CompletionsServer": "megatrain.rewards.completions",
     "Config": "megatrain.config",
-    "Control": "megatrain.run.brought.callbacks",
+    "Control": "megatrain.run.callbacks",
     "CpuDevice": "megatrain.devices.device",
     "Engine": "megatrain.engine.engine",
     "EvalTokens": "megatrain.run.evaluation.eval_tokens",
@@ -57,8 +57,8 @@ _HOMES = {
     "MicroBatch": "megatrain.batch",
     "PolicyGradient": "megatrain.losses.policy_gradient",
     "Rollout": "megatrain.rewards.rollouts",
-    "RunProgress": "megatrain.run.brought.callbacks",
-    "StepResult": "megatrain.engine.results",
+    "RunProgress": "megatrain.run.callbacks",
+    "StepResult": "megatrain.engine.batch",
     "StepSettings": "megatrain.step.settings",
     "Trainer": "megatrain.run.trainer",
     "accelerator": "megatrain.devices.accelerator",

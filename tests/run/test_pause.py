@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.run.brought.callbacks import Callback
+from megatrain.run.callbacks import Callback
 from megatrain.run.interrupts import Pause
 from megatrain.run.trainer import Trainer
 from testkit.runs import Setting, config_of, run, state_of, unequal

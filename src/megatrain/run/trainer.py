@@ -33,9 +33,9 @@ from megatrain.disk.hf.source_mark import source_mark
 from megatrain.errors import DeviceFull, DiskError, NonFiniteStep
 from megatrain.losses.loss import Loss
 from megatrain.ranks.ranks import ALONE, Ranks
+from megatrain.run.arguments import ComputeMetrics, read_arguments
 from megatrain.run.best_model import load_best
-from megatrain.run.brought.arguments import ComputeMetrics, arranged
-from megatrain.run.brought.callbacks import Callback, Callbacks, RunProgress
+from megatrain.run.callbacks import Callback, Callbacks, RunProgress
 from megatrain.run.checkpoints import Checkpoints
 from megatrain.run.console import Live
 from megatrain.run.evaluation.eval_tokens import judged_loss
@@ -61,7 +61,7 @@ from megatrain.run.opening.opening import Opening, checkpoint_facts, open_run
 from megatrain.run.opening.planned import compared_with_plan, facts
 from megatrain.run.opening.resumption import LoadedCheckpoint
 from megatrain.run.opening.smaller import can_shrink, opened_smaller
-from megatrain.run.publishing.push import push
+from megatrain.run.publishing import push
 from megatrain.run.saving import Saving
 from megatrain.run.sinks import Sinks
 from megatrain.run.state import Outcome, RunState
@@ -100,7 +100,7 @@ class Trainer:
         `interrupts` are open already, and `train` ends early on their request. With several `ranks`
         all do the same calls; the one that leads writes and prints.
         """
-        config, brought = arranged(
+        config, given = read_arguments(
             config,
             model=model,
             train_dataset=train_dataset,
@@ -113,8 +113,8 @@ class Trainer:
         )
         self.interrupts, self._ranks, self._is_dry = interrupts or Interrupts(), ranks, dry_run
         self._pause = Pause(listens=interrupts is None)
-        self._callbacks = Callbacks(brought.callbacks, ranks)
-        opened = open_run(config, resumes=resume, dry_run=dry_run, ranks=ranks, brought=brought)
+        self._callbacks = Callbacks(given.callbacks, ranks)
+        opened = open_run(config, resumes=resume, dry_run=dry_run, ranks=ranks, given=given)
         try:
             self._take_parts(opened)
             self._begin(opened, resume)
@@ -236,7 +236,7 @@ class Trainer:
         return None if found is None else found.loss
 
     def _judged(self) -> MeanLoss | None:
-        compute = self._opened.brought.compute_metrics
+        compute = self._opened.given.compute_metrics
         data = self.data
         return judged_loss(self.engine, data.eval_batches(), compute, data.eval_names)
 

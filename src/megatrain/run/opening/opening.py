@@ -25,7 +25,7 @@ from megatrain.files import remove_folder
 from megatrain.models.isolation import packs_flat
 from megatrain.planning.plan import Plan
 from megatrain.ranks.ranks import ALONE, Ranks
-from megatrain.run.brought.arguments import NOTHING, Brought
+from megatrain.run.arguments import NOTHING_GIVEN, Given
 from megatrain.run.evaluation.references import with_references
 from megatrain.run.folder import FOLDER, RunFolder, require_new, settings_by_key
 from megatrain.run.opening.adapting import adapter_notes
@@ -74,7 +74,7 @@ class Opening:
     data: TrainingData
     home: HostModel
     engine: Engine
-    brought: Brought
+    given: Given
     notes: tuple[str, ...]
     """What the user should know of the rows and the model."""
 
@@ -94,11 +94,11 @@ def open_run(
     resumes: bool = False,
     dry_run: bool = False,
     ranks: Ranks = ALONE,
-    brought: Brought = NOTHING,
+    given: Given = NOTHING_GIVEN,
 ) -> Opening:
     """Open what the config names; with `resumes` the newest complete checkpoint, if any.
 
-    Rows and a loss may be `brought`. All `ranks` open the same run, and each of them its part.
+    Rows and a loss may be `given` by a program. All `ranks` open the same run, each its part.
     """
     notes: list[str] = []
     asked = {"--resume": resumes, "--dry-run": dry_run}
@@ -113,9 +113,9 @@ def open_run(
         require_same_start(ranks, config, found)
         tokenizer, growth = open_tokenizer(config, source, notes, found)
         model = open_model(config, source, growth, found)
-        config = decide(config, model.decoder, found, notes, own_loss=brought.loss is not None)
+        config = decide(config, model.decoder, found, notes, own_loss=given.loss is not None)
         rows = open_rows(
-            config, tokenizer, model.decoder, notes, brought.rows, resumes=bool(found), ranks=ranks
+            config, tokenizer, model.decoder, notes, given.rows, resumes=bool(found), ranks=ranks
         )
         require_fitting(config, rows)
         plan = plan_run(
@@ -132,9 +132,7 @@ def open_run(
             config, plan.settings, model, tokenizer, found, ranks, device.placement
         )
         opened.callback(home.store.close)
-        engine = make_engine(
-            config, plan.settings, home, device, data.num_steps, ranks, brought.loss
-        )
+        engine = make_engine(config, plan.settings, home, device, data.num_steps, ranks, given.loss)
         opened.callback(engine.close)
         engine.announce(data.step_tokens)
         notes += adapter_notes(model.decoder) + speed_notes(config, model.decoder, device)
@@ -143,7 +141,7 @@ def open_run(
             Opening(
                 config=_settled(config, plan), pins=pins, ranks=ranks, folder=folder, device=device,
                 resumed=resumed, tokenizer=tokenizer, plan=plan, data=data, home=home,
-                engine=engine, brought=brought, notes=tuple(notes),
+                engine=engine, given=given, notes=tuple(notes),
             ),
             opened,
             refers=not dry_run,

@@ -75,7 +75,7 @@ def opened_smaller(opened: Opening, reason: str, say: Callable[[str], None]) -> 
             home,
             opened.device,
             data.num_steps,
-            loss=opened.brought.loss,
+            loss=opened.given.loss,
         )
     except BaseException:
         data.close()

@@ -8,7 +8,7 @@ Callbacks are called in their order, between steps, by the thread that trains. T
 ask for things; they cannot change a step. An error in one ends the run as any error does. Of
 several ranks each calls its own, and what one of them asks for all do.
 
-Laws (tests/run/brought/test_callbacks.py)
+Laws (tests/run/test_callbacks.py)
     1. A run with callbacks that ask for nothing has the bits of one without.
     2. Events come in the documented order, and what a callback asks for happens.
     3. A callback with an event that no run has is refused; an error in one ends the run.

@@ -1,11 +1,11 @@
 """The arguments of `mt.Trainer` that no config file can hold, checked before anything is opened.
 
-    config, brought = arranged(None, model="Qwen/Qwen3-0.6B", train_dataset=rows, ...)
+    config, given = read_arguments(None, model="Qwen/Qwen3-0.6B", train_dataset=rows, ...)
 
 Rows get a path that no file can have, so that a config tells where they came from, and everything
 that reads a config works as it does with files.
 
-Laws (tests/run/brought/test_arguments.py)
+Laws (tests/run/test_arguments.py)
     1. Whatever is given is used or refused, with what to do instead.
 """
 
@@ -21,7 +21,7 @@ from megatrain.data.rows.given import GivenRows
 from megatrain.errors import ConfigError
 from megatrain.losses.loss import Loss
 from megatrain.ranks.ranks import ALONE, Ranks
-from megatrain.run.brought.callbacks import Callback, require_callback
+from megatrain.run.callbacks import Callback, require_callback
 from megatrain.run.evaluation.eval_tokens import EvalTokens
 
 ComputeMetrics = Callable[[EvalTokens], Mapping[str, float]]
@@ -30,21 +30,21 @@ _TRAIN, _EVAL = "<train_dataset>", "<eval_dataset>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Brought:
-    """What a program brings to its run."""
+class Given:
+    """Arguments of `mt.Trainer` beside its config."""
 
     rows: Mapping[str, GivenRows] = field(default_factory=dict)
-    """By the path that the config has for them."""
+    """Rows in memory, by the path that the config has for them."""
     loss: Loss | None = None
     """None: the config decides."""
     callbacks: tuple[Callback, ...] = ()
     compute_metrics: ComputeMetrics | None = None
 
 
-NOTHING = Brought()
+NOTHING_GIVEN = Given()
 
 
-def arranged(
+def read_arguments(
     config: Config | None,
     *,
     model: str | Mapping[str, Any] | None,
@@ -55,7 +55,7 @@ def arranged(
     compute_metrics: ComputeMetrics | None,
     sections: Mapping[str, Any],
     ranks: Ranks = ALONE,
-) -> tuple[Config, Brought]:
+) -> tuple[Config, Given]:
     """Return the config of a run, and what else it was given. Raises ConfigError."""
     given = {
         path: GivenRows(path.strip("<>"), rows)
@@ -95,7 +95,7 @@ def arranged(
             f"compute_metrics needs all tokens in one process, not {ranks.owner.size} ranks. "
             "Train without it, and evaluate the checkpoints with one process."
         )
-    return config, Brought(
+    return config, Given(
         rows=given, loss=loss, callbacks=tuple(callbacks), compute_metrics=compute_metrics
     )
 

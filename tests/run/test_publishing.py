@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from megatrain.errors import ConfigError, HubError
-from megatrain.run.publishing.model_card import model_card
+from megatrain.run.publishing import model_card
 from megatrain.run.state import RunState
 from megatrain.run.trainer import Trainer
 from testkit import hub_on_loopback

@@ -15,7 +15,7 @@ from transformers.trainer_callback import DefaultFlowCallback
 
 from megatrain.disk.checkpoint.retention import step_of
 from megatrain.errors import ConfigError
-from megatrain.run.brought.callbacks import HOOKS, INSTEAD, Callback, Control, require_callback
+from megatrain.run.callbacks import HOOKS, INSTEAD, Callback, Control, require_callback
 from megatrain.run.trainer import Trainer
 from testkit.runs import Setting, config_of, run, state_of, unequal
 

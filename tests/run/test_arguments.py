@@ -10,8 +10,8 @@ from torch import nn
 
 from megatrain.config import Config
 from megatrain.errors import ConfigError
-from megatrain.losses.loss import NEXT_TOKEN, NextToken
-from megatrain.run.brought.arguments import Brought, arranged
+from megatrain.losses.next_token import NEXT_TOKEN, NextToken
+from megatrain.run.arguments import Given, read_arguments
 
 ROWS = [{"text": "words"}]
 STREAM = {"train_dataset": iter(ROWS)}
@@ -26,25 +26,25 @@ class SomeArguments:
     local_rank: int = -1
 
 
-def _arranged(**changes: Any) -> tuple[Config, Brought]:
+def _read(**changes: Any) -> tuple[Config, Given]:
     given: dict[str, Any] = {"config": None, "model": "folder", "train_dataset": ROWS}
     given |= {"eval_dataset": None, "callbacks": (), "loss": None, "compute_metrics": None}
     given |= {name: changes.pop(name) for name in list(changes) if name in given}
-    return arranged(given.pop("config"), **given, sections=changes)
+    return read_arguments(given.pop("config"), **given, sections=changes)
 
 
 def test_rows_have_a_path_that_no_file_can_have() -> None:
-    config, brought = _arranged(eval_dataset=ROWS, data={"max_length": 64}, train={"steps": 3})
+    config, given = _read(eval_dataset=ROWS, data={"max_length": 64}, train={"steps": 3})
     assert [source.path for source in config.data.train] == ["<train_dataset>"]
-    assert brought.rows.keys() == {"<train_dataset>", "<eval_dataset>"}
+    assert given.rows.keys() == {"<train_dataset>", "<eval_dataset>"}
     assert (config.data.max_length, config.train.steps) == (64, 3)
     assert Config(**config.model_dump()) == config
 
 
 def test_files_and_a_fraction_to_evaluate_on_may_be_given_too() -> None:
-    config, brought = _arranged(train_dataset=None, data={"train": "rows.jsonl", "eval": 0.1})
-    assert (config.data.eval, brought.rows) == (0.1, {})
-    assert _arranged(data={"eval": 0.1}, loss=NEXT_TOKEN)[1].loss is NEXT_TOKEN
+    config, given = _read(train_dataset=None, data={"train": "rows.jsonl", "eval": 0.1})
+    assert (config.data.eval, given.rows) == (0.1, {})
+    assert _read(data={"eval": 0.1}, loss=NEXT_TOKEN)[1].loss is NEXT_TOKEN
 
 
 @pytest.mark.parametrize(
@@ -80,14 +80,14 @@ def test_files_and_a_fraction_to_evaluate_on_may_be_given_too() -> None:
 )
 def test_what_cannot_be_used_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        _arranged(**changes)
+        _read(**changes)
 
 
 def test_the_section_loss_may_be_given() -> None:
-    config, brought = _arranged(loss={"name": "dpo", "beta": 0.2})
-    assert (config.loss.name, config.loss.beta, brought.loss) == ("dpo", 0.2, None)
+    config, given = _read(loss={"name": "dpo", "beta": 0.2})
+    assert (config.loss.name, config.loss.beta, given.loss) == ("dpo", 0.2, None)
 
 
 def test_a_stream_with_a_bound_is_welcome() -> None:
-    _arranged(**STREAM, train={"steps": 3, "batch_rows": 8})
-    _arranged(**STREAM, train={"epochs": 1})
+    _read(**STREAM, train={"steps": 3, "batch_rows": 8})
+    _read(**STREAM, train={"epochs": 1})

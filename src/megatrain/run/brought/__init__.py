@@ -1,1 +1,0 @@
-"""What a program brings to a run besides a config: rows, a loss, callbacks, metrics."""
