@@ -11,7 +11,7 @@ import pytest
 from megatrain.cli.demo import write_demo
 from megatrain.config import load_config
 from megatrain.errors import ConfigError
-from megatrain.run.patience import Patience
+from megatrain.run.state import Patience
 from megatrain.run.trainer import Trainer
 from testkit.runs import judge_by
 
@@ -51,18 +51,18 @@ def test_the_evaluation_before_training_is_not_counted() -> None:
     assert patience.is_best(10, 3.0)
     assert not patience.is_best(20, 3.5)
     assert (patience.best_step, patience.num_evaluations, patience.num_worse) == (10, 2, 1)
-    assert patience.rank(10, 3.0) == (
+    assert patience.place(10, 3.0) == (
         "model of step 10, the best of 2 evaluations (before training the loss was lower: 1.0000)"
     )
 
 
 def test_the_place_of_a_model_is_said() -> None:
     patience = Patience()
-    assert patience.rank(5, None) == "model of step 5"
+    assert patience.place(5, None) == "model of step 5"
     patience.is_best(10, 3.0)
-    assert patience.rank(10, 3.0) == "model of step 10, the best of 1 evaluation"
+    assert patience.place(10, 3.0) == "model of step 10, the best of 1 evaluation"
     patience.is_best(20, 2.0)
-    assert patience.rank(10, 3.0) == (
+    assert patience.place(10, 3.0) == (
         "model of step 10, the best that was saved; the best of 2 evaluations was step 20"
     )
 

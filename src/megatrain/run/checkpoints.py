@@ -1,10 +1,10 @@
 """A run's checkpoints: saved in the background, kept by rule, found again.
 
-All ranks save together; what is deleted, and the links, are rank 0's alone.
+All ranks save together; rank 0 alone deletes checkpoints and sets the links.
 
-One save at a time. A request for another waits for the active one; training waits only where
-it reaches a block that is not yet copied (engine/snapshot.py). A save that fails is reported and
-recorded, and the run continues with the checkpoint before it.
+There is one save at a time. A request for another waits for the active one; training waits only
+where it reaches a block that is not yet copied (engine/snapshot.py). A save that fails is reported
+and recorded, and the run continues with the checkpoint before it.
 
 Among ranks, a save is given up when a file call of one rank does not return for STALL_SHARE of the
 ranks' deadline: updates of that rank may wait for a block that the save holds, and all other ranks
@@ -12,6 +12,8 @@ for it. No save begins while such a call is out.
 
 When the disk is full, checkpoints that the keep rule would delete after the next save are deleted
 before it, the oldest first and only as many as needed. The newest complete one is never among them.
+
+The result of a run that keeps its best model is loaded from a checkpoint when the run has ended.
 
 Laws (tests/run/test_full_disk.py)
     1. At every instant after the first save at least one complete checkpoint exists.
@@ -26,12 +28,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatrain.disk.checkpoint.manifest import read_manifest
 from megatrain.disk.checkpoint.parts import checkpoint_parts
-from megatrain.disk.checkpoint.restore import verify
+from megatrain.disk.checkpoint.restore import restore, verify
 from megatrain.disk.checkpoint.retention import (
     best_of,
     clear_unfinished,
@@ -39,6 +43,7 @@ from megatrain.disk.checkpoint.retention import (
     finished,
     prune,
 )
+from megatrain.disk.checkpoint.retried import retried
 from megatrain.disk.checkpoint.save import (
     delete_checkpoint,
     existing,
@@ -46,6 +51,7 @@ from megatrain.disk.checkpoint.save import (
     save_checkpoint,
     spare_bytes,
 )
+from megatrain.disk.hf.export import Origin
 from megatrain.disk.hf.model import HostModel
 from megatrain.engine.engine import Engine
 from megatrain.errors import (
@@ -60,6 +66,7 @@ from megatrain.memory.file_calls import FileCalls
 from megatrain.memory.ledger import gib
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.folder import FOLDER
+from megatrain.run.state import RunState
 
 STALL_SHARE = 0.25
 """Several calls in a row may each take that long before the ranks' deadline is reached."""
@@ -68,15 +75,15 @@ Record = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveResult:
-    """How a save ended."""
+    """The end of a save."""
 
     step: int
     path: Path | None
-    """None: it failed."""
+    """The checkpoint; None: the save failed."""
     seconds: float
     error: str | None
     deleted: tuple[str, ...]
-    """Older ones: by the keep rule after a save, or before it for room."""
+    """Older checkpoints, deleted by the keep rule after a save, or before it for room."""
     full: bool = False
     """Whether it failed because the disk is full."""
     stalled: bool = False
@@ -119,12 +126,12 @@ class Checkpoints:
         self._keep, self._keep_best = keep, keep_best
         self._parts = checkpoint_parts(home)
         self._known_whole: set[Path] = set()
-        """Saved or read by this process."""
+        """Checkpoints that this process has saved or read."""
         self._damaged: set[Path] = set()
         self._aside: set[Path] = set()
         """Checkpoints that could not be read, or that training failed from: they may be whole."""
         self._freed: list[str] = []
-        """Deleted for room since the last save."""
+        """Checkpoints that were deleted for room since the last save."""
         self._thread: threading.Thread | None = None
         self._results: list[SaveResult] = []
         self._failure: BaseException | None = None
@@ -138,8 +145,7 @@ class Checkpoints:
         """Whether the last save failed because a file call of a rank did not return."""
         self._calls: FileCalls | None = None
         """The file calls of the last save."""
-        if ranks.owner.leads:
-            self._require_a_start()
+        ranks.on_first(self._require_a_start)
 
     def _require_a_start(self) -> None:
         """Raise DiskFull if no save could succeed. Deletes nothing: the run may be a dry one."""
@@ -164,7 +170,7 @@ class Checkpoints:
 
     @property
     def damaged(self) -> frozenset[Path]:
-        """Those that were found damaged."""
+        """The checkpoints that were found damaged."""
         return frozenset(self._damaged)
 
     def make_room(self) -> None:
@@ -236,7 +242,7 @@ class Checkpoints:
 
     @property
     def out(self) -> str | None:
-        """Which file call of a save that was given up has not returned on this rank, in words."""
+        """The file call, in words, of a save that was given up and has not returned here."""
         return None if self._calls is None else self._calls.out
 
     def begin(self, step: int, training: Mapping[str, Any], patience: int = 1) -> None:
@@ -262,14 +268,13 @@ class Checkpoints:
                 saved = path
                 self.saved_step = step
                 self._known_whole.add(path)
-                if self._ranks.owner.leads:
-                    deleted = calls.do(lambda: self._tidy(saved))
+                deleted = self._ranks.on_first(lambda: calls.do(lambda: self._tidy(saved))) or []
             except StorageStalled as failure:
                 error, stalled = str(failure), path is None
             except DiskFull as failure:
                 error, full = str(failure), path is None
-                if full and self._ranks.owner.leads:
-                    self._free_after_failure()
+                if full:
+                    self._ranks.on_first(self._free_after_failure)
             except (DiskError, SnapshotLost, OSError) as failure:
                 error = str(failure).removesuffix(".")  # OSError: someone removed the folder
             except BaseException as failure:  # a bug in MegaTrain: raised to the caller
@@ -352,3 +357,50 @@ class Checkpoints:
         if best is not None:
             point(self._run / "best", f"{FOLDER}/{best.path.name}")
         return deleted
+
+
+def load_best(
+    checkpoints: Checkpoints, home: HostModel, state: RunState, ranks: Ranks = ALONE
+) -> tuple[Origin, str]:
+    """Put the best model that was saved into `home`; return which it is, also in words.
+
+    The last one stays where memory holds its only copy, or where the best cannot be read: the
+    text reports it. Rank 0 chooses, and reads the whole; each rank then reads its part.
+    """
+    checkpoints.wait()
+    chosen = ranks.long_work(lambda: ranks.on_first(partial(_chosen, checkpoints, state)))
+    found = _Chosen(**ranks.decide(lambda: None if chosen is None else asdict(chosen)))
+    if found.path is not None:
+        path = Path(found.path)
+        ranks.long_work(lambda: restore(path, read_manifest(path), checkpoint_parts(home)))
+    return Origin(step=found.step, best_loss=found.loss), found.text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chosen:
+    """The model that is the result of a run."""
+
+    step: int
+    loss: float | None = None
+    text: str
+    path: str | None = None
+    """Its checkpoint; None: memory has it."""
+
+
+def _chosen(checkpoints: Checkpoints, state: RunState) -> _Chosen:
+    last = f"model of step {state.step}, the last"
+    best = best_of(checkpoints.folder, checkpoints.damaged)
+    if best is None:
+        return _Chosen(step=state.step, text=f"{last}; no evaluated model was saved")
+    text = state.evaluations.place(best.step, best.eval_loss)
+    found = _Chosen(step=best.step, loss=best.eval_loss, text=text)
+    if best.step == state.step:
+        return found
+    if checkpoints.saved_step != state.step:
+        return _Chosen(step=state.step, text=f"{last}, because the best was not saved")
+    try:
+        retried(lambda: verify(best.path))  # a restore that failed half-way would leave a mixture
+    except (CheckpointDamaged, DiskError) as error:
+        found_wrong = "is damaged" if isinstance(error, CheckpointDamaged) else "cannot be read"
+        return _Chosen(step=state.step, text=f"{last}, because the best {found_wrong}: {error}")
+    return replace(found, path=str(best.path))

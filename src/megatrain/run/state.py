@@ -1,14 +1,20 @@
-"""What a run knows besides tensors: small, exact, and in every checkpoint.
+"""The state of a run besides tensors: small, exact, and in every checkpoint.
 
 A spike is a loss or norm far above what the last steps lead to expect: in logarithms, because noise
 is in proportion; beyond a falling trend, because early losses fall fast; measured by medians,
 because the last steps hold spikes themselves.
 
-Laws (tests/run/test_state.py)
+A run may stop early, after so many evaluations in a row that are not better than the best. An
+evaluation before the first step is remembered and not counted: the best model of a run is one that
+was trained.
+
+Laws (tests/run/test_state.py, tests/run/test_patience.py)
     1. A state comes back from JSON in every bit, and judges as it would have.
     2. 99 % of the spikes above the noise are found; less than 1 % of usual values are reported
        to be spikes, also where the noise has heavy tails.
     3. A level that persists soon stops being a spike.
+    4. A run stops at the first evaluation that is the `limit`-th in a row without a lower loss.
+       Without a limit, or without an evaluation loss, it never stops early.
 """
 
 from __future__ import annotations
@@ -21,14 +27,67 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from megatrain.run.patience import Patience
-
 SPIKE_WINDOW = 64
 _LEAST = 16
 """So many values are seen before one is judged; the last ones give level and trend."""
 _SPREADS = 4.5
 _LEAST_RISE = math.log(1.3)
 """The least rise of a spike, because a nearly constant value has no spread."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Patience:
+    """The best evaluation, and how many came after it."""
+
+    best_loss: float | None = None
+    best_step: int = 0
+    num_worse: int = 0
+    num_evaluations: int = 0
+    untrained_loss: float | None = None
+    """Loss of the evaluation before the first step."""
+
+    def is_best(self, step: int, loss: float) -> bool:
+        """Take note of an evaluation; return whether it is the best so far. NaN never is."""
+        if step == 0:
+            self.untrained_loss = loss
+            return False
+        self.num_evaluations += 1
+        if self.best_loss is None or loss < self.best_loss:
+            self.best_loss, self.best_step, self.num_worse = loss, step, 0
+            return True
+        self.num_worse += 1
+        return False
+
+    def is_over(self, limit: int | None) -> bool:
+        """Return whether it is time to stop."""
+        return limit is not None and self.num_worse >= limit
+
+    def facts(self) -> dict[str, object]:
+        """Return the metrics to add to the last evaluation of a run that stops early."""
+        return {"stopped_early": True, "best_step": self.best_step, "best_loss": self.best_loss}
+
+    def in_words(self) -> str:
+        """Return why the run stops."""
+        return (
+            f"stopping early: {self.num_worse} evaluations without a loss below "
+            f"{self.best_loss:.4f} of step {self.best_step} (eval.patience)"
+        )
+
+    def place(self, step: int, loss: float | None) -> str:
+        """Return what place a model with this loss has among the evaluations, in words."""
+        if loss is None or self.best_loss is None:
+            return f"model of step {step}"
+        many = f"{self.num_evaluations} evaluation{'s' if self.num_evaluations != 1 else ''}"
+        if loss > self.best_loss:
+            text = (
+                f"model of step {step}, the best that was saved; the best of {many} was step "
+                f"{self.best_step}"
+            )
+        else:
+            text = f"model of step {step}, the best of {many}"
+        if self.untrained_loss is not None and loss > self.untrained_loss:
+            text += f" (before training the loss was lower: {self.untrained_loss:.4f})"
+        return text
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,7 +99,7 @@ class RunState:
     first_loss: float | None = None
     last_loss: float | None = None
     eval_loss: float | None = None
-    """Of an evaluation at this very step."""
+    """Loss of an evaluation at this very step."""
     evaluations: Patience = field(default_factory=Patience)
     left_out: dict[int, str] = field(default_factory=dict)
     """Steps that are not trained on, with the reason: a rollback found them."""
@@ -111,7 +170,7 @@ def _expected(logs: list[float]) -> tuple[float, float]:
     before, now = median(logs[-_LEAST:-half]), median(logs[-half:])
     # From the middle of the last half to the next value: its slope, if it falls.
     level = now + min(0.0, now - before) * (half + 1) / 2 / half
-    # Of neighbours, which a trend hardly parts: their difference has the noise twice.
+    # Neighbors, which a trend hardly parts: their difference has the noise twice.
     steps = [abs(b - a) for a, b in pairwise(logs)]
     return level, 1.4826 * median(steps) / math.sqrt(2)
 
@@ -136,17 +195,17 @@ def as_loss(value: Any) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a run came to."""
+    """The result of a run."""
 
     num_steps: int
     first_loss: float
     last_loss: float
     eval_loss: float | None
     seconds: float
-    """Of this process; a run that was resumed took longer."""
+    """Time of this process; a run that was resumed took longer."""
     total_tokens: int
 
 
 def perplexity(loss: float) -> float:
-    """Return what a mean loss is as a perplexity; finite, however large the loss."""
+    """Return the perplexity of a mean loss; finite, however large the loss."""
     return math.exp(min(loss, 700.0))

@@ -34,9 +34,8 @@ from megatrain.errors import DeviceFull, DiskError, NonFiniteStep
 from megatrain.losses.loss import Loss
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.arguments import ComputeMetrics, read_arguments
-from megatrain.run.best_model import load_best
 from megatrain.run.callbacks import Callback, Callbacks, RunProgress
-from megatrain.run.checkpoints import Checkpoints
+from megatrain.run.checkpoints import Checkpoints, load_best
 from megatrain.run.console import Live
 from megatrain.run.evaluation.eval_tokens import judged_loss
 from megatrain.run.evaluation.mean_loss import MeanLoss
