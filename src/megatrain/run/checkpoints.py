@@ -19,7 +19,7 @@ Laws (tests/run/test_full_disk.py)
     1. At every instant after the first save at least one complete checkpoint exists.
     2. A checkpoint that a resume found damaged does not count for `keep`.
     3. One that it could not read, or that training failed from, does not count either, and is not
-       deleted for that (tests/run/test_unreadable.py, tests/run/loop/test_rollback.py).
+       deleted for that (tests/run/test_unreadable.py, tests/run/test_rollback.py).
 """
 
 from __future__ import annotations

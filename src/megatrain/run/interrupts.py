@@ -198,11 +198,10 @@ class Requests:
 
     def says(self) -> Said:
         """Return what this rank was asked, for the others."""
-        owner = self._ranks.owner
-        save = owner.leads and not owner.is_alone and self._wants_save()
+        asks = self._ranks.leads and not self._ranks.owner.is_alone
         return {
             "stop": self._interrupts.reason,
-            "save": save,
+            "save": asks and self._wants_save(),
             "stalled": self._has_stalled(),
         }
 
@@ -225,3 +224,8 @@ class Requests:
     def ask(self) -> None:
         """Ask all ranks now."""
         self.hear(self._ranks.agree(self.says()))
+
+    def refresh(self) -> None:
+        """Ask again if that costs nothing: ranks have just asked each other with their step."""
+        if self._ranks.owner.is_alone:
+            self.ask()

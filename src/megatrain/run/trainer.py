@@ -30,8 +30,11 @@ from typing import Any, Self, TypeVar
 from megatrain.config import Config
 from megatrain.disk.hf.export import Origin
 from megatrain.disk.hf.source_mark import source_mark
-from megatrain.errors import DeviceFull, DiskError, NonFiniteStep
+from megatrain.engine.batch import StepResult
+from megatrain.errors import DeviceFull, DiskError, Interrupted, NonFiniteStep
+from megatrain.lanes.split import step_split
 from megatrain.losses.loss import Loss
+from megatrain.planning.bound import Bound
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.arguments import ComputeMetrics, read_arguments
 from megatrain.run.callbacks import Callback, Callbacks, RunProgress
@@ -40,11 +43,7 @@ from megatrain.run.console import Live
 from megatrain.run.evaluation.eval_tokens import judged_loss
 from megatrain.run.evaluation.mean_loss import MeanLoss
 from megatrain.run.evaluation.samples import writes_after
-from megatrain.run.full_device import keep_snapshot
 from megatrain.run.interrupts import Interrupts, Pause
-from megatrain.run.loop.interrupted import interrupted
-from megatrain.run.loop.one_step import take_step
-from megatrain.run.loop.rollback import Rollbacks
 from megatrain.run.opening.assembly import learning_rate
 from megatrain.run.opening.first_lines import (
     first_notes,
@@ -59,8 +58,9 @@ from megatrain.run.opening.first_lines import (
 from megatrain.run.opening.opening import Opening, checkpoint_facts, open_run
 from megatrain.run.opening.planned import compared_with_plan, facts
 from megatrain.run.opening.resumption import LoadedCheckpoint
-from megatrain.run.opening.smaller import can_shrink, opened_smaller
+from megatrain.run.opening.smaller import can_shrink, keep_snapshot, opened_smaller
 from megatrain.run.publishing import push
+from megatrain.run.rollback import Rollbacks
 from megatrain.run.saving import Saving
 from megatrain.run.sinks import Sinks
 from megatrain.run.state import Outcome, RunState
@@ -192,7 +192,7 @@ class Trainer:
         assert not self._is_dry, "a dry run takes no step"
         self._callbacks.control.should_training_stop = False
         config, state, began = self.config, self.state, time.monotonic()
-        leads = self._ranks.owner.leads
+        leads = self._ranks.leads
         with (
             Live(self.num_steps, speaks=leads) as live,
             Sinks(
@@ -219,7 +219,7 @@ class Trainer:
             self.saving.requests.ask()
             stop = self.saving.requests.stop
             if stop is not None and self.checkpoints.saved_step != state.step:
-                raise interrupted(self._opened, self.checkpoints, state, stop)
+                raise self._interrupted(stop)
             self._has_ended = True
             self.interrupts.patient = False
             self._if_possible(self._write_plan)
@@ -228,6 +228,143 @@ class Trainer:
             self.saving.report_trouble(live.say)
             self._tell("on_train_end")
         return state.outcome(time.monotonic() - began)
+
+    def _take_step(self, step: int) -> None:
+        """Train one step, or leave it out; then evaluate if it is time."""
+        config, state = self.config, self.state
+        if self._callbacks and self.data.is_at_start:
+            self._tell("on_epoch_begin")
+        self._tell("on_step_begin")
+        try:
+            metrics = self._fitting(lambda: self._step(step))
+        except NonFiniteStep as error:
+            if config.train.on_nonfinite != "rollback":
+                raise
+            self._roll_back(step, str(error))
+            return
+        spike, on_spike = metrics.get("spike"), config.train.on_spike
+        if spike is not None and on_spike != "record":
+            if on_spike == "stop":
+                raise NonFiniteStep(f"step {step}: {spike}")
+            self._roll_back(step, spike)
+            return
+        state.step, state.eval_loss = step, None
+        metrics["total_tokens"] = state.total_tokens
+        self.folder.append("metrics.jsonl", metrics)
+        self._tell("on_step_end")
+        if step % config.log.every == 0 or step == self.num_steps:
+            self._live.step(metrics)
+            self._sinks.log(metrics)
+            self._tell("on_log", logs=metrics)
+        every, is_asked = config.eval.every, self._callbacks.take("should_evaluate")
+        if step == self.num_steps or is_asked or (every is not None and step % every == 0):
+            self._look(step)
+        if self._callbacks and self.data.is_at_start:
+            self._tell("on_epoch_end")
+
+    def _step(self, step: int) -> dict[str, Any]:
+        """Train on the next batch, or leave it out; return the step's line of metrics.jsonl.
+
+        The step is counted in the state, and its loss judged. The line lacks the tokens of the run.
+        """
+        state, requests, began = self.state, self.saving.requests, time.monotonic()
+        batch = self.data.next_batch()
+        if (reason := state.left_out.get(step)) is not None:
+            self.engine.leave_out()
+            requests.ask()
+            return {"step": step, "applied": False, "fault": f"left out: {reason}"}
+        data_seconds = time.monotonic() - began
+        trace = self.engine.trace
+        assert trace is not None
+        trace.spans.clear()
+        result = self.engine.step(batch, requests.says)
+        requests.hear(result.said)
+        seconds = time.monotonic() - began
+        split = step_split(trace, seconds, data_seconds)
+        rate = self._rate.rate(step - 1)
+        metrics = step_metrics(step, result, rate, seconds, split, self._bound)
+        if result.applied:
+            spikes = [state.judge("loss", result.loss)]
+            if result.grad_norm is not None:
+                spikes.append(state.judge("gradient norm", result.grad_norm))
+            if found := [spike for spike in spikes if spike is not None]:
+                metrics["spike"] = "; ".join(found)
+        state.total_tokens += result.num_tokens
+        state.first_loss = result.loss if state.first_loss is None else state.first_loss
+        state.last_loss = result.loss
+        self._step_seconds.append(seconds - data_seconds)
+        if step == min(TRACED_STEP, self.num_steps):
+            self._if_possible(self._write_trace)
+        return metrics
+
+    def _fitting(self, act: Callable[[], Acted]) -> Acted:
+        """Do it; before the first step is taken, in smaller micro-batches if it does not fit."""
+        while True:
+            try:
+                return act()
+            except DeviceFull as error:
+                self._if_possible(partial(keep_snapshot, self.folder, error, self._live.say))
+                if self.state.step or not can_shrink(self._opened):
+                    raise
+                reason = str(error)
+            gc.collect()  # the error held what compute was at
+            self._take_parts(opened_smaller(self._opened, reason, self._live.say))
+            self._write_plan()
+
+    def _look(self, step: int) -> None:
+        """Evaluate, and let the model write."""
+        found = self._fitting(self._judged)
+        if found is not None:
+            record: dict[str, Any] = {"step": step, **found.metrics()}
+            self.saving.best_is_new = self.state.evaluations.is_best(step, found.loss)
+            self.state.eval_loss = found.loss
+            if step < self.num_steps and self._lost_patience():
+                record |= self.state.evaluations.facts()
+            self.folder.append("metrics.jsonl", record)
+            self._sinks.log(record)
+            self._live.say(f"step {step}: evaluation {found.in_words()}")
+            if "stopped_early" in record:
+                self._live.say(self.state.evaluations.in_words())
+            self._tell("on_evaluate", metrics=record)
+        if not writes_after(step, self.num_steps, self.config):
+            return
+        write_samples(self._opened, step)
+        self.saving.requests.ask()  # it may have taken long
+
+    def _roll_back(self, step: int, reason: str) -> None:
+        """Go back to a checkpoint, and leave the step out from then on, or try older weights."""
+        self.engine.settle()
+        self.saving.wait()
+        self.saving.report(self._live.say)
+        back = self._rollbacks.load(step, reason, self.checkpoints, self.config, self.home)
+        left_out = back.left_out(self.state.left_out)
+        self._take_up(back.found)
+        self.state.left_out |= left_out
+        self._live.say(str(back))
+        self.folder.append("events.jsonl", back.event())
+
+    def _end_if_asked(self) -> None:
+        self.saving.requests.refresh()
+        if (reason := self.saving.requests.stop) is not None:
+            self.saving.at_end(self.state.step, self._live.say)
+            raise self._interrupted(reason)
+
+    def _interrupted(self, reason: str) -> Interrupted:
+        """Return the error of a run that was asked to end, and record that it ends."""
+        step, saved = self.state.step, self.checkpoints.saved_step
+        record = {"event": "interrupted", "step": step, "reason": reason}
+        self.folder.append("events.jsonl", record)
+        return Interrupted(
+            f"{reason}: stopped after step {step} of {self.num_steps}, "
+            + (f"saved after step {saved}" if saved is not None else "nothing is saved")
+            + "; continue with `megatrain train ... --resume`"
+        )
+
+    def _is_over(self) -> bool:
+        return self._lost_patience() or self._callbacks.control.should_training_stop
+
+    def _lost_patience(self) -> bool:
+        return self.state.evaluations.is_over(self.config.eval.patience)
 
     def evaluate(self) -> float | None:
         """Return the mean loss over the evaluation's tokens; None without such data."""
@@ -267,81 +404,12 @@ class Trainer:
             self.data.close()
             self.folder.close()
 
-    def _take_step(self, step: int) -> None:
-        """Train one step, or leave it out; then evaluate if it is time."""
-        config, state = self.config, self.state
-        if self._callbacks and self.data.is_at_start:
-            self._tell("on_epoch_begin")
-        self._tell("on_step_begin")
-        try:
-            metrics = self._fitting(lambda: self._step(step))
-        except NonFiniteStep as error:
-            if config.train.on_nonfinite != "rollback":
-                raise
-            self._roll_back(step, str(error))
-            return
-        spike, on_spike = metrics.get("spike"), config.train.on_spike
-        if spike is not None and on_spike != "record":
-            if on_spike == "stop":
-                raise NonFiniteStep(f"step {step}: {spike}")
-            self._roll_back(step, spike)
-            return
-        state.step, state.eval_loss = step, None
-        metrics["total_tokens"] = state.total_tokens
-        self.folder.append("metrics.jsonl", metrics)
-        self._tell("on_step_end")
-        if step % config.log.every == 0 or step == self.num_steps:
-            self._live.step(metrics)
-            self._sinks.log(metrics)
-            self._tell("on_log", logs=metrics)
-        every, is_asked = config.eval.every, self._callbacks.take("should_evaluate")
-        if step == self.num_steps or is_asked or (every is not None and step % every == 0):
-            self._look(step)
-        if self._callbacks and self.data.is_at_start:
-            self._tell("on_epoch_end")
-
-    def _step(self, step: int) -> dict[str, Any]:
-        rate, requests = self._rate.rate(step - 1), self.saving.requests
-        taken = take_step(self._opened, self.state, requests, step, rate, self._bound)
-        if taken.seconds is not None:
-            self._step_seconds.append(taken.seconds)
-            if step == min(TRACED_STEP, self.num_steps):
-                self._if_possible(self._write_trace)
-        return taken.metrics
-
-    def _fitting(self, act: Callable[[], Acted]) -> Acted:
-        """Do it; before the first step is taken, in smaller micro-batches if it does not fit."""
-        while True:
-            try:
-                return act()
-            except DeviceFull as error:
-                self._if_possible(partial(keep_snapshot, self.folder, error, self._live.say))
-                if self.state.step or not can_shrink(self._opened):
-                    raise
-                reason = str(error)
-            gc.collect()  # the error held what compute was at
-            self._take_parts(opened_smaller(self._opened, reason, self._live.say))
-            self._write_plan()
-
-    def _look(self, step: int) -> None:
-        """Evaluate, and let the model write."""
-        found = self._fitting(self._judged)
-        if found is not None:
-            record: dict[str, Any] = {"step": step, **found.metrics()}
-            self.saving.best_is_new = self.state.evaluations.is_best(step, found.loss)
-            self.state.eval_loss = found.loss
-            if step < self.num_steps and self._lost_patience():
-                record |= self.state.evaluations.facts()
-            self.folder.append("metrics.jsonl", record)
-            self._sinks.log(record)
-            self._live.say(f"step {step}: evaluation {found.in_words()}")
-            if "stopped_early" in record:
-                self._live.say(self.state.evaluations.in_words())
-            self._tell("on_evaluate", metrics=record)
-        if not writes_after(step, self.num_steps, self.config):
-            return
-        write_samples(self._opened, step)
-        self.saving.requests.ask()  # it may have taken long
+    def _tell(self, event: str, **details: Any) -> None:
+        """Call the callbacks."""
+        if self._callbacks:
+            leads = self._ranks.leads
+            progress = RunProgress.of(self.state, self.data, self.folder.path, leads=leads)
+            self._callbacks.tell(event, self.config, progress, trainer=self, **details)
 
     def _facts(self) -> dict[str, Any]:
         """Return what a checkpoint knows of the run, besides tensors and lines."""
@@ -355,48 +423,47 @@ class Trainer:
         except (DiskError, OSError) as error:
             self._live.say(f"{error}. Training continues.")
 
-    def _end_if_asked(self) -> None:
-        if self._ranks.owner.is_alone:
-            self.saving.requests.ask()
-        if (reason := self.saving.requests.stop) is not None:
-            self.saving.at_end(self.state.step, self._live.say)
-            raise interrupted(self._opened, self.checkpoints, self.state, reason)
-
-    def _is_over(self) -> bool:
-        return self._lost_patience() or self._callbacks.control.should_training_stop
-
-    def _lost_patience(self) -> bool:
-        return self.state.evaluations.is_over(self.config.eval.patience)
-
-    def _tell(self, event: str, **details: Any) -> None:
-        """Call the callbacks."""
-        if self._callbacks:
-            leads = self._ranks.owner.leads
-            progress = RunProgress.of(self.state, self.data, self.folder.path, leads=leads)
-            self._callbacks.tell(event, self.config, progress, trainer=self, **details)
-
-    def _roll_back(self, step: int, reason: str) -> None:
-        """Go back to a checkpoint, and leave the step out from then on, or try older weights."""
-        self.engine.settle()
-        self.saving.wait()
-        self.saving.report(self._live.say)
-        back = self._rollbacks.load(step, reason, self.checkpoints, self.config, self.home)
-        left_out = back.left_out(self.state.left_out)
-        self._take_up(back.found)
-        self.state.left_out |= left_out
-        self._live.say(str(back))
-        self.folder.append("events.jsonl", back.event())
-
     def _write_plan(self) -> None:
         found = facts(self.plan, self.device, self._step_seconds)
         self.folder.write_json("plan.json", found)
 
     def _write_trace(self) -> None:
-        if self._ranks.owner.leads:
-            self.engine.write_trace(self.folder.path / "trace.json")
+        path = self.folder.path / "trace.json"
+        self._ranks.on_first(lambda: self.engine.write_trace(path))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def step_metrics(
+    step: int,
+    result: StepResult,
+    rate: float,
+    seconds: float,
+    split: dict[str, float],
+    bound: Bound | None,
+) -> dict[str, Any]:
+    """Return a step's line of metrics.jsonl; a bound is known where the machine was measured."""
+    metrics: dict[str, Any] = {
+        "step": step,
+        "loss": result.loss,
+        **({} if result.aux_loss is None else {"aux_loss": result.aux_loss}),
+        **result.figures,
+        "grad_norm": result.grad_norm,
+        "learning_rate": rate,
+        "num_tokens": result.num_tokens,
+        "num_trained": result.num_trained,
+        "seconds": round(seconds, 6),
+        "tokens_per_s": round(result.num_tokens / seconds, 3),
+        "split": split,
+        "applied": result.applied,
+    }
+    if bound is not None:
+        least_s, name = bound.of(result.num_tokens)
+        metrics |= {"of_bound": round(least_s / seconds, 4), "bound": name}
+    if result.fault is not None:
+        metrics["fault"] = str(result.fault)
+    return metrics

@@ -17,10 +17,10 @@ from megatrain.engine.engine import Engine
 from megatrain.errors import DeviceFull
 from megatrain.memory.kinds import Kind
 from megatrain.planning.plan import Plan
-from megatrain.run.full_device import SNAPSHOT
+from megatrain.run.folder import RunFolder
 from megatrain.run.opening import opening
 from megatrain.run.opening.planned import plan_run
-from megatrain.run.opening.smaller import can_shrink
+from megatrain.run.opening.smaller import SNAPSHOT, can_shrink, keep_snapshot
 from megatrain.run.trainer import Trainer
 
 ROWS = 64
@@ -153,3 +153,16 @@ def test_a_step_after_the_first_is_not_tried_again(
         trainer.train()
     assert not (Path(config.run_dir) / SNAPSHOT).exists()  # nothing was told
     assert trainer.state.step == 1
+
+
+def test_what_the_device_tells_is_kept_and_nothing_else(tmp_path: Path) -> None:
+    said: list[str] = []
+    with RunFolder(tmp_path / "run") as folder:
+        keep_snapshot(folder, DeviceFull("full"), said.append)
+        assert said == []
+        assert not (folder.path / SNAPSHOT).exists()
+        keep_snapshot(folder, DeviceFull("full", {"segments": [{"total_size": 7}]}), said.append)
+        kept = json.loads((folder.path / SNAPSHOT).read_text())
+    assert kept == {"segments": [{"total_size": 7}]}
+    (line,) = said
+    assert SNAPSHOT in line

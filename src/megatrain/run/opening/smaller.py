@@ -1,25 +1,34 @@
-"""A run whose first step does not fit, opened again with what takes less device memory.
+"""A device that is full: what it held is kept, and a run at its first step is opened again smaller.
 
 The plan predicts the working memory of compute; what kernels of a device take beside it is an
 assumption (planning/machine/reserve.py). Where the plan chose and nothing is trained yet, too much
 of it costs a few seconds, not the run: weights stay where they are. Kept activations are given up
 first, which changes no bit; then micro-batches are halved.
 
+What the device held is torch's snapshot as JSON, which `torch.cuda._memory_viz` draws. Without
+torch's recording of allocations it has segments and blocks, and not who asked for them.
+
 Laws (tests/run/opening/test_smaller.py)
     1. The run is that of a config with the smaller micro-batches, bit for bit.
     2. What the config gives, and what a resumed run has, stays as it is.
+    3. A run that ends for lack of device memory has the snapshot, where the device gives one, and
+       the error stays the error.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 
+from megatrain.errors import DeviceFull
 from megatrain.models.isolation import packs_flat
+from megatrain.run.folder import RunFolder
 from megatrain.run.opening.assembly import make_engine
 from megatrain.run.opening.opening import Opening
 from megatrain.run.opening.training_data import open_data
 
+SNAPSHOT = "memory_snapshot.json"
 _WORDS = {
     "kept_layers": ("activations given up", "{before} layers do not keep their activations"),
     "micro_batch_tokens": (
@@ -28,6 +37,14 @@ _WORDS = {
     ),
 }
 """By setting: the event, and what the user is to know."""
+
+
+def keep_snapshot(folder: RunFolder, error: DeviceFull, say: Callable[[str], None]) -> None:
+    """Write what device memory held, if it is known, and tell where."""
+    if error.snapshot is None:
+        return
+    folder.write(SNAPSHOT, json.dumps(error.snapshot, default=str))
+    say(f"{folder.path / SNAPSHOT} has what device memory held")
 
 
 def can_shrink(opened: Opening) -> bool:

@@ -4,7 +4,7 @@ The step that failed is left out from then on. If other steps keep failing from 
 is not the steps: a bit may have flipped in memory before these weights were saved, and their hashes
 match. The run then goes back to the next older checkpoint, and trains those steps again.
 
-Laws (tests/run/loop/test_rollback.py)
+Laws (tests/run/test_rollback.py)
     1. Weights are tried MOST_ROLLBACKS times, in however many checkpoints they were saved.
     2. A run whose newest checkpoint is poisoned ends in the bits of one that was never disturbed,
        if an older checkpoint is sound.

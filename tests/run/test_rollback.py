@@ -15,7 +15,7 @@ from megatrain.disk.checkpoint.retention import finished, step_of
 from megatrain.errors import NonFiniteStep
 from megatrain.memory.kinds import Kind
 from megatrain.run.folder import FOLDER
-from megatrain.run.loop.rollback import MOST_ROLLBACKS
+from megatrain.run.rollback import MOST_ROLLBACKS
 from megatrain.run.saving import Saving
 from megatrain.run.trainer import Trainer
 from testkit.rank_runs import run_on_ranks
