@@ -161,7 +161,7 @@ def judge_by(patch: pytest.MonkeyPatch, losses: Iterable[float]) -> None:
     def judged(engine: object, batches: object, *_: object, **__: object) -> MeanLoss:
         return MeanLoss(loss=next(given), num_trained=1, aux_loss=None)
 
-    patch.setattr("megatrain.run.evaluation.eval_tokens.mean_loss", judged)
+    patch.setattr("megatrain.run.evaluation.mean_loss.mean_loss", judged)
 
 
 def poison_at(patch: pytest.MonkeyPatch, step: int, value: float) -> None:

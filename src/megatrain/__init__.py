@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from megatrain.rewards.generation import generate
     from megatrain.rewards.rollouts import Rollout, rollout_batch
     from megatrain.run.callbacks import Callback, Control, RunProgress
-    from megatrain.run.evaluation.eval_tokens import EvalTokens
+    from megatrain.run.evaluation.mean_loss import EvalTokens
     from megatrain.run.trainer import Trainer
     from megatrain.step.settings import StepSettings
 
@@ -45,7 +45,7 @@ _HOMES = {
     "Control": "megatrain.run.callbacks",
     "CpuDevice": "megatrain.devices.device",
     "Engine": "megatrain.engine.engine",
-    "EvalTokens": "megatrain.run.evaluation.eval_tokens",
+    "EvalTokens": "megatrain.run.evaluation.mean_loss",
     "HostModel": "megatrain.disk.hf.model",
     "Kind": "megatrain.memory.kinds",
     "LearningRate": "megatrain.optim.learning_rate",

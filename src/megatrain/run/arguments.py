@@ -22,7 +22,7 @@ from megatrain.errors import ConfigError
 from megatrain.losses.loss import Loss
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.callbacks import Callback, require_callback
-from megatrain.run.evaluation.eval_tokens import EvalTokens
+from megatrain.run.evaluation.mean_loss import EvalTokens
 
 ComputeMetrics = Callable[[EvalTokens], Mapping[str, float]]
 _MOST_NAMES = 12

@@ -40,8 +40,7 @@ from megatrain.run.arguments import ComputeMetrics, read_arguments
 from megatrain.run.callbacks import Callback, Callbacks, RunProgress
 from megatrain.run.checkpoints import Checkpoints, load_best
 from megatrain.run.console import Live
-from megatrain.run.evaluation.eval_tokens import judged_loss
-from megatrain.run.evaluation.mean_loss import MeanLoss
+from megatrain.run.evaluation.mean_loss import MeanLoss, judged_loss
 from megatrain.run.evaluation.samples import writes_after
 from megatrain.run.interrupts import Interrupts, Pause
 from megatrain.run.opening.assembly import learning_rate

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatrain.errors import ConfigError
-from megatrain.run.evaluation.eval_tokens import EvalTokens, _checked
+from megatrain.run.evaluation.mean_loss import EvalTokens, _checked
 from megatrain.run.trainer import Trainer
 from testkit.runs import Setting, config_of
 
