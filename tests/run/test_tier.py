@@ -94,7 +94,7 @@ def test_a_run_that_fits_without_a_tier_makes_no_file(world: Path, tmp_path: Pat
 def test_a_tier_in_memory_is_reported(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatrain.run.opening.first_lines.is_in_memory", lambda folder: True)
+    monkeypatch.setattr("megatrain.run.opening.banner.is_in_memory", lambda folder: True)
     config = _config(world, tmp_path / "run", "states")
     with forced_tier("states"), Trainer(config, dry_run=True) as trainer:
         assert any("memory itself" in note for note in trainer.notes)

@@ -101,7 +101,7 @@ def train(
     ] = None,
 ) -> None:
     """Train a model from a YAML config. Ctrl-C finishes the step and saves; twice ends now."""
-    from megatrain.run.opening.places import check_before_loading, pin_commits, read_config
+    from megatrain.run.opening.pin_commits import check_before_loading, pin_commits, read_config
 
     # Errors in the config, names that do not exist, a folder that is taken: before torch is
     # imported. Ranks that torchrun has started again resume, which only the run itself knows.
@@ -288,7 +288,7 @@ def data(
     if path.suffix in (".yaml", ".yml"):
         if model is not None:
             raise ConfigError(f"{path} names its model. Give model=... behind it, not -m.")
-        from megatrain.run.opening.places import pin_commits, read_config
+        from megatrain.run.opening.pin_commits import pin_commits, read_config
 
         config, _ = pin_commits(read_config(path, overrides or []), resumes=False)
         from megatrain.cli.verbs import look_at_config

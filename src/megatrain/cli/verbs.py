@@ -51,7 +51,7 @@ from megatrain.run.folder import settings_by_key
 from megatrain.run.opening.balancing import router_aux_loss
 from megatrain.run.opening.model_limits import check_rows
 from megatrain.run.opening.opening import MODEL, open_device
-from megatrain.run.opening.places import read_config
+from megatrain.run.opening.pin_commits import read_config
 from megatrain.run.opening.planned import in_words
 from megatrain.run.opening.same_start import folder_mark
 from megatrain.run.opening.tokenizer import load_tokenizer, open_tokenizer

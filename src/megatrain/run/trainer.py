@@ -44,7 +44,7 @@ from megatrain.run.evaluation.mean_loss import MeanLoss, judged_loss
 from megatrain.run.evaluation.samples import writes_after
 from megatrain.run.interrupts import Interrupts, Pause
 from megatrain.run.opening.assembly import learning_rate
-from megatrain.run.opening.first_lines import (
+from megatrain.run.opening.banner import (
     first_notes,
     nothing_to_resume,
     opening_lines,
@@ -57,7 +57,7 @@ from megatrain.run.opening.first_lines import (
 from megatrain.run.opening.opening import Opening, checkpoint_facts, open_run
 from megatrain.run.opening.planned import compared_with_plan, facts
 from megatrain.run.opening.resumption import LoadedCheckpoint
-from megatrain.run.opening.smaller import can_shrink, keep_snapshot, opened_smaller
+from megatrain.run.opening.retry_smaller import can_shrink, keep_snapshot, opened_smaller
 from megatrain.run.publishing import push
 from megatrain.run.rollback import Rollbacks
 from megatrain.run.saving import Saving

@@ -37,7 +37,7 @@ from megatrain.run.opening.assembly import (
     require_fitting,
 )
 from megatrain.run.opening.decided import decide
-from megatrain.run.opening.places import Pins, pin_commits
+from megatrain.run.opening.pin_commits import Pins, pin_commits
 from megatrain.run.opening.planned import cap_device, plan_run
 from megatrain.run.opening.resumption import (
     KEPT,

@@ -14,7 +14,7 @@ from megatrain.optim.learning_rate import LearningRate
 from megatrain.planning.plan import Plan
 from megatrain.run.evaluation.samples import samples_in_words, written_texts
 from megatrain.run.folder import RunFolder, machine_facts
-from megatrain.run.opening import places
+from megatrain.run.opening import pin_commits
 from megatrain.run.opening.balancing import balancing_note
 from megatrain.run.opening.opening import Opening
 from megatrain.run.opening.planned import in_words
@@ -55,8 +55,8 @@ def write_facts(opened: Opening) -> list[str]:
     opened.folder.write_json("data_card.json", opened.data.card)
     if not opened.pins:
         return []
-    opened.folder.write_json(places.FILE, opened.pins)
-    return places.commits_in_words(opened.pins)
+    opened.folder.write_json(pin_commits.FILE, opened.pins)
+    return pin_commits.commits_in_words(opened.pins)
 
 
 def write_samples(opened: Opening, step: int) -> None:

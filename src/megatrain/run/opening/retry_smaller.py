@@ -8,7 +8,7 @@ first, which changes no bit; then micro-batches are halved.
 What the device held is torch's snapshot as JSON, which `torch.cuda._memory_viz` draws. Without
 torch's recording of allocations it has segments and blocks, and not who asked for them.
 
-Laws (tests/run/opening/test_smaller.py)
+Laws (tests/run/opening/test_retry_smaller.py)
     1. The run is that of a config with the smaller micro-batches, bit for bit.
     2. What the config gives, and what a resumed run has, stays as it is.
     3. A run that ends for lack of device memory has the snapshot, where the device gives one, and

@@ -20,7 +20,7 @@ from megatrain.planning.plan import Plan
 from megatrain.run.folder import RunFolder
 from megatrain.run.opening import opening
 from megatrain.run.opening.planned import plan_run
-from megatrain.run.opening.smaller import SNAPSHOT, can_shrink, keep_snapshot
+from megatrain.run.opening.retry_smaller import SNAPSHOT, can_shrink, keep_snapshot
 from megatrain.run.trainer import Trainer
 
 ROWS = 64

@@ -15,7 +15,7 @@ from huggingface_hub import constants
 
 from megatrain.config import Config, load_config
 from megatrain.errors import ConfigError, DataError, HubError
-from megatrain.run.opening.places import check_places, pin_commits
+from megatrain.run.opening.pin_commits import check_places, pin_commits
 from testkit.hub_on_loopback import Files, Hub, serving, use, use_for_datasets
 from testkit.runs import Setting, State, config_of, lines_of, run
 
