@@ -26,7 +26,7 @@ from megatrain.planning.machine.facts import host_facts
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.plan import Plan
 from megatrain.run.opening import planned
-from megatrain.run.opening.adapting import adapters_of
+from megatrain.run.opening.model import adapters_of
 from megatrain.run.opening.planned import plan_run
 from testkit.families import save_tiny
 from testkit.machines import DESKTOP, GIB, PROCESSOR

@@ -23,7 +23,7 @@ from megatrain.files import append
 from megatrain.optim.kernel import AdamWScalars
 from megatrain.optim.states import M
 from megatrain.run.folder import FOLDER
-from megatrain.run.opening.assembly import learning_rate
+from megatrain.run.opening.recipe import learning_rate
 from megatrain.run.trainer import Trainer
 from testkit.cases import at_a_push
 from testkit.faulty_os import faulty

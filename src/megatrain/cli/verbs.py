@@ -48,14 +48,12 @@ from megatrain.run.evaluation.mean_loss import mean_loss
 from megatrain.run.evaluation.samples import end_tokens
 from megatrain.run.evaluation.sampling import GREEDY, Drawing, continue_texts
 from megatrain.run.folder import settings_by_key
-from megatrain.run.opening.balancing import router_aux_loss
-from megatrain.run.opening.model_limits import check_rows
-from megatrain.run.opening.opening import MODEL, open_device
+from megatrain.run.opening.model import load_tokenizer, open_tokenizer
+from megatrain.run.opening.opening import MODEL, folder_mark, open_device
 from megatrain.run.opening.pin_commits import read_config
 from megatrain.run.opening.planned import in_words
-from megatrain.run.opening.same_start import folder_mark
-from megatrain.run.opening.tokenizer import load_tokenizer, open_tokenizer
-from megatrain.run.opening.training_data import open_data
+from megatrain.run.opening.recipe import router_aux_loss
+from megatrain.run.opening.training_data import check_rows, open_data
 from megatrain.run.run_model import RunModel, chosen_model, tokenizer_folder
 from megatrain.run.this_rank import (
     installed_facts,

@@ -43,7 +43,6 @@ from megatrain.run.console import Live
 from megatrain.run.evaluation.mean_loss import MeanLoss, judged_loss
 from megatrain.run.evaluation.samples import writes_after
 from megatrain.run.interrupts import Interrupts, Pause
-from megatrain.run.opening.assembly import learning_rate
 from megatrain.run.opening.banner import (
     first_notes,
     nothing_to_resume,
@@ -56,6 +55,7 @@ from megatrain.run.opening.banner import (
 )
 from megatrain.run.opening.opening import Opening, checkpoint_facts, open_run
 from megatrain.run.opening.planned import compared_with_plan, facts
+from megatrain.run.opening.recipe import learning_rate
 from megatrain.run.opening.resumption import LoadedCheckpoint
 from megatrain.run.opening.retry_smaller import can_shrink, keep_snapshot, opened_smaller
 from megatrain.run.publishing import push

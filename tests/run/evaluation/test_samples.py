@@ -19,7 +19,7 @@ from megatrain.run.evaluation.samples import (
     samples_in_words,
     writes_after,
 )
-from megatrain.run.opening.tokenizer import load_tokenizer
+from megatrain.run.opening.model import load_tokenizer
 from testkit.runs import write_model, write_world
 from testkit.simulated.accelerator import Simulator
 from testkit.simulated.watched import watched

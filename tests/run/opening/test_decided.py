@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 from megatrain.config import Config, load_config
 from megatrain.errors import CheckpointMismatch, ConfigError, Interrupted
 from megatrain.models import isolation
-from megatrain.models.build import build_decoder
-from megatrain.run.opening import decided
-from megatrain.run.opening.decided import decide
+from megatrain.models.decoder import build_decoder
+from megatrain.run.opening import recipe
+from megatrain.run.opening.recipe import decide
 from megatrain.run.trainer import Trainer
 from testkit.families import FAMILIES, save_tiny, tiny_config
 from testkit.joint_families import save_tiny_joint
@@ -161,8 +161,8 @@ OPEN: dict[str, Any] = {"data": {"packing": "auto"}, "optim": {"learning_rate": 
 
 def in_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on, other choices."""
-    monkeypatch.setattr(decided, "FINE_TUNING_RATE", 5e-3)
-    monkeypatch.setattr(decided, "why_mixed", lambda *_: "so we believe now")
+    monkeypatch.setattr(recipe, "FINE_TUNING_RATE", 5e-3)
+    monkeypatch.setattr(recipe, "why_mixed", lambda *_: "so we believe now")
 
 
 @pytest.mark.merge

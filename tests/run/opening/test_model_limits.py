@@ -16,7 +16,7 @@ from megatrain.data.tokens import prepare as prepare_module
 from megatrain.data.tokens.prepare import prepare
 from megatrain.data.tokens.prepared import PreparedData
 from megatrain.errors import DataError
-from megatrain.run.opening.model_limits import check_rows, has_position_table
+from megatrain.run.opening.training_data import check_rows, has_position_table
 from testkit.families import FAMILIES, tiny_config, tiny_model
 from testkit.written import write
 

@@ -20,7 +20,7 @@ from megatrain.errors import ConfigError, DataError
 from megatrain.models import build
 from megatrain.models import config_json as model_config
 from megatrain.run.opening import opening
-from megatrain.run.opening.tokenizer import load_tokenizer
+from megatrain.run.opening.model import load_tokenizer
 from megatrain.run.trainer import Trainer
 from testkit.runs import Setting, config_of, run, write_world
 

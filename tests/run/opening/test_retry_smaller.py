@@ -1,4 +1,4 @@
-"""Laws of smaller.py: a first step that does not fit costs micro-batches, not the run."""
+"""Laws of retry_smaller.py: a first step that does not fit costs micro-batches, not the run."""
 
 from __future__ import annotations
 

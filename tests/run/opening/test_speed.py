@@ -11,7 +11,7 @@ from megatrain.devices.accelerator import Accelerator
 from megatrain.devices.device import CpuDevice
 from megatrain.errors import MissingPackage
 from megatrain.optim import native
-from megatrain.run.opening.speed import require_kernels, speed_notes
+from megatrain.run.opening.opening import require_kernels, speed_notes
 from testkit.simulated.accelerator import Simulator
 from testkit.worlds import world_of
 
@@ -21,7 +21,7 @@ def test_waits_of_experts_and_the_choice_to_compile_are_told(
 ) -> None:
     config = Config(model="m", data="rows.jsonl", train={"compile": "auto"}).decided(packing=True)
     device, experts = Accelerator(Simulator()), world_of("mixtral").decoder
-    monkeypatch.setattr("megatrain.run.opening.speed.load_kernel", lambda: "a fast one")
+    monkeypatch.setattr("megatrain.run.opening.opening.load_kernel", lambda: "a fast one")
     monkeypatch.setattr(Simulator, "groups", lambda simulator, dtype: False)
     first, second = speed_notes(config, experts, device)
     assert first.startswith("compile: auto is off: packed documents are attended to alone")
@@ -36,7 +36,7 @@ def test_an_installation_without_a_compiler_is_told_how_updates_become_fast(
 ) -> None:
     library = tmp_path / "libkernel.so"
     monkeypatch.setattr(
-        "megatrain.run.opening.speed.load_kernel", lambda: native.load_kernel(library)
+        "megatrain.run.opening.opening.load_kernel", lambda: native.load_kernel(library)
     )
     config = Config(model="m", data="rows.jsonl")
     assert speed_notes(config, world_of("llama of 2 layers").decoder, CpuDevice()) == [

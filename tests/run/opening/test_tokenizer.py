@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megatrain.cli.demo import byte_tokenizer
 from megatrain.errors import CheckpointMismatch, ConfigError, Interrupted
 from megatrain.memory.kinds import Kind
-from megatrain.run.opening.tokenizer import add_tokens
+from megatrain.run.opening.model import add_tokens
 from megatrain.run.trainer import Trainer
 from testkit.runs import Setting, config_of, differences, run, state_of, write_world
 

@@ -18,7 +18,7 @@ from megatrain.config import Config
 from megatrain.data.tokens import prepare as prepare_module
 from megatrain.data.training_rows import gather
 from megatrain.errors import ModelFolderError
-from megatrain.run.opening.tokenizer import load_tokenizer
+from megatrain.run.opening.model import load_tokenizer
 from megatrain.run.opening.training_data import TrainingData, open_data
 from megatrain.step.settings import StepSettings
 

@@ -15,9 +15,9 @@ from megatrain.planning.plan import Plan
 from megatrain.run.evaluation.samples import samples_in_words, written_texts
 from megatrain.run.folder import RunFolder, machine_facts
 from megatrain.run.opening import pin_commits
-from megatrain.run.opening.balancing import balancing_note
 from megatrain.run.opening.opening import Opening
 from megatrain.run.opening.planned import in_words
+from megatrain.run.opening.recipe import balancing_note
 from megatrain.run.opening.resumption import LoadedCheckpoint
 from megatrain.run.opening.training_data import TrainingData
 from megatrain.text import counted, size

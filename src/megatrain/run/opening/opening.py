@@ -1,52 +1,65 @@
 """Opening a run: one line of steps, in the order in which they can fail cheaply.
 
-docs/engine.md has the list. Every file is read once, and what a step finds is handed on.
+docs/engine.md has the list. Every file is read once, and each step hands on what it finds.
 
-Laws (tests/run/opening/test_opening.py)
+All ranks must start from the same model and the same adapters. Each host may have its own folder
+under one name, and one of them may be stale. A rank loads only the part that it owns, so ranks with
+two models would train a mixture of both, and save it with hashes that match.
+
+Laws (tests/run/opening/test_opening.py, tests/run/opening/test_same_start.py)
     1. config.json is parsed, the decoder built and the tokenizer loaded once.
     2. A run that fails to open leaves nothing open and no folder locked.
+    3. Models or adapters that differ between ranks are a ConfigError on all of them, which names
+       the setting, the marks and the ranks, before rows are read.
 """
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config
 from megatrain.data.training_rows import TrainingRows, with_longest_step, with_room
 from megatrain.devices.device import Device
+from megatrain.disk.adapters.folder import is_adapter_folder, read_adapter_folder
 from megatrain.disk.checkpoint.retention import clear_unfinished
-from megatrain.disk.hf.model import HostModel, ModelFolder
+from megatrain.disk.hf.model import HostModel
+from megatrain.disk.hf.source_mark import mark_of_tensors, tensor_mark
+from megatrain.engine.compute.fused import require_liger
 from megatrain.engine.engine import Engine
+from megatrain.engine.machine import waits_for_experts
 from megatrain.errors import RunFolderError
 from megatrain.files import remove_folder
+from megatrain.models.decoder import Decoder
 from megatrain.models.isolation import packs_flat
+from megatrain.optim.native import load_kernel
+from megatrain.optim.torch_kernel import TorchKernel
+from megatrain.planning.from_config import compile_choice
 from megatrain.planning.plan import Plan
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.arguments import NOTHING_GIVEN, Given
 from megatrain.run.evaluation.references import with_references
 from megatrain.run.folder import FOLDER, RunFolder, require_new, settings_by_key
-from megatrain.run.opening.adapting import adapter_notes
-from megatrain.run.opening.assembly import (
+from megatrain.run.opening.model import (
+    adapter_notes,
     find_source,
     load_home,
-    make_engine,
     open_model,
-    require_fitting,
+    open_tokenizer,
 )
-from megatrain.run.opening.decided import decide
 from megatrain.run.opening.pin_commits import Pins, pin_commits
 from megatrain.run.opening.planned import cap_device, plan_run
+from megatrain.run.opening.recipe import decide, make_engine, require_fitting
 from megatrain.run.opening.resumption import (
     KEPT,
     LoadedCheckpoint,
+    OpenedCheckpoint,
     find_checkpoint,
 )
-from megatrain.run.opening.same_start import require_same_start
-from megatrain.run.opening.speed import require_kernels, speed_notes
-from megatrain.run.opening.tokenizer import open_tokenizer
 from megatrain.run.opening.training_data import TrainingData, open_data, open_rows
 from megatrain.run.sinks import check_sinks
 from megatrain.run.state import RunState
@@ -107,7 +120,8 @@ def open_run(
         config, pins = pin_commits(config, resumes=resumes, ranks=ranks)
         folder = open_folder(config, opened, resumes=resumes, dry_run=dry_run, ranks=ranks)
         device = open_device(config, ranks)
-        _ready(device, config, ranks)
+        take_cores(ranks, device)
+        require_kernels(config, device)
         found = find_checkpoint(config, folder.path / FOLDER, resumes=resumes, ranks=ranks)
         source = find_source(config, found, ranks)
         require_same_start(ranks, config, found)
@@ -118,34 +132,164 @@ def open_run(
             config, tokenizer, model.decoder, notes, given.rows, resumes=bool(found), ranks=ranks
         )
         require_fitting(config, rows)
-        plan = plan_run(
-            _roomy(config, rows), device, model.decoder, found, rows.epoch_tokens, ranks
-        )
+        # The planner gets the longest step, and room for its longest row.
+        roomy = with_room(with_longest_step(config, rows), rows)
+        plan = plan_run(roomy, device, model.decoder, found, rows.epoch_tokens, ranks)
         _require_same_plan(ranks, device, rows, plan)
         cap_device(device, plan)
-        data = opened.enter_context(
-            open_data(
-                _settled(config, plan), tokenizer, plan.settings, rows, flat=_flat(model, plan)
-            )
-        )
+        settings, settled = plan.settings, config.settled(plan.workload.step_tokens)
+        flat = packs_flat(model.decoder.config, compiles=settings.compile)
+        data = opened.enter_context(open_data(settled, tokenizer, settings, rows, flat=flat))
         home, resumed = load_home(
-            config, plan.settings, model, tokenizer, found, ranks, device.placement
+            config, settings, model, tokenizer, found, ranks, device.placement
         )
         opened.callback(home.store.close)
-        engine = make_engine(config, plan.settings, home, device, data.num_steps, ranks, given.loss)
+        engine = make_engine(config, settings, home, device, data.num_steps, ranks, given.loss)
         opened.callback(engine.close)
         engine.announce(data.step_tokens)
         notes += adapter_notes(model.decoder) + speed_notes(config, model.decoder, device)
         notes += ranks.notes(notes)
-        return _finished(
-            Opening(
-                config=_settled(config, plan), pins=pins, ranks=ranks, folder=folder, device=device,
-                resumed=resumed, tokenizer=tokenizer, plan=plan, data=data, home=home,
-                engine=engine, given=given, notes=tuple(notes),
-            ),
-            opened,
-            refers=not dry_run,
-        )  # fmt: skip
+        opening = Opening(
+            config=settled,
+            pins=pins,
+            ranks=ranks,
+            folder=folder,
+            device=device,
+            resumed=resumed,
+            tokenizer=tokenizer,
+            plan=plan,
+            data=data,
+            home=home,
+            engine=engine,
+            given=given,
+            notes=tuple(notes),
+        )
+        if not dry_run:
+            _refer(opening)
+        opened.pop_all()  # nothing can fail any more: it stays open
+        return opening
+
+
+def open_folder(
+    config: Config, opened: ExitStack, *, resumes: bool, dry_run: bool, ranks: Ranks = ALONE
+) -> RunFolder:
+    """Return the run folder, locked by the rank that leads.
+
+    Raises RunFolderError if it holds another run, or if not all ranks see it.
+    """
+    check_sinks(config.log.to)
+    _require_apart(config)
+
+    def lock() -> RunFolder:
+        folder = RunFolder(config.run_dir, dry=dry_run)
+        opened.callback(folder.close)
+        if not resumes:
+            require_new(folder.path)
+        if not dry_run:
+            note_launch(folder)
+            _clear_unfinished(folder.path)
+        return folder
+
+    locked = ranks.on_first(lock)
+    if not dry_run:
+        ranks.require_shared(Path(config.run_dir))
+    return locked or RunFolder(config.run_dir, dry=True)
+
+
+def _require_apart(config: Config) -> None:
+    """Raise RunFolderError if the run would write over what it starts from."""
+    run = Path(config.run_dir).resolve()
+    read = {"model to train": config.model.name_or_path, "adapters to train": config.lora.path}
+    for what, name in read.items():
+        for written in (run, (run / MODEL).resolve()):
+            if name is not None and Path(name).resolve().is_relative_to(written):
+                raise RunFolderError(
+                    f"save.dir {config.run_dir}: the run writes into {written}, but the {what}, "
+                    f"{name}, is in there. Set save.dir to another folder."
+                )
+
+
+def _clear_unfinished(run: Path) -> None:
+    """Remove saves and exports that a killed process never ended."""
+    clear_unfinished(run / FOLDER)
+    for path in run.glob(f".{MODEL}.*.tmp"):
+        remove_folder(path)
+
+
+def open_device(config: Config, ranks: Ranks = ALONE) -> Device:
+    """Return the device that the config asks for, or the best there is."""
+    vram = config.memory.vram
+    cap_bytes = None if vram == "auto" else vram
+    return place_of(config.memory.device, ranks.owner, cap_bytes)
+
+
+def require_kernels(config: Config, device: Device) -> None:
+    """Raise MissingPackage or ConfigError unless `train.kernels` can run on the device."""
+    if config.train.kernels == "liger":
+        require_liger(device)
+
+
+def require_same_start(ranks: Ranks, config: Config, found: OpenedCheckpoint | None) -> None:
+    """Raise ConfigError unless all ranks read the same weights besides those of a checkpoint.
+
+    A resumed run reads its weights from the run folder, which all ranks share, and from elsewhere
+    only the model under its adapters.
+    """
+    names: dict[str, str] = {}
+    if found is None or found.model.decoder.adapters is not None:
+        names["model.name_or_path"] = config.model.name_or_path
+    if found is None and config.lora.path is not None:
+        names["lora.path"] = config.lora.path
+    marks = partial(_marks, names, config.model.revision)
+    ranks.require_same(lambda: ranks.long_work(marks))
+
+
+def _marks(names: dict[str, str], revision: str | None) -> dict[str, str]:
+    """Return what each name leads to: the mark of a folder, or a commit of the Hub."""
+    return {
+        f"{key} ({name})": folder_mark(Path(name)) if Path(name).is_dir() else f"commit {revision}"
+        for key, name in names.items()
+    }
+
+
+def folder_mark(folder: Path) -> str:
+    """Return the mark of the model or the adapters in a folder.
+
+    Raises ModelFolderError, ModelConfigError, WeightsFormatError, WeightsMismatch or DiskError.
+    """
+    if not is_adapter_folder(folder):
+        return f"mark {tensor_mark(folder)}"
+    adapters = read_adapter_folder(folder)
+    about = json.dumps(asdict(adapters.lora())).encode()
+    return f"mark {mark_of_tensors(about, adapters.tensors)}"
+
+
+def _require_same_plan(ranks: Ranks, device: Device, rows: TrainingRows, plan: Plan) -> None:
+    """Raise ConfigError unless all ranks will train the same rows in the same way."""
+    kind, tokens = device.name.partition(":")[0], plan.workload.step_tokens
+    planned = {"kind of device": kind, "tokens of a step": tokens}
+    read = {"data.train (its rows)": rows.digest, "data.eval (its rows)": rows.held_digest}
+    ranks.require_same(lambda: plan.settings.facts() | planned | read)
+
+
+def speed_notes(config: Config, decoder: Decoder, device: Device) -> list[str]:
+    """Return what the user should know of the speed of layers and updates."""
+    compiles, reason = compile_choice(config, unified=not device.own_memory)
+    notes = []
+    if config.train.compile == "auto":
+        notes.append(f"compile: auto is {'on' if compiles else 'off'}: {reason}")
+    if waits_for_experts(decoder, device, compiles=compiles):
+        notes.append(
+            f"experts: torch has no kernel for their products on {device.name}, so the host waits "
+            "for the device twice in each layer and micro-batch; larger micro-batches wait less"
+        )
+    kernel = load_kernel()
+    if isinstance(kernel, TorchKernel):
+        notes.append(
+            f"updates: kernel {kernel.description}, same results, slower. For the fast one install "
+            "a wheel of MegaTrain, or install a C compiler and then MegaTrain again"
+        )
+    return notes
 
 
 def _refer(opening: Opening) -> None:
@@ -180,93 +324,3 @@ def checkpoint_facts(
         "learning_rate": learning_rate,
         "source_mark": source_mark,
     }
-
-
-def _require_same_plan(ranks: Ranks, device: Device, rows: TrainingRows, plan: Plan) -> None:
-    """Raise ConfigError unless all ranks will train the same rows in the same way."""
-    kind, tokens = device.name.partition(":")[0], plan.workload.step_tokens
-    planned = {"kind of device": kind, "tokens of a step": tokens}
-    read = {"data.train (its rows)": rows.digest, "data.eval (its rows)": rows.held_digest}
-    ranks.require_same(lambda: plan.settings.facts() | planned | read)
-
-
-def _roomy(config: Config, rows: TrainingRows) -> Config:
-    """Return the config for the planner: with the longest step, and room for its longest row."""
-    return with_room(with_longest_step(config, rows), rows)
-
-
-def _flat(model: ModelFolder, plan: Plan) -> bool:
-    """Return whether the model packs flat (models/isolation.py)."""
-    return packs_flat(model.decoder.config, compiles=plan.settings.compile)
-
-
-def _finished(opening: Opening, opened: ExitStack, *, refers: bool) -> Opening:
-    """Return the opening with its references, once nothing can fail: it stays open."""
-    if refers:
-        _refer(opening)
-    opened.pop_all()
-    return opening
-
-
-def _settled(config: Config, plan: Plan) -> Config:
-    """Return the config with the step that the plan chose, or found in the checkpoint."""
-    return config.settled(plan.workload.step_tokens)
-
-
-def open_folder(
-    config: Config, opened: ExitStack, *, resumes: bool, dry_run: bool, ranks: Ranks = ALONE
-) -> RunFolder:
-    """Return the run folder, locked by the rank that leads.
-
-    Raises RunFolderError if it holds another run, or if not all ranks see it.
-    """
-    check_sinks(config.log.to)
-    _require_apart(config)
-
-    def lock() -> RunFolder:
-        folder = RunFolder(config.run_dir, dry=dry_run)
-        opened.callback(folder.close)
-        if not resumes:
-            require_new(folder.path)
-        if not dry_run:
-            note_launch(folder)
-            _clear_unfinished(folder.path)
-        return folder
-
-    locked = ranks.on_first(lock)
-    if not dry_run:
-        ranks.require_shared(Path(config.run_dir))
-    return locked or RunFolder(config.run_dir, dry=True)
-
-
-def _ready(device: Device, config: Config, ranks: Ranks) -> None:
-    """Give the device its share of the cores. Raises if it lacks the kernels of the config."""
-    take_cores(ranks, device)
-    require_kernels(config, device)
-
-
-def open_device(config: Config, ranks: Ranks = ALONE) -> Device:
-    """Return the device that the config asks for, or the best there is."""
-    vram = config.memory.vram
-    cap_bytes = None if vram == "auto" else vram
-    return place_of(config.memory.device, ranks.owner, cap_bytes)
-
-
-def _require_apart(config: Config) -> None:
-    """Raise RunFolderError if the run would write over what it starts from."""
-    run = Path(config.run_dir).resolve()
-    read = {"model to train": config.model.name_or_path, "adapters to train": config.lora.path}
-    for what, name in read.items():
-        for written in (run, (run / MODEL).resolve()):
-            if name is not None and Path(name).resolve().is_relative_to(written):
-                raise RunFolderError(
-                    f"save.dir {config.run_dir}: the run writes into {written}, but the {what}, "
-                    f"{name}, is in there. Set save.dir to another folder."
-                )
-
-
-def _clear_unfinished(run: Path) -> None:
-    """Remove saves and exports that a killed process never ended."""
-    clear_unfinished(run / FOLDER)
-    for path in run.glob(f".{MODEL}.*.tmp"):
-        remove_folder(path)

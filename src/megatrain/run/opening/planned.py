@@ -49,7 +49,7 @@ from megatrain.planning.search import HOST_HEADROOM
 from megatrain.planning.step_size import StepSize
 from megatrain.planning.workload import Workload
 from megatrain.ranks.ranks import ALONE, Ranks
-from megatrain.run.opening.balancing import router_aux_loss
+from megatrain.run.opening.recipe import router_aux_loss
 from megatrain.run.opening.resumption import OpenedCheckpoint
 from megatrain.step.settings import StepSettings
 from megatrain.text import counted, duration

@@ -24,8 +24,8 @@ from dataclasses import replace
 from megatrain.errors import DeviceFull
 from megatrain.models.isolation import packs_flat
 from megatrain.run.folder import RunFolder
-from megatrain.run.opening.assembly import make_engine
 from megatrain.run.opening.opening import Opening
+from megatrain.run.opening.recipe import make_engine
 from megatrain.run.opening.training_data import open_data
 
 SNAPSHOT = "memory_snapshot.json"

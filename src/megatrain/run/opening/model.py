@@ -1,0 +1,290 @@
+"""The model of a run and its tokenizer: found, opened without weights, and then loaded.
+
+New special tokens go from the tokenizer into the data, the model and exports. Adapters are new
+ones, or those of a folder.
+
+Law (tests/run/test_adapters.py): settings of the config for adapters of a folder are as the folder
+has them, or a ConfigError names both.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatrain.config import Config
+from megatrain.data.chat.choice import exported_template
+from megatrain.disk.adapters.folder import AdapterFolder, is_adapter_folder, read_adapter_folder
+from megatrain.disk.adapters.peft_targets import not_loaded_by_peft
+from megatrain.disk.hf.exported import require_as_written
+from megatrain.disk.hf.growth import Growth
+from megatrain.disk.hf.model import HostModel, ModelFolder
+from megatrain.disk.hf.source_mark import source_mark
+from megatrain.errors import CheckpointMismatch, ConfigError, ModelFolderError, listing
+from megatrain.hub import find_model
+from megatrain.memory.kinds import Kind, kinds_on_disk
+from megatrain.memory.placement import UNPLACED, Placement
+from megatrain.memory.tier import Scratch
+from megatrain.model_files import CARRIED, VOCABULARY, is_lfs_pointer, lfs_pointer_text
+from megatrain.models.adapters.lora import Lora
+from megatrain.models.decoder import Decoder
+from megatrain.models.patterns import check_patterns
+from megatrain.ranks.ranks import ALONE, Ranks
+from megatrain.run.opening.recipe import router_aux_loss
+from megatrain.run.opening.resumption import (
+    LoadedCheckpoint,
+    OpenedCheckpoint,
+    kinds_of,
+    read_model,
+    resume,
+)
+from megatrain.step.settings import StepSettings
+
+
+def find_source(config: Config, found: OpenedCheckpoint | None, ranks: Ranks = ALONE) -> Path:
+    """Return the folder with the run's config.json and tokenizer, fetched if it is on the Hub."""
+    if found is not None:
+        return found.model.source
+    name, revision = config.model.name_or_path, config.model.revision
+    return ranks.once_per_host(lambda: find_model(name, revision, "tokenizer")).folder
+
+
+def open_model(
+    config: Config, source: Path, growth: Growth | None, found: OpenedCheckpoint | None
+) -> ModelFolder:
+    """Return the model of a run without its weights, checked against the config."""
+    if found is None:
+        require_no_adapters(config, source)
+        rope, (lora, start) = config.model.rope, adapters_of(config)
+        positions = None if rope is None else rope.parameters()
+        model = read_model(config, source, growth, positions, lora, start)
+    else:
+        model = found.model
+    check_patterns("optim.no_decay", config.optim.no_decay, model.decoder.names)
+    router_aux_loss(config, model.decoder)
+    return model
+
+
+def load_home(
+    config: Config,
+    settings: StepSettings,
+    model: ModelFolder,
+    tokenizer: Any,
+    found: OpenedCheckpoint | None,
+    ranks: Ranks = ALONE,
+    placement: Placement = UNPLACED,
+) -> tuple[HostModel, LoadedCheckpoint | None]:
+    """Return the model with its tensors, and the checkpoint that has them, if it is one.
+
+    A rank has only the part that it owns. Everything else is cheaper to find wanting. Folders that
+    have hashes beside them are compared with these first. Raises what `load_model` does.
+    """
+    kinds, resumed = kinds_of(config, settings), None
+    scratch = scratch_of(config, settings, kinds)
+    if found is None:
+        name, start = config.model.name_or_path, config.lora.path
+        source = ranks.once_per_host(lambda: find_model(name, config.model.revision)).folder
+        _require_as_written(ranks, source, *([] if start is None else [Path(start)]))
+        home = ranks.long_work(lambda: model.load(kinds, scratch, ranks.owner, placement))
+    else:
+        home = _unfilled(config, kinds, model, found, scratch, ranks, placement)
+        try:
+            resumed = resume(found.among, config, home, ranks)
+        except BaseException:
+            home.store.close()
+            raise
+    template = exported_template(tokenizer, config.data.chat_template)
+    return replace(home, carried={**home.carried, **template}), resumed
+
+
+def _unfilled(
+    config: Config,
+    kinds: tuple[Kind, ...],
+    model: ModelFolder,
+    found: OpenedCheckpoint,
+    scratch: Scratch | None,
+    ranks: Ranks,
+    placement: Placement,
+) -> HostModel:
+    """Return the model with what a checkpoint does not have of it: the base under adapters."""
+    if model.decoder.adapters is None:
+        return model.empty(kinds, scratch, ranks.owner, placement)
+    name, revision = config.model.name_or_path, config.model.revision
+    base = ranks.once_per_host(lambda: find_model(name, revision)).folder
+    require_same_base(base, found.known.source_mark)
+    _require_as_written(ranks, base)
+    return ranks.long_work(lambda: model.load(kinds, scratch, ranks.owner, placement, base=base))
+
+
+def _require_as_written(ranks: Ranks, *folders: Path) -> None:
+    """Compare folders that have hashes beside them with these, once on each host."""
+
+    def check() -> None:
+        for folder in folders:
+            require_as_written(folder, shown=ranks.leads)
+
+    ranks.on_each_host(check)
+
+
+def scratch_of(config: Config, settings: StepSettings, kinds: tuple[Kind, ...]) -> Scratch | None:
+    """Return where the plan's disk tier goes; None if the run has none."""
+    folder, most = config.memory.disk, config.memory.disk_bytes
+    on_disk = kinds_on_disk(kinds, settings.tier)
+    if folder is None or not on_disk:
+        return None
+    most_bytes = most if isinstance(most, int) else None
+    return Scratch(folder=Path(folder), kinds=on_disk, most_bytes=most_bytes)
+
+
+def open_tokenizer(
+    config: Config, source: Path, notes: list[str], found: OpenedCheckpoint | None
+) -> tuple[Any, Growth | None]:
+    """Return the tokenizer of a run, and the tokens that its model does not have yet."""
+    tokenizer = load_tokenizer(source)
+    if found is not None:  # its model and tokenizer have them
+        return tokenizer, None
+    growth, more = add_tokens(tokenizer, config.model.add_tokens)
+    notes += more
+    return tokenizer, growth
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """Return the tokenizer of a model folder. Raises ModelFolderError, whatever goes wrong."""
+    from transformers import AutoTokenizer
+
+    if not Path(folder).is_dir():
+        raise ModelFolderError(f"{folder} is not a directory. Give the folder of a model.")
+    _require_vocabulary(Path(folder))
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(folder), trust_remote_code=False, local_files_only=True
+        )
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # tokenizers raise some that are not an Exception
+        raise ModelFolderError(
+            f"{folder}: cannot read its tokenizer: {type(error).__name__}: {str(error)[:300]}"
+        ) from error
+
+
+def _require_vocabulary(folder: Path) -> None:
+    """Raise ModelFolderError where transformers would make up an empty tokenizer."""
+    files = [path for path in sorted(folder.iterdir()) if VOCABULARY.fullmatch(path.name)]
+    if not files:
+        raise ModelFolderError(
+            f"{folder} has no tokenizer.json, tokenizer.model or vocabulary. Copy the "
+            "tokenizer files of the model to it."
+        )
+    for path in files:
+        if path.is_file() and is_lfs_pointer(path):
+            raise ModelFolderError(lfs_pointer_text(path))
+
+
+def add_tokens(tokenizer: Any, tokens: Sequence[str]) -> tuple[Growth | None, list[str]]:
+    """Add tokens to the tokenizer; return the growth of the model, and notes.
+
+    None: it has all of them already. Raises ConfigError for one that cannot be a token.
+    """
+    known = {token: number for token, number in tokenizer.get_vocab().items() if token in tokens}
+    notes = [f"model.add_tokens: {t} already is token {n}" for t, n in sorted(known.items())]
+    num_tokens = len(tokenizer)
+    new = [token for token in dict.fromkeys(tokens) if token not in known]
+    tokenizer.add_tokens(new, special_tokens=True)
+    ids = [int(tokenizer.convert_tokens_to_ids(token)) for token in new]
+    for token, number in zip(new, ids, strict=True):
+        if number < num_tokens or tokenizer.encode(token, add_special_tokens=False) != [number]:
+            raise ConfigError(f"model.add_tokens: the tokenizer cannot have {token!r} as a token")
+    if not new:
+        return None, notes
+    notes.append(f"new tokens: {', '.join(f'{t} {n}' for t, n in zip(new, ids, strict=True))}")
+    return Growth(
+        num_tokens=num_tokens, new_ids=tuple(ids), files=_tokenizer_files(tokenizer)
+    ), notes
+
+
+def _tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        paths = [path for path in Path(folder).iterdir() if CARRIED.fullmatch(path.name)]
+        return {path.name: path.read_bytes() for path in paths}
+
+
+def adapters_of(config: Config) -> tuple[Lora | None, AdapterFolder | None]:
+    """Return the adapters that a new run trains, and the folder that they start from.
+
+    None and None: the model itself is trained. Raises ConfigError, or what `read_adapter_folder`
+    does.
+    """
+    lora = config.lora
+    if lora.path is not None:
+        start = read_adapter_folder(Path(lora.path))
+        return _as_in_folder(config, start), start
+    if lora.rank is None:
+        return None, None
+    new = Lora(
+        rank=lora.rank,
+        alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
+        dropout=lora.dropout,
+        targets=lora.targets,
+        rslora=lora.rslora,
+        seed=config.train.seed,
+    )
+    return new, None
+
+
+def _as_in_folder(config: Config, start: AdapterFolder) -> Lora:
+    """Return the adapters of a folder. Raises ConfigError if the config has other settings."""
+    found, lora = start.lora(), config.lora
+    asked = {"rank": lora.rank, "alpha": lora.alpha, "rslora": lora.rslora or None}
+    for key, value in asked.items():
+        if value is not None and value != getattr(found, key):
+            raise ConfigError(
+                f"lora.{key} is {value}, but the adapters in {lora.path} have "
+                f"{getattr(found, key)}. Remove lora.{key}, or start without lora.path."
+            )
+    return replace(found, dropout=lora.dropout)
+
+
+def require_no_adapters(config: Config, source: Path) -> None:
+    """Raise ConfigError if what the config calls a model is a folder of adapters."""
+    if is_adapter_folder(source):
+        raise ConfigError(
+            f"model.name_or_path is {config.model.name_or_path}, a folder of adapters. To train "
+            f"them further, set lora.path to it, and model to the model that they belong to: "
+            f"{read_adapter_folder(source).config.base}."
+        )
+
+
+def require_same_base(base: Path, mark: str | None) -> None:
+    """Raise CheckpointMismatch unless a folder has the weights that the adapters belong to."""
+    if source_mark(base) != mark:
+        raise CheckpointMismatch(
+            f"{base} has changed since the run began: its config or its weights differ, and the "
+            "adapters of the checkpoint belong to the weights that were there. Restore them, or "
+            "start a new run with another save.dir."
+        )
+
+
+def adapter_notes(decoder: Decoder) -> list[str]:
+    """Return what is trained in place of the model, and what of its layers has no adapter."""
+    adapters = decoder.adapters
+    if adapters is None:
+        return []
+    trained = sum(param.num_elements for param in decoder.params if param.trained)
+    note = (
+        f"lora: rank {adapters.lora.rank} beside {len(adapters.modules)} linear modules, "
+        f"{trained:,} trained params; the model is frozen"
+    )
+    if adapters.left_out:
+        note += f". Without an adapter: {listing(adapters.left_out)}"
+    notes = [note]
+    if lost := not_loaded_by_peft(decoder):
+        notes.append(
+            f"lora: PEFT 0.21 does not load the adapters of {len(lost)} modules "
+            f"({listing(lost, most=2)}), because it renames them. Export the result with --merge, "
+            "or choose lora.targets without them"
+        )
+    return notes

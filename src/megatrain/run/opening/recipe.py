@@ -1,0 +1,214 @@
+"""The recipe of a run: loss, learning rate, optimizer, packing and balance of experts.
+
+`auto` is decided before the plan: packing by the model, the learning rate by the method. Both
+choices stand in config.yaml and in checkpoints, and a resumed run keeps them, whatever a later
+version would choose.
+
+The rates are usual ones to start from. 1e-5 suits fine-tuning of all params. TRL has 1e-6 for
+every preference loss (DPOConfig, KTOConfig, ORPOConfig and CPOConfig, which has SimPO), where the
+paper of SimPO searches 3e-7 to 1e-6; and ten times the rate of full training for adapters.
+
+Laws (tests/run/opening/test_decided.py)
+    1. A config of a model and rows opens and trains in every family, packed where documents are
+       kept apart, and the user is told where they are not.
+    2. A resumed run has the packing and the peak rate it began with.
+"""
+
+from __future__ import annotations
+
+from megatrain.config import Config
+from megatrain.config.loss_settings import COMPARED, LossName
+from megatrain.data.training_rows import TrainingRows
+from megatrain.devices.device import Device
+from megatrain.disk.hf.model import HostModel
+from megatrain.engine.engine import Engine
+from megatrain.errors import ConfigError
+from megatrain.losses.kto import Kto
+from megatrain.losses.loss import Loss
+from megatrain.losses.next_token import NextToken
+from megatrain.losses.preferences import Dpo, Ipo, Orpo, Simpo
+from megatrain.models.decoder import Decoder
+from megatrain.models.isolation import check_packing, packing_family, why_mixed
+from megatrain.optim.adamw import AdamW
+from megatrain.optim.learning_rate import LearningRate
+from megatrain.ranks.ranks import ALONE, Ranks
+from megatrain.run.opening.resumption import OpenedCheckpoint
+from megatrain.step.settings import StepSettings
+
+OPTIMIZERS = {"adamw": AdamW}
+LOSSES: dict[LossName, type[Loss]] = {
+    "next_token": NextToken,
+    "dpo": Dpo,
+    "ipo": Ipo,
+    "orpo": Orpo,
+    "simpo": Simpo,
+    "kto": Kto,
+}
+FINE_TUNING_RATE = 1e-5
+PREFERENCE_RATE = 1e-6
+ADAPTER_RATES = {FINE_TUNING_RATE: 1e-4, PREFERENCE_RATE: 1e-5}
+"""The rate of adapters in place of that of all params."""
+_AUX_KEY = "train.router_aux_loss"
+_COLUMNS = {"pairs": "prompt, chosen, rejected", "kto": "prompt, completion, label"}
+
+
+def make_engine(
+    config: Config,
+    settings: StepSettings,
+    home: HostModel,
+    device: Device,
+    num_steps: int,
+    ranks: Ranks = ALONE,
+    loss: Loss | None = None,
+) -> Engine:
+    """Return the engine that trains `home` by the config, as one of `ranks`.
+
+    `loss` is one that the program brings; None: the config chooses it.
+    """
+    optim = config.optim
+    optimizer = OPTIMIZERS[optim.name](
+        learning_rate=learning_rate(config, num_steps).rate,
+        betas=optim.betas,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        no_decay=optim.no_decay,
+        max_grad_norm=config.train.max_grad_norm,
+        num_threads=device.placement.update_threads,
+        state=settings.state,
+        seed=config.train.seed,
+    )
+    return Engine(
+        home.decoder,
+        home.store,
+        optimizer=optimizer,
+        loss=loss or chosen_loss(config),
+        settings=settings,
+        device=device,
+        ranks=ranks,
+        trace=True,
+    )
+
+
+def chosen_loss(config: Config) -> Loss:
+    """Return the loss of a run; parameters that the config does not give are the loss's own."""
+    loss = config.loss
+    given = {
+        "beta": loss.beta,
+        "label_smoothing": loss.label_smoothing,
+        "gamma": loss.gamma,
+        "desirable_weight": loss.desirable_weight,
+        "undesirable_weight": loss.undesirable_weight,
+    }
+    return LOSSES[loss.name](**{key: value for key, value in given.items() if value is not None})
+
+
+def require_fitting(config: Config, rows: TrainingRows) -> None:
+    """Raise ConfigError if the loss cannot be computed on such rows."""
+    name, found = config.loss.name, rows.preferences
+    wanted = COMPARED.get(name)
+    if wanted == found:
+        return
+    source = rows.sources[0].card
+    fitting = " or ".join(loss for loss in LOSSES if COMPARED.get(loss) == found)
+    repair = (
+        ""
+        if wanted is None
+        else f"Give rows of format {wanted} ({_COLUMNS[wanted]}; data.train: "
+        f"{{path: ..., format: {wanted}}}), or "
+    )
+    raise ConfigError(
+        f"loss.name is {name}, and {source['source']} is read as {source['format']}. {repair}"
+        f"{'set' if repair else 'Set'} loss.name to {fitting}."
+    )
+
+
+def learning_rate(config: Config, num_steps: int) -> LearningRate:
+    """Return the learning rate of a run of `num_steps`."""
+    optim = config.optim
+    assert optim.learning_rate != "auto", "it was decided when the run was opened"
+    return LearningRate(
+        peak=optim.learning_rate,
+        shape=optim.schedule,
+        num_steps=num_steps,
+        warmup=optim.warmup,
+        decay=optim.decay,
+        final_fraction=optim.final_fraction,
+    )
+
+
+def decide(
+    config: Config,
+    decoder: Decoder,
+    found: OpenedCheckpoint | None,
+    notes: list[str],
+    *,
+    own_loss: bool = False,
+) -> Config:
+    """Return the config without `auto` for packing and learning rate; choices become `notes`.
+
+    `own_loss`: the program brings the loss. Raises ConfigError if rows are packed that the model
+    would mix.
+    """
+    family, attn = packing_family(decoder.config), config.model.attn
+    mixed = why_mixed(family, attn)
+    if found is not None:
+        packing, rate = found.known.packing, found.known.peak_rate
+    else:
+        packing, (rate, method) = mixed is None, usual_rate(config, own_loss=own_loss)
+        if config.data.packing == "auto" and mixed is not None:
+            notes.append(f"packing: auto is off, so each row is one document: {mixed}")
+        if config.optim.learning_rate == "auto":
+            notes.append(
+                f"learning rate: auto is {rate:g}, the usual one for {method}; "
+                "optim.learning_rate sets another"
+            )
+    config = config.decided(packing=packing, learning_rate=rate)
+    if config.packs:
+        check_packing(family, attn)
+    return config
+
+
+def usual_rate(config: Config, *, own_loss: bool = False) -> tuple[float, str]:
+    """Return the learning rate that is usual for a run's method, and the method in words."""
+    compares = config.loss.preferences is not None and not own_loss
+    rate = PREFERENCE_RATE if compares else FINE_TUNING_RATE
+    method = config.loss.name if compares else "a loss of your own" if own_loss else "fine-tuning"
+    if config.lora.rank is None and config.lora.path is None:
+        return rate, f"{method} of all params" if not own_loss else method
+    return ADAPTER_RATES[rate], f"{method} with adapters"
+
+
+def router_aux_loss(config: Config, decoder: Decoder) -> float:
+    """Return the coefficient of the load-balancing loss.
+
+    Raises ConfigError where such a loss is asked for and the model's code has none that we know.
+    """
+    wanted, own, family = config.train.router_aux_loss, decoder.balancing, decoder.config.model_type
+    if own is None and decoder.asks_balancing and isinstance(wanted, str):
+        raise ConfigError(
+            f"config.json sets output_router_logits, but the load-balancing loss of {family} has "
+            f"an unusual form and is not supported. Set {_AUX_KEY} to 0 to train without it."
+        )
+    if isinstance(wanted, str):
+        counts = decoder.asks_balancing or wanted == "model"
+        return own.coefficient if own is not None and counts else 0.0
+    if wanted and own is None:
+        raise ConfigError(
+            f"{_AUX_KEY} is {wanted:g}: transformers' code of {family} has no load-balancing loss, "
+            "or one of an unusual form. Remove the key."
+        )
+    return wanted
+
+
+def balancing_note(config: Config, decoder: Decoder) -> str | None:
+    """Return a note on the choice made for the user; None if there was no choice."""
+    own = decoder.balancing
+    if own is None or not isinstance(config.train.router_aux_loss, str):
+        return None
+    coefficient = router_aux_loss(config, decoder)
+    if coefficient:
+        return f"experts are balanced: loss + {coefficient:g} x aux_loss is minimised ({_AUX_KEY})"
+    return (
+        "experts are not balanced: the model's config.json does not set output_router_logits. "
+        f"{_AUX_KEY}: {own.coefficient:g} would add the model's own loss."
+    )
