@@ -144,7 +144,7 @@ class Callbacks:
         for callback in self._callbacks:
             if (method := getattr(callback, event, None)) is not None:
                 method(config, state, control, **details)
-        if not self._ranks.owner.is_alone and event != "on_save":  # rank 0 alone may see a save
+        if event != "on_save":  # rank 0 alone may see a save
             asked = {name: bool(getattr(control, name)) for name in Control.__slots__}
             heard = self._ranks.agree({"control": asked})
             for name in asked:

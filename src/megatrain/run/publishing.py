@@ -41,27 +41,31 @@ def push(
 ) -> str:
     """Commit the model and its card to `repo_id`; return the address of the commit.
 
-    All ranks call it; the one that leads uploads. Raises HubError, and ConfigError
-    for a name that is not an id.
+    All ranks call it; rank 0 uploads, and the others return an empty text. Raises HubError, and
+    ConfigError for a name that is not an id.
     """
     if not is_id(repo_id) or "/" not in repo_id:
         raise ConfigError(f"push_to_hub: {repo_id[:80]!r} is not an id like me/name.")
-    if opened.folder.is_dry and opened.ranks.owner.is_alone:
+    ranks, place = opened.ranks, opened.folder.path / ".hub"
+    if ranks.decide(lambda: opened.folder.is_dry):
         raise ConfigError("push_to_hub: a dry run has nothing to push.")
-    place = opened.folder.path / ".hub"
-    if opened.ranks.owner.leads and place.exists():
-        files.remove_folder(place)  # of a push that was killed
-    try:
-        said = export(place)
-        if not opened.ranks.owner.leads:
-            return ""
+
+    def clear() -> None:
+        if place.exists():
+            files.remove_folder(place)
+
+    def upload() -> str:
         is_adapter = (place / _ADAPTER).exists()
         text = model_card(repo_id, opened.config, state, opened.data.card, is_adapter=is_adapter)
         files.write_file(place / "README.md", text.encode("utf-8", "replace"))
         return _uploaded(place, repo_id, f"MegaTrain: {said}", private=private)
+
+    ranks.on_first(clear)  # the remains of a push that was killed
+    try:
+        said = export(place)
+        return ranks.on_first(upload) or ""
     finally:
-        if opened.ranks.owner.leads and place.exists():
-            files.remove_folder(place)
+        ranks.on_first(clear)
 
 
 def _uploaded(folder: Path, repo_id: str, message: str, *, private: bool | None) -> str:

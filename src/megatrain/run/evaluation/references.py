@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -78,8 +79,7 @@ def with_references(
             raise _missing(run)
     else:
         found = _cached(config, documents, known, engine, home, settings, ranks, pad_id)
-        if ranks.owner.leads:
-            write_references(run / REFERENCES_FILE, known, found)
+        ranks.on_first(partial(write_references, run / REFERENCES_FILE, known, found))
     assert rows.answers is not None
     ends = np.cumsum([len(part.lengths) for part in parts])
     train, *held = np.split(found, ends[:-1])
@@ -156,7 +156,7 @@ def compute_references(
     per_rank = max(1, pass_tokens // micro_batch_tokens // ranks.owner.size)
     owner, stride = ranks.owner, per_rank * ranks.owner.size
     total = int(documents.lengths.sum())
-    with token_progress("reference log-probabilities", total, shown=owner.leads) as advance:
+    with token_progress("reference log-probabilities", total, shown=ranks.leads) as advance:
         for first in range(0, len(groups), stride):
             now = groups[first : first + stride]
             own = now[owner.rank :: owner.size]

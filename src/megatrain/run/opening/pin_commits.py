@@ -11,17 +11,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatrain.config import Config, load_config
 from megatrain.config.data_settings import DataSource
 from megatrain.errors import ConfigError
 from megatrain.hub import MAIN, dataset_commit, find_model, is_commit, is_id
+from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.folder import has_run, require_idle, require_new, require_usable
 from megatrain.run.sinks import check_sinks
-
-if TYPE_CHECKING:  # it imports torch, and errors in names appear before that
-    from megatrain.ranks.ranks import Ranks
 
 FILE = "hub.json"
 Pins = dict[str, dict[str, str]]
@@ -62,30 +60,30 @@ def check_before_loading(config: Config, *, resumes: bool) -> None:
     require_new(folder)
 
 
-def pin_commits(
-    config: Config, *, resumes: bool, ranks: Ranks | None = None
-) -> tuple[Config, Pins]:
+def pin_commits(config: Config, *, resumes: bool, ranks: Ranks = ALONE) -> tuple[Config, Pins]:
     """Return the config with commits in place of branches, and which commit each of them was.
 
     A resumed run takes the commits that its folder names, and all `ranks` those that rank 0 finds.
     Raises HubError.
     """
-    pins: Pins = {}
-    if ranks is None or ranks.owner.leads:
-        config, pins = _pinned(config, _read(Path(config.run_dir) / FILE) if resumes else {})
-    if ranks is None or ranks.owner.is_alone:
-        return config, pins
-    return _pinned(config, ranks.agree({"pins": pins})[0]["pins"])
+
+    def find() -> Pins:
+        known = _read(Path(config.run_dir) / FILE) if resumes else {}
+        return _pinned(config, known, asks=True)[1]
+
+    return _pinned(config, ranks.decide(find), asks=False)
 
 
-def _pinned(config: Config, pins: Pins) -> tuple[Config, Pins]:
-    """Return the config with the commits of `pins`, and those that were asked for added."""
+def _pinned(config: Config, pins: Pins, *, asks: bool) -> tuple[Config, Pins]:
+    """Return the config with the commits of `pins`; if it `asks` the Hub, more are added."""
     model = config.model
     revision = model.revision
     if not Path(model.name_or_path).exists() and is_id(model.name_or_path):
-        revision = _pin(pins, "models", model.name_or_path, revision, _model_commit)
+        revision = _pin(
+            pins, "models", model.name_or_path, revision, _model_commit if asks else None
+        )
     data: dict[str, Any] = {
-        key: tuple(_pinned_source(pins, source) for source in sources)
+        key: tuple(_pinned_source(pins, source, asks=asks) for source in sources)
         for key, sources in (("train", config.data.train), ("eval", config.data.eval))
         if isinstance(sources, tuple)
     }
@@ -112,10 +110,11 @@ def _names(config: Config) -> Iterator[tuple[str, str]]:
             yield from ((key, source.path) for source in sources)
 
 
-def _pinned_source(pins: Pins, source: DataSource) -> DataSource:
+def _pinned_source(pins: Pins, source: DataSource, *, asks: bool) -> DataSource:
     if Path(source.path).exists() or not is_id(source.path):
         return source
-    commit = _pin(pins, "datasets", source.path, source.revision, _dataset_commit)
+    ask = _dataset_commit if asks else None
+    commit = _pin(pins, "datasets", source.path, source.revision, ask)
     return source.model_copy(update={"revision": commit})
 
 
@@ -124,13 +123,18 @@ def _pin(
     kind: str,
     name: str,
     revision: str | None,
-    ask: Callable[[str, str | None], str | None],
+    ask: Callable[[str, str | None], str | None] | None,
 ) -> str | None:
-    """Return the commit of a name, from the Hub unless it is known; record it."""
+    """Return the commit of a name, from the Hub unless it is known; record it.
+
+    Without `ask` the Hub is not asked.
+    """
     if is_commit(revision):
         return revision
     key = f"{name}@{revision or MAIN}"
-    commit = pins.get(kind, {}).get(key) or ask(name, revision)
+    commit = pins.get(kind, {}).get(key)
+    if commit is None and ask is not None:
+        commit = ask(name, revision)
     if commit is None:  # unknown; the cache decides
         return revision
     pins.setdefault(kind, {})[key] = commit
