@@ -152,11 +152,11 @@ def examine_together(
     subject = find_subject(number=local_rank())
     ranks = join_ranks(subject.place.type, RANKS_DEADLINE_S)
     try:
-        found = examine(folder, say) if ranks.owner.leads else None
-        facts = ranks.agree({"profile": None if found is None else found.profile.to_json()})
+        found = ranks.on_first(lambda: examine(folder, say))
+        facts = ranks.decide(lambda: None if found is None else found.profile.to_json())
         if found is not None:
             say("collectives")
-        profile = MachineProfile.from_json(facts[0]["profile"])
+        profile = MachineProfile.from_json(facts)
         network = measured_network(ranks, subject.new_device(), profile)
     except BaseException as error:
         ranks.fail(error)

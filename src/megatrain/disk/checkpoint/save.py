@@ -32,6 +32,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,20 +85,17 @@ def save_checkpoint(
             return save_checkpoint(parent, parts, snapshot, training, advance, ranks, calls)
         finally:
             calls.close()
-    leads, name = ranks.owner.leads, f"step-{snapshot.num_steps:08}-{secrets.token_hex(4)}"
+    step, name = snapshot.num_steps, f"step-{snapshot.num_steps:08}-{secrets.token_hex(4)}"
     try:
         with Agreement(ranks.carrier.agree) as agreement:
-            if leads:
-                calls.do(lambda: _make_folders(parent, name, parts))
+            ranks.on_first(lambda: calls.do(lambda: _make_folders(parent, name, parts)))
             folder = parent / str(agreement.settle(facts={"folder": name})[0]["folder"])
             records = _write_files(folder, parts, snapshot, advance, ranks, agreement, calls)
-            if leads:
-                step = snapshot.num_steps
-                calls.do(lambda: _complete(folder, parts, step, training, records))
+            complete = partial(_complete, folder, parts, step, training, records)
+            ranks.on_first(lambda: calls.do(complete))
     except BaseException:
         snapshot.close()
-        if leads:
-            _delete_failed(parent / name, calls)
+        ranks.on_first(lambda: _delete_failed(parent / name, calls))
         raise
     snapshot.close()
     return folder

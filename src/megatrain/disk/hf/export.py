@@ -110,10 +110,10 @@ def write_tensors(
     first touches the folder. Raises DiskError; the folder is then unchanged.
     """
     total_bytes = sum(tensor.num_bytes for tensor in tensors)
-    title, leads = f"exporting {folder.name}", ranks.owner.leads
+    title = f"exporting {folder.name}"
     with (
         Agreement(ranks.carrier.agree) as agreement,
-        byte_progress(title, total_bytes, shown=leads) as advance,
+        byte_progress(title, total_bytes, shown=ranks.leads) as advance,
         _announced(ranks, f"export to {folder}"),
         WriteQueue() as queue,
     ):
@@ -124,7 +124,7 @@ def write_tensors(
             shards = _plan_shards(tensors, shard_bytes, taken=old, single=single)
             _export(place, shards, small, old, origin, together)
 
-        if not leads:
+        if not ranks.leads:
             for shard in _plan_shards(tensors, shard_bytes, taken=set(), single=single):
                 together.write(shard, folder)
         elif folder.is_dir() and any(folder.iterdir()):
@@ -136,13 +136,11 @@ def write_tensors(
 @contextmanager
 def _announced(ranks: Ranks, work: str) -> Iterator[None]:
     """Let the other ranks know that the first is busy with files: a disk may be slow."""
-    if ranks.owner.leads:
-        ranks.carrier.storing(work)
+    ranks.on_first(lambda: ranks.carrier.storing(work))
     try:
         yield
     finally:
-        if ranks.owner.leads:
-            ranks.carrier.storing(None)
+        ranks.on_first(lambda: ranks.carrier.storing(None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
