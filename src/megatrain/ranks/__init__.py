@@ -1,1 +1,1 @@
-"""Ranks: processes that divide one store among them, and what they say to each other."""
+"""Ranks: processes that divide one store among them, and their communication."""

@@ -1,16 +1,16 @@
 """All ranks end a piece of work alike: done, or with the failure of the first that failed.
 
     with Agreement(ranks.agree) as agreement:      # or ranks.carrier.agree, in a save or an export
-        ...                                        # what may fail on one rank alone
+        ...                                        # work that may fail on one rank alone
 
 A rank that has failed cannot leave at once, because others wait for what it would have sent. It
 keeps to the order of calls until the next `settle`, `all_well` or the end of the block. There all
-ranks learn of the failure, and raise an error of the same class and words, which name the rank.
+ranks get the failure, and raise an error of the same class and words, which name the rank.
 So a damaged checkpoint is skipped by all ranks, and a save on a full disk is given up by all.
 
 Laws (tests/ranks/test_agreement.py)
     1. Either no rank raises, or all raise the same.
-    2. A process alone raises what failed, as it is.
+    2. A process alone raises its failure unchanged.
     3. RankLost goes through: the others may be gone.
 """
 
@@ -26,7 +26,7 @@ Agree = Callable[[Said], list[Said]]
 
 
 class Agreement:
-    """What the ranks of a `with` block agree on: whether all is well, and facts."""
+    """The agreement of all ranks in a `with` block: whether all is well, and facts."""
 
     def __init__(self, agree: Agree) -> None:
         self._agree = agree

@@ -1,17 +1,17 @@
 """Meeting: ranks find each other at a store.
 
-The store is rank 0's, or that of torchrun's agent, which outlives a restart and still has what the
-last attempt said. So rank 0 gives each attempt its own name:
+The store is rank 0's, or that of torchrun's agent, which outlives a restart and still has the words
+of the last attempt. So rank 0 gives each attempt its own name:
 
     rank 0      attempt = name                       roster = the words of who came
     rank r                       here/r = a word
 
-and a rank has joined once the roster has all ranks, and of this one its own word. All that an
-attempt says in the store is under its name.
+A rank has joined once the roster has all ranks, with this one's own word among them. Everything
+that an attempt writes into the store is under its name.
 
 Laws (tests/ranks/test_meeting.py)
     1. Within the deadline all ranks have joined, or each says who came, from which host.
-    2. What an earlier attempt left in the store does no harm.
+    2. Remains of an earlier attempt in the store do no harm.
     3. A port in use, and a host that does not answer, are named. No call waits longer than two
        deadlines, also for a service that accepts connections and says nothing.
     4. A store at a loopback address is reached from this host only.
@@ -46,7 +46,7 @@ from megatrain.ranks.torch_ranks import plain_text
 
 Result = TypeVar("Result")
 Roster = dict[int, Sequence[str]]
-"""Of each rank that came, its word and its host."""
+"""Word and host of each rank that came."""
 LOOPBACK = "127.0.0.1"
 _POLL_S = 0.02
 _SILENT = 1.5
@@ -61,7 +61,7 @@ def meet(seat: Seat, deadline_s: float) -> tuple[Store, list[str]]:
 
 
 def answered(seat: Seat, deadline_s: float, ask: Callable[[], Result]) -> Result:
-    """Return what `ask` returns, which talks to the store. Raises RankLost if that is silent.
+    """Return the result of `ask`, which talks to the store. Raises RankLost if that is silent.
 
     A client of torch waits for an answer without a limit. So `ask` has its own thread, and
     if the time runs out the connections that it made are shut down, by which the thread ends.
@@ -213,7 +213,7 @@ def reach(seat: Seat, deadline_s: float) -> Store:
 
 
 def _call(store: Store, owner: Owner, in_time: Callable[[], bool]) -> tuple[str, Roster]:
-    """Name an attempt, and wait until all ranks have answered: what rank 0 does."""
+    """Name an attempt as rank 0, and wait until all ranks have answered."""
     name = uuid.uuid4().hex
     roster: Roster = {0: ("", socket.gethostname())}
     store.set("attempt", name)
@@ -229,7 +229,7 @@ def _call(store: Store, owner: Owner, in_time: Callable[[], bool]) -> tuple[str,
 
 
 def _answer(store: Store, owner: Owner, in_time: Callable[[], bool]) -> tuple[str, Roster]:
-    """Answer what rank 0 calls, until it has heard that and all others: what other ranks do."""
+    """Answer the call of rank 0 as another rank, until the roster has all ranks."""
     own, name = [uuid.uuid4().hex, socket.gethostname()], ""
     roster: Roster = {owner.rank: own}
     while len(roster) < owner.size and in_time():

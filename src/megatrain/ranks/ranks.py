@@ -18,7 +18,7 @@ A caller need not know whether there are other ranks: one process is the first o
 itself, and has nothing to compare.
 
 Laws (tests/ranks/test_torch_ranks.py, tests/ranks/test_ranks.py)
-    1. A rank hears what each rank said, in the order of ranks, or gets an error.
+    1. A rank gets the words of each rank, in the order of ranks, or an error.
     2. No wait is longer than the deadline. The error names the rank that is missing. A carrier's
        wait does not count the time in which a rank is inside a file call and says so.
     3. A fact that differs on any rank is a ConfigError on all, which names fact, values and ranks.
@@ -77,7 +77,7 @@ class Carrier(Protocol):
         """Return when `data`, flat bytes, may change."""
 
     def receive(self, data: Tensor, rank: int) -> None:
-        """Fill `data`, flat bytes, with what that rank sends."""
+        """Fill `data`, flat bytes, with those that the rank sends."""
 
     def agree(self, facts: Said) -> list[Said]:
         """Do what `Ranks.agree` does, between sends and receives."""
@@ -91,7 +91,7 @@ class Ranks(ABC):
 
     owner: Owner
     patience_s: float
-    """How long a call waits for other ranks before it looks for the one that is lost."""
+    """Time that a call waits for other ranks before it looks for the one that is lost."""
     wire: Wire
     carrier: Carrier
 
@@ -101,7 +101,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def agree(self, facts: Said) -> list[Said]:
-        """Return what each rank says, once all have said it."""
+        """Return the facts of each rank, once all have given theirs."""
 
     @abstractmethod
     def fail(self, error: BaseException) -> None:

@@ -1,10 +1,10 @@
-"""What a rank says of itself, and what it concludes from what the others said.
+"""The roll of ranks: their heartbeats, and which of them is lost.
 
     heartbeat   host, process, a count that grows, how many collectives were begun on each channel
     fault       why a rank ends; the run's store numbers them, so the first is known
 
-No thread and no clock: who keeps a `Roll` tells it what was heard and how long it has waited.
-Clocks of other hosts are never read: a rank is silent for as long as we saw no change of its count.
+Pure state: the caller passes in heartbeats and elapsed time. Clocks of other hosts are never read:
+a rank is silent for as long as we saw no change of its count.
 
 Laws (tests/ranks/test_roll.py)
     1. A rank's own error is the cause, before any that only lost another rank; the first counts.
@@ -24,7 +24,7 @@ from megatrain.ranks.ownership import Owner
 from megatrain.ranks.torch_ranks import NoAnswer, plain_text
 
 MOST_CHARACTERS = 2000
-"""Of an error's message that are passed on."""
+"""Characters of an error's message that are passed on."""
 SAME_ORDER = ("comm", "share")
 """The channels on which all ranks begin the same collectives in the same order."""
 
@@ -48,13 +48,13 @@ class RankFault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
-    """What a rank says of itself, about once a second."""
+    """The heartbeat of a rank, about once a second."""
 
     host: str
     pid: int
     count: int = 0
     begun: Mapping[str, int] = field(default_factory=dict)
-    """Collectives by channel."""
+    """Number of collectives that were begun, by channel."""
     doing: str = "joining"
     storing: str | None = None
     """The file call of a save or an export that the rank waits for."""
@@ -76,7 +76,7 @@ class Beat:
 
 
 class Roll:
-    """What one rank knows of all."""
+    """The heartbeats of all ranks, as one of them has received them."""
 
     def __init__(self, owner: Owner, own: Beat) -> None:
         self.owner, self.own = owner, own
@@ -86,7 +86,7 @@ class Roll:
         self._store_error: str | None = None
 
     def hear(self, rank: int, beat: Beat) -> None:
-        """Take what the store has of a rank."""
+        """Take the heartbeat that the store has of a rank."""
         before = self._heard.get(rank)
         self._heard[rank] = beat
         if before is None or beat.count != before.count:

@@ -47,7 +47,7 @@ POLLS = 20
 """Looks at the other ranks within the deadline."""
 MOST_POLL_S = 1.0
 PartsByRank = Mapping[int, Tensor]
-"""What goes to, or comes from, each rank."""
+"""Tensors that go to, or come from, each rank."""
 
 
 class NoAnswer(Exception):
@@ -60,7 +60,7 @@ class NoAnswer(Exception):
 
 
 class Watcher(Protocol):
-    """Knows how the other ranks are."""
+    """Watches the other ranks."""
 
     def begin(self, channel: str, doing: str) -> None:
         """Take note that this rank begins something on a channel. Called by any thread."""
@@ -72,7 +72,7 @@ class Watcher(Protocol):
         """Return whether another rank waits for a file call. Raises RankLost if one is lost."""
 
     def diagnose(self, error: BaseException) -> RankLost:
-        """Return who is to blame for `error`: a NoAnswer, or what the backend raised."""
+        """Return the rank to blame for `error`: a NoAnswer, or an error of the backend."""
 
     def fail(self, error: BaseException) -> None:
         """Let the others know why this rank ends."""
@@ -90,7 +90,7 @@ class Channel:
     deadline_s: float
     watcher: Watcher
     waiter: Waiter | None = None
-    """Of a channel on which ranks are patient with one that waits for its storage."""
+    """The waiter of a channel on which ranks are patient with one that waits for its storage."""
     last: list[Any] = field(default_factory=list)
     """Sends and receives of the last call. To let go of them before the next ones are under way
     makes those slower: 20 swaps of 1 MiB took 68 ms, and 28 ms with the last ones kept."""
@@ -140,7 +140,7 @@ class Channel:
                 raise NoAnswer(rank, error) from error
 
     def _waits(self) -> Callable[[Any], None]:
-        """Return what waits for a send or a receive, for the deadline in all."""
+        """Return a function that waits for sends and receives, for the deadline in all."""
         ends = time.monotonic() + self.deadline_s
 
         def wait_for(work: Any) -> None:
@@ -150,7 +150,7 @@ class Channel:
         return wait_for
 
     def _waits_patiently(self, waiter: Waiter) -> Callable[[Any], None]:
-        """Return what does the same, and does not count time in which a rank is storing."""
+        """Return one that does not count time in which a rank is storing."""
         poll_s = min(MOST_POLL_S, self.deadline_s / POLLS)
         left_s = self.deadline_s
 
@@ -166,7 +166,7 @@ class Channel:
         return wait_for
 
     def tell(self, what: str, own: Tensor, counts: Sequence[int] | None = None) -> list[Tensor]:
-        """Return what each rank tells: as many elements as `counts` says, or as `own` has."""
+        """Return the elements of each rank: as many as `counts` says, or as `own` has."""
         size = self.owner.size
         counts = [len(own)] * size if counts is None else counts
         told = [own.new_empty(count) for count in counts]
@@ -176,7 +176,7 @@ class Channel:
         return told
 
     def agree(self, facts: Said) -> list[Said]:
-        """Return what each rank says."""
+        """Return the facts of each rank."""
         own = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
         counts = torch.cat(self.tell("agree", torch.tensor([len(own)]))).tolist()
         return [json.loads(bytes(text.numpy())) for text in self.tell("agree", own, counts)]
@@ -318,6 +318,6 @@ class TorchRanks(Ranks):
 
 
 def plain_text(error: BaseException) -> str:
-    """Return what a backend's error says, without where in its source and what else it thinks."""
+    """Return the message of a backend's error, without its place in the source and its advice."""
     line = str(error).partition("\n")[0].partition(" This is typically caused")[0]
     return re.sub(r"^\[[^\]]*:\d+\] ", "", line)

@@ -29,9 +29,9 @@ from megatrain.rewards.rollouts import Rollout
 from megatrain.run.evaluation.sampling import Drawing
 
 _TOKEN = "token_id:"
-"""What vLLM writes before a token's number, where OpenAI has its text."""
+"""The prefix that vLLM writes before a token's number, where OpenAI has its text."""
 _ROUNDING = 1e-3
-"""By so much a log-probability may be above 0."""
+"""Most that a log-probability may be above 0."""
 _BYTES_PER_TOKEN = 1024
 _MOST_OTHER_BYTES = 1 << 20
 

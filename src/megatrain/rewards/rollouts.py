@@ -29,7 +29,7 @@ class Rollout:
     tokens: tuple[int, ...]
     """The answer, with its end token if it has one."""
     logprobs: tuple[float, ...]
-    """Of each token of the answer, under the model that drew it, at temperature 1."""
+    """Log-probability of each token, under the model that drew the answer, at temperature 1."""
     ended: bool
     """False: the answer was cut off by the limit."""
 
@@ -54,8 +54,8 @@ def rollout_batch(
         if not one.prompt or not one.tokens or len(one.tokens) != len(one.logprobs):
             raise BatchError(
                 f"rollout {number} has {len(one.prompt)} tokens of prompt, {len(one.tokens)} of "
-                f"answer and {len(one.logprobs)} log-probabilities; there must be some of each, "
-                "and as many of the last two"
+                f"answer and {len(one.logprobs)} log-probabilities; prompt and answer must not "
+                "be empty, with one log-probability per answer token"
             )
     return [
         _micro_batch([(rollouts[n], advantages[n]) for n in numbers], pad_token)

@@ -5,8 +5,8 @@
             control.should_training_stop = metrics["eval_loss"] < 1.0
 
 Callbacks are called in their order, between steps, by the thread that trains. They see the run and
-ask for things; they cannot change a step. An error in one ends the run as any error does. Of
-several ranks each calls its own, and what one of them asks for all do.
+ask for things; they cannot change a step. An error in one ends the run as any error does. Each of
+several ranks calls its own callbacks, and a request on one rank is obeyed by all.
 
 Laws (tests/run/test_callbacks.py)
     1. A run with callbacks that ask for nothing has the bits of one without.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # it opens rows, which a program may bring with its callbacks
 
 @dataclass(slots=True, kw_only=True)
 class Control:
-    """What a callback may ask for; an attribute of any other name is an error."""
+    """Requests of callbacks to their run; an attribute of any other name is an error."""
 
     should_training_stop: bool = False
     """End the run after this step, saved, as if it were its last."""
@@ -44,7 +44,7 @@ class Control:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunProgress:
-    """Where a run is."""
+    """The progress of a run."""
 
     global_step: int
     """Steps that are done."""
@@ -53,19 +53,19 @@ class RunProgress:
     """Passes over the rows that are complete."""
     num_input_tokens_seen: int
     loss: float | None
-    """Of the last step."""
+    """Loss of the last step."""
     eval_loss: float | None
-    """Of an evaluation at this very step."""
+    """Loss of an evaluation at this very step."""
     best_loss: float | None
-    """The lowest of all evaluations."""
+    """Lowest loss of all evaluations."""
     best_step: int
     is_world_process_zero: bool
-    """Whether this rank leads; of one process, yes."""
+    """Whether this process writes the run folder; one process alone does."""
     run_dir: Path
 
     @classmethod
     def of(cls, state: RunState, data: TrainingData, run_dir: Path, *, leads: bool) -> Self:
-        """Return what a run says of itself after a step."""
+        """Return the progress of a run after a step."""
         return cls(
             global_step=state.step,
             max_steps=data.num_steps,
@@ -126,7 +126,7 @@ HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 class Callbacks:
-    """The callbacks of one run, and what they asked for."""
+    """The callbacks of one run, and their requests."""
 
     def __init__(self, callbacks: Sequence[Callback], ranks: Ranks) -> None:
         self._callbacks, self._ranks = tuple(callbacks), ranks
@@ -136,7 +136,7 @@ class Callbacks:
         return bool(self._callbacks)
 
     def tell(self, event: str, config: Config, state: RunProgress, **details: Any) -> None:
-        """Call the event's method of each; then all ranks want what one of them wants."""
+        """Call the event's method of each callback; a request on one rank becomes that of all."""
         assert event in HOOKS
         if not self._callbacks:
             return

@@ -28,8 +28,8 @@ class Live:
     def __init__(
         self, num_steps: int, *, speaks: bool = True, kept_every_s: float = KEPT_EVERY_S
     ) -> None:
-        """`speaks`: false for all ranks but one. On a terminal a line stays every `kept_every_s`
-        seconds."""
+        """`speaks`: false where another process prints. On a terminal a line stays every
+        `kept_every_s` seconds."""
         self._kept, self._kept_every_s = -math.inf, kept_every_s
         self._num_steps, self._speaks = num_steps, speaks
         self._began = time.monotonic()

@@ -40,12 +40,12 @@ from megatrain.memory.host import num_cores
 
 FOLDER = "checkpoints"
 RESUMED_FILES = ("metrics.jsonl", "samples.jsonl")
-"""Those whose lines belong to steps; events belong to the clock."""
+"""Files whose lines belong to steps; events belong to the clock."""
 EVENTS = "events.jsonl"
 MARK = ".megatrain"
 _MARK_DATA = b'{"megatrain": "run folder"}\n'
 _NOTHING = (".lock", "lost+found")
-"""What a folder may hold and still be empty: of a start that was killed, of a new disk."""
+"""Names that an empty folder may hold: of a start that was killed, of a new disk."""
 _REQUEST = ".save"
 _PIECE_BYTES = 1 << 16
 

@@ -142,7 +142,7 @@ class Pause:
     """Notes one Ctrl-C inside a `with` block of the main thread."""
 
     def __init__(self, *, listens: bool) -> None:
-        """Not `listens`: somebody else does."""
+        """`listens`: false if somebody else listens to Ctrl-C."""
         self._listens = listens
         self._listening = False
         self.is_asked = False
@@ -175,7 +175,7 @@ class Pause:
 
 
 class Requests:
-    """What the ranks of a run were asked to do."""
+    """Requests to the ranks of a run."""
 
     def __init__(
         self,
@@ -184,20 +184,20 @@ class Requests:
         wants_save: Callable[[], bool],
         has_stalled: Callable[[], bool],
     ) -> None:
-        """`wants_save` tells, on rank 0, whether the state should be saved now.
+        """`wants_save` returns, on rank 0, whether the state should be saved now.
 
-        `has_stalled` tells, on each rank, whether its storage does not answer.
+        `has_stalled` returns, on each rank, whether its storage does not answer.
         """
         self._ranks, self._interrupts, self._wants_save = ranks, interrupts, wants_save
         self._has_stalled = has_stalled
         self.storage_stalled = False
-        """Whether storage did not answer on some rank, when the ranks last told each other."""
+        """Whether storage did not answer on some rank, when the ranks last asked each other."""
         self.stop: str | None = None
         """Why the run should end; None while it should not."""
         self._save = False
 
     def says(self) -> Said:
-        """Return what this rank was asked, for the others."""
+        """Return the requests to this rank, for the others."""
         asks = self._ranks.leads and not self._ranks.owner.is_alone
         return {
             "stop": self._interrupts.reason,
@@ -206,7 +206,7 @@ class Requests:
         }
 
     def hear(self, said: Sequence[Said]) -> None:
-        """Take up what all ranks were asked."""
+        """Take up the requests to all ranks."""
         reasons = [(rank, one["stop"]) for rank, one in enumerate(said) if one["stop"] is not None]
         if reasons:
             rank, reason = reasons[0]

@@ -1,4 +1,4 @@
-"""Which model of a run is meant: one answer for every verb that reads a run, with its step.
+"""The model of a run that is meant: one answer for every verb that reads a run, with its step.
 
     RUN                     the newest complete model; the best, if the run keeps it
     RUN with `best`         the one with the lowest evaluation loss
@@ -49,18 +49,18 @@ class RunModel:
     """A model folder, and where it comes from."""
 
     folder: Path
-    """What `from_pretrained` would load."""
+    """The folder that `from_pretrained` would load."""
     step: int | None = None
     """None: it is not of a run, as far as we know."""
     best_loss: float | None = None
-    """Of its evaluation, if it was chosen for that."""
+    """Loss of its evaluation, if it was chosen for that."""
     run: Path | None = None
     """The run folder it belongs to."""
     passed_over: tuple[str, ...] = ()
     """Why newer models are skipped."""
 
     def facts(self) -> dict[str, Any]:
-        """Return it as JSON can say it."""
+        """Return the fields as values that JSON has."""
         run = None if self.run is None else str(self.run)
         return asdict(self) | {"folder": str(self.folder), "run": run}
 
@@ -86,7 +86,7 @@ class _Candidate:
     """A checkpoint, or the run's export."""
     step: int
     loss: float | None
-    """Of an evaluation at this step; of an export only if it was the best."""
+    """Loss of an evaluation at this step; an export has one only if it was the best."""
     exported: ExportRecord | None = None
 
     @property

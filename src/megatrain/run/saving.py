@@ -11,7 +11,7 @@ Storage that stalls does not end a run either: a file call that does not return 
 on all ranks, and it is tried again when the call has returned. At the end the run waits for that,
 and each further try allows a call twice as long.
 
-All ranks begin the same saves. Rank 0 alone looks at the disk, and the others do what it decides.
+All ranks begin the same saves. Rank 0 alone looks at the disk, and decides for all.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from megatrain.run.folder import RunFolder
 from megatrain.run.interrupts import Interrupts, Requests
 
 RETRY_S = 60.0
-"""Between two tries to save on a full disk."""
+"""Time between two tries to save on a full disk."""
 MOST_DOUBLINGS = 10
-"""Of the time that a file call may take, in tries at the end of a run."""
+"""Doublings of the time that a file call may take, in tries at the end of a run."""
 _POLL_S = 0.5
 
 
 class Saving:
-    """The saves of one run. `facts` returns what a checkpoint knows of the run besides tensors."""
+    """The saves of one run. `facts` returns the facts of the run for a checkpoint."""
 
     def __init__(
         self,
@@ -61,10 +61,10 @@ class Saving:
         )
         self._retry_at = 0.0
         self.pause: Callable[[float], None] = time.sleep
-        """What to do while waiting for room or for storage."""
+        """Called while the run waits for room or for storage."""
         self._said_trouble: str | None = None
         self.on_saved: Callable[[Path], None] = lambda checkpoint: None
-        """What to do when a checkpoint is complete."""
+        """Called when a checkpoint is complete."""
         self.best_is_new = False
         """Whether the last step's evaluation is the best so far."""
         self._is_late = False
@@ -141,7 +141,7 @@ class Saving:
     def _should_retry(self) -> bool:
         """Return whether a save that failed for want of room or of answers should be tried again.
 
-        What other ranks have to say of their storage is what `requests` heard last.
+        The state of storage on other ranks is that of the last requests.
         """
         checkpoints = self._checkpoints
         if time.monotonic() < self._retry_at:

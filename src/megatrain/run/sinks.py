@@ -1,4 +1,4 @@
-"""Where metrics go besides metrics.jsonl: TensorBoard, Weights & Biases, Trackio.
+"""Sinks of metrics besides metrics.jsonl: TensorBoard, Weights & Biases, Trackio.
 
     check_sinks(config.log.to)                     # early: is each of them installed?
     with Sinks(config, folder, say, resumed_step=step) as sinks:
@@ -43,7 +43,7 @@ NOT_FIGURES = frozenset({"step", "applied", "fault", "stopped_early", "best_step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
-    """What a sink is told of a run."""
+    """The facts of a run for a sink."""
 
     settings: Mapping[str, Any]
     folder: Path
@@ -141,7 +141,7 @@ class Trackio:
 
 
 SINKS: dict[str, type[Sink]] = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
-"""By the name in `log.to`, which is also the package's and the extra's."""
+"""Sinks by their name in `log.to`, which is also that of the package and of the extra."""
 
 
 def check_sinks(names: Sequence[str]) -> None:
@@ -166,7 +166,7 @@ class Sinks:
         resumed_step: int = 0,
         speaks: bool = True,
     ) -> None:
-        """`say` prints a line for people; `speaks`: false for all ranks but one.
+        """`say` prints a line for people; `speaks`: false where another process does.
 
         `resumed_step` is the step of the checkpoint; 0: the run begins.
         """

@@ -1,4 +1,4 @@
-"""What a model is evaluated on: a file whose rows are read as the model's run has read its own."""
+"""The config of an evaluation: rows of a file are read as the model's run has read its own."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ _CHANGE_BITS = ("chunk_tokens", "tile_tokens", "head_pieces", "compile", "kernel
 """Step settings that change the last bits."""
 
 References: TypeAlias = NDArray[np.float32]
-"""Of each document: the sum over its trained tokens. (documents,)"""
+"""Log-probability of each document, summed over its trained tokens. (documents,)"""
 
 
 def with_references(

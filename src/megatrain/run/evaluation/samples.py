@@ -1,4 +1,4 @@
-"""What the model writes on the way: the same prompts at every evaluation."""
+"""Texts of the model during training: the same prompts at every evaluation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatrain.run.evaluation.sampling import continue_texts
 from megatrain.text import duration
 
 SAMPLE_TOKENS = 64
-"""Of each text: as often all weights cross the link, once for all texts together."""
+"""Tokens of each text. For each, all weights cross the link once, for all texts together."""
 
 
 def writes_after(step: int, num_steps: int, config: Config) -> bool:

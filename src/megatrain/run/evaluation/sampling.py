@@ -32,7 +32,7 @@ from megatrain.step.settings import PART_ELEMENTS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
-    """How a token is chosen among the likely ones."""
+    """The choice of a token among the likely ones."""
 
     temperature: float = 0.0
     """0 takes the likeliest token."""
@@ -60,7 +60,7 @@ class _Group:
     """Prompts of one length, which advance together."""
 
     numbers: list[int]
-    """Which prompts they are."""
+    """Numbers of the prompts."""
     texts: list[list[int]]
     cache: Any = None
     num_read: int = 0
@@ -78,12 +78,12 @@ class _Group:
 
 @dataclass(slots=True, kw_only=True)
 class Continuation:
-    """What a model has written behind a prompt."""
+    """The text of a model behind a prompt."""
 
     tokens: list[int] = field(default_factory=list)
     """With the end token, if one came."""
     logprobs: list[float] = field(default_factory=list)
-    """Of each token under the model itself: at temperature 1, whatever it was drawn by."""
+    """Log-probability of each token at temperature 1, whatever it was drawn by."""
 
 
 def continue_texts(

@@ -1,4 +1,4 @@
-"""What a run prints and writes of itself, beside its steps."""
+"""The first lines of a run on the console, and the facts that it writes beside its steps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def opening_line(config: Config, device: Device, home: HostModel, num_steps: int
 
 
 def opening_lines(opened: Opening) -> list[str]:
-    """Return that line, and the plan."""
+    """Return the line with the model, and the plan."""
     num_steps = opened.data.num_steps
     return [
         opening_line(opened.config, opened.device, opened.home, num_steps),
@@ -50,7 +50,7 @@ def opening_lines(opened: Opening) -> list[str]:
 
 
 def write_facts(opened: Opening) -> list[str]:
-    """Write what is known of the machine and the rows; return notes on commits of the Hub."""
+    """Write facts of the machine and the rows; return notes on commits of the Hub."""
     opened.folder.write_json("machine.json", machine_facts())
     opened.folder.write_json("data_card.json", opened.data.card)
     if not opened.pins:
@@ -67,7 +67,7 @@ def write_samples(opened: Opening, step: int) -> None:
 
 
 def data_lines(data: TrainingData, *, needs_count: bool) -> list[str]:
-    """Return what the sources hold, how they are mixed, and how long an epoch is.
+    """Return the contents of the sources, their mixture, and the length of an epoch.
 
     `needs_count`: the run counts the steps of an epoch anyway, which takes minutes for a billion.
     """
@@ -135,7 +135,7 @@ def rate_jump(rate: LearningRate, before: float | None, step: int, num_steps: in
 
 
 def resumed_in_words(resumed: LoadedCheckpoint, lost: list[str]) -> list[str]:
-    """Return what a resumed run finds: what is skipped, has changed, or is `lost`."""
+    """Return what a resumed run has skipped, what has changed, and what is `lost`."""
     return [
         *(f"skipped: {reason}" for reason in resumed.skipped),
         *(f"changed: {text}" for text in resumed.changed),
@@ -145,7 +145,7 @@ def resumed_in_words(resumed: LoadedCheckpoint, lost: list[str]) -> list[str]:
 
 
 def resumed_event(resumed: LoadedCheckpoint, step: int, lost: list[str]) -> dict[str, Any]:
-    """Return the record of it for events.jsonl."""
+    """Return the record of a resume for events.jsonl."""
     record = {"event": "resumed", "step": step, "checkpoint": resumed.path.name}
     changes = {"skipped": resumed.skipped, "changed": resumed.changed, "lost": lost}
     changes |= {"converted": resumed.converted} if resumed.converted else {}

@@ -66,7 +66,7 @@ from megatrain.run.state import RunState
 from megatrain.run.this_rank import installed_facts, note_launch, place_of, take_cores
 
 MODEL = "model"
-"""Where in a run folder its result is."""
+"""The folder of a run's result, in its run folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,12 +74,12 @@ class Opening:
     """Everything that a run has before its first step."""
 
     config: Config
-    """With commits in place of branches of the Hub, and choices in place of auto for packing, the
-    learning rate and the tokens of a step."""
+    """The config with commits in place of branches of the Hub, and choices in place of auto for
+    packing, the learning rate and the tokens of a step."""
     pins: Pins
     ranks: Ranks
     folder: RunFolder
-    """Of a rank that does not lead: one that nothing is written to."""
+    """The run folder; other ranks than the first write nothing to it."""
     device: Device
     resumed: LoadedCheckpoint | None
     tokenizer: Any
@@ -89,7 +89,7 @@ class Opening:
     engine: Engine
     given: Given
     notes: tuple[str, ...]
-    """What the user should know of the rows and the model."""
+    """Remarks for the user on the rows and the model."""
 
     def close(self) -> None:
         """End the engine, and let go of the scratch file, the data and the folder."""
@@ -173,7 +173,7 @@ def open_run(
 def open_folder(
     config: Config, opened: ExitStack, *, resumes: bool, dry_run: bool, ranks: Ranks = ALONE
 ) -> RunFolder:
-    """Return the run folder, locked by the rank that leads.
+    """Return the run folder, locked by rank 0.
 
     Raises RunFolderError if it holds another run, or if not all ranks see it.
     """
@@ -245,7 +245,7 @@ def require_same_start(ranks: Ranks, config: Config, found: OpenedCheckpoint | N
 
 
 def _marks(names: dict[str, str], revision: str | None) -> dict[str, str]:
-    """Return what each name leads to: the mark of a folder, or a commit of the Hub."""
+    """Return the mark of the folder that each name means, or its commit of the Hub."""
     return {
         f"{key} ({name})": folder_mark(Path(name)) if Path(name).is_dir() else f"commit {revision}"
         for key, name in names.items()
@@ -273,7 +273,7 @@ def _require_same_plan(ranks: Ranks, device: Device, rows: TrainingRows, plan: P
 
 
 def speed_notes(config: Config, decoder: Decoder, device: Device) -> list[str]:
-    """Return what the user should know of the speed of layers and updates."""
+    """Return remarks for the user on the speed of layers and updates."""
     compiles, reason = compile_choice(config, unified=not device.own_memory)
     notes = []
     if config.train.compile == "auto":
@@ -314,7 +314,7 @@ def _refer(opening: Opening) -> None:
 def checkpoint_facts(
     opened: Opening, state: RunState, learning_rate: float | None, source_mark: str | None
 ) -> dict[str, Any]:
-    """Return what a checkpoint knows of a run, besides tensors and lines: see `known_of`."""
+    """Return the facts of a run in a checkpoint, besides tensors and lines: see `known_of`."""
     return {
         "run": state.to_json(),
         "eval_loss": state.eval_loss,

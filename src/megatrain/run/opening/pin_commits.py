@@ -1,4 +1,4 @@
-"""Where the names of a config lead: to files here, or to commits on the Hub.
+"""Names of a config: they lead to files here, or to commits on the Hub.
 
 A relative path is relative to the working directory. A name on the Hub becomes a commit before a
 run begins, and RUN/hub.json keeps it: a resumed run asks for that commit, whatever main is by then.
@@ -150,7 +150,7 @@ def _dataset_commit(name: str, revision: str | None) -> str | None:
 
 
 def _read(path: Path) -> Pins:
-    """Return what a run folder names; a file that is not as we write it names nothing."""
+    """Return the commits in a run folder; none if the file is not as we write it."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError):

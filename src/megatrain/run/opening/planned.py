@@ -1,4 +1,4 @@
-"""The plan of a run: what `auto` becomes, and whether the run fits.
+"""The plan of a run: it chooses for `auto`, and refuses a run that does not fit.
 
 On a machine that `megatrain doctor` has measured the planner decides, and every run is held to its
 prediction: plan.json has both. Elsewhere simple rules decide, unless memory is too
@@ -55,7 +55,7 @@ from megatrain.step.settings import StepSettings
 from megatrain.text import counted, duration
 
 LATER_BYTES = 96 << 20
-"""What Python and libraries come to hold once a run has begun: modules, threads, their caches."""
+"""Memory that Python and libraries take once a run has begun: modules, threads, caches."""
 UNMEASURED = (
     "this machine was not measured: auto uses simple rules, and there is no prediction\n"
     "of time or bound. `megatrain doctor` measures it, once, in under a minute; plans of\n"
@@ -256,7 +256,7 @@ def in_words(plan: Plan, num_steps: int) -> str:
 def compared_with_plan(plan: Plan, step_seconds: Collection[float], trace: Trace | None) -> str:
     """Return the predicted and the measured time of a step, and what limits it, in one line.
 
-    That is measured of the last step in `trace`, if one is there.
+    The limit is measured in the last step of `trace`, if there is one.
     """
     measured = _median(step_seconds)
     steps = [] if trace is None else trace.last_step().step_summaries()

@@ -67,7 +67,7 @@ FIXED = {
     "loss": tuple(LossSettings.model_fields),
     "lora": ("rank", "alpha", "dropout", "targets", "rslora", "path"),
 }
-"""What must stay. The rows themselves are known by the mark of their order."""
+"""Settings that must stay. The rows themselves are known by the mark of their order."""
 DECIDED_ONCE = ("batch_tokens", "packing", "learning_rate")
 """Keys that are decided when a run begins, and then kept where the config has `auto`."""
 KEPT = ("micro_batch_tokens", "chunk_tokens", "tile_tokens", "head_pieces", "state")
@@ -84,21 +84,21 @@ class RunRecord:
 
     state: RunState
     num_updates: dict[int, int]
-    """By block."""
+    """Updates applied so far, per block."""
     data: dict[str, Any]
     lines: dict[str, int]
-    """How long the step's files were."""
+    """Lengths of the files that have a line per step, by name."""
     batch_tokens: int | None
-    """Of a step; None: it is counted in rows."""
+    """Tokens of a step; None: a step is counted in rows."""
     packing: bool
     peak_rate: float
     """The learning rate of the config."""
     kept: dict[str, Any]
     """The StepSettings that the bits of the run depend on, by name."""
     learning_rate: float | None = None
-    """Of the last step."""
+    """Learning rate of the last step."""
     source_mark: str | None = None
-    """Of the model folder that the run began with."""
+    """Mark of the model folder that the run began with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,19 +121,19 @@ class LoadedCheckpoint:
     skipped: list[str] = field(default_factory=list)
     """Why newer checkpoints are skipped."""
     damaged: list[Path] = field(default_factory=list)
-    """Those of them that have a byte other than it was written with, or lack one."""
+    """Newer checkpoints that have a byte other than was written, or lack one."""
     unreadable: list[Path] = field(default_factory=list)
-    """Those of them that the system did not read: they may be whole."""
+    """Newer checkpoints that the system did not read: they may be whole."""
     refused: list[Path] = field(default_factory=list)
     """Newer checkpoints that the caller does not want."""
     changed: list[str] = field(default_factory=list)
     """Settings that are not as they were."""
     converted: list[str] = field(default_factory=list)
-    """How the optimizer's states differ from those that were saved."""
+    """Conversions of the optimizer's states from those that were saved."""
 
 
 def kinds_of(config: Config, settings: StepSettings) -> tuple[Kind, ...]:
-    """Return what the store of a run holds: gradients too, if updates wait for the norm."""
+    """Return the kinds in the store of a run: gradients too, if updates wait for the norm."""
     states = STATES[config.optim.name][settings.state]
     return store_kinds(states, waits=config.train.max_grad_norm is not None)
 
@@ -196,8 +196,8 @@ def resume(
 ) -> LoadedCheckpoint | None:
     """Fill `home` from the newest complete checkpoint of `folder` that the caller `wants`.
 
-    None: no save finished, or it does not want those that are complete. All ranks take the same
-    one: what one of them finds damaged is damaged.
+    None: no save finished, or it does not want those that are complete. If one rank finds damage,
+    all ranks take an older checkpoint.
 
     Raises CheckpointDamaged if there are some and none is complete, DiskError if it may be that
     they only cannot be read now, and CheckpointMismatch.
@@ -255,7 +255,7 @@ class _Passed:
 
     path: Path
     reason: str
-    """What is wrong with it; empty: the caller does not want it."""
+    """The fault of the checkpoint; empty: the caller does not want it."""
     is_damaged: bool
 
 

@@ -36,7 +36,7 @@ _WORDS = {
         "micro-batches of {now:,} tokens, not {before:,}",
     ),
 }
-"""By setting: the event, and what the user is to know."""
+"""The event and the words for the user, by setting."""
 
 
 def keep_snapshot(folder: RunFolder, error: DeviceFull, say: Callable[[str], None]) -> None:
@@ -44,7 +44,7 @@ def keep_snapshot(folder: RunFolder, error: DeviceFull, say: Callable[[str], Non
     if error.snapshot is None:
         return
     folder.write(SNAPSHOT, json.dumps(error.snapshot, default=str))
-    say(f"{folder.path / SNAPSHOT} has what device memory held")
+    say(f"memory snapshot written to {folder.path / SNAPSHOT}")
 
 
 def can_shrink(opened: Opening) -> bool:

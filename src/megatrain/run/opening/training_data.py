@@ -51,7 +51,7 @@ class TrainingData:
     ) -> None:
         self._train, self._packs = config.train, config.packs
         self.held_fraction = config.data.eval if isinstance(config.data.eval, float) else None
-        """What data.eval asks to hold out; None: rows of files, or nothing."""
+        """The fraction that data.eval holds out; None: rows of files, or nothing."""
         self._steps, self._evaluation, self.rows = steps, evaluation, rows
         self._shown = rows.held[0] if rows.held else rows.train
         self._digest = rows.digest
@@ -71,7 +71,7 @@ class TrainingData:
 
     @property
     def step_tokens(self) -> int | None:
-        """How many tokens a step has at most; None: rows are counted, or padded."""
+        """Most tokens of a step; None: rows are counted, or padded."""
         tokens = self._train.batch_tokens
         if not isinstance(tokens, int) or not self._packs:
             return None
