@@ -13,8 +13,6 @@ import typer
 from typer.core import TyperGroup
 
 from megatrain.choices import RowFormat
-from megatrain.cli.arguments import Best, ModelArgument, require_model
-from megatrain.cli.checking import gpu_check
 from megatrain.errors import ConfigError, DiskError, DoesNotFit
 from megatrain.ranks.launcher import num_restarts, read_environment
 from megatrain.text import printable
@@ -63,14 +61,26 @@ def root(
     """Train Hugging Face language models larger than GPU memory, at full precision."""
 
 
+ModelArgument = Annotated[
+    Path, typer.Argument(help="Folder of a model, adapters, run or checkpoint, or Hub id.")
+]
+Best = Annotated[
+    bool, typer.Option("--best", help="From a run, use the model with the lowest evaluation loss.")
+]
 ConfigFile = Annotated[Path, typer.Argument(help="YAML file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Settings, like train.epochs=2.")]
 Configuration = Annotated[str | None, typer.Option(help="Configuration of a Hub dataset.")]
 Split = Annotated[str | None, typer.Option(help="Split of a Hub dataset; default: train.")]
-
-
 ExportPrecision = Literal["bf16", "fp32"]
 TrainOnOption = Literal["assistant", "last", "completion", "all"]
+
+
+def _require_model(model: Path) -> None:
+    """Raise an error for a name that does not exist here or on the Hub, before importing torch."""
+    if not model.exists():
+        from megatrain.hub import find_model
+
+        find_model(str(model), need="config")
 
 
 def _tokens(option: str, text: str) -> int:
@@ -175,7 +185,7 @@ def evaluate(
 ) -> None:
     """Print the loss and perplexity of a model on a file or a Hub dataset."""
     length = None if max_length is None else _tokens("--max-length", max_length)
-    require_model(model)
+    _require_model(model)
     from megatrain.cli.verbs import evaluate_model
     from megatrain.run.evaluation.judging import device_of
     from megatrain.run.this_rank import joined
@@ -203,7 +213,7 @@ def export(
     ] = False,
 ) -> None:
     """Write a run's model as a Hugging Face folder; of a run with adapters, those alone."""
-    require_model(model)
+    _require_model(model)
     from megatrain.cli.exporting import export_model
     from megatrain.run.this_rank import joined
 
@@ -229,7 +239,7 @@ def sample(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or xpu.")] = "auto",
 ) -> None:
     """Generate a model's answers to prompts."""
-    require_model(model)
+    _require_model(model)
     from megatrain.cli.verbs import sample_from
     from megatrain.run.evaluation.sampling import Drawing
     from megatrain.run.this_rank import joined
@@ -298,7 +308,7 @@ def data(
         raise ConfigError(f"-m is missing: the model whose tokens {path} becomes.")
     if overrides:
         raise ConfigError(f"{overrides[0]}: settings follow the config of a run; {path} is data.")
-    require_model(model)
+    _require_model(model)
     from megatrain.cli.verbs import look_at_data
 
     return look_at_data(
@@ -387,11 +397,49 @@ def doctor(
         keep(found)
 
 
-app.command(
+@app.command(
     "gpu-check",
     short_help="Check that a device is right and fast; say what to try if not.",
     epilog="Example: megatrain gpu-check --device cuda:1",
-)(gpu_check)
+)
+def gpu_check(
+    device: Annotated[str, typer.Option(help="auto, cuda, cuda:N, xpu or cpu.")] = "auto",
+    params: Annotated[
+        str | None, typer.Option(help="Parameters of the timed model, like 300M; default: 1B.")
+    ] = None,
+    to: Annotated[
+        Path, typer.Option(help="Name of the files to write, without .json and .html.")
+    ] = Path("gpu-check"),
+) -> None:
+    """Check an accelerator in a few minutes, and write a JSON file and a page to send."""
+    from megatrain.config.quantities import read_params
+
+    try:
+        wanted = None if params is None else read_params(params)
+    except ValueError as error:
+        raise ConfigError(f"--params is {params}; {error}.") from None
+    raise typer.Exit(_checked(device, wanted, to))
+
+
+def _checked(device: str, params: int | None, to: Path) -> int:
+    """Check a device and write both files; return the exit code."""
+    from megatrain.doctor.gpu_check.check import DEFAULT_PARAMS, check_device
+    from megatrain.files import require_replaceable, write_file
+    from megatrain.report.check_page import PAGE_SIGNS, check_page
+
+    figures, page = (to.with_name(f"{to.name}{suffix}") for suffix in (".json", ".html"))
+    require_replaceable(page, PAGE_SIGNS)
+    found = check_device(
+        device,
+        params or DEFAULT_PARAMS,
+        lambda what: typer.echo(f"checking {what} ...", err=True),
+    )
+    text = found.to_json()
+    write_file(figures, text.encode(), durable=False)
+    write_file(page, check_page(text).encode(), durable=False)
+    typer.echo(found.text())
+    typer.echo(f"send {figures} and {page}")
+    return found.exit_code
 
 
 @app.command(
