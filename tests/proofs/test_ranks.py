@@ -44,7 +44,7 @@ TrainingData.seek = lambda *_: None
 NAMES_NOBODY = (
     AT_THE_SECOND_SAVE
     + """
-from megatrain.ranks.roll import Roll
+from megatrain.ranks.heartbeats import Roll
 Roll._name = lambda self, rank: "somebody"
 """
 )

@@ -33,8 +33,8 @@ from typing import Any
 from torch.distributed.distributed_c10d import Store
 
 from megatrain.errors import RankLost
+from megatrain.ranks.heartbeats import Beat, RankFault, Roll, begin, lost
 from megatrain.ranks.ownership import Owner
-from megatrain.ranks.roll import Beat, RankFault, Roll, begin, lost
 
 BEAT_S = 1.0
 PATIENCE = 5.0

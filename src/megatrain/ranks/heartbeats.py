@@ -1,4 +1,4 @@
-"""The roll of ranks: their heartbeats, and which of them is lost.
+"""Heartbeats of ranks, and what they say of one that is lost.
 
     heartbeat   host, process, a count that grows, how many collectives were begun on each channel
     fault       why a rank ends; the run's store numbers them, so the first is known
@@ -6,7 +6,7 @@
 Pure state: the caller passes in heartbeats and elapsed time. Clocks of other hosts are never read:
 a rank is silent for as long as we saw no change of its count.
 
-Laws (tests/ranks/test_roll.py)
+Laws (tests/ranks/test_heartbeats.py)
     1. A rank's own error is the cause, before any that only lost another rank; the first counts.
     2. A rank that has left, or whose count changed within the limit, is not silent.
     3. While the store does not answer, no rank is blamed but the one that has the store.

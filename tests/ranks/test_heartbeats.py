@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from megatrain.errors import DataError, RankLost
+from megatrain.ranks.heartbeats import Beat, RankFault, Roll, begin
 from megatrain.ranks.ownership import Owner
-from megatrain.ranks.roll import Beat, RankFault, Roll, begin
 from megatrain.ranks.torch_ranks import NoAnswer
 
 BEATS = [Beat(host=f"host{rank}", pid=100 + rank, count=1) for rank in range(3)]
