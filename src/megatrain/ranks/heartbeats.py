@@ -79,7 +79,8 @@ class Roll:
     """The heartbeats of all ranks, as one of them has received them."""
 
     def __init__(self, owner: Owner, own: Beat) -> None:
-        self.owner, self.own = owner, own
+        self.owner = owner
+        self.own = own
         self._heard: dict[int, Beat] = {}
         self._silent_s = {rank: 0.0 for rank in range(owner.size) if rank != owner.rank}
         self._store_silent_s = 0.0

@@ -282,7 +282,8 @@ class TorchRanks(Ranks):
 
     def __init__(self, owner: Owner, device: str, deadline_s: float, watcher: Watcher) -> None:
         """Make the groups: all ranks do so at once. Torch's default group, on gloo, is one."""
-        self.owner, self._watcher = owner, watcher
+        self.owner = owner
+        self._watcher = watcher
         self.patience_s = deadline_s
         backend = dist.get_default_backend_for_device(torch.device(device).type)
 

@@ -129,7 +129,8 @@ class Callbacks:
     """The callbacks of one run, and their requests."""
 
     def __init__(self, callbacks: Sequence[Callback], ranks: Ranks) -> None:
-        self._callbacks, self._ranks = tuple(callbacks), ranks
+        self._callbacks = tuple(callbacks)
+        self._ranks = ranks
         self.control = Control()
 
     def __bool__(self) -> bool:

@@ -122,8 +122,10 @@ class Checkpoints:
         """Raises DiskFull if the disk has no room for a checkpoint."""
         self._ranks = ranks
         self.folder = run / FOLDER
-        self._run, self._engine = run, engine
-        self._keep, self._keep_best = keep, keep_best
+        self._run = run
+        self._engine = engine
+        self._keep = keep
+        self._keep_best = keep_best
         self._parts = checkpoint_parts(home)
         self._known_whole: set[Path] = set()
         """Checkpoints that this process has saved or read."""
@@ -303,7 +305,8 @@ class Checkpoints:
         stalled: bool,
         seconds: float,
     ) -> None:
-        self.was_full, self.was_stalled = full, stalled
+        self.was_full = full
+        self.was_stalled = stalled
         freed, self._freed = self._freed, []
         self._results.append(
             SaveResult(

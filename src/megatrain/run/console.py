@@ -30,8 +30,10 @@ class Live:
     ) -> None:
         """`speaks`: false where another process prints. On a terminal a line stays every
         `kept_every_s` seconds."""
-        self._kept, self._kept_every_s = -math.inf, kept_every_s
-        self._num_steps, self._speaks = num_steps, speaks
+        self._kept = -math.inf
+        self._kept_every_s = kept_every_s
+        self._num_steps = num_steps
+        self._speaks = speaks
         self._began = time.monotonic()
         self._first: int | None = None
         self._progress: Any = None
@@ -86,7 +88,8 @@ class Live:
 
     def _left(self, step: int) -> str:
         if self._first is None or step <= self._first:  # it may go back to a checkpoint
-            self._first, self._began = step, time.monotonic()
+            self._first = step
+            self._began = time.monotonic()
             return ""
         per_step = (time.monotonic() - self._began) / (step - self._first)
         return f"eta {_duration(per_step * (self._num_steps - step))}"

@@ -73,7 +73,9 @@ class Interrupts:
         speaks: bool = True,
     ) -> None:
         """`shared`: this process is one of several ranks, of which one `speaks`."""
-        self._shared, self._speaks, self._asked_s = shared, speaks, 0.0
+        self._shared = shared
+        self._speaks = speaks
+        self._asked_s = 0.0
         self.reason: str | None = None
         """Why the run should end after this step; None while it should not."""
         self.patient = False
@@ -164,7 +166,8 @@ class Pause:
     def __enter__(self) -> Self:
         is_main = threading.current_thread() is threading.main_thread()
         is_usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        self._listening, self.is_asked = self._listens and is_main and is_usual, False
+        self._listening = self._listens and is_main and is_usual
+        self.is_asked = False
         if self._listening:
             signal.signal(signal.SIGINT, self._receive)
         return self
@@ -188,7 +191,9 @@ class Requests:
 
         `has_stalled` returns, on each rank, whether its storage does not answer.
         """
-        self._ranks, self._interrupts, self._wants_save = ranks, interrupts, wants_save
+        self._ranks = ranks
+        self._interrupts = interrupts
+        self._wants_save = wants_save
         self._has_stalled = has_stalled
         self.storage_stalled = False
         """Whether storage did not answer on some rank, when the ranks last asked each other."""

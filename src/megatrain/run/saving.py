@@ -50,9 +50,13 @@ class Saving:
         facts: Callable[[], dict[str, Any]],
         ranks: Ranks,
     ) -> None:
-        self._every, self._keeps_best = config.save.every, config.keeps_best
-        self._folder, self._checkpoints, self._engine = folder, checkpoints, engine
-        self._facts, self._ranks = facts, ranks
+        self._every = config.save.every
+        self._keeps_best = config.keeps_best
+        self._folder = folder
+        self._checkpoints = checkpoints
+        self._engine = engine
+        self._facts = facts
+        self._ranks = ranks
         self.requests = Requests(
             ranks,
             interrupts,

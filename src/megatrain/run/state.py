@@ -53,7 +53,9 @@ class Patience:
             return False
         self.num_evaluations += 1
         if self.best_loss is None or loss < self.best_loss:
-            self.best_loss, self.best_step, self.num_worse = loss, step, 0
+            self.best_loss = loss
+            self.best_step = step
+            self.num_worse = 0
             return True
         self.num_worse += 1
         return False

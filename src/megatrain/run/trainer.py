@@ -109,7 +109,9 @@ class Trainer:
             sections=sections,
             ranks=ranks,
         )
-        self.interrupts, self._ranks, self._is_dry = interrupts or Interrupts(), ranks, dry_run
+        self.interrupts = interrupts or Interrupts()
+        self._ranks = ranks
+        self._is_dry = dry_run
         self._pause = Pause(listens=interrupts is None)
         self._callbacks = Callbacks(given.callbacks, ranks)
         opened = open_run(config, resumes=resume, dry_run=dry_run, ranks=ranks, given=given)
@@ -124,9 +126,14 @@ class Trainer:
     def _take_parts(self, opened: Opening) -> None:
         """Take what was opened, and make what works with it."""
         self._opened = opened
-        self.config, self.folder, self.plan = opened.config, opened.folder, opened.plan
-        self.device, self.engine, self.home = opened.device, opened.engine, opened.home
-        self.tokenizer, self.data = opened.tokenizer, opened.data
+        self.config = opened.config
+        self.folder = opened.folder
+        self.plan = opened.plan
+        self.device = opened.device
+        self.engine = opened.engine
+        self.home = opened.home
+        self.tokenizer = opened.tokenizer
+        self.data = opened.data
         config, folder = self.config, self.folder
         self.num_steps = self.data.num_steps
         self._rate = learning_rate(config, self.num_steps)

@@ -49,10 +49,13 @@ class TrainingData:
     def __init__(
         self, config: Config, steps: Steps, evaluation: Steps | None, rows: TrainingRows
     ) -> None:
-        self._train, self._packs = config.train, config.packs
+        self._train = config.train
+        self._packs = config.packs
         self.held_fraction = config.data.eval if isinstance(config.data.eval, float) else None
         """The fraction that data.eval holds out; None: rows of files, or nothing."""
-        self._steps, self._evaluation, self.rows = steps, evaluation, rows
+        self._steps = steps
+        self._evaluation = evaluation
+        self.rows = rows
         self._shown = rows.held[0] if rows.held else rows.train
         self._digest = rows.digest
         self.eval_names = source_names(_judged_sources(config)) if len(rows.held) > 1 else ()
