@@ -52,93 +52,6 @@ def find_source(config: Config, found: OpenedCheckpoint | None, ranks: Ranks = A
     return ranks.once_per_host(lambda: find_model(name, revision, "tokenizer")).folder
 
 
-def open_model(
-    config: Config, source: Path, growth: Growth | None, found: OpenedCheckpoint | None
-) -> ModelFolder:
-    """Return the model of a run without its weights, checked against the config."""
-    if found is None:
-        require_no_adapters(config, source)
-        rope, (lora, start) = config.model.rope, adapters_of(config)
-        positions = None if rope is None else rope.parameters()
-        model = read_model(config, source, growth, positions, lora, start)
-    else:
-        model = found.model
-    check_patterns("optim.no_decay", config.optim.no_decay, model.decoder.names)
-    router_aux_loss(config, model.decoder)
-    return model
-
-
-def load_home(
-    config: Config,
-    settings: StepSettings,
-    model: ModelFolder,
-    tokenizer: Any,
-    found: OpenedCheckpoint | None,
-    ranks: Ranks = ALONE,
-    placement: Placement = UNPLACED,
-) -> tuple[HostModel, LoadedCheckpoint | None]:
-    """Return the model with its tensors, and the checkpoint that has them, if it is one.
-
-    A rank has only the part that it owns. Everything else is cheaper to find wanting. Folders that
-    have hashes beside them are compared with these first. Raises what `load_model` does.
-    """
-    kinds, resumed = kinds_of(config, settings), None
-    scratch = scratch_of(config, settings, kinds)
-    if found is None:
-        name, start = config.model.name_or_path, config.lora.path
-        source = ranks.once_per_host(lambda: find_model(name, config.model.revision)).folder
-        _require_as_written(ranks, source, *([] if start is None else [Path(start)]))
-        home = ranks.long_work(lambda: model.load(kinds, scratch, ranks.owner, placement))
-    else:
-        home = _unfilled(config, kinds, model, found, scratch, ranks, placement)
-        try:
-            resumed = resume(found.among, config, home, ranks)
-        except BaseException:
-            home.store.close()
-            raise
-    template = exported_template(tokenizer, config.data.chat_template)
-    return replace(home, carried={**home.carried, **template}), resumed
-
-
-def _unfilled(
-    config: Config,
-    kinds: tuple[Kind, ...],
-    model: ModelFolder,
-    found: OpenedCheckpoint,
-    scratch: Scratch | None,
-    ranks: Ranks,
-    placement: Placement,
-) -> HostModel:
-    """Return the model with what a checkpoint does not have of it: the base under adapters."""
-    if model.decoder.adapters is None:
-        return model.empty(kinds, scratch, ranks.owner, placement)
-    name, revision = config.model.name_or_path, config.model.revision
-    base = ranks.once_per_host(lambda: find_model(name, revision)).folder
-    require_same_base(base, found.known.source_mark)
-    _require_as_written(ranks, base)
-    return ranks.long_work(lambda: model.load(kinds, scratch, ranks.owner, placement, base=base))
-
-
-def _require_as_written(ranks: Ranks, *folders: Path) -> None:
-    """Compare folders that have hashes beside them with these, once on each host."""
-
-    def check() -> None:
-        for folder in folders:
-            require_as_written(folder, shown=ranks.leads)
-
-    ranks.on_each_host(check)
-
-
-def scratch_of(config: Config, settings: StepSettings, kinds: tuple[Kind, ...]) -> Scratch | None:
-    """Return where the plan's disk tier goes; None if the run has none."""
-    folder, most = config.memory.disk, config.memory.disk_bytes
-    on_disk = kinds_on_disk(kinds, settings.tier)
-    if folder is None or not on_disk:
-        return None
-    most_bytes = most if isinstance(most, int) else None
-    return Scratch(folder=Path(folder), kinds=on_disk, most_bytes=most_bytes)
-
-
 def open_tokenizer(
     config: Config, source: Path, notes: list[str], found: OpenedCheckpoint | None
 ) -> tuple[Any, Growth | None]:
@@ -212,6 +125,32 @@ def _tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in paths}
 
 
+def open_model(
+    config: Config, source: Path, growth: Growth | None, found: OpenedCheckpoint | None
+) -> ModelFolder:
+    """Return the model of a run without its weights, checked against the config."""
+    if found is None:
+        require_no_adapters(config, source)
+        rope, (lora, start) = config.model.rope, adapters_of(config)
+        positions = None if rope is None else rope.parameters()
+        model = read_model(config, source, growth, positions, lora, start)
+    else:
+        model = found.model
+    check_patterns("optim.no_decay", config.optim.no_decay, model.decoder.names)
+    router_aux_loss(config, model.decoder)
+    return model
+
+
+def require_no_adapters(config: Config, source: Path) -> None:
+    """Raise ConfigError if what the config calls a model is a folder of adapters."""
+    if is_adapter_folder(source):
+        raise ConfigError(
+            f"model.name_or_path is {config.model.name_or_path}, a folder of adapters. To train "
+            f"them further, set lora.path to it, and model to the model that they belong to: "
+            f"{read_adapter_folder(source).config.base}."
+        )
+
+
 def adapters_of(config: Config) -> tuple[Lora | None, AdapterFolder | None]:
     """Return the adapters that a new run trains, and the folder that they start from.
 
@@ -248,14 +187,55 @@ def _as_in_folder(config: Config, start: AdapterFolder) -> Lora:
     return replace(found, dropout=lora.dropout)
 
 
-def require_no_adapters(config: Config, source: Path) -> None:
-    """Raise ConfigError if what the config calls a model is a folder of adapters."""
-    if is_adapter_folder(source):
-        raise ConfigError(
-            f"model.name_or_path is {config.model.name_or_path}, a folder of adapters. To train "
-            f"them further, set lora.path to it, and model to the model that they belong to: "
-            f"{read_adapter_folder(source).config.base}."
-        )
+def load_home(
+    config: Config,
+    settings: StepSettings,
+    model: ModelFolder,
+    tokenizer: Any,
+    found: OpenedCheckpoint | None,
+    ranks: Ranks = ALONE,
+    placement: Placement = UNPLACED,
+) -> tuple[HostModel, LoadedCheckpoint | None]:
+    """Return the model with its tensors, and the checkpoint that has them, if it is one.
+
+    A rank has only the part that it owns. Everything else is cheaper to find wanting. Folders that
+    have hashes beside them are compared with these first. Raises what `load_model` does.
+    """
+    kinds, resumed = kinds_of(config, settings), None
+    scratch = scratch_of(config, settings, kinds)
+    if found is None:
+        name, start = config.model.name_or_path, config.lora.path
+        source = ranks.once_per_host(lambda: find_model(name, config.model.revision)).folder
+        _require_as_written(ranks, source, *([] if start is None else [Path(start)]))
+        home = ranks.long_work(lambda: model.load(kinds, scratch, ranks.owner, placement))
+    else:
+        home = _unfilled(config, kinds, model, found, scratch, ranks, placement)
+        try:
+            resumed = resume(found.among, config, home, ranks)
+        except BaseException:
+            home.store.close()
+            raise
+    template = exported_template(tokenizer, config.data.chat_template)
+    return replace(home, carried={**home.carried, **template}), resumed
+
+
+def _unfilled(
+    config: Config,
+    kinds: tuple[Kind, ...],
+    model: ModelFolder,
+    found: OpenedCheckpoint,
+    scratch: Scratch | None,
+    ranks: Ranks,
+    placement: Placement,
+) -> HostModel:
+    """Return the model with what a checkpoint does not have of it: the base under adapters."""
+    if model.decoder.adapters is None:
+        return model.empty(kinds, scratch, ranks.owner, placement)
+    name, revision = config.model.name_or_path, config.model.revision
+    base = ranks.once_per_host(lambda: find_model(name, revision)).folder
+    require_same_base(base, found.known.source_mark)
+    _require_as_written(ranks, base)
+    return ranks.long_work(lambda: model.load(kinds, scratch, ranks.owner, placement, base=base))
 
 
 def require_same_base(base: Path, mark: str | None) -> None:
@@ -266,6 +246,26 @@ def require_same_base(base: Path, mark: str | None) -> None:
             "adapters of the checkpoint belong to the weights that were there. Restore them, or "
             "start a new run with another save.dir."
         )
+
+
+def _require_as_written(ranks: Ranks, *folders: Path) -> None:
+    """Compare folders that have hashes beside them with these, once on each host."""
+
+    def check() -> None:
+        for folder in folders:
+            require_as_written(folder, shown=ranks.leads)
+
+    ranks.on_each_host(check)
+
+
+def scratch_of(config: Config, settings: StepSettings, kinds: tuple[Kind, ...]) -> Scratch | None:
+    """Return where the plan's disk tier goes; None if the run has none."""
+    folder, most = config.memory.disk, config.memory.disk_bytes
+    on_disk = kinds_on_disk(kinds, settings.tier)
+    if folder is None or not on_disk:
+        return None
+    most_bytes = most if isinstance(most, int) else None
+    return Scratch(folder=Path(folder), kinds=on_disk, most_bytes=most_bytes)
 
 
 def adapter_notes(decoder: Decoder) -> list[str]:

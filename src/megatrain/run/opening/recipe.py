@@ -52,90 +52,6 @@ _AUX_KEY = "train.router_aux_loss"
 _COLUMNS = {"pairs": "prompt, chosen, rejected", "kto": "prompt, completion, label"}
 
 
-def make_engine(
-    config: Config,
-    settings: StepSettings,
-    home: HostModel,
-    device: Device,
-    num_steps: int,
-    ranks: Ranks = ALONE,
-    loss: Loss | None = None,
-) -> Engine:
-    """Return the engine that trains `home` by the config, as one of `ranks`.
-
-    `loss` is one that the program brings; None: the config chooses it.
-    """
-    optim = config.optim
-    optimizer = OPTIMIZERS[optim.name](
-        learning_rate=learning_rate(config, num_steps).rate,
-        betas=optim.betas,
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-        no_decay=optim.no_decay,
-        max_grad_norm=config.train.max_grad_norm,
-        num_threads=device.placement.update_threads,
-        state=settings.state,
-        seed=config.train.seed,
-    )
-    return Engine(
-        home.decoder,
-        home.store,
-        optimizer=optimizer,
-        loss=loss or chosen_loss(config),
-        settings=settings,
-        device=device,
-        ranks=ranks,
-        trace=True,
-    )
-
-
-def chosen_loss(config: Config) -> Loss:
-    """Return the loss of a run; parameters that the config does not give are the loss's own."""
-    loss = config.loss
-    given = {
-        "beta": loss.beta,
-        "label_smoothing": loss.label_smoothing,
-        "gamma": loss.gamma,
-        "desirable_weight": loss.desirable_weight,
-        "undesirable_weight": loss.undesirable_weight,
-    }
-    return LOSSES[loss.name](**{key: value for key, value in given.items() if value is not None})
-
-
-def require_fitting(config: Config, rows: TrainingRows) -> None:
-    """Raise ConfigError if the loss cannot be computed on such rows."""
-    name, found = config.loss.name, rows.preferences
-    wanted = COMPARED.get(name)
-    if wanted == found:
-        return
-    source = rows.sources[0].card
-    fitting = " or ".join(loss for loss in LOSSES if COMPARED.get(loss) == found)
-    repair = (
-        ""
-        if wanted is None
-        else f"Give rows of format {wanted} ({_COLUMNS[wanted]}; data.train: "
-        f"{{path: ..., format: {wanted}}}), or "
-    )
-    raise ConfigError(
-        f"loss.name is {name}, and {source['source']} is read as {source['format']}. {repair}"
-        f"{'set' if repair else 'Set'} loss.name to {fitting}."
-    )
-
-
-def learning_rate(config: Config, num_steps: int) -> LearningRate:
-    """Return the learning rate of a run of `num_steps`."""
-    optim = config.optim
-    assert optim.learning_rate != "auto", "it was decided when the run was opened"
-    return LearningRate(
-        peak=optim.learning_rate,
-        shape=optim.schedule,
-        num_steps=num_steps,
-        warmup=optim.warmup,
-        decay=optim.decay,
-        final_fraction=optim.final_fraction,
-    )
-
-
 def decide(
     config: Config,
     decoder: Decoder,
@@ -211,4 +127,88 @@ def balancing_note(config: Config, decoder: Decoder) -> str | None:
     return (
         "experts are not balanced: the model's config.json does not set output_router_logits. "
         f"{_AUX_KEY}: {own.coefficient:g} would add the model's own loss."
+    )
+
+
+def require_fitting(config: Config, rows: TrainingRows) -> None:
+    """Raise ConfigError if the loss cannot be computed on such rows."""
+    name, found = config.loss.name, rows.preferences
+    wanted = COMPARED.get(name)
+    if wanted == found:
+        return
+    source = rows.sources[0].card
+    fitting = " or ".join(loss for loss in LOSSES if COMPARED.get(loss) == found)
+    repair = (
+        ""
+        if wanted is None
+        else f"Give rows of format {wanted} ({_COLUMNS[wanted]}; data.train: "
+        f"{{path: ..., format: {wanted}}}), or "
+    )
+    raise ConfigError(
+        f"loss.name is {name}, and {source['source']} is read as {source['format']}. {repair}"
+        f"{'set' if repair else 'Set'} loss.name to {fitting}."
+    )
+
+
+def chosen_loss(config: Config) -> Loss:
+    """Return the loss of a run; parameters that the config does not give are the loss's own."""
+    loss = config.loss
+    given = {
+        "beta": loss.beta,
+        "label_smoothing": loss.label_smoothing,
+        "gamma": loss.gamma,
+        "desirable_weight": loss.desirable_weight,
+        "undesirable_weight": loss.undesirable_weight,
+    }
+    return LOSSES[loss.name](**{key: value for key, value in given.items() if value is not None})
+
+
+def learning_rate(config: Config, num_steps: int) -> LearningRate:
+    """Return the learning rate of a run of `num_steps`."""
+    optim = config.optim
+    assert optim.learning_rate != "auto", "it was decided when the run was opened"
+    return LearningRate(
+        peak=optim.learning_rate,
+        shape=optim.schedule,
+        num_steps=num_steps,
+        warmup=optim.warmup,
+        decay=optim.decay,
+        final_fraction=optim.final_fraction,
+    )
+
+
+def make_engine(
+    config: Config,
+    settings: StepSettings,
+    home: HostModel,
+    device: Device,
+    num_steps: int,
+    ranks: Ranks = ALONE,
+    loss: Loss | None = None,
+) -> Engine:
+    """Return the engine that trains `home` by the config, as one of `ranks`.
+
+    `loss` is one that the program brings; None: the config chooses it.
+    """
+    optim = config.optim
+    optimizer = OPTIMIZERS[optim.name](
+        learning_rate=learning_rate(config, num_steps).rate,
+        betas=optim.betas,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        no_decay=optim.no_decay,
+        max_grad_norm=config.train.max_grad_norm,
+        num_threads=device.placement.update_threads,
+        state=settings.state,
+        seed=config.train.seed,
+    )
+    return Engine(
+        home.decoder,
+        home.store,
+        optimizer=optimizer,
+        loss=loss or chosen_loss(config),
+        settings=settings,
+        device=device,
+        ranks=ranks,
+        trace=True,
     )
