@@ -115,9 +115,20 @@ def plan_run(
     return plan if size is None else plan.with_step_reason(size.reason)
 
 
-def _can_be_cut(decoder: Decoder) -> bool:
-    """Return whether all layers run over tiles: those that do not take as much as full rows."""
-    return None not in Template(decoder, tiled=True).cuts
+def _begun_with(config: Config, found: OpenedCheckpoint | None) -> StepSize | None:
+    """Return the step of a resumed run that the config leaves open: part of the run's recipe."""
+    tokens = None if found is None else found.known.batch_tokens
+    if tokens is None or config.train.batch_tokens != "auto":
+        return None
+    return StepSize(tokens=tokens, reason=UNCHANGED)
+
+
+def division_of(ranks: Ranks) -> Division:
+    """Return how many hosts the ranks are on, and how many are on the fullest of them."""
+    on_host = Counter(ranks.hosts())
+    num_hosts, per_host = len(on_host), max(on_host.values())
+    missing = num_hosts * per_host - ranks.owner.size
+    return Division(num_hosts=num_hosts, per_host=per_host, missing=missing)
 
 
 def _machine(config: Config, device: Device, ranks: Ranks, division: Division) -> MachineProfile:
@@ -191,34 +202,9 @@ def least_room(ranks: Ranks, own: Room) -> Room:
     )
 
 
-def division_of(ranks: Ranks) -> Division:
-    """Return how many hosts the ranks are on, and how many are on the fullest of them."""
-    on_host = Counter(ranks.hosts())
-    num_hosts, per_host = len(on_host), max(on_host.values())
-    missing = num_hosts * per_host - ranks.owner.size
-    return Division(num_hosts=num_hosts, per_host=per_host, missing=missing)
-
-
-def cap_device(device: Device, plan: Plan) -> None:
-    """Keep an integrated device to what the plan leaves it of the one memory.
-
-    Beyond that it raises DeviceFull. Without a cap it would take the host's last pages, and such
-    machines hang then.
-    """
-    if not device.integrated:
-        return
-    lines = plan.ledger.lines
-    host = sum(x.num_bytes for x in lines if x.place == "host" and x.purpose != DEVICE_SHARE)
-    left = plan.profile.ram_bytes - int(host * HOST_HEADROOM)
-    device.cap(max(0, left // plan.workload.division.per_host))
-
-
-def _begun_with(config: Config, found: OpenedCheckpoint | None) -> StepSize | None:
-    """Return the step of a resumed run that the config leaves open: part of the run's recipe."""
-    tokens = None if found is None else found.known.batch_tokens
-    if tokens is None or config.train.batch_tokens != "auto":
-        return None
-    return StepSize(tokens=tokens, reason=UNCHANGED)
+def _can_be_cut(decoder: Decoder) -> bool:
+    """Return whether all layers run over tiles: those that do not take as much as full rows."""
+    return None not in Template(decoder, tiled=True).cuts
 
 
 def _planned(
@@ -241,6 +227,25 @@ def _require(plan: Plan, config: Config) -> None:
         model, division = plan.workload.model, plan.workload.division
         ways += alternatives(config, plan.profile, model, division)
     plan.require(*ways)
+
+
+def _free_for_us() -> int:
+    """Return what this process holds and could still have."""
+    return free_bytes() + resident_bytes()
+
+
+def cap_device(device: Device, plan: Plan) -> None:
+    """Keep an integrated device to what the plan leaves it of the one memory.
+
+    Beyond that it raises DeviceFull. Without a cap it would take the host's last pages, and such
+    machines hang then.
+    """
+    if not device.integrated:
+        return
+    lines = plan.ledger.lines
+    host = sum(x.num_bytes for x in lines if x.place == "host" and x.purpose != DEVICE_SHARE)
+    left = plan.profile.ram_bytes - int(host * HOST_HEADROOM)
+    device.cap(max(0, left // plan.workload.division.per_host))
 
 
 def in_words(plan: Plan, num_steps: int) -> str:
@@ -278,11 +283,6 @@ def facts(plan: Plan, device: Device, step_seconds: Collection[float]) -> dict[s
     if step_seconds:
         found["measured_step_s"] = _median(step_seconds)
     return found
-
-
-def _free_for_us() -> int:
-    """Return what this process holds and could still have."""
-    return free_bytes() + resident_bytes()
 
 
 def _median(seconds: Collection[float]) -> float:
