@@ -1,4 +1,4 @@
-"""Real processes: `megatrain train --gpus 2` on the CPU, seen from outside, signalled, resumed."""
+"""Real processes: `megatrain train --gpus 2` on the CPU, seen from outside, signaled, resumed."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def _play(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.merge
-def test_runs_that_were_signalled_end_as_one_that_was_not() -> None:
+def test_runs_that_were_signaled_end_as_one_that_was_not() -> None:
     done = _play("-m", "proofs.signals", "--count", "5", "--json")
     result = json.loads(done.stdout)
     assert result["failures"] == []

@@ -81,7 +81,7 @@ class Interrupts:
         self.patient = False
         """Whether there is a step to finish; else a signal ends the `with` block at once."""
         self._stopped: str | None = None
-        self._signalled = False
+        self._signaled = False
         self._free = free
         share = int(LEAST_FREE_SHARE * (free() + resident_bytes()))
         self._least = min(LEAST_FREE_BYTES, share) if least_free_bytes is None else least_free_bytes
@@ -91,11 +91,13 @@ class Interrupts:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        if self._signalled and self._shared and self._is_same_request():
+        if self._signaled and self._shared and self._is_same_request():
             return
-        if self._signalled:
+        if self._signaled:
             os._exit(Interrupted.exit_code)
-        self._signalled, self.reason, self._asked_s = True, self.reason or name, time.monotonic()
+        self._signaled = True
+        self.reason = self.reason or name
+        self._asked_s = time.monotonic()
         if not self.patient:
             self._stopped = f"{name}: stopped while no step was active; nothing was lost"
             raise _Stop(self._stopped)

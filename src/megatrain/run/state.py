@@ -94,7 +94,7 @@ class Patience:
 
 @dataclass(slots=True, kw_only=True)
 class RunState:
-    """Counts and judgements after a step."""
+    """Counts and judgments after a step."""
 
     step: int = 0
     total_tokens: int = 0

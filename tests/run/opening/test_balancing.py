@@ -69,7 +69,7 @@ def test_a_balance_of_another_form_is_not_dropped_in_silence() -> None:
 def test_what_was_decided_is_said() -> None:
     note = balancing_note(_config("auto"), _mixtral(asks=True))
     assert note == (
-        "experts are balanced: loss + 0.02 x aux_loss is minimised (train.router_aux_loss)"
+        "experts are balanced: loss + 0.02 x aux_loss is minimized (train.router_aux_loss)"
     )
     note = balancing_note(_config("auto"), _mixtral(asks=False))
     assert note == (
@@ -128,7 +128,7 @@ def test_a_run_reports_the_loss_in_training_and_evaluation(
     assert all(1.9 < line["aux_loss"] < 4.0 for line in steps)
     assert all(1.9 < line["eval_aux_loss"] < 4.0 for line in evaluations)
     said = capsys.readouterr().err
-    assert "experts are balanced: loss + 0.02 x aux_loss is minimised" in said
+    assert "experts are balanced: loss + 0.02 x aux_loss is minimized" in said
     assert f"aux {steps[-1]['aux_loss']:.4f}" in said
     assert f"balancing loss {evaluations[-1]['eval_aux_loss']:.4f}" in said
     exported = json.loads((tmp_path / "run" / "model" / "config.json").read_text())

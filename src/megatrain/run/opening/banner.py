@@ -111,7 +111,7 @@ def tier_lines(home: HostModel, plan: Plan) -> list[str]:
 def first_notes(opened: Opening, shortage: str | None) -> list[str]:
     """Return the notes on choices and findings while opening; `shortage` is that of the disk."""
     config, plan, home = opened.config, opened.plan, opened.home
-    weight_bytes = home.store.arena(Kind.HI).nbytes * opened.ranks.owner.size
+    weight_bytes = home.store.arena(Kind.HI).nbytes * home.store.layout.owner.size
     notes = [
         samples_in_words(config, plan, opened.data.num_steps, weight_bytes),
         *data_lines(opened.data, needs_count=config.train.steps is None),

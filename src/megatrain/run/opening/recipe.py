@@ -123,7 +123,7 @@ def balancing_note(config: Config, decoder: Decoder) -> str | None:
         return None
     coefficient = router_aux_loss(config, decoder)
     if coefficient:
-        return f"experts are balanced: loss + {coefficient:g} x aux_loss is minimised ({_AUX_KEY})"
+        return f"experts are balanced: loss + {coefficient:g} x aux_loss is minimized ({_AUX_KEY})"
     return (
         "experts are not balanced: the model's config.json does not set output_router_logits. "
         f"{_AUX_KEY}: {own.coefficient:g} would add the model's own loss."
