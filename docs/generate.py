@@ -21,12 +21,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from megatrain import errors
-from megatrain.config.data_settings import DataSource
 from megatrain.config.load import write_yaml
 from megatrain.config.other_tools.defaults import ALWAYS, BY_TRAINER, DEFAULTS
 from megatrain.config.other_tools.translate import TABLES
-from megatrain.config.rope_settings import RopeSettings
-from megatrain.config.section import Section
+from megatrain.config.sections import DataSource, RopeSettings, Section
 from megatrain.config.settings import SECTIONS, SHORT_FORMS
 from megatrain.config.value_types import TypeName
 from megatrain.doctor.gpu_check.findings import CAUSES

@@ -14,8 +14,7 @@ from pydantic import BaseModel
 
 import megatrain
 from megatrain.config import load_config
-from megatrain.config.data_settings import DataSource
-from megatrain.config.rope_settings import RopeSettings
+from megatrain.config.sections import DataSource, RopeSettings
 from megatrain.config.settings import SECTIONS
 from megatrain.run.trainer import Trainer
 

@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 from benchmarks.step import build_store
 from megatrain.batch import MicroBatch
 from megatrain.config.lora_settings import LoraSettings
+from megatrain.config.sections import LoraSettings
 from megatrain.devices.device import CpuDevice
 from megatrain.engine.engine import Engine
 from megatrain.memory.kinds import kinds_on_disk, store_kinds

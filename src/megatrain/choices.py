@@ -8,3 +8,5 @@ RowFormat = Literal[
     "auto", "tokens", "messages", "alpaca", "prompt_completion", "text", "pairs", "kto"
 ]
 """The formats of rows; data/rows/formats.py has everything else about each."""
+PreferenceFormat = Literal["pairs", "kto"]
+"""The formats whose rows are two answers each, to be compared."""

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import megatrain
 from megatrain import __main__ as main_module
 from megatrain.cli import app as cli
-from megatrain.config.data_settings import DataSource
+from megatrain.config.sections import DataSource
 from megatrain.errors import DoesNotFit
 from testkit.effort import children_s, require_effort
 

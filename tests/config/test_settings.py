@@ -10,9 +10,8 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from megatrain.config import Config
-from megatrain.config.data_settings import DataSource
 from megatrain.config.other_tools.names import NAMES
-from megatrain.config.rope_settings import RopeSettings
+from megatrain.config.sections import DataSource, RopeSettings
 from megatrain.config.settings import FIELDS, SECTIONS
 from megatrain.errors import ConfigError
 from megatrain.optim.adamw import AdamW

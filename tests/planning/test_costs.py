@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatrain.config.lora_settings import LoraSettings
+from megatrain.config.sections import LoraSettings
 from megatrain.memory.kinds import Kind
 from megatrain.optim.states import ADAMW
 from megatrain.planning.catalog.adapting import with_adapters

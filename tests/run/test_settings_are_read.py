@@ -14,8 +14,7 @@ from pydantic import BaseModel
 from megatrain.cli.demo import write_demo
 from megatrain.cli.verbs import train_from
 from megatrain.config import load_config
-from megatrain.config.data_settings import DataSource
-from megatrain.config.section import Section
+from megatrain.config.sections import DataSource, Section
 from megatrain.config.settings import SECTIONS
 
 MODELS: list[type[BaseModel]] = [*SECTIONS.values(), DataSource]

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.cache import writable_cache_folder
+from megatrain.choices import RowFormat
 from megatrain.cli.demo import (
     resumed_equals_uninterrupted,
     streamed_equals_resident,
     write_demo,
 )
 from megatrain.config import Config
-from megatrain.config.data_settings import DataSettings, DataSource, FormatName
+from megatrain.config.sections import DataSettings, DataSource
 from megatrain.data.chat.choice import choose_template
 from megatrain.data.chat.render import TrainOn
 from megatrain.data.preview import card_lines, show_prepared
@@ -218,7 +219,7 @@ def look_at_data(
     model: Path,
     max_length: int,
     samples: int,
-    row_format: FormatName = "auto",
+    row_format: RowFormat = "auto",
     train_on: TrainOn = "assistant",
     *,
     name: str | None = None,

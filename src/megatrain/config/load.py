@@ -19,7 +19,7 @@ from typing import Any
 
 from megatrain.config.faults import ConfigFault, dotted, refusal, shown_value
 from megatrain.config.quantities import write_bytes
-from megatrain.config.section import Section
+from megatrain.config.sections import Section
 from megatrain.config.settings import SHORT_FORMS, Config
 from megatrain.config.yaml_reader import Document, Path, parse_document, read_document
 from megatrain.errors import ConfigError

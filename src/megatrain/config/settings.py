@@ -1,10 +1,9 @@
-"""Every setting of a run: its key, what it means, its unit, its default.
+"""The config of a run: its sections, and settings that exclude each other.
 
     Config(model="Qwen/Qwen3-8B", data="train.jsonl")      # from Python
     load_config("run.yaml", ["train.epochs=2"])            # from a file: load.py
 
-Values are plain and immutable. `auto` stays `auto` here; the plan decides it. The descriptions are
-the reference: docs/config.md is written from them.
+sections.py has the keys.
 
 Laws (tests/config/test_settings.py): a refused config is one ConfigError that names every fault;
 an accepted one has no fault that can be known without the machine, model and data.
@@ -12,269 +11,39 @@ an accepted one has no fault that can be known without the machine, model and da
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import (
-    BeforeValidator,
     Field,
     ModelWrapValidatorHandler,
-    PlainValidator,
     ValidationError,
     ValidationInfo,
     model_validator,
 )
 
-from megatrain.config.conflicts import conflicts
-from megatrain.config.data_settings import DataSettings, DataSource
-from megatrain.config.faults import faults_of, refusal
-from megatrain.config.lora_settings import LoraSettings
-from megatrain.config.loss_settings import LossSettings
-from megatrain.config.output_settings import EvalSettings, LogSettings, SaveSettings
-from megatrain.config.quantities import or_auto, read_tokens
-from megatrain.config.rope_settings import Rope, RopeSettings
-from megatrain.config.section import Section, retired, short
-from megatrain.config.value_types import (
-    Beta,
-    LayerCount,
-    Length,
-    Name,
-    NewTokens,
-    Number,
-    OptionalTokens,
-    Patterns,
-    Rate,
-    Seed,
-    Size,
-    SlotCount,
-    StepCount,
-    Switch,
-    TypeName,
-    Whole,
-    read_device,
+from megatrain.config.faults import ConfigFault, faults_of, refusal
+from megatrain.config.sections import (
+    DataSettings,
+    DataSource,
+    EvalSettings,
+    LogSettings,
+    LoraSettings,
+    LossSettings,
+    MemorySettings,
+    ModelSettings,
+    OptimSettings,
+    RopeSettings,
+    SaveSettings,
+    Section,
+    TrainSettings,
+    retired,
+    short,
 )
 from megatrain.config.yaml_reader import Document
 
 SHORT_FORMS = {"model": "name_or_path", "data": "train", "loss": "name", "save": "dir"}
 """Sections that may be one word, and the key that the word sets."""
-
-
-class ModelSettings(Section):
-    """The model and its precision."""
-
-    name_or_path: Name = Field(
-        description="Model folder, or id on the Hugging Face Hub; an existing folder wins."
-    )
-    revision: Annotated[Name | None, TypeName("branch, tag or commit, or null")] = Field(
-        default=None,
-        description="Version of a model on the Hub; null is main; the run folder records the "
-        "commit, and a resumed run uses it.",
-    )
-    dtype: Literal["bf16", "fp32"] = Field(
-        default="bf16", description="Precision of the weights in compute; masters are always fp32."
-    )
-    attn: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
-        default="auto",
-        description="Attention implementation; auto is sdpa if transformers has it for the family, "
-        "else eager; flash_attention_2 needs the package flash-attn and dtype bf16.",
-    )
-    frozen: Patterns = Field(
-        default=(),
-        description="Params that are not trained, like model.embed_*; a pattern without a match "
-        "is an error.",
-    )
-    add_tokens: NewTokens = Field(
-        default=(),
-        description="New special tokens for tokenizer, embedding, head and exports; they use spare "
-        "rows first, and a new row starts as the mean of the others.",
-    )
-    rope: Rope = Field(
-        default=None,
-        description="Scaling of rotary positions for rows beyond those that the model declares; "
-        "checkpoints and exports carry it; null is as the model declares.",
-    )
-
-
-_ONE_OF_TWO = (("epochs", "steps", 1), ("batch_tokens", "batch_rows", "auto"))
-"""Keys of which one is given, and the default of the first."""
-
-
-class TrainSettings(Section):
-    """Length of the run and size of its steps."""
-
-    epochs: Annotated[Annotated[Number, Field(gt=0)] | None, TypeName("number or null")] = Field(
-        default=None, description="Passes over the data; 1 if neither epochs nor steps is given."
-    )
-    steps: Annotated[StepCount | None, TypeName("steps or null")] = Field(
-        default=None, description="Optimizer steps of the run, instead of epochs."
-    )
-    batch_tokens: OptionalTokens = Field(
-        default="auto",
-        description="Tokens of one optimizer step, whatever the number of micro-batches; auto is "
-        "the shortest step of at least 16384 tokens that has 95 % of the speed of a very long one "
-        "on this machine, within memory, with at least 50 steps in an epoch; a resumed run keeps "
-        "its number.",
-    )
-    batch_rows: Annotated[Annotated[Whole, Field(ge=1)] | None, TypeName("rows or null")] = Field(
-        default=None,
-        description="Exact number of rows of one optimizer step, packed or not, instead of "
-        "batch_tokens; the last step of an epoch may have fewer.",
-    )
-    micro_batch_tokens: Annotated[
-        int | Literal["auto"],
-        PlainValidator(or_auto(read_tokens)),
-        TypeName("tokens, like 8192 or 8k, or auto"),
-    ] = Field(default="auto", description="Tokens that the device processes at a time.")
-    max_grad_norm: Annotated[Annotated[Number, Field(gt=0)] | None, TypeName("number or null")] = (
-        Field(
-            default=1.0,
-            description="Global gradient norm to clip to; null does not clip and updates weights "
-            "during backward, which saves 2 bytes per parameter.",
-        )
-    )
-    router_aux_loss: Annotated[
-        Annotated[Number, Field(ge=0)] | Literal["auto", "model"],
-        TypeName("number, auto or model"),
-    ] = Field(
-        default="auto",
-        description="Coefficient of the load-balancing loss of a mixture of experts; model uses "
-        "the model's own; auto uses it if config.json sets output_router_logits, else 0.",
-    )
-    seed: Seed = Field(default=42, description="Seed for dropout and for new adapters.")
-    on_nonfinite: Literal["stop", "skip", "rollback"] = Field(
-        default="stop",
-        description="Reaction to a step whose gradient is not finite, twice; rollback returns to "
-        "the last checkpoint and leaves the step out.",
-    )
-    on_spike: Literal["record", "stop", "rollback"] = Field(
-        default="record",
-        description="Reaction to a step whose loss or gradient norm is far above the last 64.",
-    )
-    compile: Switch = Field(
-        default=False,
-        description="Compile the layers with torch.compile, which changes the last bits; auto does "
-        "so on an accelerator, unless documents are packed or layers run over tiles.",
-    )
-    kernels: Literal["none", "liger"] = Field(
-        default="none",
-        description="Fused kernels for norms and feed-forward on an accelerator, which change the "
-        "last bits; liger needs the package liger-kernel.",
-    )
-    rank_deadline: Number = Field(
-        default=600.0,
-        gt=0,
-        description="Seconds after which a silent rank is lost, and all end; a save is given up "
-        "when a file call takes a quarter of it; one process alone ignores it.",
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _defaults(cls, value: Any) -> Any:
-        """Fill in one of two alternative keys, if neither is given."""
-        if isinstance(value, Mapping):
-            for key, other, default in _ONE_OF_TWO:
-                if value.get(key) is None:
-                    value = {**value, key: default if value.get(other) is None else None}
-        return value
-
-
-class OptimSettings(Section):
-    """The optimizer and its learning rate."""
-
-    name: Literal["adamw"] = Field(default="adamw", description="The optimizer.")
-    learning_rate: Rate = Field(
-        default="auto",
-        description="Peak learning rate; auto is 1e-5 for fine-tuning and 1e-6 for preferences, "
-        "with adapters ten times as much; a resumed run keeps its number.",
-    )
-    betas: Annotated[tuple[Beta, Beta], TypeName("two numbers")] = Field(
-        default=(0.9, 0.95), description="Decay rates of the first and second moment."
-    )
-    eps: Number = Field(default=1e-8, gt=0, description="Added to the root of the second moment.")
-    weight_decay: Number = Field(
-        default=0.0,
-        ge=0,
-        description="Decoupled weight decay of matrices; norms and biases do not decay.",
-    )
-    no_decay: Patterns = Field(
-        default=(),
-        description="More params without decay; a pattern without a match is an error.",
-    )
-    state: Literal["auto", "fp32", "bf16", "8bit"] = Field(
-        default="auto",
-        description="How exactly the moments are kept, in 8, 4 or 2.03 bytes per parameter beside "
-        "fp32 masters; auto is the first of them that fits, and a resumed run keeps the one it "
-        "has.",
-    )
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
-        default="cosine", description="Shape of the learning rate; wsd holds the peak, then decays."
-    )
-    warmup: Length = Field(
-        default=0.03,
-        description="Length of the linear increase from 0 to the peak; as in transformers, the "
-        "first step has rate 0 and a fraction is rounded up.",
-    )
-    decay: Length = Field(
-        default=0.1, description="Length of the final decay of wsd; other schedules ignore it."
-    )
-    final_fraction: Number = Field(
-        default=0.0, ge=0, le=1, description="Final learning rate as a fraction of the peak."
-    )
-
-
-class MemorySettings(Section):
-    """The device, memory limits, and placement of data in memory."""
-
-    device: Annotated[
-        str, BeforeValidator(read_device), TypeName("auto, cpu, cuda, cuda:N or xpu")
-    ] = Field(
-        default="auto",
-        description="Device for compute; auto is the accelerator if there is one, else cpu.",
-    )
-    vram: Size = Field(
-        default="auto", description="Most device memory to use; auto is all free memory."
-    )
-    ram: Size = Field(
-        default="auto",
-        description="Most host memory to use; auto is all free memory within the limits of the "
-        "control group.",
-    )
-    disk: Annotated[Name | None, TypeName("folder or null")] = Field(
-        default=None,
-        description="Folder on a fast disk for a scratch file, which the plan uses for runs that "
-        "do not fit into host memory: between updates it holds master remainders and optimizer "
-        "states, and gradients where memory is shortest; null uses no disk.",
-    )
-    disk_bytes: Size = Field(
-        default="auto",
-        description="Most bytes of the scratch file in memory.disk; auto is all free space.",
-    )
-    slots: SlotCount = Field(
-        default="auto",
-        description="Number of device buffers for block weights; two are enough to overlap.",
-    )
-    tape: Literal["auto", "device", "host"] = Field(
-        default="auto", description="Where block inputs are kept between forward and backward."
-    )
-    chunk_tokens: Annotated[
-        int | Literal["auto"],
-        PlainValidator(or_auto(read_tokens)),
-        TypeName("tokens, like 4096 or 4k, or auto"),
-    ] = Field(
-        default="auto",
-        description="Number of tokens whose logits exist at a time; auto is at most 4096.",
-    )
-    tile_tokens: OptionalTokens = Field(
-        default="auto",
-        description="Number of tokens that a layer computes at a time, but for its attention; "
-        "null computes full rows.",
-    )
-    kept_layers: LayerCount = Field(
-        default="auto",
-        description="Number of top layers whose activations stay in device memory from forward to "
-        "backward, so that backward does not compute them again; auto is as many as fit, if that "
-        "is faster, and 0 on a machine that `megatrain doctor` has not measured.",
-    )
 
 
 class Config(Section):
@@ -386,3 +155,172 @@ FIELDS = {
     "data.eval": tuple(DataSource.model_fields),
 }
 """The keys of each mapping."""
+
+
+def conflicts(config: Config) -> list[ConfigFault]:
+    """Return every conflict, at the key that is the cheapest to change."""
+    return [
+        *_length_of_run(config),
+        *_batch(config),
+        *_learning_rate(config),
+        *_memory(config),
+        *_patience(config),
+        *_attention(config),
+        *_tiles(config),
+        *_kernels(config),
+        *_lora(config),
+    ]
+
+
+def _fault(key: str, text: str) -> ConfigFault:
+    return ConfigFault(path=tuple(key.split(".")), text=text)
+
+
+def _length_of_run(config: Config) -> Iterator[ConfigFault]:
+    train = config.train
+    if train.epochs is not None and train.steps is not None:
+        yield _fault(
+            "train.steps",
+            f"train.steps is {train.steps} and train.epochs is {train.epochs:g}. Give one of them "
+            "and set the other to null.",
+        )
+
+
+def _batch(config: Config) -> Iterator[ConfigFault]:
+    length, batch = config.data.max_length, config.train.batch_tokens
+    micro, rows = config.train.micro_batch_tokens, config.train.batch_rows
+    if batch is not None and rows is not None:
+        yield _fault(
+            "train.batch_rows",
+            f"train.batch_rows is {rows} and train.batch_tokens is {batch}. Give one of them and "
+            "set the other to null.",
+        )
+    if isinstance(batch, int) and length > batch:
+        yield _fault(
+            "train.batch_tokens",
+            f"data.max_length is {length} and train.batch_tokens is {batch}: a row would not fit a "
+            "step. Raise train.batch_tokens or lower data.max_length.",
+        )
+    elif isinstance(micro, int) and length > micro:
+        yield _fault(
+            "train.micro_batch_tokens",
+            f"data.max_length is {length} and train.micro_batch_tokens is {micro}: a row would not "
+            "fit a micro-batch. Raise train.micro_batch_tokens, or set it to auto.",
+        )
+    if isinstance(batch, int) and isinstance(micro, int) and micro > batch:
+        yield _fault(
+            "train.micro_batch_tokens",
+            f"train.micro_batch_tokens is {micro} and train.batch_tokens is {batch}: a micro-batch "
+            "is a part of a step. Lower train.micro_batch_tokens, or set it to auto.",
+        )
+
+
+def _learning_rate(config: Config) -> Iterator[ConfigFault]:
+    """Yield the faults that LearningRate would refuse, as far as the number of steps is known."""
+    warmup = config.optim.warmup
+    decay = config.optim.decay if config.optim.schedule == "wsd" else 0
+    steps = config.train.steps
+    if steps is None and (isinstance(warmup, int) or isinstance(decay, int)):
+        return
+    parts = [part if isinstance(part, int) else round(part * (steps or 1000)) for part in
+             (warmup, decay)]  # fmt: skip
+    over = isinstance(warmup, float) and isinstance(decay, float) and warmup + decay > 1
+    if over or sum(parts) > (steps or 1000):
+        run = "the run" if steps is None else f"a run of {steps} steps"
+        lengths = f"optim.warmup is {warmup}" + (f" and optim.decay is {decay}" if decay else "")
+        yield _fault("optim.warmup", f"{lengths}: longer than {run}. Shorten it.")
+
+
+def _memory(config: Config) -> Iterator[ConfigFault]:
+    if config.memory.disk is None and config.memory.disk_bytes != "auto":
+        yield _fault(
+            "memory.disk_bytes",
+            f"memory.disk_bytes is {config.memory.disk_bytes} and memory.disk is null: there is no "
+            "folder for a scratch file. Set memory.disk, or memory.disk_bytes to auto.",
+        )
+
+
+def _patience(config: Config) -> Iterator[ConfigFault]:
+    patience = config.eval.patience
+    if patience is None:
+        return
+    for key, value, repair in (
+        ("data.eval", config.data.eval, "give a fraction or a file to evaluate on"),
+        ("eval.every", config.eval.every, "set the steps between evaluations"),
+    ):
+        if value is None:
+            yield _fault(
+                "eval.patience",
+                f"eval.patience is {patience} and {key} is null: no evaluation would stop the run. "
+                f"Remove eval.patience, or {repair}.",
+            )
+
+
+def _attention(config: Config) -> Iterator[ConfigFault]:
+    model = config.model
+    if model.attn.startswith("flash") and model.dtype == "fp32":
+        yield _fault(
+            "model.attn",
+            f"model.attn is {model.attn} and model.dtype is fp32: its kernels compute in bf16 "
+            "only. Set model.dtype to bf16, or model.attn to sdpa.",
+        )
+
+
+def _tiles(config: Config) -> Iterator[ConfigFault]:
+    tile_tokens = config.memory.tile_tokens
+    if config.train.compile is True and isinstance(tile_tokens, int):
+        yield _fault(
+            "memory.tile_tokens",
+            f"memory.tile_tokens is {tile_tokens} and train.compile is true: a compiled layer "
+            "computes full rows. Set memory.tile_tokens to null, or train.compile to false.",
+        )
+    kept_layers = config.memory.kept_layers
+    if isinstance(kept_layers, int) and kept_layers > 0 and isinstance(tile_tokens, int):
+        yield _fault(
+            "memory.kept_layers",
+            f"memory.kept_layers is {kept_layers} and memory.tile_tokens is {tile_tokens}: layers "
+            "run over tiles to hold less, and compute each tile again. Set memory.tile_tokens to "
+            "null, or memory.kept_layers to 0.",
+        )
+
+
+def _kernels(config: Config) -> Iterator[ConfigFault]:
+    train = config.train
+    if train.kernels != "none" and train.compile is not False:
+        value = "auto" if train.compile == "auto" else "true"
+        yield _fault(
+            "train.kernels",
+            f"train.kernels is {train.kernels} and train.compile is {value}: a compiled layer has "
+            "kernels that torch makes. Set train.kernels to none, or train.compile to false.",
+        )
+
+
+def _lora(config: Config) -> Iterator[ConfigFault]:
+    lora = config.lora
+    if lora.path is not None and lora.targets:
+        yield _fault(
+            "lora.targets",
+            f"lora.targets is given and lora.path is {lora.path}: the modules are those of that "
+            "folder. Remove one of the two.",
+        )
+    if lora.rank is None and lora.path is None:
+        for key in sorted(lora.model_fields_set - {"rank"}):
+            if getattr(lora, key) != type(lora).model_fields[key].default:
+                yield _fault(
+                    f"lora.{key}",
+                    f"lora.{key} is given and lora.rank is null: there are no adapters. Set "
+                    "lora.rank, or remove the other keys of lora.",
+                )
+        return
+    if config.model.frozen:
+        yield _fault(
+            "model.frozen",
+            "model.frozen is given, and lora has adapters: all params of the model are frozen "
+            "then. Remove model.frozen; lora.targets chooses the modules to adapt.",
+        )
+    if config.model.add_tokens:
+        yield _fault(
+            "model.add_tokens",
+            "model.add_tokens is given, and lora has adapters: the rows of new tokens would stay "
+            "as they are, because the tables are frozen. Remove one of the two.",
+        )

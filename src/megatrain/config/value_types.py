@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import BeforeValidator, Field, PlainValidator
 
@@ -17,7 +18,6 @@ from megatrain.config.quantities import (
     read_tokens,
     read_whole,
 )
-from megatrain.config.template_settings import Arguments, read_arguments, read_template
 from megatrain.files import is_too_long
 
 
@@ -55,6 +55,44 @@ def read_device(value: object) -> object:
 
 def _tokens_or_null(value: object) -> int | str | None:
     return None if value is None else or_auto(read_tokens)(value)
+
+
+_RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+
+
+class Arguments(dict[str, Any]):
+    """An immutable, hashable mapping."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(json.dumps(self, sort_keys=True, default=str))
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise TypeError("a config is immutable")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[type[Arguments], tuple[dict[str, Any]]]:
+        return Arguments, (dict(self),)
+
+
+def read_arguments(value: object) -> Arguments:
+    """Return arguments for a chat template. Raises ValueError."""
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise ValueError("give a mapping, like {enable_thinking: false}")
+    for name in value:
+        if name in _RESERVED:
+            raise ValueError(f"{name} is not an argument that can be set")
+    return Arguments(value)
+
+
+def read_template(value: object) -> str | None:
+    """Return a file, a template or `none`; the user of the value decides which it is."""
+    if value is not None and (not isinstance(value, str) or not value.strip()):
+        raise ValueError("give a file, the text of a template, or none")
+    return value
 
 
 Number = Annotated[float, BeforeValidator(read_number), TypeName("number")]

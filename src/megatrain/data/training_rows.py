@@ -13,8 +13,9 @@ import numpy as np
 import xxhash
 
 from megatrain.cache import writable_cache_folder
+from megatrain.choices import PreferenceFormat
 from megatrain.config import Config
-from megatrain.config.data_settings import DataSource, PreferenceName
+from megatrain.config.sections import DataSource
 from megatrain.data.chat.choice import choose_template
 from megatrain.data.rows.given import GivenRows
 from megatrain.data.rows.hub_rows import located
@@ -68,7 +69,7 @@ class TrainingRows:
         return (*self.sources, *self.held_sources)
 
     @property
-    def preferences(self) -> PreferenceName | None:
+    def preferences(self) -> PreferenceFormat | None:
         """Which preferences the rows have; None: they have none."""
         return self.sources[0].preferences
 

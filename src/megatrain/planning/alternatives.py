@@ -12,7 +12,7 @@ import re
 from dataclasses import replace
 
 from megatrain.config import Config
-from megatrain.config.lora_settings import LoraSettings
+from megatrain.config.sections import LoraSettings
 from megatrain.errors import ConfigError
 from megatrain.planning.catalog.adapting import with_adapters
 from megatrain.planning.catalog.families import shape_from_config

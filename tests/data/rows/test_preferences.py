@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.config.data_settings import FormatName, PreferenceName
+from megatrain.choices import PreferenceFormat, RowFormat
 from megatrain.data.rows.formats import FORMATS, detect_format, format_of
 from megatrain.data.rows.rows import Row, canonical
 from megatrain.data.rows.skipped import BadRow
@@ -46,7 +46,7 @@ MARKED: dict[str, dict[str, Any]] = {
 }
 
 
-def _read(value: dict[str, Any], wanted: PreferenceName) -> Row:
+def _read(value: dict[str, Any], wanted: PreferenceFormat) -> Row:
     return canonical(value, detect_format([value], wanted=wanted))
 
 
@@ -88,9 +88,9 @@ def test_a_row_of_another_format_stays_one_although_it_has_such_columns() -> Non
         assert found is not None
         assert found.preferences is None
     assert detect_format([PAIRS["implicit"]]).preferences == "pairs"
-    assert set(get_args(PreferenceName)) < set(get_args(FormatName))
-    assert {FORMATS[name].name for name in get_args(PreferenceName)} == set(
-        get_args(PreferenceName)
+    assert set(get_args(PreferenceFormat)) < set(get_args(RowFormat))
+    assert {FORMATS[name].name for name in get_args(PreferenceFormat)} == set(
+        get_args(PreferenceFormat)
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.config.data_settings import FormatName
+from megatrain.choices import RowFormat
 from megatrain.data.rows.formats import FORMATS, detect_format, format_of
 from megatrain.data.rows.rows import Row, canonical
 from megatrain.data.rows.skipped import BadRow, SkippedRows
@@ -242,7 +242,7 @@ def test_a_function_alone_is_a_tool() -> None:
 
 
 def test_a_format_is_described_in_one_place_and_named_in_the_config() -> None:
-    assert ["auto", *(spec.name for spec in FORMATS.values())] == list(get_args(FormatName))
+    assert ["auto", *(spec.name for spec in FORMATS.values())] == list(get_args(RowFormat))
     for kind, spec in FORMATS.items():
         for row in ROWS_OF_FORMATS[kind]:
             (found, *_) = spec.find(row, set(row))

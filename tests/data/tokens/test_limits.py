@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.config.data_settings import DataSettings
+from megatrain.config.sections import DataSettings
 from megatrain.data.chat.notes import THOUGHTLESS
 from megatrain.data.tokens.encoding import NO_TARGET, TOO_LONG
 from megatrain.data.tokens.limits import check_limits

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from megatrain.config.lora_settings import LoraSettings
+from megatrain.config.sections import LoraSettings
 from megatrain.errors import ConfigError
 from megatrain.models.adapters.lora import Lora
 from megatrain.models.build import build_decoder

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.plan.configurations import Configuration
 from benchmarks.plan.memory import GIVING_BACK, MEMORY_TARGETS, measure_memory
-from megatrain.config.lora_settings import LoraSettings
+from megatrain.config.sections import LoraSettings
 from megatrain.memory.kinds import kinds_on_disk, store_kinds
 from megatrain.memory.layout import build_layout
 from megatrain.memory.ledger import Ledger

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from megatrain.cli.verbs import evaluate_model
 from megatrain.config import Config, dump_config
-from megatrain.config.data_settings import DataSource
+from megatrain.config.sections import DataSource
 from megatrain.data.tokens import prepare as prepare_module
 from megatrain.models.config_json import parse_config
 from megatrain.run.evaluation.judging import judging_config, prompts_as_trained

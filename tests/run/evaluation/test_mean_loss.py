@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatrain.cli.verbs import report_on
-from megatrain.config.data_settings import DataSource
+from megatrain.config.sections import DataSource
 from megatrain.data.training_rows import source_names
 from megatrain.run.evaluation.mean_loss import MeanLoss
 from megatrain.run.opening import training_data

@@ -25,7 +25,7 @@ from megatrain.config.other_tools.cadence import whole_run
 from megatrain.config.other_tools.methods import METHODS, asked_loss
 from megatrain.config.other_tools.names import IN_STEPS
 from megatrain.config.quantities import read_number, read_whole
-from megatrain.config.rope_settings import RopeSettings
+from megatrain.config.sections import RopeSettings
 
 OFF = "off, as by default here"
 PACKED_APART = Differs("there packed rows attend to each other, here never")

@@ -1,6 +1,6 @@
 """The formats that rows can have: how each is recognised, and how it becomes turns.
 
-Everything about a format is one entry of FORMATS; its name is also in config/data_settings.py.
+Everything about a format is one entry of FORMATS; its name is also in choices.py.
 The format of a file is detected from the columns of the first rows, by majority, and always
 printed. Rows of another format are counted later. A user who names the format gets only rows of
 that format, and there must be some.
@@ -15,7 +15,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from megatrain.config.data_settings import FormatName, PreferenceName
+from megatrain.choices import PreferenceFormat, RowFormat
 from megatrain.data.rows.cells import read_cell, read_text
 from megatrain.data.rows.messages import Turn
 from megatrain.data.rows.preferences import (
@@ -43,7 +43,7 @@ _PAIRS = (
     ("question", "answer"),
 )
 _MESSAGES = ("messages", "conversations", "conversation")
-_PREFERENCES: Mapping[str, PreferenceName] = {"pairs": "pairs", "kto": "kto"}
+_PREFERENCES: Mapping[str, PreferenceFormat] = {"pairs": "pairs", "kto": "kto"}
 _KNOWN = (
     "messages or conversations (role, content | from, value); instruction, input, output; "
     "prompt, completion; query, response; question, answer; text; prompt, chosen, rejected; "
@@ -74,7 +74,7 @@ class Format:
         return spec.turns is not None or spec.preference is not None
 
     @property
-    def preferences(self) -> PreferenceName | None:
+    def preferences(self) -> PreferenceFormat | None:
         """Which preferences the rows have; None: they have none."""
         return _PREFERENCES.get(self.kind)
 
@@ -95,7 +95,7 @@ class Format:
 class FormatSpec:
     """Everything about one format."""
 
-    name: FormatName
+    name: RowFormat
     """The user's name for it."""
     columns: str
     """The columns that it needs, in words."""
@@ -111,7 +111,7 @@ class FormatSpec:
 
 
 def detect_format(
-    values: Iterable[object], where: str = "the data", wanted: FormatName = "auto"
+    values: Iterable[object], where: str = "the data", wanted: RowFormat = "auto"
 ) -> Format:
     """Return the format that most of the first rows have, of those that `wanted` names.
 
@@ -225,7 +225,7 @@ def _find_text(value: Mapping[str, Any], columns: set[str]) -> Iterator[Format]:
 
 
 def _find_preferences(
-    kind: PreferenceName,
+    kind: PreferenceFormat,
     find: Callable[..., Iterator[Any]],
     value: Mapping[str, Any],
     columns: set[str],

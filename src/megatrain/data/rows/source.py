@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from megatrain.config.data_settings import FormatName
+from megatrain.choices import RowFormat
 from megatrain.data.rows.formats import FIRST_ROWS, Format, detect_format
 from megatrain.data.rows.given import GivenRows
 from megatrain.data.rows.hub_rows import HubRows, Where, located
@@ -50,7 +50,7 @@ class RowSource:
                 skipped.add(place, bad)
 
 
-def open_source(where: Where, wanted: FormatName = "auto") -> RowSource:
+def open_source(where: Where, wanted: RowFormat = "auto") -> RowSource:
     """Return the source of this name, its format detected from its first rows unless given.
 
     Raises DataError if it is neither a file, a folder nor a dataset, or not of that format.

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatrain.config.data_settings import FormatName
+from megatrain.choices import RowFormat
 from megatrain.data.chat.probe import probe_template, program_hidden, require_children
 from megatrain.data.chat.render import TrainOn
 from megatrain.data.chat.template import check_kwargs
@@ -85,7 +85,7 @@ def prepare(
     max_dropped: float = 0.2,
     max_lost_thoughts: float = 0.01,
     num_workers: int = 1,
-    wanted: FormatName = "auto",
+    wanted: RowFormat = "auto",
     enough: Enough | None = None,
 ) -> PreparedData:
     """Return the documents of a file, folder or Hub dataset, from the cache if they are there.

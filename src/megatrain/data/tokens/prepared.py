@@ -25,7 +25,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatrain import files
-from megatrain.config.data_settings import PreferenceName
+from megatrain.choices import PreferenceFormat
 from megatrain.data.chat.spans import mask_of
 from megatrain.data.steps.order import Indices
 from megatrain.data.tokens.documents import Lengths
@@ -91,9 +91,9 @@ class PreparedData:
         return np.concatenate([np.zeros(0, np.int64), *(chunk.to_numpy() for chunk in self._rows)])
 
     @property
-    def preferences(self) -> PreferenceName | None:
+    def preferences(self) -> PreferenceFormat | None:
         """Which preferences the rows have; None: they have none."""
-        found: PreferenceName | None = self.card.get("preferences")
+        found: PreferenceFormat | None = self.card.get("preferences")
         return found
 
     @property

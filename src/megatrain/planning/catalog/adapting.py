@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatrain.config.lora_settings import LoraSettings
+from megatrain.config.sections import LoraSettings
 from megatrain.errors import ConfigError
 from megatrain.models.patterns import matches
 from megatrain.planning.model.shapes import BlockShape, ModelShape, TensorShape

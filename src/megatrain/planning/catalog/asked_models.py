@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from megatrain import hub
 from megatrain.config import Config
-from megatrain.config.lora_settings import LoraSettings
+from megatrain.config.sections import LoraSettings
 from megatrain.errors import (
     ConfigError,
     HubError,

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from megatrain.config import Config, load_config
-from megatrain.config.data_settings import DataSource
+from megatrain.config.sections import DataSource
 from megatrain.data.chat.choice import NONE, choose_template
 from megatrain.data.tokens.documents import Documents
 from megatrain.data.tokens.limits import bad_rows, dropped_rows

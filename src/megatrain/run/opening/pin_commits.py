@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config, load_config
-from megatrain.config.data_settings import DataSource
+from megatrain.config.sections import DataSource
 from megatrain.errors import ConfigError
 from megatrain.hub import MAIN, dataset_commit, find_model, is_commit, is_id
 from megatrain.ranks.ranks import ALONE, Ranks

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatrain.config import Config
-from megatrain.config.loss_settings import LossSettings
+from megatrain.config.sections import LossSettings
 from megatrain.config.settings import SECTIONS
 from megatrain.disk.adapters.folder import AdapterFolder
 from megatrain.disk.checkpoint.conversion import Conversion

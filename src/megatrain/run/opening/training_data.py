@@ -26,7 +26,7 @@ from torch import nn
 from megatrain.batch import MicroBatch
 from megatrain.cache import writable_cache_folder
 from megatrain.config import Config
-from megatrain.config.data_settings import DataSource
+from megatrain.config.sections import DataSource
 from megatrain.data.rows.given import GivenRows
 from megatrain.data.steps.answers import PER_ROW, PairedAnswers, joined_answers
 from megatrain.data.steps.loader import Loader
