@@ -2,7 +2,7 @@
 
     config.md      every setting, from megatrain.config
     errors.md      every error, from megatrain.errors
-    migration.md   keys of other tools, from megatrain.config.other_tools.names
+    migration.md   keys of other tools, from megatrain.config.other_tools.tables
     tree.md        every module, from the first lines of their docstrings
     timeline.svg   a step, from the simulator: timeline.py
     tour.svg       a recorded terminal, from tour.json: tour.py
@@ -22,8 +22,7 @@ from typing import Any, get_args
 
 from megatrain import errors
 from megatrain.config.load import write_yaml
-from megatrain.config.other_tools.defaults import ALWAYS, BY_TRAINER, DEFAULTS
-from megatrain.config.other_tools.translate import TABLES
+from megatrain.config.other_tools.tables import ALWAYS, BY_TRAINER, DEFAULTS, TABLES
 from megatrain.config.sections import DataSource, RopeSettings, Section
 from megatrain.config.settings import SECTIONS, SHORT_FORMS
 from megatrain.config.value_types import TypeName

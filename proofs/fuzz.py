@@ -45,8 +45,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from megatrain.config import Config, dump_config
 from megatrain.config.load import resolve_config
-from megatrain.config.other_tools.names import NAMES
-from megatrain.config.other_tools.translate import TABLES, migrate_document
+from megatrain.config.other_tools.tables import NAMES, TABLES
+from megatrain.config.other_tools.translate import migrate_document
 from megatrain.config.settings import FIELDS
 from megatrain.config.yaml_reader import parse_document
 from megatrain.data.rows.formats import Format

@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from megatrain.config import Config
-from megatrain.config.other_tools.names import NAMES
+from megatrain.config.other_tools.tables import NAMES
 from megatrain.config.sections import DataSource, RopeSettings
 from megatrain.config.settings import FIELDS, SECTIONS
 from megatrain.errors import ConfigError

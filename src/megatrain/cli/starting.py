@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatrain import hub
 from megatrain.config import load_config
-from megatrain.config.other_tools.asked import RowKind
+from megatrain.config.other_tools.tool_config import RowKind
 from megatrain.config.other_tools.translate import migrate, tool_named
 from megatrain.data.rows.reading import parsed
 from megatrain.data.rows.source import open_source

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from megatrain.config.other_tools.names import hint, is_elsewhere
+from megatrain.config.other_tools.tables import hint, is_elsewhere
 from megatrain.config.yaml_reader import Document, Path
 from megatrain.errors import ConfigError
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatrain.config import Config
-from megatrain.config.other_tools.names import NAMES, is_elsewhere
+from megatrain.config.other_tools.tables import NAMES, is_elsewhere
 from megatrain.data.rows.given import GivenRows
 from megatrain.errors import ConfigError
 from megatrain.losses.loss import Loss

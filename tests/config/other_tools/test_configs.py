@@ -18,8 +18,8 @@ import pytest
 
 from megatrain.cli.starting import init_config
 from megatrain.config import Config
-from megatrain.config.other_tools import defaults
-from megatrain.config.other_tools.peft_targets import PEFT_TARGETS
+from megatrain.config.other_tools import tables
+from megatrain.config.other_tools.methods import PEFT_TARGETS
 from megatrain.config.other_tools.translate import migrate, tool_named
 from megatrain.errors import ConfigError
 from megatrain.optim.learning_rate import LearningRate
@@ -159,8 +159,8 @@ def test_a_config_is_migrated_as_its_tool_reads_it(name: str) -> None:
 
 
 def test_a_wrong_learning_rate_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    dpo = defaults.BY_TRAINER["dpo"] | {"learning_rate": 2e-5}
-    monkeypatch.setitem(defaults.BY_TRAINER, "dpo", dpo)
+    dpo = tables.BY_TRAINER["dpo"] | {"learning_rate": 2e-5}
+    monkeypatch.setitem(tables.BY_TRAINER, "dpo", dpo)
     wrong = {name: faults(name, migrated(name), THEIRS[name]) for name in OTHERS}
     found = {name: [fault.partition(":")[0] for fault in wrong[name]] for name in OTHERS}
     expected = ("trl/dpo_full.yaml", "trl/dpo_ipo.yaml", "trl/dpo_list.yaml")

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from megatrain.config import Config
-from megatrain.config.other_tools.asked import Tool
+from megatrain.config.other_tools.tool_config import Tool
 from megatrain.config.other_tools.translate import migrate_document
 from megatrain.config.yaml_reader import Document
 from megatrain.data.steps.order import MixedOrder

@@ -14,19 +14,19 @@ from hypothesis import strategies as st
 
 from megatrain.config import Config
 from megatrain.config.load import resolve_config
-from megatrain.config.other_tools import dataset_info
-from megatrain.config.other_tools.asked import DroppedKey, RowKind, Tool, ToolConfig
-from megatrain.config.other_tools.defaults import (
+from megatrain.config.other_tools.datasets import llama_factory
+from megatrain.config.other_tools.methods import TRAINED
+from megatrain.config.other_tools.tables import (
     ALWAYS,
     BY_TRAINER,
     DEFAULTS,
     NULL_MEANS,
     REQUIRED,
     ROWS,
-)
-from megatrain.config.other_tools.trainers import TRAINED
-from megatrain.config.other_tools.translate import (
     TABLES,
+)
+from megatrain.config.other_tools.tool_config import DroppedKey, RowKind, Tool, ToolConfig
+from megatrain.config.other_tools.translate import (
     Migration,
     migrate,
     migrate_document,
@@ -366,9 +366,9 @@ def test_configuration_and_split_of_a_dataset_are_kept(
     assert (result.get("data.train"), result.get("data.eval")) == (train, judged)
 
 
-def _info(names: str) -> list[dict[str, Any]]:
+def _info(names: str) -> Any:
     asked = ToolConfig({"dataset": names}, tool="LLaMA-Factory", folder=EXAMPLES)
-    return dataset_info.sources(names.split(","), asked)
+    return llama_factory(names, asked)[0]
 
 
 def test_names_of_llama_factory_are_the_files_and_formats_they_stand_for() -> None:

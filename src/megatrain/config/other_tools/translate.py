@@ -5,10 +5,10 @@
     result.config     # nested, for Config or to_yaml()
     result.lines      # one per key: mapped, changed, default, dropped, missing, unknown
 
-Keys are translated by the tables of names.py; values that differ in form by the converters
-of values.py and sources.py. A tool's default for a key that is absent, null or dropped is
-written out where it differs from ours (defaults.py), so that the run stays the same. A file of a
-method that MegaTrain does not have is refused (methods.py, trainers.py).
+Keys are translated by tables.py; values that differ in form by the converters of values.py and
+datasets.py. A tool's default for a key that is absent, null or dropped is written out where it
+differs from ours, so that the run stays the same. A file of a method that MegaTrain does not have
+is refused (methods.py).
 
 Laws (tests/config/other_tools/test_translate.py, test_same_steps.py)
     1. Every key of the file has exactly one line; every setting we derive is reported.
@@ -26,7 +26,27 @@ from pathlib import Path as FilePath
 from typing import Any, Literal
 
 from megatrain.config.load import write_yaml
-from megatrain.config.other_tools.asked import (
+from megatrain.config.other_tools.methods import (
+    TRAINED,
+    asked_loss,
+    find_trainer,
+    named_trainer,
+    note_on_cpo_alpha,
+    require_method,
+    uses_adapters,
+)
+from megatrain.config.other_tools.tables import (
+    ACCUMULATION,
+    ALWAYS,
+    CPO_ALPHA,
+    NULL_MEANS,
+    REQUIRED,
+    ROWS,
+    TABLES,
+    defaults_of,
+    prefix_rule,
+)
+from megatrain.config.other_tools.tool_config import (
     Asks,
     DroppedKey,
     Effect,
@@ -36,26 +56,14 @@ from megatrain.config.other_tools.asked import (
     effect_of,
     trl_names,
 )
-from megatrain.config.other_tools.cadence import counted_in_epochs, steps_between
-from megatrain.config.other_tools.defaults import (
-    ACCUMULATION,
-    ALWAYS,
-    CPO_ALPHA,
-    NULL_MEANS,
-    REQUIRED,
-    ROWS,
+from megatrain.config.other_tools.values import (
+    HARMLESS,
+    NARROW_ADAMW,
     batch,
-    defaults_of,
+    converter,
+    counted_in_epochs,
+    steps_between,
 )
-from megatrain.config.other_tools.methods import (
-    asked_loss,
-    note_on_cpo_alpha,
-    require_method,
-    uses_adapters,
-)
-from megatrain.config.other_tools.names import AXOLOTL, LLAMA_FACTORY, TRL, Rule, prefix_rule
-from megatrain.config.other_tools.trainers import TRAINED, find_trainer, named_trainer
-from megatrain.config.other_tools.values import HARMLESS, NARROW_ADAMW, converter
 from megatrain.config.settings import SECTIONS
 from megatrain.config.yaml_reader import Document, read_document
 from megatrain.errors import ConfigError
@@ -68,11 +76,6 @@ _EFFECTS: dict[Effect, str] = {
     "same": "Same as there",
 }
 
-TABLES: dict[Tool, dict[str, Rule]] = {
-    "LLaMA-Factory": LLAMA_FACTORY,
-    "Axolotl": AXOLOTL,
-    "TRL": TRL,
-}
 _BATCH = (*dict.fromkeys(key for key, _ in ROWS.values()), ACCUMULATION)
 _CHOOSES_TARGETS = ("lora_target_linear", "lora_target_modules", "lora_model_dir")
 _SHORT = {tool.lower().replace("-", ""): tool for tool in TABLES} | {

@@ -1,19 +1,27 @@
 """Values that other tools write differently.
 
 A converter takes a key's value and all keys of the file; it returns ours and a note, or raises
-Dropped with the reason. If several keys make up one of our keys, each returns the full value.
+DroppedKey with the reason. If several keys make up one of our keys, each returns the full value.
+
+Evaluations and saves that a tool counts in epochs or in shares of the run are counted in steps
+here. The steps of a run are known if its file gives them, or if its rows are in files of this
+machine and are not packed; else the user sets the number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from megatrain.config.other_tools import sources
-from megatrain.config.other_tools.asked import (
+from megatrain.config.other_tools import datasets
+from megatrain.config.other_tools.methods import METHODS, asked_loss
+from megatrain.config.other_tools.tables import ACCUMULATION, IN_STEPS, ROWS, defaults_of
+from megatrain.config.other_tools.tool_config import (
     Asks,
     Converter,
     Differs,
@@ -21,10 +29,7 @@ from megatrain.config.other_tools.asked import (
     ToolConfig,
     trl_names,
 )
-from megatrain.config.other_tools.cadence import whole_run
-from megatrain.config.other_tools.methods import METHODS, asked_loss
-from megatrain.config.other_tools.names import IN_STEPS
-from megatrain.config.quantities import read_number, read_whole
+from megatrain.config.quantities import read_number, read_tokens, read_whole
 from megatrain.config.sections import RopeSettings
 
 OFF = "off, as by default here"
@@ -383,14 +388,14 @@ CONVERTERS: dict[str, Converter] = {
     "flex_attention": _attention,
     "sdp_attention": _attention,
     "eager_attention": _attention,
-    "dataset": sources.llama_factory,
-    "eval_dataset": sources.llama_factory,
-    "datasets": sources.listed_sources,
-    "test_datasets": sources.listed_sources,
-    "dataset_name": sources.trl_train,
-    "dataset_config": sources.trl_train,
-    "dataset_train_split": sources.trl_train,
-    "dataset_test_split": sources.trl_eval,
+    "dataset": datasets.llama_factory,
+    "eval_dataset": datasets.llama_factory,
+    "datasets": datasets.listed_sources,
+    "test_datasets": datasets.listed_sources,
+    "dataset_name": datasets.trl_train,
+    "dataset_config": datasets.trl_train,
+    "dataset_train_split": datasets.trl_train,
+    "dataset_test_split": datasets.trl_eval,
     "val_size": _held_out,
     "val_set_size": _held_out,
     "neat_packing": _switch(on=True),
@@ -444,3 +449,94 @@ BY_TOOL: dict[tuple[str, str], Converter] = {
 def converter(key: str, asked: ToolConfig) -> Converter | None:
     """Return the converter of a key's value, None if the value is kept."""
     return BY_TOOL.get((asked.tool, key)) or CONVERTERS.get(key)
+
+
+def batch(asked: ToolConfig, max_length: Any, *, packed: bool) -> tuple[str, int, str]:
+    """Return our key for the batch, its value, and how it was computed.
+
+    A row of a packed batch is a sequence that several rows fill, so the batch is counted in tokens.
+    """
+    key, default = ROWS[asked.tool]
+    rows = _whole(asked.given(key, default), least=1)
+    accumulated = _whole(asked.given(ACCUMULATION, 1), least=1)
+    gpus = asked.num_gpus
+    total = rows * accumulated * gpus
+    made_of = f"{rows} rows x {accumulated} accumulated x {gpus} GPU{'s' * (gpus > 1)}"
+    if not packed:
+        return "train.batch_rows", total, made_of
+    try:
+        longest = read_tokens(max_length)
+    except ValueError:
+        raise DroppedKey(Asks("the longest row is not known")) from None
+    note = f"{made_of} x {longest} tokens, packed: the step count depends on how rows fill them"
+    return "train.batch_tokens", total * longest, note
+
+
+_PER_EPOCH = {"evals_per_epoch": "eval.every", "saves_per_epoch": "save.every"}
+_STRATEGIES = {
+    "eval_strategy": "eval.every", "evaluation_strategy": "eval.every",
+    "save_strategy": "save.every",
+}  # fmt: skip
+_STEPS = {"eval_steps": "eval.every", "save_steps": "save.every"}
+
+
+def counted_in_epochs(key: str, asked: ToolConfig) -> str:
+    """Return our key for a key that counts in epochs or shares of the run, else an empty string."""
+    value = asked[key]
+    if key in _PER_EPOCH:
+        return _PER_EPOCH[key] if _number_or_0(value) > 0 else ""
+    if key in _STRATEGIES:
+        return _STRATEGIES[key] if value == "epoch" else ""
+    if key in _STEPS and not any(asked.get(name) in ("no", "epoch", False) for name in _STRATEGIES
+                                 if _STRATEGIES[name] == _STEPS[key]):  # fmt: skip
+        return _STEPS[key] if 0 < _number_or_0(value) < 1 else ""
+    return ""
+
+
+def steps_between(key: str, asked: ToolConfig, sources: Sequence[Any], held_out: Any) -> int | None:
+    """Return the steps for such a key, None if the steps of the run are not known."""
+    epoch = _steps_of_an_epoch(asked, sources, held_out)
+    given = asked.given("num_train_epochs", asked.given("num_epochs", 0))
+    usual = defaults_of(asked).get("num_train_epochs", defaults_of(asked).get("num_epochs"))
+    epochs = _number_or_0(given) or _number_or_0(usual)
+    whole = whole_run(asked) or (math.ceil(epochs * epoch) if epoch else None)
+    if key in _STRATEGIES:
+        return epoch
+    if not whole:
+        return None
+    share = _number_or_0(asked[key])
+    if key in _PER_EPOCH:
+        share = 1 / (share * epochs)
+    return max(math.ceil(Fraction(whole) * Fraction(share).limit_denominator(1 << 20)), 1)
+
+
+def whole_run(asked: ToolConfig) -> int | None:
+    """Return the steps that a file gives, None if its epochs decide."""
+    steps = _number_or_0(asked.get("max_steps"))
+    return int(steps) if steps > 0 else None
+
+
+def _steps_of_an_epoch(asked: ToolConfig, sources: Sequence[Any], held_out: Any) -> int | None:
+    paths = [source.get("path") if isinstance(source, dict) else source for source in sources]
+    counts = [asked.num_rows_of(path) for path in paths if isinstance(path, str)]
+    if not counts or None in counts:
+        return None
+    rows = sum(number for number in counts if number is not None)
+    if isinstance(held_out, float):
+        rows -= math.ceil(held_out * rows)
+    key, default = ROWS[asked.tool]
+    try:
+        per_device, accumulated = (
+            _whole(asked.given(key, default), least=1),
+            _whole(asked.given(ACCUMULATION, 1), least=1),
+        )
+    except DroppedKey:
+        return None
+    return max(math.ceil(math.ceil(rows / (per_device * asked.num_gpus)) / accumulated), 1)
+
+
+def _number_or_0(value: Any) -> float:
+    try:
+        return _number(value)
+    except DroppedKey:
+        return 0

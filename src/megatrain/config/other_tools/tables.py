@@ -1,15 +1,17 @@
-"""The settings of other tools: their key and ours, or why there is none.
+"""The settings of other tools: their key and ours or why there is none, and their defaults.
 
-One table per tool. A config with such a key is refused with the hint from here,
-and translate.py translates files with it. docs/migration.md is written from it.
+One table per tool. A config with such a key is refused with the hint from here, and translate.py
+translates files with it. docs/migration.md is written from it. A key that no table has is reported
+as unknown, unless a prefix says what it belongs to.
 """
 
 from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
+from typing import Any
 
-from megatrain.config.other_tools.asked import Asks, Differs
+from megatrain.config.other_tools.tool_config import Asks, Differs, Tool, ToolConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,29 +117,24 @@ _HF = _table(
         RESUME: "resume_from_checkpoint",
         FOLDER: "overwrite_output_dir ignore_data_skip",
         RECOMPUTE: "gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing",
-        STREAMED: "deepspeed fsdp fsdp_config accelerator_config",
-        ONE_PROCESS: "ddp_timeout ddp_find_unused_parameters local_rank ddp_backend "
-        "ddp_bucket_cap_mb",
-        INDEXED: "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor "
-        "dataloader_persistent_workers",
+        STREAMED: "deepspeed fsdp accelerator_config",
+        ONE_PROCESS: "ddp_timeout local_rank",
+        INDEXED: "dataloader_num_workers",
         Differs(
             "no row is dropped: the last step of an epoch may have fewer"
         ): "dataloader_drop_last",
         MICRO: "per_device_eval_batch_size eval_accumulation_steps bf16_full_eval fp16_full_eval",
-        HUB: "push_to_hub hub_model_id hub_strategy hub_token hub_private_repo",
+        HUB: "push_to_hub hub_model_id",
         NAMED: "run_name",
-        PRINTED: "logging_dir logging_first_step disable_tqdm log_level "
-        "include_num_input_tokens_seen include_tokens_per_second logging_nan_inf_filter",
+        PRINTED: "logging_dir logging_first_step disable_tqdm log_level logging_nan_inf_filter",
         NO_TRICK: "neftune_noise_alpha label_smoothing_factor optim_args optim_target_modules",
-        NO_KERNEL: "liger_kernel_config",
         SAFE: "save_safetensors remove_unused_columns",
         "packing fills micro-batches with rows of any length": "group_by_length length_column_name",
         "a checkpoint can always be resumed": "save_only_model",
         Differs("the best checkpoint has the lowest evaluation loss"): "metric_for_best_model "
         "greater_is_better",
         "arithmetic follows the dtype": "tf32 half_precision_backend",
-        NOTHING_LIKE: "torch_empty_cache_steps eval_on_start eval_delay "
-        "torch_compile_backend torch_compile_mode",
+        NOTHING_LIKE: "torch_empty_cache_steps eval_on_start eval_delay",
     },
 )
 
@@ -147,7 +144,7 @@ _LORA = {
     "use_rslora": "lora.rslora",
 }
 
-LLAMA_FACTORY = _HF | _table(
+_LLAMA_FACTORY = _HF | _table(
     {
         "model_name_or_path": "model.name_or_path",
         "flash_attn": "model.attn",
@@ -183,13 +180,10 @@ LLAMA_FACTORY = _HF | _table(
     }
     | _LORA,
     {
-        NO_METHOD: "reward_model reward_model_adapters reward_model_type "
-        "reward_model_quantization_bit ppo_buffer_size ppo_epochs ppo_score_norm ppo_target "
-        "ppo_whiten_rewards",
+        NO_METHOD: "reward_model",
         NO_TERM: "pref_ftx pref_bco_weight ld_alpha",
-        ONE_REFERENCE: "ref_model ref_model_adapters ref_model_quantization_bit",
+        ONE_REFERENCE: "ref_model",
         ONE_ADAPTER: "additional_target loraplus_lr_ratio use_dora pissa_init create_new_adapter",
-        "only of pissa_init": "pissa_iter pissa_convert",
         EXACT: "quantization_bit fp8",
         HOW_QUANTIZED: "quantization_method quantization_type double_quantization upcast_layernorm "
         "quantization_device_map",
@@ -199,14 +193,11 @@ LLAMA_FACTORY = _HF | _table(
         CACHE: "overwrite_cache tokenized_path cache_dir preprocessing_batch_size",
         INDEXED: "preprocessing_num_workers streaming buffer_size",
         MIXED: "mix_strategy interleave_probs",
-        PRINTED: "plot_loss include_effective_tokens_per_second",
-        NO_KERNEL: "use_unsloth use_unsloth_gc",
+        PRINTED: "plot_loss",
+        NO_KERNEL: "use_unsloth",
         RECOMPUTE: "disable_gradient_checkpointing",
         NO_TRICK: "use_galore use_badam use_apollo use_muon use_adam_mini use_llama_pro "
         "mixture_of_depths shift_attn train_from_scratch use_dft_loss use_asft_loss use_eaft_loss",
-        "only of use_galore, use_apollo and use_badam": "galore_target galore_rank "
-        "galore_update_interval galore_scale apollo_target apollo_rank apollo_update_interval "
-        "apollo_scale badam_mode badam_switch_mode badam_switch_interval badam_update_ratio",
         Asks(
             "its factor is cutoff_len over the positions of the model: set model.rope to it, like "
             "{type: yarn, factor: 4.0}; a run whose rows need it names the line"
@@ -218,11 +209,10 @@ LLAMA_FACTORY = _HF | _table(
         "freeze_extra_modules",
         Differs("every row is used: shorten the file itself"): "max_samples",
         MICRO: "eval_on_each_dataset infer_backend infer_dtype",
-        NOTHING_LIKE: "ray_run_name ray_num_workers",
     },
 )
 
-AXOLOTL = {
+_AXOLOTL = {
     key: rule
     for key, rule in _HF.items()
     if key
@@ -293,12 +283,10 @@ AXOLOTL = {
         ONE_PASS: "precompute_ref_log_probs",
         "a sequence is as long as its rows": "dpo_padding_free",
         "data.max_length bounds prompt and answer together": "max_prompt_len",
-        ONE_ADAPTER: "lora_modules_to_save peft_use_dora peft relora_steps lora_rank_pattern "
-        "lora_alpha_pattern peft_layers_to_transform loraplus_lr_ratio peft_init_lora_weights",
+        ONE_ADAPTER: "lora_modules_to_save peft_use_dora relora_steps",
         "not needed: adapters are computed by plain products": "lora_mlp_kernel lora_qkv_kernel "
         "lora_o_kernel",
-        EXACT: "load_in_8bit load_in_4bit gptq qat quantization",
-        HOW_QUANTIZED: "bnb_config_kwargs",
+        EXACT: "load_in_8bit load_in_4bit gptq qat",
         OWN_TEMPLATE: "chat_template special_tokens default_system_message",
         OWN_TOKENIZER: "tokenizer_type tokenizer_config resize_token_embeddings_to_32x",
         NO_CODE: "trust_remote_code",
@@ -312,12 +300,11 @@ AXOLOTL = {
         "a sequence is as long as its rows, without padding": "pad_to_sequence_len "
         "eval_sample_packing pad_to_multiple_of",
         FROZEN: "unfrozen_parameters",
-        NO_KERNEL: "liger_rope liger_fused_linear_cross_entropy cut_cross_entropy "
-        "flash_attn_cross_entropy flash_attn_rms_norm unsloth_cross_entropy_loss",
+        NO_KERNEL: "liger_fused_linear_cross_entropy cut_cross_entropy",
         "not supported; sdpa is the default": "xformers_attention s2_attention",
         RESUME: "auto_resume_from_checkpoints",
-        NAMED: "wandb_entity wandb_watch wandb_name wandb_log_model wandb_run_id",
-        PRINTED: "debug include_tokens_per_second_per_gpu mlflow_experiment_name",
+        NAMED: "wandb_name",
+        PRINTED: "debug",
         NO_TRICK: "noisy_embedding_alpha cosine_constant_lr_ratio lr_groups "
         "loss_watchdog_threshold loss_watchdog_patience embedding_lr lisa_n_layers",
         NOTHING_LIKE: "strict hub_model_revision eval_table_size "
@@ -325,7 +312,7 @@ AXOLOTL = {
     },
 )
 
-TRL = _HF | _table(
+_TRL = _HF | _table(
     {
         "model_name_or_path": "model.name_or_path",
         "dtype": "model.dtype",
@@ -364,12 +351,11 @@ TRL = _HF | _table(
         "only of sync_ref_model": "ref_model_mixup_alpha ref_model_sync_steps",
         ONE_PASS: "precompute_ref_log_probs precompute_ref_batch_size",
         NO_TERM: "rpo_alpha ld_alpha use_weighting f_divergence_type cpo_alpha reference_free",
-        "only of loss types that are not supported": "loss_weights discopop_tau "
-        "f_alpha_divergence_coef",
+        "only of loss types that are not supported": "loss_weights",
         "models without dropout train the same": "disable_dropout",
         Differs("longer rows are cut at the end"): "truncation_mode",
         EXACT: "load_in_8bit load_in_4bit",
-        HOW_QUANTIZED: "bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage",
+        HOW_QUANTIZED: "use_bnb_nested_quant",
         OWN_TEMPLATE: "eos_token",
         OWN_TOKENIZER: "pad_token",
         NO_CODE: "trust_remote_code",
@@ -411,11 +397,102 @@ _PREFIXES = {
     HOW_QUANTIZED: ("bnb_",),
     STREAMED: ("deepspeed", "fsdp", "zero_", "accelerate"),
     ONE_PROCESS: ("ddp_", "nproc", "num_gpus", "tensor_parallel"),
-    NO_METHOD: ("dpo_", "ppo_", "grpo_", "kto_", "orpo_"),
+    NO_METHOD: ("dpo_", "ppo_", "grpo_", "kto_", "orpo_", "reward_model"),
     HUB: ("hub_", "push_to"),
+    INDEXED: ("dataloader_",),
+    NAMED: ("wandb_",),
+    PRINTED: ("include_", "mlflow_"),
+    NO_KERNEL: ("liger_", "unsloth_", "use_unsloth", "flash_attn_"),
+    ONE_REFERENCE: ("ref_model_",),
+    "only of use_galore, use_apollo and use_badam": ("galore_", "apollo_", "badam_"),
+    "only of pissa_init": ("pissa_",),
+    NOTHING_LIKE: ("torch_compile_", "ray_"),
 }
-NAMES = _ELSEWHERE | AXOLOTL | TRL | LLAMA_FACTORY
+"""Why there is no key for any other key with this beginning."""
+TABLES: dict[Tool, dict[str, Rule]] = {
+    "LLaMA-Factory": _LLAMA_FACTORY,
+    "Axolotl": _AXOLOTL,
+    "TRL": _TRL,
+}
+NAMES = _ELSEWHERE | _AXOLOTL | _TRL | _LLAMA_FACTORY
 """Every key of the other tools. Where tools disagree, our key is the same."""
+
+DEFAULTS: dict[Tool, dict[str, Any]] = {
+    "LLaMA-Factory": {
+        "learning_rate": 5e-5, "num_train_epochs": 3, "lr_scheduler_type": "linear",
+        "adam_beta2": 0.999, "warmup_steps": 0, "cutoff_len": 2048, "packing": False,
+        "finetuning_type": "lora", "lora_target": "all", "pref_loss": "sigmoid",
+        "pref_beta": 0.1, "simpo_gamma": 0.5,
+    },
+    "Axolotl": {
+        "adam_beta2": 0.999, "num_epochs": 1, "sequence_len": 512, "warmup_ratio": 0.03,
+        "sample_packing": False, "rl_beta": 0.1,
+    },
+    "TRL": {
+        "num_train_epochs": 3, "lr_scheduler_type": "linear", "adam_beta2": 0.999,
+        "warmup_steps": 0, "max_length": 1024, "packing": False, "dataset_test_split": "test",
+        "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": "PEFT",
+    },
+}  # fmt: skip
+"""A tool's value for a key that is absent, null or dropped."""
+BY_TRAINER: dict[str, dict[str, Any]] = {
+    "sft": {
+        "learning_rate": 2e-5, "assistant_only_loss": False, "router_aux_loss_coef": "model",
+    },
+    "dpo": {"learning_rate": 1e-6, "beta": 0.1, "router_aux_loss_coef": "model"},
+    "kto": {
+        "learning_rate": 1e-6, "beta": 0.1, "router_aux_loss_coef": "model",
+        "train_sampling_strategy": "sequential",
+    },
+    "orpo": {"learning_rate": 1e-6, "beta": 0.1},
+    "cpo": {"learning_rate": 1e-6, "beta": 0.1, "simpo_gamma": 0.5},
+}  # fmt: skip
+"""TRL's values that depend on the trainer."""
+CPO_ALPHA = 1.0
+"""Weight of the chosen answer's own loss in the simpo of TRL and Axolotl."""
+
+REQUIRED: dict[Tool, dict[str, str]] = {
+    "LLaMA-Factory": {},
+    "Axolotl": {
+        "learning_rate": "optim.learning_rate", "lora_r": "lora.rank", "lora_alpha": "lora.alpha",
+        "simpo_gamma": "loss.gamma",
+    },
+    "TRL": {},
+}  # fmt: skip
+"""Keys without which a run of a tool does not start, and ours: the user sets them."""
+
+ALWAYS: dict[Tool, dict[str, tuple[Any, str]]] = {
+    "LLaMA-Factory": {
+        "data.overlong": (
+            "truncate",
+            Differs("there prompt and answer of longer rows are cut in proportion; here the end"),
+        )
+    },
+    "Axolotl": {},
+    "TRL": {"data.overlong": ("truncate", "TRL always cuts longer rows at the end")},
+}
+"""Behavior of a tool without a key: our key, value and note."""
+
+NULL_MEANS: dict[tuple[Tool, str], tuple[tuple[str, ...], str]] = {
+    ("TRL", "max_length"): (
+        ("data.max_length", "data.overlong"),
+        Asks("there null never cuts a row: set data.max_length to the length of your longest row"),
+    ),
+}
+"""Keys whose null is not the default: our keys that then keep their value, and why."""
+
+ROWS: dict[Tool, tuple[str, int]] = {
+    "LLaMA-Factory": ("per_device_train_batch_size", 8),
+    "Axolotl": ("micro_batch_size", 1),
+    "TRL": ("per_device_train_batch_size", 8),
+}
+"""The key that counts the rows of a micro-batch, and its default."""
+ACCUMULATION = "gradient_accumulation_steps"
+
+
+def defaults_of(asked: ToolConfig) -> dict[str, Any]:
+    """Return the tool's values for keys that are absent, null or dropped."""
+    return DEFAULTS[asked.tool] | BY_TRAINER.get(asked.trainer, {})
 
 
 def prefix_rule(key: str) -> Rule | None:
