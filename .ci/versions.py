@@ -43,7 +43,6 @@ CORE = (
     "tests/engine/test_exactness.py",
     "tests/memory/test_host.py",
     "tests/optim/test_kernel.py",
-    "tests/planning/test_plots.py",
     "tests/report/test_page.py",
     "tests/run/test_console.py",
     "tests/run/test_sinks.py",

@@ -32,8 +32,6 @@ _HEAD_BYTES = 1 << 14
 _MOST_NAME_BYTES, _MOST_PATH_BYTES = 255, 4095
 _CALLS: dict[int, tuple[str, float]] = {}
 """The call that each thread is in, and the time of its last progress."""
-PNG_SIGNS = (b"\x89PNG", b"MegaTrain")
-"""In the header of our pictures, which names its software."""
 
 
 def is_too_long(name: str) -> bool:

@@ -54,7 +54,7 @@ def test_heavy_libraries_are_not_imported() -> None:
     code = (
         "import sys; from megatrain.planning.estimate import estimate;"
         "print(estimate('qwen3-8b', gpu='4090', ram='192GB'));"
-        "print({'torch', 'transformers', 'numpy', 'matplotlib'} & set(sys.modules))"
+        "print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(
@@ -249,19 +249,6 @@ def test_this_machine_is_meant_without_a_gpu() -> None:
 def test_what_cannot_be_meant_is_said(asked: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         estimate("qwen3-8b", **({"gpu": "4090"} | asked))  # type: ignore[arg-type]
-
-
-@pytest.mark.merge
-def test_a_plot_is_a_png(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    estimate("qwen3-0.6b", gpu="4090", ram="64GB").draw(tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_matplotlib_a_plot_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match="pip install matplotlib"):
-        estimate("qwen3-0.6b", gpu="4090", ram="64GB").draw(Path("never.png"))
 
 
 @pytest.mark.merge

@@ -12,7 +12,7 @@ import pytest
 
 from megatrain.errors import ConfigError
 from megatrain.report.page import render, write_report
-from megatrain.report.run import FILES, StepLine, read_run
+from megatrain.report.run import StepLine, read_run
 from tests.report.fake_runs import jsonl, metrics, write_run
 from tests.report.reading import Page, read
 
@@ -136,24 +136,21 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_files_appear_whole_or_not_at_all(run: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    written = write_report([run], tmp_path / "report.html")
-    assert written == [tmp_path / "report.html", tmp_path / "report.png"]
-    assert sorted(tmp_path.iterdir()) == sorted(written)
-    assert written[1].read_bytes().startswith(b"\x89PNG")
+    write_report([run], tmp_path / "report.html")
+    assert list(tmp_path.iterdir()) == [tmp_path / "report.html"]
     (tmp_path / "taken").mkdir()
     with pytest.raises(ConfigError, match=r"taken exists and was not written by megatrain"):
         write_report([run], tmp_path / "taken")
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(list(tmp_path.iterdir())) == 2
     with pytest.raises(ConfigError, match="at least one run folder"):
         write_report([], tmp_path / "report.html")
 
 
 def test_only_a_report_of_ours_is_replaced(run: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    first = write_report([run], tmp_path / "report.html")
-    assert write_report([run], tmp_path / "report.html") == first
-    assert write_report([run], tmp_path / "other.html")[1] == tmp_path / "other.png"
+    write_report([run], tmp_path / "report.html")
+    first = (tmp_path / "report.html").read_bytes()
+    write_report([run], tmp_path / "report.html")
+    assert (tmp_path / "report.html").read_bytes() == first
     for name, content in (
         ("rows.jsonl", b"{}"), ("page.html", b"<!DOCTYPE html>\n<html></html>"), ("empty", b""),
     ):  # fmt: skip
@@ -161,34 +158,6 @@ def test_only_a_report_of_ours_is_replaced(run: Path, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"{name} exists and was not written by megatrain"):
             write_report([run], tmp_path / name)
         assert (tmp_path / name).read_bytes() == content
-
-
-@pytest.mark.parametrize("content", [b"precious", b"\x89PNG of somebody else"])
-def test_a_picture_of_somebody_else_stays_and_nothing_is_written(
-    run: Path, tmp_path: Path, content: bytes
-) -> None:
-    (tmp_path / "mine.png").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"mine\.png exists and was not written by megatrain"):
-        write_report([run], tmp_path / "mine.html")
-    with pytest.raises(ConfigError, match="is the name of a picture"):
-        write_report([run], tmp_path / "mine.png")
-    assert (tmp_path / "mine.png").read_bytes() == content
-    assert not (tmp_path / "mine.html").exists()
-
-
-def test_strange_names_do_not_trouble_the_picture(tmp_path: Path) -> None:
-    names = ("_hidden", "$x_{", "\u8fd0\u884c")
-    folders = [write_run(tmp_path / name, num_steps=5) for name in names]
-    write_report(folders, tmp_path / "report.html")
-
-
-def test_without_matplotlib_or_a_loss_there_is_no_picture(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bare = write_run(tmp_path / "bare", without=frozenset(FILES) - {"config.yaml"})
-    assert write_report([bare], tmp_path / "a.html") == [tmp_path / "a.html"]
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert write_report([run], tmp_path / "b.html") == [tmp_path / "b.html"]
 
 
 def test_a_report_needs_no_torch() -> None:

@@ -465,7 +465,6 @@ def estimate_command(
     gpus: Annotated[int, typer.Option(help="GPUs of each host.")] = 1,
     hosts: Annotated[int, typer.Option(help="Hosts, with that memory each.")] = 1,
     network: Annotated[str | None, typer.Option(help="Between hosts, like 25GbE or 3GB/s.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="PNG file to write.")] = None,
     list_known: Annotated[bool, typer.Option("--list", help="List known models and GPUs.")] = False,
     details: Annotated[
         bool, typer.Option("--details", help="Print all lines of memory and all choices.")
@@ -497,6 +496,4 @@ def estimate_command(
         network=network,
     )
     typer.echo(found.to_json() if as_json else found.text(details=details))
-    if plot is not None:
-        found.draw(plot)
     raise typer.Exit(0 if found.fits else DoesNotFit.exit_code)

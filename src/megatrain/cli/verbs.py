@@ -126,8 +126,9 @@ def report_on(runs: Sequence[Path], target: Path | None) -> str:
     for run in runs:
         if not (run / "metrics.jsonl").exists():
             raise RunFolderError(f"{run} has no metrics.jsonl. Give a run folder.")
-    written = write_report(list(runs), target or runs[0] / "report.html")
-    return "\n".join(f"report in {path}" for path in written)
+    page = target or runs[0] / "report.html"
+    write_report(runs, page)
+    return f"report in {page}"
 
 
 def evaluate_model(

@@ -7,7 +7,7 @@
 The config is read as `train` reads it (from_config.py), so both plan the same run.
 
 Laws (tests/planning/test_estimate.py)
-    1. Neither torch nor transformers nor matplotlib is imported for a known model.
+    1. Neither torch nor transformers is imported for a known model.
     2. A plan that does not fit reports by how much, and each change it proposes, applied, fits.
     3. The first line is the verdict. No other line is longer than 80 columns.
     4. On the same machine `train` makes the same plan of the same config; only the data, which
@@ -27,7 +27,6 @@ from megatrain.config.load import resolve_config
 from megatrain.config.quantities import read_bytes, read_count, read_number, read_tokens
 from megatrain.config.yaml_reader import Document
 from megatrain.errors import ConfigError
-from megatrain.files import PNG_SIGNS, require_replaceable, write_file
 from megatrain.memory.host import free_bytes
 from megatrain.planning.alternatives import alternatives, planned
 from megatrain.planning.catalog.asked_machines import find_machine
@@ -116,16 +115,6 @@ class Estimate:
             "cost": self.cost,
         }
         return json.dumps(facts, indent=1)
-
-    def draw(self, path: Path) -> None:
-        """Write the two plots as one PNG. Raises ConfigError without matplotlib.
-
-        A picture that we wrote is replaced; any other file is a ConfigError too.
-        """
-        from megatrain.planning.plots import draw
-
-        require_replaceable(path, PNG_SIGNS)
-        write_file(path, draw(self.plan, self.machine), durable=False)
 
     def _head(self) -> list[str]:
         model = self.plan.workload.model

@@ -1,6 +1,6 @@
 """From run folders to one HTML file (drawing/document.py).
 
-    folder --run_folder--> Run --sections--> Html --write_report--> report.html, report.png
+    folder --run_folder--> Run --sections--> Html --write_report--> report.html
 
 Laws (tests/report/test_page.py)
     1. No untrusted text becomes markup; the page parses, with every element closed.
@@ -15,12 +15,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatrain.errors import ConfigError
-from megatrain.files import PNG_SIGNS, require_replaceable, write_file
+from megatrain.files import require_replaceable, write_file
 from megatrain.report.config_diff import config_section
 from megatrain.report.curves import curves
 from megatrain.report.drawing.document import document, signs
 from megatrain.report.drawing.markup import Html
-from megatrain.report.loss_png import draw_loss
 from megatrain.report.memory_bars import memory_section
 from megatrain.report.run import Run, read_run
 from megatrain.report.summary import summary_section
@@ -32,27 +31,17 @@ from megatrain.report.timeline import timeline_section
 _NAME = "MegaTrain report"
 
 
-def write_report(folders: Sequence[Path], target: Path) -> list[Path]:
-    """Write the report of one run, or of several side by side, and return the files written.
+def write_report(folders: Sequence[Path], target: Path) -> None:
+    """Write the report of one run, or of several side by side.
 
-    These are `target` and, where matplotlib is installed and a loss was logged, a PNG of the same
-    name. Raises ConfigError if a folder holds no run, or a file that is not our report is in
-    the way; DiskError if the system fails to read or write.
+    Raises ConfigError if a folder holds no run, or a file that is not our report is in the way;
+    DiskError if the system fails to read or write.
     """
     if not folders:
         raise ConfigError("a report needs at least one run folder")
-    picture = target.with_suffix(".png")
-    if picture == target:
-        raise ConfigError(f"{target} is the name of a picture. Give a name that ends in .html")
     require_replaceable(target, signs(_NAME))
-    require_replaceable(picture, PNG_SIGNS)
     runs = [read_run(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
     write_file(target, render(runs).encode(), durable=False)
-    image = draw_loss(runs)
-    if image is None:
-        return [target]
-    write_file(picture, image, durable=False)
-    return [target, picture]
 
 
 def render(runs: Sequence[Run]) -> Html:

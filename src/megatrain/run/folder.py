@@ -8,7 +8,7 @@
     samples.jsonl   text before and during training
     events.jsonl    saves, resumes, signals, rollbacks
     checkpoints/    step-N-id, each complete or absent; links `last` and `best` for people
-    trace.json      one step, for Perfetto         report.html, report.png
+    trace.json      one step, for Perfetto         report.html
     .megatrain      the mark by which we know a folder as ours; it is written first
 
 A run writes only into a folder that is new, empty, or marked as ours: nothing of anybody else's is
