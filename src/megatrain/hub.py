@@ -346,31 +346,16 @@ def _download(name: str, file: str, revision: str, advance: Advance = lambda _: 
 
 
 def _bar(advance: Advance) -> Any:
-    """Return a class that replaces the progress bar of huggingface_hub."""
+    """Return a class that replaces the progress bar of huggingface_hub, and shows nothing."""
+    from huggingface_hub.utils import tqdm
 
-    class Bar:
+    class Bar(tqdm):  # type: ignore[misc, type-arg]
         def __init__(self, *_: object, initial: int = 0, **__: object) -> None:
-            self.total: int | None = None
+            super().__init__(disable=True)
             self.update(initial)
 
-        def update(self, count: float | None = 1) -> None:
-            advance(int(count or 0))
-
-        def update_transfer(self, count: float | None = 1) -> None:
-            """Bytes on the wire; those on the disk are counted."""
-
-        def set_postfix_str(self, *_: object, **__: object) -> None: ...
-
-        def set_transfer_postfix_str(self, *_: object, **__: object) -> None: ...
-
-        def refresh(self) -> None: ...
-
-        def close(self) -> None: ...
-
-        def __enter__(self) -> Bar:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
+        def update(self, n: float | None = 1) -> None:
+            advance(int(n or 0))
 
     return Bar
 
