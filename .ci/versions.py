@@ -32,7 +32,7 @@ CORE = (
     "tests/config/test_load.py",
     "tests/config/test_settings.py",
     "tests/data/chat/test_template.py",
-    "tests/data/rows/test_given.py",
+    "tests/data/rows/test_in_memory.py",
     "tests/data/rows/test_hub_rows.py",
     "tests/data/rows/test_reading.py",
     "tests/data/test_preview.py",

@@ -3,7 +3,7 @@
     fp8      weights in E4M3 with a scale per block, per row or per matrix: DeepSeek, Qwen3-FP8
     mxfp4    experts in 4 bits with an exponent per 32 values: gpt-oss
 
-Both are dequantised while they are loaded (disk/hf/scaled.py), to the weights that transformers
+Both are dequantised while they are loaded (disk/hf/dequantize.py), to the weights that transformers
 would give. Every other method is refused by its name, with what to do.
 
 Laws (tests/test_quantisation.py)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatrain.cli.demo import byte_tokenizer
-from megatrain.data.rows.given import GivenRows
+from megatrain.data.rows.in_memory import GivenRows
 from megatrain.data.tokens import prepare as preparing
 from megatrain.data.tokens.encoding import ChunkEncoder
 from megatrain.data.tokens.prepare import prepare
@@ -164,7 +164,7 @@ import json, sys
 from pathlib import Path
 print("imported")
 import megatrain.data.tokens.prepare as preparing
-from megatrain.data.rows.given import GivenRows
+from megatrain.data.rows.in_memory import GivenRows
 from testkit.tokenizers_of_kinds import tokenizer_of
 preparing._MANY_ROWS = 600
 if sys.argv[1] == "shown":

@@ -17,8 +17,8 @@ from megatrain.choices import PreferenceFormat
 from megatrain.config import Config
 from megatrain.config.sections import DataSource
 from megatrain.data.chat.choice import choose_template
-from megatrain.data.rows.given import GivenRows
 from megatrain.data.rows.hub_rows import located
+from megatrain.data.rows.in_memory import GivenRows
 from megatrain.data.steps.answers import PairedAnswers, check_room, joined_answers, tokens_together
 from megatrain.data.steps.order import MixedOrder
 from megatrain.data.tokens.documents import Documents, JoinedDocuments, Subset, hold_out, num_rows

@@ -17,7 +17,7 @@ from typing import Any
 
 from megatrain.config import Config
 from megatrain.config.other_tools.tables import NAMES, is_elsewhere
-from megatrain.data.rows.given import GivenRows
+from megatrain.data.rows.in_memory import GivenRows
 from megatrain.errors import ConfigError
 from megatrain.losses.loss import Loss
 from megatrain.ranks.ranks import ALONE, Ranks

@@ -9,7 +9,7 @@ arguments into a pipe, and if the child ends before it has read them, the write 
 Laws (tests/data/chat/test_probe.py)
     1. A template that does not end, or not within its memory, is a DataError.
     2. So are child processes that cannot start, as those of a script that cannot be imported.
-    3. A child that does not need the program never imports it (tests/data/rows/test_given.py).
+    3. A child that does not need the program never imports it (tests/data/rows/test_in_memory.py).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from megatrain.data.rows.given import GivenRows
+from megatrain.data.rows.in_memory import GivenRows
 from megatrain.data.rows.reading import Raw, data_files, no_such_data, without_filling
 from megatrain.errors import ConfigError, DataError
 from megatrain.hub import dataset_commit, is_id

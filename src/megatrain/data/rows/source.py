@@ -14,8 +14,8 @@ from pathlib import Path
 
 from megatrain.choices import RowFormat
 from megatrain.data.rows.formats import FIRST_ROWS, Format, detect_format
-from megatrain.data.rows.given import GivenRows
 from megatrain.data.rows.hub_rows import HubRows, Where, located
+from megatrain.data.rows.in_memory import GivenRows
 from megatrain.data.rows.reading import data_files, parsed, read_unparsed
 from megatrain.data.rows.rows import Row, canonical
 from megatrain.data.rows.skipped import BadRow, SkippedRows

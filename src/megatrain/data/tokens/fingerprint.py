@@ -2,8 +2,8 @@
 
 Files are known by size, time of change, and their first and last MiB: reading all of them at every
 start would cost minutes, and a file whose middle changes gets another time. Rows that a program
-gives are known by all of their contents (data/rows/given.py). Our own code is known by its text, so
-a cache never outlives the code that wrote it.
+gives are known by all of their contents (data/rows/in_memory.py). Our own code is known by its
+text, so a cache never outlives the code that wrote it.
 """
 
 from __future__ import annotations

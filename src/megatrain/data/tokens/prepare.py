@@ -11,7 +11,7 @@ Laws (tests/data/tokens/test_prepare.py)
     2. The same data, tokenizer and settings are not tokenised twice; any other are.
     3. A preparation that fails leaves nothing that a later one would take for complete.
     4. Rows that a program gives need no other process to import it
-       (tests/data/rows/test_given.py).
+       (tests/data/rows/test_in_memory.py).
 """
 
 from __future__ import annotations

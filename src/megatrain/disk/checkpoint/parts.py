@@ -1,7 +1,7 @@
 """The parts of a checkpoint, block by block: which tensors in which files.
 
     model/   an ordinary Hugging Face folder, one file per block: `from_pretrained` loads it.
-             Of a joint model one file more, with what it carries (disk/hf/carried.py)
+             Of a joint model one file more, with what it carries (disk/hf/multimodal_tensors.py)
     state/   lo and the optimizer's states of each block that is trained, by param name
 
 Of a model with adapters, model/ has these alone, a file per block, and what PEFT calls them; the

@@ -83,7 +83,7 @@ def export_weights(
     """Write the model to `folder`: shards, index, config, and the `carried` files, by name.
 
     `masters` writes fp32, what `lo` has included. Adapters are merged into the weights that they
-    belong to. `beside` are tensors that the model carries, behind its own (carried.py).
+    belong to. `beside` are tensors that the model carries, behind its own (multimodal_tensors.py).
     `write_tensors` says the rest.
     """
     dtype = torch.float32 if masters else decoder.model.dtype

@@ -7,7 +7,7 @@ the page cache, and writes it where it belongs. bf16 goes to `hi` as it is and l
 which costs no memory; fp32 and fp16 are split exactly into `hi` and `lo`. Where `lo` is on disk,
 bf16 leaves the disk alone, and other pieces go there chunk by chunk.
 
-Quantised tensors are dequantised by the workers (scaled.py), and placed as what they are then.
+Quantised tensors are dequantised by the workers (dequantize.py), and placed as what they are then.
 
 Where ranks share the store, each reads what it owns, and buffers. Of quantised tensors it reads
 whole rows, and of transposed ones whole matrices. A rank that owns rows of new
@@ -34,11 +34,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatrain.disk.hf.dequantize import Piece, PlacedValues, Scaled, pair_scales, typed
 from megatrain.disk.hf.folder import StoredTensor, read_folder
 from megatrain.disk.hf.growth import Growth, tables
 from megatrain.disk.hf.names import FolderTensor, NameMap
 from megatrain.disk.hf.safetensors_format import DTYPES
-from megatrain.disk.hf.scaled import Piece, PlacedValues, Scaled, pair_scales, typed
 from megatrain.errors import WeightsMismatch, listing
 from megatrain.memory.direct import DISK_PAGE, DirectReader, aligned_buffer, copy_bytes
 from megatrain.memory.kinds import Kind

@@ -19,12 +19,12 @@ from megatrain.disk.adapters.folder import (
     tokenizer_source,
 )
 from megatrain.disk.adapters.start import start_adapters
-from megatrain.disk.hf.carried import SourceTensor, carried_tensors
 from megatrain.disk.hf.export import SHARD_BYTES, Origin, export_weights
 from megatrain.disk.hf.exported import require_as_written
 from megatrain.disk.hf.folder import read_carried, read_config_bytes
 from megatrain.disk.hf.growth import Growth
 from megatrain.disk.hf.load import load_weights, match_tensors
+from megatrain.disk.hf.multimodal_tensors import SourceTensor, carried_tensors
 from megatrain.errors import ConfigError, ModelFolderError
 from megatrain.hub import find_model
 from megatrain.memory.kinds import Kind

@@ -9,7 +9,7 @@ straight into its place, and export is the same map walked the other way.
 
 What a joint model carries has names too, and no place: its tensors are known by name alone.
 
-Laws (tests/models/test_families.py, tests/disk/hf/test_carried.py)
+Laws (tests/models/test_families.py, tests/disk/hf/test_multimodal_tensors.py)
     1. The map covers each element of each param and persistent buffer exactly once.
     2. It has the names and shapes that `save_pretrained` writes.
 """

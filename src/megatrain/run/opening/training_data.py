@@ -27,7 +27,7 @@ from megatrain.batch import MicroBatch
 from megatrain.cache import writable_cache_folder
 from megatrain.config import Config
 from megatrain.config.sections import DataSource
-from megatrain.data.rows.given import GivenRows
+from megatrain.data.rows.in_memory import GivenRows
 from megatrain.data.steps.answers import PER_ROW, PairedAnswers, joined_answers
 from megatrain.data.steps.loader import Loader
 from megatrain.data.steps.order import Indices, InOrder, Order

@@ -10,7 +10,7 @@ buffer and gets weights in the dtype of the model, which is all that the run eve
 from a folder that was dequantised before, to the bit. Where a block of fp8 hangs over the edge of a
 matrix, blocks have the size that config.json gives; else they divide the matrix by its scales.
 
-Laws (tests/disk/hf/test_scaled.py)
+Laws (tests/disk/hf/test_dequantize.py)
     1. Weights have the bits of transformers' own dequantisation, whatever the pieces.
     2. Scales that are missing, misshapen, mistyped or left over are named before a byte is read;
        values that are not finite while they are.

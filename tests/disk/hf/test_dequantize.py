@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, _dequantize_fp8_weight
 
 from megatrain import load_model
+from megatrain.disk.hf import dequantize as scaled_module
 from megatrain.disk.hf import load as load_module
-from megatrain.disk.hf import scaled as scaled_module
 from megatrain.disk.hf.growth import Growth
 from megatrain.disk.hf.model import HostModel, read_model_folder
 from megatrain.errors import WeightsMismatch

@@ -7,7 +7,7 @@ folder of the family (heads for several tokens at once) is carried too.
 An export over the source replaces its files: a tensor is looked up again when the file that had it
 is another.
 
-Laws (tests/disk/hf/test_carried.py)
+Laws (tests/disk/hf/test_multimodal_tensors.py)
     1. A copy has the name, dtype, shape and bytes of the source.
     2. Memory grows by pieces that are on their way, not by the tensors.
     3. A source that has lost a tensor, or has another of its name, is a DiskError.

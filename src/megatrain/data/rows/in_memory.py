@@ -5,7 +5,7 @@ was prepared from them is found again. A Dataset is read in batches from its Arr
 which has no length (an iterable, a generator, an IterableDataset), is read once, in order, as far
 as a run needs it, and known by what was read. It costs memory for a few rows at a time.
 
-Laws (tests/data/rows/test_given.py)
+Laws (tests/data/rows/test_in_memory.py)
     1. The same rows give the same documents as a Dataset, as a list, as a stream and in a file.
     2. The mark changes with any cell of any row, and with nothing else.
     3. A stream is read once, each row once, and no further than asked.
