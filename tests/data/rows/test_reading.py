@@ -14,7 +14,7 @@ import pytest
 from datasets import Dataset
 
 from megatrain.data.rows import reading
-from megatrain.data.rows.reading import data_files, parsed, read_rows
+from megatrain.data.rows.reading import Raw, data_files, parsed, read_unparsed
 from megatrain.data.rows.skipped import BadRow
 from megatrain.data.rows.source import open_source
 from megatrain.errors import DataError
@@ -22,6 +22,10 @@ from testkit.effort import require_effort
 from testkit.written import SUFFIXES, write
 
 ROWS = [{"text": text} for text in ("one", "42", "NA", "null", "a, b", "caf\u00e9", 'say "x"')]
+
+
+def read_rows(path: Path) -> list[Raw]:
+    return [(number, parsed(value)) for number, value in read_unparsed(path)]
 
 
 def _values(path: Path) -> list[Any]:

@@ -81,19 +81,16 @@ class JsonLine(str):
     __slots__ = ()
 
 
-def read_rows(path: str | Path, advance: Advance = lambda _: None) -> Iterator[Raw]:
-    """Yield the raw rows of a local file, by its suffix; report bytes to `advance`."""
-    for number, value in read_unparsed(path, advance):
-        yield number, parsed(value)
-
-
 def parsed(value: object) -> object:
     """Return the value of a line, or a BadRow; any other value unchanged."""
     return _parsed(value) if isinstance(value, JsonLine) else value
 
 
 def read_unparsed(path: str | Path, advance: Advance = lambda _: None) -> Iterator[Raw]:
-    """Yield the same with each line of JSON as a `JsonLine`."""
+    """Yield the raw rows of a local file, by its suffix; report bytes to `advance`.
+
+    A line of JSON is a `JsonLine`, which `parsed` reads.
+    """
     path = Path(path)
     reader = _READERS.get(_kind(path))
     if reader is None:
