@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +19,6 @@ from megatrain.disk.adapters.folder import (
     read_adapter_folder,
     tokenizer_source,
 )
-from megatrain.disk.adapters.start import start_adapters
 from megatrain.disk.hf.export import SHARD_BYTES, Origin, export_weights
 from megatrain.disk.hf.exported import require_as_written
 from megatrain.disk.hf.folder import read_carried, read_config_bytes
@@ -29,12 +29,15 @@ from megatrain.errors import ConfigError, ModelFolderError
 from megatrain.hub import find_model
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout
+from megatrain.memory.master import split_into
 from megatrain.memory.placement import UNPLACED, Placement
 from megatrain.memory.store import Store, open_store
 from megatrain.memory.tier.scratch_file import Scratch
 from megatrain.model_files import GENERATION_NAME
 from megatrain.models.adapters.lora import Lora
 from megatrain.models.build import build_decoder, named_ends
+from megatrain.models.adapters.lora import Lora, first_values
+from megatrain.models.chain.joint import text_part
 from megatrain.models.config_json import parse_config, without_quantisation
 from megatrain.models.decoder import Decoder
 from megatrain.models.multimodal import text_part
@@ -180,7 +183,7 @@ class ModelFolder:
             if self.adapter is not None and base is None:
                 self.adapter.load(home.decoder, home.store)
             elif base is None:
-                start_adapters(home.decoder, home.store)
+                _start_adapters(home.decoder, home.store)
         except BaseException:
             home.store.close()
             raise
@@ -315,3 +318,24 @@ def _generation_config(carried: Mapping[str, bytes]) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ModelFolderError(f"{GENERATION_NAME} is a {type(fields).__name__}, not an object")
     return fields
+
+
+def _start_adapters(decoder: Decoder, store: Store) -> None:
+    """Write the values that the seed gives new adapters, as far as their params are here.
+
+    Law (tests/disk/adapters/test_start.py): the stores of all ranks together have the bits of one.
+    """
+    if decoder.adapters is None:
+        return
+    for param in decoder.params:
+        place = store.layout.places[param.name]
+        if not param.is_adapter or not place.owned:
+            continue
+        values = first_values(param.name, param.shape, decoder.adapters.lora.seed)
+        values = values.view(-1)[place.owned.start : place.owned.stop]
+        hi, split = store.param(param.name, Kind.HI).view(-1), place.has(Kind.LO)
+        with store.changing(place.segment.block, Kind.LO) if split else nullcontext() as region:
+            if split:
+                split_into(values, hi, store.param(param.name, Kind.LO, region).view(-1))
+            else:
+                hi.copy_(values)
