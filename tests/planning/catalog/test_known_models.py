@@ -51,6 +51,12 @@ def test_active_params_are_those_in_the_names() -> None:
         assert shape.active_params == pytest.approx(active, rel=0.03), name
 
 
+def test_logits_that_a_family_caps_or_scales_are_counted() -> None:
+    for name, copies in (("gemma-2-9b", 5), ("c4ai-command-r-v01", 3), ("qwen3-8b", 0)):
+        shape = shape_from_config(find_known_model(name).config, name)
+        assert shape.logit_copies == copies, name
+
+
 @pytest.mark.parametrize(
     ("asked", "found"),
     [

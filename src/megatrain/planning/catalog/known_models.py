@@ -39,6 +39,13 @@ _EXPERT_KEYS = {
     "olmoe": "num_experts",
 }
 """Others call them n_routed_experts."""
+_LOGITS: dict[str, dict[str, float]] = {
+    "gemma2": {"final_logit_softcapping": 30.0},
+    "cohere": {"logit_scale": 0.0625},
+    "cohere2": {"logit_scale": 0.0625},
+    "granite": {"logits_scaling": 8.0},
+}
+"""Families whose logits are capped or scaled, which holds copies of them."""
 _EXPERTS = re.compile(r"(\d+)/(\d+)(?:x(\d+))?(?:\+(\d+))?")
 """Chosen / all x width of each + shared."""
 _VARIANT = re.compile(r"-(instruct|base|chat|it|pt|hf|thinking|preview|\d{4})$")
@@ -121,6 +128,7 @@ def _row(line: str) -> KnownModel:
     }
     if head_dim:
         config["head_dim"] = head_dim
+    config |= _LOGITS.get(family, {})
     words = line.split()[11:]
     for word in words:
         config |= {} if word.startswith("@") else _extra(family, word)
