@@ -4,6 +4,7 @@
     errors.md      every error, from megatrain.errors
     migration.md   keys of other tools, from megatrain.config.other_tools.tables
     tree.md        every module, from the first lines of their docstrings
+    migration.md   keys of other tools, from megatrain.config.other_tools.names
     timeline.svg   a step, from the simulator: timeline.py
     tour.svg       a recorded terminal, from tour.json: tour.py
     gpu.md         its table of causes, from megatrain.doctor.gpu_check.findings
@@ -14,7 +15,6 @@ tests/test_docs.py checks that the pages are up to date.
 
 from __future__ import annotations
 
-import ast
 import json
 import runpy
 from pathlib import Path
@@ -33,7 +33,6 @@ from megatrain.planning.search import reserves, shortfalls
 from megatrain.text import duration
 
 HERE = Path(__file__).parent
-SOURCE = HERE.parent / "src" / "megatrain"
 README = HERE.parent / "README.md"
 
 UNCLIPPED = "train.max_grad_norm=null"
@@ -60,12 +59,6 @@ FITS_END = """
 Disk is for two checkpoints, a third while it is written, and the exported model; {least} is enough
 for the first row with `save.keep=1 optim.state=8bit`. A scratch file for states is not counted.
 """
-TREE_HEAD = """# Files
-
-Every module of `src/megatrain`, by folder, with the first line of its docstring. `docs/generate.py`
-writes this page. [Where each kind of change goes](where.md) is the map for contributors.
-"""
-
 CONFIG_HEAD = """# Config
 
 A run is one YAML file with sections. This is the shortest:
@@ -214,18 +207,6 @@ def migration_page() -> str:
     return "".join(parts)
 
 
-def tree_page() -> str:
-    """Return docs/tree.md."""
-    parts = [TREE_HEAD]
-    for folder in sorted({path.parent for path in SOURCE.rglob("*.py")}):
-        name = folder.relative_to(SOURCE.parent).as_posix()
-        parts.append(f"\n## {name}/\n\n{_first_line(folder / '__init__.py')}\n\n")
-        files = sorted(path for path in folder.glob("[!_]*") if path.suffix in (".py", ".c"))
-        rows = [f"| `{path.name}` | {_first_line(path)} |\n" for path in files]
-        parts += ["| file | contents |\n|---|---|\n", *rows] if rows else []
-    return "".join(parts)
-
-
 def timeline() -> str:
     """Return docs/timeline.svg."""
     return str(runpy.run_path(str(HERE / "timeline.py"))["picture"]())
@@ -264,7 +245,6 @@ PAGES = {
     "config.md": config_page,
     "errors.md": errors_page,
     "migration.md": migration_page,
-    "tree.md": tree_page,
     "timeline.svg": timeline,
     "tour.svg": tour,
 }
@@ -304,13 +284,6 @@ def _states(found: Estimate) -> str:
         return str(settings.state)
     also = " and gradients" if settings.tier == "gradients" else ""
     return f"{settings.state}{also} on disk, {wear.day_bytes / 1e12:,.0f} TB written a day"
-
-
-def _first_line(path: Path) -> str:
-    """Return the first line of a module's docstring, or of the comment that heads a C file."""
-    text = path.read_text()
-    line = text if path.suffix == ".c" else ast.get_docstring(ast.parse(text)) or ""
-    return line.splitlines()[0].removeprefix("/* ").replace("|", "\\|")
 
 
 def _settings_table(section: type[Section]) -> str:

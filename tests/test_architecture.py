@@ -343,7 +343,6 @@ def _folders_of(readme: str) -> set[str]:
 
 
 def test_the_readme_names_every_folder() -> None:
-    """docs/tree.md has every file; tests/test_docs.py keeps it up to date."""
     real = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
     assert _folders_of((ROOT / "README.md").read_text()) == real
 

@@ -28,7 +28,7 @@ def generate() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "name", ["config.md", "errors.md", "migration.md", "tree.md", "timeline.svg", "tour.svg"]
+    "name", ["config.md", "errors.md", "migration.md", "timeline.svg", "tour.svg"]
 )
 def test_pages_are_up_to_date(name: str, generate: dict[str, Any]) -> None:
     assert (DOCS / name).read_text() == generate["PAGES"][name](), "run: python docs/generate.py"
