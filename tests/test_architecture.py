@@ -43,7 +43,8 @@ READ_A_CLOCK = {
     Path("tests/proofs/test_mutants.py"),  # ends what hangs
 }
 CITATION = (
-    r"\b(?:src|tests|testkit|proofs|benchmarks|docs|examples)/[\w/]*\w\.(?:py|c|md|yaml|png|tsv)\b"
+    r"\b(?:src|tests|testkit|proofs|benchmarks|docs|examples|journal)"
+    r"/[\w/-]*\w\.(?:py|c|md|yaml|png|tsv)\b"
 )
 CITING = ("src", "docs", "examples", "benchmarks", "proofs", "testkit")
 OS_CHANGES = {"replace", "rename", "remove", "write", "link", "open"}

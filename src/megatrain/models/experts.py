@@ -7,7 +7,7 @@ Here the sizes are asked for once in a forward, and kept for its second product 
 
 No wait at all needs a kernel that torch does not have. With torch's ops either each row brings a
 copy of its expert's weights, or each tile of rows does: both move more bytes than the wait costs
-(docs/journal.md).
+(journal/2026-11.md).
 
 Laws (tests/models/test_experts.py)
     1. The bits of torch's grouped product where it has no kernel.
