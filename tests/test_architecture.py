@@ -1,4 +1,4 @@
-"""What keeps the tree honest: import direction, banned names, no foreign code, README = tree."""
+"""What keeps the tree honest: import direction, banned names, no foreign code, citations."""
 
 from __future__ import annotations
 
@@ -338,14 +338,14 @@ def test_type_checkers_of_users_see_our_types() -> None:
     assert {p for p in SOURCE.rglob("*.*") if "__pycache__" not in p.parts} == sources | shipped
 
 
-def _folders_of(readme: str) -> set[str]:
-    block = re.search(r"```\nsrc/megatrain/\n(.*?)```", readme, re.S)
+def _folders_of(page: str) -> set[str]:
+    block = re.search(r"```\nsrc/megatrain/\n(.*?)```", page, re.S)
     return set(re.findall(r"^  (\w+)/ +\S", block[1], re.M)) if block else set()
 
 
-def test_the_readme_names_every_folder() -> None:
+def test_contributing_names_every_folder() -> None:
     real = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
-    assert _folders_of((ROOT / "README.md").read_text()) == real
+    assert _folders_of((ROOT / "CONTRIBUTING.md").read_text()) == real
 
 
 def test_a_missing_folder_would_be_noticed() -> None:

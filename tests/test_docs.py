@@ -133,15 +133,17 @@ def test_the_reference_has_every_public_name() -> None:
 
 
 def _missing_paths(page: str) -> list[str]:
-    """Return the paths in the table of where.md that do not exist."""
+    """Return the paths in a table of CONTRIBUTING.md that do not exist."""
     homes = (SOURCE, DOCS.parent)
     cited = re.findall(r"`([\w./]+(?:/[\w./]+|\.py))`", page)
     return [path for path in cited if not any((home / path).exists() for home in homes)]
 
 
-def test_a_contributor_finds_the_files_of_where_md() -> None:
-    page = (DOCS / "where.md").read_text()
-    assert _missing_paths(page) == []
+def test_a_contributor_finds_the_files_of_each_change() -> None:
+    page = (DOCS.parent / "CONTRIBUTING.md").read_text()
+    _, _, section = page.partition("\n## Where each kind of change goes\n")
+    assert _missing_paths(section.partition("\n## ")[0]) == []
+    assert section
     assert _missing_paths("`errors.py`, `no/such.py`, `run/` `also_not.py`") == [
         "no/such.py",
         "also_not.py",
