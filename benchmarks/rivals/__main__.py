@@ -4,7 +4,7 @@
 
 Parts: speed, variants, bytes (compared.py), and largest (benchmarks.rivals.largest, on the CPU).
 Rivals are installed from PyPI at the first run (environments.py). What was measured is in
-docs/comparison.md. Each row's command is
+docs/evidence.md. Each row's command is
 
     PYTHONPATH=. PYTHON -P WORKER JOB.json
 
