@@ -1,4 +1,4 @@
-"""How far one machine reaches, as `megatrain estimate` predicts it: what docs/scale.md quotes.
+"""How far one machine reaches, as `megatrain estimate` predicts it, as tables.
 
 python -m benchmarks.reach TABLE    needs, wear, rows or paper
 

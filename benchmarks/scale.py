@@ -1,4 +1,4 @@
-"""What is predicted at scale, as tables: what docs/scale.md quotes.
+"""What is predicted at scale, as tables; docs/planner.md quotes one.
 
     python -m benchmarks.scale TABLE    machines, patience, limits, eight, workstations,
                                         failures or data

@@ -1,4 +1,4 @@
-"""Runs the commands of planner, scale and long_context and writes what they print below them.
+"""Runs the commands of planner and long_context and writes what they print below them.
 
     python docs/console.py
 
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("planner.md", "scale.md", "long_context.md")
+PAGES = ("planner.md", "long_context.md")
 DOTS = "...\n"
 _BLOCK = re.compile(r"```console\n\$ ([^\n]*)\n(.*?)```", re.S)
 

@@ -1,4 +1,4 @@
-"""Every figure of planner, scale and long_context comes from a command, which says the same.
+"""Every figure of planner and long_context comes from a command, which says the same.
 
 `python docs/console.py` writes what the commands print.
 """
