@@ -11,8 +11,10 @@ SIMULATED = ("patience", "eight", "workstations")
 
 @pytest.mark.parametrize(
     "name",
-    ["limits", "failures", "data"]
-    + [pytest.param(name, marks=pytest.mark.merge) for name in SIMULATED],
+    [
+        *("limits", "failures", "data"),
+        *(pytest.param(name, marks=pytest.mark.merge) for name in SIMULATED),
+    ],
 )
 def test_a_table_has_rows_and_fits_a_terminal(name: str) -> None:
     lines = list(TABLES[name]())
