@@ -4,6 +4,7 @@
     errors.md      every error, from megatrain.errors
     migration.md   keys of other tools, from megatrain.config.other_tools.tables
     tree.md        every module, from the first lines of their docstrings
+    cli.md         every command, from megatrain.cli.app
     migration.md   keys of other tools, from megatrain.config.other_tools.names
     timeline.svg   a step, from the simulator: timeline.py
     tour.svg       a recorded terminal, from tour.json: tour.py
@@ -20,7 +21,11 @@ import runpy
 from pathlib import Path
 from typing import Any, get_args
 
+import typer.main
+
 from megatrain import errors
+from megatrain.cli.app import app
+from megatrain.config.data_settings import DataSource
 from megatrain.config.load import write_yaml
 from megatrain.config.other_tools.tables import ALWAYS, BY_TRAINER, DEFAULTS, TABLES
 from megatrain.config.sections import DataSource, RopeSettings, Section
@@ -79,6 +84,15 @@ is 2.
 - `auto` is decided by the plan, which is printed and kept in the run folder.
 - YAML follows the core schema of version 1.2: `no` is a word, `010` is ten. Anchors, aliases, merge
   keys, tags and duplicate keys are errors. Quote patterns that begin with `*`.
+"""
+
+CLI_HEAD = """# Command line
+
+Below is what `megatrain COMMAND --help` prints. MODEL is a run folder, a checkpoint, a Hugging Face
+folder or an id on the Hub. Exit codes are those of [Errors](errors.md).
+
+| command | purpose |
+|---|---|
 """
 
 ERRORS_HEAD = """# Errors
@@ -175,6 +189,20 @@ def config_page() -> str:
     return "".join(parts)
 
 
+def cli_page() -> str:
+    """Return docs/cli.md."""
+    group: Any = typer.main.get_command(app)
+    commands = dict(sorted(group.commands.items()))
+    parts = [CLI_HEAD]
+    for name, command in commands.items():
+        parts.append(f"| [`{name}`](#{name}) | {command.get_short_help_str(120)} |\n")
+    for name, command in commands.items():
+        context = command.make_context(name, [], resilient_parsing=True, terminal_width=96)
+        context.info_name = f"megatrain {name}"
+        parts.append(f"\n## {name}\n\n```text\n{command.get_help(context)}\n```\n")
+    return "".join(parts)
+
+
 def errors_page() -> str:
     """Return docs/errors.md."""
     rows = [
@@ -242,6 +270,7 @@ def with_table(text: str, table: str, name: str = "fits") -> str:
 
 
 PAGES = {
+    "cli.md": cli_page,
     "config.md": config_page,
     "errors.md": errors_page,
     "migration.md": migration_page,

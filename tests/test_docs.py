@@ -28,7 +28,7 @@ def generate() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "name", ["config.md", "errors.md", "migration.md", "timeline.svg", "tour.svg"]
+    "name", ["cli.md", "config.md", "errors.md", "migration.md", "timeline.svg", "tour.svg"]
 )
 def test_pages_are_up_to_date(name: str, generate: dict[str, Any]) -> None:
     assert (DOCS / name).read_text() == generate["PAGES"][name](), "run: python docs/generate.py"
@@ -125,6 +125,18 @@ def test_links_of_a_page_stay_in_the_site(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
         assert ".." not in target, f"{page.name}: {target}"
         assert (DOCS / target).exists(), f"{page.name}: {target}"
+
+
+def test_links_of_other_pages_lead_somewhere() -> None:
+    root = DOCS.parent
+    pages = [*root.glob("*.md"), *root.glob("journal/*.md"), *root.glob("examples/**/*.md")]
+    missing = [
+        (page.name, target)
+        for page in pages
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+        if not (page.parent / target).exists()
+    ]
+    assert missing == []
 
 
 def test_the_reference_has_every_public_name() -> None:
