@@ -32,37 +32,25 @@ from megatrain.config.sections import DataSource, RopeSettings, Section
 from megatrain.config.settings import SECTIONS, SHORT_FORMS
 from megatrain.config.value_types import TypeName
 from megatrain.doctor.gpu_check.findings import CAUSES
-from megatrain.memory.ledger import gib
 from megatrain.planning.estimate import Estimate, estimate
-from megatrain.planning.search import reserves, shortfalls
 from megatrain.text import duration
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 
 UNCLIPPED = "train.max_grad_norm=null"
-LITTLE_DISK = ("save.keep=1", "optim.state=8bit")
-FITS: tuple[tuple[str, str, str, str | None, tuple[str, ...]], ...] = (
-    ("Qwen/Qwen3-4B", "3060", "64GB", None, ()),
-    ("Qwen/Qwen3-8B", "3090", "64GB", None, (UNCLIPPED,)),
-    ("Qwen/Qwen3-8B", "3090", "64GB", "1TB", ()),
-    ("Qwen/Qwen3-8B", "4090", "128GB", None, ()),
-    ("Qwen/Qwen3-14B", "3090", "128GB", None, ()),
-    ("Qwen/Qwen3-14B", "4090", "256GB", None, ()),
-    ("Qwen/Qwen3-32B", "4090", "128GB", "2TB", ()),
-    ("Qwen/Qwen3-32B", "5090", "384GB", None, ()),
-    ("meta-llama/Llama-3.1-70B", "A100", "768GB", None, ()),
-    ("openai/gpt-oss-120b", "H200", "1.5TB", None, ()),
-    ("mistralai/Mistral-Large-Instruct-2407", "H200", "1.5TB", None, ()),
+FITS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
+    ("Qwen/Qwen3-4B", "3060", "64GB", ()),
+    ("Qwen/Qwen3-8B", "3090", "64GB", (UNCLIPPED,)),
+    ("Qwen/Qwen3-8B", "4090", "128GB", ()),
+    ("Qwen/Qwen3-14B", "3090", "128GB", ()),
+    ("Qwen/Qwen3-32B", "5090", "384GB", ()),
+    ("openai/gpt-oss-120b", "H200", "1.5TB", ()),
 )
 """Models and machines of the README's table, as `megatrain estimate` takes them."""
 FITS_HEAD = """
-| model | machine | fits | states | step, tokens | host | device | disk | tokens/s | 10M tokens |
-|---|---|---|---|---|---|---|---|---|---|
-"""
-FITS_END = """
-Disk is for two checkpoints, a third while it is written, and the exported model; {least} is enough
-for the first row with `save.keep=1 optim.state=8bit`. A scratch file for states is not counted.
+| model | GPU, host memory | fits | optimizer states | tokens/s | 10M tokens take |
+|---|---|---|---|---|---|
 """
 CONFIG_HEAD = """# Config
 
@@ -248,10 +236,7 @@ def tour() -> str:
 
 def fits_table() -> str:
     """Return the README's table of models and machines."""
-    model, gpu, ram, disk, settings = FITS[0]
-    little = estimate(model, [*settings, *LITTLE_DISK], gpu=gpu, ram=ram, disk=disk)
-    least = gib(little.plan.ledger.total("disk"))
-    return FITS_HEAD + "".join(_fits_row(*case) for case in FITS) + FITS_END.format(least=least)
+    return FITS_HEAD + "".join(_fits_row(*case) for case in FITS)
 
 
 def causes_table() -> str:
@@ -279,40 +264,22 @@ PAGES = {
 }
 
 
-def _fits_row(model: str, gpu: str, ram: str, disk: str | None, settings: tuple[str, ...]) -> str:
-    found = estimate(model, settings, gpu=gpu, ram=ram, disk=disk, tokens="10M")
-    plan = found.plan
-    kept = reserves(plan.profile, plan.ledger)
-    host, device = (gib(plan.ledger.total(at) + kept[at]) for at in ("host", "device"))
+def _fits_row(model: str, gpu: str, ram: str, settings: tuple[str, ...]) -> str:
+    found = estimate(model, settings, gpu=gpu, ram=ram, tokens="10M")
     speed, time = "-", "-"
     if found.fits:
         speed, time = f"{found.tokens_per_s:,.0f}", duration(found.seconds or 0.0)
-    name = model.rpartition("/")[2].removesuffix("-Instruct-2407")
-    machine = f"{found.machine}, {ram}" + (f", {disk} disk" if disk else "")
-    step = f"{plan.workload.step_tokens:,}"
-    state = _states(found)
-    saved = gib(plan.ledger.total("disk"))
-    cells = (name, machine, _fits(found, settings), state, step, host, device, saved, speed, time)
+    machine = f"{found.machine}, {ram}"
+    state = str(found.plan.settings.state)
+    cells = (model.rpartition("/")[2], machine, _fits(found, settings), state, speed, time)
     return f"| {' | '.join(cells)} |\n"
 
 
 def _fits(found: Estimate, settings: tuple[str, ...]) -> str:
-    """Return yes, or what is short and the cheapest setting that helps."""
+    """Return yes, or the cheapest setting that helps."""
     if found.fits:
         return f"with `{' '.join(settings)}`" if settings else "yes"
-    lacks = shortfalls(found.plan.profile, found.plan.ledger)
-    short = ", ".join(f"{gib(number)} of {place} memory" for place, number in lacks.items())
-    overrides = " ".join(found.plan.fixes[0].overrides)
-    return f"no, {short} short; yes with `{overrides}`"
-
-
-def _states(found: Estimate) -> str:
-    """Return how the optimizer's states are kept, and what their place costs."""
-    settings, wear = found.plan.settings, found.plan.wear
-    if wear is None or wear.day_bytes is None:
-        return str(settings.state)
-    also = " and gradients" if settings.tier == "gradients" else ""
-    return f"{settings.state}{also} on disk, {wear.day_bytes / 1e12:,.0f} TB written a day"
+    return f"with `{' '.join(found.plan.fixes[0].overrides)}`"
 
 
 def _settings_table(section: type[Section]) -> str:
