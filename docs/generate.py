@@ -25,7 +25,6 @@ import typer.main
 
 from megatrain import errors
 from megatrain.cli.app import app
-from megatrain.config.data_settings import DataSource
 from megatrain.config.load import write_yaml
 from megatrain.config.other_tools.tables import ALWAYS, BY_TRAINER, DEFAULTS, TABLES
 from megatrain.config.sections import DataSource, RopeSettings, Section

@@ -32,7 +32,7 @@ rows = datasets.Dataset.from_list(
 )
 
 
-# %% What the run calls, what it minimises, what it measures
+# %% Callbacks, a loss and metrics
 class Watch(mt.Callback):
     """Asks for an evaluation after step 2, and presses Ctrl-C in step 4."""
 

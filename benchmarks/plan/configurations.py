@@ -10,7 +10,6 @@ from transformers import LlamaConfig
 
 from benchmarks.step import build_store
 from megatrain.batch import MicroBatch
-from megatrain.config.lora_settings import LoraSettings
 from megatrain.config.sections import LoraSettings
 from megatrain.devices.device import CpuDevice
 from megatrain.engine.engine import Engine

@@ -51,7 +51,7 @@ writes this page.
 TILES = """
 ## Tiles
 
-With `memory.tile_tokens` a layer computes tiles of tokens, but for the one place where tokens meet
+With `memory.tile_tokens` a layer computes tiles of tokens, except where tokens meet
 (`src/megatrain/models/probing/tile_cuts.py`). That is transformers' attention function, or a module
 of the layer; a model may have layers of several kinds. *Outside* is the share of the layer's params
 that computes tiles. Layers that are *not cut* compute full rows, and all are right either way.
@@ -68,11 +68,11 @@ batches of text, with the joint class of transformers and the folder as it is pu
 gradients and weights have the bits of the joint model under ordinary autograd; `python -m
 proofs.joint` compares every family here, tiny, in fp32 and bf16. Images and sound are not trained.
 
-What a forward over text never reads is *carried*: it is not loaded, has no place in host or device
-memory and is not trained. Each export and checkpoint has a copy of it from the source folder, with
-the names, dtypes and bytes of the source, beside the files of tokenizer and processors; the joint
-class loads both. The source folder must stay where it is while the run lasts. A checkpoint of
-adapters has no copy, as it has none of the base.
+Tensors that a forward over text never reads are *carried*: they are not loaded, take no host or
+device memory and are not trained. Each export and checkpoint has a copy of them from the source
+folder, with the names, dtypes and bytes of the source, beside the files of tokenizer and
+processors; the joint class loads both. The source folder must stay where it is while the run lasts.
+A checkpoint of adapters has no copy, because it does not contain the base.
 
 - `model.attn` chooses the attention of text; towers are never run.
 - `model.add_tokens` and `model.rope` are refused: change the folder or `text_config` beforehand.
@@ -91,7 +91,7 @@ adapters has no copy, as it has none of the base.
 """
 
 JOINT_REFUSED = """
-Refused, with words of the reason:
+Refused, with a part of the message:
 
 | family | reason |
 |---|---|
@@ -101,16 +101,16 @@ JOINT_UNTRIED = """
 These were not tested, because we have no tiny model of them: {}.
 """
 
-QUANTISED = """
-## Quantised folders
+QUANTIZED = """
+## Quantized folders
 
-The weights of these folders are dequantised while they are loaded, piece by piece into their place,
-in the workers that read them. They have the bits of transformers' own dequantisation
-(`dequantize=True`), and a run starts as it would from a folder that was dequantised before.
+The weights of these folders are dequantized while they are loaded, piece by piece into their place,
+in the workers that read them. They have the bits of transformers' own dequantization
+(`dequantize=True`), and a run starts as it would from a folder that was dequantized before.
 Masters, exports and checkpoints are those of a bf16 model; the exported config.json has no
 `quantization_config`.
 
-| `quant_method` | tensors | published so |
+| `quant_method` | tensors | published by |
 |---|---|---|
 | fp8 | `X.weight` and `X.weight_scale_inv`, per block or matrix | DeepSeek, Qwen3-FP8 |
 | mxfp4 | `X_blocks` and `X_scales` | gpt-oss |
@@ -123,7 +123,7 @@ Masters, exports and checkpoints are those of a bf16 model; the exported config.
 - Kimi-K2 is published in fp8 too, but its config.json names `kimi_k2`, which is not a model type of
   transformers 5.22: the folder is refused as it is. `estimate` plans for it as `deepseek_v3`.
 - Other methods (awq, gptq, bitsandbytes, compressed-tensors, ...) are refused by name. Start from
-  the unquantised folder, or let the method's own tool restore bf16.
+  the unquantized folder, or let the method's own tool restore bf16.
 """
 
 TAIL = """
@@ -205,7 +205,7 @@ def page(tiles: Callable[[str], str] = tiles_row) -> str:
     refused = "".join(f"| {family} | a layer {reason} |\n" for family, reason in REFUSED.items())
     refused = refused.replace("a layer do not", "layers do not")
     joint = (JOINT, *map(_joint_row, JOINT_FAMILIES), JOINT_REFUSED, *_joint_refused())
-    told = (*joint, JOINT_UNTRIED.format(", ".join(UNTRIED)), QUANTISED, TAIL, refused, OTHERS)
+    told = (*joint, JOINT_UNTRIED.format(", ".join(UNTRIED)), QUANTIZED, TAIL, refused, OTHERS)
     return "".join((HEAD, *map(_row, FAMILIES), TILES, *map(tiles, FAMILIES), *told))
 
 

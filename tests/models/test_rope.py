@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from megatrain.batch import MicroBatch
-from megatrain.config.rope_settings import RopeSettings
 from megatrain.config.sections import RopeSettings
 from megatrain.disk.hf.model import read_model_folder
 from megatrain.errors import ConfigError

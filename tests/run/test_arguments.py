@@ -10,7 +10,8 @@ from torch import nn
 
 from megatrain.config import Config
 from megatrain.errors import ConfigError
-from megatrain.losses.next_token import NEXT_TOKEN, NextToken
+from megatrain.losses.loss import NEXT_TOKEN
+from megatrain.losses.loss import NextToken
 from megatrain.run.arguments import Given, read_arguments
 
 ROWS = [{"text": "words"}]

@@ -30,9 +30,9 @@ from typing import Any, Self, TypeVar
 from megatrain.config import Config
 from megatrain.disk.hf.export import Origin
 from megatrain.disk.hf.source_mark import source_mark
-from megatrain.engine.batch import StepResult
+from megatrain.engine.results import StepResult
 from megatrain.errors import DeviceFull, DiskError, Interrupted, NonFiniteStep
-from megatrain.lanes.split import step_split
+from megatrain.lanes.trace import step_split
 from megatrain.losses.loss import Loss
 from megatrain.planning.bound import Bound
 from megatrain.ranks.ranks import ALONE, Ranks

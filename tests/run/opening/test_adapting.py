@@ -7,7 +7,7 @@ import pytest
 from megatrain.config import Config
 from megatrain.errors import ConfigError
 from megatrain.models.adapters.lora import Lora
-from megatrain.models.decoder import build_decoder
+from megatrain.models.build import build_decoder
 from megatrain.run.opening.model import adapter_notes, adapters_of
 from testkit.families import tiny_config
 

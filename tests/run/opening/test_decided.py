@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from megatrain.config import Config, load_config
 from megatrain.errors import CheckpointMismatch, ConfigError, Interrupted
 from megatrain.models import isolation
-from megatrain.models.decoder import build_decoder
+from megatrain.models.build import build_decoder
 from megatrain.run.opening import recipe
 from megatrain.run.opening.recipe import decide
 from megatrain.run.trainer import Trainer

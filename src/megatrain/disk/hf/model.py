@@ -37,7 +37,6 @@ from megatrain.model_files import GENERATION_NAME
 from megatrain.models.adapters.lora import Lora
 from megatrain.models.build import build_decoder, named_ends
 from megatrain.models.adapters.lora import Lora, first_values
-from megatrain.models.chain.joint import text_part
 from megatrain.models.config_json import parse_config, without_quantisation
 from megatrain.models.decoder import Decoder
 from megatrain.models.multimodal import text_part

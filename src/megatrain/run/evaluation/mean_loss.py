@@ -23,7 +23,7 @@ from megatrain.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
 from megatrain.losses.head import IGNORED
-from megatrain.losses.next_token import NextToken
+from megatrain.losses.loss import NextToken
 from megatrain.run.console import preference_words
 from megatrain.run.state import perplexity
 

@@ -27,7 +27,7 @@ from megatrain.errors import CheckpointMismatch, ConfigError, ModelFolderError, 
 from megatrain.hub import find_model
 from megatrain.memory.kinds import Kind, kinds_on_disk
 from megatrain.memory.placement import UNPLACED, Placement
-from megatrain.memory.tier import Scratch
+from megatrain.memory.tier.scratch_file import Scratch
 from megatrain.model_files import CARRIED, VOCABULARY, is_lfs_pointer, lfs_pointer_text
 from megatrain.models.adapters.lora import Lora
 from megatrain.models.decoder import Decoder
