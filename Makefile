@@ -73,9 +73,13 @@ long-inputs:
 long-tests:
 	$(python) -m pytest -m long -s
 
-lock:  ## write requirements-dev.lock from .venv
-	{ echo "# Everything a development environment installs, exactly. Made by: make lock"; \
-	  echo "torch==2.13.0"; \
-	  .venv/bin/pip freeze --all --exclude-editable | grep -Ev '^(torch|pip)=='; } > requirements-dev.lock
+lock:  ## write requirements-dev.lock from .venv, with the hashes of the index
+	python3 -m venv build/uv
+	build/uv/bin/pip install --quiet uv
+	{ head -n 2 requirements-dev.lock; echo "torch==2.13.0"; \
+	  .venv/bin/pip freeze --all --exclude-editable | grep -Ev '^(torch|pip)==' \
+	  | build/uv/bin/uv pip compile --quiet --no-deps --generate-hashes --no-header --no-annotate \
+	      --python .venv/bin/python -; } > build/requirements-dev.lock
+	mv build/requirements-dev.lock requirements-dev.lock
 
 .PHONY: setup check test docs site bench gpu merge night long long-cases long-schedules long-crashes long-inputs long-tests lock

@@ -123,6 +123,22 @@ def test_the_lock_file_pins_every_dependency() -> None:
     assert names <= {name.lower() for name in pins}
 
 
+def test_the_lock_file_has_a_hash_for_everything_but_torch() -> None:
+    """pip then demands a hash of all it downloads; torch is installed before, in any build."""
+    entries = re.split(r"^(?=[\w-]+==)", (ROOT / "requirements-dev.lock").read_text(), flags=re.M)[
+        1:
+    ]
+    without = [entry.strip() for entry in entries if "--hash=sha256:" not in entry]
+    assert [entry.partition("==")[0] for entry in without] == ["torch"]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=_name)
+def test_actions_are_pinned_by_commit(path: Path) -> None:
+    used = re.findall(r"uses: (\S+)(.*)", path.read_text())
+    others = {name for name, note in used if not re.search(r"@[0-9a-f]{40}$", name) or not note}
+    assert others <= {"pypa/gh-action-pypi-publish@release/v1"}, "no pin of it is known here yet"
+
+
 def test_a_wheel_has_every_file_that_is_not_code() -> None:
     """Tables and marks beside the modules; setup.py builds kernel.c."""
     source = ROOT / "src" / "megatrain"
