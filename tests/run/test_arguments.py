@@ -10,8 +10,7 @@ from torch import nn
 
 from megatrain.config import Config
 from megatrain.errors import ConfigError
-from megatrain.losses.loss import NEXT_TOKEN
-from megatrain.losses.loss import NextToken
+from megatrain.losses.loss import NEXT_TOKEN, NextToken
 from megatrain.run.arguments import Given, read_arguments
 
 ROWS = [{"text": "words"}]

@@ -14,8 +14,8 @@ from megatrain.cli.demo import byte_tokenizer
 from megatrain.cli.verbs import evaluate_model
 from megatrain.config import Config
 from megatrain.errors import ConfigError
-from megatrain.models.decoder import Decoder
 from megatrain.models.build import build_decoder
+from megatrain.models.decoder import Decoder
 from megatrain.run.opening.recipe import balancing_note, router_aux_loss
 from megatrain.run.trainer import Trainer
 from testkit.families import tiny_config

@@ -34,9 +34,8 @@ from megatrain.memory.placement import UNPLACED, Placement
 from megatrain.memory.store import Store, open_store
 from megatrain.memory.tier.scratch_file import Scratch
 from megatrain.model_files import GENERATION_NAME
-from megatrain.models.adapters.lora import Lora
-from megatrain.models.build import build_decoder, named_ends
 from megatrain.models.adapters.lora import Lora, first_values
+from megatrain.models.build import build_decoder, named_ends
 from megatrain.models.config_json import parse_config, without_quantisation
 from megatrain.models.decoder import Decoder
 from megatrain.models.multimodal import text_part

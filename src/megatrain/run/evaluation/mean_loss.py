@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatrain.batch import MicroBatch
 from megatrain.engine.engine import Engine
+from megatrain.engine.results import SOURCE_LOSS, SOURCE_UNITS
 from megatrain.errors import ConfigError
 from megatrain.losses.head import IGNORED
 from megatrain.losses.loss import NextToken

@@ -17,16 +17,14 @@ Laws (tests/run/opening/test_decided.py)
 from __future__ import annotations
 
 from megatrain.config import Config
-from megatrain.config.sections import COMPARED
-from megatrain.config.sections import LossName
+from megatrain.config.sections import COMPARED, LossName
 from megatrain.data.training_rows import TrainingRows
 from megatrain.devices.device import Device
 from megatrain.disk.hf.model import HostModel
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
 from megatrain.losses.kto import Kto
-from megatrain.losses.loss import Loss
-from megatrain.losses.loss import NextToken
+from megatrain.losses.loss import Loss, NextToken
 from megatrain.losses.preferences import Dpo, Ipo, Orpo, Simpo
 from megatrain.models.decoder import Decoder
 from megatrain.models.isolation import check_packing, packing_family, why_mixed
