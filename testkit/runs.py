@@ -208,6 +208,7 @@ def _let_die(trainer: Trainer, at: int) -> None:
 
     def die_or_save(step: int, say: Callable[[str], None], **asked: bool) -> None:
         if step == at:
+            trainer.checkpoints.wait()  # a save of an earlier step, on a busy machine
             raise Killed
         if_due(step, say, **asked)
 
