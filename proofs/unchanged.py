@@ -126,7 +126,9 @@ def _run(folder: Path, dtype: Any, levers: dict[str, Any], *, simulated: bool) -
     digest = hashlib.sha256(repr(said).encode())
     for param in home.decoder.params:
         for kind in home.store.kinds:
-            if param.trained or kind.name in ("HI", "LO"):
+            if kind.fp32 is None and dtype == "fp32":
+                continue
+            if param.trained or kind.is_for_frozen:
                 digest.update(_bytes(home.store.param(param.name, kind)))
     return digest.hexdigest()[:16]
 
@@ -134,7 +136,8 @@ def _run(folder: Path, dtype: Any, levers: dict[str, Any], *, simulated: bool) -
 def _bytes(tensor: Any) -> bytes:
     import torch
 
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    data: bytes = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return data
 
 
 def _hash(data: bytes) -> str:
