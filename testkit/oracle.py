@@ -120,9 +120,12 @@ class Meaning:
         }
         self._ahead: dict[int, Resource] = {}
         """By block: the place of what was read for an update that is still to come."""
+        self._restored: set[tuple[int, int]] = set()
+        """Inputs that were restored for the first of two backwards."""
 
     def begin(self, ops: Sequence[Op]) -> None:
         """Open a list. It is a training step if it has gradients."""
+        self._restored.clear()
         self._training = any(op.kind is OpKind.DRAIN for op in ops)
 
     def play(self, op: Op) -> tuple[list[Resource], list[Resource]]:
@@ -163,14 +166,14 @@ class Meaning:
                 outcome["master", block] = ("master", block, self._step)
         if self._training:
             for block in self.shape.trained_blocks:
-                if self.shape.update == "in_backward":
+                if self.shape.update in ("in_backward", "second_backward"):
                     outcome["weights", block] = ("weights", block, self._step + 1)
                     outcome["master", block] = ("master", block, self._step + 1)
                 elif self.shape.spills and block in self._ahead:
                     outcome[self._ahead[block]] = ("read", block, self._step, self._step)
                 else:
                     outcome["grad", block] = self._whole_gradient(block, self._step)
-            if self.shape.update == "late":
+            if self.shape.update in ("late", "second_backward"):
                 outcome["clip",] = ("clip", self._step)
         return outcome
 
@@ -221,12 +224,26 @@ class Meaning:
         shape = self.shape
         return ("all routing", self._list) if shape.divided else self._routing(shape.last_layer)
 
+    @property
+    def _goes_back_again(self) -> bool:
+        """Whether this is the first of two backwards: the norm of the step is not known yet."""
+        twice = self.shape.update == "second_backward"
+        return twice and self.memory.facts.get(("clip",)) != ("clip", self._step)
+
+    def _use_up(self, place: Resource, fact: Fact) -> None:
+        """Find a fact that nothing needs any more, unless backward runs once more."""
+        (self.memory.use if self._goes_back_again else self.memory.take)(place, fact)
+
     def _stash(self, op: Op, block: int, micro: int) -> None:
         self.memory.take(_at("tape_slot", op.tape_slot), self._input(block, micro))
         self.memory.put(("tape", block, micro), self._input(block, micro))
 
     def _restore(self, op: Op, block: int, micro: int) -> None:
-        self.memory.take(("tape", block, micro), self._input(block, micro))
+        if self.shape.update == "second_backward" and (block, micro) not in self._restored:
+            self._restored.add((block, micro))  # for the first of two backwards: it stays
+            self.memory.use(("tape", block, micro), self._input(block, micro))
+        else:
+            self.memory.take(("tape", block, micro), self._input(block, micro))
         self.memory.put(_at("tape_slot", op.tape_slot), self._input(block, micro))
 
     def _head(self, op: Op, block: int, micro: int) -> None:
@@ -268,7 +285,8 @@ class Meaning:
         self._use_weights(block, op.slot)
         self.memory.use(("dhidden", micro), ("dinput", self._step, block + 1, micro))
         if block > 0:
-            self.memory.take(*self._kept_for_backward(op, block, micro))
+            place, fact = self._kept_for_backward(op, block, micro)
+            (self.memory.take if place[0] == "tape_slot" else self._use_up)(place, fact)
             if shape.balances:
                 self.memory.use(("routing",), self._whole_routing())
         if block > shape.lowest:
@@ -324,6 +342,10 @@ class Meaning:
         if block == 0 and self.shape.gather_embedding:  # spread over the table, in its own place
             self.memory.take(self._drained_at(op, block), gradient)
             self.memory.put(self._drained_at(op, block), gradient)
+            if self._goes_back_again:
+                self.memory.facts.pop(self._drained_at(op, block))
+        elif self._goes_back_again:  # its norm was all that was wanted
+            self.memory.take(self._drained_at(op, block), gradient)
         else:
             self.memory.use(self._drained_at(op, block), gradient)
         self.memory.put(("norm", block), ("norm", self._step, block))
@@ -336,9 +358,9 @@ class Meaning:
     def _update(self, op: Op, block: int, micro: int) -> None:
         late = self.shape.update == "late"
         step = self._step - 1 if late else self._step
-        if late:
+        if self.shape.update != "in_backward":
             self.memory.use(("clip",), ("clip", step))
-        else:
+        if not late:
             self.memory.use(("norm", block), ("norm", step, block))
         if not self.shape.spills:
             self.memory.take(self._drained_at(op, block), self._whole_gradient(block, step))
@@ -412,7 +434,7 @@ class Meaning:
         return place, self._input(block, micro)
 
     def _drained_at(self, op: Op, block: int) -> Resource:
-        in_ring = self.shape.update == "in_backward" or self.shape.spills
+        in_ring = self.shape.update in ("in_backward", "second_backward") or self.shape.spills
         return _at("host_grad", op.host_grad) if in_ring else ("grad", block)
 
 

@@ -62,8 +62,9 @@ def one_lane_per_kind(ops: Iterable[Op]) -> list[Op]:
 
 def meets(shape: StepShape, op: Op) -> bool:
     """Return whether an op needs all ranks: on lane comm, or where norms become one."""
-    shares_norm = OpKind.CLIP if shape.update == "late" else OpKind.NORM
-    return op.lane == "comm" or (op.kind is shares_norm and shape.update != "none")
+    in_backward = shape.update in ("in_backward", "second_backward")
+    shares_norm = op.kind is OpKind.NORM and in_backward and not op.comes_again
+    return op.lane == "comm" or op.kind is OpKind.CLIP or shares_norm
 
 
 def check_ranks_meet(shapes: Sequence[StepShape], lives: Sequence[Iterable[Sequence[Op]]]) -> None:

@@ -55,7 +55,11 @@ def small_shapes(num_layers: int) -> Iterator[StepShape]:
         *({"copying": True, "slots": slots} for slots in (2, 3, 4)),
         {"copying": True, "slots": 2 + num_layers % 2, "divided": True},
     ]
-    updates = [("none", "none"), *itertools.product(("in_backward", "late"), TIERS)]
+    updates = [
+        ("none", "none"),
+        ("second_backward", "none"),
+        *itertools.product(("in_backward", "late"), TIERS),
+    ]
     for trained, num_micro, ring, copies, (update, tier), tied in itertools.product(
         sorted(frozen_patterns(num_layers + 2)),
         (0, 1, 2, 3, 4),
@@ -78,7 +82,7 @@ def small_shapes(num_layers: int) -> Iterator[StepShape]:
             grad_slots=1 + (num_micro + num_layers) % 2,
             host_grads=2 + num_micro % 2,
             head_pieces=1 if tied else 1 + (num_layers + 2 * num_micro) % 3,
-            kept_layers=(num_layers + num_micro) % 4,
+            kept_layers=0 if update == "second_backward" else (num_layers + num_micro) % 4,
             tied=tied,
             gather_embedding=not tied and copies["copying"] and not divided and num_layers % 4 > 1,
             balances=(num_micro + num_layers) % 3 == 0,

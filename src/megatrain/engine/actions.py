@@ -144,10 +144,11 @@ class StepActions:
         micro = _micro(op)
         if op.trains:
             self._seed(_block(op), micro)
+            hidden = self._hidden[micro] if op.comes_again else self._hidden.pop(micro)
             if op.num_pieces > 1:
-                self.head.score(op, self._hidden.pop(micro))
+                self.head.score(op, hidden)
                 return
-            self._pass_gradient(micro, self.head.train(op, self._hidden.pop(micro)))
+            self._pass_gradient(op, self.head.train(op, hidden))
             return
         self._calls.pop(micro)
         run = self.head.predict if self._predicts else self.head.evaluate
@@ -157,7 +158,7 @@ class StepActions:
         self._seed(_block(op), _micro(op))
         gradient = self.head.train_piece(op)
         if op.is_last_piece:
-            self._pass_gradient(_micro(op), gradient)
+            self._pass_gradient(op, gradient)
 
     def _backward(self, op: Op) -> None:
         machine, block, micro = self._machine, _block(op), _micro(op)
@@ -167,14 +168,14 @@ class StepActions:
         machine.gradients.begin(op)
         if op.role is Role.EMBEDDING:
             self._backward_embedding(leaves, micro, d_hidden)
-            self._pass_gradient(micro, None)
+            self._pass_gradient(op, None)
             return
         returned = Returned(d_hidden, lambda logits, columns: self._balance(logits, micro, columns))
         if op.keeps_activations:
             passed = machine.kept.backward((block, micro), leaves, returned, machine.gradients.add)
-            self._pass_gradient(micro, passed)
+            self._pass_gradient(op, passed)
             return
-        kept = machine.tape.take((block, micro), op.tape_slot)
+        kept = machine.tape.take((block, micro), op.tape_slot, stays=op.comes_again)
         given = kept.detach().requires_grad_(op.passes_gradient)
         with attending(self._inputs[micro].documents):
             passed = machine.layers.backward(
@@ -185,7 +186,7 @@ class StepActions:
                 machine.gradients.add,
                 lambda tile: self._seed(block, micro, tile),
             )
-        self._pass_gradient(micro, passed)
+        self._pass_gradient(op, passed)
 
     def _backward_embedding(
         self, leaves: Mapping[str, Tensor], micro: int, d_hidden: Tensor
@@ -255,12 +256,12 @@ class StepActions:
     def _write(self, op: Op) -> int:
         return self._machine.updates.write_back(op, self._machine.tier_ring)
 
-    def _pass_gradient(self, micro: int, gradient: Tensor | None) -> None:
+    def _pass_gradient(self, op: Op, gradient: Tensor | None) -> None:
         if gradient is not None:
             counted = self._machine.device.counted
-            self._d_hidden[micro] = counted(gradient, "gradients of hidden states")
-        else:
-            self._calls.pop(micro, None)
+            self._d_hidden[_micro(op)] = counted(gradient, "gradients of hidden states")
+        elif not op.comes_again:
+            self._calls.pop(_micro(op), None)
 
     def _seed(self, block: int, micro: int, tile: int | None = None) -> None:
         """Set the generator that layers draw from, for a block or for a tile of it."""

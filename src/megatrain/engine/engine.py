@@ -19,6 +19,7 @@ Laws (tests/engine/test_engine.py, test_exactness.py)
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -108,6 +109,7 @@ class Engine:
         self.trace, self.loss, self._schedule = self._player.trace, loss, functools.cache(build_ops)
         self._switches = kernel_switches(decoder, device)
         self._late = optimizer is not None and settings.update == "late"
+        self._by_norm = optimizer is not None and settings.update != "in_backward"
         self._skips_nonfinite = settings.on_nonfinite == "skip"
         self._pending: StepActions | None = None
         self.device, self._ranks, self._num_steps = device, ranks, 0
@@ -144,7 +146,7 @@ class Engine:
         self._play(kind, actions, part, until=_UNTIL_KNOWN)
         self._pending, fault = None, None
         blocks = self._machine.updates.faulty_blocks
-        if blocks and self._late:
+        if blocks and self._by_norm:
             actions = StepActions(self._machine, part, self._num_steps, self.loss)
             self._play("step", actions, part, until=_UNTIL_KNOWN)
             fault = Fault(blocks=blocks, repeated=bool(self._machine.updates.faulty_blocks))
@@ -156,7 +158,7 @@ class Engine:
                 raise NonFiniteStep(f"step {self._num_steps}: the gradient is {fault}")
         applied = fault is None or not fault.repeated
         self._pending = actions if self._late and applied else None
-        sat_out = () if fault is None or applied else self._expected if self._late else blocks
+        sat_out = () if fault is None or applied else self._expected if self._by_norm else blocks
         for block in self._expected.keys() - set(sat_out):
             self._expected[block] += 1
         heard = self._heard(actions, actions.head.trained(), None if says is None else says())
@@ -165,7 +167,7 @@ class Engine:
             micro_losses=tuple(heard.losses),
             num_tokens=sum(micro.num_tokens for micro in batch),
             num_trained=sum(micro.num_trained for micro in batch),
-            grad_norm=self._machine.updates.norm if self._late else None,
+            grad_norm=self._machine.updates.norm if self._by_norm else None,
             aux_loss=heard.aux_loss,
             figures=self.loss.reported(heard.figures),
             fault=fault,
@@ -193,10 +195,12 @@ class Engine:
         """
         part = step_part([micro], self.loss)
         step = self._schedule("step", self._shape(num_micro=1))
-        ops = [op for op in step if op.kind.spec.ends_step and op.kind is not OpKind.CLIP]
+        measuring = itertools.takewhile(lambda op: op.kind is not OpKind.CLIP, step)
+        ops = [op for op in measuring if op.kind.spec.ends_step]
         self._machine.reserve(part.batch)  # it takes the place of the first, and may be larger
         actions = StepActions(self._machine, part, self._num_steps, self.loss)
         self._play_ops(ops, actions, (OpKind.NORM,))
+        self._machine.forget()  # what a second backward would need
         return self._machine.updates.all_finite()
 
     def evaluate(

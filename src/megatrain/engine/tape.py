@@ -89,12 +89,13 @@ class Tape:
         self._forms[key] = _Form(hidden.shape, strides, hidden.dtype, hidden.nbytes)
         self._view(key, ring_slot).copy_(hidden)
 
-    def take(self, key: Key, ring_slot: int | None) -> Tensor:
-        """Return an input and forget it."""
+    def take(self, key: Key, ring_slot: int | None, *, stays: bool = False) -> Tensor:
+        """Return an input and forget it, unless it `stays` for another backward."""
         if not self._home.copying:
-            return self._kept.pop(key)
+            return self._kept[key] if stays else self._kept.pop(key)
         view = self._view(key, ring_slot)
-        del self._forms[key]
+        if not stays:
+            del self._forms[key]
         # Autograd counts writes per buffer, and the next place of the ring is filled while this one
         # is in use. `data` has its own count.
         return view.data

@@ -6,7 +6,8 @@
     WRITE(b)    write_back(op, ring)    of the disk lane: what was updated there goes back to disk
 
 Late updates follow the verdict of CLIP, which waits for all norms; they may run with the next step.
-Updates in backward follow the norm of their block: it is finite, or the block is left out.
+Updates in backward follow the norm of their block: it is finite, or the block is left out. In a
+second backward both hold: CLIP has the norms of the first, and each gradient is measured again.
 
 An update is complete when all that it changed is where a snapshot reads it: at once, or, if the
 block has masters and states on disk, when they are back there. A block that was left out is not
@@ -35,6 +36,7 @@ from typing import Protocol
 from torch import Tensor
 
 from megatrain.engine.snapshot import Gate, Snapshot
+from megatrain.errors import NonFiniteStep
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import Segment
 from megatrain.memory.store import Store
@@ -100,13 +102,13 @@ class Updates:
         if optimizer is not None:
             self._views = UpdateViews(store, optimizer.states, optimizer.decayed(params))
         self._order = shape.update_order
-        self._late = shape.update == "late"
+        self._late, self._twice = shape.update == "late", shape.goes_back_twice
         self._gate = Gate(self._order)
         self._unwritten: set[int] = set()
         self._squared_norms: dict[int, float] = {}
         self._verdicts: dict[int, Verdict] = {}
         self.norm = 0.0
-        """The norm of all gradients of a step, where updates are late."""
+        """The norm of all gradients of a step, where updates follow it."""
         self.half_applied = False
         """True while some blocks have had a step's update and others not yet."""
 
@@ -123,14 +125,21 @@ class Updates:
         assert op.block is not None
         squared = sum(self._optimizer.squared_norm(part) for _, part in gradient)
         self._squared_norms[op.block] = squared
-        if not self._late:
-            self._share_norms([op.block])
-            applies = math.isfinite(self._squared_norms[op.block])
+        if self._late or op.comes_again:
+            return
+        self._share_norms([op.block])
+        applies = math.isfinite(self._squared_norms[op.block])
+        if not self._twice:
             self._verdicts[op.block] = Verdict(step=step, scale=1.0, applies=applies)
+        elif self._verdicts[op.block].applies and not applies:
+            raise NonFiniteStep(
+                f"step {step}: the gradient of block {op.block} is finite in the first backward "
+                "and not in the second. The device computes other numbers from the same inputs."
+            )
 
     def all_finite(self) -> bool:
         """Return whether the gradients that were just measured are finite, on all ranks."""
-        if self._late:
+        if self._late or self._twice:
             self._share_norms(self._order)
         return not self.faulty_blocks
 

@@ -26,7 +26,7 @@ from megatrain.planning.levers.chunk import num_chunks
 from megatrain.planning.levers.embedding_rows import gathered_bytes, gathers, row_bytes
 from megatrain.planning.levers.tier import on_disk
 from megatrain.planning.levers.tiles import at_once
-from megatrain.planning.levers.update import in_backward
+from megatrain.planning.levers.update import arrives_in_ring
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.model.shapes import BlockShape
 from megatrain.planning.ranks.collectives import Collective, Collectives
@@ -85,7 +85,7 @@ class Costs:
             return (op.kind,)
         tokens = 0 if op.micro is None else self._micro_sizes[op.micro]
         kind = (op.kind, self._kind_of_block[op.block], op.keeps_activations)
-        return (*kind, tokens, op.adds, op.num_pieces)
+        return (*kind, tokens, op.adds, op.num_pieces, op.comes_again)
 
     @cached_property
     def _kind_of_block(self) -> list[int]:
@@ -333,7 +333,8 @@ class Costs:
     def _norm(self, op: Op, block: BlockShape) -> Cost:
         num_bytes = block.gradient_bytes(self.workload.dtype, self._owned)
         moved = 3 * num_bytes if gathers(op, self.settings) else num_bytes
-        shared_s = self._agreed_s if in_backward(self.settings) else 0.0
+        shares = arrives_in_ring(self.settings) and not op.comes_again
+        shared_s = self._agreed_s if shares else 0.0
         return self._host(moved / self._update_rate + shared_s, moved, num_bytes)
 
     def _update(self, block: BlockShape) -> Cost:

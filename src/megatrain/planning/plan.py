@@ -279,7 +279,7 @@ class Plan:
                 shown[lever.name] = text
         facts = self.settings.facts()
         values = {name: "null" if facts[name] is None else facts[name] for name in shown}
-        return [f"{name:20}{values[name]!s:12}{why}" for name, why in shown.items() if why]
+        return [f"{name:20}{values[name]!s:11} {why}" for name, why in shown.items() if why]
 
 
 def within_80(line: str) -> str:

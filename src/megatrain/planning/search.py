@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 from megatrain.memory.ledger import Ledger, gib
 from megatrain.planning.levers import LEVERS
-from megatrain.planning.levers.homes import homes, small_homes
+from megatrain.planning.levers.homes import homes, rivals, small_homes
 from megatrain.planning.levers.lever import Lever
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.memory.predicted import predicted_ledger
@@ -136,9 +136,17 @@ class Search:
         self._more = _with_layers(workload, _MORE)
 
     def best(self) -> Candidate | None:
-        """Return the fastest in the first home in which anything fits, or None if none has any."""
+        """Return the fastest in the first home in which anything fits, or None if none has any.
+
+        Where a home costs time alone, so do its rivals, and the faster of both is taken.
+        """
         home = self.first_home()
-        return None if home is None else self._fastest(home)
+        if home is None:
+            return None
+        best = self._fastest(home)
+        rival = self._first_fitting(rivals(self, home))
+        other = None if rival is None else self._fastest(rival)
+        return min(filter(None, (best, other)), key=lambda one: one.step_s, default=None)
 
     def filled(self, best: Candidate) -> Candidate:
         """Return the candidate with the memory that it leaves put to use."""
@@ -148,7 +156,10 @@ class Search:
 
     def first_home(self) -> StepSettings | None:
         """Return the first home in which anything fits."""
-        fitting = (home for home in homes(self) if any(map(self.fits, self.small_at(home))))
+        return self._first_fitting(homes(self))
+
+    def _first_fitting(self, among: Iterable[StepSettings]) -> StepSettings | None:
+        fitting = (home for home in among if any(map(self.fits, self.small_at(home))))
         return next(fitting, None)
 
     def _fastest(self, home: StepSettings) -> Candidate | None:

@@ -180,6 +180,8 @@ class Op:
     """Of FORWARD: its activations stay on the device. Of BACKWARD: they are there."""
     passes_gradient: bool = False
     """A block below is trained: the gradient of this block's input is wanted."""
+    comes_again: bool = False
+    """Of the first of two backwards: the second reads the same inputs, so they stay."""
     reads: tuple[Resource, ...] = ()
     writes: tuple[Resource, ...] = ()
 

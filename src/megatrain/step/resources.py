@@ -25,6 +25,10 @@ class OpTable:
         self.places = block_places(shape)
         self._num_taped = len(shape.taped_layers) * shape.num_micro
 
+    def comes_again(self, visit: int) -> bool:
+        """Return whether backward comes again behind this visit of it: the first, or the second."""
+        return self.shape.goes_back_twice and visit == 1
+
     def fetch(self, block: int) -> Op:
         places = self.places[block]
         return Op(
@@ -56,7 +60,7 @@ class OpTable:
         keeps_input = trains and block in self.shape.taped_layers
         keeps_activations = trains and self._keeps(block)
         if keeps_input:
-            ring = self._ring(block, micro, backward=False)
+            ring = self._ring(block, micro)
             writes.append(_tape_place(block, micro, ring))
         elif keeps_activations:
             writes.append(("kept", block, micro))
@@ -80,7 +84,7 @@ class OpTable:
         )
 
     def stash(self, layer: int, micro: int) -> Op:
-        ring = self._ring(layer, micro, backward=False)
+        ring = self._ring(layer, micro)
         return Op(
             kind=OpKind.STASH,
             block=layer,
@@ -91,8 +95,8 @@ class OpTable:
             writes=(("tape", layer, micro),),
         )
 
-    def restore(self, layer: int, micro: int) -> Op:
-        ring = self._ring(layer, micro, backward=True)
+    def restore(self, layer: int, micro: int, *, visit: int = 1) -> Op:
+        ring = self._ring(layer, micro, visit)
         return Op(
             kind=OpKind.RESTORE,
             block=layer,
@@ -106,7 +110,7 @@ class OpTable:
     def balance(self) -> Op:
         return Op(kind=OpKind.BALANCE, reads=(ROUTING,), writes=(ROUTING,))
 
-    def head(self, micro: int, *, trains: bool) -> Op:
+    def head(self, micro: int, *, trains: bool, visit: int = 1) -> Op:
         shape, head = self.shape, self.shape.head
         places = self.places[head]
         read_blocks = (head, 0) if shape.tied else (head,)
@@ -134,11 +138,12 @@ class OpTable:
             adds=goes_back and micro > 0,
             trains=trains,
             passes_gradient=passes_gradient,
+            comes_again=trains and self.comes_again(visit),
             reads=tuple(reads),
             writes=tuple(writes),
         )
 
-    def piece(self, piece: int, micro: int) -> Op:
+    def piece(self, piece: int, micro: int, *, visit: int = 1) -> Op:
         """The last piece also goes back through what is before the projection."""
         shape, head = self.shape, self.shape.head
         places = self.places[head]
@@ -160,11 +165,12 @@ class OpTable:
             grad_slot=self._grad_slot(head, piece),
             adds=micro > 0,
             passes_gradient=passes_gradient,
+            comes_again=self.comes_again(visit),
             reads=tuple(reads),
             writes=tuple(writes),
         )
 
-    def backward(self, block: int, micro: int) -> Op:
+    def backward(self, block: int, micro: int, *, visit: int = 1) -> Op:
         places = self.places[block]
         reads = [places.weights, ("dhidden", micro)]
         writes: list[Resource] = []
@@ -172,7 +178,7 @@ class OpTable:
         if self._keeps(block):
             reads.append(("kept", block, micro))
         elif places.role is Role.LAYER:
-            ring = self._ring(block, micro, backward=True)
+            ring = self._ring(block, micro, visit)
             reads.append(_tape_place(block, micro, ring))
         if places.role is Role.LAYER and self.shape.balances:
             reads.append(ROUTING)
@@ -192,6 +198,7 @@ class OpTable:
             keeps_activations=self._keeps(block),
             adds=adds,
             passes_gradient=passes_gradient,
+            comes_again=self.comes_again(visit),
             reads=tuple(reads),
             writes=tuple(writes),
         )
@@ -227,13 +234,14 @@ class OpTable:
             writes=(places.drained,),
         )
 
-    def norm(self, block: int) -> Op:
+    def norm(self, block: int, *, visit: int = 1) -> Op:
         places = self.places[block]
         return Op(
             kind=OpKind.NORM,
             block=block,
             role=places.role,
             host_grad=places.host_grad,
+            comes_again=self.comes_again(visit),
             reads=(places.drained,),
             writes=(("norm", block), *((places.drained,) if self._spreads(block) else ())),
         )
@@ -245,17 +253,18 @@ class OpTable:
     def update(self, block: int) -> Op:
         """A late update takes its scale from clip; one in backward asks norm[b] if it is finite.
 
-        A gradient that waited on disk is read with the master.
+        In a second backward it does both. A gradient that waited on disk is read with the master.
         """
         places, spills = self.places[block], self.shape.spills
-        scale: Resource = CLIP_FACTOR if self.shape.update == "late" else ("norm", block)
+        scale = () if self.shape.update == "in_backward" else (CLIP_FACTOR,)
+        finite = (("norm", block),) if self.shape.updates_in_backward else ()
         return Op(
             kind=OpKind.UPDATE,
             block=block,
             role=places.role,
             host_grad=None if spills else places.host_grad,
             tier_slot=places.tier_slot,
-            reads=(*(() if spills else (places.drained,)), scale, places.master),
+            reads=(*(() if spills else (places.drained,)), *scale, *finite, places.master),
             writes=(places.master, ("weights", block)),
         )
 
@@ -318,20 +327,16 @@ class OpTable:
             if adds:
                 reads.append(("grad_slot", grad_slot))
 
-    def _ring(self, layer: int, micro: int, *, backward: bool) -> int | None:
-        """Return the ring slot of a layer's input, in forward or in backward.
+    def _ring(self, layer: int, micro: int, visit: int = 0) -> int | None:
+        """Return the ring slot of a layer's input: in forward, or in a visit of backward.
 
         The ring turns by one with every input of forward, and continues to turn in backward.
         """
         shape = self.shape
         if shape.tape == "device":
             return None
-        if backward:
-            turns_before = shape.taped_layers[-1] - layer
-            turn = self._num_taped + turns_before * shape.num_micro + micro
-        else:
-            turn = (layer - shape.bottom_layer) * shape.num_micro + micro
-        return turn % shape.tape_slots
+        above = shape.taped_layers[-1] - layer if visit else layer - shape.bottom_layer
+        return (visit * self._num_taped + above * shape.num_micro + micro) % shape.tape_slots
 
 
 def _tape_place(layer: int, micro: int, ring: int | None) -> Resource:

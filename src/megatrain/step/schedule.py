@@ -11,6 +11,8 @@
                BALANCE    before the first HEAD, where experts are balanced
     update     UPDATE(b)  behind NORM(b), or after CLIP, on top of the next step's list in the
                           order in which its forward needs the blocks
+    second     head and backward once more behind CLIP, each block with its UPDATE(b): the first
+    backward   backward gave the norms alone, so no gradient waits
     disk       READ(b)    as early as the ring has room, in the order of updates: on top of a step
                           whose updates run in backward, at its end if they are late
                WRITE(b)   behind UPDATE(b), then the READ of a block that it makes room for
@@ -35,7 +37,7 @@ Laws (tests/step/test_schedule.py)
     5. Ops of lane `comm` are the same on all ranks, in one order, whatever micro-batches each has.
     6. A layer whose activations stay is neither stashed nor restored.
     7. Per step each other layer is fetched twice and each gradient drained once, whatever the
-       number of micro-batches.
+       number of micro-batches; a second backward fetches and drains once more.
 """
 
 from __future__ import annotations
@@ -83,7 +85,14 @@ def _training(table: OpTable) -> Iterator[Op]:
     if not late:
         yield from next(reads)
     yield from _forward(table, trains=True)
-    yield from _backward(table, reads)
+    visits = 2 if table.shape.goes_back_twice else 1
+    restores = chain.from_iterable(_restores(table, visit + 1) for visit in range(visits))
+    yield from islice(restores, table.shape.tape_slots)
+    yield from _balance(table)
+    for visit in range(1, visits):
+        yield from _backward(table, reads, restores, visit)
+        yield table.clip()
+    yield from _backward(table, reads, restores, visits)
     if late:
         yield from next(reads)
         yield table.clip()
@@ -144,52 +153,65 @@ def _drain(table: OpTable, block: int, piece: int | None = None) -> Iterator[Op]
     yield table.drain(block, piece)
 
 
-def _backward(table: OpTable, reads: Iterator[list[Op]]) -> Iterator[Op]:
+def _backward(
+    table: OpTable, reads: Iterator[list[Op]], restores: Iterator[Op], visit: int
+) -> Iterator[Op]:
+    """Yield the head and backward, for the first time of a step or for the second."""
     shape = table.shape
-    restores = _restores(table)
-    yield from islice(restores, shape.tape_slots)
-    yield from _balance(table)
     for micro in range(shape.num_micro):
-        yield table.head(micro, trains=True)
+        yield table.head(micro, trains=True, visit=visit)
     for piece in range(shape.head_pieces) if shape.head_pieces > 1 else ():
         if piece > 0 and shape.trained[shape.head]:
             yield from _drain(table, shape.head, piece - 1)
         for micro in range(shape.num_micro):
-            yield table.piece(piece, micro)
-    yield from _hand_over(table, shape.head, reads)
+            yield table.piece(piece, micro, visit=visit)
+    yield from _hand_over(table, shape.head, reads, visit)
     for layer in range(shape.last_layer, shape.bottom_layer - 1, -1):
         for micro in range(shape.num_micro):
-            yield table.backward(layer, micro)
+            yield table.backward(layer, micro, visit=visit)
             if layer in shape.taped_layers:
                 yield from islice(restores, 1)
-        yield from _hand_over(table, layer, reads)
-        if layer - shape.slots >= shape.bottom_layer:
-            yield from _fetch(table, layer - shape.slots)
+        yield from _hand_over(table, layer, reads, visit)
+        yield from _fetches_behind(table, layer, visit)
     if shape.trained[0]:
         for micro in range(shape.num_micro):
-            yield table.backward(0, micro)
-        yield from _hand_over(table, 0, reads)
+            yield table.backward(0, micro, visit=visit)
+        yield from _hand_over(table, 0, reads, visit)
+
+
+def _fetches_behind(table: OpTable, layer: int, visit: int) -> list[Op]:
+    """Return the fetch of the next layer that needs the slot of one that went back, if any.
+
+    Behind the lowest layers of the first of two backwards these are the top ones again.
+    """
+    shape = table.shape
+    if layer - shape.slots >= shape.bottom_layer:
+        return _fetch(table, layer - shape.slots)
+    top = shape.last_layer - (shape.last_layer - layer) % shape.slots
+    if table.comes_again(visit) and top != layer:
+        return _fetch(table, top)
+    return []
 
 
 def _balance(table: OpTable) -> list[Op]:
     return [table.balance()] if table.shape.balances and table.shape.divided else []
 
 
-def _restores(table: OpTable) -> Iterator[Op]:
+def _restores(table: OpTable, visit: int) -> Iterator[Op]:
     if table.shape.tape == "host":
         for layer in reversed(table.shape.taped_layers):
             for micro in range(table.shape.num_micro):
-                yield table.restore(layer, micro)
+                yield table.restore(layer, micro, visit=visit)
 
 
-def _hand_over(table: OpTable, block: int, reads: Iterator[list[Op]]) -> Iterator[Op]:
+def _hand_over(table: OpTable, block: int, reads: Iterator[list[Op]], visit: int) -> Iterator[Op]:
     """Yield what follows the last part of a block's gradient."""
     if table.shape.trained[block]:
         yield from _drain(table, block)
-        yield table.norm(block)
+        yield table.norm(block, visit=visit)
         if table.shape.spills:
             yield table.spill(block)
-        if table.shape.update == "in_backward":
+        if table.shape.updates_in_backward and not table.comes_again(visit):
             yield from _update(table, block, reads)
 
 

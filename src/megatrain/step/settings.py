@@ -32,8 +32,9 @@ class StepSettings:
     tape: Literal["device", "host"] = "device"
     tape_slots: int = 2
     """Device ring between compute and a host tape."""
-    update: Literal["in_backward", "late"] = "late"
-    """When the optimizer updates a block: as its gradient arrives, or once all norms are known."""
+    update: Literal["in_backward", "late", "second_backward"] = "late"
+    """When the optimizer updates a block: as its gradient arrives, once all norms are known, or as
+    its gradient arrives in a second backward, with the norms of the first."""
     state: Literal["fp32", "bf16", "8bit"] = "fp32"
     """How exactly the optimizer keeps its states; masters are fp32 in all of them."""
     tier: Literal["none", "states", "gradients"] = "none"

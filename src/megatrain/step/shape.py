@@ -12,8 +12,9 @@ from typing import Literal
 from megatrain.errors import ScheduleError
 from megatrain.step.ops import Role
 
-Update = Literal["none", "in_backward", "late"]
-"""When the optimizer updates a block: never, as its gradient arrives, or once norms are known."""
+Update = Literal["none", "in_backward", "late", "second_backward"]
+"""When the optimizer updates a block: never, as its gradient arrives, once norms are known, or as
+its gradient arrives once more, in a second backward behind the one that gave the norms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +42,8 @@ class StepShape:
     """False: unified memory. There are no fetches, compute reads weights in the store."""
     update: Update = "none"
     host_grads: int = 2
-    """Host gradient buffers that the layers rotate through, with update="in_backward" or if
-    gradients wait on disk."""
+    """Host gradient buffers that the layers rotate through, where gradients do not wait in the
+    store: updates run in a backward, or gradients wait on disk."""
     tier: Literal["none", "states", "gradients"] = "none"
     """What is on disk between updates: nothing, masters and moments, or gradients as well."""
     tier_slots: int = 2
@@ -80,6 +81,10 @@ class StepShape:
             raise ScheduleError("the embedding is divided among ranks, so its rows are not here")
         if self.tied and self.head_pieces > 1:
             raise ScheduleError("a tied table's gradient is one sum, it cannot leave in pieces")
+        if self.goes_back_twice and self.kept_layers:
+            raise ScheduleError("a second backward needs activations that the first used up")
+        if self.goes_back_twice and self.has_tier:
+            raise ScheduleError("a second backward is for states in memory, and these are on disk")
         if self.has_tier and self.update == "none":
             raise ScheduleError("nothing is updated, so nothing is to be read from disk")
 
@@ -135,6 +140,16 @@ class StepShape:
         """The embedding's rows add up where layers do: the head leaves no larger place for them."""
         head_is_whole = self.trained[self.head] and self.head_pieces == 1
         return self.gather_embedding and not self.tied and not head_is_whole
+
+    @property
+    def goes_back_twice(self) -> bool:
+        """Backward runs for the norms, and once more for the updates."""
+        return self.update == "second_backward"
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """A block is updated as its gradient arrives, in the only backward or in the second."""
+        return self.update in ("in_backward", "second_backward")
 
     @property
     def has_tier(self) -> bool:

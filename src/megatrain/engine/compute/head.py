@@ -196,8 +196,11 @@ class Head:
     def _note(self, micro: int, found: TokenWeights, logprobs: Tensor) -> None:
         """Note the loss of a micro-batch and what else it reports; the last sends all to the host.
 
-        A copy for each would make compute wait for the copies of other lanes as often.
+        A copy for each would make compute wait for the copies of other lanes as often. A second
+        backward has nothing to add.
         """
+        if micro in self._losses:
+            return
         loss = found.loss
         if loss is None:
             loss = (logprobs * found.weights.reshape(-1)).sum()

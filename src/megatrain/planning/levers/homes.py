@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from megatrain.memory.ledger import gib
 from megatrain.planning.levers.state import STATE
-from megatrain.planning.levers.tier import TIER
-from megatrain.planning.levers.update import UPDATE
+from megatrain.planning.levers.tier import TIER, has_tier
+from megatrain.planning.levers.update import UPDATE, goes_back_twice
 from megatrain.step.settings import StepSettings
 
 if TYPE_CHECKING:
@@ -20,17 +20,35 @@ if TYPE_CHECKING:
 def homes(search: Search) -> list[StepSettings]:
     """Return where states may live and how exactly, the best first, as settings to begin with.
 
-    In host memory, the most exact first; then on disk, where a state that is less exact saves
-    hardly any host memory, so that waiting gradients go there before a state is given up.
+    In host memory, the most exact first, and then the same with a second backward, so that no
+    gradient waits; then on disk, where a state that is less exact saves hardly any host memory, so
+    that waiting gradients go there before a state is given up.
     """
-    tiers, states = TIER.allowed(search), STATE.allowed(search)
-    in_memory = [(state, tier) for tier in tiers if tier == "none" for state in states]
-    tiered = [(state, tier) for state in states for tier in tiers if tier != "none"]
-    update = UPDATE.choices(search)[0]
-    return [
+    tiers, states, updates = (lever.allowed(search) for lever in (TIER, STATE, UPDATE))
+    in_memory = [
         search.settings.changed(state=state, tier=tier, update=update)
-        for state, tier in (*in_memory, *tiered)
+        for tier in tiers
+        if tier == "none"
+        for update in updates
+        for state in states
     ]
+    tiered = [
+        search.settings.changed(state=state, tier=tier, update=updates[0])
+        for state in states
+        for tier in tiers
+        if tier != "none"
+    ]
+    return [*in_memory, *tiered]
+
+
+def rivals(search: Search, home: StepSettings) -> list[StepSettings]:
+    """Return the homes behind one that are taken where they are faster.
+
+    A second backward costs time and nothing else, and so does a disk.
+    """
+    found = homes(search)
+    behind = found[found.index(home) + 1 :]
+    return [other for other in behind if has_tier(other)] if goes_back_twice(home) else []
 
 
 def small_homes(search: Search) -> list[StepSettings]:
@@ -41,8 +59,8 @@ def small_homes(search: Search) -> list[StepSettings]:
 def homes_before(search: Search, settings: StepSettings) -> list[StepSettings]:
     """Return the homes before that of `settings`, in which nothing fits."""
     found = homes(search)
-    names = [(home.state, home.tier) for home in found]
-    return found[: names.index((settings.state, settings.tier))]
+    names = [(home.state, home.tier, home.update) for home in found]
+    return found[: names.index((settings.state, settings.tier, settings.update))]
 
 
 def lacking(search: Search, home: StepSettings) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from megatrain.errors import ConfigError
 from megatrain.planning.levers.lever import Lever
 from megatrain.planning.levers.tiles import tile_of
+from megatrain.planning.levers.update import goes_back_twice
 from megatrain.planning.machine.profile import NOT_MEASURED
 from megatrain.planning.memory.layers import kept_per_token
 from megatrain.planning.model.shapes import BlockShape, ModelShape
@@ -69,6 +70,8 @@ class KeptLayers(Lever):
     def reason(self, search: Search, settings: StepSettings) -> str:
         count, layers = settings.kept_layers, search.workload.model.num_layers
         if not count and not may_keep(search, settings):
+            if goes_back_twice(settings):
+                return "backward runs twice"
             tiled = tile_of(search.workload, settings) is not None
             return "layers run over tiles" if tiled else "what these layers hold is not known"
         if not count or count < layers:
@@ -94,13 +97,14 @@ class KeptLayers(Lever):
 def may_keep(search: Search, settings: StepSettings) -> bool:
     """Return whether the plan may let layers keep activations.
 
-    Tiles are there to hold less, and layers without attention, or with one that families take
-    apart, hold what no rule here predicts.
+    Tiles are there to hold less, and a second backward needs what the first used up. Layers without
+    attention, or with one that families take apart, hold what no rule here predicts.
     """
     attention = [layer.attention for layer in search.workload.model.structures]
     known = all(shape is not None and not shape.score_bytes for shape in attention)
     measured = search.profile.source != NOT_MEASURED
-    return known and measured and tile_of(search.workload, settings) is None
+    whole = tile_of(search.workload, settings) is None and not goes_back_twice(settings)
+    return known and measured and whole
 
 
 def layers_that_keep(workload: Workload, settings: StepSettings) -> tuple[BlockShape, ...]:

@@ -39,6 +39,7 @@ class State(Lever):
 
         better = [home for home in homes_before(search, settings) if home.state != settings.state]
         better = [home for home in better if (home.tier == "none") == (settings.tier == "none")]
+        better = [home for home in better if home.update == settings.update]
         if not better:
             return "the most exact of them fits"
         return f"{better[-1].state} states are {lacking(search, better[-1])} short"

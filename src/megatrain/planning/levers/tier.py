@@ -55,6 +55,7 @@ class Tier(Lever):
         from megatrain.planning.levers.homes import homes_before, lacking
 
         others = [home for home in homes_before(search, settings) if home.tier != settings.tier]
+        others = [home for home in others if home.update == settings.update]
         if not others:
             return "host memory is enough, and a disk wears out"
         if settings.tier == "gradients" and others[-1].tier == "states":

@@ -18,6 +18,7 @@ from megatrain.planning.levers.chunk import num_chunks
 from megatrain.planning.levers.embedding_rows import looked_up_rows
 from megatrain.planning.levers.kept import kept_bytes, kept_total, layers_that_keep
 from megatrain.planning.levers.tiles import layer_bytes
+from megatrain.planning.levers.update import staying_bytes
 from megatrain.planning.memory.head import head_bytes, held_rows_bytes
 from megatrain.planning.memory.kernels import Kernels
 from megatrain.planning.workload import Workload
@@ -52,7 +53,7 @@ def working_bytes(
         moments += _widening_moments(workload, settings, tokens, several=several, unified=unified)
     others = (sum(sizes) - tokens) * model.hidden * width
     given = sum(sizes.count(size) * _given_bytes(workload, size) for size in set(sizes))
-    return max(moments) + others + given
+    return max(moments) + others + given + staying_bytes(workload, settings)
 
 
 def _looked_up_rows(
