@@ -347,11 +347,11 @@ def _download(name: str, file: str, revision: str, advance: Advance = lambda _: 
 
 def _bar(advance: Advance) -> Any:
     """Return a class that replaces the progress bar of huggingface_hub, and shows nothing."""
-    from huggingface_hub.utils import tqdm
+    from huggingface_hub.utils.tqdm import tqdm
 
-    class Bar(tqdm):  # type: ignore[misc, type-arg]
+    class Bar(tqdm):
         def __init__(self, *_: object, initial: int = 0, **__: object) -> None:
-            super().__init__(disable=True)
+            super().__init__(disable=True)  # type: ignore[no-untyped-call]
             self.update(initial)
 
         def update(self, n: float | None = 1) -> None:
