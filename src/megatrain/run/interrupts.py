@@ -95,9 +95,9 @@ class Interrupts:
             return
         if self._signaled:
             os._exit(Interrupted.exit_code)
-        self._signaled = True
+        self._asked_s = time.monotonic()  # first: another signal may come after any line
         self.reason = self.reason or name
-        self._asked_s = time.monotonic()
+        self._signaled = True
         if not self.patient:
             self._stopped = f"{name}: stopped while no step was active; nothing was lost"
             raise _Stop(self._stopped)
