@@ -311,6 +311,9 @@ class Alone(Ranks):
     def require_same(self, facts: Callable[[], Mapping[str, Any]]) -> None:
         pass
 
+    def hosts(self) -> list[str]:
+        return ["localhost"]
+
     def require_shared(self, folder: Path) -> None:
         pass
 
