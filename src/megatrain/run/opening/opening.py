@@ -112,6 +112,7 @@ def open_run(
     """Open what the config names; with `resumes` the newest complete checkpoint, if any.
 
     Rows and a loss may be `given` by a program. All `ranks` open the same run, each its part.
+    Names that are assigned to without a type are the steps in docs/engine.md.
     """
     notes: list[str] = []
     asked = {"--resume": resumes, "--dry-run": dry_run}
@@ -132,24 +133,29 @@ def open_run(
             config, tokenizer, model.decoder, notes, given.rows, resumes=bool(found), ranks=ranks
         )
         require_fitting(config, rows)
-        # The planner gets the longest step, and room for its longest row.
-        roomy = with_room(with_longest_step(config, rows), rows)
-        plan = plan_run(roomy, device, model.decoder, found, rows.epoch_tokens, ranks)
+        plan = plan_run(
+            with_room(with_longest_step(config, rows), rows),
+            device,
+            model.decoder,
+            found,
+            rows.epoch_tokens,
+            ranks,
+        )
         _require_same_plan(ranks, device, rows, plan)
         cap_device(device, plan)
-        settings, settled = plan.settings, config.settled(plan.workload.step_tokens)
-        flat = packs_flat(model.decoder.config, compiles=settings.compile)
-        data = opened.enter_context(open_data(settled, tokenizer, settings, rows, flat=flat))
+        settled: Config = config.settled(plan.workload.step_tokens)
+        flat: bool = packs_flat(model.decoder.config, compiles=plan.settings.compile)
+        data = opened.enter_context(open_data(settled, tokenizer, plan.settings, rows, flat=flat))
         home, resumed = load_home(
-            config, settings, model, tokenizer, found, ranks, device.placement
+            config, plan.settings, model, tokenizer, found, ranks, device.placement
         )
         opened.callback(home.store.close)
-        engine = make_engine(config, settings, home, device, data.num_steps, ranks, given.loss)
+        engine = make_engine(config, plan.settings, home, device, data.num_steps, ranks, given.loss)
         opened.callback(engine.close)
         engine.announce(data.step_tokens)
         notes += adapter_notes(model.decoder) + speed_notes(config, model.decoder, device)
         notes += ranks.notes(notes)
-        opening = Opening(
+        opening: Opening = Opening(
             config=settled,
             pins=pins,
             ranks=ranks,
