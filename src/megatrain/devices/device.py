@@ -49,7 +49,7 @@ class Device(Protocol):
 
     @property
     def name(self) -> str:
-        """As torch calls it: `cpu`, `cuda:0`."""
+        """Name in torch: `cpu`, `cuda:0`."""
 
     @property
     def copying(self) -> bool:
@@ -72,7 +72,7 @@ class Device(Protocol):
 
     @property
     def placement(self) -> Placement:
-        """Where host memory and threads go that work with it."""
+        """Placement of the host memory and threads that work with it."""
 
     @property
     def peak_bytes(self) -> int:

@@ -34,17 +34,17 @@ from megatrain.progress import byte_progress
 PIECE_BYTES = 1 << 30
 NUM_THREADS = 8
 SHOWN_PIECES = 16
-"""Of an arena of so many pieces the progress is shown."""
+"""Progress is shown for an arena of so many pieces."""
 RING_BUFFERS = 3
 RING_BUFFER_BYTES = 32 << 20
 STAGING_THREADS = 4
-"""Of a ring: one thread moves about 10 GB/s, which is less than a link of PCIe 4 does."""
+"""Threads of a ring: one moves about 10 GB/s, which is less than a link of PCIe 4 does."""
 SHARE_BYTES = 1 << 20
 """Less is not worth another thread."""
 
 
 class Registry:
-    """Which host memory is registered, and which could not be."""
+    """The host memory that is registered, and that which could not be."""
 
     def __init__(self, runtime: Runtime, piece_bytes: int = PIECE_BYTES) -> None:
         self._runtime = runtime

@@ -46,7 +46,7 @@ class PinningFailed(Exception):
 
 
 class Runtime(Protocol):
-    """What an accelerator's driver offers."""
+    """The interface of an accelerator's driver."""
 
     def stream(self, *, first: bool = False) -> Stream:
         """Return a new stream; `first`: what is queued on it goes before the work of others."""

@@ -1,4 +1,4 @@
-"""When bytes move: what each op of a step does to tensors.
+"""The engine: what each op of a step does to tensors, and when bytes move.
 
 Actions speak to three doors, and each hides where its bytes are and how they move:
 

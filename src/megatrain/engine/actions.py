@@ -69,7 +69,7 @@ class StepActions:
         self.head = Head(machine, part, self._inputs, loss, notes_likeliest=notes_likeliest)
         self._predicts = predicts
         self.aux_loss: Tensor | None = None
-        """Where experts are balanced: the load-balancing loss, once the first HEAD is complete."""
+        """Load-balancing loss, known once the first HEAD is complete; None: nothing is balanced."""
         self._routing = machine.routing()
 
     def table(self) -> dict[OpKind, Action]:

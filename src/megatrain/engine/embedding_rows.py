@@ -82,7 +82,7 @@ class EmbeddingRows:
 
     @property
     def num_rows(self) -> int:
-        """That the step needs: as many as it has distinct tokens."""
+        """Rows that the step needs: as many as it has distinct tokens."""
         return len(self._ids)
 
     @property
@@ -148,11 +148,11 @@ class SelectedRows:
     """The rows of a micro-batch's tokens, as a leaf in place of the table."""
 
     ids: Tensor
-    """Their tokens, ascending."""
+    """Their tokens, ascending. (rows,)"""
     places: Tensor
-    """Of each token of the micro-batch, its row."""
+    """The row of each token of the micro-batch. (rows of the batch, length)"""
     leaves: Mapping[str, Tensor]
-    """Of the block."""
+    """Leaves of the block."""
 
 
 class TokenRows:

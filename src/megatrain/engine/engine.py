@@ -56,7 +56,7 @@ from megatrain.step.settings import StepSettings
 
 LEAST_CACHE_BYTES = 64 << 20
 Says = Callable[[], Said]
-"""Asked late, so that what happens during a step is heard with its result."""
+"""Called after compute, so the result includes events of the step itself."""
 _UNTIL_KNOWN = tuple(kind for kind in OpKind if kind.spec.ends_step)
 """A step's caller waits for these: losses and norms. Updates continue."""
 
@@ -116,9 +116,9 @@ class Engine:
         trained = [] if optimizer is None else self._shape().trained_blocks
         self._expected = dict.fromkeys(trained, 0)
         self.aux_loss: float | None = None
-        """Of the last evaluation; None if experts are not balanced."""
+        """Load-balancing loss of the last evaluation, or None if experts are not balanced."""
         self.figures: dict[str, float] = {}
-        """Of the last evaluation: sums of the loss over its units as means, for `loss.reported`."""
+        """Figures of the last evaluation: means over the units of the loss, for `loss.reported`."""
         self.torn = False
         """True once a failure left some blocks updated and others not: reload the weights."""
 
@@ -256,7 +256,7 @@ class Engine:
 
     @functools.cached_property
     def cached_tokens(self) -> int:
-        """How many tokens may be in caches at a time; 0: the model cannot use one.
+        """Tokens that may be in caches at a time; 0: the model cannot use one.
 
         A prediction has no chunk of logits: caches may take as much as that has in a step.
         """

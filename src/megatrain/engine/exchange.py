@@ -27,7 +27,7 @@ from megatrain.ranks.ownership import overlap
 from megatrain.ranks.ranks import Ranks
 
 EXCHANGE_BYTES = 64 << 20
-"""Of each of the two buffers."""
+"""Size of each of the two buffers."""
 
 
 class Exchange:
@@ -73,7 +73,7 @@ class Exchange:
 
 
 class SharedRouting:
-    """What the routers of all ranks have done, added in fp32 in the order of ranks."""
+    """Counts of the routers of all ranks, added in fp32 in the order of ranks."""
 
     def __init__(self, device: Device, ranks: Ranks, num_experts: int) -> None:
         self._device, self._ranks = device, ranks
@@ -82,7 +82,7 @@ class SharedRouting:
 
     @property
     def own(self) -> Tensor:
-        """Where this rank counts its own routers. (2, experts)"""
+        """Memory for the counts of this rank's routers. (2, experts)"""
         return self._rows[self._ranks.owner.rank]
 
     def add_up(self, routing: Routing, part: StepPart) -> int:

@@ -64,9 +64,9 @@ class Machine:
     kept: KeptActivations
     settings: StepSettings
     token_rows: TokenRows | None
-    """Where backward makes a gradient of rows, not of the embedding's table."""
+    """Selects rows to make a gradient of, where it is not made of the embedding's table."""
     shared_routing: SharedRouting | None
-    """Where ranks add up what their routers have done; None: alone, or nothing is balanced."""
+    """Counts of all ranks' routers; None: alone, or nothing is balanced."""
 
     def routing(self) -> Routing | None:
         """Return a new count of what routers do; None if experts are not balanced."""

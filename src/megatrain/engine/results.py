@@ -16,7 +16,7 @@ SOURCE_LOSS, SOURCE_UNITS = "loss of source ", "units of source "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """Where a gradient was not finite."""
+    """A gradient that was not finite, and where."""
 
     blocks: tuple[int, ...]
     """Blocks whose gradient was not finite at first."""
@@ -52,16 +52,16 @@ class StepResult:
     aux_loss: float | None = None
     """Load-balancing loss over the full step, not yet multiplied; None if it is not trained on."""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """What else the loss reports, by name: means over the units of the step."""
+    """Further figures of the loss, by name: means over the units of the step."""
     fault: Fault | None = None
     applied: bool = True
     """False: the step was skipped because of `fault`."""
     said: Sequence[Said] = ()
-    """What each rank said with the step."""
+    """Each rank's message with the step."""
 
 
 class Heard:
-    """What all ranks found: losses and figures in the order of micro-batches, and what they said.
+    """The results of all ranks: losses and figures in the order of micro-batches, and messages.
 
     All ranks must ask.
     """

@@ -27,11 +27,11 @@ _POLL_S = 1.0
 
 
 class Gate:
-    """Where updates and snapshots meet. One update of a block at a time, at most one snapshot."""
+    """The gate between updates and snapshots: one update of a block at a time, one snapshot."""
 
     def __init__(self, blocks: Sequence[int]) -> None:
         self.num_updates = dict.fromkeys(blocks, 0)
-        """By block: without a global norm a block may sit out a step alone."""
+        """Updates applied so far, per block: in backward a block may be left out alone."""
         self._changed = threading.Condition()
         self._held: dict[int, int] = {}
         self._failed = False

@@ -78,7 +78,7 @@ class Optimizer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What an update does with the gradient of its block."""
+    """The decision on a block's gradient: whether its update is applied, and scaled by what."""
 
     step: int
     """The step of the run, from 1: a late update may be played with the next step."""

@@ -58,7 +58,7 @@ def check_ranks(store: Store, device: Device, ranks: Ranks) -> None:
 
 
 class Source(Protocol):
-    """Where compute finds a block."""
+    """A place where compute finds blocks."""
 
     def fetch(self, block: int, slot: SlotId | None) -> int:
         """Queue the copies that bring the block to the device; return their bytes."""

@@ -1,4 +1,4 @@
-"""When a device did something, on the clock of the host.
+"""The clock of a device: when it did something, on the clock of the host.
 
     mark      an event that notes the device's time when a stream comes to it
     host_ns   that time as time.perf_counter_ns would have told it
@@ -39,7 +39,7 @@ class TimedEvent(Protocol):
 
 
 class Times(Protocol):
-    """What tells a device's times: its runtime."""
+    """The source of a device's times: its runtime."""
 
     def timed_event(self) -> TimedEvent:
         """Return a new event that notes its time."""

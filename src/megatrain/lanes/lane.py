@@ -37,7 +37,7 @@ Action = Callable[[Op], int | None]
 """Runs an op. Returns the bytes it moved, if any."""
 
 IDLE_S = 1.0
-"""How often an idle lane looks whether the main thread is still there."""
+"""Interval at which an idle lane looks whether the main thread is still there."""
 
 
 class Stream(AbstractContextManager[object, None], Protocol):

@@ -14,7 +14,7 @@ Laws (tests/lanes/test_player.py)
     2. An exception in a lane is raised in the caller, with its own traceback, by the call that
        waits or by the next one. No lane is inside an action any more when the caller sees it (a
        stuck lane excepted), and the player takes no more work. Work already queued on a
-       stream runs on: synchronise the device before touching anything it uses.
+       stream runs on: synchronize the device before touching anything it uses.
     3. No call waits beyond the deadline without progress. After `close` no thread is left, but a
        watcher (progress.py) while its device hangs.
 """

@@ -57,7 +57,7 @@ class Stopped(Exception):
 
 @dataclass(slots=True)
 class Activity:
-    """What a lane is at: inside `op`, or waiting for `awaited` before it, or idle."""
+    """The state of a lane: inside `op`, or waiting for `awaited` before it, or idle."""
 
     op: Op | None = None
     awaited: Ticket | None = None
@@ -244,7 +244,7 @@ class _Watcher:
         """Made while the lock of `progress` is held."""
         self._progress, self._lane = progress, lane
         self.look = threading.Condition(progress._lock)
-        """Of the one who waits for a new op: notify it."""
+        """Condition to notify when there is a new op to watch."""
         self._thread = threading.Thread(target=self._run, name=f"watcher {lane}", daemon=True)
         self._thread.start()
 

@@ -35,7 +35,7 @@ from megatrain.step.hazards import Ticket
 from megatrain.step.ops import PARTS, Op, OpKind
 
 _AT_ONCE = 0.1
-"""Of its time: a device that is done so soon after an op was issued has waited for the host."""
+"""Share of an op's time: a device that is done so soon after it was issued waited for the host."""
 
 
 class Span(NamedTuple):
@@ -49,7 +49,7 @@ class Span(NamedTuple):
     num_bytes: int = 0
     awaited: Op | None = None
     issued_ns: tuple[int, int] | None = None
-    """From when to when the host issued the op, where the times are a device's."""
+    """Begin and end of issuing the op on the host, where the times are a device's."""
 
     @property
     def seconds(self) -> float:
@@ -60,11 +60,11 @@ class IssuedOp(NamedTuple):
     """An op on a device, whose times are known once it is done."""
 
     span: Span
-    """With the times at which it was issued."""
+    """Span with the times at which it was issued."""
     ticket: Ticket
     waits: Sequence[Ticket]
     taken_ns: int
-    """When its lane came to it, before any wait."""
+    """Time at which its lane came to it, before any wait."""
     clock: DeviceClock
     begun: TimedEvent
     ended: TimedEvent
@@ -95,7 +95,7 @@ class LaneSummary:
     num_bytes: int
     busy_s: float
     busy_share: float
-    """Of the time from the first start to the last end of any lane."""
+    """Busy share of the time from the first start to the last end of any lane."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,11 +104,11 @@ class StepSummary:
 
     seconds: float
     compute_waited_s: Mapping[OpKind, float]
-    """How long lane `compute` waited, by the kind of op that it finally waited for: a fetch
+    """Seconds that lane `compute` waited, by the kind of op that it finally waited for: a fetch
     that itself waits for an update counts as update."""
     host_paced_s: float = 0.0
-    """How long a device's lane `compute` was at the pace of the host: between ops, with none issued
-    and nothing to wait for, and in ops that it had done as soon as the host had issued them."""
+    """Seconds that a device's lane `compute` waited for the host to issue: between ops, with none
+    issued and nothing to wait for, and in ops that it had done as soon as they were issued."""
 
     @property
     def limits_s(self) -> dict[str, float]:
@@ -121,7 +121,7 @@ class StepSummary:
 
     @property
     def bottleneck(self) -> str:
-        """What limits the step most, as a plan names it."""
+        """The limit that takes most of the step, as a plan names it."""
         limits = self.limits_s
         return max(limits, key=lambda limit: limits[limit])
 

@@ -22,7 +22,7 @@ from megatrain.losses.head import IGNORED
 from megatrain.losses.loss import Loss, LossInputs, LossValue, TokenWeights
 
 _BLOCK_ELEMENTS = 1 << 22
-"""Of the table documents x positions that exists at a time."""
+"""Elements of the table (documents, positions) that exist at a time."""
 
 
 class AnswerLoss(Loss):
@@ -35,7 +35,7 @@ class AnswerLoss(Loss):
     """Those that have one value for each row, not for each document."""
     first: ClassVar[str] = "chosen"
     second: ClassVar[str] = "rejected"
-    """What the documents of a row are."""
+    """Names of the two documents of a row."""
 
     @abc.abstractmethod
     def of_answers(self, inputs: LossInputs, sums: Tensor) -> LossValue:

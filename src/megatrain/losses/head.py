@@ -51,7 +51,7 @@ class TrainedRows:
     chunks: Sequence[Tensor]
     """The numbers of those that are projected at a time, ascending. (at most chunk_tokens,)"""
     targets: Tensor
-    """Of all rows. (tokens,)"""
+    """Targets of all rows. (tokens,)"""
 
 
 def next_token_targets(labels: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from megatrain.losses.head import IGNORED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """What a loss sees of a micro-batch, next to the log-probabilities."""
+    """A micro-batch as a loss sees it, next to the log-probabilities."""
 
     targets: Tensor
     """The token that each position predicts, -100 where it predicts none. (rows, length)"""
@@ -55,12 +55,12 @@ class TokenWeights:
     """The gradient of the step's loss with respect to each log-probability of a micro-batch."""
 
     weights: Tensor
-    """In fp32; any where there is no target. (rows, length)"""
+    """Weights in fp32; any number where there is no target. (rows, length)"""
     loss: Tensor | None = None
     """Scalar: the micro-batch's part of it. None: the sum of weight x log-probability, which the
     head computes anyway."""
     figures: Mapping[str, Tensor] = field(default_factory=dict)
-    """As in LossValue."""
+    """Further scalars to report, by name."""
 
 
 class Loss(abc.ABC):

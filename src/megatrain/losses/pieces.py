@@ -30,7 +30,7 @@ from megatrain.step.settings import vocabulary_pieces
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSums:
-    """What the gradient of a piece needs to know of all others. (tokens,), zero without a target"""
+    """Sums over all pieces that the gradient of each needs. (tokens,), zero without a target"""
 
     log_sums: Tensor
     """Log-sum-exp of each row's scores, in fp32."""

@@ -94,7 +94,7 @@ class Simpo(AnswerLoss):
     gamma: float = 1.0
     """Margin by which a chosen answer's reward is to be larger."""
     label_smoothing: float = 0.0
-    """As in Dpo."""
+    """Probability that a label is wrong, as in Dpo."""
 
     def of_answers(self, inputs: LossInputs, sums: Tensor) -> LossValue:
         rewards = self.beta * (sums / inputs.extra["lengths"])

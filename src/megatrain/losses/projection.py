@@ -23,7 +23,7 @@ from torch import Tensor
 from megatrain.step.settings import PART_ELEMENTS
 
 Scores = Callable[[Tensor], Tensor]
-"""What a model makes of its logits (rows, vocabulary): a soft-cap, a scale."""
+"""The model's function of its logits (rows, vocabulary): a soft-cap, a scale."""
 AddTokens = Callable[[int, Tensor | None, Tensor | None], None]
 """Takes the gradients of weight and bias (None: frozen) for tokens from the given one on."""
 

@@ -196,13 +196,13 @@ class DirectWriter:
             lambda: _new_file(path, num_bytes), lambda opened: _drop_file(opened[0], path)
         )
         self._pieces: list[Tensor] = []
-        """Of the chunk that is not yet sent."""
+        """Pieces of the chunk that is not yet sent."""
         self._pending: list[Future[None]] = []
         self._copied: list[threading.Event] = []
         self._used = self._sent = 0
         self._closed = False
         self.digests: dict[int, str] = {}
-        """By number of chunk; complete once the file is finished."""
+        """Digests by number of chunk; complete once the file is finished."""
 
     def write(self, data: Tensor) -> None:
         """Append the bytes of a uint8 tensor; waits while all buffers of the queue are in use."""

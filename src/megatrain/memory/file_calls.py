@@ -82,7 +82,7 @@ class FileCalls:
 
     @property
     def out(self) -> str | None:
-        """What a call of given-up work is still doing, in words; None if all have returned."""
+        """The call of given-up work that is still running, in words; None if all have returned."""
         with self._changed:
             if self._stalled is None or self._cleaner is None:
                 return None

@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 
 _M_MMAP_THRESHOLD = -3
-"""As in malloc.h."""
+"""Number of the option in malloc.h."""
 _UNLIMITED = 1 << 60
 """Version 1 of control groups writes "no limit" as a number near 2^63."""
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1}
-"""By torch's names."""
+"""Bytes of a number, by torch's names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Where each param sits: every byte of the store as (block, kind, byte range).
+"""The layout of the store: every byte of each param as (block, kind, byte range).
 
 A kind is one arena. Inside it blocks follow each other, each on a page boundary, so that a block
 can be registered with a device, written with direct I/O or moved to a disk.
@@ -74,11 +74,11 @@ class Segment:
     dtype: torch.dtype
     trained: bool
     num_elements: int
-    """Of all ranks, padding included."""
+    """Elements of all ranks, padding included."""
     owner: Owner
     """The rank whose part is here."""
     starts: dict[Kind, int]
-    """Of what is here: its first byte in the arena of each kind that it has."""
+    """First byte of this rank's part, in the arena of each kind that it has."""
 
     @property
     def owned(self) -> range:
@@ -104,12 +104,12 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a param sits in its segment."""
+    """The place of a param in its segment."""
 
     param: Param
     segment: Segment
     start: int
-    """In elements, from the start of the segment."""
+    """Elements from the start of the segment."""
 
     @property
     def owned(self) -> range:
@@ -130,7 +130,7 @@ class Place:
 
     @property
     def padded_stop(self) -> int:
-        """Where the next param may start, in elements."""
+        """The next element where a param may start."""
         return self.start + _round_up(self.param.num_elements, ALIGN)
 
     def has(self, kind: Kind) -> bool:
@@ -152,7 +152,7 @@ class Layout:
     kinds: tuple[Kind, ...]
     segments: tuple[Segment, ...]
     places: dict[str, Place]
-    """By the param's name."""
+    """Places by the param's name."""
     block_extents: dict[tuple[int, Kind], Extent]
     kind_bytes: dict[Kind, int]
     """The exact size of each arena."""

@@ -31,13 +31,13 @@ LANE_CORES = 4
 LEAST_CORES = 16
 """On a host with fewer, all threads share all cores."""
 UPDATE_THREADS = 24
-"""Of a node. More do not raise the rate of its memory: predicted from data sheets, not measured."""
+"""Threads of a node. More do not raise the rate of its memory: predicted from data sheets."""
 NEAR_SHARE = 4
 """A copied arena takes at most a fourth of what is free on the device's node: weights and gradients
 are one each, and the rest holds this node's share of masters and moments."""
 
 _MODES = {"prefer": 1, "interleave": 3}
-"""As in linux/mempolicy.h."""
+"""Numbers of modes in linux/mempolicy.h."""
 _CALLS = {"x86_64": (237, 239), "aarch64": (235, 236)}
 """Numbers of mbind and get_mempolicy, which the C library does not wrap."""
 _MASK_BITS = 1024
@@ -54,7 +54,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """Which nodes give pages; any other does when they have none left."""
+    """The nodes that give pages; any other does when they have none left."""
 
     mode: Literal["prefer", "interleave"]
     nodes: tuple[int, ...]
@@ -75,10 +75,10 @@ class Policy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where a process puts its arenas and its threads."""
+    """Nodes and cores for the arenas and threads of a process."""
 
     kept: Policy | None = None
-    """Of arenas that only the host's cores use; None: as the system does it."""
+    """Policy of arenas that only the host's cores use; None: as the system does it."""
     near: Node | None = None
     """The device's node, if arenas are placed and the system knows it."""
     lane_cores: frozenset[int] | None = None

@@ -37,11 +37,11 @@ LEAST_RATE = 100e6
 """Bytes per second of one thread. Zeroing small pages runs at ten times as much; making huge ones
 on a fragmented host has been reported at a fifth of it."""
 _POPULATE_WRITE = 23
-"""As in linux/mman.h, since 5.14. Python has no name for it."""
+"""Number of the advice in linux/mman.h, since 5.14. Python has no name for it."""
 
 
 class Pages(Protocol):
-    """What the kernel does with the pages of a mapping."""
+    """The kernel's calls for the pages of a mapping."""
 
     def populate(self, piece: Tensor) -> None:
         """Make the pages resident. Raises OSError."""

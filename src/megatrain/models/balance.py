@@ -47,16 +47,16 @@ MAX_EXPERTS = 1 << 14
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balancing:
-    """How a model balances its experts."""
+    """A model's load-balancing loss: how many experts there are, chosen, and its coefficient."""
 
     num_experts: int
     top_k: int
     coefficient: float
-    """What the model's own code multiplies the loss with."""
+    """Factor of the loss in the model's own code."""
 
 
 class Routing:
-    """What the routers have done with the tokens of a step so far."""
+    """Counts and sums over the routers of a step so far."""
 
     def __init__(self, balancing: Balancing, memory: Tensor | None = None) -> None:
         """`memory` is where counts and sums are to be, fp32; None: anywhere. (2, experts)"""

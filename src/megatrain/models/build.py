@@ -46,7 +46,7 @@ MAX_PARAMS = 1 << 14
 MAX_BUFFER_BYTES = 128 << 20
 MAX_ALL_BUFFER_BYTES = 768 << 20
 _PACKAGES = {"flash_attention_2": "flash-attn"}
-"""What an attention implementation needs besides torch."""
+"""The package that an attention implementation needs besides torch."""
 
 
 def build_decoder(
@@ -253,7 +253,7 @@ def _make_buffers(model: PreTrainedModel) -> None:
         module._is_hf_initialized = next(module.buffers(), None) is None
     for param in model.parameters():
         param._is_hf_initialized = True
-    # Since 5.0 every model recomputes its buffers when it is initialised.
+    # Since 5.0 every model recomputes its buffers when it is initialized.
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model.initialize_weights()
 

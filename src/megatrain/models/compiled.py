@@ -187,7 +187,7 @@ class _Region:
 
 
 class _Layer:
-    """What one layer brings to a call of its region."""
+    """One layer's params, buffers and numbers for a call of its region."""
 
     def __init__(self, layer: nn.Module, region: _Region, numbers: Collection[str]) -> None:
         self.region = region

@@ -62,7 +62,7 @@ IGNORED_KEYS = {"_name_or_path", "_commit_hash"}
 # ... and these do, and are plain values.
 UNDERSCORED = {"_sliding_window_pattern", "_remove_final_layer_norm", "_pad_token_id"}
 PER_LAYER = "per_layer_config"
-"""Which transformers writes for text parts whose layers differ in width."""
+"""A key that transformers writes for text parts whose layers differ in width."""
 AUTOSET = "_attn_implementation_autoset"
 """A flag that many folders carry; as a flag, and only so, it is ignored."""
 KNOWN_DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}

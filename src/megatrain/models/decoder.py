@@ -34,7 +34,7 @@ class Param:
     """Its name in the model."""
     shape: tuple[int, ...]
     dtype: torch.dtype
-    """What compute sees: the model's dtype, or fp32 where the model insists on it."""
+    """Dtype that compute sees: the model's, or fp32 where the model insists on it."""
     aliases: tuple[str, ...] = ()
     """Other names of the same tensor: its ties."""
     trained: bool = True
@@ -71,9 +71,9 @@ class Decoder:
     head_path: str
     """The path of the output projection, for instance `lm_head`."""
     balancing: Balancing | None = None
-    """How the model's own code balances its experts; None if it does not, or in another way."""
+    """Load-balancing loss of the model's own code; None if it has none, or another kind."""
     adapters: Adapters | None = None
-    """What is trained in place of the model's own params, which are all frozen then."""
+    """Adapters that are trained in place of the model's own params, which are all frozen then."""
     asks_balancing: bool = False
     """config.json asks for `output_router_logits`, and the model's code then balances experts."""
     carried: tuple[Param, ...] = ()
@@ -87,7 +87,7 @@ class Decoder:
 
     @property
     def text_config(self) -> PreTrainedConfig:
-        """Of the decoder itself: a part of a joint model's `config`, else the same."""
+        """Config of the decoder itself: a part of a joint model's `config`, else the same."""
         return text_part(self.model.config)
 
     @property

@@ -68,7 +68,7 @@ _NO_WINDOW = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedDocuments:
-    """Where the documents of one row end."""
+    """Lengths and bounds of the documents of one row."""
 
     lengths: tuple[int, ...]
     bounds: Tensor
@@ -81,7 +81,7 @@ class PackedDocuments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutOffMask:
-    """What a layer gets in place of a mask: how to make it, for a document of any length."""
+    """A layer's argument in place of a mask: it makes the mask of a document of any length."""
 
     own: Callable[..., Tensor | None]
     """Transformers' function."""

@@ -1,4 +1,4 @@
-"""Which models keep the documents of a packed row apart.
+"""Families that keep the documents of a packed row apart.
 
 Restarting position ids mark where a document begins, but not every layer uses them.
 Layers with a state (convolutions, recurrences, linear attention) and some older attention do not,

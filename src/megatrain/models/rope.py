@@ -39,7 +39,7 @@ _LIMIT = "max_position_embeddings"
 _APART = ("rope_theta", "partial_rotary_factor")
 """Parameters that scale nothing: before transformers 5 they were beside rope_scaling."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-"""Of every Llama that has this type."""
+"""Parameters of every Llama that has this type."""
 
 
 def num_positions(config: Any) -> int | None:

@@ -58,7 +58,7 @@ from megatrain.models.tiled_layer import Cut, CutLayer
 NamedTensors = Mapping[str, Tensor]
 """Params by their names in the model."""
 _CUTS: WeakKeyDictionary[PreTrainedModel, list[Cut | None]] = WeakKeyDictionary()
-"""Of skeletons that were tiled before: one model can have several engines, one after another."""
+"""Cuts of skeletons that were tiled before: a model can have several engines, one after another."""
 
 
 class Template:
@@ -91,9 +91,9 @@ class Template:
         }
         self._traced = self._find_scores()
         self.bytes_per_token = self._find_width()
-        """Of hidden states, as a layer gets them."""
+        """Bytes of hidden states per token, as a layer gets them."""
         self.cuts: list[Cut | None] = self._find_cuts() if tiled else [None] * len(self._modules)
-        """Of each layer; None where it is not cut into tiles."""
+        """Cut of each layer; None where it is not cut into tiles."""
 
     def placed(self, place: Callable[[Tensor], Tensor]) -> Template:
         """Return this template for a device; `place` returns a tensor's copy there."""

@@ -49,16 +49,16 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """Where the layers of one structure are cut, and which dimension counts tokens."""
+    """The place where layers of one structure are cut; numbers are token dimensions of tensors."""
 
     mixer: str | None
     """The module's path in the layer; None: the attention function of transformers."""
     arguments: Mapping[TensorPath, int]
-    """Of the layer's arguments that are sliced."""
+    """Arguments of the layer that are sliced."""
     handed: Mapping[TensorPath, int]
-    """Of the mixer's arguments that `before` makes."""
+    """Arguments of the mixer that `before` makes."""
     mixed: Mapping[TensorPath, int | None]
-    """Of the mixer's results; None: `after` gets no such result."""
+    """Results of the mixer; None: `after` gets no such result."""
     unread: Mapping[str, int]
     """Projections whose output only feeds the mixer, with its width."""
 
@@ -190,7 +190,7 @@ class Joining:
         self._given = dict(tensors_by_path((call.args, call.kwargs)))
         self._meeting: Meeting | None = None
         self.handed: dict[TensorPath, Tensor] = {}
-        """What tiles have made for the mixer, by path in its arguments."""
+        """Tensors of the row that tiles have made for the mixer, by path in its arguments."""
 
     def add(self, meeting: Meeting, tile_call: Call, columns: slice) -> None:
         """Take in what the tile of `columns` hands over; `tile_call` was its layer's call."""

@@ -136,7 +136,7 @@ def test_a_layer_that_saves_foreign_weights_is_refused(monkeypatch: pytest.Monke
     kept = KeptActivations(scene.template, lambda tensor, purpose: tensor)
     foreign = next(iter(weights.values()))
     monkeypatch.setattr(scene.template, "routed_layer", lambda *given: (given[1] @ foreign, ()))
-    with pytest.raises(AssertionError, match="none of its params"):
+    with pytest.raises(AssertionError, match="not one of its parameters"):
         kept.forward(KEY, moved, scene.given.clone().requires_grad_(), scene.call)
 
 

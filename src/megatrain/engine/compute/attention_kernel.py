@@ -22,7 +22,7 @@ from megatrain.devices.device import Device
 from megatrain.models.decoder import Decoder
 
 _RATES = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
-"""What configs of transformers call the dropout of attention."""
+"""Names of attention's dropout in configs of transformers."""
 _WIDEST_FLASH = 192
 _STEADY = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 

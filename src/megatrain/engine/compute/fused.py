@@ -24,7 +24,7 @@ from megatrain.devices.device import Device
 from megatrain.errors import ConfigError, MissingPackage
 
 LEFT_OUT = {"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False}
-"""By Liger's names."""
+"""Kernels that are not used, by Liger's names."""
 
 
 def require_liger(device: Device) -> None:

@@ -17,9 +17,9 @@ class BlockGradients:
     """The gradients of a block."""
 
     params: Mapping[str, Tensor | None]
-    """By param name."""
+    """Gradients by param name."""
     given: Tensor | None
-    """Of the hidden states that the block was given."""
+    """Gradient of the hidden states that the block was given. (rows, length, width)"""
 
 
 def gradients_of(

@@ -29,14 +29,15 @@ from megatrain.step.settings import vocabulary_pieces
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scored:
-    """What is kept of a micro-batch between the pieces of the vocabulary."""
+    """Tensors of a micro-batch that are kept between the pieces of the vocabulary."""
 
     hidden: Tensor
+    """Output of the last layer. (rows, length, width)"""
     trained: TrainedRows
     weights: Tensor
-    """Of its tokens. (tokens,)"""
+    """Weight of each token in the loss. (tokens,)"""
     log_sums: Tensor
-    """Over all pieces. (tokens,)"""
+    """Log-sum-exp of each row over all pieces. (tokens,)"""
     d_rows: Tensor
     """The sum over the pieces so far, in fp32. (tokens, width)"""
 
@@ -57,15 +58,15 @@ class Head:
         self._inputs, self._notes_likeliest = inputs, notes_likeliest
         self.num_units = part.num_units
         self._losses: dict[int, Tensor] = {}
-        """By micro-batch, once its HEAD is complete, as the rest: its part of the step's loss."""
+        """Parts of the step's loss by micro-batch, known once its HEAD is complete."""
         self._figures: dict[int, Mapping[str, Tensor]] = {}
-        """What else the loss reports."""
+        """Further figures that the loss reports."""
         self.logprobs: dict[int, Tensor] = {}
-        """In an evaluation: of each token's target. (rows, length)"""
+        """Log-probability of each target, in an evaluation. (rows, length)"""
         self._likeliest: dict[int, Tensor] = {}
-        """In an evaluation that notes them: the tokens of the highest scores. (rows, length)"""
+        """Tokens of the highest scores, in an evaluation that notes them. (rows, length)"""
         self.predictions: dict[int, Tensor] = {}
-        """In a prediction: the logits after each row's last token."""
+        """Logits after each row's last token, in a prediction. (rows, vocabulary)"""
         self._scored: dict[int, _Scored] = {}
 
     def train(self, op: Op, hidden: Tensor) -> Tensor | None:

@@ -46,24 +46,24 @@ RowsOf = Callable[[int], Tensor | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroInputs:
-    """What compute reads of a micro-batch. Tensors are on the device, but for `on_host`."""
+    """A micro-batch as compute reads it. Tensors are on the device, but for `on_host`."""
 
     on_host: Mapping[str, Any]
     """The arguments of the model's forward, on the host."""
     model: Mapping[str, Any]
     """The same on the device."""
     answers: Answers | None
-    """To what the model's front asks about them; None: it is to be asked when it runs."""
+    """Answers to the front's questions about them; None: it is to be asked when it runs."""
     rows: Tensor | None
-    """The row of each token in a table that does not have all tokens."""
+    """The row of each token in a table that does not have all tokens. (rows, length)"""
     documents: PackedDocuments | None
-    """Of a packed row, if they are attended to one by one."""
+    """Documents of a packed row, if they are attended to one by one."""
     loss: LossInputs
     trained: TrainedRows
     last_tokens: Tensor | None
-    """In a prediction: where the last token of each row is."""
+    """Position of each row's last token among all tokens, in a prediction. (rows,)"""
     num_tokens: int
-    """Padding not counted."""
+    """Real tokens: padding is not counted."""
 
     @property
     def mask(self) -> Tensor | None:
@@ -196,7 +196,7 @@ class SentInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Gathered:
-    """What compute will read of a micro-batch, still on the host."""
+    """A micro-batch as compute will read it, still on the host."""
 
     micro: MicroBatch
     model: Mapping[str, Any]

@@ -104,13 +104,13 @@ class _Place(NamedTuple):
 
     name: str
     offset: int
-    """In elements, from the param's first."""
+    """Elements from the param's first."""
     shape: torch.Size
     strides: tuple[int, ...]
 
 
 class _SavedTensors:
-    """What autograd saves for one graph: tensors, and places in params instead of weights."""
+    """The tensors that autograd saves for one graph; of weights, only their places in params."""
 
     def __init__(self, params: Mapping[str, Tensor], shared: object, counted: Count) -> None:
         """`shared` has the tensors that others hold as well: they are not counted."""
@@ -159,7 +159,9 @@ class _SavedTensors:
                 and 0 <= offset < param.numel()
             ):
                 return _Place(name, offset, tensor.shape, tensor.stride())
-        raise AssertionError(f"a layer saves weights that are none of its params: {tensor.shape}")
+        raise AssertionError(
+            f"a layer saved a tensor that is not one of its parameters: {tensor.shape}"
+        )
 
 
 def _memory(tensor: Tensor) -> int:

@@ -59,7 +59,7 @@ loss is made of, with gradients."""
 
 
 class Returned(NamedTuple):
-    """What comes back to a layer: the gradient of its output, which it may overwrite."""
+    """The gradient of a layer's output, which it may overwrite, and of its routers."""
 
     d_hidden: Tensor
     balance: Balance

@@ -210,7 +210,7 @@ class Gradients:
 
 
 class _OnHost:
-    """Where gradients wait for their update: in the store, or in a ring of a few buffers."""
+    """The gradients that wait for their update: in the store, or in a ring of a few buffers."""
 
     def __init__(self, store: Store, device: Device, ring_slot_of: Mapping[int, SlotId]) -> None:
         self._store = store

@@ -44,7 +44,7 @@ class SlotSums:
         self._slots, self._copies = slots, copies
         self._exchange, self._rows = exchange, rows
         self._sums: dict[SlotId, dict[str, Tensor]] = {slot: {} for slot in slots}
-        """By param: its view into the slot, or the rows of it that have a sum so far."""
+        """Sums by param: views into the slot, of all rows or of those that have a sum so far."""
 
     def reserve(self) -> None:
         """Make room for the rows that a step needs. Nothing may be under way."""

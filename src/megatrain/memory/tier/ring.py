@@ -54,7 +54,7 @@ class TierRing:
 
     @property
     def num_bytes(self) -> int:
-        """Of all buffers."""
+        """Bytes of all buffers."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def region(self, op: Op) -> Tensor | None:

@@ -58,7 +58,7 @@ _WAY_OUT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scratch:
-    """Where a tier may be made, and for which kinds."""
+    """The folder where a tier may be made, and the kinds that go there."""
 
     folder: Path
     kinds: tuple[Kind, ...]
@@ -139,7 +139,7 @@ class Tier:
         """Make the file in `folder` and reserve its bytes. Raises DiskFull or DiskError."""
         self.regions, self.folder = regions, folder
         self._digests: dict[tuple[int, Kind, int], str] = {}
-        """By block, kind and number of the chunk; of those that were written."""
+        """Digests of written chunks, by block, kind and number of the chunk."""
         self._fd, self._direct = _scratch_file(folder, regions.num_bytes)
         self._pool = ThreadPoolExecutor(TIER_THREADS, thread_name_prefix="tier")
 

@@ -58,7 +58,7 @@ class Lora:
     rslora: bool = False
     """Scale by alpha / sqrt(rank)."""
     seed: int = 0
-    """Of the first values."""
+    """Seed of the first values."""
 
     @property
     def scaling(self) -> float:

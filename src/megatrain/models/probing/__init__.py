@@ -1,4 +1,4 @@
-"""How a model's own forward is read, so that none of its code is copied or known by family.
+"""Readers of a model's own forward, so that none of its code is copied or known by family.
 
 dispatch.py       hands every operation of torch to a function: the one mode behind all readers
 stand_ins.py      modules and weights that mark where one part of a model ends, the next begins

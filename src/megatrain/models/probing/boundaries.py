@@ -50,9 +50,9 @@ class Sides:
     before: list[str]
     after: list[str]
     never: list[str]
-    """In a joint model only: params, and persistent buffers."""
+    """Params and persistent buffers of a joint model that text never reads."""
     num_outputs: int
-    """Of a layer: 0 when it returns hidden states alone, else the length of the tuple."""
+    """Outputs of a layer: 0 when it returns hidden states alone, else the length of the tuple."""
 
 
 def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
@@ -238,7 +238,7 @@ class Reads(TorchFunctionMode):
         self._tensors = tensors  # so that no other tensor gets the id of one of these
         self._too_large = too_large
         self.names: set[str] = set()
-        """Of the tensors that were read."""
+        """Names of the tensors that were read."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None

@@ -57,7 +57,7 @@ ROW_LENGTHS = (5, 7)
 LARGE = 1 << 18
 """Elements. A param of more is a stand-in."""
 _TILINGS = ((3, 7), (1, 2, 6, 7), (1, 2, 3, 4, 5, 6, 7))
-"""Where tiles end."""
+"""Ends of tiles that are tried."""
 _TOLERANCE = 1e-4
 """Relative to the largest number: sums over a row's width, in another order."""
 _aten = torch.ops.aten
