@@ -82,11 +82,13 @@ class Accelerator:
         """`cap_bytes` keeps the rest of the device for others, until `close`; it holds again
         when memory is asked for again. The sizes are for tests.
         """
-        self._runtime, self.name = runtime, name
+        self._runtime = runtime
+        self.name = name
         self._registry = Registry(runtime, piece_bytes)
         self._ring_buffer_bytes = ring_buffer_bytes
         self._rings: tuple[Ring, Ring] | None = None
-        self._cap_bytes, self._is_capped = cap_bytes, False
+        self._cap_bytes = cap_bytes
+        self._is_capped = False
         self._apply_cap()
 
     def groups(self, dtype: torch.dtype) -> bool:

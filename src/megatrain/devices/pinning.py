@@ -148,7 +148,8 @@ class Ring:
     """A few pinned buffers that one lane's copies go through in turn."""
 
     def __init__(self, runtime: Runtime, buffers: Sequence[Tensor]) -> None:
-        self._runtime, self._buffers = runtime, buffers
+        self._runtime = runtime
+        self._buffers = buffers
         self._threads = ThreadPoolExecutor(min(STAGING_THREADS, num_cores()))
         self._events: list[object | None] = [None] * RING_BUFFERS
         self._turn = 0

@@ -57,7 +57,8 @@ class StepActions:
         keys and values of earlier tokens in `caches`, by micro-batch. `notes_likeliest`: it also
         notes which tokens are the likeliest.
         """
-        self._machine, self._step = machine, step
+        self._machine = machine
+        self._step = step
         self._part = part
         self._hidden: dict[int, Tensor] = {}
         self._d_hidden: dict[int, Tensor] = {}

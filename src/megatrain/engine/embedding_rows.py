@@ -67,7 +67,8 @@ class EmbeddingRows:
     """Rows of the embedding, as a source of weights. Its buffers stay from step to step."""
 
     def __init__(self, decoder: Decoder, store: Store, device: Device) -> None:
-        self._store, self._device = store, device
+        self._store = store
+        self._device = device
         self.name, self._padding = _table(decoder)
         self._table = store.param(self.name, Kind.HI)
         self._others = {

@@ -106,13 +106,17 @@ class Engine:
             raise
         self._vocab_size: int = decoder.model.get_input_embeddings().weight.shape[0]
         self._player: Plays = player or _make_player(device, ranks, Trace() if trace else None)
-        self.trace, self.loss, self._schedule = self._player.trace, loss, functools.cache(build_ops)
+        self.trace = self._player.trace
+        self.loss = loss
+        self._schedule = functools.cache(build_ops)
         self._switches = kernel_switches(decoder, device)
         self._late = optimizer is not None and settings.update == "late"
         self._by_norm = optimizer is not None and settings.update != "in_backward"
         self._skips_nonfinite = settings.on_nonfinite == "skip"
         self._pending: StepActions | None = None
-        self.device, self._ranks, self._num_steps = device, ranks, 0
+        self.device = device
+        self._ranks = ranks
+        self._num_steps = 0
         trained = [] if optimizer is None else self._shape().trained_blocks
         self._expected = dict.fromkeys(trained, 0)
         self.aux_loss: float | None = None
@@ -218,7 +222,8 @@ class Engine:
         if likeliest is not None:
             likeliest += actions.head.likeliest()
         heard = self._heard(actions, actions.head.evaluated())
-        self.aux_loss, self.figures = heard.aux_loss, heard.figures
+        self.aux_loss = heard.aux_loss
+        self.figures = heard.figures
         return sum(heard.losses), part.num_units
 
     def logprobs(self, batch: Sequence[MicroBatch]) -> list[Tensor]:
@@ -303,7 +308,8 @@ class Engine:
         self.settle()
         if num_updates.keys() != self._expected.keys():
             raise CheckpointMismatch("other blocks were trained when the state was saved")
-        self._num_steps, self._expected = num_steps, dict(num_updates)
+        self._num_steps = num_steps
+        self._expected = dict(num_updates)
         self._machine.updates.restore(num_updates)
 
     def settle(self) -> None:

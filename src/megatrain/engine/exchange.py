@@ -36,7 +36,8 @@ class Exchange:
     def __init__(self, device: Device, ranks: Ranks, num_bytes: int) -> None:
         """`num_bytes` is the largest gradient, in the dtype of the weights."""
         size = max(ranks.owner.size * 4, min(num_bytes, EXCHANGE_BYTES))
-        self._device, self._ranks = device, ranks
+        self._device = device
+        self._ranks = ranks
         self._sent = device.allocate(size, "exchange")
         self._received = device.allocate(size, "exchange")
 
@@ -76,7 +77,8 @@ class SharedRouting:
     """Counts of the routers of all ranks, added in fp32 in the order of ranks."""
 
     def __init__(self, device: Device, ranks: Ranks, num_experts: int) -> None:
-        self._device, self._ranks = device, ranks
+        self._device = device
+        self._ranks = ranks
         self._memory = device.allocate(ranks.owner.size * 2 * num_experts * 4, "exchange")
         self._rows = self._memory.view(torch.float32).view(ranks.owner.size, 2, num_experts)
 

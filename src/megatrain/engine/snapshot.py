@@ -95,7 +95,8 @@ class Snapshot:
         self._gate = gate
         self.order = tuple(order)
         """All blocks, the first to change first."""
-        self.num_steps, self.num_updates = num_steps, dict(num_updates)
+        self.num_steps = num_steps
+        self.num_updates = dict(num_updates)
         gate.hold(self.num_updates)
 
     def wait(self, block: int) -> None:

@@ -137,7 +137,9 @@ class _Room:
         release: Callable[[Tensor], None] = lambda buffer: None,
         grows_by: float = 1.0,
     ) -> None:
-        self._allocate, self._release, self._grows_by = allocate, release, grows_by
+        self._allocate = allocate
+        self._release = release
+        self._grows_by = grows_by
         self.announced_bytes = 0
         self._buffer: Tensor | None = None
         self._starts: dict[Key, int] = {}

@@ -98,7 +98,8 @@ class Updates:
         shape: StepShape,
         ranks: Ranks = ALONE,
     ) -> None:
-        self._optimizer, self._ranks = optimizer, ranks
+        self._optimizer = optimizer
+        self._ranks = ranks
         if optimizer is not None:
             self._views = UpdateViews(store, optimizer.states, optimizer.decayed(params))
         self._order = shape.update_order

@@ -79,7 +79,8 @@ class Weights:
         rows: EmbeddingRows | None,
         ranks: Ranks = ALONE,
     ) -> None:
-        self._device, self._rows = device, rows
+        self._device = device
+        self._rows = rows
         self._trained = frozenset(param.name for param in decoder.params if param.trained)
         self._embedding_slot = block_places(shape)[0].slot
         self._sources: list[Source]
@@ -166,7 +167,9 @@ class Slots:
         by_rows: bool = False,
     ) -> None:
         """`by_rows`: the embedding needs no slot, its rows have their own memory."""
-        self._store, self._device, self._ranks = store, device, ranks
+        self._store = store
+        self._device = device
+        self._ranks = ranks
         sizes = [store.layout.gathered_bytes(block) for block in range(shape.num_blocks)]
         largest = max(sizes[layer] for layer in shape.layers)
         needed: dict[SlotId, int] = dict.fromkeys(range(shape.slots), largest)

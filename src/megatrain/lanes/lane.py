@@ -85,7 +85,8 @@ class Lane:
         self._trace: Trace | None
 
     def start(self, progress: Progress, trace: Trace | None) -> None:
-        self._progress, self._trace = progress, trace
+        self._progress = progress
+        self._trace = trace
         if trace is None:
             self._clock = None  # nobody would read it
         elif self._clock is not None:

@@ -242,7 +242,8 @@ class _Watcher:
 
     def __init__(self, progress: Progress, lane: str) -> None:
         """Made while the lock of `progress` is held."""
-        self._progress, self._lane = progress, lane
+        self._progress = progress
+        self._lane = lane
         self.look = threading.Condition(progress._lock)
         """Condition to notify when there is a new op to watch."""
         self._thread = threading.Thread(target=self._run, name=f"watcher {lane}", daemon=True)

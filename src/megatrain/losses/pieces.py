@@ -103,7 +103,8 @@ class _Sum:
     """Adds up the pieces of a chunk's rows; scores are overwritten."""
 
     def __init__(self, targets: Tensor, *, notes_likeliest: bool = False) -> None:
-        self._targets, self.first_token = targets, 0
+        self._targets = targets
+        self.first_token = 0
         self.likeliest = torch.zeros_like(targets) if notes_likeliest else None
         self._highest = torch.full_like(targets, -torch.inf, dtype=torch.float32)
         self.log_sums = torch.full_like(targets, -torch.inf, dtype=torch.float32)
@@ -133,7 +134,9 @@ class _Turn:
 
     def __init__(self, targets: Tensor, log_sums: Tensor, token_weights: Tensor) -> None:
         """`targets` count from the piece's first token."""
-        self._targets, self._log_sums, self._weights = targets, log_sums, token_weights
+        self._targets = targets
+        self._log_sums = log_sums
+        self._weights = token_weights
 
     def __call__(self, part: slice, values: Tensor) -> None:
         weights = self._weights[part]

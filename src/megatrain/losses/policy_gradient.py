@@ -59,7 +59,8 @@ class PolicyGradient(Loss):
         max_tokens: int | None = None,
     ) -> None:
         """`clip_high` None is `clip`. `max_tokens`: of an answer, for dr_grpo alone."""
-        self._low, self._high = clip, clip if clip_high is None else clip_high
+        self._low = clip
+        self._high = clip if clip_high is None else clip_high
         if not 0 < self._low < 1:
             raise ConfigError(f"clip is {clip:g}; give a number above 0, below 1, like 0.2.")
         if not 0 < self._high < math.inf:
@@ -74,8 +75,10 @@ class PolicyGradient(Loss):
                 f"max_tokens is {max_tokens} and aggregation {aggregation!r}; dr_grpo divides by "
                 "max_tokens, the most tokens that an answer may have, and no other uses it."
             )
-        self._kl, self._kl_ratio = kl, kl_ratio
-        self._aggregation, self._max_tokens = aggregation, max_tokens
+        self._kl = kl
+        self._kl_ratio = kl_ratio
+        self._aggregation = aggregation
+        self._max_tokens = max_tokens
         if kl:
             self.extra_names = (*self.extra_names, "reference")  # type: ignore[misc]  # this one's
 

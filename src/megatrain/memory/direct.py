@@ -191,7 +191,9 @@ class DirectWriter:
     """
 
     def __init__(self, path: Path, num_bytes: int, carrier: WriteQueue) -> None:
-        self.path, self._num_bytes, self._queue = path, num_bytes, carrier
+        self.path = path
+        self._num_bytes = num_bytes
+        self._queue = carrier
         self._fd, self._direct = carrier.calls.do(
             lambda: _new_file(path, num_bytes), lambda opened: _drop_file(opened[0], path)
         )
@@ -270,7 +272,9 @@ class DirectWriter:
 
     def _send(self) -> None:
         buffer, pieces, used, offset = self._queue.take(), self._pieces, self._used, self._sent
-        self._pieces, self._used, self._sent = [], 0, offset + used
+        self._pieces = []
+        self._used = 0
+        self._sent = offset + used
         copied = threading.Event()
         self._copied.append(copied)
 

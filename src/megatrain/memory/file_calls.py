@@ -54,7 +54,8 @@ class FileCalls:
         tell: Callable[[str | None], None] = lambda call: None,
     ) -> None:
         """`tell` gets the call that a wait is for, about once a second, and None at its end."""
-        self._limit_s, self._tell = limit_s, tell
+        self._limit_s = limit_s
+        self._tell = tell
         self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._inside: dict[int, float] = {}

@@ -75,7 +75,8 @@ class Store:
         The kinds of `tier` get no arena. The store closes it.
         """
         store_ledger(layout, None if tier is None else tier.regions).require("host", free_bytes())
-        self.layout, self.tier = layout, tier
+        self.layout = layout
+        self.tier = tier
         self._arenas = {
             kind: map_arena(kind.name, num_bytes, _policy(kind, num_bytes, placement))
             for kind, num_bytes in layout.kind_bytes.items()

@@ -60,7 +60,8 @@ class Routing:
 
     def __init__(self, balancing: Balancing, memory: Tensor | None = None) -> None:
         """`memory` is where counts and sums are to be, fp32; None: anywhere. (2, experts)"""
-        self._balancing, self._memory = balancing, memory
+        self._balancing = balancing
+        self._memory = memory
         self._counts: Tensor | None = None
         self._sums: Tensor | None = None
         self._num_rows = 0.0
@@ -83,7 +84,8 @@ class Routing:
 
     def widen(self, total: Tensor, own_tokens: int, num_tokens: int) -> None:
         """Take `total`, of all ranks, for what was counted: of `num_tokens`, not `own_tokens`."""
-        self._counts, self._sums = total[0], total[1]
+        self._counts = total[0]
+        self._sums = total[1]
         num_routers = self._num_rows / max(1, own_tokens)
         self._num_rows = num_routers * num_tokens
 

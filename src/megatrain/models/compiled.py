@@ -130,8 +130,10 @@ class _Region:
     def __init__(
         self, representative: nn.Module, first: int, backend: Backend, routed: bool
     ) -> None:
-        self.representative, self.first = representative, first
-        self._backend, self._routed = backend, routed
+        self.representative = representative
+        self.first = first
+        self._backend = backend
+        self._routed = routed
         self._function: Callable[..., LayerOutput] | None = None
 
     def __call__(self, *given: Any) -> LayerOutput:

@@ -77,7 +77,8 @@ class Template:
 
         `routed`: `routed_layer` returns router logits too. `tiled`: find where layers can be cut.
         """
-        self._decoder, self._routed = decoder, routed
+        self._decoder = decoder
+        self._routed = routed
         if routed:
             record_router_logits(decoder.model, decoder.layers_path)
         self._modules = list(decoder.layers)

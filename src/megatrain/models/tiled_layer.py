@@ -67,7 +67,9 @@ class CutLayer:
     """One layer with its cut. Weights are bound for the time of a call, by their names in it."""
 
     def __init__(self, module: nn.Module, cut: Cut, *, routed: bool = False) -> None:
-        self.module, self.cut, self._routed = module, cut, routed
+        self.module = module
+        self.cut = cut
+        self._routed = routed
 
     def sliced(self, call: Call, columns: slice) -> Call:
         """Return `call` with arguments for the tokens in `columns` only."""
@@ -186,7 +188,8 @@ class Joining:
 
     def __init__(self, cut: Cut, call: Call, length: int) -> None:
         """`call` is the layer's, with the arguments of the full row."""
-        self._cut, self._length = cut, length
+        self._cut = cut
+        self._length = length
         self._given = dict(tensors_by_path((call.args, call.kwargs)))
         self._meeting: Meeting | None = None
         self.handed: dict[TensorPath, Tensor] = {}

@@ -58,7 +58,8 @@ class Edges:
 
     def __init__(self, on_host: Template, template: Template, *, answers: bool = True) -> None:
         """`answers`: the device can be asked, and is, the first time."""
-        self._on_host, self._template = on_host, template
+        self._on_host = on_host
+        self._template = template
         self._answers = answers
         self._asks_device = template is not on_host
         self._remembers = any(map(_remembers_inputs, template.model.modules()))
@@ -175,7 +176,9 @@ class Tail:
 
         `tile` has so many tokens; None to compute every row at once.
         """
-        self._edges, self._weights, self._hidden = edges, weights, hidden
+        self._edges = edges
+        self._weights = weights
+        self._hidden = hidden
         self._tiles = [] if tile is None else tiles_of(hidden, tile)
         self._graph: Tensor | None = None
 

@@ -54,8 +54,11 @@ class Head:
         *,
         notes_likeliest: bool = False,
     ) -> None:
-        self._machine, self._batch, self._loss = machine, part.batch, loss
-        self._inputs, self._notes_likeliest = inputs, notes_likeliest
+        self._machine = machine
+        self._batch = part.batch
+        self._loss = loss
+        self._inputs = inputs
+        self._notes_likeliest = notes_likeliest
         self.num_units = part.num_units
         self._losses: dict[int, Tensor] = {}
         """Parts of the step's loss by micro-batch, known once its HEAD is complete."""

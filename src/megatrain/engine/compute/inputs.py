@@ -77,7 +77,9 @@ class Inputs:
     def __init__(
         self, device: Device, decoder: Decoder, edges: Edges, settings: StepSettings
     ) -> None:
-        self._device, self._edges, self._settings = device, edges, settings
+        self._device = device
+        self._edges = edges
+        self._settings = settings
         self._takes_lengths = is_flash_attention_requested(decoder.text_config)
         self._by_document = attends_by_document(decoder.config, compiles=settings.compile)
         self._going = torch.empty(0, dtype=torch.uint8)

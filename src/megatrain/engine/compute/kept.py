@@ -56,7 +56,8 @@ class KeptActivations:
     """The graphs of a step by layer and micro-batch."""
 
     def __init__(self, template: Template, counted: Count) -> None:
-        self._template, self._counted = template, counted
+        self._template = template
+        self._counted = counted
         self._graphs: dict[Key, _Graph] = {}
 
     def forward(
@@ -114,7 +115,8 @@ class _SavedTensors:
 
     def __init__(self, params: Mapping[str, Tensor], shared: object, counted: Count) -> None:
         """`shared` has the tensors that others hold as well: they are not counted."""
-        self._params, self._counted = dict(params), counted
+        self._params = dict(params)
+        self._counted = counted
         self._of_weights = {_memory(param) for param in params.values()}
         tensors = (leaf for leaf in tree_leaves(shared) if isinstance(leaf, Tensor))
         self._known = {_memory(tensor) for tensor in tensors}

@@ -87,7 +87,8 @@ class Layers:
 
     def __init__(self, template: Template, tile: int | None = None) -> None:
         """`tile` has so many tokens; None to compute every row at once."""
-        self._template, self._tile = template, tile
+        self._template = template
+        self._tile = tile
 
     def forward(
         self, weights: Mapping[str, Tensor], hidden: Tensor, call: Call, draw: Draw
@@ -147,8 +148,11 @@ class TiledLayer:
         self, layer: CutLayer, call: Call, tiles: Sequence[slice], weights: Mapping[str, Tensor],
         draw: Draw,
     ) -> None:  # fmt: skip
-        self._layer, self._call, self._tiles = layer, call, tiles
-        self._weights, self._draw = weights, draw
+        self._layer = layer
+        self._call = call
+        self._tiles = tiles
+        self._weights = weights
+        self._draw = draw
 
     def forward(self, hidden: Tensor) -> LayerOutput:
         """Return the layer's output for `hidden`, and the logits of its routers."""

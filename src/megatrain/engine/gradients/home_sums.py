@@ -37,7 +37,8 @@ class HomeSums:
 
     def __init__(self, slots: GradSlots, homes: Mapping[str, Tensor]) -> None:
         """`homes` are where gradients wait for their update, by param: compute may write there."""
-        self._slots, self._homes = slots, homes
+        self._slots = slots
+        self._homes = homes
         self._sums: dict[SlotId, dict[str, _Sum]] = {slot: {} for slot in slots}
 
     def begin(self, slot: SlotId) -> None:

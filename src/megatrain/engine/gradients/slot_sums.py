@@ -41,8 +41,10 @@ class SlotSums:
         rows: EmbeddingRows | None = None,
     ) -> None:
         """`exchange` is there if ranks share the store, `rows` if the embedding goes by rows."""
-        self._slots, self._copies = slots, copies
-        self._exchange, self._rows = exchange, rows
+        self._slots = slots
+        self._copies = copies
+        self._exchange = exchange
+        self._rows = rows
         self._sums: dict[SlotId, dict[str, Tensor]] = {slot: {} for slot in slots}
         """Sums by param: views into the slot, of all rows or of those that have a sum so far."""
 

@@ -68,8 +68,11 @@ class GradSlots:
         `cuts` has the rows of each piece of a param; the last piece has the other params of its
         block. The param `gathered` has as many rows as `reserve` says; its slot begins there.
         """
-        self.layout, self.cuts = layout, cuts or {}
-        self._users, self._allocate, self._gathered = users, allocate, gathered
+        self.layout = layout
+        self.cuts = cuts or {}
+        self._users = users
+        self._allocate = allocate
+        self._gathered = gathered
         self._num_pieces = Counter(block for tenants in users.values() for block, _ in tenants)
         self._num_rows = 0
         self.buffers: dict[SlotId, Tensor] = {}

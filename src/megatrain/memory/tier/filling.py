@@ -27,7 +27,8 @@ class TierFilling:
     """Takes pieces on any thread; at the end of its `with` block all of them are in the tier."""
 
     def __init__(self, layout: Layout, tier: Tier) -> None:
-        self._layout, self._tier = layout, tier
+        self._layout = layout
+        self._tier = tier
         self._lock = threading.Lock()
         self._open: dict[_Chunk, tuple[Tensor, list[int]]] = {}
         """Bytes of a chunk, and how many have not arrived."""

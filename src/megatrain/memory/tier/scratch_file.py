@@ -137,7 +137,8 @@ class Tier:
 
     def __init__(self, folder: Path, regions: TierRegions) -> None:
         """Make the file in `folder` and reserve its bytes. Raises DiskFull or DiskError."""
-        self.regions, self.folder = regions, folder
+        self.regions = regions
+        self.folder = folder
         self._digests: dict[tuple[int, Kind, int], str] = {}
         """Digests of written chunks, by block, kind and number of the chunk."""
         self._fd, self._direct = _scratch_file(folder, regions.num_bytes)

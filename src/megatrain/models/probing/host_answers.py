@@ -185,7 +185,8 @@ class _Later(Tensor):
         return made
 
     def __init__(self, form: Tensor, compute: Callable[[], Tensor]) -> None:
-        self.compute, self.is_needed = compute, False
+        self.compute = compute
+        self.is_needed = False
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -89,7 +89,8 @@ class NotedOperations:
     """Noted operations, as a function of the first tensor."""
 
     def __init__(self, notes: Sequence[_Note], result: _Number) -> None:
-        self._notes, self._result = notes[: result.index], result.index
+        self._notes = notes[: result.index]
+        self._result = result.index
 
     def __call__(self, given: Tensor) -> Tensor:
         values = [given]

@@ -57,7 +57,9 @@ class _StandIn(nn.Module):
 class _LayerStandIn(_StandIn):
     def __init__(self, layer: nn.Module, index: int, hear: Hear, num_outputs: int) -> None:
         super().__init__(layer)
-        self.index, self.hear, self.num_outputs = index, hear, num_outputs
+        self.index = index
+        self.hear = hear
+        self.num_outputs = num_outputs
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden, args, kwargs = _take_hidden(args, kwargs)

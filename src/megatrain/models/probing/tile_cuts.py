@@ -120,7 +120,9 @@ def find_cut(layer: nn.Module, samples: Samples) -> Cut | None:
 
 class _Probe:
     def __init__(self, layer: nn.Module, weights: Mapping[str, Tensor], samples: Samples) -> None:
-        self._layer, self._weights, self._samples = layer, weights, samples
+        self._layer = layer
+        self._weights = weights
+        self._samples = samples
 
     def cut_at_module(self) -> Cut | None:
         """Return the cut at the smallest module that has one."""
