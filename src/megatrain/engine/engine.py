@@ -33,7 +33,7 @@ from megatrain.devices.device import CpuDevice, Device, is_out_of_memory
 from megatrain.engine.actions import StepActions
 from megatrain.engine.compute.attention_kernel import kernel_switches
 from megatrain.engine.machine import build_machine, check_parts
-from megatrain.engine.results import Fault, Heard, StepResult, locate_fault
+from megatrain.engine.results import Fault, SharedResults, StepResult, locate_fault
 from megatrain.engine.snapshot import Snapshot
 from megatrain.engine.updates import Optimizer
 from megatrain.errors import (
@@ -134,7 +134,7 @@ class Engine:
     def step(self, batch: Sequence[MicroBatch], says: Says | None = None) -> StepResult:
         """Train on one batch; return when the loss is known and compute is done.
 
-        All ranks hear what each `says` when compute is done, with the result.
+        All ranks get what each `says` when compute is done, with the result.
 
         A late update whose gradient is not finite is not applied: the step is run once more from
         the same inputs, and if that changes nothing, stopped or skipped. In backward, the blocks
@@ -165,18 +165,18 @@ class Engine:
         sat_out = () if fault is None or applied else self._expected if self._by_norm else blocks
         for block in self._expected.keys() - set(sat_out):
             self._expected[block] += 1
-        heard = self._heard(actions, actions.head.trained(), None if says is None else says())
+        shared = self._shared(actions, actions.head.trained(), None if says is None else says())
         return StepResult(
-            loss=sum(heard.losses),
-            micro_losses=tuple(heard.losses),
+            loss=sum(shared.losses),
+            micro_losses=tuple(shared.losses),
             num_tokens=sum(micro.num_tokens for micro in batch),
             num_trained=sum(micro.num_trained for micro in batch),
             grad_norm=self._machine.updates.norm if self._by_norm else None,
-            aux_loss=heard.aux_loss,
-            figures=self.loss.reported(heard.figures),
+            aux_loss=shared.aux_loss,
+            figures=self.loss.reported(shared.figures),
             fault=fault,
             applied=applied,
-            said=heard.said,
+            said=shared.said,
         )
 
     def _received(self, batch: Sequence[MicroBatch]) -> StepPart:
@@ -185,12 +185,14 @@ class Engine:
         check_loss(batch, self.loss)
         return step_part(batch, self.loss, self._ranks.owner)
 
-    def _heard(
+    def _shared(
         self, actions: StepActions, losses: Sequence[float], says: Said | None = None
-    ) -> Heard:
+    ) -> SharedResults:
         head, aux = actions.head, actions.aux_loss
         aux_loss = None if aux is None else float(aux)
-        return Heard(self._ranks, losses, head.own_figures(), head.num_units, aux_loss, says)
+        return SharedResults(
+            self._ranks, losses, head.own_figures(), head.num_units, aux_loss, says
+        )
 
     def _gradient_is_finite(self, micro: MicroBatch) -> bool:
         """Return whether a micro-batch alone gives a finite gradient, without an update.
@@ -221,10 +223,10 @@ class Engine:
         actions = self._forward(part, self.loss, notes_likeliest=likeliest is not None)
         if likeliest is not None:
             likeliest += actions.head.likeliest()
-        heard = self._heard(actions, actions.head.evaluated())
-        self.aux_loss = heard.aux_loss
-        self.figures = heard.figures
-        return sum(heard.losses), part.num_units
+        shared = self._shared(actions, actions.head.evaluated())
+        self.aux_loss = shared.aux_loss
+        self.figures = shared.figures
+        return sum(shared.losses), part.num_units
 
     def logprobs(self, batch: Sequence[MicroBatch]) -> list[Tensor]:
         """Return, by micro-batch, the log-probability of each position's target. (rows, length)

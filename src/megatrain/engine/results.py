@@ -60,10 +60,10 @@ class StepResult:
     """Each rank's message with the step."""
 
 
-class Heard:
+class SharedResults:
     """The results of all ranks: losses and figures in the order of micro-batches, and messages.
 
-    All ranks must ask.
+    A collective: all ranks must build it.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class Heard:
     ) -> None:
         """`losses` and `figures` are of this rank's own micro-batches, `aux_loss` of all if any."""
         said = {"losses": losses, "figures": figures, "aux_loss": aux_loss, "said": says or {}}
-        heard = ranks.agree(said)
-        known = [of_rank["aux_loss"] for of_rank in heard if of_rank["aux_loss"] is not None]
+        shared = ranks.agree(said)
+        known = [of_rank["aux_loss"] for of_rank in shared if of_rank["aux_loss"] is not None]
         self.aux_loss: float | None = known[0] if known else None
-        self.said: list[Said] = [of_rank["said"] for of_rank in heard]
-        self.losses: list[float] = _in_turn([of_rank["losses"] for of_rank in heard])
+        self.said: list[Said] = [of_rank["said"] for of_rank in shared]
+        self.losses: list[float] = _in_turn([of_rank["losses"] for of_rank in shared])
         sums: dict[str, float] = {}
-        for found in _in_turn([of_rank["figures"] for of_rank in heard]):
+        for found in _in_turn([of_rank["figures"] for of_rank in shared]):
             for name, figure in found.items():
                 sums[name] = sums.get(name, 0.0) + figure
         self.figures = {name: total / num_units for name, total in sums.items()}

@@ -8,7 +8,7 @@ stand-ins for layers: one caller at a time.
 Laws (tests/models/test_attention.py)
     1. Attention that is passed on to transformers gives the bits of the model without us.
     2. A replacement sees every call of a layer's attention, and nothing else runs in its place.
-    3. Inside a block, another one hears what the first would have heard, and may pass it on.
+    3. Inside a block, another one receives what the first would have received, and may pass it on.
     4. After the block, failed or not, transformers has its own functions again.
 """
 
@@ -26,20 +26,20 @@ AttentionOutput = tuple[Tensor, Tensor | None]
 """(rows, length, heads, width), and the weights of attention, if they are wanted."""
 Answer = Callable[..., AttentionOutput]
 """Gets what transformers' functions get: module, query, key, value, mask, and options by name."""
-HearAttention = Callable[..., AttentionOutput]
+ReceiveAttention = Callable[..., AttentionOutput]
 """Like Answer, with the function of transformers before the other arguments."""
 
 
 @contextmanager
-def attention_replaced(hear: HearAttention) -> Iterator[None]:
-    """Let `hear` be the attention of every layer called meanwhile.
+def attention_replaced(receive: ReceiveAttention) -> Iterator[None]:
+    """Let `receive` be the attention of every layer called meanwhile.
 
     It gets the function that transformers would have called, and that function's arguments.
     """
     names: dict[str, Any] = AttentionInterface._global_mapping
     before = dict(names)
     for name in ("eager", *before):
-        names[name] = _heard(hear, before.get(name))
+        names[name] = _redirected(receive, before.get(name))
     try:
         yield
     finally:
@@ -47,7 +47,7 @@ def attention_replaced(hear: HearAttention) -> Iterator[None]:
         names.update(before)
 
 
-def _heard(hear: HearAttention, own: Answer | None) -> Answer:
+def _redirected(receive: ReceiveAttention, own: Answer | None) -> Answer:
     # As in transformers: some models give the mask by its name.
     def attend(
         module: nn.Module,
@@ -58,7 +58,7 @@ def _heard(hear: HearAttention, own: Answer | None) -> Answer:
         **options: Any,
     ) -> AttentionOutput:
         function = own or _own_attention(module)
-        return hear(function, module, query, key, value, attention_mask, **options)
+        return receive(function, module, query, key, value, attention_mask, **options)
 
     return attend
 
@@ -74,11 +74,11 @@ def attention_on_host() -> Iterator[None]:
     """Let attention that only a device has, flash attention, be sdpa without a mask."""
     sdpa: Answer = AttentionInterface._global_mapping["sdpa"]
 
-    def hear(own: Answer, *args: Any, **options: Any) -> AttentionOutput:
+    def receive(own: Answer, *args: Any, **options: Any) -> AttentionOutput:
         if "flash" not in own.__module__:
             return own(*args, **options)
         module, query, key, value, _mask = args
         return sdpa(module, query, key, value, None)
 
-    with attention_replaced(hear):
+    with attention_replaced(receive):
         yield

@@ -137,7 +137,7 @@ def router_logits_of(run: Callable[[], Any]) -> tuple[Any, tuple[Tensor, ...]]:
 
 
 def record_router_logits(model: PreTrainedModel, layers_path: str) -> None:
-    """Let `router_logits_of` hear the layers of `model`, by transformers' own hooks."""
+    """Let `router_logits_of` record the layers of `model`, by transformers' own hooks."""
     maybe_install_capturing_hooks(_recorded_part(model, layers_path))
 
 
@@ -187,12 +187,12 @@ def _own_arguments(
     model: PreTrainedModel, layers_path: str, head_path: str, num_outputs: int
 ) -> tuple[int, int]:
     """Return experts and top_k as the model's forward gives them to its own function."""
-    heard: list[dict[str, Any]] = []
+    received: list[dict[str, Any]] = []
     scope = inspect.unwrap(type(model).forward).__globals__
     signature = inspect.signature(scope[_OWN_FUNCTION])
 
-    def hear(*args: Any, **kwargs: Any) -> Tensor:
-        heard.append(signature.bind(*args, **kwargs).arguments)
+    def receive(*args: Any, **kwargs: Any) -> Tensor:
+        received.append(signature.bind(*args, **kwargs).arguments)
         return torch.zeros(())
 
     layers = model.get_submodule(layers_path)
@@ -200,14 +200,14 @@ def _own_arguments(
     inputs = {"input_ids": torch.zeros(1, 4, dtype=torch.long), "use_cache": False}
     with (
         torch.no_grad(),
-        _replaced(scope, hear),
+        _replaced(scope, receive),
         _without_hooks(_recorded_part(model, layers_path)),
         layers_replaced(layers, lambda _call, hidden: hidden, num_outputs),
         head_replaced(model, head_path, lambda hidden: hidden),
     ):
         weights = stand_in_weights(model, layers_path, head_path)
         torch.func.functional_call(model, weights, kwargs={**inputs, "output_router_logits": True})
-    return int(heard[0]["num_experts"]), int(heard[0]["top_k"])
+    return int(received[0]["num_experts"]), int(received[0]["top_k"])
 
 
 @contextmanager

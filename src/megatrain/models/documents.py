@@ -116,10 +116,10 @@ def attending(documents: PackedDocuments | None) -> Iterator[None]:
         yield
         return
 
-    def hear(own: Answer, module: nn.Module, *given: Any, **options: Any) -> AttentionOutput:
+    def receive(own: Answer, module: nn.Module, *given: Any, **options: Any) -> AttentionOutput:
         return _attend(documents, own, module, *given, **options)
 
-    with masks_put_off(), attention_replaced(hear):
+    with masks_put_off(), attention_replaced(receive):
         yield
 
 

@@ -46,7 +46,7 @@ from megatrain.models.probing.dispatch import intercepted
 from megatrain.models.probing.logits import Function, TracedScores, Tracer, examined
 from megatrain.models.probing.stand_ins import (
     Call,
-    HeardEnough,
+    ForwardEnded,
     head_replaced,
     layers_replaced,
     rows_looked_up,
@@ -123,17 +123,17 @@ class Template:
         first: list[Tensor] = []
         calls: list[Call] = []
 
-        def hear(call: Call, hidden: Tensor) -> Tensor:
+        def receive(call: Call, hidden: Tensor) -> Tensor:
             first.append(hidden)
             calls.append(call)
             if len(calls) == len(self._modules):
-                raise HeardEnough
+                raise ForwardEnded
             return hidden
 
         decoder = self._decoder
         inputs = with_packed_masks(decoder.config, decoder.model.dtype, inputs)
         with (
-            layers_replaced(decoder.layers, hear, decoder.num_layer_outputs),
+            layers_replaced(decoder.layers, receive, decoder.num_layer_outputs),
             rows_looked_up(decoder.model.get_input_embeddings(), rows),
         ):
             self._forward(weights, inputs)
@@ -165,14 +165,14 @@ class Template:
 
     def tail(self, weights: NamedTensors, hidden: Tensor) -> Tensor:
         """Return the rows (tokens, width) that the output projection gets after `hidden`."""
-        heard: list[Tensor] = []
+        received: list[Tensor] = []
 
-        def hear(rows: Tensor) -> Tensor:
-            heard.append(rows)
-            raise HeardEnough
+        def receive(rows: Tensor) -> Tensor:
+            received.append(rows)
+            raise ForwardEnded
 
-        self._run_tail(weights, hidden, hear)
-        return heard[0].reshape(-1, heard[0].shape[-1])
+        self._run_tail(weights, hidden, receive)
+        return received[0].reshape(-1, received[0].shape[-1])
 
     @property
     def changes_logits(self) -> bool:
@@ -204,11 +204,11 @@ class Template:
         hidden = logits.new_zeros((1, 1, width), dtype=self._decoder.model.dtype)
         given = logits[None]
 
-        def hear(_: Tensor) -> Tensor:
+        def receive(_: Tensor) -> Tensor:
             begin(given)
             return given
 
-        result = self._run_tail({}, hidden, hear).logits
+        result = self._run_tail({}, hidden, receive).logits
         assert isinstance(result, Tensor)
         return result
 
@@ -248,7 +248,7 @@ class Template:
             hidden, calls = self.front({}, inputs)
         return [sampled_call(hidden, call) for call in calls]
 
-    def _run_tail(self, weights: NamedTensors, hidden: Tensor, hear: Any) -> Any:
+    def _run_tail(self, weights: NamedTensors, hidden: Tensor, receive: Any) -> Any:
         """Run the model's forward from the last layer's answer on, whatever came before."""
         decoder, last = self._decoder, len(self._modules) - 1
 
@@ -263,16 +263,16 @@ class Template:
         with (
             masks_put_off() if no_masks else nullcontext(),
             layers_replaced(decoder.layers, answer, decoder.num_layer_outputs),
-            head_replaced(decoder.model, decoder.head_path, hear),
+            head_replaced(decoder.model, decoder.head_path, receive),
         ):
             return self._forward(weights, inputs)
 
     def _forward(self, weights: NamedTensors, inputs: Mapping[str, Any]) -> Any:
-        """Run the model's forward, to its end or until a stand-in has heard enough."""
+        """Run the model's forward, to its end or until a stand-in ends it."""
         prefix = f"{self._decoder.head_path}."
         given = {name: w for name, w in weights.items() if not name.startswith(prefix)}
         bound, kwargs = {**self._stand_ins, **given}, {"use_cache": False, **inputs}
         try:
             return functional_call(self._decoder.model, bound, (), kwargs, tie_weights=False)
-        except HeardEnough:
+        except ForwardEnded:
             return None

@@ -32,7 +32,7 @@ from torch.func import functional_call
 
 from megatrain.models.attention import attention_replaced
 from megatrain.models.compiled import LayerOutput, apply_layer
-from megatrain.models.probing.stand_ins import Call, HeardEnough
+from megatrain.models.probing.stand_ins import Call, ForwardEnded
 
 TensorPath = tuple[object, ...]
 """Keys and numbers that lead to a tensor in nested arguments, from the outside in."""
@@ -83,17 +83,17 @@ class CutLayer:
 
     def before(self, weights: Mapping[str, Tensor], hidden: Tensor, call: Call) -> Meeting:
         """Return the call of the mixer that the layer makes for a tile."""
-        heard: list[Meeting] = []
+        received: list[Meeting] = []
 
-        def hear(mixer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            heard.append(Meeting(mixer=mixer, args=args, kwargs=kwargs))
-            raise HeardEnough
+        def receive(mixer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            received.append(Meeting(mixer=mixer, args=args, kwargs=kwargs))
+            raise ForwardEnded
 
         try:
-            with mixer_replaced(self.module, self.cut.mixer, hear):
+            with mixer_replaced(self.module, self.cut.mixer, receive):
                 apply_layer(self.module, weights, hidden, call.args, call.kwargs)
-        except HeardEnough:
-            return heard.pop()
+        except ForwardEnded:
+            return received.pop()
         raise AssertionError(f"layer {call.layer} has not called its mixer")
 
     def meet(self, weights: Mapping[str, Tensor], meeting: Meeting) -> Any:
@@ -143,16 +143,16 @@ class _Around(nn.Module):
 
 
 def mixer_replaced(
-    layer: nn.Module, mixer: str | None, hear: Callable[..., Any]
+    layer: nn.Module, mixer: str | None, receive: Callable[..., Any]
 ) -> AbstractContextManager[None]:
-    """Let `hear` answer the calls of a mixer: it gets the mixer and the call's arguments."""
+    """Let `receive` answer the calls of a mixer: it gets the mixer and the call's arguments."""
     if mixer is None:
-        return attention_replaced(hear)
+        return attention_replaced(receive)
     module = layer.get_submodule(mixer)
     own = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return hear(own, *args, **kwargs)
+        return receive(own, *args, **kwargs)
 
     return forwards_replaced({module: forward})
 

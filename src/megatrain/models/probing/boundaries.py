@@ -31,7 +31,7 @@ from megatrain.models.decoder import persistent_buffers
 from megatrain.models.multimodal import joint_class, text_part
 from megatrain.models.probing.stand_ins import (
     Call,
-    CarriedTensor,
+    ExtraOutput,
     head_replaced,
     layers_replaced,
     stand_in_weights,
@@ -165,7 +165,7 @@ def _probe(
     inputs: dict[str, Any] = {"input_ids": torch.zeros(1, 4, dtype=torch.long), "use_cache": False}
     calls: list[Call] = []
 
-    def hear(call: Call, hidden: Tensor) -> Tensor:
+    def receive(call: Call, hidden: Tensor) -> Tensor:
         calls.append(call)
         return hidden
 
@@ -180,7 +180,7 @@ def _probe(
         for num_outputs in range(MAX_LAYER_OUTPUTS + 1):
             try:
                 with (
-                    layers_replaced(layers, hear, num_outputs),
+                    layers_replaced(layers, receive, num_outputs),
                     head_replaced(model, head_path, lambda hidden: hidden),
                     reads,
                 ):
@@ -211,7 +211,7 @@ def _refuse_crosstalk(model: PreTrainedModel, calls: list[Call], num_layers: int
         )
     for call in calls:
         for value in tensors_in((call.args, call.kwargs)):
-            if isinstance(value, CarriedTensor):
+            if isinstance(value, ExtraOutput):
                 raise NotSplittable(
                     f"{family}: layer {call.layer} receives more from an earlier layer than "
                     "hidden states"

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 
-class HeardEnough(Exception):
+class ForwardEnded(Exception):
     """Ends a forward from inside a stand-in; the caller that put it there catches this."""
 
 
-class CarriedTensor:
+class ExtraOutput:
     """Takes the place of what a layer returns beside hidden states.
 
-    If one turns up among a later layer's arguments, the layers talk to each other directly.
+    One among a later layer's arguments shows that layers pass on more than hidden states.
     """
 
 
@@ -36,7 +36,7 @@ class Call:
     kwargs: dict[str, Any]
 
 
-Hear = Callable[[Call, Tensor], Tensor]
+Receive = Callable[[Call, Tensor], Tensor]
 
 
 class _StandIn(nn.Module):
@@ -55,27 +55,27 @@ class _StandIn(nn.Module):
 
 
 class _LayerStandIn(_StandIn):
-    def __init__(self, layer: nn.Module, index: int, hear: Hear, num_outputs: int) -> None:
+    def __init__(self, layer: nn.Module, index: int, receive: Receive, num_outputs: int) -> None:
         super().__init__(layer)
         self.index = index
-        self.hear = hear
+        self.receive = receive
         self.num_outputs = num_outputs
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden, args, kwargs = _take_hidden(args, kwargs)
-        answer = self.hear(Call(layer=self.index, args=args, kwargs=kwargs), hidden)
+        answer = self.receive(Call(layer=self.index, args=args, kwargs=kwargs), hidden)
         if self.num_outputs == 0:
             return answer
-        return (answer, *(CarriedTensor() for _ in range(self.num_outputs - 1)))
+        return (answer, *(ExtraOutput() for _ in range(self.num_outputs - 1)))
 
 
 class _HeadStandIn(_StandIn):
-    def __init__(self, head: nn.Module, hear: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, head: nn.Module, receive: Callable[[Tensor], Tensor]) -> None:
         super().__init__(head)
-        self.hear = hear
+        self.receive = receive
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.hear(hidden)
+        return self.receive(hidden)
 
 
 def _take_hidden(
@@ -89,14 +89,14 @@ def _take_hidden(
 
 
 @contextmanager
-def layers_replaced(layers: nn.ModuleList, hear: Hear, num_outputs: int) -> Iterator[None]:
-    """Replace `layers` by stand-ins: `hear` gets each call and its hidden states, and responds.
+def layers_replaced(layers: nn.ModuleList, receive: Receive, num_outputs: int) -> Iterator[None]:
+    """Replace `layers` by stand-ins: `receive` gets each call and its hidden states, and responds.
 
     `num_outputs` is 0 for layers that return a tensor, else the length of the tuple they return.
     """
     originals = list(layers)
     for index, layer in enumerate(originals):
-        layers[index] = _LayerStandIn(layer, index, hear, num_outputs)
+        layers[index] = _LayerStandIn(layer, index, receive, num_outputs)
     try:
         yield
     finally:
@@ -106,13 +106,13 @@ def layers_replaced(layers: nn.ModuleList, hear: Hear, num_outputs: int) -> Iter
 
 @contextmanager
 def head_replaced(
-    model: nn.Module, head_path: str, hear: Callable[[Tensor], Tensor]
+    model: nn.Module, head_path: str, receive: Callable[[Tensor], Tensor]
 ) -> Iterator[None]:
-    """Put a stand-in in place of the output projection: `hear` gets its input, returns logits."""
+    """Put a stand-in in place of the output projection: `receive` makes logits of its input."""
     parent_path, _, name = head_path.rpartition(".")
     parent = model.get_submodule(parent_path)
     head = getattr(parent, name)
-    setattr(parent, name, _HeadStandIn(head, hear))
+    setattr(parent, name, _HeadStandIn(head, receive))
     try:
         yield
     finally:
@@ -142,9 +142,9 @@ def rows_looked_up(embedding: Any, rows: Tensor | None) -> Iterator[None]:
         embedding.padding_idx = padding
 
 
-def tensors_in(value: Any) -> Iterator[Tensor | CarriedTensor]:
-    """Yield every tensor and every Carried inside nested arguments."""
-    if isinstance(value, Tensor | CarriedTensor):
+def tensors_in(value: Any) -> Iterator[Tensor | ExtraOutput]:
+    """Yield every tensor and every ExtraOutput inside nested arguments."""
+    if isinstance(value, Tensor | ExtraOutput):
         yield value
     elif isinstance(value, dict):
         for item in value.values():

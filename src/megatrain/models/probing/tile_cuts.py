@@ -155,7 +155,7 @@ class _Probe:
         grown = growing(*((s.call.args, s.call.kwargs) for s in (short, long)))
         arguments = {path: dims[0] for path, dims in grown.items() if len(dims) == 1}
         cut = Cut(mixer=mixer, arguments=arguments, handed={}, mixed={}, unread={})
-        results = [self._heard(mixer, sample) for sample in (short, long)]
+        results = [self._mixer_result(mixer, sample) for sample in (short, long)]
         grown = growing(*results)
         mixed = {path: dims[0] if len(dims) == 1 else None for path, dims in grown.items()}
         cut = replace(cut, handed=self._handed(CutLayer(self._layer, cut), long), mixed=mixed)
@@ -168,32 +168,32 @@ class _Probe:
             mixed={**known.mixed, **cut.mixed},
         )
 
-    def _heard(self, mixer: str | None, sample: LayerSample) -> Any:
+    def _mixer_result(self, mixer: str | None, sample: LayerSample) -> Any:
         """Return what the mixer answers in a run of the layer, which calls it once."""
         results = []
 
-        def hear(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def receive(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             results.append(own(*args, **kwargs))
             return results[-1]
 
-        with mixer_replaced(self._layer, mixer, hear):
+        with mixer_replaced(self._layer, mixer, receive):
             self._whole(sample)
         (result,) = results
         return result
 
     def _handed(self, layer: CutLayer, sample: LayerSample) -> dict[TensorPath, int]:
         """Return the token dimension of each tensor that a tile makes for the mixer."""
-        heard: list[Meeting] = []
+        received: list[Meeting] = []
         given: set[TensorPath] = set()
         for length in (2, 3):
             columns = slice(0, length)
             call = layer.sliced(sample.call, columns)
-            heard.append(layer.before(self._weights, sample.hidden[:, columns], call))
+            received.append(layer.before(self._weights, sample.hidden[:, columns], call))
             known = {id(tensor) for _, tensor in tensors_by_path((call.args, call.kwargs))}
-            tensors = tensors_by_path((heard[-1].args, heard[-1].kwargs))
+            tensors = tensors_by_path((received[-1].args, received[-1].kwargs))
             given |= {path for path, tensor in tensors if id(tensor) in known}
         found = {}
-        for path, dims in growing(*((m.args, m.kwargs) for m in heard)).items():
+        for path, dims in growing(*((m.args, m.kwargs) for m in received)).items():
             if path not in given and dims:
                 (found[path],) = dims  # of two dimensions, a tile has made a part only
         return found
@@ -204,7 +204,7 @@ class _Probe:
         `result` is the mixer's.
         """
         layer = CutLayer(self._layer, cut)
-        with _widths_heard(self._layer) as widths:
+        with _output_widths(self._layer) as widths:
             layer.before(self._weights, long.hidden, long.call)
         mixed = layer.mixed_tile(result, slice(0, ROW_LENGTHS[1]))
         expected, _ = layer.after(self._weights, long.hidden, long.call, mixed)
@@ -252,18 +252,18 @@ def _alike(found: Tensor, expected: Tensor) -> bool:
 
 
 @contextmanager
-def _widths_heard(layer: nn.Module) -> Iterator[dict[str, int]]:
+def _output_widths(layer: nn.Module) -> Iterator[dict[str, int]]:
     """Collect the projections that are called, with the width of their output."""
     widths: dict[str, int] = {}
     hooks = []
     for path, module in layer.named_modules():
         if next(module.children(), None) is None and any(p.dim() > 1 for p in module.parameters()):
 
-            def hear(_: Any, args: Any, output: Any, path: str = path) -> None:
+            def receive(_: Any, args: Any, output: Any, path: str = path) -> None:
                 if isinstance(output, Tensor) and output.shape[:-1] == args[0].shape[:-1]:
                     widths[path] = output.shape[-1]
 
-            hooks.append(module.register_forward_hook(hear))
+            hooks.append(module.register_forward_hook(receive))
     try:
         yield widths
     finally:
