@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AttentionInterface,
@@ -30,6 +29,7 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from megatrain import compat
 from megatrain.models import documents as by_document
 from megatrain.models.attention import attention_replaced
 from megatrain.models.documents import (
@@ -225,7 +225,7 @@ def _kernel_here(patch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return mask.window is not None
 
     with patch.context() as changed:
-        changed.setattr(varlen, "varlen_attn", kernel)
+        changed.setattr(compat, "document_kernel", lambda: kernel)
         changed.setattr(by_document, "_kernel_takes", takes)
         yield asked
 

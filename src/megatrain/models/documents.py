@@ -5,7 +5,8 @@ tokens meet in attention only. While a `PackedDocuments` is attended to, attenti
 each document, on its own slice of the row, with the mask that transformers would make for the
 document alone: none for plain causal attention, else one as large as the document. Masks for the
 whole row are not made. What a layer adds to attention (soft-cap, sinks, a window) is its own code
-and stays. On CUDA one kernel takes all documents, where it can do what the layer asks for.
+and stays. On CUDA one kernel of torch 2.12 or newer takes all documents, where it can do what the
+layer asks for.
 
 Layers that do something else with masks, or do not ask transformers for attention, are not
 in BY_DOCUMENT. Those in models/isolation.py keep documents apart by masks, as does every family
@@ -34,6 +35,7 @@ from transformers import AttentionMaskInterface, AutoConfig, PreTrainedConfig, m
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_masks_for_generate
 
+from megatrain import compat
 from megatrain.models.attention import Answer, AttentionOutput, attention_replaced
 from megatrain.models.multimodal import TEXT_PART, text_part
 
@@ -188,6 +190,8 @@ def _kernel_takes(
     query: Tensor, key: Tensor, value: Tensor, mask: PutOffMask, options: Mapping[str, Any]
 ) -> bool:
     """Return whether flash attention can do this: a question to torch, and not to the device."""
+    if compat.document_kernel() is None:
+        return False
     if not query.is_cuda or mask.window is None or query.shape[-1] != value.shape[-1]:
         return False
     if options.get("dropout") or options.get("is_causal") is False:
@@ -204,10 +208,10 @@ def _by_kernel(
     mask: PutOffMask,
     scaling: float | None,
 ) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
+    kernel = compat.document_kernel()
+    assert kernel is not None
     bounds, longest = documents.bounds, documents.longest
-    output = varlen_attn(
+    output = kernel(
         query[0].transpose(0, 1),  # (tokens, heads, width)
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
@@ -220,7 +224,6 @@ def _by_kernel(
         window_size=(mask.window - 1 if mask.window else -1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    assert isinstance(output, Tensor)
     return output[None]
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import varlen
 
 from megatrain.batch import MicroBatch
+from megatrain import compat
 from megatrain.devices.device import CpuDevice, Device
 from megatrain.doctor.gpu_check import laws as module
 from megatrain.doctor.gpu_check.failing import Broken, cause_of
@@ -127,13 +127,13 @@ def test_the_kernel_for_documents_is_counted_and_its_window_matters(
         output: Tensor = (weights @ values).transpose(0, 1)
         return output
 
-    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    monkeypatch.setattr(compat, "document_kernel", lambda: kernel)
     monkeypatch.setattr(by_document, "_kernel_takes", lambda *given: True)
     tiny = TinyModel.make("packed, windows", "bf16")
     check = tried("packed", lambda: packed_equals_alone(CPU, tiny))
     assert "by one kernel, 9 calls" in check.found
     assert check.state == ("wrong" if wrong_by else "ok"), check.found
-    assert varlen.varlen_attn is kernel
+    assert compat.document_kernel() is kernel
 
 
 def test_kernels_that_do_not_repeat_themselves_are_blamed(monkeypatch: pytest.MonkeyPatch) -> None:

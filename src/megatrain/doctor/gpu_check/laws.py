@@ -31,10 +31,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import varlen
 from transformers import PreTrainedModel
 
 from megatrain.batch import MicroBatch
+from megatrain import compat
 from megatrain.devices.accelerator import Accelerator
 from megatrain.devices.device import Device
 from megatrain.devices.runtime import PinningFailed, Runtime
@@ -234,18 +234,19 @@ def _distance(found: Tensor, expected: Tensor) -> float:
 @contextmanager
 def _kernel_counted() -> Iterator[list[None]]:
     """Yield a list with an item for each call of torch's kernel for documents."""
-    own: Any = varlen.varlen_attn
+    own = compat.document_kernel
+    kernel: Any = own()
     calls: list[None] = []
 
     def counted(*given: Any, **options: Any) -> Any:
         calls.append(None)
-        return own(*given, **options)
+        return kernel(*given, **options)
 
-    varlen.varlen_attn = counted
+    compat.document_kernel = lambda: kernel and counted
     try:
         yield calls
     finally:
-        varlen.varlen_attn = own
+        compat.document_kernel = own
 
 
 def lanes_equal_reference(subject: Subject) -> str:

@@ -1,0 +1,47 @@
+"""What older versions of torch lack is noticed, and MegaTrain does without it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from megatrain import compat
+
+VARLEN = "torch.nn.attention.varlen"
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    compat.document_kernel.cache_clear()
+    yield
+    compat.document_kernel.cache_clear()
+
+
+def _of_2_10(query: Any, is_causal: bool = False) -> None: ...
+
+
+def _of_2_11(query: Any, *, scale: Any = None, window_size: Any = (-1, -1)) -> None: ...
+
+
+def _of_2_12(
+    query: Any, *, scale: Any = None, window_size: Any = (-1, -1), enable_gqa: bool = False
+) -> None: ...
+
+
+@pytest.mark.parametrize(("kernel", "taken"), [(_of_2_10, 0), (_of_2_11, 0), (_of_2_12, 1)])
+def test_a_kernel_must_know_windows_and_groups(
+    kernel: Any, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module: Any = ModuleType(VARLEN)
+    module.varlen_attn = kernel
+    monkeypatch.setitem(sys.modules, VARLEN, module)
+    assert compat.document_kernel() is (kernel if taken else None)
+
+
+def test_a_torch_without_the_kernel_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, VARLEN, None)
+    assert compat.document_kernel() is None
