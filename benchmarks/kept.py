@@ -24,7 +24,9 @@ from megatrain.memory.store import Store
 from megatrain.models.build import build_decoder
 from megatrain.models.decoder import Decoder
 from megatrain.planning.catalog.families import shape_from_config
+from megatrain.models.decoder import Decoder, build_decoder
 from megatrain.planning.machine.profile import unmeasured
+from megatrain.planning.model.skeleton import shape_of
 from megatrain.planning.simulate import simulate
 from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
@@ -104,7 +106,7 @@ def compared(
             turns.reverse()
         assert recomputing.trace is not None
         spans = [span for span in recomputing.trace.spans if span.step > 0]
-    model = shape_from_config(config.to_dict())
+    model = shape_of(decoder)
     workload = Workload(
         model=model, step_tokens=rows * length, sequence=length, dtype=dtype, max_grad_norm=None
     )

@@ -16,7 +16,6 @@ from benchmarks.tables import print_table
 from megatrain.config.quantities import read_bytes
 from megatrain.memory.ledger import gib
 from megatrain.planning.catalog.asked_machines import find_machine
-from megatrain.planning.catalog.families import shape_from_config
 from megatrain.planning.catalog.known_models import find_known_model
 from megatrain.planning.catalog.reference_machines import GIB
 from megatrain.planning.estimate import estimate
@@ -104,7 +103,7 @@ def rows() -> Iterator[str]:
         f"{'a step':>13}{'tok/s':>7}"
     )
     for name in ("Llama-3.1-8B", "Qwen2.5-7B"):
-        model = shape_from_config(find_known_model(name).config, name)
+        model = find_known_model(name).shape.renamed(name)
         for gpu, ram in LONG:
             machine, _ = find_machine(gpu)
             length = longest_row(machine.profile(ram_bytes=read_bytes(ram)), model)

@@ -16,7 +16,6 @@ from dataclasses import replace
 
 from benchmarks.tables import print_table
 from megatrain.planning.catalog.asked_machines import find_machine
-from megatrain.planning.catalog.families import shape_from_config
 from megatrain.planning.catalog.known_models import find_known_model
 from megatrain.planning.catalog.networks import find_network
 from megatrain.planning.catalog.reference_machines import GIB, MACHINES
@@ -45,7 +44,7 @@ BATCH = 4 << 20
 
 
 def model_shape(name: str) -> ModelShape:
-    return shape_from_config(find_known_model(name).config, name)
+    return find_known_model(name).shape.renamed(name)
 
 
 def short(name: str) -> str:

@@ -1,12 +1,16 @@
-"""Machines and models that tests plan for: round figures, no torch."""
+"""Machines and models that tests plan for: round figures."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from megatrain.planning.catalog.families import shape_from_config
+from transformers import LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
+
+from megatrain.models.decoder import build_decoder
 from megatrain.planning.machine.profile import FlopRate, MachineProfile
 from megatrain.planning.model.shapes import ModelShape
+from megatrain.planning.model.skeleton import shape_of
 
 GIB = 1 << 30
 DESKTOP = MachineProfile(
@@ -46,10 +50,14 @@ PROCESSOR = DESKTOP.changed(
 )
 
 
+def shape(config: PreTrainedConfig, name: str = "") -> ModelShape:
+    """Return the shape of a model; a plan does not ask how many positions it declares."""
+    return replace(shape_of(build_decoder(config, "bf16"), name), positions=None)
+
+
 def llama(hidden: int, inner: int, layers: int, vocab: int = 32000, **more: Any) -> ModelShape:
     """Return a Llama of these dimensions."""
     fields = {
-        "model_type": "llama",
         "hidden_size": hidden,
         "intermediate_size": inner,
         "num_hidden_layers": layers,
@@ -57,26 +65,25 @@ def llama(hidden: int, inner: int, layers: int, vocab: int = 32000, **more: Any)
         "num_key_value_heads": max(1, hidden // 512),
         "vocab_size": vocab,
     }
-    return shape_from_config(fields | more, f"llama {hidden}x{layers}")
+    return shape(LlamaConfig(**(fields | more)), f"llama {hidden}x{layers}")
 
 
 SMALL = llama(1024, 2816, 8)
 EIGHT = llama(4096, 14336, 32, 128256)
 SEVENTY = llama(8192, 28672, 80, 128256)
 LARGEST = llama(16384, 53248, 126, 128256, num_key_value_heads=8)
-EXPERTS = shape_from_config(
-    {
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "vocab_size": 151936,
-    },
+EXPERTS = shape(
+    Qwen3MoeConfig(
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        vocab_size=151936,
+    ),
     "experts",
 )

@@ -15,12 +15,13 @@ from megatrain.devices.device import CpuDevice
 from megatrain.engine.engine import Engine
 from megatrain.memory.kinds import kinds_on_disk, store_kinds
 from megatrain.models.adapters.lora import Lora
+from megatrain.models.decoder import build_decoder
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.states import STATES
-from megatrain.planning.catalog.adapting import with_adapters
-from megatrain.planning.catalog.families import shape_from_config
 from megatrain.planning.machine.profile import MachineProfile, unmeasured
+from megatrain.planning.model.partly_trained import with_adapters
 from megatrain.planning.model.shapes import ModelShape
+from megatrain.planning.model.skeleton import shape_of
 from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
 from testkit.engines import make_engine
@@ -70,7 +71,7 @@ class Configuration:
 
     @property
     def model(self) -> ModelShape:
-        found = shape_from_config(self.config.to_dict())
+        found = shape_of(build_decoder(self.config, "bf16"))
         return found if self.rank is None else with_adapters(found, LoraSettings(rank=self.rank))
 
     @property

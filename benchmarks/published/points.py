@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatrain.planning.catalog.asked_machines import find_machine
-from megatrain.planning.catalog.families import shape_from_config
 from megatrain.planning.catalog.known_models import find_known_model
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.model.shapes import ModelShape
@@ -58,7 +57,7 @@ class Point:
 
     @cached_property
     def shape(self) -> ModelShape:
-        return shape_from_config(find_known_model(self.model).config, self.model)
+        return find_known_model(self.model).shape.renamed(self.model)
 
     @cached_property
     def profile(self) -> MachineProfile:

@@ -9,8 +9,8 @@ import pytest
 from megatrain.config.sections import LoraSettings
 from megatrain.memory.kinds import Kind
 from megatrain.optim.states import ADAMW
-from megatrain.planning.catalog.adapting import with_adapters
 from megatrain.planning.costs import FUSED_SHARE, Cost, Costs
+from megatrain.planning.model.partly_trained import with_adapters
 from megatrain.planning.model.shapes import ModelShape
 from megatrain.planning.simulate import simulate, steady_step, step_shape
 from megatrain.planning.workload import Workload

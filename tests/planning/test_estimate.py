@@ -15,7 +15,7 @@ import pytest
 import megatrain as mt
 from megatrain.errors import ConfigError
 from megatrain.planning.catalog.asked_machines import find_machine
-from megatrain.planning.catalog.known_models import find_known_model, known_models
+from megatrain.planning.catalog.known_models import known_models
 from megatrain.planning.catalog.reference_machines import GIB, MACHINES
 from megatrain.planning.estimate import Estimate, estimate
 from megatrain.planning.machine.examination import Examination
@@ -23,6 +23,7 @@ from megatrain.planning.machine.facts import host_facts, profile_path
 from megatrain.planning.plan import make_plan
 from testkit.cases import at_a_push
 from testkit.effort import children_s, require_effort
+from testkit.families import tiny_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -183,7 +184,8 @@ def test_published_weights_that_are_not_plain_are_named(model: str, words: str) 
 
 
 def test_the_config_of_a_folder_says_how_its_weights_are_kept(tmp_path: Path) -> None:
-    config = find_known_model("qwen3-8b").config | {"quantization_config": {"quant_method": "fp8"}}
+    config: dict[str, Any] = tiny_config("qwen3").to_dict()
+    config["quantization_config"] = {"quant_method": "fp8"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert "weights   are stored in FP8; loading" in str(
         estimate(str(tmp_path), gpu="4090", ram="192GB")

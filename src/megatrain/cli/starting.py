@@ -100,6 +100,6 @@ def _model_type_of(name: str) -> str | None:
         kind = found.get("model_type") if isinstance(found, dict) else None
         return kind if isinstance(kind, str) else None
     try:
-        return str(find_known_model(name).config["model_type"])
-    except (ConfigError, KeyError):
+        return find_known_model(name).shape.family
+    except ConfigError:
         return None

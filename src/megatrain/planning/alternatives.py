@@ -9,13 +9,10 @@ Law (tests/planning/test_alternatives.py): each alternative, asked for, fits and
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 from megatrain.config import Config
 from megatrain.config.sections import LoraSettings
 from megatrain.errors import ConfigError
-from megatrain.planning.catalog.adapting import with_adapters
-from megatrain.planning.catalog.families import shape_from_config
 from megatrain.planning.catalog.known_models import KnownModel, find_known_model, known_models
 from megatrain.planning.from_config import (
     packs_rows,
@@ -25,6 +22,7 @@ from megatrain.planning.from_config import (
     workload_of,
 )
 from megatrain.planning.machine.profile import MachineProfile
+from megatrain.planning.model.partly_trained import with_adapters
 from megatrain.planning.model.shapes import ModelShape
 from megatrain.planning.plan import Plan, make_plan
 from megatrain.planning.ranks.division import Division
@@ -62,7 +60,7 @@ def alternatives(
             figures = _figures(planned(other, profile, shape, division))
             found.append(f"lora.rank={RANK} (adapters: {figures})")
     for known in _smaller(config, model):
-        shape = replace(shape_from_config(known.config, known.name), weights=known.weights)
+        shape = known.shape
         if config.lora.rank is not None:
             shape = with_adapters(shape, config.lora)
         if _fits(config, profile, shape, division):

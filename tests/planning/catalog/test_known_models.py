@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from megatrain.errors import ConfigError
-from megatrain.planning.catalog.families import shape_from_config
 from megatrain.planning.catalog.known_models import KnownModel, find_known_model, known_models
 
 MODELS = known_models()
+WRITER: dict[str, Any] = runpy.run_path(str(Path(__file__).parents[3] / "docs/known_models.py"))
+ROWS = {row.name: row for row in WRITER["table"]()}
 
 
-def _params(model: KnownModel) -> int:
-    return shape_from_config(model.config, model.name).params
+def test_the_catalog_has_the_models_of_the_table() -> None:
+    assert [model.name for model in MODELS] == list(ROWS)
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("name", ROWS)
+def test_the_catalog_has_the_skeleton_of_each_model(name: str) -> None:
+    lines = WRITER["CATALOG"].read_text().splitlines()
+    (written,) = [line for line in lines if line.startswith(f'{{"name": "{name}"')]
+    assert written == WRITER["line_of"](ROWS[name]), "run: python docs/known_models.py"
 
 
 def test_the_table_is_long_and_each_name_stands_once() -> None:
@@ -23,20 +36,20 @@ def test_the_table_is_long_and_each_name_stands_once() -> None:
 
 
 def test_most_dimensions_were_compared_with_a_config() -> None:
-    assert sum(model.checked for model in MODELS) >= 60
+    assert sum(row.checked for row in ROWS.values()) >= 60
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_params_are_those_published(model: KnownModel) -> None:
-    assert _params(model) == pytest.approx(model.published_params, rel=0.01)
+    assert model.shape.params == pytest.approx(model.published_params, rel=0.01)
 
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "intermediate_size", "hidden_size"])
 def test_a_wrong_dimension_would_be_noticed(key: str) -> None:
-    model = find_known_model("Qwen/Qwen3-8B")
-    config = model.config | {key: round(model.config[key] * 1.03)}
-    wrong = shape_from_config(config, "wrong").params
-    assert wrong != pytest.approx(model.published_params, rel=0.01)
+    row = ROWS["Qwen/Qwen3-8B"]
+    config = row.config | {key: round(row.config[key] * 1.03)}
+    wrong = WRITER["skeleton_shape"](config, "wrong").params
+    assert wrong != pytest.approx(row.published_params, rel=0.01)
 
 
 def test_active_params_are_those_in_the_names() -> None:
@@ -47,14 +60,13 @@ def test_active_params_are_those_in_the_names() -> None:
         ("moonshotai/Kimi-K2-Instruct", 32e9),
         ("openai/gpt-oss-120b", 5.7e9),
     ):
-        shape = shape_from_config(find_known_model(name).config, name)
+        shape = find_known_model(name).shape
         assert shape.active_params == pytest.approx(active, rel=0.03), name
 
 
 def test_logits_that_a_family_caps_or_scales_are_counted() -> None:
     for name, copies in (("gemma-2-9b", 5), ("c4ai-command-r-v01", 3), ("qwen3-8b", 0)):
-        shape = shape_from_config(find_known_model(name).config, name)
-        assert shape.logit_copies == copies, name
+        assert find_known_model(name).shape.logit_copies == copies, name
 
 
 @pytest.mark.parametrize(

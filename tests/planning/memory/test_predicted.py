@@ -20,8 +20,8 @@ from megatrain.memory.tier.scratch_file import Tier, TierRegions
 from megatrain.models.adapters.lora import Lora
 from megatrain.models.decoder import Decoder
 from megatrain.optim.states import ADAMW, WITH_CLIP
-from megatrain.planning.catalog.adapting import with_adapters
 from megatrain.planning.memory.predicted import predicted_ledger, store_lines
+from megatrain.planning.model.partly_trained import with_adapters
 from megatrain.planning.model.skeleton import shape_of
 from megatrain.planning.simulate import step_shape
 from megatrain.planning.workload import Workload

@@ -1,12 +1,11 @@
 """The model that a person means, as its shape: a known name, a folder, a config.json, or a Hub id.
 
-    name               from the table (known_models.py): milliseconds, no network
+    name               from the catalog (known_models.py): milliseconds, no network, no torch
     another Hub id     its config.json, from the cache or the Hub
-    folder or file     its config.json: milliseconds for the usual families, else the skeleton of
-                       the model is built as for training, which takes torch and some seconds
+    folder or file     its config.json: the skeleton of the model is built as for training, which
+                       takes torch and some seconds
 
-A config.json is untrusted. Here only numbers are taken from it, after a look at their size; the
-strict reader (models/config_json.py) comes before the slow way.
+A config.json is untrusted: the strict reader (models/config_json.py) comes first.
 """
 
 from __future__ import annotations
@@ -28,23 +27,12 @@ from megatrain.errors import (
     ModelFolderError,
     NotSplittable,
 )
-from megatrain.planning.catalog.adapting import with_adapters
-from megatrain.planning.catalog.families import ALIASES, FAMILIES, shape_from_config
-from megatrain.planning.catalog.freezing import with_frozen
 from megatrain.planning.catalog.known_models import find_known_model, weights_note
+from megatrain.planning.model.partly_trained import with_adapters, with_frozen
 from megatrain.planning.model.shapes import ModelShape
 from megatrain.planning.model.skeleton import shape_of
 
 MAX_JSON_BYTES = 4 << 20
-LARGEST_DIMENSION = 1 << 40
-"""No number in a config is larger: lengths, and the sizes some configs carry."""
-NEEDED = {
-    "num_hidden_layers": 256,
-    "hidden_size": 1 << 18,
-    "num_attention_heads": 512,
-    "vocab_size": 1 << 24,
-}
-"""What every config must have, and the largest that any model could have."""
 
 
 def shape_for(config: Config) -> ModelShape:
@@ -81,7 +69,7 @@ def find_shape(asked: str) -> ModelShape:
         known = find_known_model(asked)
     except ConfigError as unknown:
         return _from_hub(asked, unknown)
-    return replace(shape_from_config(known.config, known.name), weights=known.weights)
+    return known.shape
 
 
 def _from_hub(asked: str, unknown: ConfigError) -> ModelShape:
@@ -107,29 +95,18 @@ def _bytes(path: Path) -> bytes:
 
 
 def _read(path: Path, name: str) -> ModelShape:
-    data = _bytes(path)
-    fields = _object(data, path)
-    parts = fields.get("text_config")
-    decoder = parts if isinstance(parts, Mapping) else fields
-    family = str(decoder.get("model_type"))
-    if decoder is not fields:  # what is beside text is known by the joint class alone
-        try:
-            return _by_skeleton(data, name, "bf16", ())
-        except (ModelConfigError, NotSplittable, MissingPackage):
-            if ALIASES.get(family, family) not in FAMILIES:
-                raise
-    if ALIASES.get(family, family) not in FAMILIES:
-        return _by_skeleton(data, name, "bf16", ())
-    _check(decoder, path)
-    return replace(shape_from_config(fields, name), weights=_weights(fields))
-
-
-def _weights(fields: Mapping[str, Any]) -> str:
-    """Return a note on weights that are not plain."""
-    quantised = fields.get("quantization_config")
-    if isinstance(quantised, Mapping):
-        return weights_note(str(quantised.get("quant_method", "a quantised form"))[:20].upper())
-    return weights_note("vision") if "vision_config" in fields else ""
+    fields = _object(_bytes(path), path)
+    quantized, text, note = fields.pop("quantization_config", None), fields.get("text_config"), ""
+    try:
+        shape = _by_skeleton(json.dumps(fields).encode(), name, "bf16", ())
+    except (ModelConfigError, NotSplittable, MissingPackage):
+        if not isinstance(text, Mapping):
+            raise
+        shape = _by_skeleton(json.dumps(text).encode(), name, "bf16", ())
+        note = weights_note("vision")
+    if isinstance(quantized, Mapping):
+        note = weights_note(str(quantized.get("quant_method", "a quantized form"))[:20].upper())
+    return replace(shape, weights=note)
 
 
 def _object(data: bytes, path: Path) -> dict[str, Any]:
@@ -140,18 +117,6 @@ def _object(data: bytes, path: Path) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ModelConfigError(f"{path} is a {type(fields).__name__}, not an object")
     return fields
-
-
-def _check(fields: Mapping[str, Any], path: Path) -> None:
-    """Refuse numbers that no model has: they would be looped over, or multiplied."""
-    for key, largest in NEEDED.items():
-        value = fields.get(key)
-        if type(value) is not int or not 0 < value <= largest:
-            shown = str(value)[:40]
-            raise ModelConfigError(f"{path}: {key} is {shown}; it must be from 1 to {largest}")
-    for key, value in fields.items():
-        if isinstance(value, int) and not -LARGEST_DIMENSION <= value <= LARGEST_DIMENSION:
-            raise ModelConfigError(f"{path}: {key[:80]} is {str(value)[:40]}: out of range")
 
 
 def _by_skeleton(

@@ -1,8 +1,8 @@
 """A model as the sizes of its tensors. Plain numbers and no torch.
 
 A model is a few structures, each used by many layers: a layer's tensors and its attention decide
-its bytes, its FLOPs and its working memory. Built from the dimensions of a `config.json`
-(catalog/families.py), or exactly from a decoder (skeleton.py).
+its bytes, its FLOPs and its working memory. Built from a decoder (skeleton.py), or read from the
+catalog of known models (catalog/known_models.py).
 
 Laws (tests/planning/model/test_shapes.py)
     1. Bytes of a block in each kind are those of the layout.

@@ -1,6 +1,6 @@
 """The shape of a decoder, tensor by tensor.
 
-Law (tests/planning/catalog/test_families.py): tensors from dimensions are those found here.
+Sizes are those of its params; attention, windows and experts follow from the fields of its config.
 """
 
 from __future__ import annotations
@@ -9,15 +9,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatrain.planning.model.dimensions import (
-    attention_of,
-    declared_positions,
-    expert_counts,
-    layer_windows,
-    logit_copies,
-    role_of,
+from megatrain.planning.model.shapes import (
+    AttentionShape,
+    BlockShape,
+    ModelShape,
+    ParamRole,
+    TensorShape,
 )
-from megatrain.planning.model.shapes import BlockShape, ModelShape, ParamRole, TensorShape
 
 if TYPE_CHECKING:
     from megatrain.models.decoder import Decoder
@@ -33,7 +31,7 @@ def shape_of(decoder: Decoder, name: str = "") -> ModelShape:
     facts = dict(decoder.text_config.to_dict())
     first, *layers, last = decoder.blocks
     structures, kinds = list[BlockShape](), list[int]()
-    windows = layer_windows(facts, len(layers))
+    windows = _layer_windows(facts, len(layers))
     table = decoder.model.get_input_embeddings().weight
     hidden = int(facts.get("hidden_size") or table.shape[1])
     for window, block in zip(windows, layers, strict=True):
@@ -58,8 +56,8 @@ def shape_of(decoder: Decoder, name: str = "") -> ModelShape:
         by_document=by_document(config),
         packs=why_mixed(packed_as) is None,
         packs_by_lengths=why_mixed(packed_as, "flash_attention_2") is None,
-        positions=declared_positions(facts),
-        logit_copies=logit_copies(facts),
+        positions=_declared_positions(facts),
+        logit_copies=_logit_copies(facts),
         carried_params=sum(param.num_elements for param in decoder.carried),
     )
 
@@ -69,10 +67,10 @@ def _structure(
 ) -> BlockShape:
     tensors = tuple(_tensor(param, prefix, None) for param in params)
     has_experts = any(tensor.role == "experts" for tensor in tensors)
-    experts = expert_counts(facts) if has_experts else (0, 0)
+    experts = _expert_counts(facts) if has_experts else (0, 0)
     return BlockShape(
         tensors=tensors,
-        attention=attention_of(facts, window),
+        attention=_attention_of(facts, window),
         inner=_inner_width(tensors, experts, hidden),
         gated=_is_gated(tensors),
         num_experts=experts[0],
@@ -85,7 +83,7 @@ def _tensor(param: Any, prefix: str, role: ParamRole | None) -> TensorShape:
     return TensorShape(
         name=name,
         shape=tuple(param.shape),
-        role=role if role and len(param.shape) > 1 else role_of(name, param.shape),
+        role=role if role and len(param.shape) > 1 else _role_of(name, param.shape),
         fp32=str(param.dtype) == "torch.float32",
         trained=param.trained,
         adapts=_half(name),
@@ -124,3 +122,82 @@ def _is_gated(tensors: Iterable[TensorShape]) -> bool:
     inside = [tensor for tensor in tensors if "att" not in tensor.name and not tensor.adapts]
     outward = sum(tensor.num_elements for tensor in inside if _leads_out(tensor))
     return sum(tensor.num_elements for tensor in inside) > 2.5 * outward
+
+
+def _role_of(name: str, shape: tuple[int, ...]) -> ParamRole:
+    """Return the use of a layer's param; biases of experts only look like matrices."""
+    if "experts" in name and "shared" not in name and len(shape) > 1:
+        return "experts"
+    return "matrix" if len(shape) == 2 else "vector"
+
+
+def _declared_positions(facts: dict[str, Any]) -> int | None:
+    """Return the longest row that the model was made for; None where its config has none."""
+    names = ("max_position_embeddings", "n_positions", "max_seq_len")
+    found = (facts[name] for name in names if isinstance(facts.get(name), int))
+    return next(found, None)
+
+
+def _expert_counts(facts: dict[str, Any]) -> tuple[int, int]:
+    """Return how many experts a layer has and how many of them a token uses."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    count = next((int(facts[name]) for name in names if facts.get(name)), 0)
+    used = ("num_experts_per_tok", "moe_k", "num_experts_per_token", "moe_top_k", "top_k_experts")
+    return count, next((int(facts[name]) for name in used if facts.get(name)), 1)
+
+
+def _logit_copies(facts: dict[str, Any]) -> int:
+    """Return how many copies of its logits a model's own way with them holds while they go back."""
+    if facts.get("final_logit_softcapping"):
+        return 5  # tanh, its product, the product's gradient, and those of both
+    scales = ("logit_scale", "logits_scaling", "lm_head_multiplier")
+    return 3 if any(facts.get(name) not in (None, 1) for name in scales) else 0
+
+
+def _attention_of(facts: dict[str, Any], window: int | None) -> AttentionShape:
+    """Return the attention that a config's dimensions describe."""
+    heads = int(facts.get("num_attention_heads") or facts.get("n_head") or 1)
+    hidden = int(facts.get("hidden_size") or facts.get("n_embd") or heads)
+    kv_heads = int(facts.get("num_key_value_heads") or heads)
+    if facts.get("kv_lora_rank"):
+        head_dim = int(facts["qk_nope_head_dim"]) + int(facts["qk_rope_head_dim"])
+        return AttentionShape(
+            heads=heads,
+            kv_heads=heads,
+            head_dim=head_dim,
+            value_dim=int(facts["v_head_dim"]),
+            window=window,
+        )
+    head_dim = int(facts.get("head_dim") or hidden // heads)
+    return AttentionShape(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=head_dim,
+        window=window,
+        score_bytes=_SCORE_BYTES.get(str(facts.get("model_type")), 0),
+    )
+
+
+_SCORE_BYTES = {"gemma2": 13, "gpt_oss": 8}
+_PERIODS = {
+    "gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "cohere2": 4, "olmo3": 4, "exaone4": 4,
+    "llama4_text": 4,
+}  # fmt: skip
+"""Every so-many-th layer sees all tokens, where a config does not list its layers."""
+
+
+def _layer_windows(facts: dict[str, Any], num_layers: int) -> list[int | None]:
+    """Return the window of each layer."""
+    window = facts.get("sliding_window") or facts.get("attention_chunk_size")
+    if not window or facts.get("use_sliding_window") is False:
+        return [None] * num_layers
+    types = facts.get("layer_types")
+    if isinstance(types, list | tuple) and len(types) == num_layers:
+        full = [kind == "full_attention" for kind in types]
+    elif default := _PERIODS.get(str(facts.get("model_type"))):
+        period = int(facts.get("sliding_window_pattern") or default)
+        full = [(layer + 1) % period == 0 for layer in range(num_layers)]
+    else:
+        full = [False] * num_layers
+    return [None if is_full else int(window) for is_full in full]

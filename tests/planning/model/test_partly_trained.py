@@ -1,0 +1,81 @@
+"""Adapters and frozen params of a shape are those of the skeleton that is built with them."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatrain.config.sections import LoraSettings
+from megatrain.errors import ConfigError
+from megatrain.models.adapters.lora import Lora
+from megatrain.models.decoder import build_decoder
+from megatrain.planning.catalog.known_models import known_models
+from megatrain.planning.model.partly_trained import with_adapters, with_frozen
+from megatrain.planning.model.shapes import BlockShape, ModelShape, TensorShape
+from megatrain.planning.model.skeleton import shape_of
+from testkit.cases import by_family
+from testkit.families import tiny_config
+
+FAMILIES = sorted({model.shape.family for model in known_models()})
+PATTERNS = [
+    ("model.embed_tokens*",),
+    ("lm_head*",),
+    ("*embed_tokens.weight", "*lm_head.weight"),
+    ("model.layers.0.*",),
+    ("model.layers.*.mlp.*", "model.layers.1.self_attn.q_proj.weight"),
+    ("model.norm.weight", "*.input_layernorm.weight"),
+]
+
+
+def _tensors(block: BlockShape) -> list[TensorShape]:
+    """Return the tensors by name: adapters stand beside their modules, or behind all."""
+    return sorted(block.tensors, key=lambda tensor: tensor.name)
+
+
+def _shapes(family: str, targets: tuple[str, ...], dropout: float) -> tuple[ModelShape, ModelShape]:
+    """Return a model with adapters added to its shape, and to its skeleton."""
+    config = tiny_config(family)
+    settings = LoraSettings(rank=4, targets=targets, dropout=dropout)
+    lora = Lora(rank=4, alpha=8.0, targets=targets, dropout=dropout)
+    real = shape_of(build_decoder(config, "bf16", lora=lora))
+    return with_adapters(shape_of(build_decoder(config, "bf16")), settings), real
+
+
+@pytest.mark.parametrize("family", by_family(FAMILIES))
+def test_adapters_are_those_of_the_skeleton(family: str) -> None:
+    found, real = _shapes(family, (), 0.0)
+    for mine, true in zip(found.blocks, real.blocks, strict=True):
+        assert _tensors(mine) == _tensors(true)
+        assert (mine.inner, mine.drops) == (true.inner, true.drops)
+    assert found.is_adapted
+    assert not found.trains_projection
+    assert found.trained_params == real.trained_params < 0.2 * real.params
+
+
+def test_targets_and_dropout_are_those_of_the_settings() -> None:
+    found, real = _shapes("llama", ("q_proj", "*.mlp.*"), 0.1)
+    assert [_tensors(block) for block in found.blocks] == [_tensors(block) for block in real.blocks]
+    assert found.structures[0].drops
+    assert len(found.structures[0].trained_part.tensors) == 2 * 4
+    other, _ = _shapes("llama", ("k_proj",), 0.0)
+    assert _tensors(other.structures[0]) != _tensors(real.structures[0]), "it would be noticed"
+
+
+def test_a_target_that_matches_nothing_is_named() -> None:
+    model = shape_of(build_decoder(tiny_config("llama"), "bf16"))
+    with pytest.raises(ConfigError, match=r"lora\.targets: Wqkv matches none of the known"):
+        with_adapters(model, LoraSettings(rank=4, targets=("Wqkv",)))
+
+
+@pytest.mark.parametrize("patterns", PATTERNS, ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_frozen_params_are_those_of_the_skeleton(family: str, patterns: tuple[str, ...]) -> None:
+    config = tiny_config(family, tie_word_embeddings=False)
+    exact = shape_of(build_decoder(config, "bf16", patterns))
+    plain = shape_of(build_decoder(config, "bf16"))
+    assert with_frozen(plain, patterns) == exact != plain
+
+
+def test_a_pattern_that_matches_nothing_is_refused() -> None:
+    model = shape_of(build_decoder(tiny_config("llama"), "bf16"), "llama")
+    with pytest.raises(ConfigError, match=r"model\.frozen: model\.embd\* matches none .* llama\."):
+        with_frozen(model, ("model.embd*",))
