@@ -41,7 +41,7 @@ def as_list(value: object) -> object:
 
 
 ACCELERATOR_TYPES = {"cuda", "xpu"}
-"""As torch calls them. Who gives torch a device of another type adds its name."""
+"""Their names in torch. A program that gives torch another type of device adds its name."""
 
 
 def read_device(value: object) -> object:

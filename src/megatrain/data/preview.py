@@ -17,7 +17,7 @@ from megatrain.data.tokens.prepared import PreparedData
 from megatrain.text import counted, printable
 
 MAX_TOKENS = 400
-"""Of a longer document stretches are cut in the middle: those that are not trained first."""
+"""Tokens shown of a document. A longer one is cut, first where nothing is trained."""
 SHOWN_TOKENS = {False: 60, True: 240}
 """The most tokens of a stretch in a document that is cut, by whether it is trained."""
 _PERCENTILES = (5, 50, 95)

@@ -55,11 +55,11 @@ class TrainingRows:
     order: MixedOrder
     shares: tuple[Share, ...]
     held: tuple[Documents, ...]
-    """Of each source, or each file of data.eval."""
+    """The held-out rows of each source, or of each file of data.eval."""
     held_sources: tuple[PreparedData, ...] = ()
     """The files of data.eval."""
     answers: PairedAnswers | None = None
-    """What the answers of `train` bring along; None: the rows have no preferences."""
+    """Facts about the answers of `train`; None: the rows have no preferences."""
     held_answers: tuple[PairedAnswers, ...] = ()
     """The same of each of `held`."""
 

@@ -1,4 +1,4 @@
-"""What is between ranks, measured by all of them at once: doctor under torchrun.
+"""The network between ranks, measured by all of them at once: doctor under torchrun.
 
     large gathers     bytes from others over their time
     large exchanges   the same bytes, over their time
@@ -29,7 +29,7 @@ from megatrain.planning.ranks.sharing import assumed_network
 from megatrain.ranks.ranks import Ranks
 
 LARGE_BYTES = 32 << 20
-"""Of what all ranks have together after a gather: a layer of a small model."""
+"""Bytes that all ranks have together after a gather: a layer of a small model."""
 SMALL_BYTES = 4096
 ROUNDS = 7
 

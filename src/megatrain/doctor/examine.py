@@ -62,12 +62,12 @@ ENOUGH_S = 25.0
 NEEDED_BYTES = 2 << 30
 """Host memory that the measurements take at most, all of them together."""
 PARAMS = 24 << 20
-"""Of the optimizer's trial: 480 MiB, beyond most caches."""
+"""Params of the optimizer's trial: 480 MiB, beyond most caches."""
 DISK_BYTES = 256 << 20
 RANKS_DEADLINE_S = 600.0
 """Others wait while rank 0 measures all else."""
 _READERS = 4
-"""As many as load a model."""
+"""Threads that read, as many as load a model."""
 _CHUNK = 16 << 20
 
 

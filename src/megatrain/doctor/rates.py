@@ -44,7 +44,7 @@ _MIXED_WIDTH = 22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """Where to measure, and how to wait for it."""
+    """A device to measure, and a way to wait for it."""
 
     place: torch.device
     synchronize: Callable[[], None]
@@ -156,7 +156,7 @@ class CopyRates:
     into: float
     out: float
     duplex_share: float
-    """What each direction keeps while both are busy."""
+    """Share of its rate that each direction keeps while both are busy."""
 
     @property
     def both(self) -> float:

@@ -1,4 +1,4 @@
-"""What is measured or checked: torch's accelerator, the one with a given name, or the processor.
+"""The subject of a measurement: torch's accelerator, the one with a given name, or the processor.
 
 A subject makes devices: a measurement takes a new one and closes it, so that none finds memory that
 another has pinned.
@@ -26,7 +26,7 @@ class Subject:
     name: str
     """For people; empty for the processor."""
     place: torch.device
-    """Where torch computes on it."""
+    """The torch device that computes on it."""
     device_bytes: int
     """Its free memory; 0 where that is the host's."""
     runtime: Runtime | None
@@ -40,7 +40,7 @@ class Subject:
 
     @property
     def new_stream(self) -> Callable[[], AbstractContextManager[Any]]:
-        """What a thread enters so that its copies go their own way."""
+        """A context that a thread enters so that its copies have their own stream."""
         return nullcontext if self.runtime is None else self.runtime.stream
 
 

@@ -58,7 +58,7 @@ class TimedModel:
     length: int
     """Tokens of a row."""
     rows: int
-    """Of a micro-batch."""
+    """Rows of a micro-batch."""
     num_micro: int
     dtype: Dtype = "bf16"
 
@@ -92,7 +92,7 @@ class TimedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedStep:
-    """What was measured of a step."""
+    """The measured times of a step."""
 
     step_s: float
     """Median time from one step's result to the next one's."""

@@ -1,1 +1,1 @@
-"""What a run did, as one page to look at and to send."""
+"""A run as one page to look at and to send."""

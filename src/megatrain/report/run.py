@@ -28,18 +28,18 @@ _MOST_BYTES = 256 * 2**20
 
 
 class SpanRecord(NamedTuple):
-    """What a lane did, in seconds from the start of the trace."""
+    """An op of a lane, in seconds from the start of the trace."""
 
     lane: str
     kind: str
-    """Of the op, or `wait`."""
+    """The kind of the op, or `wait`."""
     name: str
     start_s: float
     end_s: float
 
 
 class LedgerLine(NamedTuple):
-    """So many bytes, in this place, for this purpose."""
+    """The bytes in one place for one purpose."""
 
     place: str
     purpose: str
@@ -47,7 +47,7 @@ class LedgerLine(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """What the model wrote after `step` steps."""
+    """A text that the model wrote after `step` steps."""
 
     step: int
     prompt: str
@@ -78,15 +78,15 @@ class Run:
     ledger: list[LedgerLine] = field(default_factory=list)
     measured: Mapping[str, float] = field(default_factory=dict)
     predicted: Mapping[str, Any] = field(default_factory=dict)
-    """Of a step, where the machine was measured before."""
+    """Predictions for a step, if the machine was measured before."""
     data_card: Mapping[str, Any] = field(default_factory=dict)
     steps: list[StepLine] = field(default_factory=list)
     evals: list[StepLine] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     spans: list[SpanRecord] = field(default_factory=list)
-    """Of one step, in the order of their starts."""
+    """The ops of one step, in the order of their starts."""
     notes: list[str] = field(default_factory=list)
-    """What could not be read."""
+    """Notes on files that could not be read."""
 
     def curve(self, name: str) -> list[Point]:
         """Return the values of `name` in the order of steps; those of evaluations start `eval`."""

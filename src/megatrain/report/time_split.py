@@ -1,4 +1,4 @@
-"""Where the time of a step went: shares over the run, and seconds from step to step."""
+"""The parts of a step's time: shares over the run, and seconds from step to step."""
 
 from __future__ import annotations
 

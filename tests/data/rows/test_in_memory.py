@@ -108,7 +108,7 @@ def test_a_stream_is_read_as_far_as_needed_and_once(tmp_path: Path) -> None:
     assert (few.card["rows"], stream.num_read) == (256, 256)
     again = _prepared(_given(_Stream(ROWS)), tmp_path, enough=Enough(tokens=few.card["tokens"]))
     assert again.folder == few.folder
-    with pytest.raises(DataError, match="a stream is read once"):
+    with pytest.raises(DataError, match="this stream has already been consumed"):
         next(given.values())
 
 

@@ -11,7 +11,7 @@ RowKind = Literal["strings", "turns", "pairs", "kto", "other"]
 """The rows of a source: prompts and completions as strings or as turns, compared answers, marked
 answers, or any other."""
 Effect = Literal["changes results", "needs you", "same"]
-"""What a line of the report means for the run: the run differs from that of the tool, the user
+"""The meaning of a line of the report for the run: it differs from that of the tool, the user
 decides something, or neither."""
 
 

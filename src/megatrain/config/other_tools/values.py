@@ -42,7 +42,7 @@ def _whole(value: Any, least: int = 0) -> int:
     except ValueError:
         raise DroppedKey(Asks("not an integer")) from None
     if number < least:
-        raise DroppedKey(f"{number} means that another key decides")
+        raise DroppedKey(f"{number} leaves it to another key")
     return number
 
 
@@ -234,7 +234,7 @@ def _attention(value: Any, asked: ToolConfig) -> tuple[Any, str]:
 
 def _trl_train_on(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     if asked_loss(asked) != "next_token":
-        raise DroppedKey("the answers are trained: their format decides")
+        raise DroppedKey("preferences always train on the answers")
     completion = asked.get("completion_only_loss")
     if completion:
         return "completion", ""
@@ -256,7 +256,7 @@ def _trl_train_on(value: Any, asked: ToolConfig) -> tuple[Any, str]:
 def _llama_factory_train_on(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     stage = asked.given("stage", "sft")
     if stage in ("dpo", "kto"):
-        raise DroppedKey("the answers are trained: their format decides")
+        raise DroppedKey("preferences always train on the answers")
     if stage == "pt" or asked.get("train_on_prompt"):
         return "all", ""
     return ("last", "") if asked.get("mask_history") else ("assistant", "")

@@ -39,7 +39,7 @@ class GivenRows:
         self._is_table = not self.is_stream and self._is_filled
         self._content = xxhash.xxh3_128()
         self._first: list[Any] = []
-        """Of a stream: the first rows that were read from it, which are given again."""
+        """The first rows that were read from a stream, which are given again."""
         self._rest: Iterator[Any] | None = None
         self._num_taken = 0
 
@@ -95,7 +95,7 @@ class GivenRows:
         if self._rest is None:
             self._rest = iter(self._rows)
         elif self._num_taken > FIRST_ROWS:
-            raise DataError(f"{self.name}: a stream is read once, and it was read")
+            raise DataError(f"{self.name}: this stream has already been consumed")
         self._num_taken = 0
         while True:
             if self._num_taken == len(self._first) or self._num_taken >= FIRST_ROWS:

@@ -1,4 +1,4 @@
-"""What the two answers of each row bring to a micro-batch besides their tokens.
+"""Facts about the two answers of each row that a micro-batch has besides their tokens.
 
 A row of preferences is two documents: of pairs the chosen and the rejected answer, of kto its own
 completion and that of another row after the same prompt. A loss compares the two, so both are
@@ -35,7 +35,7 @@ class PairedAnswers:
     """Arrays by the numbers of documents and rows; a row's documents are 2n and 2n + 1."""
 
     desirable: NDArray[np.bool_] | None = None
-    """Of kto, whether the completion of each row is desirable. (rows,)"""
+    """Whether the completion of each row is desirable, for kto. (rows,)"""
     references: NDArray[np.float32] | None = None
     """Log-probability of each document's trained tokens under the reference model. (documents,)"""
 

@@ -52,7 +52,8 @@ _CHUNK_ROWS = 256
 _CHUNK_CHARS = 2**22
 _CHUNK_LIMIT_S = 600.0
 _MANY_ROWS = 2**14
-"""Of rows that a program gives: fewer are tokenised before other processes have started."""
+"""Rows from which on a program's rows are split among processes: fewer are tokenized before the
+others have started."""
 _PLAIN = (str, int, float, bool, type(None))
 _HOPELESS_ROWS = 2000
 """If this many first rows are all bad, the rest is not tried."""

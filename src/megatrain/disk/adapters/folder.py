@@ -59,7 +59,7 @@ class AdapterFolder:
     path: Path
     config: PeftConfig
     tensors: Mapping[str, StoredTensor]
-    """By the param that each is."""
+    """The tensors, by the param that each is."""
 
     @property
     def modules(self) -> tuple[str, ...]:

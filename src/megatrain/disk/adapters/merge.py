@@ -34,7 +34,7 @@ class MergedTensor(NamedTensor):
 
     plain: NamedTensor
     change: Callable[[], Tensor]
-    """What is added to its numbers, flat, in fp32."""
+    """The numbers that are added to its own, flat, in fp32."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -39,7 +39,7 @@ _IGNORED = {
     "qalora_group_size", "fan_in_fan_out", "ensure_weight_tying",
 }  # fmt: skip
 _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
-"""Of `init_lora_weights`: those that leave the weights of the base as they are."""
+"""Values of `init_lora_weights` that leave the weights of the base as they are."""
 _OTHER_KEYS = {
     "use_dora": "DoRA",
     "use_qalora": "QALoRA",
@@ -59,12 +59,12 @@ _OTHER_KEYS = {
     "monteclora_config": "MonteCLoRA",
 }
 _HARMLESS_STARTS = {"eva_config", "lora_ga_config", "loftq_config"}
-"""Of inits: `init_lora_weights` names the one that was used."""
+"""Settings of initializations; `init_lora_weights` names the one that was used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeftConfig:
-    """What an adapter folder says of its adapters."""
+    """The adapters that a folder describes."""
 
     rank: int
     alpha: float
@@ -73,7 +73,7 @@ class PeftConfig:
     base: str | None = None
     """The model that the adapters belong to: a folder, or an id on the Hub."""
     revision: str | None = None
-    """Of an id."""
+    """The revision, if `base` is an id."""
 
     def to_bytes(self, targets: PeftTargets, *, fan_in_fan_out: bool = False) -> bytes:
         """Return the file for adapters of these modules; some may keep (in, out) weights.

@@ -114,14 +114,14 @@ class CheckedFile:
     """A file that one thread reads in any order, its last chunks in memory."""
 
     KEPT_CHUNKS = 5
-    """Of moments, their scales and remainders: a chunk is read once."""
+    """Enough for moments, their scales and remainders, so that a chunk is read once."""
 
     def __init__(self, folder: Path, name: str, record: FileRecord, advance: Advance) -> None:
         """Raises CheckpointDamaged or DiskError."""
         self._reader = _opened(folder, name, record.num_bytes)
         self._record, self._advance = record, advance
         self._chunks: dict[int, tuple[Tensor, Tensor]] = {}
-        """By number, the last one read at the end: a buffer, and the chunk in it."""
+        """A buffer and the chunk in it, by number; the last one read is at the end."""
         self._counted: set[int] = set()
 
     def read(self, start: int, stop: int) -> Tensor:

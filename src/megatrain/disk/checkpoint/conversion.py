@@ -47,7 +47,7 @@ class Conversion:
     wanted: tuple[Kind, ...]
     seed: int
     num_updates: Mapping[int, int]
-    """By block, as of the checkpoint."""
+    """Updates of each block, as of the checkpoint."""
 
     def files(self) -> dict[str, WeightsFile]:
         """Return the state files as the checkpoint has them, by name; tensors have no memory."""

@@ -26,7 +26,7 @@ from megatrain.memory.direct import CHUNK_BYTES, digests
 MANIFEST_NAME = "manifest.json"
 SCHEMA = 1
 MAX_MANIFEST_BYTES = 256 << 20
-"""Of 1.4 TB in chunks of 8 MiB: 7 MB of hashes."""
+"""The hashes of 1.4 TB in chunks of 8 MiB are 7 MB."""
 _FILE_NAME = re.compile(r"(model|state)/[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _END = b"\n}"
@@ -39,7 +39,7 @@ class FileRecord:
 
     num_bytes: int
     digests: tuple[str, ...]
-    """Of each chunk, xxh3-128."""
+    """The xxh3-128 of each chunk."""
 
     @classmethod
     def of_bytes(cls, data: bytes) -> FileRecord:
@@ -59,11 +59,11 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a checkpoint consists of."""
+    """The parts of a checkpoint."""
 
     step: int
     files: Mapping[str, FileRecord]
-    """By path inside the folder."""
+    """Records by path inside the folder."""
     model: str
     """Names the params: shapes, dtypes, and which are trained."""
     training: Mapping[str, Any]

@@ -44,12 +44,12 @@ class Parts:
 
     blocks: Sequence[Sequence[WeightsFile]]
     carried: Sequence[WeightsFile] = ()
-    """What never changes and is not in memory: copied from the source."""
+    """Tensors that never change and are not in memory: they are copied from the source."""
     small: dict[str, bytes]
     model: str
     """Names the params: shapes, dtypes, and which are trained."""
     store: Store | None = None
-    """Of the tensors, if it has a disk tier to fill."""
+    """The store of the tensors, if it has a disk tier to fill."""
 
     @property
     def files(self) -> dict[str, WeightsFile]:
@@ -59,7 +59,7 @@ class Parts:
 
     @property
     def num_bytes(self) -> int:
-        """Of all files, the manifest not counted."""
+        """Bytes of all files but the manifest."""
         weights = sum(file.num_bytes for file in self.files.values())
         return weights + sum(len(data) for data in self.small.values())
 

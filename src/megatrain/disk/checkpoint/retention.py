@@ -36,7 +36,7 @@ class FoundCheckpoint:
     path: Path
     step: int
     eval_loss: float | None
-    """What an evaluation at this very step gave."""
+    """The loss of an evaluation at this very step."""
 
 
 def finished(parent: Path) -> list[Path]:

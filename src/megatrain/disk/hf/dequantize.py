@@ -36,10 +36,10 @@ from megatrain.quantisation import Quantisation
 from megatrain.ranks.ownership import overlap
 
 ELEMENTS_AT_ONCE = 1 << 20
-"""Of the rows of a piece. In fp32 they take 4 MiB, their scales at most that."""
+"""Elements of the rows of a piece: in fp32 they take 4 MiB, their scales at most that."""
 _LONGEST_ROW = 1 << 20
 _VALUES_ROOM = (1 << 20) + 2 * DISK_PAGE
-"""Of a worker's buffer; the scales have the rest."""
+"""The part of a worker's buffer for values; the scales have the rest."""
 _GROUP_BYTES = 16
 _EXPONENT_BIAS = 127
 # E2M1: sign, two bits of exponent, one of mantissa.

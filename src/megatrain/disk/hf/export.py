@@ -64,7 +64,7 @@ class Origin:
 
     step: int
     best_loss: float | None = None
-    """Of its evaluation, if it is the best model of the run."""
+    """The loss of its evaluation, if it is the best model of the run."""
 
 
 def export_weights(

@@ -44,7 +44,7 @@ class ExportRecord:
 
     step: int
     best_loss: float | None
-    """Of an evaluation at this step, if the model is the best one of its run."""
+    """The loss of an evaluation at this step, if the model is the best one of its run."""
     files: Mapping[str, FileRecord]
 
     def check(self, folder: Path, *, shown: bool = True) -> None:

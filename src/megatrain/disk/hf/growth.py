@@ -47,7 +47,7 @@ class StoredRows(Protocol):
 _ROWS = 4096
 """Rows of a table whose masters exist at a time."""
 _STALE = frozenset({"added_tokens.json", "special_tokens_map.json"})
-"""What a saved tokenizer replaces even where it has no such file."""
+"""Files that a saved tokenizer replaces even where it has no such file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Growth:
     """Tokens that the tokenizer had: rows beyond them are spare."""
     new_ids: tuple[int, ...]
     files: Mapping[str, bytes]
-    """Of the tokenizer with the new tokens, by name."""
+    """The files of the tokenizer with the new tokens, by name."""
 
     def config(self, config_json: bytes) -> bytes:
         """Return a config.json with room for all tokens."""

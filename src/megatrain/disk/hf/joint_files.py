@@ -32,7 +32,7 @@ from megatrain.ranks.ranks import Carrier, Ranks
 
 Attempted = TypeVar("Attempted")
 STREAM_BYTES = 8 << 20
-"""Of the chunks that a writer takes from, one of each other rank."""
+"""Bytes of all chunks that a writer takes from, one of each other rank."""
 
 
 class JointFiles:
@@ -125,7 +125,7 @@ def _sent_bytes(file: WeightsFile, rank: int) -> int:
 
 
 class _Outgoing:
-    """What a rank sends of a file: chunks of equal size, of which the last may be shorter."""
+    """A rank's part of a file, sent in chunks of equal size, of which the last may be shorter."""
 
     def __init__(self, carrier: Carrier, rank: int, num_bytes: int, chunk_bytes: int) -> None:
         self._carrier, self._rank, self._left = carrier, rank, num_bytes
@@ -153,7 +153,7 @@ class _Outgoing:
 
 
 class _Incoming:
-    """What another rank sends of a file, in pieces as they are asked for.
+    """Another rank's part of a file, received in pieces as they are asked for.
 
     Each chunk has its own memory, because the writer's queue copies pieces when it gets to them.
     """

@@ -67,7 +67,7 @@ class Match:
     scaled: Scaled | None = None
     """Its values and scales, if it is quantised."""
     dtype: torch.dtype = torch.bfloat16
-    """Of the param, and so of what was quantised."""
+    """The dtype of the param, and so of the weights that were quantised."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -62,7 +62,7 @@ class HostModel:
     base: Path | None = None
     """The folder whose weights are under the adapters, if it is not `source`."""
     beside: Sequence[SourceTensor] = ()
-    """Of a joint model: what is not text, in the source. It goes with them too."""
+    """Tensors of a multimodal model beside its text: they stay in the source, and are exported."""
 
     @property
     def weights(self) -> Path:
@@ -126,13 +126,13 @@ class ModelFolder:
     carried: Mapping[str, bytes]
     decoder: Decoder
     precision: Precision
-    """Of the weights in the folder."""
+    """The precision of the weights in the folder."""
     growth: Growth | None = None
     """New tokens, of which the folder's weights know nothing."""
     quantisation: Quantisation | None = None
-    """Of the folder's weights; `config_json` says nothing of it."""
+    """The form of the folder's weights, which `config_json` no longer has."""
     adapter: AdapterFolder | None = None
-    """What the adapters are read from; None: they are new, or there are none."""
+    """The folder that adapters are read from; None: they are new, or there are none."""
     over: Path | None = None
     """The folder of the weights, if it is known; None: the one that `adapter` names."""
 

@@ -34,7 +34,7 @@ from megatrain.models.decoder import Decoder
 
 
 class SourceFolder:
-    """Where carried tensors are, now."""
+    """The folder that has the carried tensors now."""
 
     def __init__(self, folder: Path, tensors: dict[str, StoredTensor]) -> None:
         self._folder, self._tensors = folder, tensors
@@ -97,7 +97,7 @@ def carried_tensors(folder: Path, decoder: Decoder) -> list[SourceTensor]:
 
 
 def _wide_first(item: tuple[str, StoredTensor]) -> tuple[int, str]:
-    """So that the numbers of all tensors are aligned in a file that has only these."""
+    """Return a key that sorts wide numbers first, so that all tensors of the file are aligned."""
     name, stored = item
     return -DTYPES[stored.entry.dtype].itemsize if stored.entry.dtype in DTYPES else 0, name
 

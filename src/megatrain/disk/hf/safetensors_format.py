@@ -27,7 +27,7 @@ from megatrain.errors import DiskError, WeightsFormatError
 from megatrain.model_files import is_lfs_pointer, lfs_pointer_text
 
 MAX_HEADER_BYTES = 16 << 20
-"""Of one file: 100,000 tensors. A hostile one takes 30 times its bytes, and 4 s, to parse."""
+"""The header of 100,000 tensors. A hostile one takes 30 times its bytes, and 4 s, to parse."""
 MAX_NAME = 512
 """Transformers searches names with patterns whose time grows with the square of their length."""
 MAX_DIMENSIONS = 16
@@ -51,7 +51,7 @@ class TensorEntry:
 
     name: str
     dtype: str
-    """As the format spells it."""
+    """The dtype as the format spells it."""
     shape: tuple[int, ...]
     start: int
     """First byte, from the start of the file."""

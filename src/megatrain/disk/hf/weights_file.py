@@ -27,7 +27,7 @@ from megatrain.models.decoder import Decoder, Param
 from megatrain.ranks.ownership import overlap
 
 PIECE_ELEMENTS = 4 << 20
-"""Of a master, which is put together while it is written."""
+"""Elements of a piece of a master, which is put together while it is written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class NamedTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """As the file has it."""
+        """The dtype in the file."""
         return self.values.dtype
 
     @property
@@ -104,7 +104,7 @@ class MasterTensor(NamedTensor):
     """A tensor that is written as its fp32 master."""
 
     lo: Callable[[], Tensor] | None
-    """What the master has beyond `values`, brought from the disk if it is there; None: nothing."""
+    """The rest of the master, brought from the disk if it is there; None: `values` is all."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -36,7 +36,7 @@ LANE_BYTES_PER_S = {
     32.0: 3.938e9,
     64.0: 7.56e9,
 }
-"""Of one PCIe lane, each way, by its GT/s."""
+"""Bytes per second of one PCIe lane, each way, by its GT/s."""
 _ASKED = {
     "temperature_c": "temperature.gpu",
     "power_w": "power.draw",
@@ -51,7 +51,7 @@ Ask = Callable[[Sequence[str]], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What connects a device with host memory, as the bus reports it."""
+    """The link between a device and host memory, as the bus reports it."""
 
     speed: float
     """GT/s of a lane, now; a link that is idle may report less."""
@@ -61,7 +61,7 @@ class Link:
 
     @property
     def bytes_per_s(self) -> float:
-        """What its lanes can carry each way, packets included."""
+        """Bytes per second that its lanes can carry each way, packets included."""
         return LANE_BYTES_PER_S.get(self.speed, 0.0) * self.lanes
 
     @property
@@ -77,7 +77,7 @@ class SystemFacts:
     """All that is known."""
 
     values: dict[str, Any]
-    """By name, in units that the name says."""
+    """Figures by name, in units that the name says."""
     link: Link | None = None
 
 

@@ -1,4 +1,4 @@
-"""What a check found, and the table of causes: what each fault means and what to try.
+"""Findings of a check, and the table of causes: what each fault means and what to try.
 
 docs/gpu.md has the same table; docs/generate.py writes it.
 
@@ -26,7 +26,7 @@ class Cause:
     """Why a check may fail."""
 
     seen: str
-    """As the page of the docs lists it."""
+    """The finding, as the page of the docs lists it."""
     means: str
     tries: tuple[str, ...]
 
@@ -43,7 +43,7 @@ class Check:
     causes: tuple[str, ...] = ()
     """Keys of CAUSES: what it means and what to try."""
     exit_code: int = 0
-    """Of a check that is wrong: as in errors.py."""
+    """The exit code of a failed check, as in errors.py."""
 
 
 def judged(group: CheckGroup, name: str, found: str, causes: Sequence[str]) -> Check:

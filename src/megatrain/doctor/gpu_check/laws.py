@@ -60,7 +60,7 @@ from megatrain.progress import Say
 COPIED_BYTES = (5 << 20) + 3
 """More than the ring holds, and no multiple of anything."""
 SMALL = {"piece_bytes": 1 << 20, "ring_buffer_bytes": 1 << 18}
-"""So that copies are cut, and go around the ring many times."""
+"""Sizes small enough that copies are cut and go around the ring many times."""
 CAP_BYTES = 256 << 20
 PACKED_TOLERANCE = 2e-2
 """Distance from each document alone in bf16, as a share of the norm: of a gradient, and of what the

@@ -28,7 +28,7 @@ from megatrain.text import figure
 
 STEP_S = 3.0
 REDUCED_S = 1.2
-"""Where the least tokens of all parameters take longer: such a device is slow in all else too."""
+"""Seconds of a step of the fewest tokens, by which a slow device gets a smaller model."""
 LEAST_TOKENS, MOST_TOKENS = 512, 65536
 LEAST_PARAMS = 1_000_000
 _WIDTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)

@@ -46,7 +46,7 @@ MEASURE_S = 15.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What was measured before the step."""
+    """Figures measured before the step."""
 
     profile: MachineProfile
     kernel: str

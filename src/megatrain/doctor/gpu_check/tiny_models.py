@@ -64,7 +64,7 @@ PACKED: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 """Models for packed rows: several queries share a key, and some layers see a window of tokens."""
 _PACKED_LENGTHS = (17, 5, 24, 11)
-"""Of the documents of a row: shorter than the window and longer, in no order."""
+"""Lengths of the documents of a row: shorter than the window and longer, in no order."""
 Precisions = Literal["bf16", "fp32"]
 ATTENTION: dict[Precisions, str | None] = {"fp32": "eager", "bf16": None}
 """In fp32 products alone; in bf16 what the model takes by itself."""

@@ -34,7 +34,7 @@ class KnownModel:
 
     name: str
     published_params: float
-    """As its makers or the Hub give it."""
+    """The number that its makers or the Hub give."""
     shape: ModelShape
 
 

@@ -19,7 +19,7 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?) ?gb/s", re.I)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostNetwork:
-    """What is between hosts, each way."""
+    """The network between hosts, each way."""
 
     name: str
     bytes_per_s: float

@@ -36,7 +36,8 @@ GIB = 1 << 30
 USUAL_DISK_BYTES = 2 * 10**12
 """Free on the drive of a machine that names a disk and not its size."""
 _USABLE = 0.97
-"""Of device memory: the context takes the rest. Libraries have a line of the plan (reserve.py)."""
+"""Usable share of device memory: the context takes the rest, and libraries have their own line
+(reserve.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +60,7 @@ class ReferenceMachine:
     disk_read: float = 5.0
     """One NVMe drive of PCIe 4."""
     disk_write: float = 1.5
-    """Of a consumer's drive whose cache is full, as a tier's writes keep it."""
+    """The rate of a consumer's drive whose cache is full, as a tier's writes keep it."""
     clock_share: float = 1.0
     """Clock held in training over the boost clock of the sheet, where it is known to be higher."""
     integrated: bool = False
@@ -67,7 +68,7 @@ class ReferenceMachine:
     grouped: bool = False
     """Torch has a kernel for products of experts: on NVIDIA's sm90 and sm100."""
     nvlink: float = 0.0
-    """What a card gets from others of its host over direct links; 0: it has none."""
+    """The rate of direct links to other cards of the host; 0: it has none."""
     sockets: int = 1
     """Processors of a host with many such cards, each with the memory channels of `dram_rate`."""
 
@@ -105,7 +106,7 @@ class ReferenceMachine:
 
     @property
     def _network(self) -> Network | None:
-        """What is between such cards in one host; None: nothing but host memory."""
+        """The network between such cards in one host; None: nothing but host memory."""
         if not self.nvlink:
             return None
         return Network(

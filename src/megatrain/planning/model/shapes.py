@@ -23,7 +23,7 @@ ElementCut = Callable[[int], int]
 """Takes the elements of a segment, returns those that are meant: of one rank, or of all parts."""
 PLANNED_PAGE = 4096
 PLANNED_ALIGN = 256
-"""As in memory/layout.py, which needs torch; a test holds them equal."""
+"""The same as in memory/layout.py, which needs torch; a test holds them equal."""
 
 
 def whole(num_elements: int) -> int:
@@ -216,21 +216,21 @@ class ModelShape:
     tied: bool
     """The output projection is the embedding's table."""
     weights: str = ""
-    """What is special about its published weights."""
+    """A note on its published weights, where they are not plain bf16."""
     by_document: bool = True
     """Packed rows are attended to document by document, without masks (models/documents.py)."""
     packs: bool = True
     """Documents of a packed row are kept apart (models/isolation.py)."""
     packs_by_lengths: bool = True
-    """So they are with flash attention, which takes their lengths."""
+    """Documents are kept apart with flash attention too, which takes their lengths."""
     tiled: bool = True
     """Its layers can be cut into tiles of tokens (models/tiled_layer.py)."""
     positions: int | None = None
-    """Of a row, as far as the model declares them."""
+    """The most positions of a row, if the model declares them."""
     logit_copies: int = 0
     """Copies of a part of the logits that its soft cap or scale holds while they go back."""
     carried_params: int = 0
-    """Of a joint model: what is not text. It stays on disk, and goes with what a run writes."""
+    """Parameters outside the text model: copied to exports, never loaded."""
 
     def packs_with(self, attn: str) -> bool:
         """Return whether documents of a packed row are kept apart, with this `model.attn`."""

@@ -17,12 +17,12 @@ from megatrain.report.drawing.thinning import Point, pieces, thinned
 from megatrain.text import count, figure
 
 WIDTH, HEIGHT = 1000, 400
-"""Of the drawing, in its own units."""
+"""The size of the drawing, in its own units."""
 _BUCKETS = 1000
 """Over all lines of a chart, not under a tenth of them for one line."""
 _MOST_MARKS = 40
 _COLOURS = 7
-"""Of the page; lines beyond have them again, dashed."""
+"""Colors of the page; lines beyond have them again, dashed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
