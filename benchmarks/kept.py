@@ -23,8 +23,6 @@ from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
 from megatrain.models.build import build_decoder
 from megatrain.models.decoder import Decoder
-from megatrain.planning.catalog.families import shape_from_config
-from megatrain.models.decoder import Decoder, build_decoder
 from megatrain.planning.machine.profile import unmeasured
 from megatrain.planning.model.skeleton import shape_of
 from megatrain.planning.simulate import simulate

@@ -23,8 +23,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatrain.models.build import build_decoder
 from megatrain.models.config_json import parse_config
-from megatrain.models.decoder import build_decoder
 from megatrain.planning.model.shapes import BlockShape, ModelShape
 from megatrain.planning.model.skeleton import shape_of
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
-from megatrain.models.decoder import build_decoder
+from megatrain.models.build import build_decoder
 from megatrain.planning.machine.profile import FlopRate, MachineProfile
 from megatrain.planning.model.shapes import ModelShape
 from megatrain.planning.model.skeleton import shape_of

@@ -15,7 +15,7 @@ from megatrain.devices.device import CpuDevice
 from megatrain.engine.engine import Engine
 from megatrain.memory.kinds import kinds_on_disk, store_kinds
 from megatrain.models.adapters.lora import Lora
-from megatrain.models.decoder import build_decoder
+from megatrain.models.build import build_decoder
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.states import STATES
 from megatrain.planning.machine.profile import MachineProfile, unmeasured

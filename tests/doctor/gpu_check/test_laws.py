@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.batch import MicroBatch
 from megatrain import compat
+from megatrain.batch import MicroBatch
 from megatrain.devices.device import CpuDevice, Device
 from megatrain.doctor.gpu_check import laws as module
 from megatrain.doctor.gpu_check.failing import Broken, cause_of

@@ -7,7 +7,7 @@ import pytest
 from megatrain.config.sections import LoraSettings
 from megatrain.errors import ConfigError
 from megatrain.models.adapters.lora import Lora
-from megatrain.models.decoder import build_decoder
+from megatrain.models.build import build_decoder
 from megatrain.planning.catalog.known_models import known_models
 from megatrain.planning.model.partly_trained import with_adapters, with_frozen
 from megatrain.planning.model.shapes import BlockShape, ModelShape, TensorShape

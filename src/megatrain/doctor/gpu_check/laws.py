@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megatrain.batch import MicroBatch
 from megatrain import compat
+from megatrain.batch import MicroBatch
 from megatrain.devices.accelerator import Accelerator
 from megatrain.devices.device import Device
 from megatrain.devices.runtime import PinningFailed, Runtime
