@@ -21,6 +21,7 @@ from megatrain.optim.states import STATES
 from megatrain.run.evaluation.mean_loss import MeanLoss
 from megatrain.run.interrupts import Interrupts
 from megatrain.run.trainer import Trainer
+from megatrain.step.ops import Op
 
 NUM_STEPS = 9
 TIMES = ("seconds", "tokens_per_s", "split", "of_bound")
@@ -168,10 +169,10 @@ def poison_at(patch: pytest.MonkeyPatch, step: int, value: float) -> None:
     """Let the loss's gradient be `value` times itself in one step, whenever it is taken."""
     real = actions.StepActions._pass_gradient
 
-    def spoilt(self: actions.StepActions, micro: int, gradient: torch.Tensor | None) -> None:
+    def spoilt(self: actions.StepActions, op: Op, gradient: torch.Tensor | None) -> None:
         if gradient is not None and self._step == step:
             gradient = gradient * value
-        real(self, micro, gradient)
+        real(self, op, gradient)
 
     patch.setattr(actions.StepActions, "_pass_gradient", spoilt)
 

@@ -10,11 +10,9 @@ import functools
 import inspect
 from collections.abc import Callable
 
-from torch import Tensor
-
 
 @functools.cache
-def document_kernel() -> Callable[..., Tensor] | None:
+def document_kernel() -> Callable[..., Any] | None:
     """Return torch's attention kernel for documents of different lengths, or None.
 
     Torch has it from 2.10 on, with windows and scales from 2.11 on, and with fewer heads of keys
@@ -25,5 +23,5 @@ def document_kernel() -> Callable[..., Tensor] | None:
     except ImportError:
         return None
     taken = inspect.signature(varlen_attn).parameters
-    kernel: Callable[..., Tensor] = varlen_attn
+    kernel: Any = varlen_attn
     return kernel if {"scale", "window_size", "enable_gqa"} <= set(taken) else None

@@ -199,12 +199,14 @@ def _without_packing(start: Fix) -> Fix | None:
 
 
 def _without_clipping(start: Fix) -> Fix | None:
-    workload = start.workload
-    if workload.max_grad_norm is None:
+    """Do without the norm, where gradients that wait for it cannot be had by a second backward."""
+    if start.workload.max_grad_norm is None:
         return None
-    saved = sum(block.gradient_bytes(workload.dtype) for block in workload.model.blocks)
+    unclipped = replace(start.workload, max_grad_norm=None)
+    saved = _saved(start, unclipped, "host")
+    if saved < LEAST_SAVED:
+        return None
     why = f"updates in backward, -{gib(saved)} host"
-    unclipped = replace(workload, max_grad_norm=None)
     return _set(start, "train.max_grad_norm=null", why, unclipped)
 
 

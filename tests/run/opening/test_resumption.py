@@ -16,10 +16,10 @@ from megatrain.disk.checkpoint.manifest import MANIFEST_NAME, Manifest, read_man
 from megatrain.disk.checkpoint.retention import finished
 from megatrain.errors import CheckpointMismatch, DiskError
 from megatrain.optim.states import WITH_CLIP
+from megatrain.planning.levers import KEPT
 from megatrain.run.folder import FOLDER
 from megatrain.run.opening.resumption import (
     FIXED,
-    KEPT,
     LoadedCheckpoint,
     changed_settings,
     find_checkpoint,
@@ -160,8 +160,8 @@ def test_a_state_of_another_version_is_refused(manifest: Manifest, key: str, val
 
 def test_what_the_bits_depend_on_is_saved_and_kept(manifest: Manifest) -> None:
     kept = known_of(manifest).kept
-    assert set(kept) == set(KEPT)
-    assert kept == {name: manifest.training[name] for name in KEPT}
+    assert set(kept) == {lever.name for lever in KEPT}
+    assert kept == {name: manifest.training[name] for name in kept}
     other = {"tile_tokens": 512, "head_pieces": 4}
     assert known_of(_with(manifest, **other)).kept == kept | other
 

@@ -47,8 +47,8 @@ def check_kept(settings: StepSettings, num_layers: int) -> None:
         )
     if settings.kept_layers and (tile := tail_tile(settings)) is not None:
         raise ConfigError(
-            f"kept_layers is {settings.kept_layers} and tile_tokens {tile}: layers run over tiles "
-            "to hold less, and compute each tile again. Set one of the two."
+            f"kept_layers is {settings.kept_layers} and tiles have {tile} tokens: layers run over "
+            "tiles to hold less, and compute each again. Set one of the two."
         )
 
 

@@ -137,3 +137,8 @@ def as_tokens(value: Any, most: int = MOST_TOKENS) -> int:
     if not 1 <= value <= most:
         raise ValueError(f"{value} is not from 1 to {most}")
     return value
+
+
+def as_optional_tokens(value: Any) -> int | None:
+    """Return an untrusted count, or None as it is."""
+    return None if value is None else as_tokens(value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megatrain.planning.levers.lever import Lever, as_tokens
+from megatrain.planning.levers.lever import Lever, as_optional_tokens
 from megatrain.planning.memory.kernels import Kernels
 from megatrain.planning.memory.layers import full_rows_bytes, tiled_bytes
 from megatrain.planning.model.shapes import BlockShape
@@ -48,7 +48,7 @@ class TileTokens(Lever):
         return list(dict.fromkeys([allowed[-1], allowed[0]]))
 
     def given_up(self, settings: StepSettings) -> int:
-        return settings.tile_tokens is not None
+        return wants_tiles(settings)
 
     def reason(self, search: Search, settings: StepSettings) -> str:
         tile = settings.tile_tokens
@@ -64,8 +64,7 @@ class TileTokens(Lever):
         return start.left_to_plan(self)
 
     def read(self, training: dict[str, Any]) -> int | None:
-        tile = training.get("tile_tokens")
-        return None if tile is None else as_tokens(tile)
+        return as_optional_tokens(training.get("tile_tokens"))
 
 
 def tile_of(workload: Workload, settings: StepSettings) -> int | None:
@@ -74,6 +73,10 @@ def tile_of(workload: Workload, settings: StepSettings) -> int | None:
     if tile is None or tile >= longest or workload.compiled or not workload.model.tiled:
         return None
     return tile
+
+
+def wants_tiles(settings: StepSettings) -> bool:
+    return settings.tile_tokens is not None
 
 
 def at_once(

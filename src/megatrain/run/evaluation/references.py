@@ -40,6 +40,7 @@ from megatrain.engine.engine import Engine
 from megatrain.errors import DataError
 from megatrain.memory.kinds import Kind
 from megatrain.memory.store import Store
+from megatrain.planning.levers import CHANGE_FORWARD
 from megatrain.progress import token_progress
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.step.settings import StepSettings
@@ -47,7 +48,7 @@ from megatrain.step.settings import StepSettings
 REFERENCES_FILE = "references.bin"
 """In a run folder."""
 _MARK_BYTES = 32
-_CHANGE_BITS = ("chunk_tokens", "tile_tokens", "head_pieces", "compile", "kernels")
+_CHANGE_BITS = (*CHANGE_FORWARD, "compile", "kernels")
 """Step settings that change the last bits."""
 
 References: TypeAlias = NDArray[np.float32]

@@ -39,6 +39,7 @@ from megatrain.models.isolation import packs_flat
 from megatrain.optim.native import load_kernel
 from megatrain.optim.torch_kernel import TorchKernel
 from megatrain.planning.from_config import compile_choice
+from megatrain.planning.levers import KEPT
 from megatrain.planning.plan import Plan
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.arguments import NOTHING_GIVEN, Given
@@ -55,7 +56,6 @@ from megatrain.run.opening.pin_commits import Pins, pin_commits
 from megatrain.run.opening.planned import cap_device, plan_run
 from megatrain.run.opening.recipe import decide, make_engine, require_fitting
 from megatrain.run.opening.resumption import (
-    KEPT,
     LoadedCheckpoint,
     OpenedCheckpoint,
     find_checkpoint,
@@ -326,7 +326,7 @@ def checkpoint_facts(
         "eval_loss": state.eval_loss,
         "data": opened.data.state(),
         "config": opened.config.model_dump(mode="json"),
-        **{name: getattr(opened.plan.settings, name) for name in KEPT},
+        **{lever.name: getattr(opened.plan.settings, lever.name) for lever in KEPT},
         "learning_rate": learning_rate,
         "source_mark": source_mark,
     }

@@ -37,6 +37,7 @@ from megatrain.planning.from_config import (
     within,
     workload_of,
 )
+from megatrain.planning.levers.tiles import wants_tiles
 from megatrain.planning.machine.examination import measured_profile
 from megatrain.planning.machine.profile import NOT_MEASURED, MachineProfile, unmeasured
 from megatrain.planning.machine.reserve import with_one_budget, with_reserve
@@ -101,7 +102,7 @@ def plan_run(
         pins |= dict.fromkeys(kept, UNCHANGED)
     workload = workload_of(config, model, division, unified=not device.own_memory)
     plan = _planned(machine, workload, settings, pins)
-    if plan.settings.tile_tokens is not None and not _can_be_cut(decoder):
+    if wants_tiles(plan.settings) and not _can_be_cut(decoder):
         workload = replace(workload, model=replace(model, tiled=False))
         plan = _planned(machine, workload, settings, pins)
     if not plan.fits and pins.get("state") == UNCHANGED:

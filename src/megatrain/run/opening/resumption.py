@@ -45,9 +45,11 @@ from megatrain.memory.kinds import Kind, store_kinds
 from megatrain.models.adapters.lora import Lora
 from megatrain.models.config_json import CONFIG_NAME
 from megatrain.optim.states import STATES, state_among
+from megatrain.planning.levers import KEPT
+from megatrain.planning.levers.lever import as_optional_tokens
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.state import RunState, as_count, as_loss
-from megatrain.step.settings import CHUNK_TOKENS, StepSettings
+from megatrain.step.settings import StepSettings
 
 T = TypeVar("T")
 
@@ -70,12 +72,6 @@ FIXED = {
 """Settings that must stay. The rows themselves are known by the mark of their order."""
 DECIDED_ONCE = ("batch_tokens", "packing", "learning_rate")
 """Keys that are decided when a run begins, and then kept where the config has `auto`."""
-KEPT = ("micro_batch_tokens", "chunk_tokens", "tile_tokens", "head_pieces", "state")
-"""The StepSettings that the bits of a run depend on: they stay unless the config sets them."""
-
-_MOST_TOKENS = 1 << 40
-_MOST_PIECES = 1 << 12
-"""More than any run has: a manifest with more was not written by one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,9 +129,9 @@ class LoadedCheckpoint:
 
 
 def kinds_of(config: Config, settings: StepSettings) -> tuple[Kind, ...]:
-    """Return the kinds in the store of a run: gradients too, if updates wait for the norm."""
+    """Return the kinds in the store of a run: gradients too, if they wait for the norm."""
     states = STATES[config.optim.name][settings.state]
-    return store_kinds(states, waits=config.train.max_grad_norm is not None)
+    return store_kinds(states, waits=settings.update == "late")
 
 
 def read_model(
@@ -339,16 +335,10 @@ def known_of(manifest: Manifest) -> RunRecord:
                 **{name: as_count(training["data"][name]) for name in ("epoch", "window", "row")},
             },
             lines={str(name): as_count(size) for name, size in training["lines"].items()},
-            batch_tokens=_as_optional(training["config"]["train"].get("batch_tokens")),
+            batch_tokens=as_optional_tokens(training["config"]["train"].get("batch_tokens")),
             packing=_as_flag(training["config"]["data"].get("packing", True)),
             peak_rate=_as_rate(training["config"]["optim"]["learning_rate"]),
-            kept={
-                "micro_batch_tokens": _as_size(training["micro_batch_tokens"]),
-                "chunk_tokens": _as_size(training.get("chunk_tokens", CHUNK_TOKENS)),
-                "tile_tokens": _as_optional(training.get("tile_tokens")),
-                "head_pieces": _as_size(training.get("head_pieces", 1), most=_MOST_PIECES),
-                "state": _as_state(training.get("state", "fp32")),
-            },
+            kept={lever.name: lever.read(training) for lever in KEPT},
             learning_rate=as_loss(training.get("learning_rate")),
             source_mark=_as_text(training.get("source_mark")),
         )
@@ -373,22 +363,6 @@ def _as_rate(value: Any) -> float:
     if rate is None or not 0 < rate <= 1:
         raise ValueError(f"{str(value)[:40]!r} is not a learning rate")
     return rate
-
-
-def _as_state(value: Any) -> str:
-    if not isinstance(value, str) or not any(value in states for states in STATES.values()):
-        raise ValueError(f"{str(value)[:40]!r} is not a state of an optimizer")
-    return value
-
-
-def _as_size(value: Any, most: int = _MOST_TOKENS) -> int:
-    if not 1 <= as_count(value) <= most:
-        raise ValueError(f"{value} is not from 1 to {most}")
-    return int(value)
-
-
-def _as_optional(tokens: Any) -> int | None:
-    return None if tokens is None else _as_size(tokens)
 
 
 def _as_text(value: Any) -> str | None:

@@ -17,45 +17,23 @@ Laws (tests/run/opening/test_retry_smaller.py)
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
-from megatrain.errors import DeviceFull
 from megatrain.models.isolation import packs_flat
-from megatrain.run.folder import RunFolder
+from megatrain.planning.levers import LEVERS
 from megatrain.run.opening.opening import Opening
 from megatrain.run.opening.recipe import make_engine
 from megatrain.run.opening.training_data import open_data
 
 SNAPSHOT = "memory_snapshot.json"
-_WORDS = {
-    "kept_layers": ("activations given up", "{before} layers do not keep their activations"),
-    "micro_batch_tokens": (
-        "smaller micro-batches",
-        "micro-batches of {now:,} tokens, not {before:,}",
-    ),
-}
-"""The event and the words for the user, by setting."""
-
-
-def keep_snapshot(folder: RunFolder, error: DeviceFull, say: Callable[[str], None]) -> None:
-    """Write what device memory held, if it is known, and tell where."""
-    if error.snapshot is None:
-        return
-    folder.write(SNAPSHOT, json.dumps(error.snapshot, default=str))
-    say(f"memory snapshot written to {folder.path / SNAPSHOT}")
 
 
 def can_shrink(opened: Opening) -> bool:
     """Return whether a step may take less device memory, and could."""
-    plan = opened.plan
-    halves = (
-        opened.config.train.micro_batch_tokens == "auto"
-        and plan.settings.micro_batch_tokens > plan.workload.sequence
-    )
     return (
-        (halves or _may_give_up_kept(opened))
+        _smaller(opened) is not None
         and opened.resumed is None
         and opened.ranks.owner.is_alone
         and not opened.engine.torn
@@ -68,12 +46,12 @@ def opened_smaller(opened: Opening, reason: str, say: Callable[[str], None]) -> 
     `opened` has no engine and no data from then on.
     """
     config, home = opened.config, opened.home
-    name = "kept_layers" if _may_give_up_kept(opened) else "micro_batch_tokens"
+    found = _smaller(opened)
+    assert found is not None
+    name, now, event, text = found
     before = getattr(opened.plan.settings, name)
-    now = 0 if name == "kept_layers" else max(before // 2, opened.plan.workload.sequence)
     plan = opened.plan.with_setting(name, now, f"step 1 did not fit with {before}")
-    event, text = _WORDS[name]
-    say(f"step 1 does not fit: {text.format(now=now, before=before)} ({reason})")
+    say(f"step 1 does not fit: {text} ({reason})")
     record = {"event": event, "step": 0, "from": before, "to": now}
     opened.folder.append("events.jsonl", record | {"reason": reason})
     opened.engine.close()
@@ -100,6 +78,14 @@ def opened_smaller(opened: Opening, reason: str, say: Callable[[str], None]) -> 
     return replace(opened, plan=plan, data=data, engine=engine)
 
 
-def _may_give_up_kept(opened: Opening) -> bool:
-    """Return whether layers keep their activations by the plan's choice."""
-    return opened.config.memory.kept_layers == "auto" and opened.plan.settings.kept_layers > 0
+def _smaller(opened: Opening) -> tuple[str, Any, str, str] | None:
+    """Return the lever to pull, its new value, the event and its words; None: there is none.
+
+    Those that change no bit come first.
+    """
+    plan = opened.plan
+    for lever in sorted(LEVERS, key=lambda lever: lever.is_kept):
+        found = lever.smaller(plan.workload, plan.settings)
+        if found is not None and lever.given(opened.config) == "auto":
+            return lever.name, *found
+    return None
