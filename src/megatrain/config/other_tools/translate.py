@@ -93,7 +93,11 @@ class KeyReport:
     value: Any = None
     """The value of our key."""
     note: str = ""
-    effect: Effect = "same"
+
+    @property
+    def effect(self) -> Effect:
+        """The meaning of the line for the run."""
+        return effect_of(self.note)
 
     def __str__(self) -> str:
         note = f"  ({self.note})" if self.note and self.ours else self.note
@@ -219,8 +223,7 @@ def _line(key: str, asked: ToolConfig) -> KeyReport:
     """Return the translation of one key."""
     value, rule = asked[key], TABLES[asked.tool].get(key) or prefix_rule(key)
     if rule is None:
-        note: str = Asks("unknown key; see docs/config.md")
-        return KeyReport(key=key, outcome="unknown", note=note, effect=effect_of(note))
+        return KeyReport(key=key, outcome="unknown", note=Asks("unknown key; see docs/config.md"))
     convert = converter(key, asked)
     if value is None and rule.to:
         _, note = NULL_MEANS.get((asked.tool, key), ((), f"null: {asked.tool}'s default applies"))
@@ -235,14 +238,11 @@ def _line(key: str, asked: ToolConfig) -> KeyReport:
     except DroppedKey as dropped:
         return _dropped(key, dropped.reason)
     outcome: KeyOutcome = "mapped" if new == value and type(new) is type(value) else "changed"
-    note = note or rule.why
-    return KeyReport(
-        key=key, outcome=outcome, ours=rule.to, value=new, note=note, effect=effect_of(note)
-    )
+    return KeyReport(key=key, outcome=outcome, ours=rule.to, value=new, note=note or rule.why)
 
 
 def _dropped(key: str, note: str) -> KeyReport:
-    return KeyReport(key=key, outcome="dropped", note=note, effect=effect_of(note))
+    return KeyReport(key=key, outcome="dropped", note=note)
 
 
 def _is_off(value: Any) -> bool:
@@ -270,23 +270,14 @@ def _put_defaults(result: Migration, asked: ToolConfig) -> None:
             else f"{key} is dropped: this is {asked.tool}'s default"
         )
         full = type(note)(f"{why}; {note}") if note else why
-        result.put(
-            KeyReport(
-                key=key, outcome="default", ours=ours, value=new, note=full, effect=effect_of(full)
-            )
-        )
+        result.put(KeyReport(key=key, outcome="default", ours=ours, value=new, note=full))
     for ours, (value, note) in ALWAYS[asked.tool].items():
         if ours not in decided:
-            result.put(
-                KeyReport(
-                    key="-", outcome="default", ours=ours, value=value, note=note,
-                    effect=effect_of(note),
-                )
-            )  # fmt: skip
+            result.put(KeyReport(key="-", outcome="default", ours=ours, value=value, note=note))
 
 
 def _missing(key: str, note: str) -> KeyReport:
-    return KeyReport(key=key, outcome="missing", note=note, effect=effect_of(note))
+    return KeyReport(key=key, outcome="missing", note=note)
 
 
 def _put_loss(result: Migration, asked: ToolConfig) -> None:
@@ -380,7 +371,7 @@ def _put_batch(result: Migration, asked: ToolConfig) -> None:
     for key in given or [ROWS[asked.tool][0]]:
         if key not in TABLES[asked.tool]:
             note: str = Asks(f"not a key of {asked.tool}")
-            result.put(KeyReport(key=key, outcome="unknown", note=note, effect="needs you"))
+            result.put(KeyReport(key=key, outcome="unknown", note=note))
             continue
         packed = bool(result.get("data.packing"))
         try:
