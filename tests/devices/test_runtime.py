@@ -240,7 +240,7 @@ def test_cudas_allocator_extends_its_segments_unless_the_user_has_set_it(
         monkeypatch.delenv(name, raising=False)
     if by_user is not None:
         monkeypatch.setenv(by_user, "max_split_size_mb:512")
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
+    monkeypatch.setattr("megatrain.devices.runtime.set_allocator", told.append)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: told.append("set"))
     TorchRuntime(torch.device(device))
     assert told == [*expected, "set"]  # before the device is touched

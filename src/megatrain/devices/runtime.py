@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megatrain.compat import set_allocator
 from megatrain.errors import ConfigError, NoDevice
 from megatrain.lanes.device_clock import TimedEvent
 from megatrain.lanes.lane import Stream
@@ -287,7 +288,7 @@ def _grow_segments(device: torch.device) -> None:
     if device.type != "cuda" or torch.version.hip is not None:
         return
     if not any(name in os.environ for name in _ALLOCATOR_SETTINGS):
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        set_allocator("expandable_segments:True")
 
 
 def _clear_error(cudart: Any) -> None:

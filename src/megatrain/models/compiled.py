@@ -43,6 +43,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from megatrain.compat import compile_apart
 from megatrain.errors import ConfigError
 from megatrain.models.balance import router_logits_of
 
@@ -178,14 +179,7 @@ class _Region:
         run.__code__ = run.__code__.replace(co_name=name, co_qualname=name)
         # Recompute must draw what forward drew, in another graph: torch's own generator, then.
         options = {"fallback_random": True} if self._backend == "inductor" else None
-        compiled: Callable[..., LayerOutput] = torch.compile(  # type: ignore[call-overload]
-            run,
-            backend=self._backend,
-            options=options,
-            recompile_limit=MAX_GRAPHS,
-            isolate_recompiles=True,
-        )
-        return compiled
+        return compile_apart(run, max_graphs=MAX_GRAPHS, backend=self._backend, options=options)
 
 
 class _Layer:
