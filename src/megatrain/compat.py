@@ -12,11 +12,9 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")

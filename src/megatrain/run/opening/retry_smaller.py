@@ -17,17 +17,28 @@ Laws (tests/run/opening/test_retry_smaller.py)
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from megatrain.errors import DeviceFull
 from megatrain.models.isolation import packs_flat
 from megatrain.planning.levers import LEVERS
+from megatrain.run.folder import RunFolder
 from megatrain.run.opening.opening import Opening
 from megatrain.run.opening.recipe import make_engine
 from megatrain.run.opening.training_data import open_data
 
 SNAPSHOT = "memory_snapshot.json"
+
+
+def keep_snapshot(folder: RunFolder, error: DeviceFull, say: Callable[[str], None]) -> None:
+    """Write what device memory held, if it is known, and tell where."""
+    if error.snapshot is None:
+        return
+    folder.write(SNAPSHOT, json.dumps(error.snapshot, default=str))
+    say(f"memory snapshot written to {folder.path / SNAPSHOT}")
 
 
 def can_shrink(opened: Opening) -> bool:
