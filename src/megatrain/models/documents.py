@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -224,7 +224,7 @@ def _by_kernel(
         window_size=(mask.window - 1 if mask.window else -1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return output[None]
+    return cast(Tensor, output)[None]
 
 
 def with_packed_masks(

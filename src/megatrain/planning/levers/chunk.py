@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatrain.planning.levers.lever import Lever, as_tokens
@@ -33,7 +34,7 @@ class ChunkTokens(Lever):
             return "large enough for full speed"
         return f"{larger.chunk_tokens} {search.compared(settings, larger)}"
 
-    def read(self, training: dict[str, Any]) -> int:
+    def read(self, training: Mapping[str, Any]) -> int:
         return as_tokens(training.get("chunk_tokens", CHUNK_TOKENS))
 
 

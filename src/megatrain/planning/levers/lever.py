@@ -118,7 +118,7 @@ class Lever:
         section, _, name = self.key.partition(".")
         return getattr(getattr(config, section), name) if self.key else "auto"
 
-    def read(self, training: dict[str, Any]) -> Any:
+    def read(self, training: Mapping[str, Any]) -> Any:
         """Return its value in the state of a checkpoint, which is untrusted input."""
         raise NotImplementedError
 

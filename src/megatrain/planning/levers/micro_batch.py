@@ -6,6 +6,7 @@ run keeps it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatrain.planning.levers.lever import Lever, as_tokens
@@ -52,7 +53,7 @@ class MicroBatchTokens(Lever):
         larger = settings.changed(micro_batch_tokens=2 * tokens)
         return f"{2 * tokens} {search.compared(settings, larger)}"
 
-    def read(self, training: dict[str, Any]) -> int:
+    def read(self, training: Mapping[str, Any]) -> int:
         return as_tokens(training["micro_batch_tokens"])
 
     def smaller(self, workload: Workload, settings: StepSettings) -> tuple[int, str, str] | None:

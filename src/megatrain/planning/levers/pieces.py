@@ -5,6 +5,7 @@ The head then projects first for the log-probabilities alone, and once more by p
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatrain.planning.levers.lever import Lever, as_tokens
@@ -46,7 +47,7 @@ class HeadPieces(Lever):
             return "the embedding adds to the table's gradient too"
         return "the gradient of the full vocabulary fits"
 
-    def read(self, training: dict[str, Any]) -> int:
+    def read(self, training: Mapping[str, Any]) -> int:
         return as_tokens(training.get("head_pieces", 1), most=_MOST_PIECES)
 
 

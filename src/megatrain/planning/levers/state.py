@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +59,7 @@ class State(Lever):
         text = f"{override} (now {now}, -{gib(saved)} host)"
         return start.then(text, override, settings=found.settings)
 
-    def read(self, training: dict[str, Any]) -> str:
+    def read(self, training: Mapping[str, Any]) -> str:
         value = training.get("state", EXACT)
         if not isinstance(value, str) or not any(value in states for states in STATES.values()):
             raise ValueError(f"{str(value)[:40]!r} is not a state of an optimizer")

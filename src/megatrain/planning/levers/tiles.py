@@ -6,6 +6,7 @@ not fit.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatrain.planning.levers.lever import Lever, as_optional_tokens
@@ -63,7 +64,7 @@ class TileTokens(Lever):
         """Let the plan cut rows into tiles, where the user wants full rows or larger tiles."""
         return start.left_to_plan(self)
 
-    def read(self, training: dict[str, Any]) -> int | None:
+    def read(self, training: Mapping[str, Any]) -> int | None:
         return as_optional_tokens(training.get("tile_tokens"))
 
 
