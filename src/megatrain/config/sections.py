@@ -10,7 +10,7 @@ Law (tests/run/test_settings_are_read.py): every key is read by the program.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -592,6 +592,23 @@ class MemorySettings(Section):
         "backward, so that backward does not compute them again; auto is as many as fit, if that "
         "is faster, and 0 on a machine that `megatrain doctor` has not measured.",
     )
+
+    def conflicts(self, *, compiles: bool) -> Iterator[tuple[str, str]]:
+        """Yield the keys that contradict others, each with what to do."""
+        tile, kept = self.tile_tokens, self.kept_layers
+        if compiles and isinstance(tile, int):
+            yield (
+                "tile_tokens",
+                f"memory.tile_tokens is {tile} and train.compile is true: a compiled layer "
+                "computes full rows. Set memory.tile_tokens to null, or train.compile to false.",
+            )
+        if isinstance(kept, int) and kept > 0 and isinstance(tile, int):
+            yield (
+                "kept_layers",
+                f"memory.kept_layers is {kept} and memory.tile_tokens is {tile}: layers run over "
+                "tiles to hold less, and compute each tile again. Set memory.tile_tokens to null, "
+                "or memory.kept_layers to 0.",
+            )
 
 
 class EvalSettings(Section):

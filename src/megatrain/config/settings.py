@@ -166,7 +166,7 @@ def conflicts(config: Config) -> list[ConfigFault]:
         *_memory(config),
         *_patience(config),
         *_attention(config),
-        *_tiles(config),
+        *_memory(config),
         *_kernels(config),
         *_lora(config),
     ]
@@ -266,22 +266,9 @@ def _attention(config: Config) -> Iterator[ConfigFault]:
         )
 
 
-def _tiles(config: Config) -> Iterator[ConfigFault]:
-    tile_tokens = config.memory.tile_tokens
-    if config.train.compile is True and isinstance(tile_tokens, int):
-        yield _fault(
-            "memory.tile_tokens",
-            f"memory.tile_tokens is {tile_tokens} and train.compile is true: a compiled layer "
-            "computes full rows. Set memory.tile_tokens to null, or train.compile to false.",
-        )
-    kept_layers = config.memory.kept_layers
-    if isinstance(kept_layers, int) and kept_layers > 0 and isinstance(tile_tokens, int):
-        yield _fault(
-            "memory.kept_layers",
-            f"memory.kept_layers is {kept_layers} and memory.tile_tokens is {tile_tokens}: layers "
-            "run over tiles to hold less, and compute each tile again. Set memory.tile_tokens to "
-            "null, or memory.kept_layers to 0.",
-        )
+def _memory(config: Config) -> Iterator[ConfigFault]:
+    for key, text in config.memory.conflicts(compiles=config.train.compile is True):
+        yield _fault(f"memory.{key}", text)
 
 
 def _kernels(config: Config) -> Iterator[ConfigFault]:

@@ -71,6 +71,11 @@ class StepSettings:
         return asdict(self)
 
     @property
+    def keeps_activations(self) -> bool:
+        """Whether some layers keep their activations for backward."""
+        return self.kept_layers > 0
+
+    @property
     def gradients_stay(self) -> bool:
         """Whether each gradient waits for its update in the store, and not in a ring or on disk."""
         return self.update == "late" and self.tier != "gradients"

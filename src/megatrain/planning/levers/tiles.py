@@ -40,7 +40,9 @@ class TileTokens(Lever):
 
     def choices(self, search: Search) -> tuple[int | None, ...]:
         workload = search.workload
-        tiled = workload.model.tiled and not workload.compiled and search.settings.kept_layers == 0
+        tiled = (
+            workload.model.tiled and not workload.compiled and not search.settings.keeps_activations
+        )
         return TILES if tiled else TILES[:1]
 
     def least(self, search: Search) -> list[int | None]:

@@ -31,7 +31,7 @@ class Update(Lever):
     def choices(self, search: Search) -> list[str]:
         if search.workload.max_grad_norm is None:
             return ["in_backward"]
-        return ["late"] if search.settings.kept_layers else ["late", "second_backward"]
+        return ["late"] if search.settings.keeps_activations else ["late", "second_backward"]
 
     def reason(self, search: Search, settings: StepSettings) -> str:
         from megatrain.planning.levers.homes import homes_before, lacking
