@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from megatrain.losses.answers import AnswerLoss
-from megatrain.losses.kto import Kto
-from megatrain.losses.preferences import Dpo, Ipo, Orpo, Simpo
+from megatrain.losses.preferences import AnswerLoss, Dpo, Ipo, Kto, Orpo, Simpo
 from proofs.parity.cases import CHATML
 from proofs.parity.models import write_model
 from proofs.parity.rows import Rows

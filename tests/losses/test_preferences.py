@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import BatchError
-from megatrain.losses import answers as answers_module
-from megatrain.losses.answers import AnswerLoss, answer_sums
-from megatrain.losses.kto import Kto
+from megatrain.losses import preferences
 from megatrain.losses.loss import LossInputs
-from megatrain.losses.preferences import Dpo, Ipo, Orpo, Simpo
+from megatrain.losses.preferences import AnswerLoss, Dpo, Ipo, Kto, Orpo, Simpo, answer_sums
 
 LENGTHS = (3, 5, 1, 2, 4, 4)
 """Trained tokens of each document: three rows."""
@@ -161,7 +159,7 @@ def test_unrelated_answers_are_not_trained_and_rewards_are_of_their_kind() -> No
 def test_sums_by_blocks_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, logprobs = made(Dpo())
     expected = answer_sums(inputs, logprobs)
-    monkeypatch.setattr(answers_module, "_BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(preferences, "_BLOCK_ELEMENTS", 1)
     assert torch.equal(answer_sums(inputs, logprobs), expected)
 
 

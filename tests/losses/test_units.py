@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from megatrain.losses.head import IGNORED
-from megatrain.losses.kto import Kto
 from megatrain.losses.loss import Loss, LossInputs, NextToken
-from megatrain.losses.preferences import Dpo, Ipo, Orpo, Simpo
+from megatrain.losses.preferences import Dpo, Ipo, Kto, Orpo, Simpo
 
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [3, 3, 2, 2, 2, 2, 2]])
 """The document of each position: two rows of two answers."""

@@ -23,9 +23,8 @@ from megatrain.devices.device import Device
 from megatrain.disk.hf.model import HostModel
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
-from megatrain.losses.kto import Kto
 from megatrain.losses.loss import Loss, NextToken
-from megatrain.losses.preferences import Dpo, Ipo, Orpo, Simpo
+from megatrain.losses.preferences import Dpo, Ipo, Kto, Orpo, Simpo
 from megatrain.models.decoder import Decoder
 from megatrain.models.isolation import check_packing, packing_family, why_mixed
 from megatrain.optim.adamw import AdamW
