@@ -49,7 +49,7 @@ class TrainedRows:
     """The rows of a micro-batch that have a target."""
 
     chunks: Sequence[Tensor]
-    """The numbers of those that are projected at a time, ascending. (at most chunk_tokens,)"""
+    """The numbers of those that are projected at a time, ascending. (at most a chunk,)"""
     targets: Tensor
     """Targets of all rows. (tokens,)"""
 
@@ -66,11 +66,11 @@ def trained_index(targets: Tensor) -> Tensor:
 
 
 def trained_rows(
-    targets: Tensor, chunk_tokens: int = CHUNK_TOKENS, index: Tensor | None = None
+    targets: Tensor, chunk: int = CHUNK_TOKENS, index: Tensor | None = None
 ) -> TrainedRows:
     """Return the rows that have a target; `index` is `trained_index`, where `targets` are."""
     index = trained_index(targets) if index is None else index
-    chunks = torch.split(index, chunk_tokens) if len(index) else ()
+    chunks = torch.split(index, chunk) if len(index) else ()
     return TrainedRows(chunks=chunks, targets=targets)
 
 
