@@ -5,7 +5,7 @@ out are the bytes themselves, never copies, and stay valid as long as they are h
 not control who writes when: the schedule does.
 
 Kinds of the disk tier have no arena. An update brings the region of its block into a buffer
-(tier.py) and gets views into that.
+(tier/ring.py) and gets views into that.
 
 Laws (tests/memory/test_store.py)
     1. A param's views in all kinds are disjoint from every other param's.
