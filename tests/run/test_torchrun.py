@@ -19,11 +19,11 @@ TRAINS = """
 import sys
 from megatrain.__main__ import main
 from megatrain.data.tokens import prepare
-from megatrain.run.together import restarting
+from megatrain.run import this_rank
 
 vars(prepare)["probe_template"] = lambda *_: None  # its child process takes seconds
 if sys.argv[1] == "trusting":
-    restarting.launch_name = lambda environment: environment["TORCHELASTIC_RUN_ID"]
+    this_rank.launch_name = lambda environment: environment["TORCHELASTIC_RUN_ID"]
 sys.argv = ["megatrain", "train", *sys.argv[2:]]
 main()
 """
