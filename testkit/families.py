@@ -47,6 +47,8 @@ olmo3 olmo_hybrid olmoe openai-gpt opt persimmon phi phi3 phimoe qwen2 qwen2_moe
 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next recurrent_gemma seed_oss smollm3 solar_open
 stablelm starcoder2 vaultgemma xglm youtu
 """.split()  # noqa: SIM905
+FAMILIES = [family for family in FAMILIES if family in CONFIG_MAPPING]
+"""Older versions of transformers do not have all of them; the README says how many there are."""
 
 COVERING = {
     "llama": "the plain decoder: rotary positions, grouped heads, an untied head",
@@ -71,6 +73,7 @@ COVERING = {
     "mamba2": "state spaces by chunks",
     "recurrent_gemma": "a gated recurrence beside windowed attention",
 }
+COVERING = {family: why for family, why in COVERING.items() if family in FAMILIES}
 """Families that together have every structure, and what each is there for.
 
 The laws run on these at every push, in bf16 and in fp32. A merge runs them in every family in bf16,
@@ -82,6 +85,7 @@ ernie4_5_moe flex_olmo flint gpt_oss granitemoe granitemoe_swa granitemoehybrid 
 jamba jetmoe laguna mellum minimax minimax_m2 minimax_m3_vl_text mixtral olmoe phimoe qwen2_moe
 qwen3_5_moe_text qwen3_moe qwen3_next
 """.split()  # noqa: SIM905
+BALANCED = [family for family in BALANCED if family in FAMILIES]
 """Families whose own code has a load-balancing loss that we compute too."""
 
 # Where rotary positions span part of a head, `head_dim` is that part.
