@@ -16,7 +16,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CCompilerError
 
 SAME_BITS = ["-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-"""Roots and selections vectorise only where they need not report errors; no value changes."""
+"""Roots and selections vectorize only where they need not report errors; no value changes."""
 
 
 class BuildKernel(build_ext):

@@ -166,9 +166,9 @@ def draw(curves: dict[str, Losses], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     styles = {"fp32": ("black", "-", 4), "ours": ("tab:orange", "--", 2)}
     for name, losses in curves.items():
-        colour, line, width = styles.get(name, ("tab:blue", "-", 2))
+        color, line, width = styles.get(name, ("tab:blue", "-", 2))
         steps = [10 * index for index in range(len(losses))]
-        axes.plot(steps, losses, line, color=colour, linewidth=width, label=name)
+        axes.plot(steps, losses, line, color=color, linewidth=width, label=name)
     axes.set_xlabel("step")
     axes.set_ylabel("held-out loss per token")
     axes.set_title("Continued training from bf16 weights, learning rate 1e-5")

@@ -303,8 +303,8 @@ def draw(losses: Curves, distances: Curves, num_steps: int, path: Path) -> None:
         "bf16_nearest": ("tab:blue", "-", 2), "int8_nearest": ("tab:blue", ":", 2),
     }  # fmt: skip
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for name, (colour, line, width) in styles.items():
-        style: dict[str, Any] = {"color": colour, "linestyle": line, "linewidth": width}
+    for name, (color, line, width) in styles.items():
+        style: dict[str, Any] = {"color": color, "linestyle": line, "linewidth": width}
         label = name.replace("int8", "8-bit").replace("_", ", to ")
         steps = [num_steps * index / (len(losses[name]) - 1) for index in range(len(losses[name]))]
         left.plot(steps, losses[name], label=label, **style)

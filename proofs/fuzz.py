@@ -6,7 +6,7 @@
     index    parse_index and read_folder, in a folder with links, pipes and shards
     header   parse_header and read_entries
     yaml     a run's config: parse_document, resolve_config, dump_config; and its migration
-    jsonl    a file of rows: open_source and its rows; every fifth is also tokenised
+    jsonl    a file of rows: open_source and its rows; every fifth is also tokenized
     parquet  the same for a Parquet file whose bytes were changed
     manifest a checkpoint's: parse_manifest, and what the run knew; most of them with a right hash
 

@@ -5,10 +5,10 @@
 Each trial is a training run of 31k parameters that saves every second step, in a process forked
 from one that has imported everything. It gets SIGTERM, SIGINT or SIGHUP, one or two of them, at an
 instant drawn from its whole life, from its load, or from one of its saves. It must end with 130,
-soon, or have been through; then it is resumed, perhaps signalled again, and at last left alone.
+soon, or have been through; then it is resumed, perhaps signaled again, and at last left alone.
 
     in_time            trials that ended within LATEST_S of their last signal, with the right code
-    bitwise            trials whose end has the bits of the run that was never signalled: all files
+    bitwise            trials whose end has the bits of the run that was never signaled: all files
                        of the last checkpoint, the exported model, state of the run, all lines
     at                 where signals met the run; `late` is when it was through already
     max_seconds        the longest from the last signal to the end, by number of signals
@@ -54,8 +54,8 @@ LATEST_S = 120.0
 """A whole tiny run takes a second; but the machine may be busy."""
 PREPARE_S = 3.0
 """What the child process for a chat template takes, about."""
-MOST_SIGNALLED = 3
-"""Runs of one trial that are signalled, before one is left alone."""
+MOST_SIGNALED = 3
+"""Runs of one trial that are signaled, before one is left alone."""
 SETTING = Setting(dropout=0.1, best=True, keep=2)
 
 
@@ -213,11 +213,11 @@ class Trials:
 
     def play(self, first: int, count: int) -> dict[str, Any]:
         """Play trials `first` to `first + count`."""
-        in_time = bitwise = num_signalled = 0
+        in_time = bitwise = num_signaled = 0
         for number in range(first, first + count):
-            faults, signalled = self._trial(number)
+            faults, signaled = self._trial(number)
             in_time += not faults
-            num_signalled += signalled
+            num_signaled += signaled
             try:
                 same = end_of(self._scratch / str(number)) == self._expected
             except Exception as error:
@@ -232,7 +232,7 @@ class Trials:
         return {
             "count": count,
             "seed": self._seed,
-            "signalled_runs": num_signalled,
+            "signaled_runs": num_signaled,
             "in_time": in_time,
             "bitwise": bitwise,
             "at": dict(self._at),
@@ -250,15 +250,15 @@ class Trials:
         prepares = draw.random() < 0.2
         cache = self._scratch / f"cache-{number}" if prepares else self._cache
         faults: list[str] = []
-        num_signalled = draw.choice([1, 1, 2, MOST_SIGNALLED])
-        for attempt in range(num_signalled):
+        num_signaled = draw.choice([1, 1, 2, MOST_SIGNALED])
+        for attempt in range(num_signaled):
             child = Child.start(config, cache, resume=attempt > 0, prepares=prepares)
             if fault := self._signal(child, draw, prepares):
                 faults.append(f"run {attempt}: {fault} {self._log(run)[-600:]}")
         child = Child.start(config, cache, resume=True)
         if (code := child.end(time.monotonic() + 300)) != 0:
             faults.append(f"the last resume ended with {code}: {self._log(run)[-600:]}")
-        return faults, num_signalled
+        return faults, num_signaled
 
     def _signal(self, child: Child, draw: random.Random, prepares: bool) -> str | None:
         """Aim, signal, wait for the end; return what was wrong with it."""

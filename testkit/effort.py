@@ -1,6 +1,6 @@
 """What work costs in processor time, counted in loops of plain Python that run in turns with it.
 
-Wall-clock time depends on who else uses the machine, and even processor time grows when a neighbour
+Wall-clock time depends on who else uses the machine, and even processor time grows when a neighbor
 shares the core or the clock slows down. The loop slows down with the work, so the ratio stays.
 A loop takes about 65 ms on a server core of 2023. Limits leave room for a factor of three or more:
 they find work that grew out of bounds, and `benchmarks/` finds the rest.

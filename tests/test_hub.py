@@ -342,7 +342,7 @@ def _runs_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("other", ("there are tiny.", "A Hugging Face Hub id has the form owner/name")),
     ],
 )
-def test_a_misspelt_folder_is_not_asked_for(
+def test_a_misspelled_folder_is_not_asked_for(
     hub: Hub, name: str, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _runs_here(tmp_path, monkeypatch)

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.rivals.compared import Figures, code_lines
 
-OURS_COLOUR, RIVAL_COLOUR = "#1f6fb2", "#b8bec6"
+OURS_COLOR, RIVAL_COLOR = "#1f6fb2", "#b8bec6"
 
 
 def tables(figures: Figures) -> Iterator[str]:
@@ -102,8 +102,8 @@ def draw(figures: Figures, path: Path) -> None:
 
 def _bars(axes: Any, bars: list[tuple[float, str, bool]], form: str) -> None:
     values = [value for value, _, _ in bars]
-    colours = [OURS_COLOUR if ours else RIVAL_COLOUR for _, _, ours in bars]
-    drawn = axes.barh([label for _, label, _ in bars], values, color=colours)
+    colors = [OURS_COLOR if ours else RIVAL_COLOR for _, _, ours in bars]
+    drawn = axes.barh([label for _, label, _ in bars], values, color=colors)
     axes.bar_label(drawn, [form.format(value) for value in values], padding=3)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.15 * max(values, default=1.0))

@@ -97,7 +97,7 @@ def _manifest_deleted_last(log: Log) -> list[Op]:
 
 
 def _saves(log: Log) -> list[list[Op]]:
-    """Cut a log behind each acknowledgement."""
+    """Cut a log behind each acknowledgment."""
     saves: list[list[Op]] = [[]]
     for op in log:
         saves[-1].append(op)

@@ -8,7 +8,7 @@
     stop           SIGSTOP, and SIGCONT up to a second later    continues
     full disk      another file takes all space, at any         continues; or, if it is killed,
                    instant or inside a save                     does not start before there is room
-    memory         a neighbour fills the control group, or the  stops with 130, is killed by the
+    memory         a neighbor fills the control group, or the  stops with 130, is killed by the
                    run starts in one that is almost full        kernel, or does not start
     clock          the wall clock jumps by up to ten years,     continues, or resumes after a kill
                    also in the times of checkpoints
@@ -177,7 +177,7 @@ def _refused(run: DisturbedRun, codes: tuple[int, ...]) -> str:
 def _memory(run: DisturbedRun, draw: random.Random) -> str:
     group = run.group
     assert group is not None
-    num_killed, neighbour, place = group.num_killed, None, ""
+    num_killed, neighbor, place = group.num_killed, None, ""
     starts = draw.random() < 0.3
     if starts:
         run.kill()
@@ -188,7 +188,7 @@ def _memory(run: DisturbedRun, draw: random.Random) -> str:
             if not run.is_open():
                 return f"not started: {_refused(run, (DoesNotFit.exit_code, -9))}"
             place = "started, "
-        neighbour = Child(lambda tell: _take_memory(run), run.log)
+        neighbor = Child(lambda tell: _take_memory(run), run.log)
         code = run.end(time.monotonic() + draw.uniform(*SQUEEZED_S))
         if code not in (Interrupted.exit_code, -9):
             run.fail(f"memory ran short: {name_of(code)}")
@@ -196,8 +196,8 @@ def _memory(run: DisturbedRun, draw: random.Random) -> str:
         return place + ("killed by the kernel" if by_kernel else name_of(code))
     finally:
         group.limit(None)
-        if neighbour is not None:
-            neighbour.end(0.0)
+        if neighbor is not None:
+            neighbor.end(0.0)
         if run.life.status is not None:
             run.begin()
 

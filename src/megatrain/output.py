@@ -52,7 +52,7 @@ class Output:
         return getattr(self._stream, name)
 
 
-class Labelled(Output):
+class Labeled(Output):
     """A stream whose lines begin with a label."""
 
     def __init__(self, stream: TextIO, label: str) -> None:
@@ -88,7 +88,7 @@ def lasting_output(label: str | None = None) -> Iterator[None]:
         out, error = before
         streams = [
             None if out is None else Unheard(out),
-            None if error is None else Labelled(error, label),
+            None if error is None else Labeled(error, label),
         ]
     sys.stdout, sys.stderr = streams
     try:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 _FRESH = aten.lift_fresh.default
 """What torch.tensor(...) ends with: a view by its schema, though nothing on a device holds it."""
-SYNCHRONISING = {
+SYNCHRONIZING = {
     aten._local_scalar_dense.default,
     aten.equal.default,
     aten.nonzero.default,
@@ -124,7 +124,7 @@ class _Op:
         return self.simulator.is_registered(host)
 
     def _asks(self) -> bool:
-        if self.func in SYNCHRONISING:
+        if self.func in SYNCHRONIZING:
             return True
         return self.func in INDEXING and any(
             i is not None and i.dtype in (torch.bool, torch.uint8) for i in self.args[1]

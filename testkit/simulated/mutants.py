@@ -1,4 +1,4 @@
-"""Every wait, record and synchronise of device and lane code, taken away or moved, one at a time.
+"""Every wait, record and synchronize of device and lane code, taken away or moved, one at a time.
 
 A mutant is a function with one text in it replaced. It is compiled in its own module's namespace
 and put in the place of the original for the time of a test. `sites` finds by the syntax tree where
@@ -402,7 +402,7 @@ MUTANTS = [
     ),
     Mutant(
         where="devices.accelerator.Accelerator.synchronize",
-        what="synchronise does nothing",
+        what="synchronize does nothing",
         old="self._runtime.synchronize()",
         new="pass",
         call="synchronize",

@@ -77,7 +77,7 @@ CODE = config_cases(
     },
 )  # fmt: skip
 
-NEUTRALISED = config_cases(
+NEUTRALIZED = config_cases(
     LOADED,
     {
         "dtype that names a function": {"dtype": "load"},
@@ -298,4 +298,4 @@ FILES = cases(
     },
 )
 
-CONFIG_CASES: list[Case] = [*CODE, *NEUTRALISED, *SIZES, *MISMATCHES, *BYTES, *TYPES, *FILES]
+CONFIG_CASES: list[Case] = [*CODE, *NEUTRALIZED, *SIZES, *MISMATCHES, *BYTES, *TYPES, *FILES]

@@ -6,7 +6,7 @@ The hook cannot be removed once it is in place, which is why it lives in a child
 does not stop, every event by which a folder could reach beyond itself: code of the folder that is
 run, other programs, libraries, pickles, sockets, files written anywhere, files read that are not
 the folder's. Payloads of the corpus carry MARKER, so that code made from a file's text is
-recognised wherever it is compiled. The parent never waits longer than DEADLINE_S: a loader that
+recognized wherever it is compiled. The parent never waits longer than DEADLINE_S: a loader that
 hangs on a pipe is killed and the outcome says so. A child that has done anything wrong is replaced.
 """
 

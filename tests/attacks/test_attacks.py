@@ -23,12 +23,12 @@ from tests.attacks.code_corpus import BYSTANDERS, CODE_CASES
 from tests.attacks.config_corpus import CONFIG_CASES
 from tests.attacks.folders import BENIGN, Case, write_benign
 from tests.attacks.index_corpus import INDEX_CASES
-from tests.attacks.quantised_corpus import QUANTISED_CASES
+from tests.attacks.quantized_corpus import QUANTIZED_CASES
 from tests.attacks.sandbox import LOADED, MARKER, Outcome, Sandbox
 from tests.attacks.weights_corpus import WEIGHTS_CASES
 
 CASES = [
-    *BENIGN, *CONFIG_CASES, *INDEX_CASES, *WEIGHTS_CASES, *QUANTISED_CASES, *CODE_CASES,
+    *BENIGN, *CONFIG_CASES, *INDEX_CASES, *WEIGHTS_CASES, *QUANTIZED_CASES, *CODE_CASES,
     *ADAPTER_CASES,
 ]  # fmt: skip
 MAX_LOOPS = 80

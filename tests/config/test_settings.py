@@ -130,7 +130,7 @@ def test_settings_that_cannot_be_meant_together(sections: dict[str, Any], messag
         {"optim": {"schedule": "cosine", "warmup": 0.6, "decay": 0.5}},
     ],
 )
-def test_their_neighbours_are_fine(sections: dict[str, Any]) -> None:
+def test_their_neighbors_are_fine(sections: dict[str, Any]) -> None:
     make(**sections)
 
 

@@ -1,4 +1,4 @@
-"""Rows shown to people: trained tokens can be told without colour, and characters stay whole."""
+"""Rows shown to people: trained tokens can be told without color, and characters stay whole."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _shown(prompt: str, answer: str, **settings: object) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
-def test_trained_tokens_are_marked_where_nothing_is_coloured() -> None:
+def test_trained_tokens_are_marked_where_nothing_is_colored() -> None:
     shown = _shown("<user>How far? ", "42 [km] away\n<end>")
     assert shown == (
         "trained tokens are between {+ and +}\n"

@@ -130,12 +130,12 @@ def test_copies_have_the_bits_and_touch_nothing_else(name: str) -> None:
 
 
 def test_copies_that_convert_would_be_noticed() -> None:
-    signalling = torch.tensor([0x7FA00001, -0x80000000], dtype=torch.int32).view(torch.float32)
+    signaling = torch.tensor([0x7FA00001, -0x80000000], dtype=torch.int32).view(torch.float32)
     target = torch.zeros(2)
-    copy_bits(target, signalling)
-    assert torch.equal(bits(target), bits(signalling))
-    copy_bits(target, signalling + 0)  # arithmetic makes a NaN quiet, and of -0 a 0
-    assert not torch.equal(bits(target), bits(signalling))
+    copy_bits(target, signaling)
+    assert torch.equal(bits(target), bits(signaling))
+    copy_bits(target, signaling + 0)  # arithmetic makes a NaN quiet, and of -0 a 0
+    assert not torch.equal(bits(target), bits(signaling))
 
 
 def test_fill_writes_the_bytes_and_nothing_beside() -> None:

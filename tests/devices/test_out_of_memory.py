@@ -1,4 +1,4 @@
-"""Law of is_out_of_memory: every error that means it is recognised, and no other."""
+"""Law of is_out_of_memory: every error that means it is recognized, and no other."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OTHERS = (
 
 
 @pytest.mark.parametrize("error", MEANT, ids=str)
-def test_what_means_it_is_recognised(error: Exception) -> None:
+def test_what_means_it_is_recognized(error: Exception) -> None:
     assert is_out_of_memory(error)
 
 

@@ -241,7 +241,7 @@ FROZEN = {
         SORTS["gpt2, tied, with dropout"].config,
         ("transformer.wte.*",),
     ),
-    "tied table's neighbours": (
+    "tied table's neighbors": (
         SORTS["gpt2, tied, with dropout"].config,
         ("transformer.wpe.*", "transformer.ln_f.*"),
     ),

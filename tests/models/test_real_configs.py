@@ -458,7 +458,7 @@ def test_scaled_rope_is_not_lost() -> None:
     [
         ("deepseek v3", "auto_map", {"AutoConfig": "configuration_deepseek.D"}, "runs code"),
         ("phi 3, long", "auto_map", {"AutoConfig": "configuration_phi3.P"}, "runs code"),
-        ("gpt-oss", "quantization_config", {"quant_method": "awq"}, "quantised by 'awq'"),
+        ("gpt-oss", "quantization_config", {"quant_method": "awq"}, "quantized by 'awq'"),
         ("mistral", "_attn_implementation", "flash_attention_2", "leading underscore"),
     ],
 )

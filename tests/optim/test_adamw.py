@@ -210,7 +210,7 @@ def test_it_keeps_no_state_of_its_own(store: Store) -> None:
 # Runs and what decays.
 
 
-def test_neighbours_of_equal_decay_are_one_pass(store: Store) -> None:
+def test_neighbors_of_equal_decay_are_one_pass(store: Store) -> None:
     passes: list[tuple[int, float]] = []
 
     class Counting(TorchKernel):

@@ -130,5 +130,5 @@ def test_the_places_of_a_block_are_as_good_as_blocks() -> None:
         means = (half.mean(0) - 0.5) * math.sqrt(12 * num_blocks)
         assert float(means.abs().max()) < 5
         assert 0.7 < float(means.var()) < 1.4
-        neighbours = ((half[:, 1:] - 0.5) * (half[:, :-1] - 0.5)).mean(0) * 12
-        assert float(neighbours.abs().max()) * math.sqrt(num_blocks) < 5
+        neighbors = ((half[:, 1:] - 0.5) * (half[:, :-1] - 0.5)).mean(0) * 12
+        assert float(neighbors.abs().max()) * math.sqrt(num_blocks) < 5

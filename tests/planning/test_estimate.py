@@ -172,8 +172,8 @@ def test_rows_longer_than_the_usual_step_make_it_longer() -> None:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("gpt-oss-120b", "weights   are stored in MXFP4; loading dequantises them to bf16"),
-        ("DeepSeek-V3", "weights   are stored in FP8; loading dequantises them to bf16"),
+        ("gpt-oss-120b", "weights   are stored in MXFP4; loading dequantizes them to bf16"),
+        ("DeepSeek-V3", "weights   are stored in FP8; loading dequantizes them to bf16"),
         ("Kimi-K2-Instruct", "weights   are stored in FP8"),
         ("gemma-3-27b-pt", "weights   include a vision part"),
     ],

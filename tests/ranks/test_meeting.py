@@ -119,7 +119,7 @@ def test_the_store_of_rank_0_needs_a_free_port_and_others_need_its_answer(agent:
 
 
 def test_a_service_that_says_nothing_is_named_by_every_rank(silent_port: int) -> None:
-    for rank in range(3):  # each is a process, and hangs up what it has dialled
+    for rank in range(3):  # each is a process, and hangs up what it has dialed
         (error,) = met([seat(rank, 3, silent_port)], SHORT_S)
         assert isinstance(error, RankLost)
         assert f"127.0.0.1:{silent_port} accepts connections and has not answered" in str(error)

@@ -94,7 +94,7 @@ def test_an_op_waits_for_one_op_per_other_lane_and_never_twice(ops: list[Op]) ->
         (op("in", writes="a"), op("in", reads="a"), False),  # lane order is enough
     ],
 )
-def test_the_three_hazards_and_their_neighbours(first: Op, second: Op, waits: bool) -> None:
+def test_the_three_hazards_and_their_neighbors(first: Op, second: Op, waits: bool) -> None:
     (ticket, _), (_, found) = feed([first, second])
     assert found == ([ticket] if waits else [])
 

@@ -51,8 +51,8 @@ def test_an_op_goes_to_the_lane_of_its_kind_unless_told() -> None:
 def test_a_kind_of_op_is_described_in_one_place(kind: OpKind) -> None:
     spec = kind.spec
     assert (spec.lane in LANES, spec.limit in LIMITS, spec.part in PARTS) == (True, True, True)
-    assert f"--{spec.colour}:" in STYLE
-    assert f".k-{kind}{{--k:var(--{spec.colour})}}" in STYLE
+    assert f"--{spec.color}:" in STYLE
+    assert f".k-{kind}{{--k:var(--{spec.color})}}" in STYLE
 
 
 def test_only_updates_and_their_disk_may_end_after_their_step() -> None:

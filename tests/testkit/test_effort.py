@@ -1,4 +1,4 @@
-"""The measure of effort: machine and neighbours cancel out, and excess is found."""
+"""The measure of effort: machine and neighbors cancel out, and excess is found."""
 
 from __future__ import annotations
 

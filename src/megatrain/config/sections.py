@@ -372,7 +372,7 @@ class LossSettings(Section):
 
     name: LossName = Field(
         default="next_token",
-        description="What is minimised: next_token is fine-tuning; dpo, ipo, orpo and simpo prefer "
+        description="What is minimized: next_token is fine-tuning; dpo, ipo, orpo and simpo prefer "
         "the chosen of two answers; kto takes answers that are each good or bad.",
     )
     beta: _Positive = Field(

@@ -23,7 +23,7 @@ SHOWN_TOKENS = {False: 60, True: 240}
 _PERCENTILES = (5, 50, 95)
 """Those of a card that are shown."""
 BEGIN, END = "{+", "+}"
-"""Around trained tokens where nothing can be coloured, as in a log or a pipe."""
+"""Around trained tokens where nothing can be colored, as in a log or a pipe."""
 
 
 def card_lines(card: Mapping[str, Any], most_reasons: int | None = None) -> list[str]:

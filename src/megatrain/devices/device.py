@@ -297,7 +297,7 @@ def draw_seed(seed: int, step: int, micro: int, block: int, tile: int | None = N
     """Return the seed of a block's random numbers: near arguments give unrelated ones."""
     state, mask = 0, 2**64 - 1
     numbers = (seed, step, micro, block) if tile is None else (seed, step, micro, block, tile)
-    for number in numbers:  # the finaliser of splitmix64, on each in turn
+    for number in numbers:  # the finalizer of splitmix64, on each in turn
         state = ((state ^ number) + 0x9E3779B97F4A7C15) & mask
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask

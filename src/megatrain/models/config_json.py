@@ -5,7 +5,7 @@ passes here reaches it:
 
     1. the file is a small JSON object, not deep, without repeated keys;
     2. no key asks for code, kernels or an attention implementation, and none starts with an
-       underscore or hides a method of the configuration class; of quantisations, transformers
+       underscore or hides a method of the configuration class; of quantizations, transformers
        sees none, and those that we cannot read are refused;
     3. every number is finite and within the range of any model we could hold, and so are the
        products that transformers would loop over;
@@ -31,7 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from megatrain.errors import ModelConfigError, listing
 from megatrain.models.multimodal import UNFIT, is_joint, part_class, parts_of, text_part
-from megatrain.quantisation import QUANTISATION_KEY, Quantisation, read_quantisation
+from megatrain.quantization import QUANTIZATION_KEY, Quantization, read_quantization
 
 CONFIG_NAME = "config.json"
 MAX_CONFIG_BYTES = 4 << 20
@@ -53,7 +53,7 @@ REFUSED_KEYS = {
     "experts_implementation": "loads kernels",
     "distributed_config": "changes how the model is built",
     "per_layer_config": "changes how the model is built",
-    QUANTISATION_KEY: "a part of a model that is quantised in its own way cannot be read",
+    QUANTIZATION_KEY: "a part of a model that is quantized in its own way cannot be read",
     "compression_config": "it is an old form of compressed-tensors, which cannot be read",
 }
 UNDERSCORE = "keys with a leading underscore reach internals"
@@ -98,7 +98,7 @@ def parse_config(data: bytes) -> PreTrainedConfig:
     """Return the configuration that `data` describes. Raises ModelConfigError."""
     fields = read_object(data)
     _check_value(fields, "", 0)
-    read_quantisation(fields.pop(QUANTISATION_KEY, None))
+    read_quantization(fields.pop(QUANTIZATION_KEY, None))
     model_type = fields.get("model_type")
     if not isinstance(model_type, str):
         raise ModelConfigError(f"{CONFIG_NAME}: no model_type; it is the family, e.g. llama")
@@ -141,16 +141,16 @@ def read_object(data: bytes) -> dict[str, Any]:
     return value
 
 
-def without_quantisation(data: bytes) -> tuple[bytes, Quantisation | None]:
-    """Return a config.json of plain weights, and how those of `data` are quantised.
+def without_quantization(data: bytes) -> tuple[bytes, Quantization | None]:
+    """Return a config.json of plain weights, and how those of `data` are quantized.
 
     Raises ModelConfigError.
     """
     fields = read_object(data)
-    if QUANTISATION_KEY not in fields:
+    if QUANTIZATION_KEY not in fields:
         return data, None
-    quantisation = read_quantisation(fields.pop(QUANTISATION_KEY))
-    return json.dumps(fields, indent=2).encode() + b"\n", quantisation
+    quantization = read_quantization(fields.pop(QUANTIZATION_KEY))
+    return json.dumps(fields, indent=2).encode() + b"\n", quantization
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> Any:

@@ -246,7 +246,7 @@ INLINE void update(const job *j, size_t begin, size_t end, kinds kind) {
 /* ---- random bits: rounding.py says which ------------------------------------------------------- */
 
 /* Elements that share a key, and in 8 bits a scale. Divides CHUNK. The rest of this file works on
-   them as PAIRS of neighbours, GROUP pairs at a time. */
+   them as PAIRS of neighbors, GROUP pairs at a time. */
 #define SHARED 256
 #define PAIRS (SHARED / 2)
 #define GROUP 16
@@ -275,7 +275,7 @@ INLINE void draw(draws *restrict d, const moments *states, size_t begin, kinds k
     }
 }
 
-/* ---- pairs: two neighbours in 32 bits ---------------------------------------------------------- */
+/* ---- pairs: two neighbors in 32 bits ---------------------------------------------------------- */
 
 /* Vectors have lanes of 32 bits throughout: to widen and to pack halves costs a shift and a mask,
    and no permutation. The first of a pair (e = 0) is the lower half. */

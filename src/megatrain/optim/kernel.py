@@ -101,7 +101,7 @@ class FoldedScalars:
     m = m * beta1 + g * grad_to_m;  v = v * beta2 + (g * grad_to_v) ** 2;  d = sqrt(v) + eps
     weight = weight * decay - (m * (step_size / (d * e))) * e
 
-    e is d of the element's neighbour (0 and 1, 2 and 3, ...): two elements share a division.
+    e is d of the element's neighbor (0 and 1, 2 and 3, ...): two elements share a division.
     """
 
     decay: float

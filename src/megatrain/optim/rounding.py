@@ -16,7 +16,7 @@ of SplitMix64, mix32 a finalizer of two multiplications with a second key betwee
 
 Laws (tests/optim/test_rounding.py)
     1. The bits of an element do not depend on where the run of elements begins or ends.
-    2. They are uniform, and not correlated between halves, neighbours, updates or seeds.
+    2. They are uniform, and not correlated between halves, neighbors, updates or seeds.
 """
 
 from __future__ import annotations

@@ -55,28 +55,26 @@ def curves(runs: Sequence[Run]) -> Html:
 
 def _lines(runs: Sequence[Run], name: str) -> list[Series]:
     faint, strong = [], []
-    for colour, run in enumerate(runs):
+    for color, run in enumerate(runs):
         points = run.curve(name)
         label = run.name if len(runs) > 1 else ""
         if len(points) < FEW:
             plain = label or "each step"
-            strong.append(Series(label=plain, points=points, look="strong", colour=colour))
+            strong.append(Series(label=plain, points=points, look="strong", color=color))
             continue
         faint.append(
-            Series(label="" if label else "each step", points=points, look="faint", colour=colour)
+            Series(label="" if label else "each step", points=points, look="faint", color=color)
         )
         smooth = smoothed(points)
-        strong.append(
-            Series(label=label or "smoothed", points=smooth, look="strong", colour=colour)
-        )
+        strong.append(Series(label=label or "smoothed", points=smooth, look="strong", color=color))
     return faint + strong
 
 
 def _plain_lines(runs: Sequence[Run], name: str) -> list[Series]:
     return [
         Series(label=run.name if len(runs) > 1 else "", points=run.curve(name), look="strong",
-             colour=colour)
-        for colour, run in enumerate(runs)
+             color=color)
+        for color, run in enumerate(runs)
     ]  # fmt: skip
 
 
@@ -92,9 +90,9 @@ def _eval_lines(runs: Sequence[Run], name: str) -> list[Series]:
             label="eval" if len(runs) == 1 else f"{run.name}, eval",
             points=run.curve(f"eval_{name}"),
             look="dots",
-            colour=1 if len(runs) == 1 else colour,
+            color=1 if len(runs) == 1 else color,
         )
-        for colour, run in enumerate(runs)
+        for color, run in enumerate(runs)
     ]
 
 
@@ -111,9 +109,9 @@ def _source_lines(runs: Sequence[Run]) -> list[Series]:
             label=("" if len(runs) == 1 else f"{run.name}, ") + name.removeprefix(EVAL_SOURCE),
             points=run.curve(name),
             look="strong",
-            colour=colour,
+            color=color,
         )
-        for colour, (run, name) in enumerate(found)
+        for color, (run, name) in enumerate(found)
     ]
 
 

@@ -108,32 +108,32 @@ class OpSpec:
     """What limits a step that waits for ops of this kind: one of LIMITS."""
     part: str
     """What the time counts as that compute waits for it: one of PARTS."""
-    colour: str
-    """Its colour in the timeline, a variable of the report's style."""
+    color: str
+    """Its color in the timeline, a variable of the report's style."""
     ends_step: bool = True
     """Whether a step's losses and norms are known only after it."""
 
 
 SPECS: Mapping[OpKind, OpSpec] = {
-    OpKind.FETCH: OpSpec(lane="in", limit="link in", part="fetch", colour="c2"),
-    OpKind.GATHER: OpSpec(lane="comm", limit="network", part="gather", colour="c6"),
-    OpKind.RESTORE: OpSpec(lane="in", limit="tape", part="fetch", colour="yellow"),
-    OpKind.FORWARD: OpSpec(lane="compute", limit="compute", part="compute", colour="c0"),
-    OpKind.HEAD: OpSpec(lane="compute", limit="compute", part="compute", colour="yellow"),
-    OpKind.BALANCE: OpSpec(lane="comm", limit="network", part="gather", colour="sky"),
-    OpKind.PIECE: OpSpec(lane="compute", limit="compute", part="compute", colour="yellow"),
-    OpKind.BACKWARD: OpSpec(lane="compute", limit="compute", part="compute", colour="c1"),
-    OpKind.STASH: OpSpec(lane="out", limit="tape", part="drain", colour="sky"),
-    OpKind.EXCHANGE: OpSpec(lane="comm", limit="network", part="gather", colour="c5"),
-    OpKind.DRAIN: OpSpec(lane="out", limit="link out", part="drain", colour="gold"),
-    OpKind.NORM: OpSpec(lane="host", limit="optimizer", part="update", colour="sky"),
-    OpKind.CLIP: OpSpec(lane="host", limit="optimizer", part="update", colour="ink"),
+    OpKind.FETCH: OpSpec(lane="in", limit="link in", part="fetch", color="c2"),
+    OpKind.GATHER: OpSpec(lane="comm", limit="network", part="gather", color="c6"),
+    OpKind.RESTORE: OpSpec(lane="in", limit="tape", part="fetch", color="yellow"),
+    OpKind.FORWARD: OpSpec(lane="compute", limit="compute", part="compute", color="c0"),
+    OpKind.HEAD: OpSpec(lane="compute", limit="compute", part="compute", color="yellow"),
+    OpKind.BALANCE: OpSpec(lane="comm", limit="network", part="gather", color="sky"),
+    OpKind.PIECE: OpSpec(lane="compute", limit="compute", part="compute", color="yellow"),
+    OpKind.BACKWARD: OpSpec(lane="compute", limit="compute", part="compute", color="c1"),
+    OpKind.STASH: OpSpec(lane="out", limit="tape", part="drain", color="sky"),
+    OpKind.EXCHANGE: OpSpec(lane="comm", limit="network", part="gather", color="c5"),
+    OpKind.DRAIN: OpSpec(lane="out", limit="link out", part="drain", color="gold"),
+    OpKind.NORM: OpSpec(lane="host", limit="optimizer", part="update", color="sky"),
+    OpKind.CLIP: OpSpec(lane="host", limit="optimizer", part="update", color="ink"),
     OpKind.UPDATE: OpSpec(
-        lane="host", limit="optimizer", part="update", colour="c3", ends_step=False
+        lane="host", limit="optimizer", part="update", color="c3", ends_step=False
     ),
-    OpKind.SPILL: OpSpec(lane="disk", limit="disk", part="update", colour="gold", ends_step=False),
-    OpKind.READ: OpSpec(lane="disk", limit="disk", part="update", colour="c5", ends_step=False),
-    OpKind.WRITE: OpSpec(lane="disk", limit="disk", part="update", colour="c4", ends_step=False),
+    OpKind.SPILL: OpSpec(lane="disk", limit="disk", part="update", color="gold", ends_step=False),
+    OpKind.READ: OpSpec(lane="disk", limit="disk", part="update", color="c5", ends_step=False),
+    OpKind.WRITE: OpSpec(lane="disk", limit="disk", part="update", color="c4", ends_step=False),
 }
 
 

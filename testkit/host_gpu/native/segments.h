@@ -16,7 +16,7 @@ struct Block {
   size_t start, size;
   Queue* owner;  // the stream that it was allocated on: only it may have the memory anew
   bool small;
-  Block *before = nullptr, *after = nullptr;  // neighbours in the segment
+  Block *before = nullptr, *after = nullptr;  // neighbors in the segment
   bool in_use = false;
   std::set<Queue*> others;  // streams that use it beside the owner (record_stream)
 };
@@ -28,7 +28,7 @@ class Segments {
   Block* take_cached(Queue* owner, size_t size);
   // A new segment where `cap` and the device have room; `fresh` is the range to be filled.
   Block* take_new(Queue* owner, size_t size, size_t cap, std::pair<size_t, size_t>& fresh);
-  void give_back(Block* block);  // joins it with free neighbours
+  void give_back(Block* block);  // joins it with free neighbors
   // Forget every segment that is entirely free; nothing may be under way on the device.
   std::vector<std::pair<size_t, size_t>> release();
   size_t reserved() const { return reserved_; }

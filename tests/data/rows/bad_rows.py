@@ -31,7 +31,7 @@ MESSAGES: dict[str, tuple[Any, str]] = {
     "no content": ([U, {"role": "assistant"}], cells.OTHER_SHAPE),
     "empty turn": ([{}, A], cells.OTHER_SHAPE),
     "keys of another tool": ([{"from": "human", "value": "hi"}], cells.OTHER_SHAPE),
-    "misspelt role key": ([{"rol": "user", "content": "hi"}, A], cells.OTHER_SHAPE),
+    "misspelled role key": ([{"rol": "user", "content": "hi"}, A], cells.OTHER_SHAPE),
     "null role": ([{"role": None, "content": "hi"}, A], cells.IS_NULL),
     "null content": ([U, {"role": "assistant", "content": None}], cells.IS_NULL),
     "null question": ([{"role": "user", "content": None}, A], cells.IS_NULL),

@@ -180,7 +180,7 @@ def test_what_must_be_a_file_is_not_asked_of_the_hub(name: str) -> None:
         open_source(name)
 
 
-def test_a_misspelt_file_is_told_with_the_one_beside_it(
+def test_a_misspelled_file_is_told_with_the_one_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path / "train.jsonl", [{"text": "word"}])

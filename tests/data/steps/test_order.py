@@ -64,7 +64,7 @@ def test_places_are_spread_evenly() -> None:
     assert ((counts - 500) ** 2 / 500).sum() < 110
 
 
-def test_neighbours_do_not_stay_together() -> None:
+def test_neighbors_do_not_stay_together() -> None:
     rows = np.array(_all(ShuffledOrder(10_000, 1)))
     assert (np.abs(np.diff(rows)) == 1).mean() < 0.002
     assert abs(np.corrcoef(np.arange(10_000), rows)[0, 1]) < 0.05

@@ -1,4 +1,4 @@
-"""Preparing: tokenised once, the same with any number of workers, everything left out counted."""
+"""Preparing: tokenized once, the same with any number of workers, everything left out counted."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_any_number_of_workers_gives_the_same_bytes(tmp_path: Path) -> None:
     assert (one.folder / name).read_bytes() != (other.folder / name).read_bytes()
 
 
-def test_nothing_is_tokenised_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_tokenized_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.jsonl", ROWS)
     first = _prepare(path)
     monkeypatch.setattr(prepare_module, "_prepared", None)  # calling it would fail

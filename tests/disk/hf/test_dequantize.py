@@ -1,4 +1,4 @@
-"""Quantised folders: transformers' own weights to the bit, and every fault of scales named."""
+"""Quantized folders: transformers' own weights to the bit, and every fault of scales named."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatrain.errors import WeightsMismatch
 from megatrain.memory.direct import DirectReader
 from megatrain.memory.kinds import Kind
 from testkit.peak_bytes import peak_above
-from testkit.quantised import FILE, dequantised, edit, save_fp8, save_mxfp4
+from testkit.quantized import FILE, dequantized, edit, save_fp8, save_mxfp4
 from tests.disk.rank_homes import differences, shared_by
 
 KINDS = (Kind.HI, Kind.LO)
@@ -68,14 +68,14 @@ def test_fp8_has_the_bits_of_transformers(
     tmp_path: Path,
 ) -> None:
     save_fp8(tmp_path, family, block, scale_fmt)
-    wanted = dequantised(tmp_path, torch.float32 if dtype == "fp32" else torch.bfloat16)
+    wanted = dequantized(tmp_path, torch.float32 if dtype == "fp32" else torch.bfloat16)
     assert _unlike(load_model(tmp_path, dtype=dtype), wanted) == []
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_mxfp4_has_the_bits_of_transformers(dtype: Literal["bf16", "fp32"], tmp_path: Path) -> None:
     save_mxfp4(tmp_path)
-    wanted = dequantised(tmp_path, torch.float32 if dtype == "fp32" else torch.bfloat16)
+    wanted = dequantized(tmp_path, torch.float32 if dtype == "fp32" else torch.bfloat16)
     assert _unlike(load_model(tmp_path, dtype=dtype), wanted) == []
 
 
@@ -87,7 +87,7 @@ def test_one_changed_scale_would_be_noticed(
     save: Callable[[Path], None], name: str, scales: str, tmp_path: Path
 ) -> None:
     save(tmp_path)
-    wanted = dequantised(tmp_path)
+    wanted = dequantized(tmp_path)
     _edit(tmp_path, lambda tensors: tensors[scales].view(-1)[-1:].add_(1))
     assert _unlike(load_model(tmp_path), wanted) == [name]
 
@@ -101,7 +101,7 @@ def test_neither_pieces_nor_ranks_change_a_bit(
     folder = read_model_folder(tmp_path)
     alone = folder.load(KINDS)
     monkeypatch.setattr(scaled_module, "ELEMENTS_AT_ONCE", 700)
-    assert _unlike(folder.load(KINDS), dequantised(tmp_path)) == []
+    assert _unlike(folder.load(KINDS), dequantized(tmp_path)) == []
     for size in (3, 8):
         homes = shared_by(folder, KINDS, size)
         assert differences(homes, alone) == []
@@ -136,7 +136,7 @@ def test_four_bits_with_an_exponent_for_each_32_values(
 
 def test_an_export_is_plain_bf16(tmp_path: Path) -> None:
     save_mxfp4(tmp_path / "model")
-    wanted = dequantised(tmp_path / "model")
+    wanted = dequantized(tmp_path / "model")
     load_model(tmp_path / "model").export(tmp_path / "export")
     config = json.loads((tmp_path / "export" / "config.json").read_text())
     assert "quantization_config" not in config
@@ -145,16 +145,16 @@ def test_an_export_is_plain_bf16(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
 
 
-def test_a_quantised_table_grows(tmp_path: Path) -> None:
+def test_a_quantized_table_grows(tmp_path: Path) -> None:
     table = "model.embed_tokens.weight"
 
-    def quantise(tensors: dict[str, Tensor]) -> None:
+    def quantize(tensors: dict[str, Tensor]) -> None:
         scales = torch.rand(20, 2) / 10
         tensors |= {table: tensors[table].to(torch.float8_e4m3fn), f"{table}_scale_inv": scales}
 
     growth = Growth(num_tokens=318, new_ids=(318, 319, 320, 321), files={})
     save_fp8(tmp_path)
-    _edit(tmp_path, quantise)
+    _edit(tmp_path, quantize)
     load_model(tmp_path).export(tmp_path / "plain")
     homes = [
         read_model_folder(path, growth=growth).load(KINDS)

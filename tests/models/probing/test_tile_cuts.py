@@ -65,7 +65,7 @@ def test_a_layer_is_cut_at_the_module_where_tokens_meet() -> None:
         lambda t: t - t.mean(dim=1, keepdim=True),
         lambda t: t * t.shape[1],
     ],
-    ids=["shifted", "centred", "counted"],
+    ids=["shifted", "centered", "counted"],
 )
 def test_a_layer_whose_tokens_meet_elsewhere_too_is_not_cut(
     elsewhere: Callable[[Tensor], Tensor],

@@ -50,8 +50,8 @@ def test_a_rate_that_is_none_is_refused(value: float) -> None:
 def test_what_is_no_profile_is_refused() -> None:
     with pytest.raises(ConfigError, match="profile: invalid JSON"):
         MachineProfile.from_json("{")
-    with pytest.raises(ConfigError, match="unknown keys colour"):
-        MachineProfile.from_facts({"name": "x", "colour": "red"})
+    with pytest.raises(ConfigError, match="unknown keys color"):
+        MachineProfile.from_facts({"name": "x", "color": "red"})
     with pytest.raises(ConfigError, match=r"missing .* argument"):
         MachineProfile.from_facts({"name": "x"})
 

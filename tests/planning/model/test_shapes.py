@@ -55,6 +55,6 @@ def test_a_token_uses_a_part_of_the_experts() -> None:
     ("family", "gated"),
     [("llama", True), ("qwen3_moe", True), ("phi3", True), ("phi", False), ("nemotron", False)],
 )
-def test_a_feed_forward_with_a_gate_is_recognised(family: str, gated: bool) -> None:
+def test_a_feed_forward_with_a_gate_is_recognized(family: str, gated: bool) -> None:
     shape = shape_of(build_decoder(tiny_config(family), "bf16"))
     assert {layer.gated for layer in shape.structures} == {gated}

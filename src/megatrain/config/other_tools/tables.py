@@ -30,7 +30,7 @@ HOW_QUANTIZED = "a detail of quantization, which is not done"
 STREAMED = "weights are streamed from host memory, without DeepSpeed, FSDP or accelerate"
 ONE_PROCESS = "not needed: `megatrain train --gpus N` starts a process per GPU"
 RECOMPUTE = "always done, as backward runs each block's forward again"
-INDEXED = "rows are tokenised once, by a process per core, and then read by index"
+INDEXED = "rows are tokenized once, by a process per core, and then read by index"
 NO_CODE = "code in a model folder is never run"
 VERB = "chosen by the command: megatrain train, eval, export"
 RESUME = Asks("megatrain train --resume continues from the last checkpoint")
@@ -59,7 +59,7 @@ MIXED = Differs("sources are concatenated; data.train.weight repeats the rows of
 MICRO = "evaluation uses train.micro_batch_tokens"
 PRINTED = "the log and the report have it"
 NAMED = "a run is named after its folder, save.dir"
-CACHE = "tokenised rows are cached in $MEGATRAIN_CACHE under a hash of their inputs"
+CACHE = "tokenized rows are cached in $MEGATRAIN_CACHE under a hash of their inputs"
 NOTHING_LIKE = "no equivalent"
 
 

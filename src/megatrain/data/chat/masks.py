@@ -104,8 +104,8 @@ class Encoder:
         """
         texts = [self._texts(place, row) for place, row in rows]
         self._check_template(rows, texts)
-        as_text = iter(self._tokenised(_all_texts(rows, texts, are_text=True), True))
-        as_talk = iter(self._tokenised(_all_texts(rows, texts, are_text=False), False))
+        as_text = iter(self._tokenized(_all_texts(rows, texts, are_text=True), True))
+        as_talk = iter(self._tokenized(_all_texts(rows, texts, are_text=False), False))
         found: list[list[Tokens] | BadRow] = []
         for (place, row), parts in zip(rows, texts, strict=True):
             if isinstance(parts, BadRow):
@@ -173,7 +173,7 @@ class Encoder:
         prompt, answer = (message["content"] for message in row.messages)
         return RenderedText(text=prompt + answer, spans=((len(prompt), len(prompt + answer)),))
 
-    def _tokenised(self, texts: list[str], with_first: bool) -> list[_EncodedText | BadRow]:
+    def _tokenized(self, texts: list[str], with_first: bool) -> list[_EncodedText | BadRow]:
         """Return the tokens of many texts by one call; one by one only if that fails."""
         if not texts:
             return []
@@ -188,7 +188,7 @@ class Encoder:
             raise
         except BaseException as error:  # tokenizers raise some that are not an Exception
             if len(texts) > 1:
-                return [one for text in texts for one in self._tokenised([text], with_first)]
+                return [one for text in texts for one in self._tokenized([text], with_first)]
             return [BadRow(TOKENIZER_REFUSED, f"{type(error).__name__}: {error}"[:120])]
         return [
             _EncodedText(text=text, ids=encoding.ids, encoding=encoding)

@@ -1,7 +1,7 @@
 """Spans of characters as runs of tokens.
 
 A token is inside a span if it has one of its characters. Reading every token's characters costs
-more than a tenth of tokenising, so a run is found by asking for the tokens at its two ends. Where
+more than a tenth of tokenizing, so a run is found by asking for the tokens at its two ends. Where
 an end is not between two tokens, all of them are checked.
 
 Laws (tests/data/chat/test_spans.py)

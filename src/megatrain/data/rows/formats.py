@@ -1,4 +1,4 @@
-"""The formats that rows can have: how each is recognised, and how it becomes turns.
+"""The formats that rows can have: how each is recognized, and how it becomes turns.
 
 Everything about a format is one entry of FORMATS; its name is also in choices.py.
 The format of a file is detected from the columns of the first rows, by majority, and always

@@ -6,7 +6,7 @@ micro-batches are needed. Other models keep documents apart by position ids, whi
 where there is no attention mask: then packed rows share a micro-batch only if equally long. Rows
 of one document each are padded on the right to the longest of their micro-batch; rows of like
 length go together. The two answers of a row of preferences (answers.py) are two such rows, or
-neighbours in a packed one.
+neighbors in a packed one.
 
 Laws (tests/data/steps/test_micro_batches.py)
     1. Every token of every document is there once; labels are its trained tokens but the first.

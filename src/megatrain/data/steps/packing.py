@@ -12,7 +12,7 @@ Laws (tests/data/steps/test_packing.py)
     2. Packed rows of log-normal documents are at least 97 % full.
     3. The same window gives the same packed rows, in any process.
     4. Without shuffling, documents come in the order of the rows.
-    5. Documents that belong together are neighbours in one packed row.
+    5. Documents that belong together are neighbors in one packed row.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Tokens: rows tokenised once and kept on disk."""
+"""Tokens: rows tokenized once and kept on disk."""

@@ -1,4 +1,4 @@
-"""Tokenised documents, and the rows that they came from.
+"""Tokenized documents, and the rows that they came from.
 
 A row is a record of the file; a document is a training sequence. Most rows are one document. A chat
 whose template rewrites earlier turns becomes several, and so does a text that is split. They are

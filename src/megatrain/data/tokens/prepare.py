@@ -1,4 +1,4 @@
-"""Data tokenised once: source -> chunks -> workers -> Arrow, in the order of the rows.
+"""Data tokenized once: source -> chunks -> workers -> Arrow, in the order of the rows.
 
     prepared = prepare("train.jsonl", tokenizer, cache_dir=..., max_length=2048)
 
@@ -8,7 +8,7 @@ else; one that dies or hangs ends the preparation with an error.
 
 Laws (tests/data/tokens/test_prepare.py)
     1. Any number of workers gives the same bytes.
-    2. The same data, tokenizer and settings are not tokenised twice; any other are.
+    2. The same data, tokenizer and settings are not tokenized twice; any other are.
     3. A preparation that fails leaves nothing that a later one would take for complete.
     4. Rows that a program gives need no other process to import it
        (tests/data/rows/test_in_memory.py).
@@ -286,6 +286,6 @@ def _result(future: Future[EncodedChunk], pool: ProcessPoolExecutor) -> EncodedC
         for process in list(pool._processes.values()):  # no public way before Python 3.14
             process.kill()
         raise DataError(
-            f"{_CHUNK_ROWS} rows were not tokenised in {_CHUNK_LIMIT_S:g} s: the chat "
+            f"{_CHUNK_ROWS} rows were not tokenized in {_CHUNK_LIMIT_S:g} s: the chat "
             "template may loop without end on one of them."
         ) from None

@@ -1,4 +1,4 @@
-"""Quantised tensors of a folder: values and their scales, dequantised piece by piece.
+"""Quantized tensors of a folder: values and their scales, dequantized piece by piece.
 
     fp8      X, X_scale_inv     E4M3 values, or two 4-bit values to a byte, of any matrix; a scale
                                 for each block of rows and columns, or one for the matrix
@@ -7,11 +7,11 @@
 
 A piece is some whole rows of one matrix with the scales of these rows. A worker reads both into its
 buffer and gets weights in the dtype of the model, which is all that the run ever sees: it starts as
-from a folder that was dequantised before, to the bit. Where a block of fp8 hangs over the edge of a
+from a folder that was dequantized before, to the bit. Where a block of fp8 hangs over the edge of a
 matrix, blocks have the size that config.json gives; else they divide the matrix by its scales.
 
 Laws (tests/disk/hf/test_dequantize.py)
-    1. Weights have the bits of transformers' own dequantisation, whatever the pieces.
+    1. Weights have the bits of transformers' own dequantization, whatever the pieces.
     2. Scales that are missing, misshapen, mistyped or left over are named before a byte is read;
        values that are not finite while they are.
     3. A piece takes memory by ELEMENTS_AT_ONCE, not by the tensor.
@@ -32,7 +32,7 @@ from megatrain.disk.hf.folder import StoredTensor
 from megatrain.disk.hf.safetensors_format import DTYPES
 from megatrain.errors import WeightsMismatch, listing
 from megatrain.memory.direct import DISK_PAGE, DirectReader
-from megatrain.quantisation import Quantisation
+from megatrain.quantization import Quantization
 from megatrain.ranks.ownership import overlap
 
 ELEMENTS_AT_ONCE = 1 << 20
@@ -65,7 +65,7 @@ class PlacedValues:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaled:
-    """A quantised tensor: many matrices of one shape."""
+    """A quantized tensor: many matrices of one shape."""
 
     values: StoredTensor
     scales: StoredTensor
@@ -117,7 +117,7 @@ class Scaled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Whole rows of one matrix of a quantised tensor."""
+    """Whole rows of one matrix of a quantized tensor."""
 
     tensor: Scaled
     matrix: int
@@ -235,7 +235,7 @@ def _mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def pair_scales(
-    tensors: Mapping[str, StoredTensor], quantisation: Quantisation
+    tensors: Mapping[str, StoredTensor], quantization: Quantization
 ) -> tuple[dict[str, StoredTensor], dict[str, Scaled]]:
     """Return the tensors by the names that the model has, and those of them that have scales.
 
@@ -243,10 +243,10 @@ def pair_scales(
     """
     left, scaled, faults = dict(tensors), {}, []
     for name in tensors:
-        if quantisation.method == "fp8" and name.endswith(_ACTIVATIONS):
-            del left[name]  # of inputs, which are not quantised here
+        if quantization.method == "fp8" and name.endswith(_ACTIVATIONS):
+            del left[name]  # of inputs, which are not quantized here
             continue
-        own, values_name = _weight_of(name, tensors, quantisation)
+        own, values_name = _weight_of(name, tensors, quantization)
         if own is None:
             continue
         if own in scaled or values_name not in left or (own != values_name and own in left):
@@ -254,8 +254,8 @@ def pair_scales(
             continue
         values, scales = left.pop(values_name), left.pop(name)
         try:
-            make = _scaled_fp8 if quantisation.method == "fp8" else _scaled_mxfp4
-            scaled[own] = make(values, scales, quantisation)
+            make = _scaled_fp8 if quantization.method == "fp8" else _scaled_mxfp4
+            scaled[own] = make(values, scales, quantization)
         except ValueError as error:
             faults.append(f"{name[:200]}: {error}")
         left[own] = values
@@ -265,10 +265,10 @@ def pair_scales(
 
 
 def _weight_of(
-    name: str, tensors: Mapping[str, StoredTensor], quantisation: Quantisation
+    name: str, tensors: Mapping[str, StoredTensor], quantization: Quantization
 ) -> tuple[str | None, str]:
     """Return the weight whose scales `name` is, if any, and the tensor with its values."""
-    if quantisation.method == "mxfp4":
+    if quantization.method == "mxfp4":
         own = name.removesuffix("_scales")
         return (own if own != name else None), f"{own}_blocks"
     for ending in _OTHER_SCALES:
@@ -279,7 +279,7 @@ def _weight_of(
     return (own if own != name else None), own
 
 
-def _scaled_fp8(values: StoredTensor, scales: StoredTensor, how: Quantisation) -> Scaled:
+def _scaled_fp8(values: StoredTensor, scales: StoredTensor, how: Quantization) -> Scaled:
     entry, grid = values.entry, scales.entry.shape
     _require(entry.dtype in _VALUE_DTYPES, f"{entry.name} is {entry.dtype}, not F8_E4M3")
     _require(len(entry.shape) >= 2, f"{entry.name} has shape {entry.shape}, not a matrix")
@@ -308,7 +308,7 @@ def _block_of(
     return rows // grid[0], columns // grid[1]
 
 
-def _scaled_mxfp4(values: StoredTensor, scales: StoredTensor, _: Quantisation) -> Scaled:
+def _scaled_mxfp4(values: StoredTensor, scales: StoredTensor, _: Quantization) -> Scaled:
     entry = values.entry
     _require(entry.dtype == "U8" and scales.entry.dtype == "U8", "blocks and scales must be U8")
     _require(

@@ -7,9 +7,9 @@ the page cache, and writes it where it belongs. bf16 goes to `hi` as it is and l
 which costs no memory; fp32 and fp16 are split exactly into `hi` and `lo`. Where `lo` is on disk,
 bf16 leaves the disk alone, and other pieces go there chunk by chunk.
 
-Quantised tensors are dequantised by the workers (dequantize.py), and placed as what they are then.
+Quantized tensors are dequantized by the workers (dequantize.py), and placed as what they are then.
 
-Where ranks share the store, each reads what it owns, and buffers. Of quantised tensors it reads
+Where ranks share the store, each reads what it owns, and buffers. Of quantized tensors it reads
 whole rows, and of transposed ones whole matrices. A rank that owns rows of new
 tokens reads the old rows of their table too, for the mean.
 
@@ -48,7 +48,7 @@ from megatrain.memory.store import Store
 from megatrain.memory.tier.filling import TierFilling
 from megatrain.models.decoder import Decoder
 from megatrain.progress import Advance, byte_progress
-from megatrain.quantisation import Quantisation
+from megatrain.quantization import Quantization
 from megatrain.ranks.ownership import overlap
 
 READ_BYTES = 16 << 20
@@ -65,9 +65,9 @@ class Match:
     stored: StoredTensor
     tensor: FolderTensor
     scaled: Scaled | None = None
-    """Its values and scales, if it is quantised."""
+    """Its values and scales, if it is quantized."""
     dtype: torch.dtype = torch.bfloat16
-    """The dtype of the param, and so of the weights that were quantised."""
+    """The dtype of the param, and so of the weights that were quantized."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -84,14 +84,14 @@ def load_weights(
     decoder: Decoder,
     store: Store,
     growth: Growth | None = None,
-    quantisation: Quantisation | None = None,
+    quantization: Quantization | None = None,
 ) -> None:
     """Fill `hi` and `lo` of `store`, and the decoder's persistent buffers, from `folder`.
 
     With `growth` the folder's tables may lack the rows of new tokens, which are then made.
     Raises ModelFolderError, WeightsFormatError, WeightsMismatch or DiskError.
     """
-    matches, aliases = match_tensors(folder, decoder, growth, quantisation)
+    matches, aliases = match_tensors(folder, decoder, growth, quantization)
     read_into(decoder, store, matches, aliases, title=f"loading {folder.name}")
     if growth is not None:
         stored = {m.tensor.param: m for m in matches if m.tensor.param in tables(decoder)}
@@ -125,7 +125,7 @@ def match_tensors(
     folder: Path,
     decoder: Decoder,
     growth: Growth | None = None,
-    quantisation: Quantisation | None = None,
+    quantization: Quantization | None = None,
 ) -> tuple[list[Match], list[Match]]:
     """Return the folder's tensors with their places, and the second copies of tied params."""
     names = NameMap(decoder)
@@ -134,8 +134,8 @@ def match_tensors(
     surplus: list[str] = []
     carried: list[StoredTensor] = []
     tensors, scaled = read_folder(folder), dict[str, Scaled]()
-    if quantisation is not None:
-        tensors, scaled = pair_scales(tensors, quantisation)
+    if quantization is not None:
+        tensors, scaled = pair_scales(tensors, quantization)
     dtypes = {param.name: param.dtype for param in decoder.params}
 
     def match_of(name: str, tensor: FolderTensor) -> Match:
@@ -155,8 +155,8 @@ def match_tensors(
             aliases.append(match_of(name, tensor))
         elif names.is_carried(name) and name in scaled:
             raise WeightsMismatch(
-                f"{name} is quantised and beside the text, so it would be carried without its "
-                "scales. Start from the unquantised folder."
+                f"{name} is quantized and beside the text, so it would be carried without its "
+                "scales. Start from the unquantized folder."
             )
         elif names.is_carried(name):
             carried.append(tensors[name])

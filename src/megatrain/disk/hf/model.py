@@ -36,12 +36,12 @@ from megatrain.memory.tier.scratch_file import Scratch
 from megatrain.model_files import GENERATION_NAME
 from megatrain.models.adapters.lora import Lora, first_values
 from megatrain.models.build import build_decoder, named_ends
-from megatrain.models.config_json import parse_config, without_quantisation
+from megatrain.models.config_json import parse_config, without_quantization
 from megatrain.models.decoder import Decoder
 from megatrain.models.multimodal import text_part
 from megatrain.models.rope import require_rotary, with_rope
 from megatrain.optim.states import WITH_CLIP
-from megatrain.quantisation import Quantisation
+from megatrain.quantization import Quantization
 from megatrain.ranks.ownership import SOLE, Owner
 from megatrain.ranks.ranks import ALONE, Ranks
 
@@ -129,7 +129,7 @@ class ModelFolder:
     """The precision of the weights in the folder."""
     growth: Growth | None = None
     """New tokens, of which the folder's weights know nothing."""
-    quantisation: Quantisation | None = None
+    quantization: Quantization | None = None
     """The form of the folder's weights, which `config_json` no longer has."""
     adapter: AdapterFolder | None = None
     """The folder that adapters are read from; None: they are new, or there are none."""
@@ -177,7 +177,7 @@ class ModelFolder:
         try:
             if self.adapter is not None:
                 home = replace(home, beside=self._beside(over))
-            load_weights(over, home.decoder, home.store, self.growth, self._quantisation(over))
+            load_weights(over, home.decoder, home.store, self.growth, self._quantization(over))
             if self.adapter is not None and base is None:
                 self.adapter.load(home.decoder, home.store)
             elif base is None:
@@ -191,14 +191,14 @@ class ModelFolder:
         """Return what a joint model carries. It stays in the folder, which must therefore fit."""
         if not self.decoder.carried:
             return ()
-        match_tensors(folder, self.decoder, self.growth, self._quantisation(folder))
+        match_tensors(folder, self.decoder, self.growth, self._quantization(folder))
         return carried_tensors(folder, self.decoder)
 
-    def _quantisation(self, folder: Path) -> Quantisation | None:
+    def _quantization(self, folder: Path) -> Quantization | None:
         """Return that of the weights in a folder, which may not be the one that was read."""
         if folder == self.source:
-            return self.quantisation
-        return without_quantisation(read_config_bytes(folder))[1]
+            return self.quantization
+        return without_quantization(read_config_bytes(folder))[1]
 
     def _named_base(self) -> Path:
         assert self.adapter is not None
@@ -278,7 +278,7 @@ def read_model_folder(
         lora, over = start.lora(), None
     else:
         given = read_config_bytes(source)
-    config_json, quantisation = without_quantisation(given)
+    config_json, quantization = without_quantization(given)
     carried = read_carried(source)  # refused now, and not by the export at the end of a run
     if growth is not None:
         config_json, carried = growth.config(config_json), growth.carried(carried)
@@ -301,7 +301,7 @@ def read_model_folder(
         decoder=decoder,
         precision=precision,
         growth=growth,
-        quantisation=quantisation,
+        quantization=quantization,
         adapter=start,
         over=over,
     )

@@ -23,7 +23,7 @@ from typing import Any
 
 from megatrain.errors import ConfigError
 from megatrain.planning.model.shapes import AttentionShape, BlockShape, ModelShape, TensorShape
-from megatrain.quantisation import READABLE
+from megatrain.quantization import READABLE
 
 _VARIANT = re.compile(r"-(instruct|base|chat|it|pt|hf|thinking|preview|\d{4})$")
 
@@ -110,5 +110,5 @@ def weights_note(form: str) -> str:
     if form == "vision":
         return "include a vision part, which is carried as it is and not counted here"
     if form.lower() in READABLE:
-        return f"are stored in {form}; loading dequantises them to bf16"
-    return f"are stored in {form}, which cannot be loaded; start from unquantised ones"
+        return f"are stored in {form}; loading dequantizes them to bf16"
+    return f"are stored in {form}, which cannot be loaded; start from unquantized ones"

@@ -19,7 +19,7 @@ class Axis:
     log: bool = False
     """Equal steps are equal factors."""
     whole: bool = False
-    """Only integers are labelled."""
+    """Only integers are labeled."""
 
     def place(self, value: float) -> float:
         """Return the position of `value`: 0 at `low`, 1 at `high`."""

@@ -21,7 +21,7 @@ WIDTH, HEIGHT = 1000, 400
 _BUCKETS = 1000
 """Over all lines of a chart, not under a tenth of them for one line."""
 _MOST_MARKS = 40
-_COLOURS = 7
+_COLORS = 7
 """Colors of the page; lines beyond have them again, dashed."""
 
 
@@ -33,8 +33,8 @@ class Series:
     points: Sequence[Point]
     look: str
     """`faint`, `strong` or `dots`."""
-    colour: int
-    """Which of the colours of the page."""
+    color: int
+    """Which of the colors of the page."""
 
 
 def line_chart(title: str, lines: Sequence[Series], unit: str = "") -> Html:
@@ -107,9 +107,9 @@ def _drawn(line: Series, steps: Axis, values: Axis, num_buckets: int) -> Html:
         places = [(steps.place(step), values.place(value)) for step, value in piece]
         if line.look == "dots" or len(places) == 1:
             dots = "".join(f"{path([place])}h0" for place in places)
-            paths.append(tag("path", class_=f"dot {_colour(line)}", d=dots))
+            paths.append(tag("path", class_=f"dot {_color(line)}", d=dots))
         if len(places) > 1:
-            paths.append(tag("path", class_=f"{line.look} {_colour(line)}", d=path(places)))
+            paths.append(tag("path", class_=f"{line.look} {_color(line)}", d=path(places)))
     return join_html(paths)
 
 
@@ -124,7 +124,7 @@ def _marks(lost: Sequence[int], steps: Axis) -> Html:
 
 
 def _legend(lines: Sequence[Series], lost: Sequence[int]) -> Html:
-    entries = [(f"{line.look} {_colour(line)}", line.label) for line in lines if line.label]
+    entries = [(f"{line.look} {_color(line)}", line.label) for line in lines if line.label]
     if lost:
         some = ", ".join(f"{step:,}" for step in lost[:3]) + (", ..." if len(lost) > 3 else "")
         steps = "step" if len(lost) == 1 else f"{count(len(lost))} steps:"
@@ -149,9 +149,9 @@ def _unit(unit: str, values: Axis) -> str:
     return " " + ", ".join([*notes, "logarithmic"] if values.log else notes)
 
 
-def _colour(line: Series) -> str:
-    number = line.colour % _COLOURS
-    return f"c{number}" if number == line.colour else f"c{number} again"
+def _color(line: Series) -> str:
+    number = line.color % _COLORS
+    return f"c{number}" if number == line.color else f"c{number} again"
 
 
 def _finite(value: float) -> bool:

@@ -1,6 +1,6 @@
 """How a report looks: light and dark, from 360 pixels to a wide screen, and on paper.
 
-The colours are those of Okabe and Ito, which people with common color blindness can tell
+The colors are those of Okabe and Ito, which people with common color blindness can tell
 apart, darkened or lightened where they would fade into the ground. Shape or position shows the same
 again.
 """
@@ -122,4 +122,4 @@ summary{cursor:pointer;color:var(--c0);font-size:.9rem}
 @media(max-width:40rem){.frame{height:12rem;margin-left:2.9rem}h2{margin-top:2rem}}
 @media print{nav{display:none}figure,article{break-inside:avoid}}
 """
-STYLE += "".join(f".k-{kind}{{--k:var(--{spec.colour})}}" for kind, spec in SPECS.items())
+STYLE += "".join(f".k-{kind}{{--k:var(--{spec.color})}}" for kind, spec in SPECS.items())

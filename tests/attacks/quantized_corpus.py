@@ -1,4 +1,4 @@
-"""Hostile quantised folders: scales that lie, weights that hide, settings that reach for code."""
+"""Hostile quantized folders: scales that lie, weights that hide, settings that reach for code."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _overlapping(folder: Path) -> None:
 
 
 FINE = cases(
-    "quantised",
+    "quantized",
     LOADED,
     {
         "benign fp8": _fp8(),
@@ -138,17 +138,17 @@ FINE = cases(
     },
 )
 SETTINGS = cases(
-    "quantised",
+    "quantized",
     "ModelConfigError",
     {
-        "by awq": (_fp8({"quant_method": "awq", "bits": 4}), "quantised by 'awq'"),
-        "by gptq": (_fp8({"quant_method": "gptq"}), "Start from the unquantised folder"),
+        "by awq": (_fp8({"quant_method": "awq", "bits": 4}), "quantized by 'awq'"),
+        "by gptq": (_fp8({"quant_method": "gptq"}), "Start from the unquantized folder"),
         "by bitsandbytes": (_fp8({"quant_method": "bitsandbytes"}), r"model.dequantize\(\)"),
         "by compressed-tensors": (
             _fp8({"quant_method": "compressed-tensors"}), "run_compressed=False",
         ),
-        "by a class": (_fp8({"quant_method": "os.system"}), "quantised by 'os.system'"),
-        "by a list": (_fp8({"quant_method": ["fp8"]}), "quantised by"),
+        "by a class": (_fp8({"quant_method": "os.system"}), "quantized by 'os.system'"),
+        "by a list": (_fp8({"quant_method": ["fp8"]}), "quantized by"),
         "by nothing": (_fp8({}), "not named"),
         "a list of settings": (_fp8([1]), "is not an object"),
         "a text of settings": (_fp8("fp8"), "is not an object"),
@@ -160,7 +160,7 @@ SETTINGS = cases(
     },
 )  # fmt: skip
 SCALE_CASES = cases(
-    "quantised",
+    "quantized",
     "WeightsMismatch",
     {
         "scales of another shape": (_fp8(scales=("F32", [3, 2], ONE)), "does not divide"),
@@ -220,17 +220,17 @@ SCALE_CASES = cases(
 )  # fmt: skip
 FILES = [
     Case(
-        name="quantised: scales outside the folder",
+        name="quantized: scales outside the folder",
         make=_scales_outside,
         end="ModelFolderError",
         says="points outside the folder",
     ),
     Case(
-        name="quantised: scales in the place of weights",
+        name="quantized: scales in the place of weights",
         make=_overlapping,
         end="WeightsFormatError",
         says="overlap or leave a gap",
     ),
 ]
 
-QUANTISED_CASES: list[Case] = [*FINE, *SETTINGS, *SCALE_CASES, *FILES]
+QUANTIZED_CASES: list[Case] = [*FINE, *SETTINGS, *SCALE_CASES, *FILES]

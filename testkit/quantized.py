@@ -1,7 +1,7 @@
 """Tiny model folders in fp8 and mxfp4, and what transformers makes of them.
 
-The values come from transformers' own quantiser (fp8) or are drawn at random (mxfp4: every byte is
-a pair of weights). `dequantised` loads a folder by `from_pretrained`, dequantised: the oracle.
+The values come from transformers' own quantizer (fp8) or are drawn at random (mxfp4: every byte is
+a pair of weights). `dequantized` loads a folder by `from_pretrained`, dequantized: the oracle.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def save_fp8(
     """Write a tiny model whose projections are in fp8, with a scale per block or per matrix."""
     tiny_model(family, torch.bfloat16, **sizes).save_pretrained(folder)
     how = SimpleNamespace(weight_block_size=block, scale_fmt=scale_fmt)
-    quantise = Fp8Quantize(SimpleNamespace(quantization_config=how))
+    quantize = Fp8Quantize(SimpleNamespace(quantization_config=how))
     tensors: dict[str, Tensor] = {}
     for name, tensor in load_file(folder / FILE).items():
         if "proj" in name and name.endswith(".weight"):
-            made = quantise.convert({name: tensor})
+            made = quantize.convert({name: tensor})
             if block is None:
                 made[f"{name}_scale_inv"] = made[f"{name}_scale_inv"].reshape(())
                 made[name.replace("weight", "activation_scale")] = torch.ones(())
@@ -72,7 +72,7 @@ def save_mxfp4(folder: Path, **sizes: Any) -> None:
     edit(folder, quantization_config={"quant_method": "mxfp4"})
 
 
-def dequantised(folder: Path, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+def dequantized(folder: Path, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     """Return the weights that transformers gives."""
     method = json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"]
     how = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}[method](dequantize=True)
