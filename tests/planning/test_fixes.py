@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -40,21 +39,19 @@ def test_settings_that_are_proposed_can_be_tried_and_fit(
     assert tried or any(fix.bought != (0, 0) for fix in found.plan.fixes)
 
 
-def test_three_changes_together_are_found() -> None:
-    """Without a disk 70B in 8-bit states needs 409 GiB and its reserve, 134 more with clipping."""
+def test_two_changes_together_are_found() -> None:
+    """Without a disk 70B in 8-bit states needs 409 GiB and its reserve."""
     little = SERVER.changed(ram_bytes=420 * GIB, device_bytes=26 * GIB)
     workload = Workload(model=SEVENTY, step_tokens=131072)
     first, *_ = find_fixes(Search(little, workload, pins=NO_DISK))
     keys = [override.partition("=")[0] for override in first.overrides]
-    assert keys == ["train.max_grad_norm", "model.frozen", "train.batch_tokens"]
+    assert keys == ["model.frozen", "train.batch_tokens"]
     changes: list[dict[str, Any]] = [
-        {"max_grad_norm": None},
         {"model": first.workload.model},
         {"step_tokens": first.workload.step_tokens},
     ]
-    for one, other in itertools.combinations(changes, 2):
-        almost = replace(workload, **one, **other)
-        assert Search(little, almost, pins=NO_DISK).best() is None
+    for alone in changes:
+        assert Search(little, replace(workload, **alone), pins=NO_DISK).best() is None
 
 
 @pytest.mark.merge
@@ -108,7 +105,7 @@ def test_what_the_user_decided_is_not_undone() -> None:
 def test_a_pinned_state_is_given_up_for_the_most_exact_that_fits() -> None:
     workload = Workload(model=EIGHT, step_tokens=8192)
     pins = {"state": "set by you"}
-    for ram, state in ((90, "bf16"), (70, "8bit")):
+    for ram, state in ((90, "bf16"), (60, "8bit")):
         search = Search(DESKTOP.changed(ram_bytes=ram * GIB), workload, pins=pins)
         first, *_ = find_fixes(search)
         assert first.overrides == (f"optim.state={state}",)

@@ -37,12 +37,12 @@ def test_a_less_exact_state_names_what_the_better_one_lacks(ram: int, lost: str)
 def test_the_reasons_of_a_tier() -> None:
     assert "tier" not in _reasons(128)
     assert _reasons(128, 2000)["tier"] == "host memory is enough, and a disk wears out"
-    assert re.fullmatch(r"8bit states are .* GiB short in memory", _reasons(55, 2000)["tier"])
+    assert re.fullmatch(r"8bit states are .* GiB short in memory", _reasons(48, 2000)["tier"])
     assert re.fullmatch(r"gradients are .* GiB short in memory", _reasons(40, 2000)["tier"])
     least = _reasons(28, 2000)
     assert re.fullmatch(r"fp32 states are .* GiB short", least["state"])
     assert re.fullmatch(r"gradients are .* GiB short in memory", least["tier"])
-    pinned = _reasons(100, 2000, state="fp32")
+    pinned = _reasons(90, 2000, state="fp32")
     assert pinned["state"] == "set by you"
     assert re.fullmatch(r"fp32 states are .* GiB short in memory", pinned["tier"])
 
