@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
@@ -20,8 +20,7 @@ Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 
-@functools.cache
-def document_kernel() -> Callable[..., Any] | None:
+def find_document_kernel() -> Callable[..., Tensor] | None:
     """Return torch's attention kernel for documents of different lengths, or None.
 
     Torch has it from 2.10 on, with windows and scales from 2.11 on, and with fewer heads of keys
@@ -32,8 +31,12 @@ def document_kernel() -> Callable[..., Any] | None:
     except ImportError:
         return None
     taken = inspect.signature(varlen_attn).parameters
-    kernel: Any = varlen_attn
+    kernel = cast("Callable[..., Tensor]", varlen_attn)
     return kernel if {"scale", "window_size", "enable_gqa"} <= set(taken) else None
+
+
+document_kernel: Callable[[], Callable[..., Tensor] | None] = functools.cache(find_document_kernel)
+"""The kernel or None, looked for once."""
 
 
 def compile_apart(
