@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -224,7 +224,7 @@ def _by_kernel(
         window_size=(mask.window - 1 if mask.window else -1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return cast(Tensor, output)[None]
+    return output[None]
 
 
 def with_packed_masks(

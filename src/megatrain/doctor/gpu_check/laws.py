@@ -242,7 +242,7 @@ def _kernel_counted() -> Iterator[list[None]]:
         calls.append(None)
         return kernel(*given, **options)
 
-    compat.document_kernel = lambda: kernel and counted  # type: ignore[assignment]
+    compat.document_kernel = lambda: kernel and counted
     try:
         yield calls
     finally:
