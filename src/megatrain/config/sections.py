@@ -595,6 +595,12 @@ class MemorySettings(Section):
 
     def conflicts(self, *, compiles: bool) -> Iterator[tuple[str, str]]:
         """Yield the keys that contradict others, each with what to do."""
+        if self.disk is None and self.disk_bytes != "auto":
+            yield (
+                "disk_bytes",
+                f"memory.disk_bytes is {self.disk_bytes} and memory.disk is null: there is no "
+                "folder for a scratch file. Set memory.disk, or memory.disk_bytes to auto.",
+            )
         tile, kept = self.tile_tokens, self.kept_layers
         if compiles and isinstance(tile, int):
             yield (

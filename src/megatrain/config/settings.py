@@ -166,7 +166,6 @@ def conflicts(config: Config) -> list[ConfigFault]:
         *_memory(config),
         *_patience(config),
         *_attention(config),
-        *_memory(config),
         *_kernels(config),
         *_lora(config),
     ]
@@ -232,12 +231,8 @@ def _learning_rate(config: Config) -> Iterator[ConfigFault]:
 
 
 def _memory(config: Config) -> Iterator[ConfigFault]:
-    if config.memory.disk is None and config.memory.disk_bytes != "auto":
-        yield _fault(
-            "memory.disk_bytes",
-            f"memory.disk_bytes is {config.memory.disk_bytes} and memory.disk is null: there is no "
-            "folder for a scratch file. Set memory.disk, or memory.disk_bytes to auto.",
-        )
+    for key, text in config.memory.conflicts(compiles=config.train.compile is True):
+        yield _fault(f"memory.{key}", text)
 
 
 def _patience(config: Config) -> Iterator[ConfigFault]:
@@ -264,11 +259,6 @@ def _attention(config: Config) -> Iterator[ConfigFault]:
             f"model.attn is {model.attn} and model.dtype is fp32: its kernels compute in bf16 "
             "only. Set model.dtype to bf16, or model.attn to sdpa.",
         )
-
-
-def _memory(config: Config) -> Iterator[ConfigFault]:
-    for key, text in config.memory.conflicts(compiles=config.train.compile is True):
-        yield _fault(f"memory.{key}", text)
 
 
 def _kernels(config: Config) -> Iterator[ConfigFault]:
