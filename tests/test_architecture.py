@@ -238,7 +238,7 @@ def test_a_module_that_nothing_uses_would_be_noticed() -> None:
     assert _unreachable(sources) == {"megatrain.old"}
 
 
-CEILINGS = {"megatrain.engine.engine": 93, "megatrain.run.trainer": 257}
+CEILINGS = {"megatrain.engine.engine": 78, "megatrain.run.trainer": 252}
 """Modules that an import of each reaches. Lower a figure when it falls: it may not rise again."""
 
 
