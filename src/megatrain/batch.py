@@ -28,7 +28,7 @@ class MicroBatch:
 
     input_ids: Tensor
     labels: Tensor
-    """As in transformers: the token itself where it is trained, -100 elsewhere."""
+    """The token itself where it is trained, -100 elsewhere, as in transformers."""
     attention_mask: Tensor | None = None
     """1 for tokens, 0 for padding. None: no padding."""
     position_ids: Tensor | None = None
@@ -131,15 +131,15 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPart:
-    """What one rank does of a step: some of its micro-batches, perhaps none."""
+    """One rank's part of a step: some of its micro-batches, perhaps none."""
 
     batch: Sequence[MicroBatch]
     numbers: Sequence[int]
-    """Of each among the micro-batches of the step."""
+    """Number of each among the micro-batches of the step."""
     num_units: int
-    """Of the loss, in the full step."""
+    """Units of the loss in the full step."""
     num_tokens: int
-    """Of the full step, padding not counted."""
+    """Tokens of the full step, padding not counted."""
 
     @classmethod
     def whole(cls, batch: Sequence[MicroBatch]) -> Self:

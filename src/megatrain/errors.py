@@ -72,7 +72,7 @@ class DeviceFull(MegaTrainError):
     def __init__(self, text: str, snapshot: Any = None) -> None:
         super().__init__(text)
         self.snapshot = snapshot
-        """What the device's allocator held then, for torch's viewer; None: it does not tell."""
+        """Memory that the device's allocator held then, for torch's viewer; None: not known."""
 
 
 class ModelFolderError(MegaTrainError):

@@ -28,7 +28,7 @@ class AdamW(HostOptimizer):
     state: str = "fp32"
     """How the moments are stored: a key of STATES["adamw"]."""
     seed: int = 0
-    """Of stochastic rounding, where the moments are not fp32."""
+    """Seed of stochastic rounding, where the moments are not fp32."""
 
     @property
     def states(self) -> tuple[Kind, ...]:

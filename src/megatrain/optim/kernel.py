@@ -43,7 +43,7 @@ _EXACT = Rounding(seed=0, update=0, first=0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamWScalars:
-    """What one update needs beside the tensors, each rounded once to fp32.
+    """The numbers that one update needs beside the tensors, each rounded once to fp32.
 
     g = grad * grad_scale;  m += g * one_minus_beta1 - m * one_minus_beta1
     v = v * beta2 + (g * one_minus_beta2) * g

@@ -23,13 +23,13 @@ from megatrain.optim.torch_kernel import TorchKernel
 LIBRARY = Path(__file__).with_name("libkernel.so")
 
 INTERFACE = 2
-"""What kernel.c answers; any other number means a library of another version."""
+"""The answer of kernel.c; any other number means a library of another version."""
 
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
 """Numbered as in kernel.c, the better later. On ARM the baseline is NEON."""
 
 _STATE_KINDS = (torch.float32, torch.bfloat16, torch.int8)
-"""By the dtype of m, numbered as in kernel.c."""
+"""Codes by the dtype of m, numbered as in kernel.c."""
 
 
 class LibraryError(Exception):

@@ -30,12 +30,12 @@ ADAMW_8BIT = (
 )
 
 StatesByName = Mapping[str, tuple[Kind, ...]]
-"""By `optim.state`, the most exact first."""
+"""States by `optim.state`, the most exact first."""
 
 STATES: Mapping[str, StatesByName] = {
     "adamw": {"fp32": ADAMW, "bf16": ADAMW_BF16, "8bit": ADAMW_8BIT}
 }
-"""By `optim.name`."""
+"""States by `optim.name`."""
 
 
 def state_among(optimizer: str, kinds: Collection[Kind]) -> str:

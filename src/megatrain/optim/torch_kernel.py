@@ -28,7 +28,7 @@ ROW = 1024
 """Elements per row of a chunk, as in kernel.c: rows are added up, then the row is folded."""
 
 LARGEST_GRAD = 2.0**63
-"""Where moments are rounded: the square of a larger gradient would not fit v."""
+"""Largest gradient where moments are rounded: the square of a larger one would not fit v."""
 
 LARGEST_DENORMAL = (1 - 2.0**-23) * 2.0**-126
 

@@ -1,4 +1,4 @@
-"""What else could be trained on a machine that a run does not fit: adapters, or a smaller model.
+"""Alternatives on a machine that a run does not fit: adapters, or a smaller model.
 
 Unlike the changes in fixes.py these are other runs, so each is planned as its own config would be,
 and given with its figures.
@@ -29,7 +29,7 @@ from megatrain.planning.ranks.division import Division
 from megatrain.planning.search import Search
 
 RANK = 16
-"""Of the adapters that are proposed."""
+"""Rank of the adapters that are proposed."""
 _SIZE = re.compile(r"(?<![\w.])\d+(\.\d+)?[bm](?![a-z\d])", re.I)
 """The parameters in a model's name: 0.6B, 135M."""
 

@@ -20,7 +20,7 @@ from megatrain.step.ops import LANE_NAMES, LANES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneTime:
-    """What one lane takes for a step."""
+    """Seconds that one lane takes for a step."""
 
     step_s: float
     """However many tokens it has."""

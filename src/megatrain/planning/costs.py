@@ -45,12 +45,12 @@ BACKWARD_ATTENTION = 2.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What one op takes."""
+    """The cost of one op."""
 
     seconds: float
     """Alone."""
     num_bytes: int = 0
-    """That it moves over the link, or in an update reads of gradients."""
+    """Bytes that it moves over the link, or that an update reads of gradients."""
     dram_rate: float = 0.0
     """Host memory bytes per second while it runs alone."""
     cores: float = 0.0
@@ -58,7 +58,7 @@ class Cost:
     link: str = ""
     """`in` or `out` if it is on the link."""
     link_share: float = 0.0
-    """Of both directions of the link, what it takes while it runs alone, beside a copy."""
+    """Fraction of link bandwidth, both directions, that it uses while it runs alone."""
 
 
 class Costs:
@@ -311,7 +311,7 @@ class Costs:
 
     @property
     def _agreed_s(self) -> float:
-        """What it takes until all ranks have heard a few numbers."""
+        """Latency of a small all-gather."""
         return 0.0 if self.workload.division.is_alone else self._collectives.latency_s
 
     def _collective(self, moved: Collective, added_s: float = 0.0) -> Cost:

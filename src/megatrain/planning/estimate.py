@@ -46,7 +46,7 @@ from megatrain.planning.search import capacities, shortfalls
 from megatrain.text import duration, figure
 
 MOST_RANKS = 4096
-"""Of a host, or hosts: more is a mistake."""
+"""Most GPUs of a host, or hosts: more is a mistake."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +57,13 @@ class Estimate:
     machine: str
     """Which machine, as it was asked for."""
     figures: str
-    """Where the machine's figures are from."""
+    """Source of the machine's figures."""
     tokens: int | None
     price_per_hour: float | None
     scales_positions: bool = False
     """The config makes the model reach further than it declares."""
     alternatives: tuple[str, ...] = ()
-    """Of a plan that does not fit: adapters, and a smaller model of the family, if they fit."""
+    """Alternatives to a plan that does not fit: adapters, and a smaller model, if they fit."""
 
     @property
     def fits(self) -> bool:

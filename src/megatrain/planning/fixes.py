@@ -1,4 +1,4 @@
-"""What would make it fit: changes to the settings, the data or the machine, the cheapest first.
+"""Changes to the settings, the data or the machine that make a run fit, the cheapest first.
 
 A change that costs nothing but a habit comes before one that costs quality, that before one that
 wears out a drive, and that before one that costs money at once. What one change does not solve,
@@ -40,14 +40,14 @@ RAM_SIZES = [
         2048, 2304, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152, 65536,
     )
 ]  # fmt: skip
-"""As machines are sold with: 2 to 24 modules of 8 to 256 GiB and more."""
+"""Sizes that machines are sold with: 2 to 24 modules of 8 to 256 GiB and more."""
 DEVICE_SIZES = [
     size << 30 for size in (8, 10, 12, 16, 24, 32, 40, 48, 64, 80, 96, 141, 180, 192, 288)
 ]
 SHORTEST = 128
 """Tokens of a row: the shortest useful length."""
 _SYSTEM_SHARE = 0.06
-"""Of sold memory, what the system or the driver keeps."""
+"""Share of sold memory that the system or the driver keeps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Fix:
     """Both as they are after the change."""
     settings: StepSettings
     pins: Mapping[str, str]
-    """What the search begins with, and may not change."""
+    """Settings that the search begins with, and reasons for those that it may not change."""
     overrides: tuple[str, ...] = ()
     """The settings among the changes, as the command line takes them."""
     bought: tuple[int, int] = (0, 0)
@@ -77,7 +77,7 @@ class Fix:
 
     @cached_property
     def ledger(self) -> Ledger:
-        """Of the settings that lack least."""
+        """Ledger of the settings that lack least."""
         search = self._search
         smallest = min(search.small(), key=search.lack)
         return predicted_ledger(self.profile, self.workload, smallest)
@@ -91,7 +91,7 @@ class Fix:
 
     @property
     def tier_bytes(self) -> int:
-        """What is on disk in the first home in which anything fits."""
+        """Bytes on disk in the first home in which anything fits."""
         home = self._search.first_home()
         ways = [] if home is None else self._search.small_at(home)
         ledgers = [predicted_ledger(self.profile, self.workload, way) for way in ways]

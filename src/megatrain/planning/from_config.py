@@ -21,7 +21,7 @@ from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
 
 USUAL_TOKENS = 8192
-"""Of a micro-batch, where nothing is known about the machine."""
+"""Tokens of a micro-batch where nothing is known about the machine."""
 
 
 def workload_of(

@@ -50,7 +50,7 @@ _LARGEST = 3
 """Lines of memory that are shown of each place, without details."""
 _LEAST_GAIN = 0.02
 _FASTER = 4
-"""As the next Ethernet that is sold: 10, 25, 100, 400."""
+"""Factor to the next Ethernet that is sold: 10, 25, 100, 400."""
 _WORTH_NAMING = 0.15
 """A share of the step: what takes less is not named beside the first."""
 
@@ -64,11 +64,11 @@ class Plan:
     settings: StepSettings
     ledger: Ledger
     simulation: Simulation
-    """Of a plan that does not fit: of a few layers."""
+    """The step as played; of a plan that does not fit, one of a few layers."""
     fits: bool
     reasons: dict[str, str]
-    """By setting; of memory alone where the machine was not measured, and so no times compared.
-    Of `batch_tokens` too, if the plan chose it."""
+    """Reasons by setting, with that of `batch_tokens` if the plan chose it; those of memory alone
+    where the machine was not measured."""
     lever: str
     """The one setting that would move the bottleneck, and by how much."""
     fixes: tuple[Fix, ...] = ()
@@ -88,7 +88,7 @@ class Plan:
 
     @property
     def wear(self) -> Wear | None:
-        """What the tier writes; None without a tier."""
+        """Wear of the disk by the tier; None without a tier."""
         written = self.ledger.total("tier")
         if not written or not self.fits:
             return None

@@ -90,7 +90,7 @@ class Simulation:
 
     @property
     def bottleneck(self) -> str:
-        """What limits the step: `compute`, `link in`, `network`, ... (step/ops.py)."""
+        """The limit of the step: `compute`, `link in`, `network`, ... (step/ops.py)."""
         return max(self.chain, key=lambda limit: self.chain[limit])
 
     def trace(self) -> Trace:

@@ -40,9 +40,9 @@ from megatrain.step.settings import StepSettings
 FLOOR = 16384
 LONGEST = 131072
 USUAL = 32768
-"""Where the machine was not measured: enough for the usual cards (docs/planner.md)."""
+"""Tokens of a step where the machine was not measured: enough for usual cards (docs/planner.md)."""
 MOST_RANKS_TOKENS = 1 << 20
-"""Of a step that several ranks share: what a network needs beyond it, training rarely tolerates."""
+"""Most tokens of a step that several ranks share: larger global batches rarely train well."""
 VERY_LONG = 4
 """A very long step, in those of LONGEST tokens: nothing that a step has once matters any more."""
 ENOUGH = 0.95
@@ -128,7 +128,7 @@ class _Trial:
         self.profile, self.workload = profile, workload
         self.settings, self.pins = settings, pins
         self.row = workload.sequence
-        """Of the smallest step: one row, or one micro-batch if its size is given."""
+        """Tokens of the smallest step: one row, or one micro-batch if its size is given."""
         if "micro_batch_tokens" in pins:
             self.row = max(self.row, settings.micro_batch_tokens)
 

@@ -1,4 +1,4 @@
-"""What a step works on: a model, and so many tokens of rows of one length.
+"""The work of a step: a model, and so many tokens of rows of one length.
 
 Law (tests/planning/test_workload.py): the micro-batches of a step hold its tokens; only the last
 may be smaller. Of several ranks the first has most of them.
@@ -38,7 +38,7 @@ class Workload:
     projects_twice: bool = False
     """The loss needs all log-probabilities of a micro-batch before its gradients."""
     states: StatesByName = field(default_factory=lambda: STATES["adamw"], hash=False)
-    """What the optimizer keeps beside the fp32 master, by StepSettings.state."""
+    """States that the optimizer keeps beside the fp32 master, by StepSettings.state."""
     kept_checkpoints: int = 2
     """Checkpoints that stay on disk beside the one that is being written."""
     division: Division = SOLE_RANK
@@ -88,7 +88,7 @@ class Workload:
 
     @property
     def element_bytes(self) -> int:
-        """Of a weight, a hidden state or a gradient of one, as compute has them."""
+        """Bytes of an element of a weight, a hidden state or a gradient, as compute has them."""
         return 2 if self.dtype == "bf16" else 4
 
     def distinct_tokens(self) -> int:

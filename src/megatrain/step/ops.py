@@ -57,7 +57,7 @@ LIMITS: Mapping[str, str] = {
     "disk": "disk: optimizer states on their way to an update and back",
     "host": "host: it issues work slower than the device does it; larger micro-batches help",
 }
-"""What can limit a step, and the sentence that explains it."""
+"""Limits of a step, and the sentence that explains each."""
 PARTS: Mapping[str, str] = {
     "compute": "compute",
     "fetch": "fetching weights",
@@ -70,7 +70,7 @@ PARTS: Mapping[str, str] = {
 
 
 class OpKind(StrEnum):
-    """What an op does."""
+    """The kinds of op."""
 
     FETCH = "fetch"  # weights of a block into its slot
     GATHER = "gather"  # the parts of other ranks into that slot
@@ -105,9 +105,9 @@ class OpSpec:
 
     lane: str
     limit: str
-    """What limits a step that waits for ops of this kind: one of LIMITS."""
+    """The limit of a step that waits for ops of this kind: one of LIMITS."""
     part: str
-    """What the time counts as that compute waits for it: one of PARTS."""
+    """The part of a step's time that waiting for it counts as: one of PARTS."""
     color: str
     """Its color in the timeline, a variable of the report's style."""
     ends_step: bool = True
@@ -138,7 +138,7 @@ SPECS: Mapping[OpKind, OpSpec] = {
 
 
 class Role(StrEnum):
-    """What a block is for."""
+    """The use of a block."""
 
     EMBEDDING = "embedding"
     LAYER = "layer"
@@ -156,14 +156,14 @@ class Op:
     role: Role | None = None
     """The role of that block."""
     piece: int | None = None
-    """Of the vocabulary; None where that is not cut."""
+    """Piece of the vocabulary; None where that is not cut."""
     num_pieces: int = 1
     """Into which it is cut."""
     micro: int | None = None
     slot: SlotId | None = None
     """Slot of the block's weights; None where compute reads them in the store."""
     grad_slot: SlotId | None = None
-    """Where this block's own gradient, or a piece of it, adds up; None if the block is frozen."""
+    """Slot in which the block's own gradient, or a piece of it, adds up; None if it is frozen."""
     tape_slot: int | None = None
     """Ring slot of the layer's input; None when the tape is on the device."""
     host_grad: SlotId | None = None
@@ -177,11 +177,11 @@ class Op:
     keeps_input: bool = False
     """The layer's input goes onto the tape."""
     keeps_activations: bool = False
-    """Of FORWARD: its activations stay on the device. Of BACKWARD: they are there."""
+    """FORWARD leaves its activations on the device, and BACKWARD finds them there."""
     passes_gradient: bool = False
     """A block below is trained: the gradient of this block's input is wanted."""
     comes_again: bool = False
-    """Of the first of two backwards: the second reads the same inputs, so they stay."""
+    """It belongs to the first of two backwards: the second reads the same inputs, so they stay."""
     reads: tuple[Resource, ...] = ()
     writes: tuple[Resource, ...] = ()
 

@@ -1,4 +1,4 @@
-"""Where the bytes of each block pass: slots, rings and buffers, by name or by turn.
+"""The places that a block's bytes pass: slots, rings and buffers, by name or by turn.
 
 Laws (tests/step/test_resources.py)
     1. Layer b lives in slot (b-1) % slots, in forward and in backward, so at the turn the last
@@ -26,15 +26,15 @@ from megatrain.step.shape import StepShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPlaces:
-    """Where the bytes of one block pass on their way."""
+    """The places that the bytes of one block pass on their way."""
 
     role: Role
     slot: SlotId | None
     """None: never fetched, compute reads the store."""
     weights: Resource
-    """What compute reads: the slot, or the store itself."""
+    """Weights that compute reads: the slot, or the store itself."""
     grad_slots: tuple[SlotId, ...]
-    """Of its pieces, one after another, which for most blocks is one. None: frozen."""
+    """Slots of its pieces, one after another, which for most blocks is one. None: frozen."""
     host_grad: SlotId | None
     """None: frozen, or the gradient has its own place, grad[b]."""
     drained: Resource
@@ -42,7 +42,7 @@ class BlockPlaces:
     tier_slot: SlotId | None
     """None: frozen, or masters and moments stay in host memory."""
     master: Resource
-    """What an update works in: master[b], or the ring between it and the disk."""
+    """Memory that an update works in: master[b], or the ring between it and the disk."""
 
 
 def block_places(shape: StepShape) -> list[BlockPlaces]:

@@ -204,7 +204,7 @@ class OpTable:
         )
 
     def exchange(self, block: int, piece: int | None = None) -> Op:
-        """Of the same piece as the drain that follows."""
+        """It has the same piece as the drain that follows."""
         drain = self.drain(block, piece)
         return replace(
             drain,

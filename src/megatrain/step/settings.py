@@ -38,7 +38,7 @@ class StepSettings:
     state: Literal["fp32", "bf16", "8bit"] = "fp32"
     """How exactly the optimizer keeps its states; masters are fp32 in all of them."""
     tier: Literal["none", "states", "gradients"] = "none"
-    """What is on disk between updates: nothing, remainders and states, or gradients as well."""
+    """The part on disk between updates: nothing, remainders and states, or gradients as well."""
     chunk_tokens: int = CHUNK_TOKENS
     """Tokens whose logits exist at a time."""
     kept_layers: int = 0

@@ -45,13 +45,13 @@ class StepShape:
     """Host gradient buffers that the layers rotate through, where gradients do not wait in the
     store: updates run in a backward, or gradients wait on disk."""
     tier: Literal["none", "states", "gradients"] = "none"
-    """What is on disk between updates: nothing, masters and moments, or gradients as well."""
+    """The part on disk between updates: nothing, masters and moments, or gradients as well."""
     tier_slots: int = 2
     """Host buffers between disk and updates that the layers rotate through."""
     tied: bool = False
     """The head reads the embedding's weights too, and adds to their gradient before it does."""
     gather_embedding: bool = False
-    """Of the embedding only the rows of the step's tokens visit the device."""
+    """Only the rows of the step's tokens visit the device, not the full embedding."""
     divided: bool = False
     """Ranks own a part of each block: weights are gathered, and gradients exchanged."""
     balances: bool = False

@@ -46,9 +46,9 @@ class Lever:
     frugal_turn: ClassVar[int] = 0
     """Its place among those by whose `given_up` equally fast settings are chosen; 0: none."""
     headroom: ClassVar[Mapping[str, float]] = {}
-    """By purpose of a line of the ledger: the share to keep free beside it."""
+    """Shares to keep free beside lines of the ledger, by their purpose."""
     fix_cost: ClassVar[float] = 0.0
-    """What `fix` costs (planning/fixes.py); 0: there is none."""
+    """Cost of `fix` (planning/fixes.py); 0: there is none."""
     fills_gap: ClassVar[bool] = False
     """Its fix gives up as much as is missing, and so comes after those of fixed size."""
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from megatrain.planning.search import Search
 
 TAPE_ALIGNMENT = 256
-"""As in engine/tape.py, which needs torch; a test holds them equal."""
+"""The same number as in engine/tape.py, which needs torch; a test compares them."""
 
 
 class Tape(Lever):

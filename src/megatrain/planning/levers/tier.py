@@ -27,7 +27,7 @@ LEAST_SAVED = 1 << 20
 
 
 class Tier(Lever):
-    """What is on disk between updates."""
+    """The kinds that are on disk between updates."""
 
     name = "tier"
     makes_home = True

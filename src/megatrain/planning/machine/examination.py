@@ -1,4 +1,4 @@
-"""What `megatrain doctor` found: facts and measured rates of this machine, for people and plans.
+"""Results of `megatrain doctor`: facts and measured rates of this machine, for people and plans.
 
 Measured by doctor/examine.py, which needs torch; read and shown here, which does not. The
 examination is kept under the machine's key, and `measured_profile` finds it again.
@@ -38,11 +38,11 @@ class Examination:
     kernel: str
     """Which optimizer kernel was measured."""
     folder: str
-    """Where the disk was measured; empty if doctor was stopped before that."""
+    """Folder in which the disk was measured; empty if doctor was stopped before that."""
     when: str
     seconds: float
     placement: str = ""
-    """Where arenas and threads of a run go."""
+    """Placement of a run's arenas and threads."""
     load: float = 0.0
     """Others' processes that wanted a core when it began."""
 

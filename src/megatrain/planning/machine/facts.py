@@ -38,12 +38,12 @@ class HostFacts:
     """Those this process may run on, or could when it began."""
     ram_bytes: int
     group_limit_bytes: int | None
-    """What the control group may hold; None: no limit."""
+    """Bytes that the control group may hold; None: no limit."""
     memlock_bytes: int | None
-    """What may be pinned; None: no limit."""
+    """Bytes that may be pinned; None: no limit."""
     numa_nodes: int
     gpus: tuple[str, ...]
-    """Of NVIDIA, as their driver names them; others show when torch is asked."""
+    """NVIDIA's devices, as their driver names them; torch knows the others."""
     versions: dict[str, str]
 
     @property

@@ -1,4 +1,4 @@
-"""What is between ranks: links inside a host, and a network between hosts.
+"""The network between ranks: links inside a host, and a network between hosts.
 
 Rates are those of one direction while both are in use, which is what collectives do. Between hosts
 all ranks of a host share one rate.
@@ -23,13 +23,13 @@ class Network:
     name: str = "assumed"
     """For people: where the figures are from."""
     peer_bytes_per_s: float
-    """What a rank gets from the others of its host, all at once."""
+    """Bytes per second that a rank gets from the others of its host, all at once."""
     peer_latency_s: float = 3e-5
-    """Of one message between them."""
+    """Latency of one message between them."""
     own_links: bool = False
     """Devices have links to each other. Else their bytes take host memory and the ranks' links."""
     host_bytes_per_s: float | None = None
-    """What a host gets from all others; None: not known."""
+    """Bytes per second that a host gets from all others; None: not known."""
     host_latency_s: float = 1e-4
     exchange_share: float = 1.0
     """The rate of an exchange over that of a gather."""

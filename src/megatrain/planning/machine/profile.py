@@ -55,16 +55,16 @@ class MachineProfile:
     disk_bytes: int = 0
     """Disk that a run may use as a tier of its memory; 0: none."""
     base_bytes: int = 700 << 20
-    """What Python and libraries hold before a model is loaded."""
+    """Host bytes of Python and libraries before a model is loaded."""
 
     device: str = ""
     """Name of the device, as people know it."""
     device_bytes: int
     """Device memory that a run may use; 0 if it is the host's."""
     reserved_bytes: int = 0
-    """Of the device's, what libraries take beside the lines of the ledger (reserve.py)."""
+    """Share of the device's memory that libraries take beside the ledger's lines (reserve.py)."""
     reserved_pinned_share: float = 0.0
-    """Of pinned host memory, what the driver's tables of it take on the device."""
+    """Share of pinned host memory that the driver's tables of it take on the device."""
     unified: bool = False
     """True: compute reads weights in host memory (a CPU); nothing is fetched."""
     integrated: bool = False
@@ -90,14 +90,14 @@ class MachineProfile:
     backward_issue_s: float = 0.0
     """The same of its backward, recompute included."""
     expert_wait_s: float = 0.0
-    """What a forward of experts waits for the device; 0: their products are one kernel."""
+    """Seconds that a forward of experts waits for the device; 0: their products are one kernel."""
 
     copy_in_bytes_per_s: float
     """Host to device, alone."""
     copy_out_bytes_per_s: float
     """Device to host, alone."""
     duplex_share: float = 0.9
-    """Of its rate alone, what each direction keeps while both are busy."""
+    """Share of its rate alone that each direction keeps while both are busy."""
     pinned_bytes: int = 0
     """Most host memory that can be pinned; 0: no limit but `ram_bytes`."""
     unpinned_share: float = 0.4

@@ -28,7 +28,7 @@ LIBRARY_BYTES = 750_000_000
 PAGE_TABLE_SHARE = 0.004
 _LARGEST_PART = 8
 INTEGRATED_SHARE = 0.9
-"""Of free memory, what a run may use where it is the device's too."""
+"""Share of free memory that a run may use where it is the device's too."""
 
 
 def with_reserve(profile: MachineProfile) -> MachineProfile:

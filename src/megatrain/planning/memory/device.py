@@ -32,7 +32,7 @@ from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
 
 PLANNED_OUTBOX_BYTES = 64 << 20
-"""As in engine/gradients/outbox.py, which needs torch; a test compares them."""
+"""The same number as in engine/gradients/outbox.py, which needs torch; a test compares them."""
 
 
 def device_lines(

@@ -1,4 +1,4 @@
-"""What the kernels of a device hold beside their results."""
+"""Memory that the kernels of a device hold beside their results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatrain.step.settings import DEVICE_PART_ELEMENTS, PART_ELEMENTS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """Of one device. A rehearsal on the meta device has none of it."""
+    """Kernels of one device. A rehearsal on the meta device holds none of it."""
 
     widens: bool = False
     """A sum of fp32 and bf16 first makes fp32 of the latter."""

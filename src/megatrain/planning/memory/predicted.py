@@ -37,9 +37,9 @@ from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
 
 DEVICE_SHARE = "device memory"
-"""Of the host's, what an integrated device takes: the sum of the lines of the device."""
+"""Purpose of the host's line with what an integrated device takes: the sum of its lines."""
 SAVE_BYTES = 64 << 20
-"""What writing a checkpoint or an export holds beside the store."""
+"""Bytes that writing a checkpoint or an export holds beside the store."""
 COMMUNICATOR_BYTES = 512 << 20
 """Assumed of NCCL: the buffers of its channels."""
 TIER_SAVE_BYTES = 64 << 20

@@ -1,4 +1,4 @@
-"""What a collective takes: bytes that others have, over what is between them and us.
+"""The cost of a collective: bytes that others have, over the network between them and us.
 
     gather      into a slot, from each of the others its part
     exchange    a gradient: to each of the others its part; a rank adds up what it then has
@@ -20,7 +20,7 @@ from megatrain.planning.model.shapes import BlockShape, Dtype
 from megatrain.planning.ranks.division import Division
 
 PLANNED_EXCHANGE_BYTES = 64 << 20
-"""As in engine/exchange.py, which needs torch; a test holds them equal."""
+"""The same number as in engine/exchange.py, which needs torch; a test compares them."""
 ADDED_BYTES = 16
 """Device memory traffic of an exchange per element: rounded sums written, parts read and added."""
 _PEER_PASSES, _HOST_PASSES = 2, 4
@@ -29,15 +29,15 @@ _PEER_PASSES, _HOST_PASSES = 2, 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """What one takes of a rank."""
+    """The cost of one collective for a rank."""
 
     seconds: float
     num_bytes: int
-    """That it gets, or sends."""
+    """Bytes that the rank gets, or sends."""
     dram_bytes: float
     """Host memory traffic."""
     link_share: float
-    """Of the rank's link, both ways, while it lasts."""
+    """Share of the rank's link that it uses, both ways, while it lasts."""
 
 
 class Collectives:
@@ -52,7 +52,7 @@ class Collectives:
 
     @property
     def latency_s(self) -> float:
-        """Of the smallest collective: a message of each of the others."""
+        """Latency of the smallest collective: one message from each of the others."""
         between_hosts = self._division.num_hosts > 1
         network = self._network
         hop = network.host_latency_s if between_hosts else network.peer_latency_s

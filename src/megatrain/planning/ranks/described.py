@@ -1,4 +1,4 @@
-"""What a plan says of its ranks: how many, where, and which of its figures is of whom."""
+"""The ranks in the text of a plan: how many, where, and which of its figures is of whom."""
 
 from __future__ import annotations
 

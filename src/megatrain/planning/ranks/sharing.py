@@ -21,8 +21,8 @@ from megatrain.planning.machine.profile import FlopRate, MachineProfile
 from megatrain.planning.ranks.division import Division
 
 PEERS_SHARE = 0.5
-"""Of the link's rate, what devices get from each other through host memory: each byte crosses out
-and in, in chunks that wait for each other."""
+"""Share of the link's rate that devices get from each other through host memory: each byte crosses
+out and in, in chunks that wait for each other."""
 LOCAL_BYTES_PER_S = 1e9
 """Between processes on a CPU that was not measured."""
 
