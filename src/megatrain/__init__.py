@@ -58,7 +58,7 @@ _HOMES = {
     "PolicyGradient": "megatrain.losses.policy_gradient",
     "Rollout": "megatrain.rewards.rollouts",
     "RunProgress": "megatrain.run.callbacks",
-    "StepResult": "megatrain.engine.batch",
+    "StepResult": "megatrain.engine.results",
     "StepSettings": "megatrain.step.settings",
     "Trainer": "megatrain.run.trainer",
     "accelerator": "megatrain.devices.accelerator",

@@ -183,7 +183,7 @@ def test_a_step_that_fails_drops_its_graphs(monkeypatch: pytest.MonkeyPatch) -> 
     ("settings", "text"),
     [
         ({"kept_layers": 6}, "kept_layers is 6, must be between 0 and the 5 layers"),
-        ({"kept_layers": 1, "tile_tokens": 4}, "kept_layers is 1 and tile_tokens 4: "),
+        ({"kept_layers": 1, "tile_tokens": 4}, "kept_layers is 1 and tiles have 4 tokens: "),
     ],
 )
 def test_what_cannot_be_kept_is_refused(settings: dict[str, Any], text: str) -> None:
