@@ -278,6 +278,7 @@ def test_dropout_draws_the_same_numbers_and_evaluation_none() -> None:
     assert not same(evaluated, trained)
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_recompute_draws_what_forward_drew(backend: str) -> None:
     """Not to the bit: these backends divide by the rate elsewhere than torch's dropout does."""

@@ -200,6 +200,7 @@ def test_a_user_who_set_everything_is_told_so() -> None:
     }
 
 
+@pytest.mark.merge
 def test_planning_the_largest_with_bounded_effort() -> None:
     def plan() -> None:
         assert plan_of(LARGEST, SERVER, 64 * 8192).fits

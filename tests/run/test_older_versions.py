@@ -125,7 +125,7 @@ def test_a_run_of_an_older_version_is_read(archive: Path, monkeypatch: pytest.Mo
     assert "<!DOCTYPE html>" in Path("run/report.html").read_text()
 
 
-@pytest.mark.few(1)
+@pytest.mark.merge
 @pytest.mark.parametrize("archive", EXACT, ids=_named)
 def test_it_ends_in_the_bits_that_its_version_gives(
     archive: Path, monkeypatch: pytest.MonkeyPatch

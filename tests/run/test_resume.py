@@ -301,6 +301,7 @@ def test_keep_rules_and_links(world: Path, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "best").resolve() == best.path
 
 
+@pytest.mark.merge
 def test_a_disk_that_fails_does_not_end_training(world: Path, tmp_path: Path) -> None:
     """A full one neither, but at its end the run waits for room: test_full_disk."""
     setting = Setting()

@@ -66,6 +66,7 @@ def test_a_run_trains_saves_resumes_and_exports_the_scaling(world: Path, tmp_pat
             run(_config(world, tmp_path / "stopped", other), resume=True)
 
 
+@pytest.mark.merge
 def test_scaling_that_training_drops_would_be_noticed(world: Path, tmp_path: Path) -> None:
     whole = run(_config(world, tmp_path / "scaled", ROPE))
     assert whole is not None

@@ -98,13 +98,18 @@ def test_small_shapes_are_more_than_ten_thousand() -> None:
 
 
 @pytest.mark.parametrize("part", at_a_push(range(4), 1))
-@pytest.mark.parametrize("num_layers", range(1, 9))
+@pytest.mark.parametrize(
+    "num_layers",
+    [*range(1, 6), *(pytest.param(n, marks=pytest.mark.merge) for n in range(6, 9))],
+)
 def test_every_small_shape_keeps_all_laws(num_layers: int, part: int) -> None:
     for shape in itertools.islice(small_shapes(num_layers), part, None, 4):
         check_schedules(shape, two_steps(shape))
 
 
-@pytest.mark.parametrize("num_layers", [1, 2, 5])
+@pytest.mark.parametrize(
+    "num_layers", [1, *(pytest.param(n, marks=pytest.mark.merge) for n in (2, 5))]
+)
 def test_declarations_alone_order_the_ops(num_layers: int) -> None:
     for shape in small_shapes(num_layers):
         if shape.num_micro == 2:

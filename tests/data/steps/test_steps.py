@@ -47,7 +47,7 @@ def _run(
     return found
 
 
-@pytest.mark.few(1)
+@pytest.mark.merge
 @pytest.mark.parametrize("packing", [True, False])
 def test_a_thousand_stops_lose_and_repeat_nothing(packing: bool) -> None:
     """Each stop goes through JSON into new objects, as after a kill."""
