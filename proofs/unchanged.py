@@ -126,7 +126,7 @@ def _run(folder: Path, dtype: Any, levers: dict[str, Any], *, simulated: bool) -
     digest = hashlib.sha256(repr(said).encode())
     for param in home.decoder.params:
         for kind in home.store.kinds:
-            if kind.fp32 is None and dtype == "fp32":
+            if kind.fp32 is None and str(param.dtype) == "torch.float32":
                 continue
             if param.trained or kind.is_for_frozen:
                 digest.update(_bytes(home.store.param(param.name, kind)))
