@@ -46,7 +46,7 @@ class RankCase:
     shapes: tuple[tuple[int, int], ...] = ((2, 24), (1, 17), (3, 9))
     """Rows and length of the micro-batches of a step."""
     form: Literal["plain", "padded", "packed"] = "plain"
-    update: Literal["late", "in_backward"] = "late"
+    update: Literal["late", "in_backward", "second_backward"] = "late"
     state: Literal["fp32", "bf16", "8bit"] = "fp32"
     dtype: Literal["bf16", "fp32"] = "bf16"
     num_steps: int = 3
@@ -67,7 +67,7 @@ class RankCase:
         return [make_batch(shapes, seed=n, **marks) for n, shapes in enumerate(turned)]
 
     def optimizer(self, **changes: Any) -> AdamW:
-        clips = {"max_grad_norm": 1.0} if self.update == "late" else {}
+        clips = {} if self.update == "in_backward" else {"max_grad_norm": 1.0}
         return AdamW(learning_rate=1e-2, weight_decay=0.1, state=self.state, **(clips | changes))
 
     def model(self) -> PreTrainedModel:

@@ -20,6 +20,7 @@ from megatrain.step.shape import StepShape
 from testkit.engines import make_engine
 from testkit.families import COVERING, save_tiny
 from testkit.plain import make_batch
+from testkit.rank_training import RankCase, ranks_of
 from testkit.states import steps_of
 from testkit.worlds import SORTS, Case, world_of
 from testkit.worlds import make_batch as small_batch
@@ -57,6 +58,17 @@ def test_so_are_those_of_every_structure(family: str, dtype: Any, tmp_path: Path
         late, twice = (_trained(folder, dtype, update, clip) for update in ("late", "twice"))
         assert twice[0] == late[0]
         assert [name for name in late[1] if not torch.equal(late[1][name], twice[1][name])] == []
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_have_the_bits_of_their_late_clipping(size: int) -> None:
+    case = RankCase(size=size)
+    late, twice = (ranks_of(replace(case, update=update)) for update in ("late", "second_backward"))
+    for expected, found in zip(late, twice, strict=True):
+        assert [r.grad_norm for r in found.results] == [r.grad_norm for r in expected.results]
+        assert [r.loss for r in found.results] == [r.loss for r in expected.results]
+        for name, values in found.state.items():
+            assert torch.equal(values, expected.state[name]), name
 
 
 def test_a_step_that_does_not_clip_would_be_noticed(tmp_path: Path) -> None:
