@@ -18,7 +18,8 @@ CASES = [
     ("gpt-oss-120b", ["optim.state=fp32", UNCLIPPED], "H200", "1.5TB", None, "fp32 none"),
     ("gpt-oss-120b", [], "H200", "1.5TB", None, "bf16 none"),
     ("Qwen3-8B", [UNCLIPPED], "24GB", "64GB", None, "8bit none"),
-    ("Qwen3-8B", [], "24GB", "64GB", "1TB", "fp32 states"),
+    ("Qwen3-8B", [], "24GB", "64GB", None, "8bit none"),
+    ("Qwen3-8B", [], "24GB", "52GB", "1TB", "fp32 states"),
     ("Qwen3-14B", [], "24GB", "128GB", None, "8bit none"),
     ("Qwen3-32B", [], "24GB", "128GB", "2TB", "fp32 gradients"),
     ("Llama-3.1-70B", [], "80GB", "768GB", None, "bf16 none"),
@@ -53,7 +54,7 @@ def test_it_fits(
     assert found.fits, str(found)
     chosen = found.plan.settings
     assert f"{chosen.state} {chosen.tier}" == home
-    assert UNCLIPPED in settings or chosen.update == "late", "clipping stays exact"
+    assert UNCLIPPED in settings or chosen.update != "in_backward", "clipping stays exact"
     assert (found.plan.wear is not None) == (chosen.tier != "none")
 
 
@@ -81,9 +82,9 @@ def test_the_longest_row_of_8b(card: str, longest: int) -> None:
 
 @pytest.mark.merge
 def test_a_machine_that_is_too_small_would_be_noticed() -> None:
-    assert not estimate("Mistral-Large", ["train.batch_tokens=32k"], gpu="H200", ram="900GB").fits
+    assert not estimate("Mistral-Large", ["train.batch_tokens=32k"], gpu="H200", ram="750GB").fits
     assert not estimate("Qwen3-32B", ["train.batch_tokens=32k"], gpu="24GB", ram="128GB").fits
-    assert not estimate("Llama-3.1-70B", gpu="24GB", ram="64GB", hosts=8, network="25GbE").fits
+    assert not estimate("Llama-3.1-70B", gpu="24GB", ram="48GB", hosts=8, network="25GbE").fits
     assert not estimate("Llama-3.1-70B", gpu="24GB", ram="128GB", lora=16).fits
     assert not estimate("Llama-3.1-70B", gpu="24GB", ram="192GB").fits
     assert not estimate("Mistral-Large", gpu="H100 SXM", ram="512GB", gpus=8).fits

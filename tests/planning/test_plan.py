@@ -38,13 +38,13 @@ TOO_SMALL = [
     DESKTOP.changed(name="small card", device_bytes=3 * GIB),
     DESKTOP.changed(name="both small", ram_bytes=30 * GIB, device_bytes=4 * GIB),
     PROCESSOR.changed(name="processor", ram_bytes=16 * GIB),
-    SERVER.changed(name="512 GiB", ram_bytes=480 * GIB, device_bytes=22 * GIB),
+    SERVER.changed(name="400 GiB", ram_bytes=380 * GIB, device_bytes=22 * GIB),
 ]
 REFUSED = [
     (model, profile)
     for model, profile in itertools.product((EIGHT, EXPERTS, SEVENTY, LARGEST, TIED), TOO_SMALL)
-    if not (profile.name == "512 GiB" and model in (EIGHT, EXPERTS, TIED))
-    if not (profile.name == "64 GiB" and model is TIED)
+    if not (profile.name == "400 GiB" and model in (EIGHT, EXPERTS, TIED))
+    if not (profile.name == "64 GiB" and model in (EIGHT, TIED))
 ]
 
 
