@@ -6,7 +6,9 @@ import re
 
 import pytest
 
+from megatrain.planning.machine.profile import NOT_MEASURED
 from megatrain.planning.memory.predicted import predicted_ledger
+from megatrain.planning.plan import make_plan
 from megatrain.planning.search import Search, shortfalls
 from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
@@ -56,3 +58,12 @@ def test_tiles_name_what_full_rows_lack() -> None:
     assert re.fullmatch(r"full rows need .* GiB more device memory", reasons["tile_tokens"])
     assert _reasons(128)["tile_tokens"] == "full rows fit"
     assert {"grad_slots", "head_pieces"} <= reasons.keys()
+
+
+def test_a_second_backward_is_told_where_no_time_is_known() -> None:
+    for ram, told in ((55, True), (128, False)):
+        machine = DESKTOP.changed(ram_bytes=ram * GIB, source=NOT_MEASURED)
+        plan = make_plan(machine, WORKLOAD)
+        assert plan.fits
+        assert ("update" in plan.reasons) is told
+        assert ("waiting gradients are" in str(plan)) is told
