@@ -51,7 +51,7 @@ class _Form(NamedTuple):
 
 
 class Tape:
-    """Inputs by layer and micro-batch. Not thread-safe but where the schedule orders its users."""
+    """Inputs by layer and micro-batch. Not thread-safe: the schedule orders its users."""
 
     def __init__(self, home: Home, *, on_host: bool, num_ring_slots: int) -> None:
         self._home = home

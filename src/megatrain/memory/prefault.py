@@ -5,7 +5,7 @@ parallel, on the nodes of the arena's policy, with progress. On a host whose mem
 the kernel may spend seconds to make each huge page: then the rest of the arena gets small ones.
 
 Laws (tests/memory/test_prefault.py)
-    1. Every page is resident then, and no byte has changed.
+    1. Afterwards every page is resident, and no byte has changed.
     2. Where huge pages collapse the rate, the pieces that follow have small pages.
     3. A kernel without MADV_POPULATE_WRITE touches pages in the same order.
 """

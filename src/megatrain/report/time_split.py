@@ -75,12 +75,12 @@ def _chart(run: Run, parts: Sequence[str]) -> Html:
     ends = [*starts[1:], split[-1][0] + 1]
     tops = [sum(means[part][start] for part in parts) for start in starts]
     steps, values = step_axis([starts[0], ends[-1]]), value_axis(tops, from_zero=True)
+    edges = [(steps.place(start), steps.place(end))
+             for start, end in zip(starts, ends, strict=True)]  # fmt: skip
     floor = [0.0] * len(starts)
     areas = []
     for part in parts:
         roof = [low + means[part][start] for low, start in zip(floor, starts, strict=True)]
-        edges = [(steps.place(start), steps.place(end))
-                 for start, end in zip(starts, ends, strict=True)]  # fmt: skip
         over = [(x, values.place(y)) for pair, y in zip(edges, roof, strict=True) for x in pair]
         under = [(x, values.place(y)) for pair, y in zip(edges, floor, strict=True) for x in pair]
         areas.append(tag("path", class_=_look(part), d=path(over + under[::-1]) + "Z"))

@@ -43,6 +43,16 @@ def test_a_tool_call_is_the_same_in_every_form(turn: Any) -> None:
     assert _message(turn) == CALLING
 
 
+def test_a_second_role_or_content_says_the_same_or_the_turn_is_bad() -> None:
+    keys = ("from", "value")
+    turn = {"from": "human", "value": "hello"}
+    for beside in ({"role": "user"}, {"content": "hello"}, {"content": None}):
+        assert _message({**turn, **beside}, keys) == _message(turn, keys)
+    for beside in ({"role": "assistant"}, {"content": "goodbye"}):
+        with pytest.raises(BadRow, match=f"another {next(iter(beside))} beside them"):
+            _message({**turn, **beside}, keys)
+
+
 def test_parallel_calls_keep_their_order_and_ids() -> None:
     calls = [{"id": str(n), **CALL} for n in range(3)]
     assert _message({**CALLING, "tool_calls": calls})["tool_calls"] == calls

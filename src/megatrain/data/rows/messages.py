@@ -94,16 +94,24 @@ def read_turn(turn: object, number: int, keys: tuple[str, str]) -> Turn:
     content = _content(turn, content_key, role, number, may_be_null=bool(given.get("tool_calls")))
     _put_reasoning(given, number)
     check_encodable(given, f"turn {number}")
+    _drop_doubles(given, role, content, number, keys)
     return Turn(
-        message={"role": role, "content": content, **_without_names(given)},
+        message={"role": role, "content": content, **given},
         is_trained=_is_trained(turn, role, number),
         others=tuple(str(key) for key in given if key not in _READ),
     )
 
 
-def _without_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keys that do not collide with role and content."""
-    return {key: value for key, value in given.items() if key not in ("role", "content")}
+def _drop_doubles(
+    given: dict[str, Any], role: str, content: str | None, number: int, keys: tuple[str, str]
+) -> None:
+    """Forget `role` and `content` beside keys of other names, if they say the same."""
+    same_role = ROLES.get(str(given.pop("role", role)).strip().lower()) == role
+    if not same_role or given.pop("content", content) != content:
+        other = "content" if same_role else "role"
+        raise BadRow(
+            OTHER_SHAPE, f"turn {number} has {' and '.join(keys)}, and another {other} beside them"
+        )
 
 
 def _content(

@@ -40,10 +40,10 @@ DEVICE_SHARE = "device memory"
 """Purpose of the host's line with what an integrated device takes: the sum of its lines."""
 SAVE_BYTES = 64 << 20
 """Bytes that writing a checkpoint or an export holds beside the store."""
+TIER_SAVE_BYTES = 64 << 20
+"""Bytes more if the state comes from a disk tier, a few chunks ahead of the writer."""
 COMMUNICATOR_BYTES = 512 << 20
 """Assumed of NCCL: the buffers of its channels."""
-TIER_SAVE_BYTES = 64 << 20
-"""More, where the state comes from a disk tier, a few chunks ahead of the writer."""
 
 
 def predicted_ledger(profile: MachineProfile, workload: Workload, settings: StepSettings) -> Ledger:
@@ -75,8 +75,8 @@ def predicted_ledger(profile: MachineProfile, workload: Workload, settings: Step
     else:
         pinned = list(_pinned_lines(workload, settings))
         device = [*pinned, *device, reserve_line(profile, [*pinned, *rings])]
-        talks = 0 if division.is_alone else COMMUNICATOR_BYTES
-        device.append(Line(place="device", purpose="communicators", num_bytes=talks))
+        buffers = 0 if division.is_alone else COMMUNICATOR_BYTES
+        device.append(Line(place="device", purpose="communicators", num_bytes=buffers))
     if profile.integrated:
         total = Ledger(device).total("device")
         host.append(Line(place="host", purpose=DEVICE_SHARE, num_bytes=total))
