@@ -18,6 +18,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,10 @@ LEVERS: tuple[dict[str, Any], ...] = (
 """Settings of runs, in turn; what a model or a device cannot do is left out of them."""
 
 
-def plan_hashes() -> dict[str, str]:
+def plan_hashes(plans: Sequence[str] = PLANS) -> dict[str, str]:
     """Return the hash of each plan, or of the message by which it is refused."""
     found = {}
-    for words in PLANS:
+    for words in plans:
         command = [sys.executable, "-m", "megatrain", "estimate", *words.split(), "--json"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         said = done.stdout if done.stdout.strip() else done.stderr
@@ -72,8 +73,8 @@ def plan_hashes() -> dict[str, str]:
     return found
 
 
-def run_hashes() -> dict[str, str]:
-    """Return the hash of each run."""
+def run_hashes(only: Collection[str] = ()) -> dict[str, str]:
+    """Return the hash of each run, or of those of a few families."""
     import torch
 
     from testkit.families import COVERING, save_tiny
@@ -81,6 +82,8 @@ def run_hashes() -> dict[str, str]:
     torch.set_num_threads(1)
     found = {}
     for number, family in enumerate(COVERING):
+        if only and family not in only:
+            continue
         for dtype in ("fp32", "bf16"):
             levers = LEVERS[(number + (dtype == "bf16")) % len(LEVERS)]
             simulated = bool((number + 2 * (dtype == "bf16")) % 3)
