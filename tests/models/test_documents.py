@@ -255,7 +255,7 @@ def test_the_kernel_is_not_asked_for_what_it_cannot_do() -> None:
         plain: Any = make(config, query[0], None, None)
         other: Any = make(config, query[0], None, None, or_mask_function=lambda *_: True)
     assert (plain.window, other.window) == (0, None)
-    assert not by_document._kernel_takes(query, query, query, plain, {})  # it is not on CUDA
+    assert not by_document._kernel_takes(query, query, query, plain, {})  # it is on the host
 
 
 # Law 4: transformers is as it was.

@@ -5,8 +5,8 @@ tokens meet in attention only. While a `PackedDocuments` is attended to, attenti
 each document, on its own slice of the row, with the mask that transformers would make for the
 document alone: none for plain causal attention, else one as large as the document. Masks for the
 whole row are not made. What a layer adds to attention (soft-cap, sinks, a window) is its own code
-and stays. On CUDA one kernel of torch 2.12 or newer takes all documents, where it can do what the
-layer asks for.
+and stays. On a device one kernel of torch 2.12 or newer takes all documents, if it can do what the
+layer asks for: a call with two tokens finds out, once for each form of attention.
 
 Layers that do something else with masks, or do not ask transformers for attention, are not
 in BY_DOCUMENT. Those in models/isolation.py keep documents apart by masks, as does every family
@@ -17,7 +17,7 @@ Laws (tests/models/test_documents.py)
     1. In BY_DOCUMENT hidden states, logits and their gradients are those of the plain model on each
        document alone, bit for bit; in every other family something fails, or they are not.
     2. No tensor of tokens x tokens is made, but of a document.
-    3. The kernel is asked for the attention that the mask describes.
+    3. The kernel is asked for the attention that the mask describes, and only if it has that form.
     4. After the block, failed or not, transformers has its own functions again.
 """
 
@@ -26,11 +26,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.nn.functional import pad
 from transformers import AttentionMaskInterface, AutoConfig, PreTrainedConfig, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_masks_for_generate
@@ -66,6 +67,8 @@ must be one of BY_DOCUMENT too."""
 TAKES_MASKS = frozenset({"afmoe", "gpt_oss"})
 """Families (as of transformers 5.22) that forget, and take a mask for each kind of layer."""
 _NO_WINDOW = 0
+_WIDTHS = 8
+"""The kernel takes heads of widths that are a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +180,11 @@ def _attend(
     """
     assert isinstance(mask, PutOffMask), f"{type(module).__name__} made its own mask"
     if own is sdpa_attention_forward and _kernel_takes(query, key, value, mask, options):
-        return _by_kernel(documents, query, key, value, mask, options.get("scaling")), None
+        assert mask.window is not None
+        output = _by_kernel(
+            documents, query, key, value, window=mask.window, scaling=options.get("scaling")
+        )
+        return output, None
     # Not slices: the gradient of each would be a tensor of the whole row.
     lengths = documents.lengths
     cut = [tensor.split_with_sizes(lengths, dim=2) for tensor in (query, key, value)]
@@ -189,15 +196,65 @@ def _attend(
 def _kernel_takes(
     query: Tensor, key: Tensor, value: Tensor, mask: PutOffMask, options: Mapping[str, Any]
 ) -> bool:
-    """Return whether flash attention can do this: a question to torch, and not to the device."""
-    if compat.document_kernel() is None:
+    """Return whether the kernel can do this attention, on the device of its tensors."""
+    if compat.document_kernel() is None or query.device.type in ("cpu", "meta"):
         return False
-    if not query.is_cuda or mask.window is None or query.shape[-1] != value.shape[-1]:
+    if mask.window is None or query.shape[-1] != value.shape[-1]:
         return False
     if options.get("dropout") or options.get("is_causal") is False:
         return False
-    has_groups = query.shape[1] != key.shape[1]
-    return can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, True, has_groups))
+    return kernel_runs(
+        KernelForm(
+            device=query.device,
+            dtype=query.dtype,
+            heads=query.shape[1],
+            key_heads=key.shape[1],
+            width=query.shape[-1],
+            has_window=mask.window != _NO_WINDOW,
+        )
+    )
+
+
+class KernelForm(NamedTuple):
+    """A form of attention that a kernel has or has not."""
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    key_heads: int
+    width: int
+    has_window: bool
+
+
+@cache
+def kernel_runs(form: KernelForm) -> bool:
+    """Return whether the kernel takes two tokens of this form, forward and backward.
+
+    Cards, dtypes and libraries differ in what they take; whoever cannot do it refuses before it
+    starts.
+    """
+    if form.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    heads = (form.heads, form.key_heads, form.key_heads)
+    with torch.enable_grad():
+        query, key, value = (
+            torch.zeros(
+                1, count, 2, form.width, dtype=form.dtype, device=form.device, requires_grad=True
+            )
+            for count in heads
+        )
+        bounds = torch.arange(0, 3, 2, dtype=torch.int32, device=form.device)
+        try:
+            output = _by_kernel(
+                PackedDocuments(lengths=(2,), bounds=bounds), query, key, value,
+                window=1 if form.has_window else _NO_WINDOW, scaling=1.0,
+            )  # fmt: skip
+            torch.autograd.grad(output, (query, key, value), torch.zeros_like(output))
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError):  # NotImplementedError is one too
+            return False
+    return True
 
 
 def _by_kernel(
@@ -205,26 +262,34 @@ def _by_kernel(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: PutOffMask,
+    *,
+    window: int,
     scaling: float | None,
 ) -> Tensor:
     kernel = compat.document_kernel()
     assert kernel is not None
-    bounds, longest = documents.bounds, documents.longest
+    bounds, longest, width = documents.bounds, documents.longest, query.shape[-1]
     output = kernel(
-        query[0].transpose(0, 1),  # (tokens, heads, width)
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
+        *(_for_kernel(tensor) for tensor in (query, key, value)),
         bounds,
         bounds,
         longest,
         longest,
-        scale=scaling,
+        scale=width**-0.5 if scaling is None else scaling,
         # Tokens before and after each; a window counts the token itself.
-        window_size=(mask.window - 1 if mask.window else -1, 0),
+        window_size=(window - 1 if window else -1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return output[None]
+    return output[None, ..., :width]
+
+
+def _for_kernel(tensor: Tensor) -> Tensor:
+    """Return (1, heads, tokens, width) as (tokens, heads, width), of a width that kernels take."""
+    flat = tensor[0].transpose(0, 1)
+    missing = -tensor.shape[-1] % _WIDTHS
+    if missing:
+        return pad(flat, (0, missing))
+    return flat if flat.stride(-1) == 1 else flat.contiguous()
 
 
 def with_packed_masks(

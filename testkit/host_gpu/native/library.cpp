@@ -1,5 +1,6 @@
 // The device as one translation unit: nearly all of the compiler's time goes into torch's headers,
 // and so it reads them once.
+#include "attention.cpp"
 #include "copies.cpp"
 #include "events.cpp"
 #include "faults.cpp"

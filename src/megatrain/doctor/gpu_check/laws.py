@@ -194,7 +194,7 @@ def packed_equals_alone(subject: Subject, tiny: TinyModel) -> str:
     model = tiny.resident.to(subject.place)
     _, gradients = resident_gradients(model, documents)
     expected = {"log-probabilities": _centered(_logprobs_alone(model, documents)), **gradients}
-    with tiny.engine(subject.new_device(), trains=False) as engine, _kernel_counted() as calls:
+    with tiny.engine(subject.new_device(), trains=False) as engine, kernel_counted() as calls:
         (logprobs,) = engine.logprobs([row])
         engine.step([row])
     trained = row.labels[:, 1:] != -100
@@ -232,7 +232,7 @@ def _distance(found: Tensor, expected: Tensor) -> float:
 
 
 @contextmanager
-def _kernel_counted() -> Iterator[list[None]]:
+def kernel_counted() -> Iterator[list[None]]:
     """Yield a list with an item for each call of torch's kernel for documents."""
     own = compat.document_kernel
     kernel: Any = own()
