@@ -34,6 +34,8 @@ from megatrain.step.settings import StepSettings
 LAW_DEADLINE_S = 60.0
 """For a lane of a tiny model to make progress."""
 _VOCABULARY = 96
+_LARGE_VOCABULARY = 40_000
+"""Devices have another softmax for rows of many columns, and the head writes it in place."""
 _SIZES: dict[str, Any] = {
     "vocab_size": _VOCABULARY,
     "hidden_size": 64,
@@ -49,6 +51,9 @@ MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gemma, tied": lambda: GemmaConfig(**_SIZES),
     "mixtral, experts": lambda: MixtralConfig(
         **_SIZES, num_local_experts=4, tie_word_embeddings=False
+    ),
+    "llama, large vocabulary": lambda: LlamaConfig(
+        **_SIZES | {"vocab_size": _LARGE_VOCABULARY, "hidden_size": 32}, tie_word_embeddings=False
     ),
 }
 _WINDOW = 8
