@@ -14,7 +14,7 @@ from testkit.host_gpu.library import LIBRARY
 
 Timing = Literal["early", "lazy", "random"]
 TIMINGS: tuple[Timing, ...] = ("early", "lazy", "random")
-_COUNTERS = ("tasks", "waits", "silent_waits", "unshaped_ops", "late_frees")
+_COUNTERS = ("tasks", "waits", "silent_waits", "unshaped_ops", "late_frees", "full_queues")
 
 
 def set_timing(timing: Timing = "early", *, link_bytes_per_s: float | None = None) -> None:
@@ -49,7 +49,10 @@ def present(shown: bool = True) -> Iterator[None]:
 
 @contextmanager
 def integrated() -> Iterator[None]:
-    """Let the device say that its memory is the host's."""
+    """Let the device be in one memory with the host.
+
+    Its free memory is the host's, and it reads memory that is not pinned as late as it likes.
+    """
     module.integrate(True)
     try:
         yield
@@ -75,7 +78,8 @@ def counters() -> dict[str, int]:
 
     tasks: queued on streams. waits: of the host for the device. silent_waits: by copies to or from
     memory that is not pinned. unshaped_ops: done with a wait, since nobody knew their shape.
-    late_frees: pinned buffers dropped while a copy was under way.
+    late_frees: pinned buffers dropped while a copy was under way. full_queues: waits of the host
+    because a stream had a thousand tasks before it.
     """
     return {name: int(LIBRARY.counter(number)) for number, name in enumerate(_COUNTERS)}
 

@@ -27,6 +27,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "sleep": (None, [c_uint64]),
     "timing": (None, [c_int, c_double, c_int, c_double]),
     "synchronize": (None, []),
+    "integrate": (None, [c_int]),
     "forbid_waits": (None, [c_int]),
     "forget_faults": (None, []),
     "counter": (c_uint64, [c_int]),

@@ -28,6 +28,7 @@ def integrate(integrated: bool) -> None:
     """Say whether the device claims to share the host's memory."""
     global _is_integrated
     _is_integrated = integrated
+    LIBRARY.integrate(int(integrated))
 
 
 def is_available() -> bool:

@@ -20,7 +20,7 @@ from megatrain.memory.kinds import Kind
 from testkit.engines import make_engine
 from testkit.families import save_tiny
 from testkit.plain import flat_row, load_plain, make_batch, plain_gradients
-from tests.gpu.rigs import Rig
+from tests.gpu.rigs import HostGpuRig, Rig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ATTENTION = {"fp32": "eager", "bf16": None}
@@ -46,11 +46,28 @@ def differing(expected: dict[str, Tensor], found: dict[str, Tensor]) -> list[str
     return [name for name in expected if not torch.equal(expected[name], found[name])]
 
 
+Precision = Literal["bf16", "fp32"]
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("family", "dtype"), CASES)
-def test_streamed_equals_resident(
-    rig: Rig, family: str, dtype: Literal["bf16", "fp32"], tmp_path: Path
+def test_streamed_equals_resident(rig: Rig, family: str, dtype: Precision, tmp_path: Path) -> None:
+    require_equal(rig, family, dtype, tmp_path)
+
+
+@pytest.mark.hostgpu
+@pytest.mark.merge
+@pytest.mark.parametrize("timing", [0, 1, 2])
+def test_streamed_equals_resident_where_the_device_shares_the_memory_of_the_host(
+    timing: int, tmp_path: Path
 ) -> None:
+    """Such a device reads memory that is not pinned as late as it likes."""
+    control = pytest.importorskip("testkit.host_gpu.control", exc_type=ImportError)
+    with control.integrated():
+        require_equal(HostGpuRig(timing), "llama", "bf16", tmp_path)
+
+
+def require_equal(rig: Rig, family: str, dtype: Precision, tmp_path: Path) -> None:
     save_tiny(tmp_path, family, DTYPES[dtype])
     model = load_model(tmp_path, dtype=dtype, attn=ATTENTION[dtype])
     plain = load_plain(tmp_path, DTYPES[dtype], ATTENTION[dtype], rig.torch_device)

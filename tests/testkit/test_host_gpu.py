@@ -7,7 +7,9 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -238,6 +240,35 @@ def test_only_copies_of_pinned_memory_leave_the_host_free(pinned: bool) -> None:
     assert control.counters()["silent_waits"] - before == (not pinned)
     torch.accelerator.synchronize()
     assert host.eq(1).all()
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_an_integrated_device_reads_pageable_memory_late(late: bool) -> None:
+    host, there = torch.ones(100), torch.zeros(100, device=AT)
+    with control.integrated() if late else nullcontext(), control.timed("lazy"):
+        there.copy_(host, non_blocking=True)
+        host.fill_(2)
+    assert there.tolist() == [2.0 if late else 1.0] * 100
+
+
+def test_an_integrated_device_has_the_memory_of_the_host() -> None:
+    own = torch.accelerator.get_memory_info(AT)[1]
+    with control.integrated():
+        free, total = torch.accelerator.get_memory_info(AT)
+    assert total == psutil.virtual_memory().total != own
+    assert 0 < free <= total
+
+
+def test_the_host_waits_where_a_stream_has_a_thousand_tasks_before_it() -> None:
+    there, before = torch.zeros(1, device=AT), control.counters()["full_queues"]
+    with control.timed("lazy"):
+        for _ in range(500):
+            there.add_(1)
+        assert control.counters()["full_queues"] == before
+        for _ in range(1000):
+            there.add_(1)
+        assert control.counters()["full_queues"] > before
+    assert there.item() == 1500
 
 
 def test_a_pinned_buffer_written_early_spoils_its_copy() -> None:

@@ -51,6 +51,10 @@ void copy_bytes(const at::Tensor& source, const at::Tensor& target, Queue& queue
   void* device = Memory::self().worker_address(on_device.data_ptr());
   const auto kind = host_kind(host, size, queue.device);
   if (!non_blocking) about_to_wait("a blocking copy");
+  if (kind == HostKind::pageable && inbound && non_blocking && integrated) {
+    queue.push([=, held = source] { move(device, host, size); });
+    return;
+  }
   if (kind == HostKind::pageable) {
     // The driver waits for the stream, then copies through memory of its own: both ways the host
     // stands still, and set_sync_debug_mode is not asked.

@@ -20,7 +20,8 @@ extern std::atomic<bool> waits_forbidden;
 
 // A wait that set_sync_debug_mode does not see: a copy from or to memory that is not pinned.
 struct Counters {
-  std::atomic<uint64_t> tasks{0}, waits{0}, silent_waits{0}, unshaped_ops{0}, late_frees{0};
+  std::atomic<uint64_t> tasks{0}, waits{0}, silent_waits{0}, unshaped_ops{0}, late_frees{0},
+      full_queues{0};
 };
 extern Counters counters;
 

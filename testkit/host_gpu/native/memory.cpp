@@ -3,6 +3,7 @@
 #include "faults.h"
 
 #include <sys/mman.h>
+#include <sys/sysinfo.h>
 
 #include <cstring>
 
@@ -10,6 +11,13 @@ namespace host_gpu {
 
 namespace {
 constexpr int kPoison = 0xFF;  // NaN in every floating dtype, -1 as an index
+
+// What the host has free, without pages of files, and in all: an integrated GPU tells these.
+std::pair<size_t, size_t> host_memory() {
+  struct sysinfo facts {};
+  sysinfo(&facts);
+  return {facts.freeram * facts.mem_unit, facts.totalram * facts.mem_unit};
+}
 
 struct RegisterMemory {
   RegisterMemory() { c10::SetAllocator(kType, &Memory::self()); }
@@ -199,12 +207,14 @@ void Memory::resetPeakStats(c10::DeviceIndex device) {
 
 std::pair<size_t, size_t> Memory::getMemoryInfo(c10::DeviceIndex device) {
   std::lock_guard<std::mutex> lock(mutex_);
+  if (integrated) return host_memory();
   return {total_ - segments_[device].reserved(), total_};
 }
 
 void Memory::cap(int device, double fraction) {
   std::lock_guard<std::mutex> lock(mutex_);
-  cap_[device] = static_cast<size_t>(fraction * static_cast<double>(total_));
+  const size_t told = integrated ? host_memory().second : total_;
+  cap_[device] = std::min(total_, static_cast<size_t>(fraction * static_cast<double>(told)));
 }
 
 int Memory::device_of(const void* address) const {

@@ -56,11 +56,13 @@ void host_gpu_synchronize() {
   for (int device = 0; device < device_count(); device++) synchronize(device);
 }
 
+void host_gpu_integrate(int is_integrated) { integrated = is_integrated != 0; }
 void host_gpu_forbid_waits(int forbidden) { waits_forbidden = forbidden != 0; }
 void host_gpu_forget_faults() { forget_faults(); }
 uint64_t host_gpu_counter(int which) {
   std::atomic<uint64_t>* all[] = {&counters.tasks, &counters.waits, &counters.silent_waits,
-                                  &counters.unshaped_ops, &counters.late_frees};
+                                  &counters.unshaped_ops, &counters.late_frees,
+                                  &counters.full_queues};
   return *all[which];
 }
 size_t host_gpu_unshaped_ops(char* text, size_t size) {

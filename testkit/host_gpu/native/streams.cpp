@@ -16,11 +16,13 @@
 namespace host_gpu {
 
 Timing timing;
+std::atomic<bool> integrated{false};
 
 namespace {
 
 constexpr int kPool = 32;                // as CUDA: then streams are handed out again
-constexpr uint64_t kMostPending = 1024;  // a launch queue is finite: a lazy stream goes on then
+constexpr uint64_t kMostPending = 1024;  // then the host waits, and a lazy stream goes on
+thread_local bool is_worker = false;  // what a task drops is queued by the stream itself
 thread_local int this_device = 0;
 thread_local int this_stream[kMaxDevices] = {};
 
@@ -50,10 +52,15 @@ Queue::Queue(int device, int id) : device(device), id(id), dice_(device * 1000 +
 
 uint64_t Queue::push(std::function<void()> task) {
   counters.tasks++;
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
   tasks_.push_back(std::move(task));
+  const auto number = ++pushed_;
   work_.notify_one();
-  return ++pushed_;
+  if (!is_worker && number > passed_ + kMostPending) {
+    counters.full_queues++;
+    done_.wait(lock, [&] { return number <= passed_ + kMostPending; });
+  }
+  return number;
 }
 
 uint64_t Queue::last() {
@@ -97,6 +104,7 @@ bool Queue::may_go() const {
 }
 
 void Queue::run() {
+  is_worker = true;
   pthread_setname_np(pthread_self(), ("hostgpu " + std::to_string(id)).c_str());
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {

@@ -26,11 +26,18 @@ struct Timing {
 extern Timing timing;
 void timing_changed();
 
+// Whether the device claims to be in one memory with the host, as an integrated GPU is: then its free
+// memory is the host's, and a copy that does not block reads memory that is not pinned when it is
+// done, not when it is asked for.
+extern std::atomic<bool> integrated;
+
 // Tasks are numbered from 1; number n is passed when task n is done. Never destroyed: its thread
 // ends with the process.
 class Queue {
  public:
   Queue(int device, int id);
+  // A launch queue is finite: behind a thousand tasks the caller waits, and whoever waits for the
+  // caller's locks with it.
   uint64_t push(std::function<void()> task);
   uint64_t last();
   bool passed(uint64_t number);  // asks: a lazy stream goes on
