@@ -75,6 +75,24 @@ def test_a_group_over_its_limit_has_nothing_free(tmp_path: Path) -> None:
     assert free_bytes(tmp_path) == 0
 
 
+@pytest.mark.parametrize(("cpulist", "counted"), [("", False), ("72-143", True)])
+def test_memory_of_a_node_without_cores_is_not_the_hosts(
+    tmp_path: Path, cpulist: str, counted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GH200 lists them: node 0 has the cores, node 1 is the memory of the device."""
+    available = 400 << 30
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
+    for number, cores in enumerate(("0-71", cpulist)):
+        folder = tmp_path / f"sys/devices/system/node/node{number}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(f"{cores}\n")
+        (folder / "meminfo").write_text(
+            f"Node {number} MemTotal: 100663296 kB\nNode {number} MemFree: {95 << 20} kB\n"
+            f"Node {number} Inactive(file): {1 << 20} kB\n"
+        )
+    assert free_bytes(tmp_path) == available - (0 if counted else 96 << 30)
+
+
 KEPT = """
 import sys, torch
 from megatrain.memory.host import give_back_at_once, resident_bytes

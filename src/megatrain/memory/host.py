@@ -1,12 +1,14 @@
 """The host memory that this process may use: free memory, within the limits of its groups.
 
-Control groups may be nested, each with its own limit; the tightest one applies.
+Control groups may be nested, each with its own limit; the tightest one applies. Some systems list
+the memory of a device as a node of the host, without cores (GH200, GB200): that is the device's.
 
 Laws (tests/memory/test_host.py)
     1. Free is the least that the machine, the process's group or one around it leaves.
     2. Page cache of a group is reclaimable, and counts as free.
     3. A limit that the system does not report is ignored.
     4. On request, malloc returns freed memory to the system.
+    5. Memory of nodes without cores is not the host's.
 """
 
 from __future__ import annotations
@@ -40,7 +42,25 @@ class Group:
 def free_bytes(root: Path = Path("/")) -> int:
     """Return the bytes that can still be allocated before something is killed."""
     left = [group.limit_bytes - group.used_bytes for group in control_groups(root)]
-    return max(0, min([int(psutil.virtual_memory().available), *left]))
+    own = int(psutil.virtual_memory().available) - _free_beyond_cores(root)
+    return max(0, min([own, *left]))
+
+
+def _free_beyond_cores(root: Path) -> int:
+    """Return the bytes that nodes without cores have free."""
+    nodes = (root / "sys/devices/system/node").glob("node[0-9]*")
+    return sum(
+        node_free_bytes(read_system_file(node / "meminfo"))
+        for node in nodes
+        if (node / "cpulist").exists() and not read_system_file(node / "cpulist").strip()
+    )
+
+
+def node_free_bytes(meminfo: str) -> int:
+    """Return what a node has free, or would have without files that it caches."""
+    rows = [line.replace(":", " ").split() for line in meminfo.splitlines()]
+    fields = {row[2]: int(row[3]) for row in rows if len(row) > 3 and row[3].isdecimal()}
+    return 1024 * (fields.get("MemFree", 0) + fields.get("Inactive(file)", 0))
 
 
 def resident_bytes() -> int:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatrain.memory.host import read_system_file
+from megatrain.memory.host import node_free_bytes, read_system_file
 
 LANE_CORES = 4
 """Three lanes that feed the device, and autograd's thread."""
@@ -159,7 +159,7 @@ def read_nodes(root: Path = Path("/")) -> tuple[Node, ...]:
         if not allowed or number in _numbers(allowed[0]):
             folder = base / f"node{number}"
             cores = _numbers(read_system_file(folder / "cpulist"))
-            free = _free_bytes(read_system_file(folder / "meminfo"))
+            free = node_free_bytes(read_system_file(folder / "meminfo"))
             found.append(Node(number=number, cores=cores, free_bytes=free))
     return tuple(found)
 
@@ -192,13 +192,6 @@ def _lane_cores(
 def _threads_of(core: int, root: Path) -> frozenset[int]:
     folder = root / f"sys/devices/system/cpu/cpu{core}/topology"
     return _numbers(read_system_file(folder / "thread_siblings_list"))
-
-
-def _free_bytes(meminfo: str) -> int:
-    """Return what a node has free, or would have without files that it caches."""
-    rows = [line.replace(":", " ").split() for line in meminfo.splitlines()]
-    fields = {row[2]: int(row[3]) for row in rows if len(row) > 3 and row[3].isdecimal()}
-    return 1024 * (fields.get("MemFree", 0) + fields.get("Inactive(file)", 0))
 
 
 def _numbers(text: str) -> frozenset[int]:
