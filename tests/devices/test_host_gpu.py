@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from typing import cast
+
 import pytest
 import torch
 
@@ -96,6 +99,21 @@ def test_a_collective_is_queued_on_the_stream_of_the_thread() -> None:
         copy = device.to_host(memory)
         torch.accelerator.current_stream().synchronize()
     assert copy.tolist() == [2.0] * 4
+
+
+def test_lanes_of_one_kind_share_a_stream_and_lanes_of_two_kinds_never_do() -> None:
+    """Torch has 32 streams, and twelve engines want more."""
+    seen: dict[str, set[torch.Stream]] = defaultdict(set)
+    for _ in range(12):
+        device = accelerator("hostgpu:1")
+        for lane in device.lanes():
+            if isinstance(lane._stream, torch.Stream):
+                seen[lane.name].add(lane._stream)
+        seen["further"].add(cast("torch.Stream", device.further_stream()))
+    assert [len(streams) for streams in seen.values()] == [1] * len(seen)
+    assert len({stream for streams in seen.values() for stream in streams}) == len(seen) > 3
+    unnamed = [TorchRuntime.find("hostgpu:1").stream() for _ in range(40)]
+    assert len(set(unnamed)) < 40, "they are handed out again"
 
 
 def test_experts_have_no_kernel_of_groups_here() -> None:

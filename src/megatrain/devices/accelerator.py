@@ -134,7 +134,7 @@ class Accelerator:
         ]
 
     def further_stream(self) -> Stream:
-        return self._runtime.stream(first=True)
+        return self._runtime.stream("further", first=True)
 
     def current_stream(self) -> Stream:
         stream: Stream = self._runtime.current_stream()
@@ -142,7 +142,7 @@ class Accelerator:
 
     def _lane_stream(self, name: str) -> Stream:
         # What little the out lane computes would otherwise wait behind products, and the link too.
-        return self._runtime.stream(first=name == "out")
+        return self._runtime.stream(name, first=name == "out")
 
     def allocate(self, num_bytes: int, purpose: str) -> Tensor:
         self._apply_cap()

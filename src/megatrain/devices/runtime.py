@@ -49,8 +49,11 @@ class PinningFailed(Exception):
 class Runtime(Protocol):
     """The interface of an accelerator's driver."""
 
-    def stream(self, *, first: bool = False) -> Stream:
-        """Return a new stream; `first`: what is queued on it goes before the work of others."""
+    def stream(self, name: str = "", *, first: bool = False) -> Stream:
+        """Return a new stream, or the one that engines of this process have under a name.
+
+        `first`: what is queued on it goes before the work of others.
+        """
 
     def current_stream(self) -> Any:
         """Return the stream that this thread has entered."""
@@ -109,6 +112,10 @@ class Runtime(Protocol):
         """Return what the allocator holds now, for people to look at; None: it does not tell."""
 
 
+_named_streams: dict[tuple[torch.device, str], torch.Stream] = {}
+_named_streams_lock = threading.Lock()
+
+
 class TorchRuntime:
     """torch's current accelerator."""
 
@@ -161,8 +168,16 @@ class TorchRuntime:
             )
         return cls(torch.device(device.type, local_rank))
 
-    def stream(self, *, first: bool = False) -> Stream:
-        return torch.Stream(self.device, priority=-1 if first else 0)
+    def stream(self, name: str = "", *, first: bool = False) -> Stream:
+        # Torch hands out the same 32 streams in turn: lanes of different kinds would share one
+        # after a few engines, and then wait for each other.
+        if not name:
+            return torch.Stream(self.device, priority=-1 if first else 0)
+        with _named_streams_lock:
+            key = (self.device, name)
+            if key not in _named_streams:
+                _named_streams[key] = torch.Stream(self.device, priority=-1 if first else 0)
+            return _named_streams[key]
 
     def current_stream(self) -> torch.Stream:
         return torch.accelerator.current_stream(self.device)
