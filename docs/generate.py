@@ -1,11 +1,9 @@
 """Write the pages that are made from code: `python docs/generate.py`.
 
-    config.md      every setting, from megatrain.config
+    config.md      ten keys, examples, and every setting, from megatrain.config
     errors.md      every error, from megatrain.errors
-    migration.md   keys of other tools, from megatrain.config.other_tools.tables
-    tree.md        every module, from the first lines of their docstrings
     cli.md         every command, from megatrain.cli.app
-    migration.md   keys of other tools, from megatrain.config.other_tools.names
+    migration.md   keys of other tools, from megatrain.config.other_tools.tables
     timeline.svg   a step, from the simulator: timeline.py
     tour.svg       a recorded terminal, from tour.json: tour.py
     gpu.md         its table of causes, from megatrain.doctor.gpu_check.findings
@@ -58,6 +56,160 @@ A run is one YAML file with sections. This is the shortest:
 model: Qwen/Qwen3-8B
 data: train.jsonl
 ```
+
+Everything else has a default. This page begins with the ten keys that most people set, and an
+[example](#examples) for each method. Then it says [how values are written](#values) and lists all
+keys, section by section.
+
+## Ten keys
+
+| key | what to choose |
+|---|---|
+"""
+TEN_KEYS = {
+    "model": (
+        "An id of the Hugging Face Hub, or a folder. `megatrain estimate MODEL` says whether it "
+        "fits, before a download."
+    ),
+    "data.train": (
+        "A file, a folder, a dataset of the Hub, or a list of them "
+        "([formats](data.md#files-and-formats)). `megatrain data run.yaml` shows what will be "
+        "trained."
+    ),
+    "data.eval": (
+        "`0.02` holds 2 % of the rows out. To compare runs with each other, give a file of its "
+        "own instead."
+    ),
+    "data.max_length": (
+        "The length of almost all of your rows; `megatrain data` prints their lengths. Longer "
+        "rows are dropped and counted. Working memory on the device grows with it."
+    ),
+    "train.epochs": (
+        "1 for tens of thousands of rows, 2 or 3 for hundreds or a few thousand. More epochs "
+        "learn the rows by heart."
+    ),
+    "train.batch_tokens": (
+        "`auto` takes the shortest step that is fast on your machine. Give a number of tokens for "
+        "steps of the same size on every machine. Give `train.batch_rows` instead where a number "
+        "of rows is part of the recipe: for preferences, and for configs of other tools (rows x "
+        "accumulation x GPUs). A longer step needs more host memory, but not more device memory, "
+        "where its micro-batches are computed one after another."
+    ),
+    "optim.learning_rate": (
+        "`auto` is 1e-5 for fine-tuning and 1e-6 for preferences, and ten times as much with "
+        "adapters. If the loss jumps, take a third of it; if it hardly falls, three times as "
+        "much."
+    ),
+    "lora.rank": (
+        "Leave it out to train all weights. 16 trains [adapters](adapters.md), with about a "
+        "seventh of the host memory; take 64 or more for large changes."
+    ),
+    "save.dir": (
+        "One folder for each run. The default is `runs/` and the name of the model. A second run "
+        "in the same folder is refused."
+    ),
+    "log.to": (
+        "`[tensorboard]`, `[wandb]` or `[trackio]`, once the package is installed. The run folder "
+        "has the curves in any case, in `report.html` and `metrics.jsonl`."
+    ),
+}
+"""The keys that people set, with advice for each, in the order of the page."""
+CONFIG_EXAMPLES = """
+## Examples
+
+Each of these is a complete file. `megatrain train run.yaml --dry-run` checks one against your data
+and your machine.
+
+### Fine-tuning
+
+All weights are trained, on chats, questions with answers, or instructions:
+
+```yaml
+model: Qwen/Qwen3-8B
+data: {train: train.jsonl, eval: 0.02, max_length: 2048}
+train: {epochs: 2}
+eval: {every: 100, patience: 3}
+save: runs/sft
+```
+
+### Adapters
+
+[Adapters](adapters.md) over a model that may be far larger than the device:
+
+```yaml
+model: meta-llama/Llama-3.1-70B-Instruct
+data: {train: train.jsonl, eval: 0.02, max_length: 2048}
+train: {epochs: 2}
+lora: {rank: 16, dropout: 0.05}
+save: runs/adapters
+```
+
+### Preferences: DPO
+
+Rows have `prompt`, `chosen` and `rejected` ([preferences](preferences.md)). The model is one that
+was fine-tuned before:
+
+```yaml
+model: runs/sft/model
+data: {train: pairs.jsonl, eval: 0.02, max_length: 2048}
+loss: {name: dpo, beta: 0.1}
+train: {epochs: 1, batch_rows: 64}
+save: runs/dpo
+```
+
+### Preferences: KTO
+
+Rows have `prompt`, `completion` and `label` (true or false):
+
+```yaml
+model: runs/sft/model
+data: {train: {path: marked.jsonl, format: kto}, eval: 0.02, max_length: 2048}
+loss: {name: kto, undesirable_weight: 1.5}
+train: {epochs: 1, batch_rows: 64}
+save: runs/kto
+```
+
+### Continued pre-training
+
+Rows are plain text. Those longer than `max_length` become several:
+
+```yaml
+model: Qwen/Qwen3-8B-Base
+data:
+  train: {path: corpus, format: text}
+  eval: 0.001
+  max_length: 4096
+  overlong: split
+train: {epochs: 1, batch_tokens: 256k}
+optim: {learning_rate: 2e-5, weight_decay: 0.1, schedule: wsd, warmup: 0.01, decay: 0.1}
+save: {dir: runs/pretraining, every: 200}
+```
+
+### Long rows
+
+Rows may be longer than those that the model was trained for, here four times
+([long context](long_context.md)):
+
+```yaml
+model: {name_or_path: Qwen/Qwen2.5-7B-Instruct, rope: {type: yarn, factor: 4.0}}
+data: {train: books.jsonl, max_length: 128k, train_on: all}
+train: {epochs: 1, batch_tokens: 512k}
+save: runs/long
+```
+
+### Several GPUs
+
+The file is the same as for one GPU, and `megatrain train run.yaml --gpus 8` starts it
+([several GPUs and hosts](many.md)). `batch_tokens` is a step of all GPUs together:
+
+```yaml
+model: Qwen/Qwen3-32B
+data: {train: train.jsonl, eval: 0.02, max_length: 4096}
+train: {epochs: 1, batch_tokens: 512k}
+save: runs/many
+```
+
+## Values
 
 You can change any key on the command line: `megatrain train run.yaml train.epochs=2`. The value is
 read as YAML. MegaTrain refuses an unknown key and suggests the nearest one, or our name for another
@@ -164,7 +316,8 @@ There are exceptions:
 
 def config_page() -> str:
     """Return docs/config.md."""
-    parts = [CONFIG_HEAD]
+    advice = [f"| `{key}` | {choice} |\n" for key, choice in TEN_KEYS.items()]
+    parts = [CONFIG_HEAD, *advice, CONFIG_EXAMPLES]
     for name, section in SECTIONS.items():
         short = f" `{name}: X` alone means `{SHORT_FORMS[name]}`." if name in SHORT_FORMS else ""
         parts.append(f"\n## {name}\n\n{_sentence(section)}{short}\n\n{_settings_table(section)}")

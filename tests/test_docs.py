@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import runpy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import yaml
 from pydantic import BaseModel
 
 import megatrain
-from megatrain.config import load_config
+from megatrain.config import Config, load_config
 from megatrain.config.sections import DataSource, RopeSettings
 from megatrain.config.settings import SECTIONS
+from megatrain.errors import ConfigError
 from megatrain.run.trainer import Trainer
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -55,7 +57,8 @@ def test_every_generated_page_is_tested(generate: dict[str, Any]) -> None:
 
 
 def test_every_key_has_a_type_and_a_default(generate: dict[str, Any]) -> None:
-    rows = [line for line in generate["config_page"]().splitlines() if line.startswith("| `")]
+    _, _, tables = generate["config_page"]().partition("\n## model\n")
+    rows = [line for line in tables.splitlines() if line.startswith("| `")]
     sections: list[type[BaseModel]] = [*SECTIONS.values(), DataSource, RopeSettings]
     assert len(rows) == sum(len(section.model_fields) for section in sections)
     for row in rows:
@@ -70,10 +73,44 @@ def test_a_changed_key_would_be_noticed(
     assert (DOCS / "config.md").read_text() != generate["config_page"]()
 
 
+CONFIG_PAGE = (DOCS / "config.md").read_text()
+
+
+def _loaded(text: str, folder: Path) -> Config:
+    (folder / "run.yaml").write_text(text)
+    return load_config(folder / "run.yaml")
+
+
 def test_the_shortest_config_of_the_page_loads(tmp_path: Path) -> None:
-    text = (DOCS / "config.md").read_text().split("```yaml\n")[1].split("```")[0]
-    (tmp_path / "run.yaml").write_text(text)
-    assert load_config(tmp_path / "run.yaml").run_dir == "runs/Qwen3-8B"
+    text = CONFIG_PAGE.split("```yaml\n")[1].split("```")[0]
+    assert _loaded(text, tmp_path).run_dir == "runs/Qwen3-8B"
+
+
+def test_the_ten_keys_of_the_page_are_keys(generate: dict[str, Any]) -> None:
+    keys = [key.partition(".") for key in generate["TEN_KEYS"]]
+    assert len(keys) == 10
+    for section, _, name in keys:
+        assert name in SECTIONS[section].model_fields or section == "model", (section, name)
+
+
+EXAMPLES: dict[str, Callable[[Config], bool]] = {
+    "Fine-tuning": lambda config: config.loss.name == "next_token" and config.lora.rank is None,
+    "Adapters": lambda config: config.lora.rank == 16,
+    "Preferences: DPO": lambda config: config.loss.name == "dpo",
+    "Preferences: KTO": lambda config: config.loss.name == "kto",
+    "Continued pre-training": lambda config: config.data.overlong == "split",
+    "Long rows": lambda config: config.data.max_length == 131072,
+    "Several GPUs": lambda config: config.train.batch_tokens == 524288,
+}
+
+
+def test_the_examples_of_the_config_page_load(tmp_path: Path) -> None:
+    found = re.findall(r"### (.*?)\n.*?```yaml\n(.*?)```", CONFIG_PAGE, re.S)
+    assert [name for name, _ in found] == list(EXAMPLES)
+    for name, text in found:
+        assert EXAMPLES[name](_loaded(text, tmp_path)), name
+        with pytest.raises(ConfigError, match="unknown key"):
+            _loaded(text.replace("data:", "dta:"), tmp_path)
 
 
 PYTHON = (DOCS / "python.md").read_text()
