@@ -7,7 +7,7 @@
     timeline.svg   a step, from the simulator: timeline.py
     tour.svg       a recorded terminal, from tour.json: tour.py
     gpu.md         its table of causes, from megatrain.doctor.gpu_check.findings
-    README.md      its table of models and machines, from megatrain.planning.estimate
+    README.md, index.md   their table of models and machines, from megatrain.planning.estimate
 
 tests/test_docs.py checks that the pages are up to date.
 """
@@ -35,6 +35,8 @@ from megatrain.text import duration
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 
+FITS_PAGES = (README, HERE / "index.md")
+"""Pages with the table of models and machines."""
 FITS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("Qwen/Qwen3-4B", "3060", "64GB", ()),
     ("Qwen/Qwen3-8B", "3090", "64GB", ()),
@@ -43,7 +45,7 @@ FITS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("Qwen/Qwen3-32B", "5090", "384GB", ()),
     ("openai/gpt-oss-120b", "H200", "1.5TB", ()),
 )
-"""Models and machines of the README's table, as `megatrain estimate` takes them."""
+"""Models and machines of that table, as `megatrain estimate` takes them."""
 FITS_HEAD = """
 | model | GPU, host memory | fits | optimizer states | tokens/s | 10M tokens take |
 |---|---|---|---|---|---|
@@ -181,7 +183,11 @@ data:
   max_length: 4096
   overlong: split
 train: {epochs: 1, batch_tokens: 256k}
-optim: {learning_rate: 2e-5, weight_decay: 0.1, schedule: wsd, warmup: 0.01, decay: 0.1}
+optim:
+  learning_rate: 2e-5
+  weight_decay: 0.1
+  schedule: wsd
+  warmup: 0.01
 save: {dir: runs/pretraining, every: 200}
 ```
 
@@ -386,7 +392,7 @@ def tour() -> str:
 
 
 def fits_table() -> str:
-    """Return the README's table of models and machines."""
+    """Return the table of models and machines."""
     return FITS_HEAD + "".join(_fits_row(*case) for case in FITS)
 
 
@@ -460,7 +466,9 @@ def main() -> None:
     """Write all pages."""
     for name, page in PAGES.items():
         (HERE / name).write_text(page())
-    README.write_text(with_table(README.read_text(), fits_table()))
+    fits = fits_table()
+    for page in FITS_PAGES:
+        page.write_text(with_table(page.read_text(), fits))
     gpu = HERE / "gpu.md"
     gpu.write_text(with_table(gpu.read_text(), causes_table(), "causes"))
 

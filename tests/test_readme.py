@@ -30,3 +30,5 @@ def test_the_python_example_runs(tmp_path: Path) -> None:
 
 def test_the_number_of_families_is_the_tested_one() -> None:
     assert f"[{len(FAMILIES)} decoder families](docs/families.md)" in README
+    index = (ROOT / "docs" / "index.md").read_text()
+    assert f"[{len(FAMILIES)} families](families.md)" in index
