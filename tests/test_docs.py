@@ -20,7 +20,8 @@ from megatrain.config.settings import SECTIONS
 from megatrain.errors import ConfigError
 from megatrain.run.trainer import Trainer
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 SOURCE = DOCS.parent / "src" / "megatrain"
 
 
@@ -198,3 +199,17 @@ def test_a_contributor_finds_the_files_of_each_change() -> None:
         "no/such.py",
         "also_not.py",
     ]
+
+
+def _missing_modules(page: str) -> list[str]:
+    """Return the source files that a page cites by folder and name, and that do not exist."""
+    cited = re.findall(r"`((?:\w+/)+\w+\.(?:py|c))`(?! \(new\))", page)
+    return [path for path in cited if not any((home / path).exists() for home in (SOURCE, ROOT))]
+
+
+def test_modules_that_pages_cite_exist() -> None:
+    pages = DOCS.glob("*.md")
+    assert [
+        (page.name, path) for page in pages for path in _missing_modules(page.read_text())
+    ] == []
+    assert _missing_modules("`optim/adamw.py`, `tests/no.py`, `a/b.py` (new)") == ["tests/no.py"]
