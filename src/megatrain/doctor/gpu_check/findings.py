@@ -203,7 +203,7 @@ CAUSES: dict[str, Cause] = {
     ),
     "unpredicted": Cause(
         seen="the step takes over 1.3 times its prediction",
-        means="plans for this machine are too hopeful",
+        means="plans for this machine predict too short a time",
         tries=("send the page: predictions are corrected by such figures",),
     ),
     "stuck": Cause(
