@@ -54,7 +54,7 @@ TILES = """
 With `memory.tile_tokens` a layer computes tiles of tokens, except where tokens meet
 (`src/megatrain/models/probing/tile_cuts.py`). That is transformers' attention function, or a module
 of the layer; a model may have layers of several kinds. *Outside* is the share of the layer's params
-that computes tiles. Layers that are *not cut* compute full rows, and all are right either way.
+that computes tiles. Layers that are *not cut* compute full rows; results are right either way.
 
 | family | tokens meet in | outside |
 |---|---|---|
