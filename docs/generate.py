@@ -467,8 +467,8 @@ def main() -> None:
     for name, page in PAGES.items():
         (HERE / name).write_text(page())
     fits = fits_table()
-    for page in FITS_PAGES:
-        page.write_text(with_table(page.read_text(), fits))
+    for path in FITS_PAGES:
+        path.write_text(with_table(path.read_text(), fits))
     gpu = HERE / "gpu.md"
     gpu.write_text(with_table(gpu.read_text(), causes_table(), "causes"))
 
