@@ -3,7 +3,8 @@
     python docs/tour.py        # runs the commands and writes tour.json and tour.svg
 
 The model is the tiny one of `megatrain demo`, so that it runs anywhere. The text is what the
-commands print; the time of the pictures is ours: typing is slow, and waits are short.
+commands print, speeds included, so record it on an idle machine. The time of the pictures is ours:
+typing is slow, and waits are short.
 `python docs/generate.py` draws tour.svg from tour.json again, and tests/test_tour.py holds the
 commands to the command line.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -283,9 +285,15 @@ def _scrolls(lines: Sequence[Shown], whole_s: float) -> str:
 
 
 def main() -> None:
+    """Record and draw; tell how busy the machine was, as the speeds in the picture depend on it."""
+    load = os.getloadavg()[0]
     recording = record()
     (HERE / "tour.json").write_text(json.dumps(recording, indent=1) + "\n")
     (HERE / "tour.svg").write_text(drawn(recording))
+    speeds = re.findall(r"[\d.,]+ tok/s", recording[-3]["printed"])
+    print(f"load {load:.1f} before the first command; last step {speeds[-1]}")
+    if load > 1.0:
+        print("the machine was busy: record again when it is idle, or the picture shows slow steps")
 
 
 if __name__ == "__main__":
