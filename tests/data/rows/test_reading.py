@@ -5,13 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import struct
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 
 from megatrain.data.rows import reading
 from megatrain.data.rows.reading import Raw, data_files, parsed, read_unparsed
@@ -113,7 +114,7 @@ def test_unknown_files_are_refused_with_what_is_known(tmp_path: Path) -> None:
     (tmp_path / "a.docx").write_text("x")
     with pytest.raises(
         DataError,
-        match=r"unknown file type \.docx; known types are \.csv, "
+        match=r"unknown file type \.docx; known types are \.arrow, \.csv, "
         r"\.json, ",
     ):
         _values(tmp_path / "a.docx")
@@ -250,7 +251,77 @@ def test_a_column_twice_is_an_error_with_its_line(tmp_path: Path) -> None:
         _values(path)
 
 
-def test_a_folder_of_save_to_disk_is_named_as_one(tmp_path: Path) -> None:
-    Dataset.from_list([{"text": "a"}]).save_to_disk(tmp_path / "saved")
-    with pytest.raises(DataError, match=r"Dataset\.save_to_disk.*to_parquet\('rows\.parquet'\)"):
+def test_a_column_twice_in_a_table_is_an_error(tmp_path: Path) -> None:
+    table = pa.table([["a"], ["b"]], names=["text", "text"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pa.ipc.new_file(str(tmp_path / "a.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    for name in ("a.parquet", "a.arrow"):
+        with pytest.raises(DataError, match=rf"{name} has the column text more than once"):
+            _values(tmp_path / name)
+
+
+def test_a_folder_of_save_to_disk_has_its_rows_in_order(tmp_path: Path) -> None:
+    rows = [{"text": str(number)} for number in range(7)]
+    Dataset.from_list(rows).save_to_disk(tmp_path / "saved", num_shards=3)
+    files = data_files(tmp_path / "saved")
+    assert len(files) == 3
+    assert [value for path in files for value in _values(path)] == rows
+
+
+def test_a_split_of_save_to_disk_is_chosen(tmp_path: Path) -> None:
+    parts = {"valid": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS[:1])}
+    DatasetDict(parts).save_to_disk(tmp_path / "saved")
+    (path,) = data_files(tmp_path / "saved", "valid")
+    assert _values(path) == ROWS
+    with pytest.raises(DataError, match=r"has no split train\. Set split .* one of: test, valid"):
         data_files(tmp_path / "saved")
+
+
+def test_a_folder_of_save_to_disk_names_no_file_outside(tmp_path: Path) -> None:
+    write(tmp_path / "secret.arrow", ROWS)
+    Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    state = {"_data_files": [{"filename": "../secret.arrow"}]}
+    (tmp_path / "saved" / "state.json").write_text(json.dumps(state))
+    with pytest.raises(DataError, match=r"state\.json does not name the Arrow files"):
+        data_files(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl.zst", "arrow"])
+def test_a_file_that_ends_too_early_is_named(tmp_path: Path, suffix: str) -> None:
+    path = write(tmp_path / f"a.{suffix}", ROWS * 500)
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(DataError, match=rf"a\.{suffix}: (cannot read it|broken Arrow)"):
+        _values(path)
+
+
+def test_arrow_that_points_outside_of_its_text_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.arrow", [{"text": "ab"}, {"text": "cd"}])
+    assert len(_values(path)) == 2
+    good, bad = (struct.pack("<3i", 0, middle, 4) for middle in (2, 1 << 20))
+    assert good in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(good, bad))
+    with pytest.raises(DataError, match=r"a\.arrow: broken Arrow after row 0"):
+        _values(path)
+
+
+def test_two_frames_of_zstd_are_one_file(tmp_path: Path) -> None:
+    frames = (pa.compress(text, codec="zstd", asbytes=True) for text in (b"one\n", b"two\n"))
+    (tmp_path / "a.txt.zst").write_bytes(b"".join(frames))
+    assert _values(tmp_path / "a.txt.zst") == [{"text": "one"}, {"text": "two"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a;b,c;d\n1;2;3\n", {"a": "1", "b,c": "2", "d": "3"}),
+        ('"a;x;y",b\n1,2\n', {"a;x;y": "1", "b": "2"}),
+        ("SEP=|\na|b;c\n1|2\n", {"a": "1", "b;c": "2"}),
+        ("\n a , b,,\n\n1,2,,\n,,,\n", {"a": "1", "b": "2", "column 3": "", "column 4": ""}),
+    ],
+)
+def test_a_table_has_the_separator_of_its_header(
+    tmp_path: Path, text: str, expected: dict[str, str]
+) -> None:
+    (tmp_path / "a.csv").write_text(text)
+    assert _values(tmp_path / "a.csv") == [expected]

@@ -1,7 +1,7 @@
 """Files as raw rows, one after another, in bounded memory.
 
-Each reader yields (number, value): the first line of the row for jsonl, txt and csv, the
-row's number from 1 for json and parquet. A row that cannot even be parsed is
+Each reader yields (number, value): the first line of the row for jsonl, txt, csv and tsv, the
+row's number from 1 for json, parquet and arrow. A row that cannot even be parsed is
 yielded as a BadRow in place of its value, so numbers and order of the others stay right.
 
 We parse text files ourselves: table readers give up on the first broken line, turn an answer
@@ -27,11 +27,13 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
 from megatrain.data.rows.skipped import BadRow
-from megatrain.errors import DataError, listing
+from megatrain.errors import ConfigError, DataError, listing
 from megatrain.hub import is_id
 from megatrain.progress import Advance
 
@@ -40,9 +42,16 @@ Raw = tuple[int, object]
 
 LONGEST_LINE_BYTES = 64 * 2**20
 _CHUNK_CHARS = 2**20
-_PARQUET_ROWS = 256
+_TABLE_ROWS = 256
+_ARROW_FILE = b"ARROW1"
+"""First bytes of an Arrow file; an Arrow stream has others."""
+_SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
+"""Files of `Dataset.save_to_disk`, and of `DatasetDict.save_to_disk`."""
+_MAX_STATE_BYTES = 8 << 20
 DUPLICATE_KEY = "duplicate key"
 _SPACE = re.compile(r"[ \t\r\n]*")
+_NAMED_SEPARATOR = re.compile(r"sep=(.)\r?\n?", re.IGNORECASE)
+_QUOTED = re.compile(r'"[^"]*"')
 
 
 class _RowDecoder(threading.local):
@@ -94,10 +103,10 @@ def read_unparsed(path: str | Path, advance: Advance = lambda _: None) -> Iterat
     path = Path(path)
     reader = _READERS.get(_kind(path))
     if reader is None:
-        raise DataError(
-            f"{path}: unknown file type {path.suffix or '(no suffix)'}; "
-            f"known types are {listing(_READERS)}, and {listing(_PACKED)}"
-        )
+        known = f"known types are {listing(_READERS, most=20)}, and text with .gz or .zst"
+        if path.suffix.lower() in _SPREADSHEETS:
+            known = "save the sheet as CSV (UTF-8) in the program that made it, and give that file"
+        raise DataError(f"{path}: unknown file type {path.suffix or '(no suffix)'}; {known}")
     if not path.is_file():  # reading a pipe might never return
         raise DataError(f"{path}: {'not a regular file' if path.exists() else 'no such file'}")
     try:
@@ -129,12 +138,21 @@ def _pruned(value: Any, depth: int) -> Any:
     }
 
 
-def data_files(path: str | Path) -> list[Path]:
-    """Return the file, or the files of known kinds in a folder by name; none for a Hub name."""
+def data_files(path: str | Path, split: str | None = None) -> list[Path]:
+    """Return the file, or the files of known kinds in a folder by name; none for a Hub name.
+
+    `split` names a part of a folder that `DatasetDict.save_to_disk` has written; None is train.
+    """
     name, path = str(path), Path(path)
     if path.is_dir():
-        return _files_in(path)
+        if (path / _SAVED_SPLITS).is_file():
+            path = _saved_split(path, split or "train")
+        elif split not in (None, "train"):
+            raise _no_splits(path, split)
+        return _saved_files(path) if (path / _SAVED).is_file() else _files_in(path)
     if path.exists():
+        if split not in (None, "train"):
+            raise _no_splits(path, split)
         return [path]
     if name.startswith("<"):
         raise DataError(
@@ -162,12 +180,6 @@ def no_such_data(path: Path) -> DataError:
 def _files_in(folder: Path) -> list[Path]:
     """Return the data files of a folder by name; hidden ones are not data."""
     seen = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-    if {"state.json", "dataset_info.json"} <= {path.name for path in seen}:
-        raise DataError(
-            f"{folder} was written by Dataset.save_to_disk. In Python give its rows to mt.Trainer "
-            f"(train_dataset=datasets.load_from_disk({str(folder)!r})), or write them to a file "
-            "that is read here: .to_parquet('rows.parquet')."
-        )
     found = [path for path in seen if _kind(path) in _READERS and path.is_file()]
     below = [path.name for path in seen if path.is_dir() and _holds_data(path)]
     if below:
@@ -176,8 +188,54 @@ def _files_in(folder: Path) -> list[Path]:
             "without its subfolders: list each folder in data.train."
         )
     if not found:
-        raise DataError(f"{folder}: the folder has no {listing(_READERS)} file")
+        raise DataError(f"{folder}: the folder has no {listing(_READERS, most=20)} file")
     return found
+
+
+def _no_splits(path: Path, split: str) -> ConfigError:
+    return ConfigError(
+        f"{path} is local and has one split, train, not {split}. Give the path of other rows, or "
+        "a part of these, like `split: train[:1000]`."
+    )
+
+
+def _saved_split(folder: Path, split: str) -> Path:
+    """Return the folder of one split that `DatasetDict.save_to_disk` has written."""
+    splits = _saved_json(folder / _SAVED_SPLITS).get("splits")
+    names = [name for name in splits if isinstance(name, str)] if isinstance(splits, list) else []
+    if split not in names or not _is_file_name(split):
+        raise DataError(
+            f"{folder} was written by DatasetDict.save_to_disk and has no split {split}. Set split "
+            f"of this source to one of: {listing(names) or '(none)'}."
+        )
+    return folder / split
+
+
+def _saved_files(folder: Path) -> list[Path]:
+    """Return the Arrow files that `Dataset.save_to_disk` has written, in the order of the rows."""
+    listed = _saved_json(folder / _SAVED).get("_data_files")
+    entries = listed if isinstance(listed, list) else []
+    names = [entry.get("filename") for entry in entries if isinstance(entry, dict)]
+    found = [folder / name for name in names if isinstance(name, str) and _is_file_name(name)]
+    if not found or len(found) != len(entries):
+        raise DataError(f"{folder / _SAVED} does not name the Arrow files of the dataset")
+    return found
+
+
+def _saved_json(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            found = json.loads(file.read(_MAX_STATE_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path}: cannot read it: {str(error)[:100]}") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path} is not an object of JSON")
+    return found
+
+
+def _is_file_name(name: str) -> bool:
+    """Return whether a name stays in its folder."""
+    return name == Path(name).name and name not in ("", ".", "..")
 
 
 def _holds_data(folder: Path) -> bool:
@@ -187,7 +245,7 @@ def _holds_data(folder: Path) -> bool:
 def _kind(path: Path) -> str:
     """Return the suffix that selects the reader; .jsonl for rows.jsonl.gz."""
     suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
-    if "".join(suffixes) in _PACKED:
+    if len(suffixes) == 2 and suffixes[1] in _PACKED and suffixes[0] in _TEXTS:
         return suffixes[0]
     return path.suffix.lower()
 
@@ -217,10 +275,35 @@ class _PackedFile(gzip.GzipFile):
         self._file.close()
 
 
-def _open(path: Path, advance: Advance) -> io.BufferedReader[_CountedFile] | _PackedFile:
+class _ZstdFile(io.RawIOBase):
+    """A zstd file, decompressed by Arrow: Python has no reader for it before 3.14."""
+
+    def __init__(self, file: io.BufferedIOBase) -> None:
+        import pyarrow as pa
+
+        super().__init__()
+        self._stream = pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd")
+        self._file = file
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        found = self._stream.read(len(buffer))
+        buffer[: len(found)] = found
+        return len(found)
+
+    def close(self) -> None:
+        super().close()
+        self._file.close()
+
+
+def _open(path: Path, advance: Advance) -> io.BufferedIOBase:
     file = io.BufferedReader(_CountedFile(path, advance), _CHUNK_CHARS)
     if path.suffix.lower() == ".gz":
         return _PackedFile(file)
+    if path.suffix.lower() == ".zst":
+        return io.BufferedReader(_ZstdFile(file), _CHUNK_CHARS)
     return file
 
 
@@ -328,13 +411,14 @@ def _decoded(buffer: str, at: int) -> tuple[object, int, str]:
     return value, end, ""
 
 
-def _read_csv(path: Path, advance: Advance) -> Iterator[Raw]:
+def _read_csv(path: Path, advance: Advance, separators: str = ",;\t") -> Iterator[Raw]:
     csv.field_size_limit(LONGEST_LINE_BYTES)
     with _open_text(path, advance) as file:
-        reader = csv.reader(file, strict=True)
+        begin, separator, num_skipped = _begin_of_table(file, separators)
+        reader = csv.reader(chain([begin], file), strict=True, delimiter=separator)
         header: list[str] | None = None
         while True:
-            number = reader.line_num + 1
+            number = reader.line_num + num_skipped + 1
             try:
                 cells = next(reader)
             except StopIteration:
@@ -346,18 +430,42 @@ def _read_csv(path: Path, advance: Advance) -> Iterator[Raw]:
                     ) from error
                 yield number, BadRow("broken CSV", str(error))
                 continue
+            if not cells or (len(cells) > 1 and not any(cells)):
+                continue  # a blank line, or the empty end of a sheet
             if header is None:
-                header = cells
-                if twice := {name for name in cells if cells.count(name) > 1}:
-                    raise DataError(
-                        f"{path}:{number}: the header has {listing(twice)} more than once, and a "
-                        "row can have one value for a name. Rename or remove a column."
-                    )
-            elif cells and len(cells) != len(header):
+                header = _header(cells, f"{path}:{number}")
+            elif len(cells) != len(header):
                 detail = f"{len(cells)} fields, the header has {len(header)}"
                 yield number, BadRow("broken CSV", detail)
-            elif cells:
+            else:
                 yield number, dict(zip(header, cells, strict=True))
+
+
+def _begin_of_table(file: IO[str], separators: str) -> tuple[str, str, int]:
+    """Return the line of the header, the separator of its cells, and the lines before it.
+
+    It is the separator that the header has most often outside of quotes, the first of several; or
+    the one in a line `sep=;`, which spreadsheets write before the header.
+    """
+    begin = file.readline()
+    if named := _NAMED_SEPARATOR.fullmatch(begin):
+        return file.readline(), named[1], 1
+    bare = _QUOTED.sub("", begin)
+    return begin, max(separators, key=bare.count), 0
+
+
+def _header(cells: list[str], place: str) -> list[str]:
+    """Return the names of the columns, without the spaces around them.
+
+    A column without a name, as spreadsheets leave them at the end, is named by its number.
+    """
+    names = [cell.strip() or f"column {number}" for number, cell in enumerate(cells, 1)]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise DataError(
+            f"{place}: the header has {listing(twice)} more than once, and a "
+            "row can have one value for a name. Rename or remove a column."
+        )
+    return names
 
 
 def _read_parquet(path: Path, advance: Advance) -> Iterator[Raw]:
@@ -367,14 +475,55 @@ def _read_parquet(path: Path, advance: Advance) -> Iterator[Raw]:
     number = 0
     try:
         with ParquetFile(path) as file:
+            _require_columns_once(file.schema_arrow.names, path)
             row_bytes = path.stat().st_size / max(file.metadata.num_rows, 1)
-            for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
+            for batch in file.iter_batches(batch_size=_TABLE_ROWS):
                 advance(int(row_bytes * batch.num_rows))
                 for value in _batch_rows(batch):
                     number += 1
                     yield number, value
     except (ArrowException, ValueError, OverflowError) as error:  # names may not be text either
         raise DataError(f"{path}: broken Parquet after row {number}: {error}") from error
+
+
+def _read_arrow(path: Path, advance: Advance) -> Iterator[Raw]:
+    """Read an Arrow file or stream, as `datasets` writes it."""
+    import pyarrow as pa
+
+    number = 0
+    try:
+        with pa.memory_map(str(path)) as file:
+            for batch in _arrow_batches(file, path):
+                batch.validate(full=True)  # a file may have any bytes where it has offsets
+                for start in range(0, batch.num_rows, _TABLE_ROWS):
+                    for value in _batch_rows(batch.slice(start, _TABLE_ROWS)):
+                        number += 1
+                        yield number, value
+                advance(batch.nbytes)
+    except (pa.ArrowException, ValueError, OverflowError) as error:
+        raise DataError(f"{path}: broken Arrow after row {number}: {error}") from error
+
+
+def _arrow_batches(file: Any, path: Path) -> Iterator[Any]:
+    from pyarrow import ipc
+
+    is_file = file.read(len(_ARROW_FILE)) == _ARROW_FILE
+    file.seek(0)
+    reader = ipc.open_file(file) if is_file else ipc.open_stream(file)
+    _require_columns_once(reader.schema.names, path)
+    if is_file:
+        yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
+    else:
+        yield from reader
+
+
+def _require_columns_once(names: list[str], path: Path) -> None:
+    if len(set(names)) < len(names):
+        twice = {name for name in names if names.count(name) > 1}
+        raise DataError(
+            f"{path} has the column {listing(twice)} more than once, and a row can have one value "
+            "for a name. Rename or remove one."
+        )
 
 
 def _batch_rows(batch: Any) -> Iterator[object]:
@@ -393,11 +542,15 @@ def _batch_rows(batch: Any) -> Iterator[object]:
             yield BadRow("unreadable value", str(error)[:80])
 
 
-_READERS: dict[str, Callable[[Path, Advance], Iterator[Raw]]] = {
+_TEXTS: dict[str, Callable[[Path, Advance], Iterator[Raw]]] = {
     ".jsonl": _read_jsonl,
+    ".ndjson": _read_jsonl,
     ".json": _read_json,
     ".csv": _read_csv,
+    ".tsv": partial(_read_csv, separators="\t"),
     ".txt": _read_txt,
-    ".parquet": _read_parquet,
 }
-_PACKED = (".jsonl.gz", ".json.gz", ".csv.gz", ".txt.gz")
+_PACKED = (".gz", ".zst")
+_READERS = _TEXTS | {".parquet": _read_parquet, ".arrow": _read_arrow}
+_SPREADSHEETS = (".xlsx", ".xls", ".ods", ".numbers")
+"""Files that people have, and that a program has to export."""
