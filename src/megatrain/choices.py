@@ -10,3 +10,10 @@ RowFormat = Literal[
 """The formats of rows; data/rows/formats.py has everything else about each."""
 PreferenceFormat = Literal["pairs", "kto"]
 """The formats whose rows are two answers each, to be compared."""
+COLUMNS = (
+    "messages", "prompt", "completion", "text", "instruction", "input", "output", "history",
+    "system", "tools", "chat_template_kwargs", "chosen", "rejected", "label", "input_ids", "labels",
+    "attention_mask", "role", "content",
+)  # fmt: skip
+"""Our names of columns, which `columns` of a source gives to those of a file. The last two are keys
+of a turn."""

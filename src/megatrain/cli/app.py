@@ -70,7 +70,15 @@ Best = Annotated[
 ConfigFile = Annotated[Path, typer.Argument(help="YAML file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Settings, like train.epochs=2.")]
 Configuration = Annotated[str | None, typer.Option(help="Configuration of a Hub dataset.")]
-Split = Annotated[str | None, typer.Option(help="Split of a Hub dataset; default: train.")]
+Split = Annotated[
+    str | None, typer.Option(help="Split, or a part like train[:1000]; default: train.")
+]
+ColumnsOption = Annotated[
+    str | None, typer.Option(help="As in data.train: {prompt: Question, completion: Answer}.")
+]
+RolesOption = Annotated[
+    str | None, typer.Option(help="As in data.train: {user: Customer, assistant: Agent}.")
+]
 ExportPrecision = Literal["bf16", "fp32"]
 TrainOnOption = Literal["assistant", "last", "completion", "all"]
 
@@ -90,6 +98,23 @@ def _tokens(option: str, text: str) -> int:
         return read_tokens(text)
     except ValueError as error:
         raise ConfigError(f"{option} is {text}; {error}.") from None
+
+
+def _names_of_rows(columns: str | None, roles: str | None) -> dict[str, Any]:
+    """Return the columns and roles that options give, which are written as in a config."""
+    from megatrain.config.value_types import read_columns, read_roles
+    from megatrain.config.yaml_reader import parse_document
+
+    found: dict[str, Any] = {}
+    given = (("columns", columns, read_columns), ("roles", roles, read_roles))
+    for option, text, read in given:
+        if text is None:
+            continue
+        try:
+            found[option] = read(parse_document(os.fsencode(text), f"--{option}").value)
+        except ValueError as error:
+            raise ConfigError(f"--{option} is {text}; {error}.") from None
+    return found
 
 
 @app.command(
@@ -182,15 +207,18 @@ def evaluate(
     ] = None,
     name: Configuration = None,
     split: Split = None,
+    columns: ColumnsOption = None,
+    roles: RolesOption = None,
 ) -> None:
     """Print the loss and perplexity of a model on a file or a Hub dataset."""
+    names = _names_of_rows(columns, roles)
     length = None if max_length is None else _tokens("--max-length", max_length)
     _require_model(model)
     from megatrain.cli.verbs import evaluate_model
     from megatrain.run.evaluation.judging import device_of
     from megatrain.run.this_rank import joined
 
-    options: dict[str, Any] = {"max_length": length, "name": name, "split": split}
+    options: dict[str, Any] = {"max_length": length, "name": name, "split": split, **names}
     with joined(device_of(model)) as options["ranks"]:
         found = evaluate_model(model, data, max_rows, answers=answers, best=best, **options)
         typer.echo(printable(found))
@@ -289,15 +317,21 @@ def data(
     chat_template: Annotated[str | None, typer.Option(help="Same as data.chat_template.")] = None,
     name: Configuration = None,
     split: Split = None,
+    columns: ColumnsOption = None,
+    roles: RolesOption = None,
+    rows: Annotated[int | None, typer.Option(help="Read so many rows.", min=1)] = None,
 ) -> None:
     """Show a dataset's format, lengths and bad rows, and which tokens are trained.
 
     With the config of a run, its rows are shown exactly as the run would train on them.
     """
     length = _tokens("--max-length", max_length)
+    names = _names_of_rows(columns, roles)
     if path.suffix in (".yaml", ".yml"):
         if model is not None:
             raise ConfigError(f"{path} names its model. Give model=... behind it, not -m.")
+        if names or rows is not None:
+            raise ConfigError(f"{path} names its rows. Give data.train=... behind it, or edit it.")
         from megatrain.run.opening.pin_commits import pin_commits, read_config
 
         config, _ = pin_commits(read_config(path, overrides or []), resumes=False)
@@ -313,7 +347,7 @@ def data(
 
     return look_at_data(
         path, model, length, samples, row_format, train_on,
-        name=name, split=split, chat_template=chat_template, whole=whole,
+        name=name, split=split, max_rows=rows, chat_template=chat_template, whole=whole, **names,
     )  # fmt: skip
 
 

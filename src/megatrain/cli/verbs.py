@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megatrain.cache import writable_cache_folder
@@ -141,17 +142,21 @@ def evaluate_model(
     max_length: int | None = None,
     name: str | None = None,
     split: str | None = None,
+    columns: Mapping[str, str] = MappingProxyType({}),
+    roles: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ranks: Ranks = ALONE,
 ) -> str:
     """Return the loss and perplexity of a model on a file, as text, and which rows were left out.
 
-    `name` and `split` choose a part of a Hub dataset.
+    `name` and `split` choose a part of a Hub dataset; `columns` and `roles` are its names for ours.
 
     With `answers` the model also generates each answer, and exact matches are counted.
     """
     chosen = found_model(model, best=best, ranks=ranks)
     read = read_model_folder(chosen.folder)
-    source = DataSource(path=str(data), name=name, split=split)
+    source = DataSource(
+        path=str(data), name=name, split=split, columns=dict(columns), roles=dict(roles)
+    )
     config = judging_config(chosen, read.decoder.config, source, max_rows, max_length)
     tokenizer = load_tokenizer(read.source)
     rows = ranks.once_per_folder(writable_cache_folder(), lambda: gather(config, tokenizer))
@@ -225,6 +230,9 @@ def look_at_data(
     *,
     name: str | None = None,
     split: str | None = None,
+    columns: Mapping[str, str] = MappingProxyType({}),
+    roles: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    max_rows: int | None = None,
     chat_template: str | None = None,
     whole: bool = False,
 ) -> None:
@@ -244,6 +252,9 @@ def look_at_data(
         max_dropped=1.0,
         max_lost_thoughts=1.0,
         wanted=row_format,
+        columns=columns,
+        roles=roles,
+        max_rows=max_rows,
     )
     _show(prepared, tokenizer, samples, whole=whole)
     check_limits(prepared.card, **{key: _DATA[key].default for key in _LIMITS})

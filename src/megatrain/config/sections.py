@@ -30,6 +30,7 @@ from megatrain.config.quantities import or_auto, read_number, read_tokens
 from megatrain.config.value_types import (
     Arguments,
     Beta,
+    Columns,
     LayerCount,
     Length,
     Name,
@@ -38,6 +39,7 @@ from megatrain.config.value_types import (
     OptionalTokens,
     Patterns,
     Rate,
+    Roles,
     Seed,
     Size,
     SlotCount,
@@ -198,7 +200,9 @@ class DataSource(Section):
         "is its default.",
     )
     split: Annotated[Name | None, TypeName("name or null")] = Field(
-        default=None, description="Which split of a dataset on the Hub; null is train."
+        default=None,
+        description="Which split of a dataset, or a part of it, like train[:1000] or train[:10%]; "
+        "files have the split train, and null is train.",
     )
     revision: Annotated[Name | None, TypeName("branch, tag or commit, or null")] = Field(
         default=None, description="Which version of a dataset on the Hub; null is main."
@@ -206,6 +210,20 @@ class DataSource(Section):
     format: RowFormat = Field(
         default="auto",
         description="How a row is written; auto detects it and prints what was found.",
+    )
+    columns: Columns = Field(
+        default=Arguments(),
+        description="Our name of a column and its name in the file, in any case; a.b is b inside "
+        "of a, and role and content are keys of a turn; plain names like Question and Answer are "
+        "found without it.",
+    )
+    roles: Roles = Field(
+        default=Arguments(),
+        description="Our role (system, user, assistant, tool), and the name in the file, or a list "
+        "of names, for names that are not known.",
+    )
+    rows: Annotated[Annotated[Whole, Field(ge=1)] | None, TypeName("whole number or null")] = Field(
+        default=None, description="Read so many rows, from the first; null reads all."
     )
     weight: Number = Field(
         default=1.0,

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import BeforeValidator, Field, PlainValidator
 
+from megatrain.choices import COLUMNS
 from megatrain.config.quantities import (
     or_auto,
     read_bytes,
@@ -88,6 +89,44 @@ def read_arguments(value: object) -> Arguments:
     return Arguments(value)
 
 
+def read_columns(value: object) -> Arguments:
+    """Return a file's names for our columns. Raises ValueError."""
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise ValueError("give a mapping, like {prompt: Question, completion: Answer}")
+    for ours, theirs in value.items():
+        if ours not in COLUMNS:
+            repair = f"the names here are {', '.join(COLUMNS)}"
+            if theirs in COLUMNS:
+                repair = f"our name comes first: {theirs}: {ours}"
+            raise ValueError(f"{ours} is not a column of ours; {repair}")
+        if not isinstance(theirs, str) or not theirs.strip():
+            raise ValueError(f"{ours} needs the name of a column of the file")
+    if twice := {name for name in value.values() if [*value.values()].count(name) > 1}:
+        raise ValueError(f"{', '.join(sorted(twice))} cannot be two columns")
+    return Arguments(value)
+
+
+_OUR_ROLES = ("system", "user", "assistant", "tool")
+
+
+def read_roles(value: object) -> Arguments:
+    """Return a file's names for our roles, each as a tuple. Raises ValueError."""
+    if not isinstance(value, Mapping):
+        raise ValueError("give a mapping, like {user: Customer, assistant: Agent}")
+    found = {}
+    for ours, theirs in value.items():
+        names = theirs if isinstance(theirs, list | tuple) else [theirs]
+        if ours not in _OUR_ROLES:
+            raise ValueError(f"{ours} is not a role; the roles are {', '.join(_OUR_ROLES)}")
+        if not names or not all(isinstance(name, str) and name.strip() for name in names):
+            raise ValueError(f"{ours} needs the name of a role of the file, or a list of them")
+        found[ours] = tuple(name.strip() for name in names)
+    names = [name.lower() for theirs in found.values() for name in theirs]
+    if len(set(names)) < len(names):
+        raise ValueError("a role of the file can be one of ours, and one is there twice")
+    return Arguments(found)
+
+
 def read_template(value: object) -> str | None:
     """Return a file, a template or `none`; the user of the value decides which it is."""
     if value is not None and (not isinstance(value, str) or not value.strip()):
@@ -133,6 +172,16 @@ Size = Annotated[
 ]
 
 
+Columns = Annotated[
+    Arguments,
+    PlainValidator(read_columns),
+    TypeName("mapping, like {prompt: Question, completion: Answer}"),
+]
+Roles = Annotated[
+    Arguments,
+    PlainValidator(read_roles),
+    TypeName("mapping, like {user: Customer, assistant: Agent}"),
+]
 TemplateArguments = Annotated[
     Arguments, PlainValidator(read_arguments), TypeName("mapping, like {enable_thinking: false}")
 ]

@@ -298,6 +298,9 @@ def _prepared(
         max_lost_thoughts=config.data.max_lost_thoughts,
         num_workers=num_cores(),
         wanted=wanted,
+        columns=source.columns,
+        roles=source.roles,
+        max_rows=source.rows,
         enough=None if rows is None else _enough(config, is_judged=source not in config.data.train),
     )
 

@@ -11,6 +11,7 @@ import pytest
 from huggingface_hub import constants
 
 from megatrain.data.rows.hub_rows import HubRows, located
+from megatrain.data.rows.skipped import SkippedRows
 from megatrain.data.rows.source import open_source
 from megatrain.data.tokens.prepare import prepare
 from megatrain.errors import ConfigError, DataError, HubError
@@ -145,9 +146,40 @@ def test_without_network_and_cache_one_sentence_says_what_to_do(
     assert capfd.readouterr().out == ""
 
 
-def test_a_part_of_a_file_cannot_be_asked_for(tmp_path: Path) -> None:
+def test_a_file_has_no_configuration_and_one_split(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(_lines("a"))
     assert located(path) == path
-    with pytest.raises(ConfigError, match=r"a.jsonl is a local file, and split test only applies"):
-        located(path, split="test")
+    with pytest.raises(ConfigError, match=r"a.jsonl is a local file, and name main only applies"):
+        located(path, name="main")
+    with pytest.raises(ConfigError, match=r"has one split, train, not test\. .*train\[:1000\]"):
+        open_source(located(path, split="test"))
+    with pytest.raises(ConfigError, match=r"split train\[1\]: give a name and perhaps a part"):
+        open_source(located(path, split="train[1]"))
+
+
+PARTS = ("train", "train[:2]", "train[3:]", "train[2:5]", "train[-2:]", "train[:-3]", "train[:25%]",
+         "train[10%:60%]", "train[-30%:]", "train[5:99]")  # fmt: skip
+
+
+@pytest.mark.parametrize("split", PARTS)
+def test_a_part_is_that_of_datasets(hub: Hub, tmp_path: Path, split: str) -> None:
+    texts = [f"row {number}" for number in range(11)]
+    hub.put(NAME, {"train.jsonl": _lines(*texts)}, "datasets")
+    expected = _texts(located(NAME, split=split))
+    (tmp_path / "a.jsonl").write_bytes(_lines(*texts))
+    source = open_source(located(tmp_path / "a.jsonl", split=split))
+    assert [row.text for _, row in source.rows(SkippedRows())] == expected
+
+
+def test_another_part_would_be_noticed(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(_lines("a", "b", "c"))
+    source = open_source(located(tmp_path / "a.jsonl", split="train[1:]"), max_rows=1)
+    assert source.name == f"{tmp_path / 'a.jsonl'} train[1:][:1]"
+    assert [row.text for _, row in source.rows(SkippedRows())] == ["b"]
+
+
+def test_rows_are_the_first_of_a_dataset_too(hub: Hub) -> None:
+    hub.put(NAME, {"train.jsonl": _lines("a", "b", "c")}, "datasets")
+    source = open_source(located(NAME, split="train[1:]"), max_rows=1)
+    assert [row.text for _, row in source.rows(SkippedRows())] == ["b"]

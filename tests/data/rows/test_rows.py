@@ -209,13 +209,15 @@ def test_a_told_format_that_no_row_has_is_refused(tmp_path: Path, wanted: Any, t
 
 def test_a_told_format_where_none_would_fit_names_those_that_are_known(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"a": "b"}])
-    with pytest.raises(DataError, match=r"rows are a\. Known formats: messages or conversations"):
+    with pytest.raises(
+        DataError, match=r"rows are a\.\n(?s:.*)  Known formats: messages or conversations"
+    ):
         open_source(path, "messages")
 
 
 def test_no_known_format_names_columns_and_formats() -> None:
     with pytest.raises(
-        DataError, match=r"x\.jsonl: no known format .* columns are a, b\. Known formats"
+        DataError, match=r"x\.jsonl: no known format .* columns are a, b\.\n(?s:.*)  Known formats"
     ):
         detect_format([{"a": 1}, {"b": 2}], where="x.jsonl")
 

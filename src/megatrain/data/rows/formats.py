@@ -3,7 +3,7 @@
 Everything about a format is one entry of FORMATS; its name is also in choices.py.
 The format of a file is detected from the columns of the first rows, by majority, and always
 printed. Rows of another format are counted later. A user who names the format gets only rows of
-that format, and there must be some.
+that format, and there must be some. Columns with other names than ours are found by columns.py.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 from megatrain.choices import PreferenceFormat, RowFormat
-from megatrain.data.rows.cells import read_cell, read_text
+from megatrain.data.rows.cells import OTHER_SHAPE, UNKNOWN_ROLE, read_cell, read_text
 from megatrain.data.rows.messages import Turn
 from megatrain.data.rows.preferences import (
     Preference,
@@ -25,15 +26,17 @@ from megatrain.data.rows.preferences import (
     read_marked,
     read_pair,
 )
+from megatrain.data.rows.skipped import BadRow
 from megatrain.data.rows.turns import (
     ALPACA,
+    TALKS,
+    Names,
     alpaca_prompt,
     plain_turn,
     read_turns,
     turn_keys,
     with_system,
 )
-from megatrain.errors import DataError, listing
 
 FIRST_ROWS = 100
 _PAIRS = (
@@ -42,9 +45,8 @@ _PAIRS = (
     ("query", "response"),
     ("question", "answer"),
 )
-_MESSAGES = ("messages", "conversations", "conversation")
 _PREFERENCES: Mapping[str, PreferenceFormat] = {"pairs": "pairs", "kto": "kto"}
-_KNOWN = (
+KNOWN = (
     "messages or conversations (role, content | from, value); instruction, input, output; "
     "prompt, completion; query, response; question, answer; text; prompt, chosen, rejected; "
     "input_ids"
@@ -60,11 +62,16 @@ class Format:
     columns: tuple[str, ...]
     turn_keys: tuple[str, str] = ("role", "content")
     """Keys of role and content in a turn, for `messages`."""
+    names: Names | None = None
+    """The file's names for columns and roles; None: they are ours."""
     is_given: bool = field(default=False, repr=False, compare=False)
     """Whether the config named it, or its loss. It is not part of the rows' fingerprint."""
 
     def __str__(self) -> str:
         described = FORMATS[self.kind].describe(self)
+        if self.names is not None and self.names.columns:
+            read = (f"{name} = {'.'.join(path)}" for path, name in self.names.columns)
+            described += f", columns {', '.join(read)}"
         return described if self.is_given else f"detected: {described}"
 
     @property
@@ -111,41 +118,38 @@ class FormatSpec:
 
 
 def detect_format(
-    values: Iterable[object], where: str = "the data", wanted: RowFormat = "auto"
+    values: Iterable[object],
+    where: object = "the data",
+    wanted: RowFormat = "auto",
+    columns: Mapping[str, str] = MappingProxyType({}),
+    roles: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> Format:
     """Return the format that most of the first rows have, of those that `wanted` names.
 
-    Raises DataError if none of them has it; it names the columns seen, and the format they have.
+    `columns` has the file's names for ours, `roles` its roles for ours. Without them, columns with
+    other names are found where it is plain which is which. Raises DataError if none of the rows has
+    the format; it proposes the line for a config that names the columns.
     """
     first = list(islice(values, FIRST_ROWS))
-    if wanted != "auto":
-        return _told(first, where, wanted)
-    shapes = Counter(shape for value in first if (shape := format_of(value)) is not None)
-    if not shapes:
-        raise DataError(
-            f"{where}: no known format in the first {len(first)} rows; their columns are "
-            f"{_columns(first)}. Known formats: {_KNOWN}."
-        )
-    return shapes.most_common(1)[0][0]
+    if not columns and not roles:
+        shape = usual_format(first, wanted)
+        if shape is not None and has_turns(first, shape):
+            return shape
+    from megatrain.data.rows.columns import find_format
+
+    return find_format(first, where, wanted, columns, roles)
 
 
-def _told(first: list[object], where: str, wanted: str) -> Format:
+def usual_format(first: Sequence[object], wanted: RowFormat = "auto") -> Format | None:
+    """Return the format that most rows have by the usual names of columns, or None."""
+    if wanted == "auto":
+        shapes = Counter(shape for value in first if (shape := format_of(value)) is not None)
+        return shapes.most_common(1)[0][0] if shapes else None
     shapes = Counter(shape for value in first for shape in formats_of(value))
     for shape, _ in shapes.most_common():
         if FORMATS[shape.kind].name == wanted:
             return replace(shape, is_given=True)
-    needed = next(spec.columns for spec in FORMATS.values() if spec.name == wanted)
-    fitting = listing({FORMATS[shape.kind].name for shape in shapes})
-    raise DataError(
-        f"{where}: format {wanted} needs the columns {needed}; those of the first "
-        f"{len(first)} rows are {_columns(first)}. "
-        + (f"Formats that fit: {fitting}." if fitting else f"Known formats: {_KNOWN}.")
-    )
-
-
-def _columns(first: Iterable[object]) -> str:
-    columns = {str(key) for value in first if isinstance(value, Mapping) for key in value}
-    return listing(columns) or "(none)"
+    return None
 
 
 def format_of(value: object) -> Format | None:
@@ -161,11 +165,26 @@ def formats_of(value: object) -> Iterator[Format]:
             yield from spec.find(value, columns)
 
 
+def has_turns(first: Sequence[object], shape: Format) -> bool:
+    """Return whether not all of the rows fail because of the keys or the roles of their turns."""
+    if not shape.is_conversation:
+        return True
+    for value in first:
+        try:
+            if isinstance(value, Mapping):
+                shape.preference(value) if shape.preferences else shape.turns(value)
+        except BadRow as bad:
+            if bad.reason in (OTHER_SHAPE, UNKNOWN_ROLE) and bad.detail.startswith("turn "):
+                continue
+        return True
+    return False
+
+
 # Messages.
 
 
 def _find_messages(value: Mapping[str, Any], columns: set[str]) -> Iterator[Format]:
-    for name in _MESSAGES:
+    for name in TALKS:
         if name in columns:
             yield Format(kind="messages", columns=(name,), turn_keys=turn_keys(value[name]))
 
@@ -252,7 +271,7 @@ FORMATS: Mapping[str, FormatSpec] = {
     ),
     "messages": FormatSpec(
         name="messages",
-        columns=" or ".join(_MESSAGES),
+        columns=" or ".join(TALKS),
         find=_find_messages,
         describe=lambda shape: f"{shape.columns[0]} ({', '.join(shape.turn_keys)})",
         turns=_message_turns,

@@ -1,7 +1,8 @@
-"""Rows of a Hugging Face Hub dataset, from one part of it at one commit.
+"""Rows of a Hugging Face Hub dataset, from one part of it at one commit; or of a file here.
 
     where = located("openai/gsm8k", name="main", split="test")     # HubRows
     where = located("train.jsonl")                                 # the same path: it is on disk
+    where = located("train.jsonl", split="train[:1000]")           # FileRows
 
 `datasets` downloads and reads it: data files only, never dataset scripts. We ask the Hub once,
 with a time limit; if it does not answer, the cache of `datasets` is used as it is.
@@ -9,7 +10,9 @@ with a time limit; if it does not answer, the cache of `datasets` is used as it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -46,7 +49,60 @@ class HubRows:
             yield number + 1, without_filling(dataset[number])
 
 
-Where = str | Path | HubRows | GivenRows
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRows:
+    """One split of a file or folder, or a part of it."""
+
+    path: str | Path
+    split: str
+    """As `datasets` writes it: `train`, `train[:1000]`, `test[10%:20%]`, `train[-100:]`."""
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.split}"
+
+    @property
+    def name(self) -> str:
+        """The split alone."""
+        return _split_parts(self.split)["name"]
+
+    def bounds(self, count: Callable[[], int]) -> tuple[int, int | None]:
+        """Return the first row and the row after the last; None is the end.
+
+        `count` returns the number of rows; it is called for percentages and negative numbers.
+        """
+        parts = _split_parts(self.split)
+        if parts["part"] is None:
+            return 0, None
+        texts = parts["begin"] or "0", parts["end"]
+        total = count() if any(re.search("[-%]", text or "") for text in texts) else 0
+        begin, end = (None if text is None else _row_number(text, total) for text in texts)
+        return begin or 0, end
+
+
+_SPLIT = re.compile(
+    r"(?P<name>[\w.-]+)(?P<part>\[(?P<begin>-?\d{1,12}%?)?:(?P<end>-?\d{1,12}%?)?\])?", re.ASCII
+)
+
+
+def _split_parts(split: str) -> dict[str, Any]:
+    found = _SPLIT.fullmatch(split.replace(" ", ""))
+    if found is None:
+        raise ConfigError(
+            f"split {split}: give a name and perhaps a part, like train, train[:1000] or "
+            "train[10%:20%]."
+        )
+    return found.groupdict()
+
+
+def _row_number(text: str, total: int) -> int:
+    """Return the row that one end of a part names. Percentages are rounded as in `datasets`."""
+    number = int(text.rstrip("%"))
+    if text.endswith("%"):
+        number = round(number * total / 100)
+    return min(total, max(0, total + number)) if text.startswith("-") else number
+
+
+Where = str | Path | HubRows | FileRows | GivenRows
 
 
 def located(
@@ -55,20 +111,21 @@ def located(
     name: str | None = None,
     split: str | None = None,
     revision: str | None = None,
-) -> str | Path | HubRows:
+) -> str | Path | HubRows | FileRows:
     """Return the path if it is on this disk, else the dataset of that id.
 
     Raises DataError if it is neither, HubError if the Hub has no such dataset, ConfigError if a
-    part of a file is requested.
+    configuration or revision of a file is requested.
     """
-    asked = {"name": name, "split": split, "revision": revision}
-    if data_files(path):
+    asked = {"name": name, "revision": revision}
+    if os.path.exists(path):
         if given := [f"{key} {value}" for key, value in asked.items() if value is not None]:
             raise ConfigError(
                 f"{path} is a local file, and {' and '.join(given)} only applies to datasets "
                 "on the Hub. Remove it, or give another path."
             )
-        return path
+        return path if split is None else FileRows(path=path, split=split)
+    data_files(path)  # raises the error that fits a name that is nothing here
     if not is_id(str(path)):
         raise no_such_data(Path(path))
     commit, answers = dataset_commit(str(path), revision)

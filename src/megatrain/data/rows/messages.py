@@ -46,8 +46,9 @@ Message = Mapping[str, Any]
 CALL = "function_call"
 ROLES = {
     "system": "system", "developer": "system",
-    "user": "user", "human": "user",
+    "user": "user", "human": "user", "prompter": "user",
     "assistant": "assistant", "gpt": "assistant", "model": "assistant", "bot": "assistant",
+    "chatgpt": "assistant", "ai": "assistant",
     "tool": "tool", "function": "tool", "observation": "tool", "ipython": "tool",
     "tool_response": "tool",
     "function_call": CALL, "tool_call": CALL,

@@ -20,6 +20,7 @@ from megatrain.data.rows.messages import Turn, read_turn
 from megatrain.data.rows.skipped import BadRow
 from megatrain.data.rows.turns import (
     ALPACA,
+    TALKS,
     alpaca_prompt,
     plain_turn,
     read_turns,
@@ -32,8 +33,7 @@ CHOSEN, REJECTED = "chosen", "rejected"
 MARKS = ("label", "kto_tag")
 """Names of the column that says whether a completion is desirable."""
 _INSTRUCTION = "instruction"
-_TALKS = ("messages", "conversations", "conversation")
-_PROMPTS = ("prompt", "question", "query", *_TALKS, _INSTRUCTION)
+_PROMPTS = ("prompt", "question", "query", *TALKS, _INSTRUCTION)
 _COMPLETIONS = ("completion", "response", "answer", "output")
 
 _Found = tuple[tuple[str, ...], tuple[str, str]]
@@ -77,7 +77,7 @@ def find_marked(value: Mapping[str, Any], columns: set[str]) -> Iterator[_Found]
         return
     if given is not None:
         yield (asked, given, mark), turn_keys(value[given])
-    elif asked in _TALKS:
+    elif asked in TALKS:
         yield (asked, mark), turn_keys(value[asked])
 
 
@@ -180,7 +180,7 @@ def _prompt(value: Mapping[str, Any], name: str) -> tuple[list[Turn], bool]:
     if name == _INSTRUCTION:
         return alpaca_prompt(value), False
     cell = read_cell(value, name)
-    if name not in _TALKS and not isinstance(cell, list):
+    if name not in TALKS and not isinstance(cell, list):
         return [plain_turn("user", read_text(cell, name))], True
     return read_turns(cell, name, turn_keys(cell)), False
 

@@ -85,6 +85,8 @@ def canonical(value: object, shape: Format) -> Row:
         raise BadRow(IS_NULL, "the row")
     if not isinstance(value, Mapping):
         raise BadRow(WRONG_TYPE, f"the row is {kind_of(value)}")
+    if shape.names is not None:
+        value = shape.names.read(value)
     if shape.is_conversation:
         _check_media(value)
         return _conversation(value, shape) if shape.preferences is None else _row(value, shape)

@@ -6,21 +6,26 @@ its rows:          for place, row in source.rows(skipped): ...
 
 from __future__ import annotations
 
+import json
+import shlex
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 
-from megatrain.choices import RowFormat
+from megatrain.choices import COLUMNS, RowFormat
 from megatrain.data.rows.formats import FIRST_ROWS, Format, detect_format
-from megatrain.data.rows.hub_rows import HubRows, Where, located
+from megatrain.data.rows.hub_rows import FileRows, HubRows, Where, located
 from megatrain.data.rows.in_memory import GivenRows
-from megatrain.data.rows.reading import data_files, parsed, read_unparsed
+from megatrain.data.rows.reading import LONGEST_LINE_BYTES, data_files, parsed, read_unparsed
 from megatrain.data.rows.rows import Row, canonical
 from megatrain.data.rows.skipped import BadRow, SkippedRows
+from megatrain.data.rows.turns import TALKS
 from megatrain.errors import DataError
 from megatrain.progress import Advance
+from megatrain.text import printable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,13 +38,15 @@ class RowSource:
     """None: the rows are in files, or given."""
     given: GivenRows | None
     format: Format
+    bounds: tuple[int, int | None] = (0, None)
+    """The first row that is read, and the row after the last; None is the end."""
 
     def values(self, advance: Advance = lambda _: None) -> Iterator[tuple[str, object]]:
         """Yield each raw row with its place, `train.jsonl:17`; report bytes read to `advance`.
 
         Lines of JSON come unparsed: see `parsed` in reading.py.
         """
-        return _values(self.files, self.hub or self.given, advance)
+        return islice(_values(self.files, self.hub or self.given, advance), *self.bounds)
 
     def rows(self, skipped: SkippedRows) -> Iterator[tuple[str, Row]]:
         """Yield each usable row with its place; count the others in `skipped`."""
@@ -50,26 +57,55 @@ class RowSource:
                 skipped.add(place, bad)
 
 
-def open_source(where: Where, wanted: RowFormat = "auto") -> RowSource:
+def open_source(
+    where: Where,
+    wanted: RowFormat = "auto",
+    *,
+    columns: Mapping[str, str] = MappingProxyType({}),
+    roles: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    max_rows: int | None = None,
+) -> RowSource:
     """Return the source of this name, its format detected from its first rows unless given.
 
+    `columns` and `roles` are the file's names for ours, and no more than `max_rows` are read.
     Raises DataError if it is neither a file, a folder nor a dataset, or not of that format.
     """
-    where = where if isinstance(where, HubRows | GivenRows) else located(where)
+    where = where if isinstance(where, _Opened) else located(where)
     whole = where if isinstance(where, HubRows | GivenRows) else None
-    files = () if isinstance(where, HubRows | GivenRows) else tuple(data_files(where))
+    files = _files(where)
     for path in files:
         _check_encoding(path)
-    first = [(place, parsed(value)) for place, value in islice(_values(files, whole), FIRST_ROWS)]
-    _check_first(first, str(where))
-    shape = detect_format((value for _, value in first), where=str(where), wanted=wanted)
+    begin, end = _bounds(where, files)
+    if max_rows is not None:
+        end = begin + max_rows if end is None else min(end, begin + max_rows)
+    name = str(where) if max_rows is None else f"{where}[:{max_rows}]"
+    raw = islice(_values(files, whole), begin, end)
+    first = [(place, parsed(value)) for place, value in islice(raw, FIRST_ROWS)]
+    _check_first(first, str(where), files)
+    values = (value for _, value in first)
     return RowSource(
-        name=str(where),
+        name=name,
         files=files,
         hub=where if isinstance(where, HubRows) else None,
         given=where if isinstance(where, GivenRows) else None,
-        format=shape,
+        format=detect_format(values, where, wanted, columns, roles),
+        bounds=(begin, end),
     )
+
+
+_Opened = HubRows | FileRows | GivenRows
+
+
+def _files(where: Where) -> tuple[Path, ...]:
+    if isinstance(where, FileRows):
+        return tuple(data_files(where.path, where.name))
+    return () if isinstance(where, HubRows | GivenRows) else tuple(data_files(where))
+
+
+def _bounds(where: Where, files: tuple[Path, ...]) -> tuple[int, int | None]:
+    if not isinstance(where, FileRows):
+        return 0, None
+    return where.bounds(lambda: sum(1 for _ in _values(files, None)))
 
 
 def _check_encoding(path: Path) -> None:
@@ -80,10 +116,13 @@ def _check_encoding(path: Path) -> None:
     except OSError:
         return  # reading it reports the reason
     if begin in (BOM_UTF16_LE, BOM_UTF16_BE):
-        raise DataError(f"{path} is UTF-16. Save it as UTF-8.")
+        raise DataError(
+            f"{path} is UTF-16. Save it as UTF-8: iconv -f UTF-16 -t UTF-8 "
+            f"{shlex.quote(str(path))} > {shlex.quote(f'utf8_{path.name}')}"
+        )
 
 
-def _check_first(first: list[tuple[str, object]], where: str) -> None:
+def _check_first(first: list[tuple[str, object]], where: str, files: tuple[Path, ...]) -> None:
     """Raise DataError if there are no rows, or none of the first ones can be read."""
     if not first:
         raise DataError(f"{where} is empty: it has no rows")
@@ -92,7 +131,39 @@ def _check_first(first: list[tuple[str, object]], where: str) -> None:
         if isinstance(value, BadRow):
             bad.add(place, value)
     if bad.total == len(first):
-        raise DataError(f"{where}: none of the first {len(first)} rows can be read:\n{bad}")
+        raise DataError(
+            f"{where}: none of the first {len(first)} rows can be read:\n{bad}{_inside(files)}"
+        )
+    if len(first) == 1 and (advice := _inside(files)):
+        raise DataError(f"{where} has one row.{advice}")
+
+
+def _inside(files: tuple[Path, ...]) -> str:
+    """Return how to get at the rows of a .json file that has them in a list inside of an object."""
+    path = files[0] if files else Path()
+    if path.suffix != ".json" or len(files) > 1 or path.stat().st_size > LONGEST_LINE_BYTES:
+        return ""
+    try:
+        whole = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return ""
+    lists = whole.items() if isinstance(whole, dict) else ()
+    keys = [
+        key
+        for key, rows in lists
+        if key not in (*COLUMNS, *TALKS)
+        and isinstance(rows, list)
+        and rows
+        and all(isinstance(row, dict) for row in rows)
+    ]
+    if not keys:
+        return ""
+    where, key = json.dumps(str(path)), json.dumps(keys[0])
+    code = f"import json; [print(json.dumps(row)) for row in json.load(open({where}))[{key}]]"
+    return (
+        f"\n  The file is one object, with rows in {printable(', '.join(keys))}. This writes them "
+        f"one a line, then train on rows.jsonl:\n    python3 -c {shlex.quote(code)} > rows.jsonl"
+    )
 
 
 def _values(

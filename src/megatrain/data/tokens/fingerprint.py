@@ -29,7 +29,7 @@ def fingerprint(source: RowSource, tokenizer: Any, settings: Mapping[str, object
         _add(digest, f"{source.hub} {source.hub.commit}")
     if source.given is not None:
         _add(digest, f"{source.given} {source.given.mark()}")
-    _add(digest, repr(source.format))
+    _add(digest, f"{source.format!r} {source.bounds}")
     _add_tokenizer(digest, tokenizer)
     _add(digest, json.dumps(settings, sort_keys=True))
     for module in sorted(Path(__file__).parent.glob("*.py")):

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import multiprocessing
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megatrain.choices import RowFormat
@@ -87,18 +88,22 @@ def prepare(
     max_lost_thoughts: float = 0.01,
     num_workers: int = 1,
     wanted: RowFormat = "auto",
+    columns: Mapping[str, str] = MappingProxyType({}),
+    roles: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    max_rows: int | None = None,
     enough: Enough | None = None,
 ) -> PreparedData:
     """Return the documents of a file, folder or Hub dataset, from the cache if they are there.
 
     Of rows that a program gives, streams and small lists are prepared in this process; of a stream,
     as many as are `enough`.
-    `wanted` names the format of the rows. Raises DataError if they do not have it, too many are
+    `wanted` names the format of the rows, `columns` and `roles` the file's names for ours; the
+    first `max_rows` are read. Raises DataError if they do not have the format, too many are
     bad, dropped or without their thoughts, none is left, or the chat template contradicts itself.
     """
     if max_length < 2:
         raise ConfigError(f"max_length {max_length}: a document needs at least two tokens")
-    source = open_source(path, wanted)
+    source = open_source(path, wanted, columns=columns, roles=roles, max_rows=max_rows)
     if source.format.preferences and train_on == "all":
         raise ConfigError(
             f"data.train_on is all, and the rows of {source.name} are {source.format.kind}: only "
