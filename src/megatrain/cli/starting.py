@@ -10,7 +10,7 @@ from megatrain import hub
 from megatrain.config import load_config
 from megatrain.config.other_tools.tool_config import RowKind
 from megatrain.config.other_tools.translate import migrate, tool_named
-from megatrain.data.rows.reading import parsed
+from megatrain.data.rows.reading import data_files, parsed, read_unparsed
 from megatrain.data.rows.source import open_source
 from megatrain.errors import ConfigError, MegaTrainError
 from megatrain.files import write_file
@@ -84,7 +84,7 @@ def _num_rows_of(source: str) -> int | None:
     if not Path(source).exists():
         return None
     try:
-        return sum(1 for _ in open_source(source).values())
+        return sum(1 for path in data_files(source) for _ in read_unparsed(path))
     except MegaTrainError:
         return None
 

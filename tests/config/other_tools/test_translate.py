@@ -385,13 +385,72 @@ def test_names_of_llama_factory_are_the_files_and_formats_they_stand_for() -> No
     ]
 
 
+def test_columns_and_tags_of_llama_factory_are_kept() -> None:
+    at = EXAMPLES / "data"
+    assert _info("odd,ranked,tagged,cut") == [
+        {"path": str(at / "odd.json"), "format": "prompt_completion",
+         "columns": {"prompt": "ask", "completion": "say"}},
+        {"path": str(at / "ranked.json"), "format": "pairs", "columns": {"chosen": "better"}},
+        {"path": str(at / "t.json"), "format": "messages", "roles": {"user": "customer"}},
+        {"path": str(at / "cut.json"), "format": "alpaca", "rows": 100},
+    ]  # fmt: skip
+    values = {"dataset": "odd,cut", "eval_dataset": "chats", "max_samples": 500}
+    document = Document(name="x.yaml", value=values)
+    result = migrate_document(document, "LLaMA-Factory", folder=EXAMPLES)
+    config = Config(**result.config | {"model": {"name_or_path": "m"}})
+    assert [source.rows for source in config.data.train] == [500, 100]
+    assert isinstance(config.data.eval, tuple)
+    assert config.data.eval[0].rows == 500
+    assert config.data.train[0].columns == {"prompt": "ask", "completion": "say"}
+    assert _effects(result)["max_samples"] == "changes results"  # num_samples of one of them
+    assert unaccounted(values, result) == []
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected", "rl"),
+    [
+        ({"type": "chat_template", "field_messages": "talk", "field_tools": "tools",
+          "message_property_mappings": {"role": "who", "content": "said"},
+          "roles": {"user": ["human", "client"], "assistant": ["gpt"]}},
+         {"format": "messages", "columns": {"messages": "talk", "role": "who", "content": "said"},
+          "roles": {"user": ["client"]}}, None),
+        ({"type": "chat_template", "field_messages": "conversations",
+          "message_property_mappings": {"role": "from", "content": "value"}},
+         {"format": "messages"}, None),
+        ({"type": "completion", "field": "body", "split": "train[:10%]"},
+         {"format": "text", "columns": {"text": "body"}, "split": "train[:10%]"}, None),
+        ({"type": {"field_instruction": "ask", "field_output": "say", "format": "{instruction}"}},
+         {"format": "alpaca", "columns": {"instruction": "ask", "output": "say"}}, None),
+        ({"type": {"field_prompt": "ask", "field_chosen": "good", "field_rejected": "bad"}},
+         {"format": "pairs", "columns": {"prompt": "ask", "chosen": "good", "rejected": "bad"}},
+         "dpo"),
+        ({"type": "user_defined.default", "field_label": "ok"},
+         {"format": "kto", "columns": {"label": "ok"}}, "kto"),
+    ],
+)  # fmt: skip
+def test_fields_of_axolotl_are_kept(
+    entry: dict[str, Any], expected: dict[str, Any], rl: str | None
+) -> None:
+    values: dict[str, Any] = {"datasets": [{"path": "a.jsonl", **entry}], "rl": rl}
+    result = _migrated("Axolotl", **values)
+    assert result.get("data.train") == [{"path": "a.jsonl", **expected}]
+    Config(**result.config | {"model": {"name_or_path": "m"}})
+
+
+def test_the_text_column_of_trl_is_kept() -> None:
+    result = _migrated("TRL", dataset_name="a/b", dataset_text_field="body")
+    assert result.get("data.train") == [
+        {"path": "a/b", "format": "text", "columns": {"text": "body"}}
+    ]
+    plain = _migrated("TRL", dataset_name="a/b", dataset_text_field="text")
+    assert plain.get("data.train") == [{"path": "a/b"}]
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("ranked", "column better for chosen is not read; rename it chosen"),
-        ("odd", "column ask for prompt is not read; rename it instruction"),
-        ("tagged", "user_tag customer is not a supported name"),
-        ("cut", "num_samples are not supported"),
+        ("pictures", "column shots for images is not supported"),
+        ("calls", "function_tag act is not a supported name"),
         ("code", "script_url are not supported"),
         ("none", "none is not in"),
     ],
@@ -403,9 +462,9 @@ def test_datasets_that_cannot_be_read_as_there_are_refused_by_name(name: str, re
 
 def test_every_dataset_that_cannot_be_read_is_named_with_those_that_can() -> None:
     with pytest.raises(DroppedKey) as error:
-        _info("ranked,identity,odd,cut")
+        _info("pictures,identity,calls,code")
     said = str(error.value)
-    for name in ("ranked", "odd", "cut"):
+    for name in ("pictures", "calls", "code"):
         assert f"{name} of " in said
     assert "The others are" in said
     assert str(EXAMPLES / "data" / "identity.json") in said
@@ -465,7 +524,7 @@ def test_lines_are_sorted_by_what_they_mean_for_the_run() -> None:
         ("TRL", "use_liger_kernel", True, "needs you"),
         ("TRL", "use_liger_kernel", False, "same"),
         ("LLaMA-Factory", "use_galore", True, "changes results"),
-        ("LLaMA-Factory", "max_samples", 1000, "changes results"),
+        ("LLaMA-Factory", "max_samples", 1000, "needs you"),
         ("LLaMA-Factory", "mix_strategy", "concat", "same"),
         ("Axolotl", "plugins", ["axolotl.integrations.liger.LigerPlugin"], "same"),
         ("Axolotl", "plugins", ["mine.Plugin"], "changes results"),

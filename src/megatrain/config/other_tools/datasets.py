@@ -2,8 +2,8 @@
 
 LLaMA-Factory's names stand for entries of dataset_info.json, which is in `dataset_dir`, looked up
 from the working directory and beside the config. A name becomes a file or a Hub dataset with one
-of our formats. Entries that our formats cannot read as LLaMA-Factory would (other columns, other
-tags, scripts) are refused by name.
+of our formats, and names of columns and roles become `columns` and `roles` of the source. Entries
+that cannot be read as LLaMA-Factory would (scripts, media, roles of calls) are refused by name.
 """
 
 from __future__ import annotations
@@ -14,12 +14,34 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatrain.config.other_tools.tool_config import Asks, Differs, DroppedKey, ToolConfig
+from megatrain.config.other_tools.tool_config import (
+    Asks,
+    Differs,
+    DroppedKey,
+    ToolConfig,
+    trl_names,
+)
 
 _FORMATS = {"alpaca": "alpaca", "chat_template": "messages", "sharegpt": "messages",
             "completion": "text", "pretraining_dataset": "text"}  # fmt: skip
-_KEPT = {"path", "type", "data_files", "ds_type", "name", "split", "revision"}
-_LOADERS = ("json", "csv", "parquet", "text")
+_KEPT = {
+    "path", "type", "data_files", "ds_type", "name", "split", "revision", "columns", "field",
+    "field_messages", "field_system", "field_tools", "field_prompt", "field_chosen",
+    "field_rejected", "field_completion", "field_label", "message_property_mappings",
+    "message_field_role", "message_field_content", "roles",
+}  # fmt: skip
+"""Keys of an entry that are read. TRL's `columns` selects columns; those that no format reads are
+not read here either."""
+_FIELDS = {
+    "field": "text", "field_messages": "messages", "field_system": "system", "field_tools": "tools",
+    "field_prompt": "prompt", "field_chosen": "chosen", "field_rejected": "rejected",
+    "field_completion": "completion", "field_label": "label", "field_instruction": "instruction",
+    "field_input": "input", "field_output": "output", "message_field_role": "role",
+    "message_field_content": "content",
+}  # fmt: skip
+"""Axolotl's names for columns, and ours."""
+_LOADERS = ("json", "csv", "parquet", "text", "arrow")
+_FILES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".gz", ".zst")
 """Names of `datasets` for files, not datasets."""
 ALPACA_PROMPT = "Axolotl uses the Alpaca prompt for these rows; here they use the chat template"
 _PREFERENCES = {"kto": "kto", "dpo": "pairs", "ipo": "pairs", "orpo": "pairs", "simpo": "pairs"}
@@ -31,7 +53,7 @@ _ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "sys
            "history": "history", "tools": "tools"}  # fmt: skip
 _PAIRS = (("prompt", "completion"), ("prompt", "response"), ("query", "response"),
           ("question", "answer"))  # fmt: skip
-_MESSAGES = {"messages": ("conversations", "messages"), "system": ("system",), "tools": ("tools",)}
+_TALKS = ("conversations", "messages")
 _TAGS = {
     "role_tag": ("from", "role"),
     "content_tag": ("value", "content"),
@@ -41,10 +63,17 @@ _TAGS = {
     "function_tag": ("function_call", "tool_call"),
     "system_tag": ("system", "developer"),
 }
-_ANSWERS = {"chosen": ("chosen",), "rejected": ("rejected",), "kto_tag": ("label", "kto_tag")}
+_ROLE_OF = {
+    "user_tag": "user", "assistant_tag": "assistant", "observation_tag": "tool",
+    "system_tag": "system",
+}  # fmt: skip
+_KNOWN_ROLES = {ours: _TAGS[tag] for tag, ours in _ROLE_OF.items()}
+_ANSWERS = {"chosen": "chosen", "rejected": "rejected", "kto_tag": "label"}
 _READ = {
     "file_name", "hf_hub_url", "subset", "split", "formatting", "columns", "tags", "ranking",
+    "num_samples",
 }  # fmt: skip
+CHOSEN_ROWS = Differs("num_samples: there so many rows are chosen at random, here the first")
 
 
 def llama_factory(value: Any, asked: ToolConfig) -> tuple[Any, str]:
@@ -52,7 +81,29 @@ def llama_factory(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     names = value.split(",") if isinstance(value, str) else value
     if not isinstance(names, list) or not names:
         raise DroppedKey(Asks("not a list of names"))
-    return _listed_names([str(name).strip() for name in names], asked), ""
+    found = _listed_names([str(name).strip() for name in names], asked)
+    is_chosen = any("rows" in source for source in found)
+    if (most := asked.get("max_samples")) is not None:
+        most = _row_count(most, "max_samples")
+        found = [{**source, "rows": min(most, source.get("rows", most))} for source in found]
+    return found, CHOSEN_ROWS if is_chosen else ""
+
+
+def max_samples(value: Any, asked: ToolConfig) -> tuple[Any, str]:
+    """The first rows of each dataset, as `rows` of its source."""
+    _row_count(value, "max_samples")
+    if asked.get("dataset") is None:
+        raise DroppedKey(Asks("dataset is not given: set rows of each source"))
+    try:
+        return llama_factory(asked["dataset"], asked)
+    except DroppedKey:
+        raise DroppedKey(Asks(f"set `rows: {value}` in each source of data.train")) from None
+
+
+def _row_count(value: Any, key: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise DroppedKey(Asks(f"{key} {value} is not a number of rows"))
+    return value
 
 
 def _listed_names(names: list[str], asked: ToolConfig) -> list[dict[str, Any]]:
@@ -110,7 +161,7 @@ def _source(name: str, info: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     if not isinstance(entry, Mapping):
         raise DroppedKey(f"{name} is not in {folder / INFO_NAME}")
     try:
-        found = _location(entry, folder) | {"format": _format(entry)}
+        found = _location(entry, folder) | _how(entry)
     except DroppedKey as reason:
         raise DroppedKey(f"{name} of {folder / INFO_NAME}: {reason}") from None
     return {key: value for key, value in found.items() if value is not None}
@@ -131,40 +182,68 @@ def _location(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return {"path": str(folder / entry["file_name"])}
 
 
-def _format(entry: Mapping[str, Any]) -> str:
+def _how(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return format, columns, roles and rows of an entry."""
     kind = entry.get("formatting") or "alpaca"
-    columns, tags = (_mapping(entry, key) for key in ("columns", "tags"))
-    answers = {key: value for key, value in columns.items() if key in _ANSWERS}
-    columns = {key: value for key, value in columns.items() if key not in _ANSWERS}
-    for key, value in answers.items():
-        if value not in _ANSWERS[key]:
-            raise DroppedKey(f"column {value} for {key} is not read; rename it {key}")
-    found = _of_turns(kind, columns, tags)
-    if entry.get("ranking"):
-        return "pairs"
-    return "kto" if "kto_tag" in answers else found
-
-
-def _of_turns(kind: Any, columns: Mapping[str, Any], tags: Mapping[str, Any]) -> str:
+    given, tags = (_mapping(entry, key) for key in ("columns", "tags"))
+    given = {key: value for key, value in given.items() if value is not None}
+    for key, value in (given | tags).items():
+        if not isinstance(value, str) or not value:
+            raise DroppedKey(f"{key} is not a name")
+    answers = {_ANSWERS[key]: value for key, value in given.items() if key in _ANSWERS}
+    others = {key: value for key, value in given.items() if key not in _ANSWERS}
     if kind in ("sharegpt", "openai"):
-        for given, allowed in ((columns, _MESSAGES), (tags, _TAGS)):
-            for key, value in given.items():
-                if value not in allowed.get(key, ()):
-                    raise DroppedKey(f"{key} {value} is not a supported name")
-        return "messages"
-    if kind != "alpaca":
+        shape, columns = "messages", _talk_columns(others, tags)
+    elif kind == "alpaca":
+        shape, columns = _alpaca_columns(others, is_given="columns" in entry, answers=answers)
+    else:
         raise DroppedKey(f"formatting {kind} is not supported")
-    pair = columns.get("prompt"), columns.get("response")
-    if set(columns) == {"prompt", "response"} and pair in _PAIRS:
-        return "prompt_completion"
-    if columns == {"prompt": "text"}:
-        return "text"
-    for key, value in columns.items():
-        if _ALPACA.get(key) != value:
-            raise DroppedKey(
-                f"column {value} for {key} is not read; rename it {_ALPACA.get(key, '')}"
-            )
-    return "alpaca"
+    if entry.get("ranking"):
+        shape = "pairs"
+    elif "label" in answers:
+        shape = "kto"
+        columns |= {} if answers["label"] in ("label", "kto_tag") else {"label": answers["label"]}
+    columns |= {ours: name for ours, name in answers.items() if ours not in ("label", name)}
+    roles = {ours: tags[tag] for tag, ours in _ROLE_OF.items()
+             if tag in tags and tags[tag] not in _TAGS[tag]}  # fmt: skip
+    if (call := tags.get("function_tag", _TAGS["function_tag"][0])) not in _TAGS["function_tag"]:
+        raise DroppedKey(f"function_tag {call} is not a supported name")
+    rows = entry.get("num_samples")
+    return {
+        "format": shape,
+        "columns": columns or None,
+        "roles": roles or None,
+        "rows": None if rows is None else _row_count(rows, "num_samples"),
+    }
+
+
+def _talk_columns(given: Mapping[str, str], tags: Mapping[str, str]) -> dict[str, str]:
+    for key in given:
+        if key not in ("messages", "system", "tools"):
+            raise DroppedKey(f"column {given[key]} for {key} is not supported")
+    columns = {key: name for key, name in given.items()
+               if name != key and not (key == "messages" and name in _TALKS)}  # fmt: skip
+    keys = {ours: tags[tag] for tag, ours in (("role_tag", "role"), ("content_tag", "content"))
+            if tag in tags and tags[tag] not in _TAGS[tag]}  # fmt: skip
+    return columns | keys
+
+
+def _alpaca_columns(
+    given: Mapping[str, str], *, is_given: bool, answers: Mapping[str, str]
+) -> tuple[str, dict[str, str]]:
+    """Return the format and the columns. Columns that an entry leaves out are not read there."""
+    for key in given:
+        if key not in _ALPACA:
+            raise DroppedKey(f"column {given[key]} for {key} is not supported")
+    if set(given) == {"prompt"} and not answers:
+        return "text", {} if given["prompt"] == "text" else {"text": given["prompt"]}
+    if not is_given or "prompt" not in given or {"query", "history"} & given.keys():
+        return "alpaca", {_ALPACA[key]: name for key, name in given.items() if name != _ALPACA[key]}
+    if (given["prompt"], given.get("response")) in _PAIRS:
+        given = {key: name for key, name in given.items() if key not in ("prompt", "response")}
+    ours = {"prompt": "prompt", "response": "completion"}
+    columns = {ours.get(key, key): name for key, name in given.items()}
+    return "prompt_completion", {key: name for key, name in columns.items() if key != name}
 
 
 def _mapping(entry: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -193,13 +272,39 @@ def _hub_source(asked: ToolConfig, split: Any) -> dict[str, Any]:
     name = asked.get("dataset_name")
     if not isinstance(name, str) or not name:
         raise DroppedKey(Asks("dataset_name is not given"))
+    text = _text_column(asked)
     if os.path.exists(name):
-        if split != "train":
+        if not _has_split(name, str(split)):
             raise DroppedKey(
                 Asks(f"{name} is a local file and has no splits: set data.eval to a file")
             )
-        return {"path": name}
-    return _named(name, asked.get("dataset_config"), split, None)
+        return {"path": name} | ({} if split == "train" else {"split": str(split)}) | text
+    return _named(name, asked.get("dataset_config"), split, None) | text
+
+
+def _has_split(path: str, split: str) -> bool:
+    """Return whether a local path has a split: files have train, and parts of it."""
+    saved = os.path.exists(os.path.join(path, "dataset_dict.json"))
+    return saved or split.partition("[")[0] == "train"
+
+
+def text_field(value: Any, asked: ToolConfig) -> tuple[Any, str]:
+    """TRL's column of text, as `columns` of the source."""
+    if not _text_column(asked):
+        raise DroppedKey("the row format is detected; see data.train.format")
+    if asked.get("datasets"):
+        return listed_sources(asked["datasets"], asked)
+    return trl_train(value, asked)
+
+
+def _text_column(asked: ToolConfig) -> dict[str, Any]:
+    """Return the columns of a source of TRL whose text is not in `text`."""
+    name = asked.get("dataset_text_field")
+    if asked.tool != "TRL" or not isinstance(name, str) or name in ("", "text", *_TALKS):
+        return {}
+    if any(asked.rows_of(path) not in (None, "other") for path in trl_names(asked)):
+        return {}  # TRL reads it of rows that are neither prompts with answers nor preferences
+    return {"format": "text", "columns": {"text": name}}
 
 
 def _named(path: str, name: Any, split: Any, revision: Any) -> dict[str, Any]:
@@ -221,14 +326,13 @@ def listed_sources(value: Any, asked: ToolConfig) -> tuple[Any, str]:
         if not isinstance(item, dict) or not item.get("path"):
             faults.append(f"entry {number} has no path")
             continue
-        kind = str(item.get("type") or "").partition(".")[0].partition(":")[0]
-        shape = {"format": _FORMATS[kind]} if kind in _FORMATS else {}
-        if asked.get("rl") in _PREFERENCES:
-            shape = {"format": _PREFERENCES[asked["rl"]]}
-        elif kind == "alpaca":
+        kind, shape = _kind_of(item, asked)
+        if kind == "alpaca":
             notes[ALPACA_PROMPT] = None
-        elif kind and kind not in _FORMATS:
+        elif kind and kind not in _FORMATS and "format" not in shape:
             notes[f"type {kind} is unknown: the format is detected"] = None
+        styles = item["type"] if isinstance(item.get("type"), dict) else {}
+        unused |= {str(key) for key in styles if key not in _FIELDS and styles[key]}
         try:
             sources += [source | shape for source in _places(item)]
         except DroppedKey as fault:
@@ -241,18 +345,53 @@ def listed_sources(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     return sources, Differs("; ".join(notes)) if notes else ""
 
 
+def _kind_of(item: dict[str, Any], asked: ToolConfig) -> tuple[str, dict[str, Any]]:
+    """Return the type of an entry, empty if its keys say it, and format, columns and roles."""
+    style = item.get("type")
+    kind = style if isinstance(style, str) else ""
+    kind = kind.partition(".")[0].partition(":")[0]
+    found = {**item, **style} if isinstance(style, dict) else item
+    columns = {ours: found[key] for key, ours in _FIELDS.items() if _is_name(found.get(key))}
+    mapped = item.get("message_property_mappings")
+    for key in ("role", "content"):
+        if isinstance(mapped, dict) and _is_name(mapped.get(key)):
+            columns[key] = mapped[key]
+    shape: dict[str, Any] = {"format": _FORMATS[kind]} if kind in _FORMATS else {}
+    if isinstance(style, dict) and {"instruction", "output"} <= columns.keys():
+        shape = {"format": "alpaca"}
+    if asked.get("rl") in _PREFERENCES:
+        kind, shape = "", {"format": _PREFERENCES[asked["rl"]]}
+    columns = {key: name for key, name in columns.items() if key != name}
+    if columns.get("messages") in _TALKS:
+        del columns["messages"]
+    if columns.get("role", "from") == "from" and columns.get("content", "value") == "value":
+        columns = {key: name for key, name in columns.items() if key not in ("role", "content")}
+    names = item.get("roles") if isinstance(item.get("roles"), dict) else {}
+    roles = {ours: [name for name in theirs if name not in _KNOWN_ROLES[ours]]
+             for ours, theirs in names.items()
+             if ours in _KNOWN_ROLES and isinstance(theirs, list)}  # fmt: skip
+    roles = {ours: theirs for ours, theirs in roles.items() if theirs}
+    named = {"columns": columns, "roles": roles}
+    return kind, shape | _text_column(asked) | {key: one for key, one in named.items() if one}
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
 def _places(item: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the location of an entry's rows: its files, or the dataset."""
     files = item.get("data_files")
     files = [files] if isinstance(files, str) else files or []
     if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
         raise DroppedKey(f"{item['path']}: data_files is not a name or a list of names")
-    path = str(item["path"])
+    path, split = str(item["path"]), str(item.get("split") or "train")
+    part = {} if split == "train" or not _has_split(path, split) else {"split": split}
     if files and (path in _LOADERS or os.path.exists(path)):
         base = Path() if path in _LOADERS else Path(path)
-        return [{"path": str(base / file)} for file in files]
+        return [{"path": str(base / file), **part} for file in files]
     if files:
         raise DroppedKey(f"{path}: selecting single files of a Hub dataset is not supported")
-    if os.path.exists(path) or Path(path).suffix in (".jsonl", ".json", ".csv", ".txt", ".parquet"):
-        return [{"path": path}]
+    if os.path.exists(path) or Path(path).suffix in _FILES:
+        return [{"path": path, **part}]
     return [_named(path, item.get("name"), item.get("split"), item.get("revision"))]

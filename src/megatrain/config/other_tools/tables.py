@@ -151,6 +151,7 @@ _LLAMA_FACTORY = _HF | _table(
         "model_revision": "model.revision",
         "dataset": "data.train; the files and formats that dataset_info.json names",
         "eval_dataset": "data.eval; the files and formats that dataset_info.json names",
+        "max_samples": "data.train; rows of each source",
         "val_size": "data.eval; held out from each source; there from all together",
         "cutoff_len": "data.max_length",
         "packing": "data.packing",
@@ -207,7 +208,6 @@ _LLAMA_FACTORY = _HF | _table(
         "only text is supported": "media_dir",
         "only of finetuning_type freeze": "freeze_trainable_layers freeze_trainable_modules "
         "freeze_extra_modules",
-        Differs("every row is used: shorten the file itself"): "max_samples",
         MICRO: "eval_on_each_dataset infer_backend infer_dtype",
     },
 )
@@ -323,6 +323,7 @@ _TRL = _HF | _table(
         "dataset_config": "data.train; name of a source",
         "dataset_train_split": "data.train; split of a source",
         "dataset_test_split": "data.eval; split of a source",
+        "dataset_text_field": "data.train; columns of a source",
         "chat_template_path": "data.chat_template",
         "datasets": "data.train",
         "max_length": "data.max_length",
@@ -364,7 +365,7 @@ _TRL = _HF | _table(
         "max_completion_length",
         INDEXED: "dataset_num_proc dataset_streaming dataset_batch_size",
         SHUFFLED: "shuffle_dataset",
-        "the row format is detected; see data.train.format": "dataset_text_field dataset_kwargs",
+        "the row format is detected; see data.train.format": "dataset_kwargs",
         "a sequence is as long as its rows, without padding": "padding_free pad_to_multiple_of "
         "packing_strategy eval_packing",
         NOTHING_LIKE: "model_init_kwargs",

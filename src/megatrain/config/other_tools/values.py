@@ -390,6 +390,8 @@ CONVERTERS: dict[str, Converter] = {
     "eager_attention": _attention,
     "dataset": datasets.llama_factory,
     "eval_dataset": datasets.llama_factory,
+    "max_samples": datasets.max_samples,
+    "dataset_text_field": datasets.text_field,
     "datasets": datasets.listed_sources,
     "test_datasets": datasets.listed_sources,
     "dataset_name": datasets.trl_train,
@@ -517,8 +519,7 @@ def whole_run(asked: ToolConfig) -> int | None:
 
 
 def _steps_of_an_epoch(asked: ToolConfig, sources: Sequence[Any], held_out: Any) -> int | None:
-    paths = [source.get("path") if isinstance(source, dict) else source for source in sources]
-    counts = [asked.num_rows_of(path) for path in paths if isinstance(path, str)]
+    counts = [_rows_of(source, asked) for source in sources]
     if not counts or None in counts:
         return None
     rows = sum(number for number in counts if number is not None)
@@ -533,6 +534,15 @@ def _steps_of_an_epoch(asked: ToolConfig, sources: Sequence[Any], held_out: Any)
     except DroppedKey:
         return None
     return max(math.ceil(math.ceil(rows / (per_device * asked.num_gpus)) / accumulated), 1)
+
+
+def _rows_of(source: Any, asked: ToolConfig) -> int | None:
+    """Return the rows that a source gives, None if they are not known."""
+    keys = source if isinstance(source, dict) else {"path": source}
+    count = asked.num_rows_of(str(keys.get("path")))
+    if count is None or "split" in keys:
+        return None
+    return min(count, keys.get("rows", count))
 
 
 def _number_or_0(value: Any) -> float:
