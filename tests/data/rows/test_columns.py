@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from megatrain.data.rows.formats import detect_format
 from megatrain.data.rows.in_memory import GivenRows
 from megatrain.data.rows.rows import Row, canonical
 from megatrain.data.rows.source import open_source
+from megatrain.data.tokens import fingerprint as fingerprint_module
 from megatrain.data.tokens import prepare as prepare_module
 from megatrain.data.tokens.fingerprint import fingerprint
 from megatrain.data.tokens.prepare import prepare
@@ -126,7 +128,7 @@ def test_columns_and_rows_are_part_of_what_prepared_data_is(
     monkeypatch.setattr(prepare_module, "probe_template", lambda *_: None)
     path, tokenizer = write(tmp_path / "a.jsonl", ROWS), tokenizer_of("chatml")
     found = {
-        fingerprint(open_source(path, **how), tokenizer, {})  # type: ignore[arg-type]
+        fingerprint(open_source(path, **how), tokenizer, {})
         for how in (
             {},
             {"max_rows": 3},
@@ -147,6 +149,18 @@ def test_columns_and_rows_are_part_of_what_prepared_data_is(
     assert [one.card["rows"] for one in made] == [3, 6, 6]
     assert len({one.card["digest"] for one in made}) == 3
     assert made[0].card["source"] == f"{path}[:3]"
+
+
+def test_other_code_that_reads_rows_prepares_them_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, tokenizer = open_source(write(tmp_path / "a.jsonl", ROWS)), tokenizer_of("chatml")
+    copy = shutil.copytree(fingerprint_module._CODE, tmp_path / "data")
+    before = fingerprint(source, tokenizer, {})
+    monkeypatch.setattr(fingerprint_module, "_CODE", copy)
+    assert fingerprint(source, tokenizer, {}) == before
+    (copy / "rows" / "messages.py").write_text("ROLES = {}")
+    assert fingerprint(source, tokenizer, {}) != before
 
 
 def test_a_refused_line_is_a_line_of_a_config(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ import xxhash
 from megatrain.data.rows.source import RowSource
 
 _HEAD_BYTES = 2**20
+_CODE = Path(__file__).parents[1]
+"""Everything between a file and its tokens: rows, chat templates, tokens."""
 
 
 def fingerprint(source: RowSource, tokenizer: Any, settings: Mapping[str, object]) -> str:
@@ -32,7 +34,7 @@ def fingerprint(source: RowSource, tokenizer: Any, settings: Mapping[str, object
     _add(digest, f"{source.format!r} {source.bounds}")
     _add_tokenizer(digest, tokenizer)
     _add(digest, json.dumps(settings, sort_keys=True))
-    for module in sorted(Path(__file__).parent.glob("*.py")):
+    for module in sorted(_CODE.rglob("*.py")):
         _add(digest, module.read_text())
     return digest.hexdigest()
 
