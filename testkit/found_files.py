@@ -115,7 +115,8 @@ def _turns(role: str, content: str, user: str, assistant: str) -> list[Any]:
 
 def _requests(folder: Path) -> Path:
     """Both files of a batch; the path is that of the requests."""
-    asked, said = [], []
+    asked: list[Any] = []
+    said: list[Any] = []
     for number, (q, a) in enumerate(zip(ASKED, SAID, strict=True)):
         body = {"model": "gpt-4o-mini", "messages": [{"role": "user", "content": q}]}
         asked.append({"custom_id": f"r{number}", "method": "POST",

@@ -17,6 +17,7 @@ from megatrain.cli.demo import (
 )
 from megatrain.config import Config
 from megatrain.config.sections import DataSettings, DataSource
+from megatrain.config.value_types import Arguments
 from megatrain.data.chat.choice import choose_template
 from megatrain.data.chat.render import TrainOn
 from megatrain.data.preview import card_lines, show_prepared
@@ -155,7 +156,7 @@ def evaluate_model(
     chosen = found_model(model, best=best, ranks=ranks)
     read = read_model_folder(chosen.folder)
     source = DataSource(
-        path=str(data), name=name, split=split, columns=dict(columns), roles=dict(roles)
+        path=str(data), name=name, split=split, columns=Arguments(columns), roles=Arguments(roles)
     )
     config = judging_config(chosen, read.decoder.config, source, max_rows, max_length)
     tokenizer = load_tokenizer(read.source)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.config.sections import DataSource
+from megatrain.config.value_types import Arguments
 from megatrain.config.yaml_reader import parse_document
 from megatrain.data.preview import card_lines
 from megatrain.data.rows.hub_rows import located
@@ -93,7 +94,7 @@ def test_other_answers_would_be_noticed(tmp_path: Path) -> None:
     path = found.write(tmp_path)
     swapped = {"prompt": "question", "chosen": "worse_text", "rejected": "better_text"}
     with pytest.raises(AssertionError):
-        _expect(_rows(DataSource(path=str(path), columns=swapped), found), found)
+        _expect(_rows(DataSource(path=str(path), columns=Arguments(swapped)), found), found)
 
 
 def test_the_card_says_which_columns_were_read(

@@ -187,7 +187,7 @@ def _how(entry: Mapping[str, Any]) -> dict[str, Any]:
     kind = entry.get("formatting") or "alpaca"
     given, tags = (_mapping(entry, key) for key in ("columns", "tags"))
     given = {key: value for key, value in given.items() if value is not None}
-    for key, value in (given | tags).items():
+    for key, value in {**given, **tags}.items():
         if not isinstance(value, str) or not value:
             raise DroppedKey(f"{key} is not a name")
     answers = {_ANSWERS[key]: value for key, value in given.items() if key in _ANSWERS}
@@ -366,7 +366,8 @@ def _kind_of(item: dict[str, Any], asked: ToolConfig) -> tuple[str, dict[str, An
         del columns["messages"]
     if columns.get("role", "from") == "from" and columns.get("content", "value") == "value":
         columns = {key: name for key, name in columns.items() if key not in ("role", "content")}
-    names = item.get("roles") if isinstance(item.get("roles"), dict) else {}
+    names = item.get("roles")
+    names = names if isinstance(names, dict) else {}
     roles = {ours: [name for name in theirs if name not in _KNOWN_ROLES[ours]]
              for ours, theirs in names.items()
              if ours in _KNOWN_ROLES and isinstance(theirs, list)}  # fmt: skip

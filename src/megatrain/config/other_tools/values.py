@@ -542,7 +542,7 @@ def _rows_of(source: Any, asked: ToolConfig) -> int | None:
     count = asked.num_rows_of(str(keys.get("path")))
     if count is None or "split" in keys:
         return None
-    return min(count, keys.get("rows", count))
+    return min(count, int(keys.get("rows", count)))
 
 
 def _number_or_0(value: Any) -> float:

@@ -25,7 +25,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from megatrain.choices import RowFormat
 from megatrain.config.load import write_yaml
@@ -431,17 +431,7 @@ def _proposals(there: Sequence[_Column], wanted: RowFormat) -> Iterator[_Proposa
             if column.turns:
                 yield _turns_proposal(column)
     if wanted == "pairs":
-        answers = (
-            [c for c in top if _is_like(c, "chosen")],
-            [c for c in top if _is_like(c, "rejected")],
-        )
-        chosen, rejected = (found[0] if found else None for found in answers)
-        left = [c for c in _longest(texts, 3) if c not in (chosen, rejected)]
-        chosen = chosen or (left.pop(1) if len(left) > 2 else left.pop(0) if left else None)
-        rejected = rejected or (left.pop() if left else None)
-        if chosen and rejected:
-            asked = {"prompt": left[0].name} if left else {}
-            yield _Proposal(columns={**asked, "chosen": chosen.name, "rejected": rejected.name})
+        yield from _compared(top, texts)
     if wanted in ("auto", "prompt_completion", "kto") and len(texts) > 1:
         yield from _asked_and_said(top, texts, wanted)
     if len(texts) == 1 and wanted in ("auto", "text") and not any(c.turns for c in there):
@@ -449,6 +439,24 @@ def _proposals(there: Sequence[_Column], wanted: RowFormat) -> Iterator[_Proposa
     if wanted == "alpaca" and len(texts) > 1:
         asked, said = _longest(texts, 2)
         yield _Proposal(columns={"instruction": asked.name, "output": said.name})
+
+
+def _compared(top: Sequence[_Column], texts: Sequence[_Column]) -> Iterator[_Proposal]:
+    """Yield a prompt and two answers: by their names, the others by their order."""
+    found: dict[str, _Column] = {}
+    for ours in ("prompt", "chosen", "rejected"):
+        like = [column for column in top if _is_like(column, ours)]
+        if like and like[0] not in found.values():
+            found[ours] = like[0]
+    free = [column for column in texts if column not in found.values()]
+    free = _longest(free, 3 - len(found))
+    missing = [ours for ours in ("prompt", "chosen", "rejected") if ours not in found]
+    if len(free) < len(missing):
+        missing = [ours for ours in missing if ours != "prompt"]
+    found |= dict(zip(missing, free, strict=False))
+    if {"chosen", "rejected"} <= found.keys():
+        order = [ours for ours in ("prompt", "chosen", "rejected") if ours in found]
+        yield _Proposal(columns={ours: found[ours].name for ours in order})
 
 
 def _asked_and_said(
@@ -509,7 +517,7 @@ def _longest(columns: Sequence[_Column], count: int) -> list[_Column]:
     return [column for column in columns if column in kept]
 
 
-def _are_turns(value: object) -> bool:
+def _are_turns(value: object) -> TypeGuard[list[Mapping[str, Any]]]:
     return isinstance(value, list) and bool(value) and all(isinstance(v, Mapping) for v in value)
 
 

@@ -63,7 +63,7 @@ class FileRows:
     @property
     def name(self) -> str:
         """The split alone."""
-        return _split_parts(self.split)["name"]
+        return str(_split_parts(self.split)["name"])
 
     def bounds(self, count: Callable[[], int]) -> tuple[int, int | None]:
         """Return the first row and the row after the last; None is the end.

@@ -298,7 +298,7 @@ class _ZstdFile(io.RawIOBase):
         self._file.close()
 
 
-def _open(path: Path, advance: Advance) -> io.BufferedIOBase:
+def _open(path: Path, advance: Advance) -> io.BufferedReader[Any] | _PackedFile:
     file = io.BufferedReader(_CountedFile(path, advance), _CHUNK_CHARS)
     if path.suffix.lower() == ".gz":
         return _PackedFile(file)
@@ -430,7 +430,7 @@ def _read_csv(path: Path, advance: Advance, separators: str = ",;\t") -> Iterato
                     ) from error
                 yield number, BadRow("broken CSV", str(error))
                 continue
-            if not cells or (len(cells) > 1 and not any(cells)):
+            if not any(cells) and len(cells) != 1:
                 continue  # a blank line, or the empty end of a sheet
             if header is None:
                 header = _header(cells, f"{path}:{number}")
