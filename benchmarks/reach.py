@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from benchmarks.tables import print_table
-from megatrain.config.quantities import read_bytes
+from megatrain.config.quantities import read_memory
 from megatrain.memory.ledger import gib
 from megatrain.planning.catalog.asked_machines import find_machine
 from megatrain.planning.catalog.known_models import find_known_model
 from megatrain.planning.catalog.reference_machines import GIB
 from megatrain.planning.estimate import estimate
 from megatrain.planning.longest import longest_row
+from megatrain.planning.machine.reserve import left_by_system
 from megatrain.planning.memory.predicted import predicted_ledger
 from megatrain.planning.search import reserves, shortfalls
 from megatrain.step.settings import StepSettings
@@ -106,7 +107,7 @@ def rows() -> Iterator[str]:
         model = find_known_model(name).shape.renamed(name)
         for gpu, ram in LONG:
             machine, _ = find_machine(gpu)
-            length = longest_row(machine.profile(ram_bytes=read_bytes(ram)), model)
+            length = longest_row(machine.profile(ram_bytes=left_by_system(read_memory(ram))), model)
             plan = estimate(name, gpu=gpu, ram=ram, seq=length, batch_tokens=length).plan
             yield (
                 f"{name:14}{gpu:9}{ram:>6}{length:>13,}{plan.settings.tile_tokens or '-':>7}"

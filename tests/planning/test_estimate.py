@@ -20,6 +20,7 @@ from megatrain.planning.catalog.reference_machines import GIB, MACHINES
 from megatrain.planning.estimate import Estimate, estimate
 from megatrain.planning.machine.examination import Examination
 from megatrain.planning.machine.facts import host_facts, profile_path
+from megatrain.planning.machine.reserve import left_by_system
 from megatrain.planning.plan import make_plan
 from testkit.cases import at_a_push
 from testkit.effort import children_s, require_effort
@@ -127,7 +128,7 @@ def test_json_has_every_figure() -> None:
     assert facts["params"] == 8_190_735_360
     assert facts["fits"] is True
     host = sum(line["num_bytes"] for line in facts["ledger"] if line["place"] == "host")
-    assert host < facts["available"]["host"] == 192 * 10**9
+    assert host < facts["available"]["host"] == left_by_system(192 * GIB)
     assert facts["short"] == {}
     assert facts["tokens"] == 10**9
     assert facts["predicted"]["bottleneck"] == "compute"
@@ -161,6 +162,35 @@ def test_a_setting_that_does_not_exist_is_refused() -> None:
 def test_a_processor_is_not_estimated_as_a_card() -> None:
     with pytest.raises(ConfigError, match=r"memory\.device is cpu, but RTX 4090"):
         estimate("qwen3-8b", ["memory.device=cpu"], gpu="4090")
+
+
+def test_a_machine_without_a_gpu_is_planned_on_its_cores() -> None:
+    for gpu, name in (("none", "CPU"), ("Apple M4 Max", "Apple M4 Max: its CPU, as 8 cores")):
+        found = estimate("qwen3-0.6b", ["memory.device=cpu"], gpu=gpu, ram="32GB")
+        assert found.fits
+        assert found.plan.ledger.total("device") == 0
+        assert f"machine   {name}" in str(found)
+        assert "figures   assumed, not measured" in str(found)
+
+
+def test_a_card_without_bf16_says_so_and_keeps_its_scores() -> None:
+    asked = {"gpu": "2080 Ti", "ram": "64GB", "batch_tokens": "16k"}
+    found = estimate("qwen3-0.6b", **asked)  # type: ignore[arg-type]
+    assert "no bf16   products run on the fp32 units, attention is not fused" in str(found)
+    assert found.plan.workload.attn == "eager"
+    given = estimate("qwen3-0.6b", ["model.attn=sdpa"], **asked)  # type: ignore[arg-type]
+    assert given.plan.workload.attn == "sdpa"
+    assert "no bf16" not in str(estimate("qwen3-0.6b", gpu="3060", ram="64GB"))
+
+
+def test_installed_memory_is_read_as_it_is_sold() -> None:
+    has = {
+        ram: estimate("qwen3-0.6b", gpu="4090", ram=ram, batch_tokens="16k").plan.profile.ram_bytes
+        for ram in ("64GB", "64GiB", "64G")
+    }
+    assert set(has.values()) == {left_by_system(64 * GIB)}
+    assert 60 * GIB < left_by_system(64 * GIB) < 62 * GIB
+    assert left_by_system(1 * GIB) == GIB // 2
 
 
 def test_rows_longer_than_the_usual_step_make_it_longer() -> None:
@@ -233,7 +263,7 @@ def test_this_machine_is_meant_without_a_gpu() -> None:
     path.parent.mkdir(parents=True)
     path.write_text(found.to_json())
     assert "figures   measured 2026-01-02" in str(estimate("qwen3-0.6b"))
-    assert estimate("qwen3-0.6b", ram="32GB").plan.profile.ram_bytes == 32 * 10**9
+    assert estimate("qwen3-0.6b", ram="32GB").plan.profile.ram_bytes == left_by_system(32 * GIB)
 
 
 @pytest.mark.parametrize(
@@ -244,8 +274,7 @@ def test_this_machine_is_meant_without_a_gpu() -> None:
         ({"seq": "x"}, "--seq is x; give a number of tokens"),
         ({"tokens": "-1"}, "--tokens is -1; "),
         ({"batch_tokens": "0"}, "--batch-tokens is 0; "),
-        ({"gpu": "abacus"}, "--gpu abacus: unknown. Give the memory of its card, like 8GB"),
-        ({"gpu": "Apple M4 Max"}, "--gpu Apple M4 Max: unknown. Give the memory of its card"),
+        ({"gpu": "abacus"}, "--gpu abacus: unknown. Give the memory of its card, like --gpu 8GB"),
     ],
 )
 def test_what_cannot_be_meant_is_said(asked: dict[str, str], message: str) -> None:

@@ -3,6 +3,7 @@
     tokens   k and M count by 1024, as context lengths are written: 128k is 131072
     counts   k, M, B and T count by 1000, as data sets are: 1B tokens
     bytes    GB is 10^9, GiB is 2^30; a bare number is refused unless it can be meant as bytes
+    memory   sizes of modules and cards, which are powers of two: GB and GiB are 2^30, TB is 2^40
 
 A reader takes a value from YAML, JSON or Python and returns a number, or raises ValueError with a
 text that ends the sentence "KEY is VALUE; ...". None of them accepts a bool as a number.
@@ -101,6 +102,16 @@ def read_bytes(value: object) -> int:
     if num_bytes < SMALLEST_BYTES:
         raise ValueError("that is less than 1 MiB. Give a size with its unit, like 24GB")
     return num_bytes
+
+
+def read_memory(value: object) -> int:
+    """Return the bytes of installed memory, as modules and cards are sold: 64GB are 64 GiB."""
+    if isinstance(value, str):
+        value = re.sub(r"(?i)([mgt])b?\s*$", r"\1iB", value)
+    try:
+        return read_bytes(value)
+    except ValueError:
+        raise ValueError("give a size, like 64GB") from None
 
 
 def write_bytes(num_bytes: int) -> str:

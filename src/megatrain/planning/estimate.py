@@ -24,27 +24,35 @@ from typing import Any
 
 from megatrain.config import Config, load_config
 from megatrain.config.load import resolve_config
-from megatrain.config.quantities import read_bytes, read_count, read_number, read_tokens
+from megatrain.config.quantities import (
+    read_bytes,
+    read_count,
+    read_memory,
+    read_number,
+    read_tokens,
+)
 from megatrain.config.yaml_reader import Document
 from megatrain.errors import ConfigError
 from megatrain.memory.host import free_bytes
 from megatrain.planning.alternatives import alternatives, planned
-from megatrain.planning.catalog.asked_machines import find_machine
+from megatrain.planning.catalog.asked_machines import find_machine, is_apple
 from megatrain.planning.catalog.asked_models import shape_for
 from megatrain.planning.catalog.known_models import known_models
 from megatrain.planning.catalog.networks import NETWORKS, find_network
-from megatrain.planning.catalog.reference_machines import MACHINES
+from megatrain.planning.catalog.reference_machines import MACHINES, ReferenceMachine
 from megatrain.planning.from_config import free_on_disk, within
 from megatrain.planning.longest import LONGEST_ROW
 from megatrain.planning.machine.examination import kept_examination
 from megatrain.planning.machine.profile import MachineProfile
-from megatrain.planning.machine.reserve import with_one_budget, with_reserve
+from megatrain.planning.machine.reserve import left_by_system, with_one_budget, with_reserve
 from megatrain.planning.plan import Plan, within_80
 from megatrain.planning.ranks.division import Division
 from megatrain.planning.ranks.sharing import as_rank
 from megatrain.planning.search import capacities, shortfalls
-from megatrain.text import duration, figure
+from megatrain.text import duration, figure, printable
 
+NO_BF16 = "the fp32 rate and model.attn=eager"
+"""What is assumed of a card without units for bf16."""
 MOST_RANKS = 4096
 """Most GPUs of a host, or hosts: more is a mistake."""
 
@@ -58,6 +66,8 @@ class Estimate:
     """Which machine, as it was asked for."""
     figures: str
     """Source of the machine's figures."""
+    has_bf16: bool = True
+    """Its device has units for bf16."""
     tokens: int | None
     price_per_hour: float | None
     scales_positions: bool = False
@@ -119,6 +129,9 @@ class Estimate:
     def _head(self) -> list[str]:
         model = self.plan.workload.model
         rows = [_row("machine", self.machine), _row("figures", self.figures)]
+        if not self.has_bf16 and not self.plan.profile.on_host:
+            rows.append(_row("no bf16", "products run on the fp32 units, attention is not fused:"))
+            rows.append(_row("", f"planned with {NO_BF16}; nobody has tried it"))
         if model.weights:
             rows.append(_row("weights", model.weights))
         if model.carried_params:
@@ -168,10 +181,11 @@ def estimate(
     """Return what training `model` would need and take.
 
     `model` is a known name, a model folder, a config.json, or the YAML file of a run; `overrides`
-    are settings like `train.max_grad_norm=null`. `gpu` is a name (`4090`) or a size (`24GB`); None:
-    this machine, as `megatrain doctor` measured it. `ram` is the host memory a run may use; None:
-    the free memory here, or the usual one. `disk` is the free space of `memory.disk`; None: what is
-    free there, or the usual 2 TB. `seq`, `batch_tokens` and `lora` are data.max_length,
+    are settings like `train.max_grad_norm=null`. `gpu` is a name (`4090`), a size (`24GB`) or
+    `none`; None: this machine, as `megatrain doctor` measured it. `ram` is the installed host
+    memory, as modules are sold (64GB are 64 GiB), of which the system keeps some (reserve.py);
+    None: the free memory here, or the usual one. `disk` is the free space of `memory.disk`; None:
+    what is free there, or the usual 2 TB. `seq`, `batch_tokens` and `lora` are data.max_length,
     train.batch_tokens and lora.rank. `gpus` are those of each host, one rank on each, `hosts` are
     equal and have `ram` each, and `network` is between them: a name like `25GbE`, or `3GB/s`.
     Raises ConfigError, ModelFolderError or ModelConfigError.
@@ -187,9 +201,11 @@ def estimate(
             f"data.max_length is {config.data.max_length}: no plan is made for rows of more than "
             f"{LONGEST_ROW:,} tokens. Lower --seq, or data.max_length."
         )
-    profile, machine, figures = _machine(
-        gpu, None if ram is None else _read("ram", ram, read_bytes), division
-    )
+    installed = None if ram is None else _read("ram", ram, read_memory)
+    profile, machine, figures, bf16 = _machine(gpu, installed, division)
+    if not bf16 and not profile.on_host and config.model.attn == "auto":
+        eager = config.model.model_copy(update={"attn": "eager"})
+        config = config.model_copy(update={"model": eager})
     profile = _connected(as_rank(profile, division), division, network)
     if config.memory.device == "cpu" and not profile.on_host:
         raise ConfigError(
@@ -207,6 +223,7 @@ def estimate(
         alternatives=() if plan.fits else alternatives(config, profile, model_shape, division),
         machine=machine,
         figures=figures,
+        has_bf16=bf16,
         tokens=None if tokens is None else _read("tokens", tokens, read_count),
         price_per_hour=None if price_per_hour is None else float(read_number(price_per_hour)),
         scales_positions=config.model.rope is not None,
@@ -261,31 +278,37 @@ def _config(
 
 
 def _machine(
-    gpu: str | None, ram_bytes: int | None, division: Division
-) -> tuple[MachineProfile, str, str]:
-    """Return the profile, how people know it, and where its figures are from."""
+    gpu: str | None, installed: int | None, division: Division
+) -> tuple[MachineProfile, str, str, bool]:
+    """Return the profile, how people know it, where its figures are from, and if it has bf16."""
+    ram_bytes = None if installed is None else left_by_system(installed)
     if gpu is None:
-        return _this_machine(ram_bytes)
+        return *_this_machine(ram_bytes), True
     reference, device_bytes = find_machine(gpu)
+    if ram_bytes is not None and reference.integrated:
+        ram_bytes = min(ram_bytes, reference.ram_gib << 30)
     profile = reference.profile(ram_bytes=ram_bytes, per_host=division.per_host)
     name = reference.name
     if device_bytes is not None:
         profile = profile.changed(device_bytes=reference.usable(device_bytes))
         profile = profile.changed(name=f"{gpu.strip()} card")
         name = f"{profile.name}, as fast as {reference.name}"
-    usual = "" if ram_bytes else "; host memory as usual"
+    if is_apple(gpu):
+        name = f"{printable(gpu.strip())[:40]}: its CPU, as 8 cores of a desktop"
+    origin = "assumed" if reference.on_host else "published"
+    origin += ", not measured" + ("" if ram_bytes else "; host memory as usual")
     if min(reference.sockets, division.per_host) > 1:
-        usual += f"; {reference.sockets} processors a host"
+        origin += f"; {reference.sockets} processors a host"
     times = "" if division.is_alone else f"{division.size} x "
-    return profile, times + name, f"published, not measured{usual}"
+    return profile, times + name, origin, reference.bf16
 
 
 def _this_machine(ram_bytes: int | None) -> tuple[MachineProfile, str, str]:
     found = kept_examination()
     if found is None:
         raise ConfigError(
-            "no machine given. Give --gpu 4090 (or --gpu 24GB) and --ram 128GB, or run "
-            "`megatrain doctor` first"
+            "no machine given. Give --gpu 4090 (or --gpu 24GB, or --gpu none) and --ram 128GB, or "
+            "run `megatrain doctor` first"
         )
     profile = found.profile.changed(ram_bytes=ram_bytes or max(1, free_bytes()))
     return profile, profile.name, f"measured {found.when}"
@@ -294,7 +317,7 @@ def _this_machine(ram_bytes: int | None) -> tuple[MachineProfile, str, str]:
 def known() -> str:
     """Return the models and machines that have names here, for people."""
     models = [f"  {model.name:45}{figure(model.published_params):>8}" for model in known_models()]
-    machines = [f"  {machine.name:45}{machine.memory_gib:>4} GiB" for machine in MACHINES]
+    machines = [f"  {machine.name:45}{_memory(machine)}" for machine in MACHINES]
     return "\n".join(
         [
             "models, with their parameters",
@@ -307,6 +330,10 @@ def known() -> str:
             *(f"  {each.name:45}{each.bytes_per_s / 1e9:>5.3g} GB/s" for each in NETWORKS),
         ]
     )
+
+
+def _memory(machine: ReferenceMachine) -> str:
+    return "  no card" if machine.on_host else f"{machine.memory_gib:>4} GiB"
 
 
 def _read(name: str, value: Any, read: Any) -> int:

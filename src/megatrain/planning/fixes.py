@@ -21,6 +21,7 @@ from megatrain.planning.levers import LEVERS
 from megatrain.planning.levers.lever import Lever
 from megatrain.planning.levers.tier import LEAST_SAVED
 from megatrain.planning.machine.profile import MachineProfile
+from megatrain.planning.machine.reserve import left_by_system
 from megatrain.planning.memory.predicted import predicted_ledger
 from megatrain.planning.model.shapes import BlockShape, TensorShape
 from megatrain.planning.search import (
@@ -46,8 +47,8 @@ DEVICE_SIZES = [
 ]
 SHORTEST = 128
 """Tokens of a row: the shortest useful length."""
-_SYSTEM_SHARE = 0.06
-"""Share of sold memory that the system or the driver keeps."""
+_DRIVER_SHARE = 0.06
+"""Share of a card's memory that the driver keeps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,7 +303,8 @@ def _more_ram(start: Fix) -> Fix | None:
 
 def _more(start: Fix, place: str, sizes: list[int], headroom: float, now: int) -> Fix | None:
     needed = int(start.least(place) * headroom) + 1
-    sold = next((size for size in sizes if size * (1 - _SYSTEM_SHARE) >= needed), None)
+    left = left_by_system if place == "host" else _left_by_driver
+    sold = next((size for size in sizes if left(size) >= needed), None)
     if needed <= now or sold is None:
         return None
     field = "ram_bytes" if place == "host" else "device_bytes"
@@ -312,6 +314,10 @@ def _more(start: Fix, place: str, sizes: list[int], headroom: float, now: int) -
         text += f", so {sold >> 30} GiB {where}"
     bought = (start.bought[0], sold) if place == "host" else (sold, start.bought[1])
     return start.then(text, profile=start.profile.changed(**{field: needed}), bought=bought)
+
+
+def _left_by_driver(card_bytes: int) -> int:
+    return int(card_bytes * (1 - _DRIVER_SHARE))
 
 
 def _of_levers(*, fills_gap: bool) -> tuple[_Kind, ...]:

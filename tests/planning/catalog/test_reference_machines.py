@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import tomllib
+from importlib import resources
+
 import pytest
 
 from megatrain.planning.catalog.reference_machines import GIB, MACHINES, ReferenceMachine
 from megatrain.planning.machine.profile import MachineProfile
+from megatrain.planning.machine.reserve import left_by_system
 
 WANTED = (
-    "RTX 3060 12GB", "RTX 3080 10GB", "RTX 3090", "RTX 4090", "RTX 5060", "RTX 5060 Ti 16GB",
-    "RTX 5070", "RTX 5070 Ti", "RTX 5080", "RTX 5090", "RTX A6000", "L40S", "A100 80GB",
-    "H100 PCIe", "H100 SXM", "H200", "B200", "GH200", "DGX Spark", "MI300X",
+    "GTX 1660 Super", "RTX 2080 Ti", "T4", "RTX 3060 12GB", "RTX 3070", "RTX 3080 10GB", "RTX 3090",
+    "RTX 4060", "RTX 4060 Ti 16GB", "RTX 4070", "RTX 4070 Super", "RTX 4070 Ti", "RTX 4080",
+    "RTX 4090", "RTX 5060", "RTX 5060 Ti 16GB", "RTX 5070", "RTX 5070 Ti", "RTX 5080", "RTX 5090",
+    "RTX 4060 Laptop", "RTX 5090 Laptop", "RTX A5000", "RTX A6000", "RTX 6000 Ada", "RTX Pro 6000",
+    "A10", "L4", "L40S", "A100 40GB", "A100 80GB", "H100 PCIe", "H100 SXM", "H200", "B200", "GH200",
+    "DGX Spark", "MI300X", "CPU",
 )  # fmt: skip
+CATALOG = tomllib.loads(
+    resources.files("megatrain.planning.catalog").joinpath("machines.toml").read_text()
+)
 
 
 def faults(machine: ReferenceMachine) -> list[str]:
@@ -25,13 +35,21 @@ def faults(machine: ReferenceMachine) -> list[str]:
         found.append("duplex")
     if not machine.source:
         found.append("source")
+    if machine.host not in ("", *CATALOG["host"]):
+        found.append("host")
+    if (machine.rent > 0) != (machine.rent_ram_gib > 0) or machine.rent > 10:
+        found.append("rent")
     if machine.link_in + machine.link_out > 0.92 * 900:  # NVLink-C2C, the fastest there is
         found.append("link")
     return found
 
 
 def test_all_machines_are_there() -> None:
-    assert tuple(machine.name for machine in MACHINES) == WANTED
+    names = [machine.name for machine in MACHINES]
+    assert set(WANTED) <= set(names)
+    assert len(set(names)) == len(names)
+    said = [alias for machine in MACHINES for alias in machine.aliases]
+    assert len(set(said)) == len(said), "an alias of two machines"
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
@@ -50,9 +68,19 @@ def test_a_figure_beyond_physics_would_be_noticed() -> None:
     # 142 is what the sheet gives for fp16 accumulation: the usual mistake
     assert faults(ReferenceMachine(**values | {"sustained": 142.0})) == ["sustained"]
     assert faults(ReferenceMachine(**values | {"source": ""})) == ["source"]
+    assert faults(ReferenceMachine(**values | {"host": "a shed"})) == ["host"]
+    assert faults(ReferenceMachine(**values | {"rent_ram_gib": 0})) == ["rent"]
 
 
 def test_host_memory_can_be_given() -> None:
     card = MACHINES[0]
     assert card.profile(ram_bytes=32 * GIB).ram_bytes == 32 * GIB
-    assert card.profile().ram_bytes == card.ram_gib * GIB
+    assert card.profile().ram_bytes == left_by_system(card.ram_gib * GIB)
+
+
+def test_a_card_without_bf16_is_as_fast_in_fp32() -> None:
+    by_name = {machine.name: machine.profile() for machine in MACHINES}
+    assert by_name["T4"].fp32_efficiency == 1.0
+    assert by_name["RTX 3090"].fp32_efficiency < 1.0
+    assert by_name["CPU"].on_host
+    assert not by_name["T4"].on_host

@@ -161,7 +161,7 @@ def known_flops(name: str) -> float | None:
             machine, _ = find_machine(" ".join(words[:count]))
         except ConfigError:
             continue
-        return machine.sustained * 1e12
+        return None if machine.on_host else machine.sustained * 1e12
     return None
 
 

@@ -1,12 +1,14 @@
 """Known machines as profiles: one GPU and the host it usually sits in.
 
 For plans for other machines. machines.toml has a table for each: the figures of the vendor's data
-sheet and the share that is sustained. The machine at hand is measured instead
-(`megatrain doctor`).
+sheet and the share that is sustained; what it does not say of its host is that of the `host` it
+names. The machine at hand is measured instead (`megatrain doctor`).
 
     peak        bf16 products with fp32 accumulation, dense (sheets often print the sparse rate,
                 twice as high, and for GeForce the rate with fp16 accumulation, twice as high too)
     sustained   what large products reach in training, and why, beside each row
+    bf16        false: no units for bf16 (NVIDIA before Ampere). torch computes such products on the
+                fp32 units, so that their rate is the peak, and has no fused attention for them
     link        bytes/s each way alone. PCIe 4 x16 is 32 GB/s on paper, of which packets leave 25 to
                 26; PCIe 5 x16 twice that; both ways at once each keeps about 85 % of it
     DRAM        reads and writes mixed, as the optimizer makes them: 70 to 80 % of the channels'
@@ -16,9 +18,11 @@ sheet and the share that is sustained. The machine at hand is measured instead
     sockets     boards of eight cards are in hosts of two processors
     disk        one drive. A Samsung 980 Pro of 1 TB writes at 4 GB/s until 113 GB fill its cache,
                 at 1.5 from then on (TechPowerUp); a server's PM9A3 is rated for 6.5 and 3.5
+    rent        typical US dollars an hour of a rented one, and the host memory it comes with
 
-Law (tests/planning/catalog/test_reference_machines.py): no sustained figure is above the card's own
-limit, the sheet's peak at the clock it holds.
+Laws (tests/planning/catalog/test_reference_machines.py)
+    1. No sustained figure is above the card's own limit, the sheet's peak at the clock it holds.
+    2. A profile has the memory that the system leaves of what is installed.
 """
 
 from __future__ import annotations
@@ -26,11 +30,13 @@ from __future__ import annotations
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatrain.memory.kinds import update_traffic
 from megatrain.optim.states import ADAMW
 from megatrain.planning.machine.network import Network
 from megatrain.planning.machine.profile import EXPERT_WAIT_S, FlopRate, MachineProfile
+from megatrain.planning.machine.reserve import left_by_system
 
 GIB = 1 << 30
 USUAL_DISK_BYTES = 2 * 10**12
@@ -48,14 +54,18 @@ class ReferenceMachine:
     aliases: tuple[str, ...]
     source: str
     memory_gib: int
+    """Memory of the card; 0: there is none, and the host's cores compute."""
     peak: float
     sustained: float
     memory_rate: float
     link_in: float
     link_out: float
     duplex_share: float = 0.85
+    host: str = ""
+    """Its kind of host, a key of `host` in machines.toml."""
     dram_rate: float
     ram_gib: int
+    """Memory installed; of an integrated GPU, what the system reports."""
     cores: int
     disk_read: float = 5.0
     """One NVMe drive of PCIe 4."""
@@ -63,6 +73,8 @@ class ReferenceMachine:
     """The rate of a consumer's drive whose cache is full, as a tier's writes keep it."""
     clock_share: float = 1.0
     """Clock held in training over the boost clock of the sheet, where it is known to be higher."""
+    bf16: bool = True
+    """It has units for products in bf16."""
     integrated: bool = False
     """Host and device are one memory of `ram_gib`, all of it usable by either."""
     grouped: bool = False
@@ -71,14 +83,25 @@ class ReferenceMachine:
     """The rate of direct links to other cards of the host; 0: it has none."""
     sockets: int = 1
     """Processors of a host with many such cards, each with the memory channels of `dram_rate`."""
+    rent: float = 0.0
+    """US dollars an hour, typically; 0: not known."""
+    rent_ram_gib: int = 0
+    """Host memory that this price includes."""
+    rent_source: str = "RunPod, March 2026"
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the host's cores compute."""
+        return not self.memory_gib
 
     def profile(self, *, ram_bytes: int | None = None, per_host: int = 1) -> MachineProfile:
-        """Return it as a profile, with so much host memory or what such a host usually has.
+        """Return it as a profile, with so much free host memory or what such a host usually has.
 
         It is the host of `per_host` such cards.
         """
         sockets = min(self.sockets, per_host)
-        ram_bytes = ram_bytes or self.ram_gib * GIB * sockets
+        installed = self.ram_gib * GIB * sockets
+        ram_bytes = ram_bytes or (installed if self.integrated else left_by_system(installed))
         flops, dram = self.sustained * 1e12, self.dram_rate * 1e9 * sockets
         return MachineProfile(
             name=self.name,
@@ -93,11 +116,15 @@ class ReferenceMachine:
             device=self.name,
             device_bytes=ram_bytes if self.integrated else self.usable(self.memory_gib * GIB),
             integrated=self.integrated,
+            unified=self.on_host,
+            compute_cores=float(self.cores) if self.on_host else 0.0,
+            update_cores=float(self.cores) if self.on_host else 1.0,
             forward_flops=tuple(
                 FlopRate(width, tokens, flops * share) for width, tokens, share in _SHAPES
             ),
+            fp32_efficiency=0.5 if self.bf16 else 1.0,
             device_bytes_per_s=self.memory_rate * 1e9 * 0.85,
-            expert_wait_s=0.0 if self.grouped else EXPERT_WAIT_S,
+            expert_wait_s=0.0 if self.grouped or self.on_host else EXPERT_WAIT_S,
             copy_in_bytes_per_s=self.link_in * 1e9,
             copy_out_bytes_per_s=self.link_out * 1e9,
             duplex_share=self.duplex_share,
@@ -135,10 +162,13 @@ few rows or narrow matrices leave some of them idle."""
 
 
 def _machines() -> tuple[ReferenceMachine, ...]:
-    tables = tomllib.loads((Path(__file__).parent / "machines.toml").read_text())["machine"]
-    return tuple(
-        ReferenceMachine(**{**table, "aliases": tuple(table["aliases"])}) for table in tables
-    )
+    catalog = tomllib.loads((Path(__file__).parent / "machines.toml").read_text())
+    return tuple(_machine(table, catalog["host"]) for table in catalog["machine"])
+
+
+def _machine(table: dict[str, Any], hosts: dict[str, dict[str, Any]]) -> ReferenceMachine:
+    fields = hosts.get(table.get("host", ""), {}) | table
+    return ReferenceMachine(**fields | {"aliases": tuple(table["aliases"])})
 
 
 MACHINES = _machines()

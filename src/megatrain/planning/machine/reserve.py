@@ -1,4 +1,6 @@
-"""Device memory that a run leaves to others than itself: a line of the ledger.
+"""Memory that a run leaves to others than itself.
+
+On the device it is a line of the ledger:
 
     libraries    workspaces of cuBLAS and cuDNN in two threads, accumulators of attention's
                  backward, and what torch's allocator rounds up and cannot join
@@ -11,10 +13,14 @@ Where device and host are one memory (an integrated GPU), a run has one budget f
 of what is free stays free: such a device does not raise when the last pages are gone, the machine
 hangs.
 
+Of installed host memory the system keeps 2 % (firmware, tables of pages: Linux reports 62.7 GiB of
+64, 1,007 of 1,024) and 2 GiB for itself and other programs. A desktop with a browser needs more.
+
 Laws (tests/planning/machine/test_reserve.py)
     1. A device with its own memory has the line, whatever is planned; the host has none.
     2. More pinned memory needs more of the device.
     3. A device that shares the host's memory has no budget of its own.
+    4. More installed memory leaves more, and never more than is installed.
 """
 
 from __future__ import annotations
@@ -27,8 +33,16 @@ from megatrain.planning.machine.profile import MachineProfile
 LIBRARY_BYTES = 750_000_000
 PAGE_TABLE_SHARE = 0.004
 _LARGEST_PART = 8
+SYSTEM_SHARE = 0.02
+SYSTEM_BYTES = 2 << 30
 INTEGRATED_SHARE = 0.9
 """Share of free memory that a run may use where it is the device's too."""
+
+
+def left_by_system(installed_bytes: int) -> int:
+    """Return what the system leaves of installed memory; of very little, half."""
+    left = int(installed_bytes * (1 - SYSTEM_SHARE)) - SYSTEM_BYTES
+    return max(left, installed_bytes // 2)
 
 
 def with_reserve(profile: MachineProfile) -> MachineProfile:
