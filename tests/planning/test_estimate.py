@@ -66,7 +66,7 @@ def test_heavy_libraries_are_not_imported() -> None:
 
 
 def test_what_fits_says_how_fast_and_what_limits() -> None:
-    found = estimate("Qwen/Qwen3-8B", gpu="4090", ram="192GB", tokens="1e9", price_per_hour=0.5)
+    found = estimate("Qwen/Qwen3-8B", gpu="4090", ram="192GB", tokens="1e9", price=0.5)
     assert found.fits
     assert 1000 < found.tokens_per_s < 2500
     assert found.seconds == pytest.approx(1e9 / found.tokens_per_s)

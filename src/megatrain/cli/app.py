@@ -486,8 +486,10 @@ def estimate_command(
         str, typer.Argument(help="Known model, model folder, config.json, or run.yaml.")
     ] = "",
     overrides: Overrides = None,
-    gpu: Annotated[str | None, typer.Option(help="Like 4090, or 24GB; default: this one.")] = None,
-    ram: Annotated[str | None, typer.Option(help="Host memory for the run, like 128GB.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="Like 4090, 24GB or none; default: this machine.")
+    ] = None,
+    ram: Annotated[str | None, typer.Option(help="Installed host memory, like 128GB.")] = None,
     disk: Annotated[
         str | None, typer.Option(help="Disk for states that host memory cannot hold, like 2TB.")
     ] = None,
@@ -495,7 +497,12 @@ def estimate_command(
     seq: Annotated[str | None, typer.Option(help="Short for data.max_length.")] = None,
     batch_tokens: Annotated[str | None, typer.Option(help="Short for train.batch_tokens.")] = None,
     lora: Annotated[int | None, typer.Option(help="Short for lora.rank: adapters alone.")] = None,
-    price_per_hour: Annotated[float | None, typer.Option(help="Price of all machines.")] = None,
+    price: Annotated[
+        float | None, typer.Option(help="Price of an hour of all machines, like 0.34.")
+    ] = None,
+    by_price: Annotated[
+        bool, typer.Option("--cheapest", help="List machines to rent, by the price of 10M tokens.")
+    ] = False,
     gpus: Annotated[int, typer.Option(help="GPUs of each host.")] = 1,
     hosts: Annotated[int, typer.Option(help="Hosts, with that memory each.")] = 1,
     network: Annotated[str | None, typer.Option(help="Between hosts, like 25GbE or 3GB/s.")] = None,
@@ -514,6 +521,26 @@ def estimate_command(
         return
     if not model:
         raise ConfigError("no model given. Give a name, a folder or a run.yaml; --list shows names")
+    if by_price:
+        from megatrain.planning.cheapest import cheapest
+
+        if gpu is not None or gpus > 1 or hosts > 1:
+            raise ConfigError(
+                "--cheapest compares single cards. Leave out --gpu, --gpus and --hosts"
+            )
+        offers = cheapest(
+            model,
+            overrides or [],
+            ram=ram,
+            tokens=tokens,
+            seq=seq,
+            batch_tokens=batch_tokens,
+            lora=lora,
+            disk=disk,
+            price=price,
+        )
+        typer.echo(offers.to_json() if as_json else str(offers))
+        raise typer.Exit(0 if offers.offers else DoesNotFit.exit_code)
     found = estimated(
         model,
         overrides or [],
@@ -524,7 +551,7 @@ def estimate_command(
         seq=seq,
         batch_tokens=batch_tokens,
         lora=lora,
-        price_per_hour=price_per_hour,
+        price=price,
         gpus=gpus,
         hosts=hosts,
         network=network,

@@ -56,14 +56,14 @@ def alternatives(
     found = []
     if adapted := _adapted(config, model):
         other, shape = adapted
-        if _fits(other, profile, shape, division):
+        if could_fit(other, profile, shape, division):
             figures = _figures(planned(other, profile, shape, division))
             found.append(f"lora.rank={RANK} (adapters: {figures})")
     for known in _smaller(config, model):
         shape = known.shape
         if config.lora.rank is not None:
             shape = with_adapters(shape, config.lora)
-        if _fits(config, profile, shape, division):
+        if could_fit(config, profile, shape, division):
             figures = _figures(planned(config, profile, shape, division))
             found.append(f"model={known.name} ({figures})")
             break
@@ -96,7 +96,9 @@ def _smaller(config: Config, model: ModelShape) -> list[KnownModel]:
     return sorted(smaller, key=lambda each: -each.published_params)
 
 
-def _fits(config: Config, profile: MachineProfile, model: ModelShape, division: Division) -> bool:
+def could_fit(
+    config: Config, profile: MachineProfile, model: ModelShape, division: Division
+) -> bool:
     """Return whether any settings fit, with the shortest step if the plan may choose it.
 
     Arithmetic alone: no step is simulated.

@@ -45,14 +45,17 @@ from megatrain.planning.longest import LONGEST_ROW
 from megatrain.planning.machine.examination import kept_examination
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.machine.reserve import left_by_system, with_one_budget, with_reserve
+from megatrain.planning.model.shapes import ModelShape
 from megatrain.planning.plan import Plan, within_80
-from megatrain.planning.ranks.division import Division
+from megatrain.planning.ranks.division import SOLE_RANK, Division
 from megatrain.planning.ranks.sharing import as_rank
 from megatrain.planning.search import capacities, shortfalls
 from megatrain.text import duration, figure, printable
 
 NO_BF16 = "the fp32 rate and model.attn=eager"
 """What is assumed of a card without units for bf16."""
+USUAL_TOKENS = 10_000_000
+"""Tokens whose price is given where their number is not: some thousand rows, some times."""
 MOST_RANKS = 4096
 """Most GPUs of a host, or hosts: more is a mistake."""
 
@@ -173,7 +176,7 @@ def estimate(
     batch_tokens: str | int | None = None,
     lora: int | None = None,
     disk: str | int | None = None,
-    price_per_hour: float | None = None,
+    price: str | float | None = None,
     gpus: int = 1,
     hosts: int = 1,
     network: str | None = None,
@@ -188,9 +191,72 @@ def estimate(
     what is free there, or the usual 2 TB. `seq`, `batch_tokens` and `lora` are data.max_length,
     train.batch_tokens and lora.rank. `gpus` are those of each host, one rank on each, `hosts` are
     equal and have `ram` each, and `network` is between them: a name like `25GbE`, or `3GB/s`.
+    `price` is that of all machines for an hour; without `tokens` it is for 10M of them.
     Raises ConfigError, ModelFolderError or ModelConfigError.
     """
-    division = _division(gpus, hosts, network)
+    run = asked_run(
+        model,
+        overrides,
+        gpu=gpu,
+        ram=ram,
+        seq=seq,
+        batch_tokens=batch_tokens,
+        lora=lora,
+        disk=disk,
+        division=_division(gpus, hosts, network),
+        network=network,
+    )
+    plan = run.plan()
+    if tokens is None and price is not None:
+        tokens = USUAL_TOKENS
+    return Estimate(
+        plan=plan,
+        alternatives=() if plan.fits else alternatives(*run.planned),
+        machine=run.machine,
+        figures=run.figures,
+        has_bf16=run.has_bf16,
+        tokens=None if tokens is None else _read("tokens", tokens, read_count),
+        price_per_hour=None if price is None else read_price(price),
+        scales_positions=run.config.model.rope is not None,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedRun:
+    """A run on a machine, as it was asked for and before it is planned."""
+
+    config: Config
+    profile: MachineProfile
+    model: ModelShape
+    division: Division
+    machine: str
+    figures: str
+    has_bf16: bool
+
+    @property
+    def planned(self) -> tuple[Config, MachineProfile, ModelShape, Division]:
+        """The facts that a plan is made from."""
+        return self.config, self.profile, self.model, self.division
+
+    def plan(self) -> Plan:
+        """Return its plan, whether it fits or not."""
+        return planned(*self.planned)
+
+
+def asked_run(
+    model: str,
+    overrides: Sequence[str] = (),
+    *,
+    gpu: str | None = None,
+    ram: str | int | None = None,
+    seq: str | int | None = None,
+    batch_tokens: str | int | None = None,
+    lora: int | None = None,
+    disk: str | int | None = None,
+    division: Division = SOLE_RANK,
+    network: str | None = None,
+) -> AskedRun:
+    """Return the run that these options of `estimate` mean. Raises as `estimate` does."""
     if disk is not None:  # its size is given, so its path does not matter
         overrides = ["memory.disk=.", *overrides]
     if lora is not None:
@@ -215,19 +281,26 @@ def estimate(
         profile = profile.changed(disk_bytes=_read("disk", disk, read_bytes))
     elif gpu is None:
         profile = profile.changed(disk_bytes=free_on_disk(config))
-    profile = with_reserve(within(with_one_budget(profile), config))
-    model_shape = shape_for(config)
-    plan = planned(config, profile, model_shape, division)
-    return Estimate(
-        plan=plan,
-        alternatives=() if plan.fits else alternatives(config, profile, model_shape, division),
+    return AskedRun(
+        config=config,
+        profile=with_reserve(within(with_one_budget(profile), config)),
+        model=shape_for(config),
+        division=division,
         machine=machine,
         figures=figures,
         has_bf16=bf16,
-        tokens=None if tokens is None else _read("tokens", tokens, read_count),
-        price_per_hour=None if price_per_hour is None else float(read_number(price_per_hour)),
-        scales_positions=config.model.rope is not None,
     )
+
+
+def read_price(value: str | float) -> float:
+    """Return a price of an hour. Raises ConfigError."""
+    try:
+        price = float(read_number(value))
+    except ValueError as error:
+        raise ConfigError(f"--price is {str(value)[:60]}; {error}, like 0.34") from None
+    if price < 0:
+        raise ConfigError(f"--price is {value}; give a price of an hour, 0 or more")
+    return price
 
 
 def _division(gpus: int, hosts: int, network: str | None) -> Division:
