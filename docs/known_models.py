@@ -9,7 +9,7 @@ known model without torch. tests/planning/catalog/test_known_models.py holds the
 The column `from` shows how the dimensions were checked:
 
     c   compared with a public copy of the config: litgpt's table of models, NVIDIA's
-        Megatron-Bridge, or the defaults of transformers
+        Megatron-Bridge, the defaults of transformers, or tests of programs that read it
     k   from knowledge of the config; the published number of parameters is the only check
 
 Models with a vision part are listed with their text decoder only, the part that is trained.
@@ -39,12 +39,15 @@ _EXPERT_KEYS = {
     "olmoe": "num_experts",
 }
 """Others call them n_routed_experts."""
+_GEMMA_4 = {"final_logit_softcapping": 30.0, "attention_k_eq_v": True, "global_head_dim": 512}
 _FAMILIES: dict[str, dict[str, float]] = {
     "gemma2": {"final_logit_softcapping": 30.0},
     "cohere": {"logit_scale": 0.0625},
     "cohere2": {"logit_scale": 0.0625},
     "granite": {"logits_scaling": 8.0},
     "glm4": {"attention_bias": False},
+    "gemma4_text": _GEMMA_4 | {"hidden_size_per_layer_input": 0},
+    "gemma4_unified_text": _GEMMA_4,
 }
 """Fields of a config that all rows of a family share, unless a row has its own."""
 _EXPERTS = re.compile(r"(\d+)/(\d+)(?:x(\d+))?(?:\+(\d+))?")
@@ -158,7 +161,13 @@ def _extra(family: str, word: str) -> dict[str, Any]:
     return config | (_LATENT | {"q_lora_rank": None} if family.startswith("deepseek") else {})
 
 
-_KEYS = {"dense": "first_k_dense_replace", "q": "q_lora_rank", "w": "sliding_window"}
+_KEYS = {
+    "dense": "first_k_dense_replace",
+    "g": "num_global_key_value_heads",
+    "q": "q_lora_rank",
+    "v": "linear_num_value_heads",
+    "w": "sliding_window",
+}
 _WORDS: dict[str, dict[str, Any]] = {
     "t": {"tie_word_embeddings": True},
     "u": {"tie_word_embeddings": False},
