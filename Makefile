@@ -17,6 +17,7 @@ test:  ## the tests of every push
 
 docs:  ## the pages that are made from code
 	$(python) docs/generate.py
+	$(python) docs/recipes.py
 	$(python) docs/console.py
 
 site:  ## the documentation site, in build/docs
