@@ -83,6 +83,21 @@ print({{"torch", "transformers"}} & set(sys.modules))
     assert (tmp_path / "run.yaml").read_text().startswith("model: ")
 
 
+def test_a_config_for_a_model_and_rows_is_planned_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    words = ["init", str(tmp_path / "run.yaml"), "--model", "Qwen/Qwen3-0.6B", "--data",
+             str(tmp_path / "rows.jsonl"), "--gpu", "4090", "--ram", "128GB"]  # fmt: skip
+    code = f"""
+import sys
+from megatrain.cli.app import app
+app({words!r}, standalone_mode=False)
+print({{"torch", "transformers"}} & set(sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
+    assert (tmp_path / "run.yaml").read_text().startswith("# fits: ")
+
+
 def test_the_list_of_verbs_is_not_cut() -> None:
     listed = _run("--help").stdout.partition("Commands:")[2]
     assert "..." not in listed

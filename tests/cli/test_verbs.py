@@ -191,3 +191,19 @@ def test_the_byte_tokenizer_reads_back_what_it_wrote() -> None:
     tokenizer = byte_tokenizer()
     for text in ("1 + 2\n= 3", "\u00e9\u4e2d", "<|end|>"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.merge
+def test_a_run_without_a_file_keeps_its_config_and_is_resumed_by_it(demo: Path) -> None:
+    words = ("--model", "d/model", "--data", "d/rows.jsonl", "save.dir=kept", "train.steps=1",
+             "data.max_length=64", "eval.samples=0", "data.eval=null")  # fmt: skip
+    done = megatrain(demo, "train", *words)
+    assert "model of step 1" in said(done)
+    assert "config in kept/run.yaml" in done.stderr
+    kept = (demo / "kept" / "run.yaml").read_text()
+    assert "  steps: 1\n" in kept
+    taken = megatrain(demo, "train", *words)
+    assert (taken.returncode, "kept already has a run" in taken.stderr) == (5, True)
+    again = megatrain(demo, "train", "kept/run.yaml", "train.steps=2", "--resume")
+    assert "in 2 steps" in said(again)
+    assert (demo / "kept" / "run.yaml").read_text() == kept

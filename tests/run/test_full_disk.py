@@ -17,6 +17,7 @@ from megatrain.disk.hf.model import load_model
 from megatrain.errors import CheckpointDamaged, DiskFull, Interrupted
 from megatrain.run import checkpoints as checkpoints_module
 from megatrain.run.folder import FOLDER
+from megatrain.run.opening.pin_commits import read_config
 from megatrain.run.trainer import Trainer
 from testkit.runs import (
     Setting,
@@ -284,6 +285,6 @@ def test_an_export_without_room_says_where_the_model_is(
 
         monkeypatch.setattr(Trainer, "export", on_a_full_disk)
         with pytest.raises(DiskFull, match=r"saved after step 5; `megatrain export .* FOLDER`"):
-            train_from(tmp_path / "run.yaml", [])
+            train_from(read_config(tmp_path / "run.yaml", []))
     assert not (path / "model").exists()
     assert list(path.glob(".model*")) == []

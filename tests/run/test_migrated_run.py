@@ -17,6 +17,7 @@ from megatrain.cli.verbs import train_from
 from megatrain.config import load_config
 from megatrain.config.yaml_reader import read_document
 from megatrain.errors import MegaTrainError
+from megatrain.run.opening.pin_commits import read_config
 from megatrain.run.trainer import Trainer
 
 
@@ -111,7 +112,7 @@ def test_a_migrated_run_starts_with_the_method_of_its_file(
     small = ["eval.samples=0", "memory.device=cpu", "data.max_length=128"]
     config = load_config(tmp_path / "run.yaml", small)
     assert (config.loss.name, config.lora.rank) == (loss, rank)
-    said = train_from(tmp_path / "run.yaml", small, dry_run=True)
+    said = train_from(read_config(tmp_path / "run.yaml", small), dry_run=True)
     assert "ready to train" in said
 
 
@@ -125,4 +126,4 @@ def test_a_migrated_run_with_the_wrong_rows_would_not_start(
     target = tmp_path / "run.yaml"
     init_config(target, tmp_path / "theirs.json", tool="trl-dpo", say=lambda _: None)
     with pytest.raises(MegaTrainError, match="pairs"):
-        train_from(target, ["memory.device=cpu", "data.max_length=128"], dry_run=True)
+        train_from(read_config(target, ["memory.device=cpu", "data.max_length=128"]), dry_run=True)

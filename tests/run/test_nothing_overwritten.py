@@ -11,6 +11,7 @@ import pytest
 from megatrain.cli.verbs import train_from
 from megatrain.config import dump_config
 from megatrain.errors import MegaTrainError, RunFolderError
+from megatrain.run.opening.pin_commits import read_config
 from megatrain.run.trainer import Trainer
 from testkit.runs import Setting, config_of, lines_of, run, write_world
 
@@ -63,16 +64,16 @@ def test_the_config_that_was_given_is_never_written_over(world: Path, tmp_path: 
     before = everything(tmp_path)
     for dry_run in (False, True):
         with pytest.raises(RunFolderError, match=r"is not empty and is not a run folder"):
-            train_from(project / "config.yaml", [], dry_run=dry_run)
+            train_from(read_config(project / "config.yaml", []), dry_run=dry_run)
     assert everything(tmp_path) == before
 
 
 def test_a_dry_run_leaves_no_folder_even_when_it_fails(world: Path, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(dump_config(config_of(world, tmp_path / "run", SETTING)))
-    train_from(tmp_path / "run.yaml", [], dry_run=True)
-    train_from(tmp_path / "run.yaml", [], dry_run=True, resume=True)
+    train_from(read_config(tmp_path / "run.yaml", []), dry_run=True)
+    train_from(read_config(tmp_path / "run.yaml", []), dry_run=True, resume=True)
     with pytest.raises(MegaTrainError):
-        train_from(tmp_path / "run.yaml", ["model.name_or_path=missing"], dry_run=True)
+        train_from(read_config(tmp_path / "run.yaml", ["model.name_or_path=missing"]), dry_run=True)
     assert list(everything(tmp_path)) == ["run.yaml"]
 
 
@@ -83,7 +84,9 @@ def test_a_dry_resume_changes_nothing(world: Path, tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints" / "step-00000005-01234567").mkdir()
     (tmp_path / "run.yaml").write_text(dump_config(config))
     before = everything(tmp_path)
-    said = train_from(tmp_path / "run.yaml", ["train.steps=12"], dry_run=True, resume=True)
+    said = train_from(
+        read_config(tmp_path / "run.yaml", ["train.steps=12"]), dry_run=True, resume=True
+    )
     assert everything(tmp_path) == before
     assert "changed: train.steps: 9 -> 12" in said
     assert "resumed from step-00000003-" in said

@@ -25,6 +25,7 @@ from megatrain.cli.verbs import evaluate_model, report_on, sample_from, train_fr
 from megatrain.disk.checkpoint.manifest import read_manifest, signed
 from megatrain.errors import CheckpointMismatch
 from megatrain.optim.states import M
+from megatrain.run.opening.pin_commits import read_config
 from megatrain.run.trainer import Trainer
 
 HERE = Path(__file__).parent
@@ -131,7 +132,7 @@ def test_it_ends_in_the_bits_that_its_version_gives(
     archive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = _unpacked(archive, monkeypatch)
-    train_from(Path("run/config.yaml"), [], resume=True)
+    train_from(read_config(Path("run/config.yaml"), []), resume=True)
     losses, expected = _losses(_metrics()), _losses(made["metrics"])
     if _maker().plain_digest(Path("model")) != made["plain_digest"]:
         assert losses == pytest.approx(expected, rel=BF16_CLOSE)
@@ -145,7 +146,8 @@ def test_it_ends_in_the_bits_that_its_version_gives(
 def test_a_packed_run_keeps_its_steps(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the file that the user has, in which a default may have changed since."""
     made = _unpacked(archive, monkeypatch)
-    train_from(Path("run.yaml"), ["save.dir=run", *made["settings"]], resume=True)
+    config = read_config(Path("run.yaml"), ["save.dir=run", *made["settings"]])
+    train_from(config, resume=True)
     found = _metrics()
     close = FP32_CLOSE if "model.dtype=fp32" in made["settings"] else BF16_CLOSE
     assert len(found) == len(made["metrics"])
@@ -169,7 +171,7 @@ def test_moments_that_are_lost_would_be_noticed(monkeypatch: pytest.MonkeyPatch)
                 self.home.store.param(name, M).zero_()
 
     monkeypatch.setattr(Trainer, "_take_up", forgetful)
-    train_from(Path("run/config.yaml"), [], resume=True)
+    train_from(read_config(Path("run/config.yaml"), []), resume=True)
     assert _weights(_last()) != _weights(made["manifest"])
 
 
@@ -184,6 +186,6 @@ def test_a_format_of_the_future_is_refused_with_the_way_out(
     path.write_bytes(signed(json.dumps(fields | {"schema": 2}, indent=1).encode()))
     expected = r"newer version of MegaTrain \(format 2; this one reads 1\)\. Use that version"
     with pytest.raises(CheckpointMismatch, match=expected):
-        train_from(Path("run/config.yaml"), [], resume=True)
+        train_from(read_config(Path("run/config.yaml"), []), resume=True)
     with pytest.raises(CheckpointMismatch, match=expected):
         verify_checkpoints(Path("run"))

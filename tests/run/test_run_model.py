@@ -13,7 +13,7 @@ import torch
 
 from megatrain.cli.exporting import export_model
 from megatrain.cli.verbs import evaluate_model, sample_from, train_from
-from megatrain.config import dump_config
+from megatrain.config import dump_config, load_config
 from megatrain.disk.checkpoint.retention import finished, step_of
 from megatrain.disk.hf.exported import RECORD_NAME, read_exported
 from megatrain.disk.hf.model import load_model
@@ -332,7 +332,7 @@ def test_train_says_which_model_it_leaves(
     config = config_of(world, tmp_path / "run", setting, eval={"every": 4})
     (tmp_path / "run.yaml").write_text(dump_config(config))
     judge_by(monkeypatch, [0.5, 5.0, 6.0, 7.0])
-    said = train_from(tmp_path / "run.yaml", [])
+    said = train_from(load_config(tmp_path / "run.yaml"))
     assert (
         "\nmodel of step 4, the best of 3 evaluations (before training the loss was lower: "
         f"0.5000), in {tmp_path}/run/model\n"

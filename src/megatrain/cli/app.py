@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from megatrain.choices import RowFormat
+from megatrain.choices import Method, RowFormat
 from megatrain.errors import ConfigError, DiskError, DoesNotFit
 from megatrain.ranks.launcher import num_restarts, read_environment
 from megatrain.text import printable
@@ -67,7 +67,6 @@ ModelArgument = Annotated[
 Best = Annotated[
     bool, typer.Option("--best", help="From a run, use the model with the lowest evaluation loss.")
 ]
-ConfigFile = Annotated[Path, typer.Argument(help="YAML file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Settings, like train.epochs=2.")]
 Configuration = Annotated[str | None, typer.Option(help="Configuration of a Hub dataset.")]
 Split = Annotated[
@@ -78,6 +77,13 @@ ColumnsOption = Annotated[
 ]
 RolesOption = Annotated[
     str | None, typer.Option(help="As in data.train: {user: Customer, assistant: Agent}.")
+]
+ModelOption = Annotated[str | None, typer.Option(help="Model folder or Hub id.")]
+DataOption = Annotated[
+    str | None, typer.Option(help="Rows: a file, a folder, a Hub id, or YAML as for data.train.")
+]
+MethodOption = Annotated[
+    Method | None, typer.Option(help="How to train; default: as the rows are made for.")
 ]
 ExportPrecision = Literal["bf16", "fp32"]
 TrainOnOption = Literal["assistant", "last", "completion", "all"]
@@ -118,12 +124,17 @@ def _names_of_rows(columns: str | None, roles: str | None) -> dict[str, Any]:
 
 
 @app.command(
-    short_help="Train a model from a YAML config.",
-    epilog="Example: megatrain train run.yaml train.epochs=2 --resume",
+    short_help="Train a model, from a config or --model and --data.",
+    epilog="Example: megatrain train --model Qwen/Qwen3-0.6B --data train.jsonl train.epochs=2",
 )
 def train(
-    config: ConfigFile,
+    config: Annotated[
+        str | None, typer.Argument(help="YAML file; none with --model and --data.")
+    ] = None,
     overrides: Overrides = None,
+    model: ModelOption = None,
+    data: DataOption = None,
+    method: MethodOption = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Read data and model, but take no step.")
     ] = False,
@@ -135,20 +146,39 @@ def train(
         int | None, typer.Option(help="GPUs of this host to train on; default: one.", min=1)
     ] = None,
 ) -> None:
-    """Train a model from a YAML config. Ctrl-C finishes the step and saves; twice ends now."""
+    """Train a model, from a YAML config or from --model and --data.
+
+    Without a file the config is made as `init` makes it, and kept as run.yaml in the run folder.
+    Ctrl-C finishes the step and saves; twice ends now.
+    """
     from megatrain.run.opening.pin_commits import check_before_loading, pin_commits, read_config
 
     # Errors in the config, names that do not exist, a folder that is taken: before torch is
     # imported. Ranks that torchrun has started again resume, which only the run itself knows.
-    asked = read_config(config, overrides or [])
-    if read_environment(os.environ) is None and not num_restarts(os.environ):
+    seat, first = read_environment(os.environ), None
+    if model is None and data is None and method is None:
+        if config is None:
+            raise ConfigError(
+                "no config given. Give a YAML file, or --model and --data; `megatrain init` "
+                "writes a file."
+            )
+        asked = read_config(Path(config), overrides or [])
+    else:
+        from megatrain.cli.first_config import first_config
+
+        words = [word for word in (config, *(overrides or [])) if word is not None]
+        first = first_config(model, data, method, words, lambda text: typer.echo(text, err=True))
+        asked = first.config
+    if seat is None and not num_restarts(os.environ):
         check_before_loading(asked, resumes=resume)
     pin_commits(asked, resumes=resume)
     if gpus is not None and gpus > 1:
         _launch(gpus, asked.memory.device)
+    if first is not None and seat is None and not resume:
+        first = first.planned()
     from megatrain.cli.verbs import train_from
 
-    typer.echo(train_from(config, overrides or [], dry_run=dry_run, resume=resume))
+    typer.echo(train_from(asked, dry_run=dry_run, resume=resume, first=first))
 
 
 def _launch(num_ranks: int, device: str) -> NoReturn:
@@ -352,11 +382,19 @@ def data(
 
 
 @app.command(
-    short_help="Write a starter config, or convert one from another tool.",
-    epilog="Example: megatrain init run.yaml --from axolotl.yml",
+    short_help="Write a config for a model and rows, or convert one.",
+    epilog="Example: megatrain init run.yaml --model Qwen/Qwen3-8B --data train.jsonl --gpu 4090",
 )
 def init(
     target: Annotated[Path, typer.Argument(help="YAML file to write.")] = Path("run.yaml"),
+    overrides: Overrides = None,
+    model: ModelOption = None,
+    data: DataOption = None,
+    method: MethodOption = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="Machine to fit, like 4090 or 24GB; default: this one.")
+    ] = None,
+    ram: Annotated[str | None, typer.Option(help="Host memory of that machine.")] = None,
     source: Annotated[
         Path | None, typer.Option("--from", help="Config of LLaMA-Factory, Axolotl or TRL.")
     ] = None,
@@ -368,10 +406,23 @@ def init(
     ] = None,
     gpus: Annotated[int, typer.Option(help="GPUs it ran on; their batches add up.", min=1)] = 1,
 ) -> None:
-    """Write a starter config, or convert one from another tool."""
-    from megatrain.cli.starting import init_config
+    """Write a config for a model and rows that fits a machine, or convert another tool's.
 
-    init_config(target, source, tool=tool, num_gpus=gpus, say=typer.echo)
+    Without any option, a starter config with names to replace.
+    """
+    own = {"--model": model, "--data": data, "--method": method, "--gpu": gpu, "--ram": ram}
+    given = [name for name, value in own.items() if value is not None] + (overrides or [])[:1]
+    if not given:
+        from megatrain.cli.starting import init_config
+
+        return init_config(target, source, tool=tool, num_gpus=gpus, say=typer.echo)
+    if source is not None:
+        raise ConfigError(f"--from converts a config; {given[0]} is for a new one. Give one.")
+    from megatrain.cli.first_config import first_config, require_free, write_first
+
+    require_free(target)
+    first = first_config(model, data, method, overrides or [], typer.echo)
+    return write_first(target, first.planned(gpu, ram), typer.echo)
 
 
 @app.command(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatrain import hub
+from megatrain.cli.first_config import require_free
 from megatrain.config import load_config
 from megatrain.config.other_tools.tool_config import RowKind
 from megatrain.config.other_tools.translate import migrate, tool_named
@@ -37,8 +38,7 @@ def init_config(
 
     Raises ConfigError if nothing can be written, and also if the file does not load yet.
     """
-    if target.exists():
-        raise ConfigError(f"{target} exists. Give another name.")
+    require_free(target)
     if source is None:
         write_file(target, STARTER.encode())
         say(f"wrote {target}: set model and data, then `megatrain train {target}`")

@@ -15,6 +15,7 @@ from megatrain.cli.demo import (
     streamed_equals_resident,
     write_demo,
 )
+from megatrain.cli.first_config import FILE, FirstConfig
 from megatrain.config import Config
 from megatrain.config.sections import DataSettings, DataSource
 from megatrain.config.value_types import Arguments
@@ -50,7 +51,7 @@ from megatrain.run.evaluation.judging import (
 from megatrain.run.evaluation.mean_loss import mean_loss
 from megatrain.run.evaluation.samples import end_tokens
 from megatrain.run.evaluation.sampling import GREEDY, Drawing, continue_texts
-from megatrain.run.folder import settings_by_key
+from megatrain.run.folder import RunFolder, settings_by_key
 from megatrain.run.opening.model import load_tokenizer, open_tokenizer
 from megatrain.run.opening.opening import MODEL, folder_mark, open_device
 from megatrain.run.opening.pin_commits import read_config
@@ -82,10 +83,16 @@ def read_only(model: ModelFolder) -> tuple[Kind, ...]:
 
 
 def train_from(
-    path: Path, overrides: Sequence[str], *, dry_run: bool = False, resume: bool = False
+    config: Config,
+    *,
+    dry_run: bool = False,
+    resume: bool = False,
+    first: FirstConfig | None = None,
 ) -> str:
-    """Train; return the closing line. Ranks that torchrun has started again resume."""
-    config = read_config(path, overrides)
+    """Train; return the closing line. Ranks that torchrun has started again resume.
+
+    A `first` config, which has no file, is kept in the run folder.
+    """
     with (
         interrupts_of_rank() as interrupts,
         joined(config.memory.device, config.train.rank_deadline) as ranks,
@@ -100,6 +107,8 @@ def train_from(
         if dry_run:
             ready = f"ready to train {counted(trainer.num_steps, 'step')}; dry run, nothing written"
             return "\n".join([in_words(trainer.plan, trainer.num_steps), *trainer.notes, ready])
+        if first is not None:
+            ranks.on_first(lambda: _keep(first, trainer.folder))
         outcome = trainer.train()
         model = trainer.folder.path / MODEL
         which = _exported(trainer, model)
@@ -109,6 +118,14 @@ def train_from(
         f"{counted(outcome.num_steps, 'step')}, {outcome.total_tokens:,} tokens, "
         f"{outcome.seconds:.0f} s\n{which}, in {model}\n{report}"
     )
+
+
+def _keep(first: FirstConfig, folder: RunFolder) -> None:
+    """Write the config of a run that has no file, unless a resumed run has it."""
+    path = folder.path / FILE
+    if not path.exists():
+        folder.write(FILE, first.text())
+    print(f"config in {path}, for `megatrain train {path} --resume`", file=sys.stderr, flush=True)
 
 
 def _exported(trainer: Trainer, target: Path) -> str:
@@ -290,7 +307,7 @@ def run_demo(folder: Path, num_steps: int) -> None:
     config = write_demo(folder, num_steps=num_steps)
     count = streamed_equals_resident(folder / "model")
     print(f"streamed = resident: {count} tensors bit-identical", flush=True)
-    print(train_from(config, []), flush=True)
+    print(train_from(read_config(config, [])), flush=True)
     count = resumed_equals_uninterrupted(config, folder / "run", num_steps)
     print(f"resumed = uninterrupted: {count} files bit-identical", flush=True)
     for prompt, answer in zip(

@@ -28,6 +28,7 @@ from megatrain.ranks.ranks import Ranks
 from megatrain.report.run import read_run
 from megatrain.report.summary import run_facts as report_facts
 from megatrain.run.opening import planned
+from megatrain.run.opening.pin_commits import read_config
 from megatrain.run.opening.planned import cap_device, facts, plan_run
 from megatrain.run.opening.resumption import read_model
 from megatrain.run.trainer import Trainer
@@ -310,7 +311,7 @@ def test_a_run_is_refused_before_its_weights_are_read(
 
 
 def test_a_dry_run_shows_the_plan(path: Path, machine: str) -> None:
-    said = train_from(path, [], dry_run=True)
+    said = train_from(read_config(path, []), dry_run=True)
     assert re.search(r"^host +[\d.]+ MiB of .*\n(  .*\n){3}  \d+ smaller ones ", said, re.M)
     assert "ready to train 2 steps" in said
     if machine == "measured":
