@@ -16,6 +16,8 @@ Say = Callable[[str], None]
 """Takes a line for the user."""
 
 _LINE_EVERY_S = 10.0
+_ROOM_FOR_RATES = 80
+"""Columns of a terminal that has room for bytes and their rate beside the bar."""
 
 
 @contextmanager
@@ -52,19 +54,23 @@ def _bar(title: str, total_bytes: int) -> Iterator[Advance]:
         BarColumn,
         DownloadColumn,
         Progress,
+        ProgressColumn,
+        TaskProgressColumn,
         TextColumn,
         TimeRemainingColumn,
         TransferSpeedColumn,
     )
 
-    columns = (
+    console = Console(stderr=True)
+    narrow = console.width < _ROOM_FOR_RATES
+    columns: tuple[ProgressColumn, ...] = (
         TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
+        BarColumn(bar_width=8 if narrow else 40),
+        *([TaskProgressColumn()] if narrow else [DownloadColumn(binary_units=True)]),
+        *([] if narrow else [TransferSpeedColumn()]),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with Progress(*columns, console=console) as progress:
         task = progress.add_task(title, total=total_bytes)
         yield lambda num_bytes: progress.advance(task, num_bytes)
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from megatrain.errors import DoesNotFit
+from megatrain.memory.ledger import gib, plain_purpose
 from megatrain.planning.fixes import MOST, find_fixes
 from megatrain.planning.machine.profile import MachineProfile, unmeasured
 from megatrain.planning.model.shapes import ModelShape
@@ -108,6 +109,19 @@ def test_a_fix_that_is_too_small_would_be_noticed() -> None:
     assert make_plan(fix.profile, fix.workload).fits
     stingy = fix.profile.changed(ram_bytes=30 * GIB, disk_bytes=0)
     assert not make_plan(stingy, fix.workload).fits
+
+
+def test_a_run_begins_with_few_lines_of_memory() -> None:
+    plan = plan_of(EIGHT, DESKTOP)
+    rows = plan.brief().splitlines()
+    start = next(i for i, row in enumerate(rows) if row.startswith("memory    host "))
+    memory = list(itertools.takewhile(bool, rows[start:]))
+    assert len(memory) <= 2 * len(plan.places()) < len(plan.ledger.lines)
+    for place, total in plan.places().items():
+        parts = [line for line in plan.ledger.lines if line.place == place]
+        largest = max(parts, key=lambda line: line.num_bytes)
+        shown = f"{total}: {plain_purpose(largest.purpose)} {gib(largest.num_bytes)}"
+        assert shown in " ".join(row.strip() for row in memory).replace("memory    ", "")
 
 
 @pytest.mark.parametrize("details", [False, True])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import re
 import sys
 
@@ -61,37 +60,47 @@ class _Terminal(io.StringIO):
 
 
 def _on_terminal(
-    monkeypatch: pytest.MonkeyPatch, columns: int, kept_every_s: float, *, steps: int = 4
+    monkeypatch: pytest.MonkeyPatch, columns: int, *, every: int = 1, say: str = ""
 ) -> list[str]:
     """Return the lines that a terminal is sent, without what only moves its cursor."""
     terminal = _Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("TERM", "xterm")
-    with Live(2000, kept_every_s=kept_every_s) as live:
-        for number in range(steps):
-            live.step(STEP | {"step": 2000 - steps + 1 + number})
+    with Live(2000) as live:
+        for step in range(1997, 2001):
+            live.step(STEP | {"step": step}, stays=step % every == 0)
             live._progress.refresh()
+        live.say(say)
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue()).splitlines()
 
 
-@pytest.mark.parametrize(("kept_every_s", "kept"), [(0.0, 4), (math.inf, 2)])
-def test_on_a_terminal_lines_stay_now_and_then(
-    kept_every_s: float, kept: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("every", "kept"), [(1, 4), (2, 2)])
+def test_on_a_terminal_every_logged_line_stays(
+    every: int, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = _on_terminal(monkeypatch, 200, kept_every_s)
+    lines = _on_terminal(monkeypatch, 200, every=every)
     stay = [line for line in lines if re.match(r"\r?step \d+/2000  loss 2\.3141", line)]
     assert len(set(stay)) == kept, lines
-    assert "step 2000/2000  loss 2.3141" in stay[-1], "the last step always stays"
-
-
-def test_a_narrow_terminal_shows_step_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = _on_terminal(monkeypatch, 40, math.inf)
-    live = [line for line in lines if re.match(r"\r?step \d{4}/2000 +eta \d+s +loss", line)]
+    live = [line for line in lines if re.match(r"\r?step 1997/2000 .*\u2501", line)]
     assert live, lines
-    assert max(map(len, lines)) <= 40
+    assert all(("loss" in line) == (every > 1) for line in live), "what does not stay is shown"
+
+
+def test_a_narrow_terminal_cuts_neither_step_nor_loss_nor_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines = _on_terminal(monkeypatch, 40, say="plan      " + "a word " * 9)
+    assert [
+        line for line in lines if re.fullmatch(r"\r?step \d+/2000  loss 2\.3141  eta \d+s", line)
+    ]
+    assert [line for line in lines if re.match(r"\r?step 1999/2000 +eta \d+s", line)]
+    assert [line for line in lines if re.fullmatch(r" {10}\w.*", line)], "beside its label"
+    assert max(map(len, lines)) <= 41, "with a carriage return"
+    wide = _on_terminal(monkeypatch, 200)
+    assert [line for line in wide if re.search("loss .*norm .*tok/s  eta", line)]
 
 
 def test_a_wide_terminal_has_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert any("\u2501" in line for line in _on_terminal(monkeypatch, 200, math.inf))
-    assert not any("\u2501" in line for line in _on_terminal(monkeypatch, 80, math.inf))
+    assert any("\u2501" in line for line in _on_terminal(monkeypatch, 80))
+    assert not any("\u2501" in line for line in _on_terminal(monkeypatch, 60))

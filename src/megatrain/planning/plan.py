@@ -3,6 +3,7 @@
     plan = make_plan(profile, workload)
     plan.verdict()              # one line: whether it fits, how fast, memory and disk
     print(plan)                 # a table: memory, speed, what limits it
+    plan.brief()                # the same, memory in a line for each place: a run begins so
     plan.text(details=True)     # the same with every line of memory, every choice and why
     plan.facts()                # all of it as plain values: plan.json
 
@@ -18,6 +19,7 @@ Laws (tests/planning/test_plan.py)
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -204,6 +206,14 @@ class Plan:
             rows += [*speed, *wear, *self._choices(details=details)]
         return "\n".join(map(within_80, rows)).rstrip()
 
+    def brief(self) -> str:
+        """Return the figures for the start of a run: of memory, a line for each place."""
+        rows = [*self._heading(), *self._places(), ""]
+        speed = self._speed(details=False) if self.knows_time else []
+        wear = [] if self.wear is None else [*self.wear.lines(), ""]
+        rows += [*speed, *wear, *self._choices(details=False)]
+        return "\n".join(map(within_80, rows)).rstrip()
+
     def ways_out(self, *others: str) -> list[str]:
         """Return lines with the changes that make it fit: `others`, then the fixes."""
         if not others and not self.fixes:
@@ -222,6 +232,21 @@ class Plan:
             *rank_lines(self.profile, workload, self.ledger),
             "",
         ]
+
+    def _places(self) -> list[str]:
+        """Return the total of each place and its largest parts, in at most two lines each."""
+        rows: list[str] = []
+        for place, total in self.places().items():
+            lines = [line for line in self.ledger.lines if line.place == place]
+            largest = sorted(lines, key=lambda line: -line.num_bytes)[:_LARGEST]
+            sizes = [gib(line.num_bytes).replace(" ", "\0") for line in largest]  # not parted
+            parts = [
+                f"{plain_purpose(line.purpose)} {size}"
+                for line, size in zip(largest, sizes, strict=True)
+            ]
+            text = f"{total}{whose(place, self.workload.division)}: {', '.join(parts)}"
+            rows += [row.replace("\0", " ") for row in textwrap.wrap(text, 70)]
+        return [f"{'' if number else 'memory':10}{row}" for number, row in enumerate(rows)]
 
     def _memory(self, *, details: bool) -> list[str]:
         has = capacities(self.profile)

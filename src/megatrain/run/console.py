@@ -1,14 +1,15 @@
 """The output of a run: lines of steps, and on a terminal a live line below them.
 
-On a terminal a line of a step stays every KEPT_EVERY_S seconds, and with the last step; the others
-are overwritten. Elsewhere each stays. Where the terminal is narrow, the bar goes first, then the
-figures from the right: step and time left are never cut.
+A line of a step that is logged stays, on a terminal too. The live line shows the step, the time
+left and, of a step that is not logged, its figures. Where a terminal is narrow, a line of a step
+keeps as many figures as fit, from the left; step, loss and time left are never cut.
 """
 
 from __future__ import annotations
 
-import math
+import re
 import sys
+import textwrap
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,22 +17,16 @@ from typing import Any, Self
 
 from megatrain.text import figure, printable
 
-KEPT_EVERY_S = 10.0
 _BAR_COLUMNS = 24
-_ROOM_FOR_BAR = 110
-"""Columns of a terminal that has room for a bar beside the usual figures."""
+_ROOM_FOR_BAR = 70
+"""Columns of a terminal that has room for a bar beside the loss."""
 
 
 class Live:
-    """Shows steps: a line for each call, of which a terminal keeps one now and then."""
+    """Shows steps: a line for each that is logged, and on a terminal one for where the run is."""
 
-    def __init__(
-        self, num_steps: int, *, speaks: bool = True, kept_every_s: float = KEPT_EVERY_S
-    ) -> None:
-        """`speaks`: false where another process prints. On a terminal a line stays every
-        `kept_every_s` seconds."""
-        self._kept = -math.inf
-        self._kept_every_s = kept_every_s
+    def __init__(self, num_steps: int, *, speaks: bool = True) -> None:
+        """`speaks`: false where another process prints."""
         self._num_steps = num_steps
         self._speaks = speaks
         self._began = time.monotonic()
@@ -56,24 +51,22 @@ class Live:
             self._progress = Progress(*columns, console=console)
             self._task = self._progress.add_task("", total=num_steps, left="")
 
-    def step(self, metrics: dict[str, Any]) -> None:
-        """Show a step's line of metrics.jsonl."""
-        text, step = _text(metrics), metrics["step"]
+    def step(self, metrics: dict[str, Any], *, stays: bool = True) -> None:
+        """Show a step's line of metrics.jsonl. One that does not stay is shown on a terminal."""
+        figures, step = _figures(metrics), metrics["step"]
         left = self._left(step)
         if self._progress is not None:
-            self._progress.update(self._task, completed=step, description=text, left=left)
-            if not self._stays(step):
-                return
-        ends = f"  {left}" if left else ""
-        self.say(f"step {step}/{self._num_steps}  {text}{ends}")
+            shown = "" if stays else "  ".join(figures)
+            self._progress.update(self._task, completed=step, description=shown, left=left)
+        if stays:
+            self.say(self._line(f"step {step}/{self._num_steps}", figures, left))
 
-    def _stays(self, step: int) -> bool:
-        """Return whether the line of a step stays on a terminal."""
-        now = time.monotonic()
-        if step < self._num_steps and now - self._kept < self._kept_every_s:
-            return False
-        self._kept = now
-        return True
+    def _line(self, head: str, figures: list[str], left: str) -> str:
+        """Return the line of a step, on a terminal with no more figures than fit into it."""
+        line = "  ".join(filter(None, [head, *figures, left]))
+        if self._progress is None or len(line) <= self._progress.console.width or not figures[1:]:
+            return line
+        return self._line(head, figures[:-1], left)
 
     def say(self, text: str) -> None:
         """Print a line that stays. A terminal or pipe that is gone must not end a run."""
@@ -82,7 +75,9 @@ class Live:
         text = printable(text)  # it may quote a row or an answer
         with suppress(OSError):
             if self._progress is not None:
-                self._progress.console.print(text, markup=False, highlight=False)
+                console = self._progress.console
+                lines = [_wrapped(line, console.width) for line in text.split("\n")]
+                console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
             else:
                 print(text, file=sys.stderr, flush=True)
 
@@ -105,12 +100,14 @@ class Live:
                 self._progress.stop()
 
 
-def _text(metrics: dict[str, Any]) -> str:
+def _figures(metrics: dict[str, Any]) -> list[str]:
+    """Return the figures of a step, those that people look for first."""
     if "loss" not in metrics:
-        return str(metrics.get("fault", ""))
+        return [str(metrics.get("fault", ""))]
     norm = metrics.get("grad_norm")
     parts = [
         f"loss {metrics['loss']:.4f}",
+        "" if metrics.get("applied", True) else "SKIPPED: not finite",
         f"aux {metrics['aux_loss']:.4f}" if "aux_loss" in metrics else "",
         preference_words(metrics),
         "" if norm is None else f"norm {norm:.3g}",
@@ -118,9 +115,23 @@ def _text(metrics: dict[str, Any]) -> str:
         f"{metrics['seconds']:.3g} s",
         f"{figure(metrics['tokens_per_s'])} tok/s",
         f"{metrics['of_bound']:.0%} of bound ({metrics['bound']})" if "bound" in metrics else "",
-        "" if metrics.get("applied", True) else "SKIPPED: not finite",
     ]
-    return "  ".join(part for part in parts if part)
+    return [part for part in parts if part]
+
+
+def _wrapped(line: str, columns: int) -> str:
+    """Return a line in pieces of so many columns, all but the first indented."""
+    if len(line) <= columns:
+        return line
+    label = re.match(r"\w+ {2,}| {4,}", line)  # beside which its text stands
+    indent = 4 if label is None else label.end()
+    return textwrap.fill(
+        line,
+        columns,
+        subsequent_indent=" " * min(indent, columns // 4),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def preference_words(figures: Mapping[str, Any]) -> str:

@@ -258,8 +258,9 @@ class Trainer:
         metrics["total_tokens"] = state.total_tokens
         self.folder.append("metrics.jsonl", metrics)
         self._tell("on_step_end")
-        if step % config.log.every == 0 or step == self.num_steps:
-            self._live.step(metrics)
+        is_logged = step % config.log.every == 0 or step == self.num_steps
+        self._live.step(metrics, stays=is_logged)
+        if is_logged:
             self._sinks.log(metrics)
             self._tell("on_log", logs=metrics)
         every, is_asked = config.eval.every, self._callbacks.take("should_evaluate")

@@ -251,12 +251,12 @@ def cap_device(device: Device, plan: Plan) -> None:
 
 def in_words(plan: Plan, num_steps: int) -> str:
     """Return the plan for people, with the time of the run if the machine is known."""
-    if not plan.knows_time:
-        return f"{plan}\n{UNMEASURED}"
     if not plan.fits:
         return str(plan)
+    if not plan.knows_time:
+        return f"{plan.brief()}\n{UNMEASURED}"
     whole = f"{counted(num_steps, 'step')} in {duration(num_steps * plan.step_s)}"
-    return f"{plan}\n\nin all    {whole}, without evaluations and saves"
+    return f"{plan.brief()}\n\nin all    {whole}, without evaluations and saves"
 
 
 def compared_with_plan(plan: Plan, step_seconds: Collection[float], trace: Trace | None) -> str:
