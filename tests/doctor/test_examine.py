@@ -13,7 +13,7 @@ from megatrain.cli.app import app
 from megatrain.devices.pinning import NotPinned
 from megatrain.doctor import examine as module
 from megatrain.doctor import trial_steps
-from megatrain.doctor.examine import STAGES, examine, keep, stage_line
+from megatrain.doctor.examine import QUICK_STAGES, STAGES, examine, keep, stage_line
 from megatrain.doctor.rates import Bench, CopyRates
 from megatrain.errors import DiskError, DoesNotFit
 from megatrain.planning.machine.examination import kept_examination
@@ -30,7 +30,8 @@ def _small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "elementwise_rate", lambda bench: 1e9)
     monkeypatch.setattr(module, "_dram_rate", lambda kernel, num_threads: 1e10)
     monkeypatch.setattr(Bench, "seconds", _quick)
-    monkeypatch.setattr(trial_steps, "SHAPES", ((64, 16), (64, 32)))
+    monkeypatch.setattr(module, "SHAPES", ((64, 16), (64, 32)))
+    monkeypatch.setattr(module, "QUICK_SHAPES", ((64, 16),))
     monkeypatch.setattr(trial_steps, "TRIAL_VOCABULARY", 128)
 
 
@@ -66,7 +67,7 @@ def test_a_doctor_that_is_stopped_keeps_what_it_measured(
     monkeypatch.setattr(module, "_with_disk", stop)
     done = CliRunner().invoke(app, ["doctor", str(tmp_path)])
     assert done.exit_code == 130
-    assert "not measured: doctor was stopped" in done.stdout
+    assert "not measured yet: `megatrain doctor` does" in done.stdout
     assert "stopped: plans use what was measured so far" in done.stderr
     kept = kept_examination()
     assert kept is not None
@@ -75,6 +76,27 @@ def test_a_doctor_that_is_stopped_keeps_what_it_measured(
     keep(whole)
     CliRunner().invoke(app, ["doctor", str(tmp_path)])
     assert kept_examination() == whole, "a part does not replace the whole"
+
+
+def test_a_quick_examination_is_rougher_and_replaces_no_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = CliRunner().invoke(app, ["doctor", str(tmp_path / "disk"), "--quick"])
+    assert done.exit_code == 0, done.stderr
+    quick = kept_examination()
+    assert quick is not None
+    assert (quick.folder, len(quick.profile.forward_flops)) == ("", 1)
+    assert [line.split(" (")[0] for line in done.stderr.splitlines()] == [
+        f"measuring {stage}" for stage in QUICK_STAGES
+    ]
+    assert not (tmp_path / "disk").exists()
+    CliRunner().invoke(app, ["doctor", str(tmp_path / "disk")])
+    whole = kept_examination()
+    assert whole is not None
+    assert len(whole.profile.forward_flops) == 2
+    again = CliRunner().invoke(app, ["doctor", "--quick"])
+    assert "not kept: the whole examination" in again.stderr
+    assert kept_examination() == whole
 
 
 def test_a_doctor_that_is_stopped_at_once_keeps_nothing(
@@ -102,7 +124,7 @@ def test_doctor_prints_what_it_measured_where_nothing_can_be_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = examine(tmp_path / "disk", lambda what: None)
-    monkeypatch.setattr(module, "examine", lambda folder, say, keep_part: found)
+    monkeypatch.setattr(module, "examine", lambda folder, say, keep_part, quick: found)
     monkeypatch.setenv("MEGATRAIN_CACHE", "/proc")
     done = CliRunner().invoke(app, ["doctor", str(tmp_path)])
     assert found.verdict()[:40] in done.stdout

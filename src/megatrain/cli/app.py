@@ -151,6 +151,7 @@ def train(
     Without a file the config is made as `init` makes it, and kept as run.yaml in the run folder.
     Ctrl-C finishes the step and saves; twice ends now.
     """
+    from megatrain.cli.measuring import measure_first
     from megatrain.run.opening.pin_commits import check_before_loading, pin_commits, read_config
 
     # Errors in the config, names that do not exist, a folder that is taken: before torch is
@@ -172,6 +173,7 @@ def train(
     if seat is None and not num_restarts(os.environ):
         check_before_loading(asked, resumes=resume)
     pin_commits(asked, resumes=resume)
+    measure_first(asked.memory.device)
     if gpus is not None and gpus > 1:
         _launch(gpus, asked.memory.device)
     if first is not None and seat is None and not resume:
@@ -419,9 +421,12 @@ def init(
     if source is not None:
         raise ConfigError(f"--from converts a config; {given[0]} is for a new one. Give one.")
     from megatrain.cli.first_config import first_config, require_free, write_first
+    from megatrain.cli.measuring import measure_first
 
     require_free(target)
     first = first_config(model, data, method, overrides or [], typer.echo)
+    if gpu is None:
+        measure_first(first.config.memory.device)
     return write_first(target, first.planned(gpu, ram), typer.echo)
 
 
@@ -446,8 +451,14 @@ def demo(
 def doctor(
     folder: Annotated[Path, typer.Argument(help="Folder whose disk is measured.")] = Path("."),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Some seconds: rougher, and without the disk.")
+    ] = False,
 ) -> None:
-    """Measure this machine; later plans use the results. Under torchrun, the network too."""
+    """Measure this machine; later plans use the results. Under torchrun, the network too.
+
+    The first plan on a machine that was never measured takes the quick measurement by itself.
+    """
     from megatrain.doctor.examine import examine_together, keep, stage_line
     from megatrain.planning.machine.examination import kept_examination
 
@@ -455,7 +466,7 @@ def doctor(
     kept: list[str] = []
 
     def say(what: str) -> None:
-        typer.echo(stage_line(what, time.monotonic() - begin), err=True)
+        typer.echo(stage_line(what, time.monotonic() - begin, quick=quick), err=True)
 
     def keep_part(part: Examination) -> None:
         before = kept_examination()
@@ -466,7 +477,7 @@ def doctor(
             kept.append(part.text())
 
     try:
-        found = examine_together(folder, say, keep_part)
+        found = examine_together(folder, say, keep_part, quick=quick)
     except KeyboardInterrupt:
         if not kept:
             raise
@@ -479,7 +490,11 @@ def doctor(
         raise typer.Exit(130) from None
     if found is not None:
         typer.echo(found.to_json() if as_json else found.text())
-        keep(found)
+        before = kept_examination()
+        if quick and before is not None and before.folder:
+            typer.echo("not kept: the whole examination of this machine is better", err=True)
+        else:
+            keep(found)
 
 
 @app.command(
@@ -592,6 +607,10 @@ def estimate_command(
         )
         typer.echo(offers.to_json() if as_json else str(offers))
         raise typer.Exit(0 if offers.offers else DoesNotFit.exit_code)
+    if gpu is None:
+        from megatrain.cli.measuring import measure_first
+
+        measure_first()
     found = estimated(
         model,
         overrides or [],

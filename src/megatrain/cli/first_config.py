@@ -160,14 +160,11 @@ def first_config(
     `data` is a path, a Hub id, or YAML as `data.train` takes it. Raises ConfigError, DataError,
     ModelFolderError or HubError.
     """
-    for option, value in (("--model", model), ("--data", data)):
-        if value is None:
-            raise ConfigError(
-                f"{option} is missing: without a file, --model and --data say what is trained, "
-                "like --model Qwen/Qwen3-0.6B --data train.jsonl"
-            )
-    assert model is not None
-    assert data is not None
+    if model is None or data is None:
+        raise ConfigError(
+            f"{'--data' if data is None else '--model'} is missing: without a file, --model and "
+            "--data say what is trained, like --model Qwen/Qwen3-0.6B --data train.jsonl"
+        )
     for word in overrides:
         key, equals, _ = word.partition("=")
         if not equals:

@@ -27,6 +27,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 
+from megatrain.cli.measuring import VARIABLE as MEASURE
 from megatrain.devices.runtime import num_accelerators
 from megatrain.errors import Interrupted, NoDevice, RankLost
 from megatrain.memory.host import num_cores
@@ -92,7 +93,7 @@ def rank_environment(
         "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default",
         "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
-        LAUNCHER: str(os.getpid()),
+        LAUNCHER: str(os.getpid()), MEASURE: "0",  # the launcher has, or could not
     }  # fmt: skip
     if sys.platform == "linux":  # also if another one is set, for runs over several hosts
         own |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}

@@ -3,6 +3,8 @@
     facts  ->  copies, products, attention, element-wise (doctor/rates.py)
            ->  our optimizer's kernel, memory traffic, our disk calls  ->  Examination, kept
 
+`--quick` takes some seconds: fewer and smaller products, one trial step in place of six, no disk.
+
 The only place where what planning, optim and disk each know is put together.
 """
 
@@ -24,7 +26,9 @@ from megatrain.cache import writable_cache_folder
 from megatrain.devices.pinning import NotPinned
 from megatrain.doctor.between_ranks import measured_network
 from megatrain.doctor.rates import (
+    BUDGET_S,
     COPY_BYTES,
+    PRODUCTS_S,
     Bench,
     attention_share,
     copy_rates,
@@ -34,7 +38,7 @@ from megatrain.doctor.rates import (
     shapes_for,
 )
 from megatrain.doctor.subject import Subject, find_subject
-from megatrain.doctor.trial_steps import calibrated, with_issue_times
+from megatrain.doctor.trial_steps import QUICK_SHAPES, SHAPES, calibrated, with_issue_times
 from megatrain.errors import DoesNotFit
 from megatrain.files import make_folder, remove, write_file
 from megatrain.memory.arena import map_arena
@@ -59,6 +63,11 @@ from megatrain.text import duration
 
 ENOUGH_S = 25.0
 """After so long, on a machine that is slow or busy, what refines figures is left out."""
+QUICK_ENOUGH_S = 8.0
+"""The same of a quick examination."""
+_QUICK_BUDGET_S = 0.08
+_QUICK_PRODUCTS_S = 0.4
+"""Most that the products of a shape may take, for a quick examination."""
 NEEDED_BYTES = 2 << 30
 """Host memory that the measurements take at most, all of them together."""
 PARAMS = 24 << 20
@@ -82,29 +91,44 @@ STAGES = {
 """The measurements in their order, and about how many seconds each takes on an idle machine."""
 
 
-def stage_line(stage: str, elapsed_s: float) -> str:
+QUICK_STAGES = {
+    "copies": 1.0,
+    "products": 3.0,
+    "attention and element-wise work": 1.0,
+    "optimizer and memory traffic": 2.0,
+    "trial steps": 1.0,
+}
+"""The same of a quick examination."""
+
+
+def stage_line(stage: str, elapsed_s: float, *, quick: bool = False) -> str:
     """Return a line for people: the measurement that begins, and how long all that is left takes.
 
     The guess is in proportion to the time that the measurements before it took.
     """
+    stages = QUICK_STAGES if quick else STAGES
     name = stage.partition(", in ")[0]
-    names = list(STAGES)
+    names = list(stages)
     if name not in names:
         return f"measuring {stage} ..."
     number = names.index(name)
-    done = sum(STAGES[each] for each in names[:number])
-    left = sum(STAGES[each] for each in names[number:])
+    done = sum(stages[each] for each in names[:number])
+    left = sum(stages[each] for each in names[number:])
     seconds = left if not done else left * max(elapsed_s, 0.1 * done) / done
     return f"measuring {stage} ({number + 1} of {len(names)}, about {duration(seconds)} left) ..."
 
 
 def examine(
-    folder: Path, say: Say, keep_part: Callable[[Examination], None] = lambda part: None
+    folder: Path,
+    say: Say,
+    keep_part: Callable[[Examination], None] = lambda part: None,
+    *,
+    quick: bool = False,
 ) -> Examination:
     """Measure this machine and return the results. `say` gets the name of each measurement.
 
     `keep_part` gets what plans need most, as soon as it is measured: all but the refinement by
-    trial steps, and the disk.
+    trial steps, and the disk. A `quick` examination has figures of a few seconds, and no disk.
     """
     begin, load = time.monotonic(), os.getloadavg()[0]
     facts = host_facts()
@@ -132,15 +156,22 @@ def examine(
         facts,
         usable,
         say,
-        begin + ENOUGH_S,
+        begin + (QUICK_ENOUGH_S if quick else ENOUGH_S),
         lambda rough, kernel: keep_part(found(rough, kernel)),
+        quick=quick,
     )
+    if quick:
+        return found(profile, kernel)
     say(f"disk, in {folder}")
     return found(_with_disk(profile, folder), kernel, str(folder))
 
 
 def examine_together(
-    folder: Path, say: Say, keep_part: Callable[[Examination], None] = lambda part: None
+    folder: Path,
+    say: Say,
+    keep_part: Callable[[Examination], None] = lambda part: None,
+    *,
+    quick: bool = False,
 ) -> Examination | None:
     """Measure this machine and, if a launcher started several ranks, what is between them.
 
@@ -148,11 +179,11 @@ def examine_together(
     """
     seat = read_environment(os.environ)
     if seat is None:
-        return examine(folder, say, keep_part)
+        return examine(folder, say, keep_part, quick=quick)
     subject = find_subject(number=local_rank())
     ranks = join_ranks(subject.place.type, RANKS_DEADLINE_S)
     try:
-        found = ranks.on_first(lambda: examine(folder, say))
+        found = ranks.on_first(lambda: examine(folder, say, quick=quick))
         facts = ranks.decide(lambda: None if found is None else found.profile.to_json())
         if found is not None:
             say("collectives")
@@ -178,6 +209,8 @@ def measure_rates(
     say: Say,
     until: float,
     keep_rough: Callable[[MachineProfile, str], None] = lambda profile, kernel: None,
+    *,
+    quick: bool = False,
 ) -> tuple[MachineProfile, str]:
     """Return the profile of a subject in this host, but for its disk, and the optimizer's kernel.
 
@@ -186,14 +219,18 @@ def measure_rates(
     """
     own_memory = subject.runtime is not None
     device = subject.new_device()
-    bench = Bench(place=subject.place, synchronize=device.synchronize)
+    budget_s = _QUICK_BUDGET_S if quick else BUDGET_S
+    bench = Bench(place=subject.place, synchronize=device.synchronize, budget_s=budget_s)
     widths, tokens = shapes_for(own_memory)
     say("copies")
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")  # the device warns if it cannot pin
-        copies = copy_rates(device, num_bytes=COPY_BYTES, stream=subject.new_stream)
+        copies = copy_rates(
+            device, num_bytes=COPY_BYTES, budget_s=budget_s, stream=subject.new_stream
+        )
     say("products")
-    forward, backward = product_rates(bench, widths, tokens, until=until)
+    most_s = _QUICK_PRODUCTS_S if quick else PRODUCTS_S
+    forward, backward = product_rates(bench, widths, tokens, most_s=most_s, until=until)
     best = max(point.flops for point in forward)
     say("attention and element-wise work")
     widest = max(point.width for point in forward)
@@ -229,7 +266,10 @@ def measure_rates(
     keep_rough(profile, kernel.description)
     if time.monotonic() < until:
         say("trial steps")
-        profile = calibrated(profile) if profile.unified else with_issue_times(profile, device)
+        if profile.unified:
+            profile = calibrated(profile, QUICK_SHAPES if quick else SHAPES)
+        else:
+            profile = with_issue_times(profile, device)
     return profile, kernel.description
 
 

@@ -36,6 +36,8 @@ from megatrain.planning.machine.profile import FlopRate
 
 BUDGET_S = 0.25
 """For each figure."""
+PRODUCTS_S = 1.5
+"""Most that the products of a shape may take."""
 COPY_BYTES = 256 << 20
 """Beyond most caches, and long enough that starting a copy does not count."""
 _MIXED_WIDTH = 22
@@ -78,7 +80,7 @@ def product_rates(
     widths: tuple[int, ...],
     tokens: tuple[int, ...],
     *,
-    most_s: float = 1.5,
+    most_s: float = PRODUCTS_S,
     until: float = math.inf,
 ) -> tuple[tuple[FlopRate, ...], tuple[FlopRate, ...]]:
     """Return the rates of forward's and of backward's products, at all shapes but the slowest.

@@ -12,6 +12,7 @@ takes to issue a layer: a device that computes faster than that waits for the ho
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 
 import torch
 from transformers import LlamaConfig
@@ -35,6 +36,8 @@ from megatrain.step.settings import StepSettings
 SHAPES = ((1024, 512), (1024, 128), (512, 512), (512, 128), (256, 512), (256, 128))
 """Width and tokens. Of the first, which is nearest to a real model, all figures are kept; of the
 others the rates of products."""
+QUICK_SHAPES = ((512, 128), (256, 512))
+"""The same where a few seconds have to do: each is a sixteenth of the work of the first above."""
 LAYERS = 4
 """More than caches hold, of the widest."""
 TRIAL_VOCABULARY = 8192
@@ -43,9 +46,9 @@ ISSUED = (256, 128)
 """Width and tokens of a model that a device does faster than a host can issue it."""
 
 
-def calibrated(profile: MachineProfile) -> MachineProfile:
-    """Return the profile with the rates that trial steps show."""
-    return merged_profiles([_fitted(profile, width, tokens) for width, tokens in SHAPES])
+def calibrated(profile: MachineProfile, shapes: Sequence[tuple[int, int]]) -> MachineProfile:
+    """Return the profile with the rates that trial steps of these shapes show."""
+    return merged_profiles([_fitted(profile, width, tokens) for width, tokens in shapes])
 
 
 def with_issue_times(profile: MachineProfile, device: Device) -> MachineProfile:

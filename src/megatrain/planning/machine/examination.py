@@ -38,7 +38,7 @@ class Examination:
     kernel: str
     """Which optimizer kernel was measured."""
     folder: str
-    """Folder in which the disk was measured; empty if doctor was stopped before that."""
+    """Folder in which the disk was measured; empty if doctor was quick, or stopped before that."""
     when: str
     seconds: float
     placement: str = ""
@@ -132,12 +132,18 @@ class Examination:
         ]
         lines = [_row(name, value) for name, value in rows]
         text = [*_wrapped(self.verdict()), f"measured {self.when} in {duration(self.seconds)}"]
-        if self.load > facts.cores / 2:
-            text += _wrapped(
-                f"Other programs ran: {self.load:.1f} processes on {facts.cores} cores. The rates "
-                "are too low; measure again when the machine is idle."
-            )
+        text += _wrapped(self.disturbance) if self.disturbance else []
         return "\n".join([*lines, "", *text])
+
+    @property
+    def disturbance(self) -> str:
+        """Why the rates are too low, for people; empty if the machine was idle."""
+        if self.load <= self.facts.cores / 2:
+            return ""
+        return (
+            f"Other programs ran: {self.load:.1f} processes on {self.facts.cores} cores. The rates "
+            "are too low; measure again when the machine is idle."
+        )
 
     def _network(self) -> list[tuple[str, str]]:
         """Return the rates between ranks, if they were measured."""
@@ -155,7 +161,7 @@ class Examination:
 
     def _disk(self) -> str:
         if not self.folder:
-            return "not measured: doctor was stopped"
+            return "not measured yet: `megatrain doctor` does, at its end"
         profile = self.profile
         return _pair(profile.disk_read_bytes_per_s, profile.disk_write_bytes_per_s)
 

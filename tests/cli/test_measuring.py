@@ -1,0 +1,85 @@
+"""The first measurement of a machine: when it happens, how it ends, who makes it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatrain.cli import measuring
+from megatrain.cli.launch import rank_environment
+from megatrain.cli.measuring import VARIABLE, environment_of_doctor, is_wanted, measure_first
+from megatrain.planning.machine.facts import host_facts
+
+RANK = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.fixture
+def doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine that was never measured, and a file that its doctor makes."""
+    made = tmp_path / "measured"
+    monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.delenv("CI", raising=False)
+    code = f"from pathlib import Path; Path({str(made)!r}).write_text('')"
+    monkeypatch.setattr(measuring, "COMMAND", (sys.executable, "-S", "-c", code))
+    return made
+
+
+def test_a_machine_is_measured_once(doctor: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure_first()
+    assert doctor.exists()
+    doctor.unlink()
+    monkeypatch.setattr(measuring, "kept_examination", lambda: pytest)
+    measure_first()
+    assert not doctor.exists()
+
+
+@pytest.mark.parametrize("name", [VARIABLE, "CI"])
+def test_a_variable_leaves_it_out(doctor: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "0" if name == VARIABLE else "true")
+    measure_first()
+    assert not doctor.exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "limit_s", "said"),
+    [
+        ("raise SystemExit(3)", 60.0, "the measurement failed"),
+        ("import time; time.sleep(60)", 0.1, "the measurement was ended after 0 s"),
+    ],
+)
+def test_a_measurement_that_fails_or_hangs_ends_nothing(
+    doctor: Path,
+    code: str,
+    limit_s: float,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(measuring, "COMMAND", (sys.executable, "-S", "-c", code))
+    monkeypatch.setattr(measuring, "LIMIT_S", limit_s)
+    measure_first()
+    assert said in capsys.readouterr().err
+
+
+def test_one_rank_measures_alone_and_with_all_cores() -> None:
+    torchrun = RANK | {"OMP_NUM_THREADS": "1", "HOME": "/"}
+    assert is_wanted(torchrun, "auto")
+    assert not is_wanted(torchrun | {"RANK": "1"}, "auto")
+    assert environment_of_doctor(torchrun) == {"HOME": "/"}
+    assert environment_of_doctor({"OMP_NUM_THREADS": "1"}) == {"OMP_NUM_THREADS": "1"}
+    launched = rank_environment(0, 2, 29500, {"HOME": "/"})
+    assert not is_wanted(launched, "auto"), "the launcher has measured"
+
+
+def test_a_run_on_the_cpu_beside_a_gpu_has_no_use_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_wanted({}, "cpu") == (not host_facts().gpus)
+
+    class Facts:
+        gpus = ("a card",)
+
+    monkeypatch.setattr(measuring, "host_facts", Facts)
+    assert not is_wanted({}, "cpu")
+    assert is_wanted({}, "auto")
