@@ -123,7 +123,7 @@ def _wrapped(line: str, columns: int) -> str:
     """Return a line in pieces of so many columns, all but the first indented."""
     if len(line) <= columns:
         return line
-    label = re.match(r"\w+ {2,}| {4,}", line)  # beside which its text stands
+    label = re.match(r"\w+( \w+)? {2,}| {4,}", line)  # beside which its text stands
     indent = 4 if label is None else label.end()
     return textwrap.fill(
         line,
