@@ -92,7 +92,7 @@ def test_rows_choose_a_method_and_a_note_says_so(
         ("sft", "missing.jsonl", [], "missing.jsonl"),
         ("sft", "chat.jsonl", ["train.epoch=2"], "Did you mean train.epochs"),
         ("sft", "chat.jsonl", ["data.train=text.jsonl"], "--data gives it already"),
-        ("sft", "chat.jsonl", ["run.yaml"], "run.yaml is a file, and --model and --data are for"),
+        ("sft", "chat.jsonl", ["run.yaml"], "run.yaml is a file, and --model, --data and --method"),
         ("sft", "pairs.jsonl", ["loss.name=dpo"], "--method dpo"),
         (None, None, [], "--data is missing"),
     ],

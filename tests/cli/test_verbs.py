@@ -202,6 +202,7 @@ def test_a_run_without_a_file_keeps_its_config_and_is_resumed_by_it(demo: Path) 
     assert "config in kept/run.yaml" in done.stderr
     kept = (demo / "kept" / "run.yaml").read_text()
     assert "  steps: 1\n" in kept
+    assert kept.startswith("# fits: ")
     taken = megatrain(demo, "train", *words)
     assert (taken.returncode, "kept already has a run" in taken.stderr) == (5, True)
     again = megatrain(demo, "train", "kept/run.yaml", "train.steps=2", "--resume")

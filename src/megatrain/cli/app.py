@@ -168,7 +168,10 @@ def train(
         from megatrain.cli.first_config import first_config
 
         words = [word for word in (config, *(overrides or [])) if word is not None]
-        first = first_config(model, data, method, words, lambda text: typer.echo(text, err=True))
+        speaks = seat is None or seat.owner.leads
+        first = first_config(
+            model, data, method, words, lambda note: typer.echo(note, err=True) if speaks else None
+        )
         asked = first.config
     if seat is None and not num_restarts(os.environ):
         check_before_loading(asked, resumes=resume)
@@ -177,7 +180,7 @@ def train(
     if gpus is not None and gpus > 1:
         _launch(gpus, asked.memory.device)
     if first is not None and seat is None and not resume:
-        first = first.planned()
+        first.planned()  # refuses what does not fit before anything is downloaded
     from megatrain.cli.verbs import train_from
 
     typer.echo(train_from(asked, dry_run=dry_run, resume=resume, first=first))

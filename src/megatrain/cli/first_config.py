@@ -36,6 +36,7 @@ from megatrain.hub import find_model
 from megatrain.planning.catalog.known_models import find_known_model
 from megatrain.planning.estimate import Estimate, estimate
 from megatrain.planning.machine.examination import kept_examination
+from megatrain.planning.plan import Plan
 from megatrain.progress import Say
 from megatrain.text import printable
 
@@ -58,8 +59,10 @@ _USUAL = {
 _INSTEAD = {"epochs": "steps", "batch_tokens": "batch_rows", "rank": "path"}
 """Keys that stand for others of them."""
 _PLAIN = re.compile(r"[A-Za-z_./~][\w./~@+-]*", re.ASCII)
-_NAMED = {"model.name_or_path": "--model", "data.train": "--data"}
-"""Keys that options set."""
+_NAMED = {
+    "model": "--model", "model.name_or_path": "--model", "data": "--data", "data.train": "--data"
+}  # fmt: skip
+"""Keys that options set, as a whole section too."""
 _UNPLANNED = "not planned: `megatrain train FILE --dry-run` shows memory and speed"
 
 
@@ -89,6 +92,11 @@ class FirstConfig:
         return replace(
             self, verdict=_verdict(found, ram), step_tokens=found.plan.workload.step_tokens
         )
+
+    def of_run(self, plan: Plan) -> FirstConfig:
+        """Return it with the verdict of a run's own plan."""
+        verdict = f"{plan.verdict()}\non {plan.profile.name}"
+        return replace(self, verdict=verdict, step_tokens=plan.workload.step_tokens)
 
     def _can_be_planned_here(self) -> bool:
         """Return whether this machine, as measured, is the one that the run would compute on."""
@@ -160,21 +168,19 @@ def first_config(
     `data` is a path, a Hub id, or YAML as `data.train` takes it. Raises ConfigError, DataError,
     ModelFolderError or HubError.
     """
+    for word in overrides:
+        if "=" not in word:
+            raise ConfigError(
+                f"{word:.100} is a file, and --model, --data and --method are for a run without "
+                "one. Give settings behind the file instead, like model=... or lora.rank=16."
+            )
+        if option := _NAMED.get(word.partition("=")[0].strip()):
+            raise ConfigError(f"{word:.100}: {option} gives it already. Remove one of the two.")
     if model is None or data is None:
         raise ConfigError(
             f"{'--data' if data is None else '--model'} is missing: without a file, --model and "
             "--data say what is trained, like --model Qwen/Qwen3-0.6B --data train.jsonl"
         )
-    for word in overrides:
-        key, equals, _ = word.partition("=")
-        if not equals:
-            raise ConfigError(
-                f"{word:.100} is a file, and --model and --data are for a run without one. Give "
-                "model=... and data.train=... behind the file instead."
-            )
-        key = key.strip()
-        if option := {"model": "--model", "data": "--data", **_NAMED}.get(key):
-            raise ConfigError(f"{word:.100}: {option} gives it already. Remove one of the two.")
     name, notes = _model(model)
     sources = data if Path(data).exists() else parse_document(data.encode(), "--data").value
     bare = {"model": {"name_or_path": name}, "data": {"train": sources, "eval": _HELD_OUT}}

@@ -108,7 +108,7 @@ def train_from(
             ready = f"ready to train {counted(trainer.num_steps, 'step')}; dry run, nothing written"
             return "\n".join([in_words(trainer.plan, trainer.num_steps), *trainer.notes, ready])
         if first is not None:
-            ranks.on_first(lambda: _keep(first, trainer.folder))
+            ranks.on_first(lambda: _keep(first.of_run(trainer.plan), trainer.folder))
         outcome = trainer.train()
         model = trainer.folder.path / MODEL
         which = _exported(trainer, model)
@@ -125,7 +125,7 @@ def _keep(first: FirstConfig, folder: RunFolder) -> None:
     path = folder.path / FILE
     if not path.exists():
         folder.write(FILE, first.text())
-    print(f"config in {path}, for `megatrain train {path} --resume`", file=sys.stderr, flush=True)
+    print(f"config in {path}; with --resume it continues this run", file=sys.stderr, flush=True)
 
 
 def _exported(trainer: Trainer, target: Path) -> str:
