@@ -8,12 +8,11 @@ import os
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatrain.cli.demo import byte_tokenizer, streamed_equals_resident, write_demo
-from megatrain.cli.verbs import printed_answer, sample_from
+from megatrain.cli.verbs import sample_from
 from testkit.patience import HANG_S
 from testkit.warm_python import warm_python
 
@@ -110,20 +109,6 @@ def test_what_goes_wrong_is_said_with_its_exit_code(
     assert done.returncode == code, done.stderr
     assert text in done.stderr
     assert "Traceback" not in done.stderr
-
-
-class _Thinking:
-    """A tokenizer with special tokens around a thought."""
-
-    def decode(self, tokens: object, *, skip_special_tokens: bool) -> str:
-        text = f"<think>\n\n</think>\n\n{tokens}\n"
-        return text.replace("<think>", "").replace("</think>", "") if skip_special_tokens else text
-
-
-def test_an_empty_thought_leaves_no_blank_lines() -> None:
-    tokens: Any = " one\n\n two"
-    assert printed_answer(_Thinking(), tokens) == tokens
-    assert _Thinking().decode(tokens, skip_special_tokens=True).startswith("\n\n\n\n")
 
 
 def test_a_config_is_begun_and_brought_from_another_tool(tmp_path: Path) -> None:

@@ -318,6 +318,39 @@ def sample(
 
 
 @app.command(
+    short_help="Chat with a model, or with several side by side.",
+    epilog="Example: megatrain chat runs/mine --with Qwen/Qwen3-0.6B",
+)
+def chat(
+    model: ModelArgument,
+    others: Annotated[
+        list[Path] | None,
+        typer.Option("--with", help="Another model that answers too; may be repeated."),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1)] = 512,
+    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
+    best: Best = False,
+    top_p: Annotated[
+        float, typer.Option("--top-p", help="Sample from tokens with this total probability.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed for sampling.", min=0)] = 0,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or xpu.")] = "auto",
+) -> None:
+    """Chat with a model. Each of several models keeps its own answers as its history."""
+    models = [model, *(others or [])]
+    for each in models:
+        _require_model(each)
+    if read_environment(os.environ) is not None:
+        raise ConfigError("chat is one process. Start it without torchrun.")
+    from megatrain.cli.chat import chat_with
+    from megatrain.run.evaluation.sampling import Drawing
+
+    drawing = Drawing(temperature=temperature, top_p=top_p, seed=seed)
+    chat_with(models, max_new_tokens, drawing, system=system, device=device, best=best)
+
+
+@app.command(
     short_help="Write one HTML file that shows a run, or compares several.",
     epilog="Example: megatrain report runs/one runs/two --to both.html",
 )

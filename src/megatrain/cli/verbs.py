@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +16,7 @@ from megatrain.cli.demo import (
     write_demo,
 )
 from megatrain.cli.first_config import FILE, FirstConfig
+from megatrain.cli.printed import printed_answer
 from megatrain.config import Config
 from megatrain.config.sections import DataSettings, DataSource
 from megatrain.config.value_types import Arguments
@@ -29,11 +30,7 @@ from megatrain.data.tokens.prepared import PreparedData
 from megatrain.data.training_rows import gather, with_room
 from megatrain.disk.hf.model import ModelFolder, read_model_folder
 from megatrain.engine.engine import Engine
-from megatrain.errors import (
-    ConfigError,
-    DiskFull,
-    RunFolderError,
-)
+from megatrain.errors import DiskFull, RunFolderError
 from megatrain.hub import find_model
 from megatrain.memory.kinds import Kind
 from megatrain.models.isolation import packs_flat
@@ -41,6 +38,7 @@ from megatrain.planning.from_config import step_settings_of
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.report.page import write_report
 from megatrain.run.evaluation.answers import answer_all, questions
+from megatrain.run.evaluation.conversation import first_turns, prompt_tokens
 from megatrain.run.evaluation.judging import (
     for_lengths,
     judging_config,
@@ -222,20 +220,16 @@ def sample_from(
     read = read_model_folder(found.folder)
     tokenizer = load_tokenizer(read.source)
     kwargs = prompts_as_trained(found, tokenizer)
+    before = first_turns(tokenizer, system)
     home = ranks.long_work(lambda: read.load(read_only(read), owner=ranks.owner))
-    asked = [_prompt_tokens(tokenizer, prompt, system, kwargs) for prompt in prompts]
+    asked = [
+        prompt_tokens(tokenizer, [*before, {"role": "user", "content": prompt}], kwargs)
+        for prompt in prompts
+    ]
     with Engine(home.decoder, home.store, device=place, ranks=ranks) as engine:
         ends = end_tokens(tokenizer, home)
         made = continue_texts(engine, asked, max_new_tokens, ends, drawing)
     return [printed_answer(tokenizer, tokens) for tokens in made]
-
-
-def printed_answer(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """Return an answer as it is printed: without special tokens, and lines that they leave blank.
-
-    Of an empty thought (`<think>`, two newlines, `</think>`, two newlines) nothing is left.
-    """
-    return str(tokenizer.decode(tokens, skip_special_tokens=True)).strip("\n")
 
 
 def look_at_data(
@@ -336,18 +330,3 @@ def found_model(model: Path, *, best: bool, ranks: Ranks) -> RunModel:
 
 def _plain_text(tokenizer: Any) -> Callable[[list[int]], str]:
     return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)).strip()
-
-
-def _prompt_tokens(
-    tokenizer: Any, prompt: str, system: str | None, kwargs: Mapping[str, Any]
-) -> list[int]:
-    if not getattr(tokenizer, "chat_template", None):
-        if system is not None:
-            raise ConfigError("--system: the tokenizer has no chat template to hold it")
-        return list(tokenizer.encode(prompt))
-    turns = [] if system is None else [{"role": "system", "content": system}]
-    turns.append({"role": "user", "content": prompt})
-    text = tokenizer.apply_chat_template(
-        turns, tokenize=False, add_generation_prompt=True, **kwargs
-    )
-    return list(tokenizer.encode(text, add_special_tokens=False))

@@ -59,6 +59,17 @@ def new_cache(config: PreTrainedConfig) -> DynamicCache:
     return DynamicCache(config=config)
 
 
+def drop_last(cache: DynamicCache, num_tokens: int) -> bool:
+    """Remove the last tokens of a cache; return whether that is possible.
+
+    A layer with a sliding window has forgotten the tokens that would come into sight again.
+    """
+    if any(type(layer) is not DynamicLayer for layer in cache.layers):
+        return False
+    cache.crop(-num_tokens)
+    return True
+
+
 def inputs_with(cache: DynamicCache | None) -> dict[str, Any]:
     """Return what a model's forward gets besides tokens to use and fill a cache."""
     return {} if cache is None else {ARGUMENT: cache, "use_cache": True}

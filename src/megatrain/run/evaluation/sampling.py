@@ -193,6 +193,11 @@ def _chosen(
         yield from zip(tokens.tolist(), logprobs.tolist(), strict=True)
 
 
+def chosen_token(logits: Tensor, drawing: Drawing, generator: torch.Generator) -> int:
+    """Return the token behind one text, from its logits. (vocabulary)"""
+    return int(_choose(logits[None], drawing, generator))
+
+
 def _choose(logits: Tensor, drawing: Drawing, generator: torch.Generator) -> Tensor:
     """Return a token for each row."""
     if drawing.temperature == 0:
