@@ -32,6 +32,8 @@ class Hub:
         """Of a file: after how many bytes the connection is cut, once for each number."""
         self.accepts_pushes = False
         """Whether anybody may make repositories and commits."""
+        self.visibility: dict[str, str | None] = {}
+        """Who may see a repository, by its id, as asked for when it was made."""
         self.large: dict[str, bytes] = {}
         """Files that came by LFS, by hash."""
         self.requests: list[str] = []
@@ -107,6 +109,7 @@ class _Handler(BaseHTTPRequestHandler):
             name = f"{asked['organization']}/{asked['name']}"
             if ("models", name) not in self.hub.commits:
                 self.hub.put(name, {})
+                self.hub.visibility[name] = asked.get("visibility")
             self._json({"url": f"{self.hub.url}/{name}"})
         elif is_batch:
             self._json({"objects": [self._batch(one) for one in json.loads(self._body)["objects"]]})

@@ -70,6 +70,12 @@ def is_id(name: str) -> bool:
     return bool(_ID.fullmatch(name)) and not odd
 
 
+def require_repository(name: str) -> None:
+    """Raise ConfigError for a name that no repository on the Hub can have."""
+    if not is_id(name) or "/" not in name:
+        raise ConfigError(f"{name[:80]!r} is not an id like me/name.")
+
+
 def is_commit(revision: str | None) -> bool:
     """Return whether a revision is a commit, which never changes."""
     return revision is not None and bool(_COMMIT.fullmatch(revision))

@@ -17,7 +17,7 @@ from testkit import hub_on_loopback
 from testkit.runs import Setting, config_of
 
 pytestmark = pytest.mark.usefixtures("cache_in_world")
-EXAMPLES = Path(__file__).parents[3] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SHORT = {"train": {"steps": 2}, "eval": {"samples": 0}}
 
 
@@ -62,9 +62,11 @@ def test_a_run_is_pushed_with_its_card(
 
 
 def test_the_front_matter_is_yaml_whatever_the_names(world: Path, tmp_path: Path) -> None:
-    config = config_of(world, tmp_path, Setting(), data={"train": ["a/null", "b/y-1"]})
+    pinned = {"revision": "0" * 40}
+    rows = [{"path": name, **pinned} for name in ("a/null", "b/y-1")] + [{"path": "here/rows"}]
+    config = config_of(world, tmp_path, Setting(), data={"train": rows})
     config = config.model_copy(
-        update={"model": config.model.model_copy(update={"name_or_path": "me/on"})}
+        update={"model": config.model.model_copy(update={"name_or_path": "me/on", **pinned})}
     )
     card = {"rows": 1, "kept": 1, "tokens": 2, "trained_tokens": 1}
     text = model_card("me/x", config, RunState(), card, is_adapter=True)

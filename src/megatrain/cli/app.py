@@ -285,6 +285,34 @@ def export(
 
 
 @app.command(
+    short_help="Upload a run's model with a model card to the Hugging Face Hub.",
+    epilog="Example: megatrain push runs/mine me/my-model",
+)
+def push(
+    model: Annotated[Path, typer.Argument(help="Run folder, or a checkpoint of it.")],
+    repo: Annotated[str, typer.Argument(help="Repository on the Hub, like me/my-model.")],
+    best: Best = False,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Add adapters to the weights of their model.")
+    ] = False,
+    private: Annotated[
+        bool, typer.Option("--private/--public", help="Who sees a new repository.")
+    ] = True,
+) -> None:
+    """Upload a run's model with a model card to the Hub; of a run with adapters, those alone."""
+    from megatrain.hub import require_repository
+
+    require_repository(repo)
+    if not model.is_dir():
+        raise ConfigError(f"{model}: no such folder. Give a run folder.")
+    if read_environment(os.environ) is not None:
+        raise ConfigError("push is one process. Start it without torchrun.")
+    from megatrain.cli.pushing import push_run
+
+    typer.echo(push_run(model, repo, best=best, merge=merge, private=private, say=typer.echo))
+
+
+@app.command(
     short_help="Generate a model's answers to prompts.",
     epilog='Example: megatrain sample runs/mine "Who are you?" --temperature 0.7',
 )

@@ -39,6 +39,18 @@ def export_model(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists and is not empty. Give another name.")
     found = found_model(model, best=best, ranks=ranks)
+    return export_found(found, target, dtype=dtype, merge=merge, ranks=ranks)
+
+
+def export_found(
+    found: RunModel,
+    target: Path,
+    *,
+    dtype: Precision | None = None,
+    merge: bool = False,
+    ranks: Ranks = ALONE,
+) -> str:
+    """Write a model that was compared with its hashes, as `export_model` does."""
     if is_adapter_folder(found.folder):
         return _export_adapted(found, target, dtype, merge=merge, ranks=ranks)
     if merge:

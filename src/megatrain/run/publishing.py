@@ -6,8 +6,8 @@ run does not know it.
 
 Laws (tests/run/test_publishing.py)
     1. The Hub has every file of the export, byte for byte, and the card.
-    2. A Hub that refuses or does not answer is a HubError that says what to do; nothing stays on
-       the disk.
+    2. A Hub that refuses or does not answer is a HubError that says what to do, before anything is
+       exported; nothing stays on the disk.
     3. The front matter is YAML, whatever the names of models and rows are.
     4. Rows, settings, losses and versions are those of the run folder; no path of the machine.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,15 @@ from megatrain import files
 from megatrain.config import Config
 from megatrain.config.load import write_yaml
 from megatrain.errors import ConfigError, HubError
-from megatrain.hub import is_id
+from megatrain.hub import is_commit, is_id, require_repository
+from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.folder import machine_facts
 from megatrain.run.opening.opening import Opening
 from megatrain.run.state import RunState
+from megatrain.text import counted, size
 
+PLACE = ".hub"
+"""The folder in a run that an export is written to before it is sent."""
 _ADAPTER = "adapter_config.json"
 
 
@@ -39,27 +44,52 @@ def push(
     *,
     private: bool | None,
 ) -> str:
-    """Commit the model and its card to `repo_id`; return the address of the commit.
+    """Commit the model of a trainer and its card to `repo_id`; return the address of the commit.
 
     All ranks call it; rank 0 uploads, and the others return an empty text. Raises HubError, and
     ConfigError for a name that is not an id.
     """
-    if not is_id(repo_id) or "/" not in repo_id:
-        raise ConfigError(f"push_to_hub: {repo_id[:80]!r} is not an id like me/name.")
-    ranks, place = opened.ranks, opened.folder.path / ".hub"
-    if ranks.decide(lambda: opened.folder.is_dry):
+    if opened.ranks.decide(lambda: opened.folder.is_dry):
         raise ConfigError("push_to_hub: a dry run has nothing to push.")
+
+    def card(is_adapter: bool) -> str:
+        config, rows = opened.config, opened.data.card
+        return model_card(repo_id, config, state, rows, is_adapter=is_adapter)
+
+    place = opened.folder.path / PLACE
+    return upload_export(place, repo_id, export, card, private=private, ranks=opened.ranks)
+
+
+def upload_export(
+    place: Path,
+    repo_id: str,
+    export: Callable[[Path], str],
+    card: Callable[[bool], str],
+    *,
+    private: bool | None,
+    ranks: Ranks = ALONE,
+    say: Callable[[str], None] = lambda _: None,
+) -> str:
+    """Export to `place`, add the card, commit both; return the address. `place` is removed.
+
+    The repository is made first: a Hub that refuses does so before anything is written. `card`
+    takes whether adapters were exported; `say` gets the files with their sizes before the upload.
+    """
+    require_repository(repo_id)
 
     def clear() -> None:
         if place.exists():
             files.remove_folder(place)
 
     def upload() -> str:
-        is_adapter = (place / _ADAPTER).exists()
-        text = model_card(repo_id, opened.config, state, opened.data.card, is_adapter=is_adapter)
+        text = card((place / _ADAPTER).exists())
         files.write_file(place / "README.md", text.encode("utf-8", "replace"))
-        return _uploaded(place, repo_id, f"MegaTrain: {said}", private=private)
+        for line in _sizes(place):
+            say(line)
+        with _explained(repo_id):
+            return _committed(repo_id, place, f"MegaTrain: {said}")
 
+    ranks.on_first(lambda: _create(repo_id, private=private))
     ranks.on_first(clear)  # the remains of a push that was killed
     try:
         said = export(place)
@@ -68,29 +98,49 @@ def push(
         ranks.on_first(clear)
 
 
-def _uploaded(folder: Path, repo_id: str, message: str, *, private: bool | None) -> str:
-    from huggingface_hub import HfApi, errors
+def _sizes(folder: Path) -> Iterator[str]:
+    found = sorted((path.name, path.stat().st_size) for path in folder.iterdir())
+    yield from (f"  {name}  {size(num_bytes)}" for name, num_bytes in found)
+    total = sum(num_bytes for _, num_bytes in found)
+    yield f"uploading {counted(len(found), 'file')}, {size(total)}"
+
+
+def _create(repo_id: str, *, private: bool | None) -> None:
+    from huggingface_hub import HfApi
+
+    with _explained(repo_id):
+        HfApi().create_repo(repo_id, private=private, exist_ok=True)
+
+
+def _committed(repo_id: str, folder: Path, message: str) -> str:
+    from huggingface_hub import HfApi
 
     api: Any = HfApi()
+    found = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message)
+    return str(found.commit_url)
+
+
+@contextmanager
+def _explained(repo_id: str) -> Iterator[None]:
+    """Turn what huggingface_hub raises into a HubError that says what to do."""
+    from huggingface_hub import errors, get_token
+
     try:
-        api.create_repo(repo_id, private=private, exist_ok=True)
-        found = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message)
+        yield
     except errors.OfflineModeIsEnabled as error:
         raise HubError(f"{repo_id}: HF_HUB_OFFLINE is set. Unset it to push.") from error
     except errors.HfHubHTTPError as error:
         status = getattr(error.response, "status_code", None)
-        repair = (
-            "Run `hf auth login` with a token that may write there"
-            if status in (401, 403)
-            else "Push again later"
-        )
-        raise HubError(f"{repo_id}: the Hub answered {status} to the push. {repair}.") from error
+        repair = "Push again later"
+        if status in (401, 403):
+            who = "the token here may not write there" if get_token() else "there is no token here"
+            repair = f"{who}: run `hf auth login` with one that may, or set HF_TOKEN"
+        raise HubError(f"{repo_id}: the Hub answered {status} to the push; {repair}.") from error
     except Exception as error:  # the failures of a network have no common base
         raise HubError(
             f"{repo_id}: the push failed ({type(error).__name__}: {str(error)[:300]}). The run "
             "folder is unchanged; push again."
         ) from error
-    return str(found.commit_url)
 
 
 _SHOWN = {
@@ -107,14 +157,14 @@ def model_card(
     repo_id: str, config: Config, state: RunState, card: Mapping[str, Any], *, is_adapter: bool
 ) -> str:
     """Return the text of README.md. `card` is the data card of the run."""
-    base = config.model.name_or_path
+    base = _shown(config.model.name_or_path, config.model.revision)
     lines = [
         "---",
         *_front_matter(config, is_adapter=is_adapter),
         "---",
         f"# {repo_id.rpartition('/')[2]}",
         "",
-        f"{'An adapter for' if is_adapter else 'Trained from'} {_shown(base)} with MegaTrain, "
+        f"{'An adapter for' if is_adapter else 'Trained from'} {base} with MegaTrain, "
         f"{state.step:,} steps, {state.total_tokens:,} tokens.",
         "",
         "## Losses",
@@ -154,9 +204,9 @@ def _front_matter(config: Config, *, is_adapter: bool) -> Iterator[str]:
     yield f"library_name: {'peft' if is_adapter else 'transformers'}"
     yield "pipeline_tag: text-generation"
     yield "tags: [megatrain]"
-    if is_id(base := config.model.name_or_path) and not Path(base).exists():
+    if _is_on_hub(base := config.model.name_or_path, config.model.revision):
         yield f"base_model: {json.dumps(base)}"
-    ids = [s.path for s in config.data.train if is_id(s.path) and not Path(s.path).exists()]
+    ids = [s.path for s in config.data.train if _is_on_hub(s.path, s.revision)]
     if ids:
         yield f"datasets: {json.dumps(ids)}"
 
@@ -169,13 +219,19 @@ def _settings(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _sources(config: Config) -> str:
-    return ", ".join(_shown(source.path) for source in config.data.train)
+    return ", ".join(_shown(source.path, source.revision) for source in config.data.train)
 
 
-def _shown(place: str) -> str:
+def _is_on_hub(name: str, revision: str | None) -> bool:
+    """Return whether a name of a run's config is an id on the Hub: a run pins those to a commit."""
+    return is_id(name) and is_commit(revision)
+
+
+def _shown(name: str, revision: str | None) -> str:
     """Return a Hub id as it is, and only the last name of a path."""
-    hides = Path(place).exists() or not is_id(place)
-    return place.strip("<>").rstrip("/").rpartition("/")[2] if hides else place
+    if _is_on_hub(name, revision):
+        return name
+    return name.strip("<>").rstrip("/").rpartition("/")[2]
 
 
 def _table(values: Mapping[str, Any]) -> list[str]:

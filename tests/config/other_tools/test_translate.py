@@ -545,7 +545,7 @@ def test_a_key_that_is_off_changes_nothing(tool: Tool) -> None:
 
 def test_features_that_exist_are_named() -> None:
     named = _migrated("TRL", push_to_hub=True, ddp_timeout=1, rpo_alpha=1.0).report()
-    assert "from Python, `Trainer.push_to_hub` uploads the model" in named
+    assert "`megatrain push` uploads the model" in named
     assert "`megatrain train --gpus N` starts a process per GPU" in named
     assert "a term of the loss that is not supported" in named
     assert _migrated("TRL", use_liger_kernel=True).get("train.kernels") == "liger"

@@ -35,9 +35,7 @@ NO_CODE = "code in a model folder is never run"
 VERB = "chosen by the command: megatrain train, eval, export"
 RESUME = Asks("megatrain train --resume continues from the last checkpoint")
 FOLDER = "a run folder that has a run is never overwritten"
-HUB = Asks(
-    "from Python, `Trainer.push_to_hub` uploads the model; `megatrain export` writes a folder"
-)
+HUB = Asks("`megatrain push` uploads the model; `megatrain export` writes a folder")
 SAFE = "always done"
 OWN_TEMPLATE = Asks(
     "chat template and special tokens come from the tokenizer; data.chat_template replaces it, and "
