@@ -33,7 +33,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examine, "shapes_for", lambda own_memory: iter([(32, 64), (16, 32)]))
     monkeypatch.setattr(examine, "elementwise_rate", lambda bench: 1e9)
     monkeypatch.setattr(examine, "_dram_rate", lambda kernel, num_threads: 1e10)
-    monkeypatch.setattr(examine, "calibrated", lambda profile: profile)
+    monkeypatch.setattr(examine, "calibrated", lambda profile, shapes: profile)
     monkeypatch.setattr(Bench, "seconds", lambda bench, work: max(bench._timed(work), 1e-9))
     monkeypatch.setattr(sizes, "STEP_S", 0.02)
     monkeypatch.setattr(sizes, "REDUCED_S", 0.02)

@@ -16,7 +16,7 @@ Laws (tests/run/evaluation/test_sampling.py)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,8 +104,12 @@ def continuations(
     max_new_tokens: int,
     end_tokens: frozenset[int],
     drawing: Drawing,
+    is_over: Callable[[Sequence[int]], bool] = lambda _: False,
 ) -> list[Continuation]:
-    """Return what follows each prompt, with log-probabilities."""
+    """Return what follows each prompt, with log-probabilities.
+
+    `is_over` gets the new tokens of a text after each, and returns whether they are enough.
+    """
     new = [Continuation() for _ in prompts]
     generator = torch.Generator().manual_seed(drawing.seed)
     for numbers in _rounds(engine, [len(prompt) + max_new_tokens for prompt in prompts]):
@@ -114,7 +118,7 @@ def continuations(
             groups = [group for group in groups if not group.is_over]
             if not groups:
                 break
-            _advance(engine, groups, new, end_tokens, drawing, generator)
+            _advance(engine, groups, new, end_tokens, drawing, generator, is_over)
     return new
 
 
@@ -125,6 +129,7 @@ def _advance(
     end_tokens: frozenset[int],
     drawing: Drawing,
     generator: torch.Generator,
+    is_over: Callable[[Sequence[int]], bool],
 ) -> None:
     """Add one token to each text that has not ended."""
     caches = [group.cache for group in groups]
@@ -142,7 +147,7 @@ def _advance(
         group.texts[place].append(token)
         new[number].tokens.append(token)
         new[number].logprobs.append(logprob)
-        if token in end_tokens:
+        if token in end_tokens or is_over(new[number].tokens):
             group.ended.add(place)
     for group in groups:
         if group.cache is not None:
