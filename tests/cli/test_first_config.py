@@ -87,7 +87,7 @@ def test_rows_choose_a_method_and_a_note_says_so(
     ("method", "data", "words", "fault"),
     [
         ("lora", "pairs.jsonl", [], "one answer a row. Give --method dpo, and lora.rank=16."),
-        ("dpo", "chat.jsonl", [], "needs the columns chosen and rejected.* Give --method sft."),
+        ("dpo", "chat.jsonl", [], "needs the columns chosen and(?s:.)* Give --method sft."),
         ("pretrain", "chat.jsonl", [], "Give --method sft, with data.train_on=all"),
         ("sft", "missing.jsonl", [], "missing.jsonl"),
         ("sft", "chat.jsonl", ["train.epoch=2"], "Did you mean train.epochs"),
@@ -104,6 +104,16 @@ def test_what_does_not_go_together_is_refused(
         first_config(MODEL, data, method, words)
 
 
+def test_rows_are_looked_at_as_the_source_says(rows: Path) -> None:
+    (rows / "good.csv").write_text("Frage,Gut,Schlecht\nhi,yes,no\n")
+    source = "{path: good.csv, columns: {prompt: Frage, chosen: Gut, rejected: Schlecht}}"
+    first = first_config(MODEL, source, None, [])
+    assert first.config.loss.name == "dpo"
+    assert _read_back(first, rows) == first.config
+    with pytest.raises(DataError, match=r"good\.csv"):
+        first_config(MODEL, "good.csv", None, [])
+
+
 def test_a_short_name_becomes_that_of_the_hub_but_no_other_owner_does(rows: Path) -> None:
     notes: list[str] = []
     first = first_config("qwen3-8b", "chat.jsonl", None, [], notes.append)
@@ -117,7 +127,7 @@ def test_the_verdict_is_the_first_comment(rows: Path) -> None:
     first = first_config(SMALL, "chat.jsonl", "lora", []).planned("4090", "32GB")
     lines = first.text().splitlines()
     assert re.match(
-        r"# fits: [\d,]+ tokens/s \(predicted\), host .* of 29\.8 GiB, device", lines[0]
+        r"# fits: [\d,]+ tokens/s \(predicted\), host .* of 29\.4 GiB, device", lines[0]
     )
     assert lines[1] == "# on RTX 4090 with 32GB (published, not measured)"
     assert _read_back(first, rows) == first.config

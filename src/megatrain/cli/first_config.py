@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatrain.choices import Method, PreferenceFormat
+from megatrain.choices import Method, PreferenceFormat, RowFormat
 from megatrain.config import Config
 from megatrain.config.load import resolve_config, write_yaml
 from megatrain.config.quantities import write_bytes
@@ -286,12 +286,18 @@ def _by_rows(shape: Format, path: str, notes: list[str]) -> Method:
 def _format(source: DataSource, compared: PreferenceFormat | None) -> Format:
     """Return the format of the rows of a source, for a method that compares such answers."""
     where = located(source.path, name=source.name, split=source.split, revision=source.revision)
+
+    def opened(wanted: RowFormat) -> Format:
+        return open_source(
+            where, wanted, columns=source.columns, roles=source.roles, max_rows=source.rows
+        ).format
+
     if source.format != "auto" or compared is None:
-        return open_source(where, source.format).format
+        return opened(source.format)
     try:
-        return open_source(where, compared).format
+        return opened(compared)
     except DataError as error:
-        other = _by_rows(open_source(where).format, source.path, [])
+        other = _by_rows(opened("auto"), source.path, [])
         raise DataError(f"{error} Give --method {other}.") from None
 
 
