@@ -50,7 +50,7 @@ class BorrowedRuntime(TorchRuntime):
         super().__init__(device)
         self._addresses: set[int] = set()
 
-    def stream(self, *, first: bool = False) -> Stream:
+    def stream(self, name: str = "", *, first: bool = False) -> Stream:
         return Stream()
 
     def current_stream(self) -> Any:

@@ -61,13 +61,13 @@ def _alone(window: int) -> Callable[..., Tensor]:
             tensor.repeat_interleave(tensor_group, 1).split_with_sizes(LENGTHS, dim=2)
             for tensor, tensor_group in ((query, 1), (key, group), (value, group))
         ]
-        outputs = [_document(*parts, window) for parts in zip(*cut, strict=True)]
+        outputs = [_document(*qkv, window=window) for qkv in zip(*cut, strict=True)]
         return torch.cat(outputs, dim=2).transpose(1, 2)
 
     return attend
 
 
-def _document(query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
+def _document(query: Tensor, key: Tensor, value: Tensor, *, window: int) -> Tensor:
     places = torch.arange(query.shape[2])
     back = places[:, None] - places
     mask = (back >= 0) & (back < window) if window else None
@@ -109,7 +109,7 @@ def test_a_wrong_argument_is_seen(wrong: str) -> None:
 
 def _too_short(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     class Short(PackedDocuments):
-        longest = 23  # type: ignore[assignment]
+        longest = 23
 
     bounds = torch.tensor(BOUNDS, dtype=torch.int32, device=query.device)
     return _by_kernel(

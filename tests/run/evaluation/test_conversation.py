@@ -78,9 +78,14 @@ def answered(speaker: Speaker, messages: Sequence[str] = MESSAGES) -> list[list[
     """Return the tokens of the answers to messages, one after another."""
     talk = Conversation(speaker)
     answers: list[list[int]] = []
+
+    def keep(token: int) -> bool:
+        answers[-1].append(token)
+        return True
+
     for message in messages:
         answers.append([])
-        assert talk.answer(message, LONGEST, lambda token: not answers[-1].append(token)) == "cut"
+        assert talk.answer(message, LONGEST, keep) == "cut"
     return answers
 
 
@@ -157,7 +162,7 @@ def test_an_answer_that_is_stopped_is_a_turn_and_one_that_ends_says_so() -> None
         ((first, *_),) = answered(speaker, ["hello"])
     with speaking(end_tokens=frozenset({first})) as speaker:
         talk = Conversation(speaker)
-        assert talk.answer("hello", LONGEST, pytest.fail) == "ended"
+        assert talk.answer("hello", LONGEST, lambda token: pytest.fail(str(token))) == "ended"
         assert talk.turns[-1] == {"role": "assistant", "content": ""}
 
 
