@@ -9,7 +9,8 @@ import pytest
 from megatrain.config.sections import LoraSettings
 from megatrain.memory.kinds import Kind
 from megatrain.optim.states import ADAMW
-from megatrain.planning.costs import FUSED_SHARE, Cost, Costs
+from megatrain.planning.catalog.known_models import find_known_model
+from megatrain.planning.costs import FUSED_SHARE, Cost, Costs, elementwise_bytes
 from megatrain.planning.model.partly_trained import with_adapters
 from megatrain.planning.model.shapes import ModelShape
 from megatrain.planning.simulate import simulate, steady_step, step_shape
@@ -95,6 +96,23 @@ def test_tiles_cost_a_few_percent_of_compute() -> None:
         for tile in (None, 4096)
     )
     assert full < tiled < 1.05 * full
+
+
+@pytest.mark.parametrize(
+    ("name", "normed"),
+    [
+        ("Qwen/Qwen3-8B", 2 * 4096 + (32 + 8) * 128),  # all heads of queries and keys
+        ("Qwen/Qwen2.5-7B", 2 * 3584),  # biases as wide as the model are no norms
+        ("allenai/OLMo-2-1124-7B", 4 * 4096),  # one norm over all heads
+        ("deepseek-ai/DeepSeek-V3", 2 * 7168 + 1536 + 512),
+    ],
+)
+def test_every_norm_of_a_layer_is_counted_once(name: str, normed: int) -> None:
+    shape = find_known_model(name).shape
+    layer = shape.blocks[shape.num_blocks // 2]
+    bare = replace(layer, tensors=tuple(t for t in layer.tensors if len(t.shape) > 1))
+    difference = elementwise_bytes(layer, shape.hidden) - elementwise_bytes(bare, shape.hidden)
+    assert difference == 30 * (normed - shape.hidden), "one norm is assumed without weights"
 
 
 def test_fused_layers_make_fewer_passes_on_a_device() -> None:

@@ -368,10 +368,26 @@ def elementwise_bytes(block: BlockShape, hidden: int) -> float:
     passes of two bytes; a rotation ten, of queries and keys; an activation and a product five. What
     an adapter gives is scaled and added to what it adapts: five.
     """
-    norms = sum(1 for t in block.tensors if len(t.shape) == 1 and t.shape[0] == hidden)
-    total = (30.0 * max(1, norms) + 12.0) * hidden
+    total = 30.0 * _normed(block, hidden) + 12.0 * hidden
     if block.attention is not None:
         keys = block.attention.kv_heads * block.attention.head_dim
         total += 20.0 * (block.attention.query_width + keys)
     _, _, adapted = block.adapted_widths
     return total + (10.0 if block.gated else 4.0) * block.inner + 10.0 * adapted
+
+
+def _normed(block: BlockShape, hidden: int) -> int:
+    """Return how many elements of a token its norms look at; without weights, one norm is assumed.
+
+    The norm of a head has the weights of one, and looks at all heads of the queries or keys.
+    """
+    weights = [t for t in block.tensors if len(t.shape) == 1 and t.name.endswith("weight")]
+    attention = block.attention
+    total = 0
+    for tensor in weights:
+        (width,) = tensor.shape
+        if attention is not None and width == attention.head_dim != hidden:
+            of_keys = tensor.name.split(".")[-2].startswith("k")
+            width *= attention.kv_heads if of_keys else attention.heads
+        total += width
+    return max(total, hidden)
