@@ -7,6 +7,7 @@ in REFUSED with the words of the error that says so.
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 from pathlib import Path
@@ -135,9 +136,13 @@ def has_key(config: PreTrainedConfig, key: str) -> bool:
         return False
 
 
-@functools.cache
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
-    """Return a small configuration of `family`."""
+    """Return a small configuration of `family`, which the caller may change."""
+    return copy.deepcopy(_tiny_config(family, **changes))
+
+
+@functools.cache
+def _tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
     config_class = CONFIG_MAPPING[family]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -83,12 +83,22 @@ LLMQ = System(
     "forward and for backward, gradients come and go to be added to, residuals go and come. "
     "The optimizer runs on the device behind backward, on bf16 states from the host.",
 )
+ROUND_PIPE = System(
+    copies_in=(1, 1),
+    copies_out=(1, 0),
+    update="in_backward",
+    update_bytes=30,
+    why="A stage of layers is uploaded once in forward and once in backward, which computes it "
+    "again, for all micro-batches. The optimizer runs beside the next step, on weights that are "
+    "one step old: Adam in fp32 (28 bytes per parameter) and a copy of the weights (2).",
+)
 SYSTEMS: Mapping[str, System] = {
     "paper": PAPER,
     "ZeRO-3": ZERO_3,
     "ZeRO-2": ZERO_2,
     "SuperOffload": SUPER_OFFLOAD,
     "LLMQ": LLMQ,
+    "RoundPipe": ROUND_PIPE,
 }
 
 

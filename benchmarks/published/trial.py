@@ -68,7 +68,7 @@ def perfect(profile: MachineProfile) -> MachineProfile:
 
 def ours(point: Point) -> Simulation:
     """Return our engine's step on the point's machine: the fastest of the usual ways."""
-    return best(point, point.profile)
+    return best(point, point.exact_profile)
 
 
 def ceiling(point: Point) -> float:

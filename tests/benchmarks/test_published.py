@@ -19,12 +19,8 @@ from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
 
 NAMES = [point.name for point in POINTS]
-BEATEN = {
-    "LLMQ Qwen2.5-7B 4090 524288/16384",
-    "LLMQ Qwen2.5-3B 5060 Ti 524288/16384",
-    "LLMQ Qwen2.5-7B 5060 Ti 524288/32768",
-}
-"""Faster than our ceiling: the catalog has these cards too slow, by 1 %, 2 % and 17 %."""
+BEATEN = {"LLMQ Qwen2.5-7B 5060 Ti 524288/32768"}
+"""Faster than our ceiling: the catalog has this card too slow, by 2 %."""
 found = cache(verdicts)
 
 
@@ -42,10 +38,10 @@ def test_every_point_has_a_source_and_a_schedule() -> None:
 
 
 @pytest.mark.merge
-def test_the_median_error_is_at_most_15_percent() -> None:
-    assert median_error(found()) <= 0.15
+def test_the_median_error_is_at_most_12_percent() -> None:
+    assert median_error(found()) <= 0.12
     known = [verdict for verdict in found() if not verdict.point.step_is_assumed]
-    assert median_error(known) <= 0.15
+    assert median_error(known) <= 0.12
 
 
 def test_each_far_miss_is_explained_and_nothing_else() -> None:
@@ -65,8 +61,9 @@ def test_far_is_more_than_a_quarter_either_way() -> None:
 def test_the_ceiling_is_not_below_what_was_reached(point: Point) -> None:
     above = ceiling(point)
     assert (above < point.published) is (point.name in BEATEN)
-    assert above > 0.8 * point.published
-    assert 0.5 < ours(point).tokens_per_s / above < 1
+    assert above > 0.95 * point.published
+    least = 0.25 if point.fp16_sums else 0.5  # ours add up in fp32
+    assert least < ours(point).tokens_per_s / above < 1
 
 
 @pytest.mark.merge

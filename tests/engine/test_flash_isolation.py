@@ -6,7 +6,6 @@ and with which lengths. The documents alone are computed by sdpa.
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +136,7 @@ def test_every_layer_of_a_family_gets_the_lengths_of_documents(
     for module in (modeling_gpt_neo, modeling_gptj):  # imported only where flash-attn is installed
         forward = modeling_flash_attention_utils._flash_attention_forward
         monkeypatch.setattr(module, "_flash_attention_forward", forward, raising=False)
-    config = copy.deepcopy(tiny_config(family))
+    config = tiny_config(family)
     if not MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_flash_attn:
         return
     model = AutoModelForCausalLM.from_config(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -34,7 +33,7 @@ def _routing(logits: tuple[Tensor, ...], mask: Tensor | None) -> Routing:
 
 @pytest.mark.parametrize("family", by_family(FAMILIES))
 def test_balancing_is_found_where_the_model_has_it(family: str) -> None:
-    config = copy.deepcopy(tiny_config(family))
+    config = tiny_config(family)
     config.output_router_logits = True
     decoder = build_decoder(config, "bf16")
     found = decoder.balancing
@@ -54,7 +53,7 @@ def test_a_config_that_does_not_ask_is_told_from_one_that_does() -> None:
 
 
 def test_a_mixture_without_experts_has_nothing_to_balance() -> None:
-    dense = copy.deepcopy(tiny_config("qwen2_moe"))
+    dense = tiny_config("qwen2_moe")
     dense.mlp_only_layers = [0, 1, 2, 3]
     assert build_decoder(dense, "bf16").balancing is None
 
@@ -79,7 +78,7 @@ def test_another_loss_than_ours_is_not_taken_for_it(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_a_config_that_makes_no_sense_has_no_balance_that_we_know(changes: dict[str, Any]) -> None:
-    config = copy.deepcopy(tiny_config("mixtral"))
+    config = tiny_config("mixtral")
     for key, value in {"output_router_logits": True, **changes}.items():
         config.__dict__[key] = value
     decoder = build_decoder(config, "bf16")

@@ -11,7 +11,6 @@ experts are summed in double precision, on both sides.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
@@ -79,7 +78,7 @@ class _Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _model(family: str, dtype: torch.dtype, attention: str | None = None) -> Any:
     torch.manual_seed(0)
-    config = copy.deepcopy(tiny_config(family))
+    config = tiny_config(family)
     config.max_position_embeddings = sum(LENGTHS)  # of some families' masks
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     model.config._experts_implementation = "eager"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -126,7 +125,7 @@ def test_lengths_agree_in_both_styles_of_config_json(
     parameters: dict[str, Any],
     style: str,
 ) -> None:
-    config = copy.deepcopy(tiny_config("llama"))
+    config = tiny_config("llama")
     config.rope_parameters |= {"high_freq_factor": 4.0} | declares if declares else {}
     fields = json.loads(config.to_json_string())
     if style == "before":

@@ -41,7 +41,7 @@ MANY = [
     ("Qwen3-32B", "4090", "384GB", 2, 2, "10GbE", "fp32 none"),
 ]
 
-LONGEST = [("24GB", 1 << 17), ("32GB", 1 << 17), ("80GB", 1 << 19), ("141GB", 1 << 20)]
+LONGEST = [("24GB", 1 << 17), ("32GB", 1 << 18), ("80GB", 1 << 19), ("141GB", 1 << 20)]
 """Device memory, and the tokens of one row of Llama-3.1-8B; host memory without a limit."""
 
 

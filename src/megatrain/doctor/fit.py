@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from megatrain.lanes.trace import Span
-from megatrain.planning.costs import BACKWARD_ATTENTION, BACKWARD_PASSES, Costs
+from megatrain.planning.costs import BACKWARD_ATTENTION, Costs
 from megatrain.planning.machine.profile import FlopRate, MachineProfile
 from megatrain.planning.workload import Workload
 from megatrain.step.ops import OpKind, Role
@@ -112,7 +112,7 @@ class _Fit:
         if not measured or not forward:
             return
         costs = self._costs
-        others = BACKWARD_PASSES * costs.passes(self._layer, self._tokens)
+        others = costs.passes(self._layer, self._tokens, backward=True)
         others += costs.attention_seconds(self._layer, self._tokens, BACKWARD_ATTENTION)
         others += costs.add_up(self._layer, adds=adds)
         left = max(measured - forward - others, _LEAST * (measured - forward), 1e-9)

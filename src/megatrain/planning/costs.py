@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from megatrain.memory.kinds import Kind, bytes_per_param, update_traffic
 from megatrain.optim.states import ADAMW
@@ -34,11 +35,32 @@ from megatrain.planning.workload import Workload
 from megatrain.step.ops import Op, OpKind, Role
 from megatrain.step.settings import StepSettings
 
-BACKWARD_PASSES = 2.5
-"""Element-wise work of backward over that of forward."""
-FUSED_SHARE = 0.4
-"""Element-wise work of compiled layers or fused kernels on a device, as a share: a norm reads and
-writes once instead of five times, a residual goes with it. Predicted, not measured."""
+
+class Traffic(NamedTuple):
+    """Bytes that element-wise work reads and writes, by the element that it works on, in bf16."""
+
+    normed: float
+    rotated: float
+    """Of queries and keys."""
+    gated: float
+    """Of an activation and its product."""
+    activated: float
+    """Of an activation alone."""
+    added: float
+    """Of a residual."""
+    adapted: float
+    """Of what an adapter gives, scaled and added."""
+
+
+EAGER = Traffic(normed=30, rotated=20, gated=10, activated=4, added=6, adapted=10)
+"""Forward, one op after another: a norm widens, squares, averages, scales and narrows; a residual
+is three passes; a rotation is ten, an activation with its product five."""
+EAGER_BACKWARD = Traffic(*(2.5 * moved for moved in EAGER))
+FUSED = EAGER._replace(normed=4, rotated=4, gated=6)
+"""Forward of fused kernels: each reads its inputs and writes its output. Counted, not measured."""
+FUSED_BACKWARD = EAGER_BACKWARD._replace(normed=6, rotated=4, gated=10, added=6)
+"""A norm reads its input and the gradient; a product reads both sides and the gradient, and writes
+two. Gradients of a residual's two sides are added."""
 BACKWARD_ATTENTION = 2.5
 """FLOPs of attention's backward over forward's: a fused kernel computes the scores once more."""
 
@@ -170,7 +192,7 @@ class Costs:
         if num_tiles > 1:  # what is before attention is computed once more
             before, _ = block.params_around_attention(self._width)
             products += 2.0 * before * tokens / self._forward_rate(at_once)
-        passes = BACKWARD_PASSES * self.passes(block, tokens)
+        passes = self.passes(block, tokens, backward=True)
         passes += (num_tiles - 1) * self.profile.op_overhead_s
         return products + self.attention_seconds(block, tokens, BACKWARD_ATTENTION) + passes
 
@@ -194,12 +216,15 @@ class Costs:
         rate = self._forward_rate(tokens) * self.profile.attention_efficiency
         return times * flops / rate
 
-    def passes(self, block: BlockShape, tokens: int) -> float:
-        """Return the seconds of forward's element-wise work."""
+    def passes(self, block: BlockShape, tokens: int, *, backward: bool = False) -> float:
+        """Return the seconds of forward's or backward's element-wise work."""
         workload, on_device = self.workload, not self.profile.unified
-        is_fused = on_device and (workload.compiled or workload.kernels != "none")
-        moved = tokens * elementwise_bytes(block, self._width)
-        return (FUSED_SHARE if is_fused else 1.0) * moved / self.profile.device_bytes_per_s
+        if on_device and (workload.compiled or workload.kernels != "none"):
+            traffic = FUSED_BACKWARD if backward else FUSED
+        else:
+            traffic = EAGER_BACKWARD if backward else EAGER
+        moved = tokens * elementwise_bytes(block, self._width, traffic)
+        return moved / self.profile.device_bytes_per_s
 
     def add_up(self, block: BlockShape, *, adds: bool) -> float:
         """Return the seconds in which a block's gradient gets into its slot."""
@@ -361,19 +386,15 @@ class Costs:
         )
 
 
-def elementwise_bytes(block: BlockShape, hidden: int) -> float:
-    """Return what forward's element-wise work reads and writes per token, in bf16.
-
-    A norm widens, squares, averages, scales and narrows: 30 bytes per element. A residual is three
-    passes of two bytes; a rotation ten, of queries and keys; an activation and a product five. What
-    an adapter gives is scaled and added to what it adapts: five.
-    """
-    total = 30.0 * _normed(block, hidden) + 12.0 * hidden
+def elementwise_bytes(block: BlockShape, hidden: int, per: Traffic = EAGER) -> float:
+    """Return what element-wise work reads and writes per token."""
+    total = per.normed * _normed(block, hidden) + per.added * 2 * hidden
     if block.attention is not None:
         keys = block.attention.kv_heads * block.attention.head_dim
-        total += 20.0 * (block.attention.query_width + keys)
+        total += per.rotated * (block.attention.query_width + keys)
     _, _, adapted = block.adapted_widths
-    return total + (10.0 if block.gated else 4.0) * block.inner + 10.0 * adapted
+    total += (per.gated if block.gated else per.activated) * block.inner
+    return total + per.adapted * adapted
 
 
 def _normed(block: BlockShape, hidden: int) -> int:

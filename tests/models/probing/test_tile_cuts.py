@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -123,7 +122,7 @@ def test_a_cut_is_found_where_the_kernels_of_flash_attention_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kernels = use_flash_stand_ins(monkeypatch)
-    decoder = build_decoder(copy.deepcopy(tiny_config("llama")), "bf16", attn="flash_attention_2")
+    decoder = build_decoder(tiny_config("llama"), "bf16", attn="flash_attention_2")
     template = Template(decoder, tiled=True)
     assert all(cut is not None and cut.mixer is None for cut in template.cuts)
     assert kernels.plain_calls == 0

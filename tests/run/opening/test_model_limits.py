@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +28,7 @@ TWICE = {"max_position_embeddings": 256}
 
 
 def _decoder(family: str, **changes: Any) -> Any:
-    config = copy.deepcopy(tiny_config(family))
+    config = tiny_config(family)
     for key, value in changes.items():
         setattr(config, key, value)
     with torch.device("meta"):
