@@ -1,13 +1,15 @@
 """Tasks of lm-evaluation-harness: our model in it against its own `hf`, request by request.
 
     python -m proofs.harness --json
+    python -m proofs.harness --shifted --json     (must end with 1)
 
 Run this in an environment of its own that has `lm_eval[hf]` from PyPI beside MegaTrain's
 requirements; no network is asked. Two tiny random models in fp32, one with rotary and one with
 learned positions, are evaluated on three tasks made from files: choices (log-likelihoods), texts of
 several windows (rolling log-likelihoods) and sums (generation until a line ends). Ends with 1 if a
 log-likelihood differs by more than 1e-6 of its size, a choice, a generated text or a score of the
-tables differs, or if a model with other weights would pass.
+tables differs, or if a model with other weights would pass. `--shifted` spoils our model: it leaves
+out the first token of every text, and the faults of each task are counted.
 """
 
 from __future__ import annotations
@@ -88,6 +90,15 @@ def write_tasks(folder: Path) -> None:
         (folder / f"{name}.yaml").write_text(head + text)
 
 
+def shifted(made: type[Any]) -> type[Any]:
+    """Return a model of the harness that reads every text from its second token on."""
+
+    def tok_encode(self: Any, string: str, *given: Any, **named: Any) -> list[int]:
+        return list(made.tok_encode(self, string, *given, **named))[1:]
+
+    return type("Shifted", (made,), {"tok_encode": tok_encode})
+
+
 def evaluated(model: Any, tasks: Path) -> Any:
     import lm_eval
     from lm_eval.tasks import TaskManager
@@ -136,14 +147,15 @@ def compared(ours: Any, theirs: Any) -> tuple[float, int, list[str]]:
     return largest, count, faults
 
 
-def prove(name: str, config: PreTrainedConfig, folder: Path) -> dict[str, Any]:
+def prove(name: str, config: PreTrainedConfig, folder: Path, *, is_shifted: bool) -> dict[str, Any]:
     from lm_eval.models.huggingface import HFLM
 
     model = write_model(folder / name, config, seed=1)
     other = write_model(folder / f"{name}-other", config, seed=2)
     theirs = evaluated(HFLM(pretrained=str(model), dtype="float32", device="cpu"), folder)
     with ExitStack() as stack:
-        ours = evaluated(harness_model(model, stack, device="cpu")(), folder)
+        made = harness_model(model, stack, device="cpu")
+        ours = evaluated((shifted(made) if is_shifted else made)(), folder)
         wrong = evaluated(harness_model(other, stack, device="cpu")(), folder)
     largest, count, faults = compared(ours, theirs)
     if not compared(wrong, theirs)[2]:
@@ -151,12 +163,17 @@ def prove(name: str, config: PreTrainedConfig, folder: Path) -> dict[str, Any]:
     texts = responses(ours, "sums")
     if len({str(text) for text in texts}) < 5:
         faults.append("the generated texts are all alike")
-    return {"model": name, "answers": count, "largest": largest, "faults": faults[:5]}
+    by_task = {task: sum(fault.startswith(task) for fault in faults) for task in TASKS}
+    return {
+        "model": name, "answers": count, "largest": largest,
+        "faults": len(faults), "by_task": by_task, "first": faults[:3],
+    }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    parser.add_argument("--shifted", action="store_true", help="spoil our model; must end with 1")
     options = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     torch.set_num_threads(1)
@@ -167,7 +184,10 @@ def main() -> None:
     ):
         write_tasks(Path(path))
         vocabulary = len(byte_tokenizer())
-        found = [prove(name, config, Path(path)) for name, config in configs(vocabulary).items()]
+        found = [
+            prove(name, config, Path(path), is_shifted=options.shifted)
+            for name, config in configs(vocabulary).items()
+        ]
     passed = not any(one["faults"] for one in found)
     if options.json:
         print(json.dumps({"passed": passed, "models": found}))
