@@ -353,6 +353,17 @@ def test_a_misspelled_folder_is_not_asked_for(
     assert hub.requests == []
 
 
+def test_a_folder_of_models_is_no_model(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _runs_here(tmp_path, monkeypatch)
+    with pytest.raises(ModelFolderError, match=r"Give one: runs/sft1, runs/sft2\."):
+        find_model("runs")
+    assert find_model("runs/notes").folder == Path("runs/notes"), "its reader says what is missing"
+    (tmp_path / "runs" / "adapter_config.json").write_text("{}")
+    assert find_model("runs").folder == Path("runs")
+
+
 def test_an_owner_without_a_folder_here_is_asked_for(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

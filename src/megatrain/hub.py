@@ -96,6 +96,7 @@ def find_model(name: str, revision: str | None = None, need: Need = "weights") -
                 f"model.revision is {revision}, but {name} is a local folder, which has no "
                 "revisions. Remove model.revision."
             )
+        _require_no_parent(Path(name))
         return LocalModel(folder=Path(name), commit=None)
     if Path(name).exists():
         raise ModelFolderError(f"{name} is a file. Give the folder that contains config.json.")
@@ -131,6 +132,15 @@ def _not_here(name: str) -> str:
         f"{name}: no such folder, and no run or model of this name {where}{has}.{meant} A Hugging "
         "Face Hub id has the form owner/name, like Qwen/Qwen3-8B."
     )
+
+
+def _require_no_parent(folder: Path) -> None:
+    """Raise ModelFolderError for a folder that is no model, but holds models or runs."""
+    if any((folder / name).exists() for name in (_CONFIG_NAME, "adapter_config.json")):
+        return
+    if inside := sorted(_models_in(folder)):
+        given = listing([str(folder / each) for each in inside])
+        raise ModelFolderError(f"{folder}: no model, but a folder with some. Give one: {given}.")
 
 
 def _models_in(folder: Path) -> list[str]:
