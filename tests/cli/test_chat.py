@@ -106,6 +106,20 @@ def test_a_model_without_a_template_continues_each_message(folder: Path) -> None
     assert "no chat template to hold it" in refused.stderr
 
 
+def test_a_message_that_cannot_be_answered_ends_a_chat_in_a_pipe(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder / "one")
+    refusal = "{% if messages|length > 2 %}{{ raise_exception('one turn each') }}{% endif %}"
+    (folder / "short").mkdir()
+    for path in (folder / "one").iterdir():
+        (folder / "short" / path.name).write_bytes(path.read_bytes())
+    (folder / "short" / "chat_template.jinja").write_text(refusal + tokenizer.chat_template)
+    done = piped(folder, "hi\nand so\n/reset\nhi\n", "short")
+    (answer,) = generated(folder / "short", ["hi"])
+    assert done.stdout == f"{answer}\n\n"
+    assert done.returncode == 4
+    assert "refuses the turns: one turn each. /reset begins a new conversation" in done.stderr
+
+
 class Terminal:
     """A pseudo-terminal and the program that it controls: Ctrl-C is a signal there."""
 

@@ -2,7 +2,8 @@
 
 Answers appear token by token. Several models get the same messages, and each keeps its own answers
 as its history: none is judged by the words of another. Input may be a pipe: each line is a message,
-and nothing but answers goes to standard output.
+and nothing but answers goes to standard output. A message that cannot be answered is reported; in a
+pipe it ends the chat.
 
 Ctrl-C ends an answer after the current token, because within a pass it would end the lanes of the
 engine; a second one ends the chat. At the prompt it discards the line.
@@ -47,8 +48,10 @@ from megatrain.text import counted, printable
 _HELP = """\
 /reset  begin a new conversation
 /help   show this
-/quit   end; Ctrl-D does too
-Ctrl-C ends an answer. A line that ends with \\ continues. Arrow keys recall messages."""
+/quit   end the chat; so does Ctrl-D
+Ctrl-C  end an answer
+\\       at the end of a line: the message continues on the next
+Arrow keys recall earlier messages."""
 _COMMAND = re.compile(r"/[a-z]+")
 
 
@@ -121,6 +124,8 @@ def _answer_all(partners: Sequence[_Partner], message: str, max_new_tokens: int)
         try:
             ending = _answer(partner, message, max_new_tokens)
         except DataError as error:
+            if not _is_terminal():
+                raise  # a script would take the answers behind it for those of other messages
             _tell(str(error))
             continue
         if ending == "stopped":
@@ -159,7 +164,7 @@ def _obey(command: str, partners: Sequence[_Partner]) -> None:
     elif command == "/help":
         _tell(_HELP)
     else:
-        _tell(f"no command {command}. Put a space before it to send it.\n{_HELP}")
+        _tell(f"no command {command}: /help lists them. To send it, put a space before it.")
 
 
 def _messages() -> Iterator[str]:

@@ -169,9 +169,12 @@ def test_an_answer_that_is_stopped_is_a_turn_and_one_that_ends_says_so() -> None
 def test_a_message_without_an_answer_leaves_the_conversation_as_it_was() -> None:
     with speaking() as speaker:
         talk = Conversation(speaker)
+        too_long = r"the text up to this message has \d+ tokens, and the model has 256 positions"
+        with pytest.raises(DataError, match=f"{too_long}$"):
+            talk.answer("hello " * 250, 2)
         talk.answer("hello", 2)
         before = list(talk.turns)
-        with pytest.raises(DataError, match=r"tokens with this message, and the model 256 posit"):
+        with pytest.raises(DataError, match=f"{too_long}. /reset begins a new conversation$"):
             talk.answer("hello " * 250, 2)
         assert talk.turns == before
         assert talk.answer("hello " * 100, 256) == "full"

@@ -107,8 +107,13 @@ class Conversation:
         """
         speaker = self._speaker
         asked: list[Turn] = [*self.turns, {"role": "user", "content": message}]
-        text = prompt_tokens(speaker.tokenizer, asked, speaker.template_kwargs)
-        room = self._room(len(text))
+        try:
+            text = prompt_tokens(speaker.tokenizer, asked, speaker.template_kwargs)
+            room = self._room(len(text))
+        except DataError as error:
+            if not self._has_history():
+                raise
+            raise DataError(f"{error}. /reset begins a new conversation") from error
         longest = min(max_new_tokens, room)
         new: list[int] = []
         ending: Ending = "cut" if longest == max_new_tokens else "full"
@@ -126,6 +131,9 @@ class Conversation:
             self.turns = [*asked, {"role": "assistant", "content": self._content(new)}]
         return ending
 
+    def _has_history(self) -> bool:
+        return any(turn["role"] == "user" for turn in self.turns)
+
     def _room(self, num_read: int) -> int:
         """Return how many tokens an answer may have behind so many."""
         positions = num_positions(text_part(self._speaker.engine.model_config))
@@ -133,8 +141,8 @@ class Conversation:
             return 1 << 62
         if num_read >= positions:
             raise DataError(
-                f"the conversation has {num_read:,} tokens with this message, and the model "
-                f"{positions:,} positions. /reset begins a new one."
+                f"the text up to this message has {num_read:,} tokens, and the model has "
+                f"{positions:,} positions"
             )
         return positions - num_read
 
