@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from contextlib import nullcontext
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from megatrain.errors import DeviceFull
 from megatrain.run.opening import planned
@@ -62,6 +64,32 @@ def test_a_run_that_dies_and_resumes_is_the_whole_run(world: Path, tmp_path: Pat
         resumed = trained(world, tmp_path / "died", setting, "hostgpu:1", resume=True)
     assert same(resumed, whole)
     assert not same(whole, trained(world, tmp_path / "cpu", setting, "cpu")), "other numbers"
+
+
+@pytest.mark.merge
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_run_repeats_and_resumes_where_kernels_do_if_they_are_asked_to(
+    world: Path, tmp_path: Path, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that adds in another order each time, unless torch is told not to."""
+    forward, orders = LlamaMLP.forward, count(1)
+
+    def atomic(module: LlamaMLP, hidden: torch.Tensor) -> Any:
+        found = forward(module, hidden)
+        repeats = torch.are_deterministic_algorithms_enabled()
+        return found if repeats else found * (1 + 2**-7 * (next(orders) % 3))
+
+    monkeypatch.setattr(LlamaMLP, "forward", atomic)
+
+    def states(name: str, **how: Any) -> State | None:
+        changes = {"memory": {"device": "hostgpu:1"}, "train": {"deterministic": deterministic}}
+        return run(config_of(world, tmp_path / name, Setting(eval_every=None), **changes), **how)
+
+    whole, again = states("whole"), states("again")
+    states("died", die=5)
+    resumed = states("died", resume=True)
+    assert same(whole, again) == same(whole, resumed) == deterministic
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.parametrize("integrated", [True, False])

@@ -495,6 +495,11 @@ class TrainSettings(Section):
         description="Fused kernels for norms and feed-forward on an accelerator, which change the "
         "last bits; liger needs the package liger-kernel.",
     )
+    deterministic: bool = Field(
+        default=False,
+        description="Only kernels that give the same bits each time they run: a run on a GPU then "
+        "repeats, and resumes, bit for bit; slower, and an error where torch has no such kernel.",
+    )
     rank_deadline: Number = Field(
         default=600.0,
         gt=0,

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatrain.compat import set_allocator
+from megatrain.devices.deterministic import unfilled
 from megatrain.errors import ConfigError, NoDevice
 from megatrain.lanes.device_clock import TimedEvent
 from megatrain.lanes.lane import Stream
@@ -34,8 +35,6 @@ DRIVEN = ("cuda", "xpu")
 """The types of torch's own devices that the engine can drive; for torch, ROCm is cuda."""
 _ALREADY_REGISTERED = 712
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-_filling = threading.Lock()
-"""Held while torch's switch for filling fresh memory is off: it is the process's."""
 
 
 class PinningFailed(Exception):
@@ -196,13 +195,8 @@ class TorchRuntime:
     def empty(self, num_bytes: int) -> Tensor:
         # With deterministic algorithms torch fills fresh memory: gigabytes, and on the stream of
         # the allocating thread, which no lane waits for.
-        settings: Any = torch.utils.deterministic
-        with _filling:
-            fills, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
-            try:
-                return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-            finally:
-                settings.fill_uninitialized_memory = fills
+        with unfilled:
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def pinned(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,6 +29,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from megatrain.batch import MicroBatch, StepPart, check_batch, check_loss, step_part
+from megatrain.devices.deterministic import deterministic_kernels, require_kernel
 from megatrain.devices.device import CpuDevice, Device, is_out_of_memory
 from megatrain.engine.actions import StepActions
 from megatrain.engine.compute.attention_kernel import kernel_switches
@@ -86,6 +87,9 @@ class Engine:
         """
         device = device or CpuDevice()
         check_parts(decoder, store, device, optimizer, settings, ranks)
+        self._held = ExitStack()
+        if settings.deterministic:
+            self._held.enter_context(deterministic_kernels)
         self._shape = functools.partial(
             settings.shape,
             num_blocks=len(decoder.blocks),
@@ -101,6 +105,7 @@ class Engine:
                 decoder, store, device, self._shape(), optimizer, settings, ranks
             )
         except BaseException:
+            self._held.close()
             with suppress(Exception):  # nobody else would; what was raised is the cause
                 device.close()
             raise
@@ -330,6 +335,7 @@ class Engine:
             pass
         finally:
             self._player.close()
+            self._held.close()
             self.device.close()
 
     def write_trace(self, path: Path) -> None:
@@ -386,6 +392,7 @@ class Engine:
                     "micro-batches, or fewer slots, leave more room",
                     snapshot[0],
                 ) from error
+            require_kernel(error)
             raise
 
 

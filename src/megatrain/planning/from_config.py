@@ -77,6 +77,7 @@ def step_settings_of(
         on_nonfinite=train.on_nonfinite,
         compile=compile_choice(config, unified=unified)[0],
         kernels=train.kernels,
+        deterministic=train.deterministic,
         seed=train.seed,
     ).changed(**by_rules | _given(config))
 

@@ -59,6 +59,8 @@ class StepSettings:
     """Let torch compile the layers, those of equal structure once (models/compiled.py)."""
     kernels: Literal["none", "liger"] = "none"
     """Fused kernels for norms and feed-forward on a device (engine/compute/fused.py)."""
+    deterministic: bool = False
+    """Only kernels that give the same bits each time (devices/deterministic.py)."""
     seed: int = 0
     """Seed for dropout."""
 

@@ -108,6 +108,7 @@ _HF = _table(
         "gradient_accumulation_steps": f"train.batch_rows; {BY_ROWS}",
         "auto_find_batch_size": "train.micro_batch_tokens; auto is the default",
         "use_liger_kernel": LIGER,
+        "full_determinism": "train.deterministic",
         "train_sampling_strategy": "data.shuffle; sequential keeps the order of the files",
     },
     {

@@ -22,7 +22,6 @@ Laws (tests/doctor/gpu_check/test_laws.py)
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -36,6 +35,7 @@ from transformers import PreTrainedModel
 from megatrain import compat
 from megatrain.batch import MicroBatch
 from megatrain.devices.accelerator import Accelerator
+from megatrain.devices.deterministic import deterministic_kernels
 from megatrain.devices.device import Device
 from megatrain.devices.runtime import PinningFailed, Runtime
 from megatrain.doctor.gpu_check.failing import Broken, failed_check, may_have_lost_device
@@ -96,18 +96,12 @@ def tried(name: str, law: Callable[[], str]) -> Check:
 @contextmanager
 def deterministic() -> Iterator[None]:
     """Kernels that give the same bits each time, and fp32 that is fp32."""
-    # cuBLAS sums in a fixed order only with a workspace of a fixed size, set before its first use.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    precision, before = (
-        torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(),
-    )
-    torch.use_deterministic_algorithms(True)
+    precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        yield
+        with deterministic_kernels:
+            yield
     finally:
-        torch.use_deterministic_algorithms(before)
         torch.set_float32_matmul_precision(precision)
 
 
