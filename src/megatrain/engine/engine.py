@@ -11,7 +11,8 @@ oracle for bisecting a bug). The engine owns no weights: they live in the store,
 
 Laws (tests/engine/test_engine.py, test_exactness.py)
     1. Lanes give the bits of the reference, whatever their timing.
-    2. A step that fails raises the lane's own error; `torn` tells whether weights were touched.
+    2. A step that fails raises the lane's own error; `torn` tells whether weights were touched. If
+       the device was full, late updates of the step before are finished: `is_whole`.
     3. A late update is finished by settle, evaluate and close, before anyone reads weights.
     4. No gradient that is not finite reaches a weight (test_guards.py).
 """
@@ -45,6 +46,7 @@ from megatrain.errors import (
     PlayerStopped,
 )
 from megatrain.lanes.player import LANE_DEADLINE_S, Player, Plays
+from megatrain.lanes.reference import Reference
 from megatrain.lanes.trace import Trace
 from megatrain.losses.loss import NEXT_TOKEN, Loss
 from megatrain.memory.store import Store
@@ -148,7 +150,11 @@ class Engine:
         Raises BatchError before anything is touched, NonFiniteStep, else what a lane raised.
         """
         part = self._received(batch)
-        self._machine.reserve(part.batch)
+        try:
+            self._machine.reserve(part.batch)
+        except DeviceFull:
+            self.settle()
+            raise
         self._num_steps += 1
         actions = StepActions(self._machine, part, self._num_steps, self.loss)
         kind = "pending step" if self._pending is not None else "step"
@@ -310,6 +316,24 @@ class Engine:
         updates = self._machine.updates
         return updates.snapshot([*order, *frozen], self._num_steps, self._expected)
 
+    @property
+    def num_updates(self) -> dict[int, int]:
+        """Updates of each trained block after the last complete step."""
+        return dict(self._expected)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether weights, masters and states are those after the last complete step.
+
+        Another engine may take the step that failed again. Late updates that are still to come
+        count as done: `settle` and `close` do them.
+        """
+        return not self.torn and not (self._lacking() and self._pending is None)
+
+    def _lacking(self) -> set[int]:
+        """Return the blocks that have not had the updates of all complete steps."""
+        return self._machine.updates.behind(self._expected)
+
     def restore(self, num_steps: int, num_updates: Mapping[int, int]) -> None:
         """Continue after a snapshot whose bytes are in the store again."""
         self.settle()
@@ -381,9 +405,12 @@ class Engine:
                     self._player.close()
                 with suppress(Exception):
                     self.device.synchronize()
+            if snapshot is not None or isinstance(error, DeviceFull):
+                self._finish_updates()
             self.torn = self.torn or self._machine.updates.half_applied
-            self._machine.updates.fail()
             self._pending = None
+            if not self.is_whole:
+                self._machine.updates.fail()
             self._machine.forget()
             if snapshot is not None:
                 where = "; ".join(getattr(error, "__notes__", ()))
@@ -394,6 +421,18 @@ class Engine:
                 ) from error
             require_kernel(error)
             raise
+
+    def _finish_updates(self) -> None:
+        """Do the late updates that the ended lanes have left, one at a time.
+
+        Their gradients are in the store: a drain of the failed step comes after the update of its
+        block. Not with a disk tier, whose ring is between two blocks then.
+        """
+        if self._pending is None or self._machine.settings.tier != "none":
+            return
+        lacking, actions = self._lacking(), self._pending.table()
+        ops = [op for op in self._schedule("flush", self._shape()) if op.block in lacking]
+        Reference().play(ops, actions)
 
 
 def _make_player(device: Device, ranks: Ranks, trace: Trace | None) -> Player:

@@ -203,6 +203,11 @@ class Updates:
         """Return the state in which blocks have had `num_updates`; updates wait for its reader."""
         return Snapshot(self._gate, order, num_steps, num_updates)
 
+    def behind(self, expected: Mapping[int, int]) -> set[int]:
+        """Return the blocks that have had fewer updates than expected. Nothing may be under way."""
+        done = self._gate.num_updates
+        return {block for block, number in expected.items() if done[block] < number}
+
     def restore(self, num_updates: Mapping[int, int]) -> None:
         """Continue after as many updates of each block. Nothing may be under way."""
         self._gate.num_updates.update(num_updates)

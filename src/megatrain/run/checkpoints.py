@@ -123,7 +123,8 @@ class Checkpoints:
         self._ranks = ranks
         self.folder = run / FOLDER
         self._run = run
-        self._engine = engine
+        self.engine = engine
+        """Whose state is saved. Another one may take its place when no save is active."""
         self._keep = keep
         self._keep_best = keep_best
         self._parts = checkpoint_parts(home)
@@ -256,7 +257,7 @@ class Checkpoints:
         assert self.out is None, "calls of the last save must have returned"
         limit_s = patience * STALL_SHARE * self._ranks.patience_s or None
         calls = self._calls = FileCalls(limit_s, tell=self._ranks.carrier.storing)
-        snapshot = self._engine.snapshot()
+        snapshot = self.engine.snapshot()
         self.last_step = step
         training = {**training, "num_updates": sorted(snapshot.num_updates.items())}
         began = time.monotonic()

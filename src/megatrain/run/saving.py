@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config
-from megatrain.engine.engine import Engine
 from megatrain.errors import DiskError, DiskFull, StorageStalled
 from megatrain.progress import Say
 from megatrain.ranks.ranks import Ranks
@@ -45,7 +44,6 @@ class Saving:
         config: Config,
         folder: RunFolder,
         checkpoints: Checkpoints,
-        engine: Engine,
         interrupts: Interrupts,
         facts: Callable[[], dict[str, Any]],
         ranks: Ranks,
@@ -54,7 +52,6 @@ class Saving:
         self._keeps_best = config.keeps_best
         self._folder = folder
         self._checkpoints = checkpoints
-        self._engine = engine
         self._facts = facts
         self._ranks = ranks
         self.requests = Requests(
@@ -99,7 +96,7 @@ class Saving:
         num_failed = 0
         while True:
             self._begin(step, patience=2 ** min(num_failed, MOST_DOUBLINGS))
-            self._engine.settle()
+            self._checkpoints.engine.settle()
             self.wait()
             self.report(say)
             if self._checkpoints.saved_step == step:

@@ -117,6 +117,7 @@ class Trainer:
         opened = open_run(config, resumes=resume, dry_run=dry_run, ranks=ranks, given=given)
         try:
             self._take_parts(opened)
+            self._prepare_saving()
             self._begin(opened, resume)
             self._tell("on_init_end")
         except BaseException:
@@ -124,7 +125,7 @@ class Trainer:
             raise
 
     def _take_parts(self, opened: Opening) -> None:
-        """Take what was opened, and make what works with it."""
+        """Take what was opened."""
         self._opened = opened
         self.config = opened.config
         self.folder = opened.folder
@@ -134,10 +135,12 @@ class Trainer:
         self.home = opened.home
         self.tokenizer = opened.tokenizer
         self.data = opened.data
-        config, folder = self.config, self.folder
         self.num_steps = self.data.num_steps
-        self._rate = learning_rate(config, self.num_steps)
+        self._rate = learning_rate(self.config, self.num_steps)
         self._bound = self.plan.bound() if self.plan.knows_time else None
+
+    def _prepare_saving(self) -> None:
+        config, folder = self.config, self.folder
         self.checkpoints = Checkpoints(
             folder.path,
             self.home,
@@ -146,7 +149,7 @@ class Trainer:
             keep_best=config.keeps_best,
             ranks=self._ranks,
         )
-        parts = (folder, self.checkpoints, self.engine, self.interrupts)
+        parts = (folder, self.checkpoints, self.interrupts)
         self.saving = Saving(config, *parts, self._facts, self._ranks)
         self.saving.on_saved = lambda path: self._tell("on_save", checkpoint=path)
 
@@ -242,7 +245,7 @@ class Trainer:
             self._tell("on_epoch_begin")
         self._tell("on_step_begin")
         try:
-            metrics = self._fitting(lambda: self._step(step))
+            metrics = self._fitting(f"step {step}", lambda: self._step(step))
         except NonFiniteStep as error:
             if config.train.on_nonfinite != "rollback":
                 raise
@@ -304,23 +307,29 @@ class Trainer:
             self._if_possible(self._write_trace)
         return metrics
 
-    def _fitting(self, act: Callable[[], Acted]) -> Acted:
-        """Do it; before the first step is taken, in smaller micro-batches if it does not fit."""
+    def _fitting(self, what: str, act: Callable[[], Acted]) -> Acted:
+        """Do it; in smaller micro-batches if it does not fit, while weights are those of a step."""
+        before = self.data.state()
         while True:
             try:
                 return act()
             except DeviceFull as error:
                 self._if_possible(partial(keep_snapshot, self.folder, error, self._live.say))
-                if self.state.step or not can_shrink(self._opened):
+                if not can_shrink(self._opened, what, error):
                     raise
                 reason = str(error)
             gc.collect()  # the error held what compute was at
-            self._take_parts(opened_smaller(self._opened, reason, self._live.say))
+            self.engine.close()
+            self.saving.wait()  # a save reads the store, and another engine would not wait for it
+            step, say = self.state.step, self._live.say
+            self._take_parts(opened_smaller(self._opened, step, what, reason, say))
+            self.checkpoints.engine = self.engine
+            self.data.seek(before)
             self._write_plan()
 
     def _look(self, step: int) -> None:
         """Evaluate, and let the model write."""
-        found = self._fitting(self._judged)
+        found = self._fitting(f"the evaluation after step {step}", self._judged)
         if found is not None:
             record: dict[str, Any] = {"step": step, **found.metrics()}
             self.saving.best_is_new = self.state.evaluations.is_best(step, found.loss)

@@ -1,20 +1,23 @@
-"""Laws of retry_smaller.py: a first step that does not fit costs micro-batches, not the run."""
+"""Laws of retry_smaller.py: a step that does not fit costs micro-batches, not the run."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from megatrain.batch import MicroBatch
 from megatrain.cli.demo import write_demo
 from megatrain.config import Config, load_config
 from megatrain.engine.engine import Engine
-from megatrain.errors import DeviceFull
+from megatrain.engine.updates import Updates
+from megatrain.errors import DeviceFull, Interrupted
 from megatrain.memory.kinds import Kind
 from megatrain.planning.plan import Plan
 from megatrain.run.folder import RunFolder
@@ -22,6 +25,9 @@ from megatrain.run.opening import opening
 from megatrain.run.opening.planned import plan_run
 from megatrain.run.opening.retry_smaller import SNAPSHOT, can_shrink, keep_snapshot
 from megatrain.run.trainer import Trainer
+from testkit import runs
+from testkit.patience import HANG_S
+from testkit.runs import NUM_STEPS, Setting, write_world
 
 ROWS = 64
 """Tokens of the longest row."""
@@ -62,8 +68,8 @@ def trained(config: Config) -> tuple[int, torch.Tensor]:
 
 
 def events(config: Config) -> list[dict[str, Any]]:
-    lines = (Path(config.run_dir) / "events.jsonl").read_text().splitlines()
-    found = [json.loads(line) for line in lines]
+    path = Path(config.run_dir) / "events.jsonl"
+    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     told = ("smaller micro-batches", "activations given up")
     return [record for record in found if record["event"] in told]
 
@@ -134,25 +140,127 @@ def test_what_the_config_gives_or_cannot_be_halved_stays_and_the_run_ends(
         trainer.train()
     assert bool(events(config) if not changes else []) is not bool(changes)
     assert (Path(config.run_dir) / SNAPSHOT).exists()
-    assert not can_shrink(trainer._opened)
+    assert not can_shrink(trainer._opened, "step 1", DeviceFull("full"))
 
 
-def test_a_step_after_the_first_is_not_tried_again(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("world")
+    write_world(folder)
+    return folder
+
+
+def fill_up(
+    patch: pytest.MonkeyPatch, *, at_step: int, in_backward: bool = False, most_tokens: int = 96
 ) -> None:
-    step = Engine.step
+    """Let the device be full in the first layer, from a step on, if micro-batches are larger.
 
-    def second_fails(engine: Engine, batch: Sequence[MicroBatch], *says: Any) -> Any:
-        if engine._num_steps == 1:
-            raise DeviceFull("device memory: no room")
-        return step(engine, batch, *says)
+    Forward meets it while the updates of later blocks are still to come; backward, once the
+    update of a later block has begun.
+    """
+    engines: list[Engine] = []
+    begin, forward = Engine.step, LlamaDecoderLayer.forward
 
-    monkeypatch.setattr(Engine, "step", second_fails)
-    config = config_of(path, "later")
-    with pytest.raises(DeviceFull), Trainer(config) as trainer:
-        trainer.train()
-    assert not (Path(config.run_dir) / SNAPSHOT).exists()  # nothing was told
-    assert trainer.state.step == 1
+    def step(engine: Engine, *given: Any) -> Any:
+        engines[:] = [engine]
+        return begin(engine, *given)
+
+    def full(layer: Any, hidden: torch.Tensor, *given: Any, **named: Any) -> Any:
+        here = layer.self_attn.layer_idx == 0
+        larger = hidden.shape[0] * hidden.shape[1] > most_tokens and layer.training
+        late = bool(engines) and engines[0]._num_steps >= at_step
+        if here and larger and late and torch.is_grad_enabled() == in_backward:
+            if in_backward:
+                await_true(lambda: engines[0]._machine.updates.half_applied)
+            raise torch.OutOfMemoryError("out of memory")
+        return forward(layer, hidden, *given, **named)
+
+    patch.setattr(Engine, "step", step)
+    patch.setattr(LlamaDecoderLayer, "forward", full)
+
+
+def await_true(question: Callable[[], bool]) -> None:
+    until = time.monotonic() + HANG_S
+    while not question() and time.monotonic() < until:
+        time.sleep(1e-3)
+
+
+def config_at(world: Path, run: Path, setting: Setting, micro: int | str = "auto") -> Config:
+    return runs.config_of(world, run, setting, train={"micro_batch_tokens": micro})
+
+
+@pytest.mark.merge
+def test_a_step_in_the_middle_is_done_again_and_the_rest_is_that_of_a_resumed_run(
+    world: Path, tmp_path: Path
+) -> None:
+    setting = Setting(save_every=2)
+    stopped = tmp_path / "stopped"
+    with pytest.raises(Interrupted):
+        runs.run(config_at(world, stopped, setting), stop=4)
+    expected = runs.run(config_at(world, stopped, setting, 96), resume=True)
+    config = config_at(world, tmp_path / "retried", setting)
+    with pytest.MonkeyPatch.context() as patch:
+        fill_up(patch, at_step=5)
+        found = runs.run(config)
+    assert runs.unequal(found, expected) == []
+    (record,) = events(config)
+    assert (record["step"], record["from"], record["to"]) == (4, 192, 96)
+    lines = runs.lines_of(Path(config.run_dir))
+    assert [line["step"] for line in lines if "loss" in line] == [*range(1, NUM_STEPS + 1)]
+    assert runs.unequal(found, runs.run(config_at(world, tmp_path / "whole", setting))) != []
+
+
+@pytest.mark.merge
+def test_a_resumed_run_keeps_the_smaller_micro_batches_and_may_shrink_itself(
+    world: Path, tmp_path: Path
+) -> None:
+    setting = Setting(save_every=2)
+    config = config_at(world, tmp_path / "retried", setting)
+    with pytest.MonkeyPatch.context() as patch:
+        fill_up(patch, at_step=3)
+        whole = runs.run(config)
+    died = config_at(world, tmp_path / "died", setting)
+    with pytest.MonkeyPatch.context() as patch:
+        fill_up(patch, at_step=3)
+        for stop in (2, 4):
+            with pytest.raises(Interrupted):
+                runs.run(died, resume=stop > 2, stop=stop)
+    resumed = runs.run(died, resume=True)
+    assert runs.unequal(resumed, whole) == []
+    assert [record["to"] for record in events(died)] == [96]
+
+
+@pytest.mark.merge
+def test_updates_that_the_lanes_left_are_finished_or_the_step_is_not_done_again(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sibling: without them the store has blocks of two steps, and that is noticed."""
+    monkeypatch.setattr(Engine, "_finish_updates", lambda engine: None)
+    fill_up(monkeypatch, at_step=5)
+    monkeypatch.setattr(Updates, "apply", slowly(Updates.apply))
+    config = config_at(world, tmp_path / "run", Setting())
+    with pytest.raises(DeviceFull, match=r"No second try of step 5 .*\(updates were under way"):
+        runs.run(config)
+    assert not events(config)
+
+
+def slowly(apply: Callable[..., int]) -> Callable[..., int]:
+    def slow(*given: Any) -> int:
+        time.sleep(0.05)
+        return apply(*given)
+
+    return slow
+
+
+@pytest.mark.merge
+def test_a_step_that_has_changed_blocks_is_not_done_again(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill_up(monkeypatch, at_step=3, in_backward=True)
+    config = config_at(world, tmp_path / "run", Setting(clips=False))
+    with pytest.raises(DeviceFull, match=r"No second try of step 3 .*max_grad_norm is null"):
+        runs.run(config)
+    assert not events(config)
 
 
 def test_what_the_device_tells_is_kept_and_nothing_else(tmp_path: Path) -> None:
