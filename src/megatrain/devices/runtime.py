@@ -141,8 +141,8 @@ class TorchRuntime:
         if found is None:
             raise NoDevice(
                 f"{name or 'accelerator'}: torch {torch.__version__} finds no accelerator on this "
-                "machine. Use memory.device: cpu, or check the driver and that this build of "
-                "torch is for your device"
+                "machine. Use memory.device: cpu (in commands --device cpu), or check the driver "
+                "and that this build of torch is for your device"
             )
         try:
             device = torch.device(name) if name else found
@@ -151,7 +151,7 @@ class TorchRuntime:
         if device.type != found.type:
             raise NoDevice(f"{name}: the accelerator of this machine is {found.type}")
         if why := why_not_driven():
-            raise NoDevice(f"{why}. Use memory.device: cpu")
+            raise NoDevice(f"{why}. Use memory.device: cpu (in commands --device cpu)")
         count = torch.accelerator.device_count()
         if device.index is not None and device.index >= count:
             last = f"{found.type}:{count - 1}"
