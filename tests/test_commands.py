@@ -100,6 +100,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     write_demo(folder / "demo", num_steps=2)
     model = (folder / "demo" / "model").iterdir()
     with serving() as hub:
+        hub.accepts_pushes = True
         hub.put("Qwen/Qwen3-0.6B", {path.name: path.read_bytes() for path in model})
         environment = environment_of(hub.url, folder)
         with closing(WarmPython(environment)) as warm:
@@ -115,6 +116,7 @@ def environment_of(hub: str, folder: Path) -> dict[str, str]:
         "HF_HOME": str(folder / "hf"),
         "HF_ENDPOINT": hub,
         "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",  # which is no HTTP of its own
     }
 
 
