@@ -26,7 +26,7 @@ from megatrain.run.opening.planned import plan_run
 from megatrain.run.opening.retry_smaller import SNAPSHOT, can_shrink, keep_snapshot
 from megatrain.run.trainer import Trainer
 from testkit import runs
-from testkit.patience import HANG_S
+from testkit.patience import eventually
 from testkit.runs import NUM_STEPS, Setting, write_world
 
 ROWS = 64
@@ -171,18 +171,12 @@ def fill_up(
         late = bool(engines) and engines[0]._num_steps >= at_step
         if here and larger and late and torch.is_grad_enabled() == in_backward:
             if in_backward:
-                await_true(lambda: engines[0]._machine.updates.half_applied)
+                assert eventually(lambda: engines[0]._machine.updates.half_applied)
             raise torch.OutOfMemoryError("out of memory")
         return forward(layer, hidden, *given, **named)
 
     patch.setattr(Engine, "step", step)
     patch.setattr(LlamaDecoderLayer, "forward", full)
-
-
-def await_true(question: Callable[[], bool]) -> None:
-    until = time.monotonic() + HANG_S
-    while not question() and time.monotonic() < until:
-        time.sleep(1e-3)
 
 
 def config_at(world: Path, run: Path, setting: Setting, micro: int | str = "auto") -> Config:
