@@ -51,13 +51,25 @@ def present(shown: bool = True) -> Iterator[None]:
 def integrated() -> Iterator[None]:
     """Let the device be in one memory with the host.
 
-    Its free memory is the host's, and it reads memory that is not pinned as late as it likes.
+    Its free memory is the host's, it reads memory that is not pinned as late as it likes, and its
+    kernels work on registered memory as on its own.
     """
     module.integrate(True)
     try:
         yield
     finally:
         module.integrate(False)
+
+
+@contextmanager
+def without_registration() -> Iterator[None]:
+    """Let torch offer no way to register host memory for the device, as for Intel's."""
+    cudart = module.cudart
+    del module.cudart
+    try:
+        yield
+    finally:
+        module.cudart = cudart
 
 
 def start_anew() -> None:

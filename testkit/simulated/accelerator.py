@@ -254,6 +254,9 @@ class Simulator:
         with self.lock:
             self.registered_bytes -= self._registered.pop(address) - address
 
+    def shared(self, address: int, num_bytes: int) -> Tensor:
+        raise AssertionError("it has its own memory")
+
     def communicate(
         self, reads: Sequence[Tensor], writes: Sequence[Tensor], work: Callable[[], None]
     ) -> None:

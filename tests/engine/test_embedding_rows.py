@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatrain.batch import MicroBatch
 from megatrain.devices.accelerator import Accelerator
+from megatrain.devices.device import CpuDevice
 from megatrain.engine import embedding_rows
 from megatrain.engine.embedding_rows import SelectedRows, TokenRows
 from megatrain.errors import ConfigError
@@ -73,7 +74,7 @@ def rows_of(tokens: list[list[int]], padding: int | None = None) -> tuple[Select
     """The rows of tokens of a small table, and the gradient of a sum in which each row counts."""
     world = world_of("llama", "bf16")
     table = world.store.param(TABLE, Kind.HI).detach().requires_grad_()
-    token_rows = TokenRows(world.decoder)
+    token_rows = TokenRows(world.decoder, CpuDevice())
     token_rows._padding = padding
     selected = token_rows.select({TABLE: table}, torch.tensor(tokens))
     found = torch.nn.functional.embedding(selected.places, selected.leaves[TABLE])

@@ -591,7 +591,8 @@ class MemorySettings(Section):
     )
     slots: SlotCount = Field(
         default="auto",
-        description="Number of device buffers for block weights; two are enough to overlap.",
+        description="Number of device buffers for block weights; two are enough to overlap; auto "
+        "has none where device and host are one memory.",
     )
     tape: Literal["auto", "device", "host"] = Field(
         default="auto", description="Where block inputs are kept between forward and backward."

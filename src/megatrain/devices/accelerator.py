@@ -1,4 +1,4 @@
-"""A device with its own memory and streams.
+"""A device with its own memory and streams, and one that shares the host's memory.
 
 Three lanes have a stream each; what an op queues goes onto its lane's stream, and nothing in here
 waits for the device (the staged copies of pinning.py excepted, where there is no other way).
@@ -8,12 +8,20 @@ No tensor that the allocator may reuse ever crosses from one stream to another. 
 its use is ordered by the schedule; all that compute makes on the way it uses up on its own stream.
 So `record_stream` is not needed, and memory is free when it is dropped.
 
+Where device and host are one memory (`Coherent`: DGX Spark, Strix Halo, MI300A), a copy of weights
+into a slot would read and write the memory that compute waits for. So there are no slots, fetches
+or stashed inputs: compute reads weights and inputs at their addresses in registered host memory,
+which the device has too, and gradients add up where the optimizer reads them. No such machine has
+run this yet, only the integrated mode of testkit/host_gpu.
+
 Laws (testkit/simulated)
     1. The bits of the CPU, whatever the streams' timing; no two streams touch a byte unordered.
     2. Between the first ops of a step and its last it allocates nothing but the step's inputs.
     3. No op waits for the device on the host.
     4. A cap and pinned memory end with `close`, also if the device has failed
        (tests/devices/test_accelerator.py).
+    5. In one memory: the same bits; weights, inputs and gradients are not copied
+       (tests/devices/test_coherent.py).
 """
 
 from __future__ import annotations
@@ -40,13 +48,14 @@ from megatrain.devices.pinning import (
 )
 from megatrain.devices.runtime import (
     PINNING_CAUSES,
+    PinningFailed,
     Runtime,
     TorchRuntime,
     num_accelerators,
     pci_address,
     why_not_driven,
 )
-from megatrain.errors import DeviceFull, NoDevice
+from megatrain.errors import ConfigError, DeviceFull, NoDevice
 from megatrain.lanes.device_clock import DeviceClock
 from megatrain.lanes.lane import Lane, Stream
 from megatrain.memory.arena import map_arena
@@ -164,10 +173,18 @@ class Accelerator:
     def unmap_host(self, arena: Tensor) -> None:
         tell_kept(self._registry.unregister(arena))
 
+    def in_place(self, tensor: Tensor) -> Tensor:
+        raise AssertionError("weights are copied into slots")
+
     def pin(self, name: str, arena: Tensor) -> None:
         prefault(name, arena)
         refusal = self._registry.register(name, arena)
-        if refusal is not None and self._rings is None:
+        if refusal is not None:
+            self._go_around(name, arena, refusal)
+
+    def _go_around(self, name: str, arena: Tensor, refusal: PinningFailed) -> None:
+        """Let copies of memory that was refused go through rings, and warn of it once."""
+        if self._rings is None:
             self._rings = self._ring(), self._ring()
             ring_bytes = 2 * RING_BUFFERS * self._ring_buffer_bytes
             tell_refusal(name, arena, refusal, ring_bytes)
@@ -274,30 +291,66 @@ class Accelerator:
         return flat.view(tensor.dtype).view(tensor.shape)
 
 
+class Coherent(Accelerator):
+    """A GPU in one memory with the host, which reads registered host memory where it is."""
+
+    copying = False
+
+    def in_place(self, tensor: Tensor) -> Tensor:
+        if not tensor.nbytes:
+            return self._like(self._runtime.empty(0), tensor)
+        return self._like(self._runtime.shared(tensor.data_ptr(), tensor.nbytes), tensor)
+
+    def _lane_stream(self, name: str) -> Stream:
+        # One for all: a gradient that compute has made is written home by the out lane.
+        return self._runtime.stream("compute")
+
+    def _go_around(self, name: str, arena: Tensor, refusal: PinningFailed) -> None:
+        raise ConfigError(
+            f"host memory: {name}, {gib(arena.nbytes)}, cannot be registered ({refusal}), so "
+            f"{self.name} cannot read it where it is. {refusal.advice}. Set memory.slots to 2: "
+            "weights are then copied"
+        )
+
+
 def accelerator(
-    name: str = "", *, cap_bytes: int | None = None, local_rank: int | None = None
+    name: str = "",
+    *,
+    cap_bytes: int | None = None,
+    local_rank: int | None = None,
+    in_place: bool = True,
 ) -> Accelerator:
     """Return torch's accelerator, or the one called `name` (`cuda`, `cuda:1`, `xpu`).
 
-    Where the name has no number, `local_rank` is it: which of the ranks of a host this one is.
+    Where the name has no number, `local_rank` is it: which of the ranks of a host this one is. One
+    that shares the host's memory reads weights `in_place`, unless ranks gather them into slots.
     """
     runtime = TorchRuntime.find(name, local_rank)
-    return Accelerator(runtime, str(runtime.device), cap_bytes=cap_bytes)
+    shares = in_place and local_rank is None and runtime.integrated
+    kind = Coherent if shares else Accelerator
+    return kind(runtime, str(runtime.device), cap_bytes=cap_bytes)
 
 
 def find_device(
-    name: str, *, cap_bytes: int | None = None, local_rank: int | None = None
+    name: str,
+    *,
+    cap_bytes: int | None = None,
+    local_rank: int | None = None,
+    in_place: bool = True,
 ) -> Device:
     """Return the device called `name`; `auto` is the accelerator if there is one, else the CPU.
 
     An accelerator that the engine cannot drive is not one for `auto`, which warns of it. A device
     uses at most `cap_bytes` of the accelerator's memory. `local_rank` None: the process is
-    alone, and compute on the CPU reads the store. Otherwise weights are gathered into slots.
+    alone, and compute on the CPU, or on an accelerator in one memory with the host, reads the
+    store. Otherwise, or without `in_place` on an accelerator, weights are copied into slots.
     """
     if name != "cpu":
         try:
             wanted = "" if name == "auto" else name
-            return accelerator(wanted, cap_bytes=cap_bytes, local_rank=local_rank)
+            return accelerator(
+                wanted, cap_bytes=cap_bytes, local_rank=local_rank, in_place=in_place
+            )
         except NoDevice:
             if name != "auto" or num_accelerators():
                 raise

@@ -3,6 +3,7 @@
     CpuDevice(copying=False)   unified memory: nothing is fetched, compute reads the store
     CpuDevice(copying=True)    slots and real copies on a CPU: what an accelerator does, tested here
     Accelerator                a device with its own memory and streams (accelerator.py)
+    Coherent                   a device with streams that shares the host's memory (accelerator.py)
 
 A device hands out memory and counts it. `counted` counts the memory of a tensor that compute made
 for as long as anything uses it, be it a view. A cap turns the count into a law: an allocation that
@@ -57,7 +58,7 @@ class Device(Protocol):
 
     @property
     def own_memory(self) -> bool:
-        """Whether compute can only use tensors that this device placed."""
+        """Whether compute can only use tensors that this device placed, or has `in_place`."""
 
     @property
     def answers(self) -> bool:
@@ -109,6 +110,12 @@ class Device(Protocol):
 
     def unmap_host(self, arena: Tensor) -> None:
         """Take back what `map_host` returned, before it is dropped. No copy may be under way."""
+
+    def in_place(self, tensor: Tensor) -> Tensor:
+        """Return host memory that was pinned or mapped as compute uses it, where nothing is copied.
+
+        Valid as long as the memory is.
+        """
 
     def pin(self, name: str, arena: Tensor) -> None:
         """Let copies reach this host memory at full speed, if they can."""
@@ -233,6 +240,9 @@ class CpuDevice:
 
     def unmap_host(self, arena: Tensor) -> None:
         pass
+
+    def in_place(self, tensor: Tensor) -> Tensor:
+        return tensor
 
     def pin(self, name: str, arena: Tensor) -> None:
         pass

@@ -1,9 +1,12 @@
 """The runtime of a real accelerator: the only module that calls torch.accelerator or torch.cuda.
 
 CUDA, ROCm and XPU share all of it but the registering of host memory, which torch offers for CUDA
-and ROCm alone. Other types of devices are not driven: lanes are threads with a stream each, and a
-device such as MPS has one stream, and ends the process if two threads use it. A device that
-registers itself with torch (PrivateUse1) is taken at its word.
+and ROCm alone. For others it can allocate memory that is pinned, of any size since torch 2.13,
+whose allocator can be told not to round sizes up to powers of two.
+
+Other types of devices are not driven: lanes are threads with a stream each, and a device such as
+MPS has one stream, and ends the process if two threads use it. A device that registers itself with
+torch (PrivateUse1) is taken at its word.
 """
 
 from __future__ import annotations
@@ -77,6 +80,9 @@ class Runtime(Protocol):
 
     def unregister(self, address: int) -> None:
         """Undo `register`. Raises PinningFailed."""
+
+    def shared(self, address: int, num_bytes: int) -> Tensor:
+        """Return registered host memory as uint8 of the device, where both are one memory."""
 
     def communicate(
         self, reads: Sequence[Tensor], writes: Sequence[Tensor], work: Callable[[], None]
@@ -214,6 +220,12 @@ class TorchRuntime:
     def unregister(self, address: int) -> None:
         torch.accelerator.set_device_index(self.device)
         self._check("cudaHostUnregister", self._cudart.cudaHostUnregister(address))
+
+    def shared(self, address: int, num_bytes: int) -> Tensor:
+        # CUDA and ROCm give registered memory one address for host and device on 64-bit Linux.
+        storage = torch._C._construct_storage_from_data_pointer(address, self.device, num_bytes)
+        flat = torch.empty(0, dtype=torch.uint8, device=self.device)
+        return flat.set_(storage, 0, (num_bytes,), (1,))
 
     @property
     def _cudart(self) -> Any:

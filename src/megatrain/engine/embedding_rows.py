@@ -159,19 +159,25 @@ class SelectedRows:
 class TokenRows:
     """Selects the rows that a micro-batch's backward needs, where compute reads the store."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, device: Device) -> None:
         self.name, self._padding = _table(decoder)
+        self._device = device
 
     def select(self, leaves: Mapping[str, Tensor], tokens: Tensor) -> SelectedRows:
-        """Return the rows of `tokens` as a leaf; of the other params the leaves as they are."""
-        ids, places = torch.unique(tokens, return_inverse=True)
+        """Return the rows of `tokens` as a leaf; of the other params the leaves as they are.
+
+        `tokens` are on the host, so that nobody waits for a device to find the distinct ones.
+        """
+        device = self._device
+        found = torch.unique(tokens, return_inverse=True)
+        ids, places = (device.to_device(device.pinned(numbers)) for numbers in found)
         rows = leaves[self.name].detach().index_select(0, ids).requires_grad_()
         return SelectedRows(ids, places, {**leaves, self.name: rows})
 
     def trained(self, ids: Tensor, grad: Tensor) -> Tensor:
         """Return the gradient of rows without that of the padding token."""
         if self._padding is not None:
-            grad[ids == self._padding] = 0
+            grad.masked_fill_((ids == self._padding)[:, None], 0)
         return grad
 
 

@@ -171,7 +171,7 @@ def build_machine(
         tail_tile=tail_tile(settings),
         kept=KeptActivations(template, device.counted),
         settings=settings,
-        token_rows=None if device.copying else TokenRows(decoder),
+        token_rows=None if device.copying else TokenRows(decoder, device),
         shared_routing=_shared_routing(decoder, device, shape, ranks),
     )
 

@@ -84,13 +84,13 @@ class Weights:
         self._trained = frozenset(param.name for param in decoder.params if param.trained)
         self._embedding_slot = block_places(shape)[0].slot
         self._sources: list[Source]
+        if device.own_memory:
+            device.pin("weights", store.arena(Kind.HI))
         if shape.copying:
             slots = self._slots = Slots(store, device, shape, ranks, by_rows=rows is not None)
             self._sources = [rows or slots, *[slots] * shape.head]
         else:
-            self._sources = [_InStore(decoder, store)] * shape.num_blocks
-        if device.own_memory:
-            device.pin("weights", store.arena(Kind.HI))
+            self._sources = [_InStore(decoder, store, device)] * shape.num_blocks
         self.head_weight = decoder.owner(f"{decoder.head_path}.weight")
         """The name of the output projection. With a tied head it is the embedding's table."""
         self.head_bias = f"{decoder.head_path}.bias"
@@ -141,9 +141,9 @@ class Weights:
 class _InStore:
     """The store itself, where compute shares its memory."""
 
-    def __init__(self, decoder: Decoder, store: Store) -> None:
+    def __init__(self, decoder: Decoder, store: Store, device: Device) -> None:
         self._params = [
-            {param.name: store.param(param.name, Kind.HI) for param in block.params}
+            {p.name: device.in_place(store.param(p.name, Kind.HI)) for p in block.params}
             for block in decoder.blocks
         ]
 

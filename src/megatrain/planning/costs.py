@@ -218,7 +218,7 @@ class Costs:
 
     def passes(self, block: BlockShape, tokens: int, *, backward: bool = False) -> float:
         """Return the seconds of forward's or backward's element-wise work."""
-        workload, on_device = self.workload, not self.profile.unified
+        workload, on_device = self.workload, not self.profile.on_host
         if on_device and (workload.compiled or workload.kernels != "none"):
             traffic = FUSED_BACKWARD if backward else FUSED
         else:

@@ -61,15 +61,19 @@ def step_settings_of(
     config: Config,
     *,
     unified: bool,
+    in_place: bool = False,
     router_aux_loss: float = 0.0,
     division: Division = SOLE_RANK,
 ) -> StepSettings:
-    """Return the config's settings of a step; where it has `auto`, simple rules decide."""
+    """Return the config's settings of a step; where it has `auto`, simple rules decide.
+
+    `unified`: the host's cores compute; `in_place`: a device that shares the host's memory does.
+    """
     train = config.train
     of_rank = -(-_step_tokens(config) // division.size)
     by_rules = {
         "micro_batch_tokens": max(config.data.max_length, min(of_rank, USUAL_TOKENS)),
-        "tape": "device" if unified else "host",
+        "tape": "device" if unified or in_place else "host",
     }
     return StepSettings(
         update="in_backward" if train.max_grad_norm is None else "late",
@@ -143,7 +147,7 @@ def within(profile: MachineProfile, config: Config) -> MachineProfile:
         profile = profile.changed(disk_bytes=min(most, profile.disk_bytes))
     if isinstance(ram, int):
         profile = profile.changed(ram_bytes=min(ram, profile.ram_bytes))
-    if isinstance(vram, int) and not profile.unified:
+    if isinstance(vram, int) and not profile.on_host:
         profile = profile.changed(device_bytes=min(vram, profile.device_bytes))
     return profile
 

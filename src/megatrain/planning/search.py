@@ -78,7 +78,7 @@ def effective_profile(profile: MachineProfile, ledger: Ledger) -> MachineProfile
 def reserves(profile: MachineProfile, ledger: Ledger) -> dict[str, int]:
     """Return the bytes that must stay free beside the ledger, by each place that has a limit."""
     headrooms = {"host": HOST_HEADROOM, "tier": 1.0}  # the tier's file has exactly its size
-    if profile.device_bytes and not profile.unified:
+    if not profile.on_host:
         headrooms["device"] = DEVICE_HEADROOM
     totals = {place: ledger.total(place) for place in headrooms}
     found = {place: int(totals[place] * headrooms[place]) - totals[place] for place in headrooms}

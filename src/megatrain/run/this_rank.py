@@ -111,10 +111,12 @@ def interrupts_of_rank() -> Interrupts:
     return Interrupts(shared=seat is not None, speaks=seat is None or seat.owner.leads)
 
 
-def place_of(device: str, owner: Owner, cap_bytes: int | None = None) -> Device:
+def place_of(
+    device: str, owner: Owner, cap_bytes: int | None = None, *, in_place: bool = True
+) -> Device:
     """Return the device called `device` that is this process's own."""
     number = None if owner.is_alone else local_rank()
-    return find_device(device, cap_bytes=cap_bytes, local_rank=number)
+    return find_device(device, cap_bytes=cap_bytes, local_rank=number, in_place=in_place)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 #include "memory.h"
 
 #include "faults.h"
+#include "pinned.h"
 
 #include <sys/mman.h>
 #include <sys/sysinfo.h>
@@ -224,7 +225,14 @@ int Memory::device_of(const void* address) const {
 }
 
 void* Memory::worker_address(const void* address) const {
-  return address ? real_ + (static_cast<const char*>(address) - seen_) : nullptr;
+  if (!address) return nullptr;
+  if (device_of(address) >= 0) return real_ + (static_cast<const char*>(address) - seen_);
+  uintptr_t stop = 0;
+  int owner = -1;
+  TORCH_CHECK(integrated && registered_around(address, stop, owner),
+              "hostgpu: an illegal memory access was encountered: host memory that is not "
+              "registered, or of a device that does not share it");
+  return const_cast<void*>(address);
 }
 
 void Memory::resize(const c10::Storage& storage, size_t num_bytes) {

@@ -31,6 +31,7 @@ class Memory final : public c10::DeviceAllocator {
 
   void cap(int device, double fraction);
   int device_of(const void* address) const;  // -1: of none
+  // Of registered host memory it is the same, where host and device are one memory.
   void* worker_address(const void* address) const;
   void resize(const c10::Storage& storage, size_t num_bytes);
 

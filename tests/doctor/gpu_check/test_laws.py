@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatrain import compat
 from megatrain.batch import MicroBatch
+from megatrain.devices.accelerator import Coherent
 from megatrain.devices.device import CpuDevice, Device
 from megatrain.doctor.gpu_check import laws as module
 from megatrain.doctor.gpu_check.failing import Broken, cause_of
@@ -28,7 +29,7 @@ from megatrain.doctor.gpu_check.laws import (
 )
 from megatrain.doctor.gpu_check.tiny_models import PACKED, TinyModel
 from megatrain.doctor.resident import resident_gradients
-from megatrain.doctor.subject import CPU, Subject
+from megatrain.doctor.subject import CPU, Subject, find_subject
 from megatrain.errors import DeviceFull, DoesNotFit, LaneStuck, NonFiniteStep
 from megatrain.models import documents as by_document
 from megatrain.models.documents import PackedDocuments
@@ -215,3 +216,23 @@ def test_after_a_device_may_be_lost_nothing_is_tried(monkeypatch: pytest.MonkeyP
 )
 def test_errors_have_causes(error: Exception, cause: str) -> None:
     assert cause_of(error) == cause
+
+
+@pytest.mark.hostgpu
+@pytest.mark.merge
+@pytest.mark.parametrize("reads", [True, False])
+def test_in_one_memory_weights_are_read_in_place_as_well(
+    reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sibling: a device that reads something else."""
+    pytest.importorskip("testkit.host_gpu", exc_type=ImportError)
+    from testkit.host_gpu import control
+
+    in_place = Coherent.in_place
+    if not reads:
+        monkeypatch.setattr(Coherent, "in_place", lambda *given: in_place(*given) + 1)
+    with control.integrated():
+        found = module._laws(find_subject("hostgpu:1"))
+        law = found["llama, bf16, in place"]
+        assert tried("in place", law).state == ("ok" if reads else "wrong")
+    assert "llama, bf16, in place" not in module._laws(find_subject("hostgpu:1"))

@@ -3,7 +3,8 @@
     copies      bytes survive the way there and back, from pinned memory and through buffers
     resident    losses and gradients of tiny models equal the resident model's on the same device,
                 bit for bit, with deterministic kernels: a llama, one with tied embeddings, one
-                with experts, one with 40,000 tokens, in fp32 and in bf16
+                with experts, one with 40,000 tokens, in fp32 and in bf16; where device and host
+                are one memory, a llama that reads its weights in place as well
     packed      log-probabilities and gradients of one flat row of documents, in bf16, are those of
                 each document alone in the resident model, within PACKED_TOLERANCE; on CUDA the row
                 goes through torch's attention kernel for documents of different lengths
@@ -34,7 +35,7 @@ from transformers import PreTrainedModel
 
 from megatrain import compat
 from megatrain.batch import MicroBatch
-from megatrain.devices.accelerator import Accelerator
+from megatrain.devices.accelerator import Accelerator, Coherent
 from megatrain.devices.deterministic import deterministic_kernels
 from megatrain.devices.device import Device
 from megatrain.devices.runtime import PinningFailed, Runtime
@@ -115,6 +116,10 @@ def _laws(subject: Subject) -> dict[str, Callable[[], str]]:
     for name in MODELS:
         for dtype in ATTENTION:
             found[f"{name}, {dtype}"] = _equal(subject, name, dtype)
+    if subject.runtime is not None and subject.runtime.integrated:
+        one_memory = Coherent(subject.runtime, str(subject.place))
+        llama = TinyModel.make("llama", "bf16")
+        found["llama, bf16, in place"] = lambda: equals_resident(subject, llama, one_memory)
     for name in PACKED:
         found[f"{name}, bf16"] = _equal_alone(subject, name)
     found["lanes"] = lambda: lanes_equal_reference(subject)
@@ -158,12 +163,15 @@ def copies_are_exact(device: Device, subject: Subject) -> str:
     return f"{COPIED_BYTES:,} bytes there and back, all equal"
 
 
-def equals_resident(subject: Subject, tiny: TinyModel) -> str:
-    """Compare losses and gradients of a step with the resident model's on the same device."""
+def equals_resident(subject: Subject, tiny: TinyModel, device: Device | None = None) -> str:
+    """Compare losses and gradients of a step with the resident model's on the same device.
+
+    Without a `device` the subject makes one, which copies weights into slots.
+    """
     batch = tiny_batch(seed=1)
     model = tiny.resident.to(subject.place)
     losses, gradients = resident_gradients(model, batch)
-    with tiny.engine(subject.new_device(), trains=False) as engine:
+    with tiny.engine(device or subject.new_device(), trains=False) as engine:
         result = engine.step(batch)
     found = {p.name: tiny.store.param(p.name, Kind.GRAD) for p in tiny.decoder.params}
     differing = [name for name, value in gradients.items() if not torch.equal(found[name], value)]

@@ -137,8 +137,11 @@ class Inputs:
             num_bytes = max(num_bytes, int(self._there.nbytes * HOST_GROWTH))
         self._device.unmap_host(self._going)
         self._there = None
-        self._there = self._device.allocate(num_bytes, "inputs")
+        if self._device.copying:
+            self._there = self._device.allocate(num_bytes, "inputs")
         self._going = self._device.map_host(num_bytes, "inputs")
+        if self._there is None:
+            self._there = self._device.in_place(self._going)
 
     def _gathered(
         self, micro: MicroBatch, rows: Tensor | None, predicts: bool, cache: Any

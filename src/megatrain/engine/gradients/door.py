@@ -101,6 +101,7 @@ class Gradients:
         `projection` are the params that have a row per token: they leave by pieces, if any do.
         """
         self._layout = store.layout
+        self._device = device
         trains = updates or Kind.GRAD in store.kinds
         places = [place for place in enumerate(block_places(shape)) if trains]
         self._slot_of: dict[Tenant, SlotId] = {
@@ -121,14 +122,15 @@ class Gradients:
         self._on_host = _OnHost(store, device, ring_slot_of)
         self.by_rows = device.copying or not ring_slot_of
         """Whether the gradient of a large table comes some rows at a time: its sum has a place."""
+        if device.own_memory and trains and not ring_slot_of:
+            device.pin("gradients", store.arena(Kind.GRAD))
         self._sums: HomeSums | SlotSums
         if device.copying:
             self._sums = _slot_sums(slots, device, shape if trains else None, self._rows, ranks)
         else:
             trained = [block for block, _ in places if block not in ring_slot_of]
-            self._sums = HomeSums(slots, _homes(store, trained))
-        if device.own_memory and trains and not ring_slot_of:
-            device.pin("gradients", store.arena(Kind.GRAD))
+            homes = _homes(store, trained)
+            self._sums = HomeSums(slots, {n: device.in_place(home) for n, home in homes.items()})
 
     def reserve(self) -> None:
         """Make room for the rows that a step needs. Nothing may be under way."""
@@ -181,7 +183,10 @@ class Gradients:
 
     def drain(self, op: Op) -> int:
         """Queue the copies of the gradient, or of its piece, to the host; return their bytes."""
-        return self._sums.drain(*_place(op), self.flat(op))
+        targets = self.flat(op)
+        if not self._device.copying:
+            targets = [(segment, self._device.in_place(flat)) for segment, flat in targets]
+        return self._sums.drain(*_place(op), targets)
 
     def finish(self, op: Op) -> None:
         """Make the drained bytes of the op's block its full gradient: rows become a table."""

@@ -116,7 +116,7 @@ class ReferenceMachine:
             device=self.name,
             device_bytes=ram_bytes if self.integrated else self.usable(self.memory_gib * GIB),
             integrated=self.integrated,
-            unified=self.on_host,
+            unified=self.on_host or self.integrated,
             compute_cores=float(self.cores) if self.on_host else 0.0,
             update_cores=float(self.cores) if self.on_host else 1.0,
             forward_flops=tuple(

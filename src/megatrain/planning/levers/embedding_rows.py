@@ -44,8 +44,9 @@ class GatherEmbedding(Lever):
 
 
 def _may_gather(search: Search) -> bool:
-    alone = search.workload.division.is_alone
-    return alone and not search.workload.model.tied and not search.profile.on_host
+    alone, profile = search.workload.division.is_alone, search.profile
+    copies = not profile.unified and not profile.on_host
+    return alone and not search.workload.model.tied and copies
 
 
 def table_bytes(workload: Workload, settings: StepSettings) -> int:

@@ -66,10 +66,10 @@ class MachineProfile:
     reserved_pinned_share: float = 0.0
     """Share of pinned host memory that the driver's tables of it take on the device."""
     unified: bool = False
-    """True: compute reads weights in host memory (a CPU); nothing is fetched."""
+    """True: compute reads weights in host memory, on a CPU or an integrated device; nothing is
+    fetched."""
     integrated: bool = False
-    """True: the device has slots as any other, in memory that it shares with the host: what it
-    takes, the host lacks."""
+    """True: the device shares its memory with the host: what it takes, the host lacks."""
     forward_flops: tuple[FlopRate, ...]
     """Products of forward, in bf16. One entry: the same for all shapes."""
     backward_flops: tuple[FlopRate, ...] = ()
@@ -127,8 +127,8 @@ class MachineProfile:
 
     @property
     def on_host(self) -> bool:
-        """Whether what compute uses is in host memory, be it the store itself or copies of it."""
-        return self.unified or not self.device_bytes
+        """Whether the host's cores compute, on the store itself or on copies of it."""
+        return not self.device_bytes or (self.unified and not self.integrated)
 
     def forward_rate(self, width: int, tokens: int) -> float:
         """Return the FLOP/s of forward products of `tokens` rows through matrices so wide."""

@@ -223,10 +223,14 @@ def _clear_unfinished(run: Path) -> None:
 
 
 def open_device(config: Config, ranks: Ranks = ALONE) -> Device:
-    """Return the device that the config asks for, or the best there is."""
-    vram = config.memory.vram
-    cap_bytes = None if vram == "auto" else vram
-    return place_of(config.memory.device, ranks.owner, cap_bytes)
+    """Return the device that the config asks for, or the best there is.
+
+    Slots that the config gives are used, also where device and host are one memory.
+    """
+    memory = config.memory
+    cap_bytes = None if memory.vram == "auto" else memory.vram
+    in_place = memory.slots == "auto"
+    return place_of(memory.device, ranks.owner, cap_bytes, in_place=in_place)
 
 
 def require_kernels(config: Config, device: Device) -> None:

@@ -92,6 +92,7 @@ def plan_run(
     settings = step_settings_of(
         config,
         unified=not device.own_memory,
+        in_place=not device.copying,
         router_aux_loss=coefficient,
         division=division,
     )
@@ -160,6 +161,7 @@ def _machine(config: Config, device: Device, ranks: Ranks, division: Division) -
         device_bytes=room.device_bytes,
         disk_bytes=room.disk_bytes,
         integrated=device.integrated,
+        unified=found.unified or (device.integrated and not device.copying),
     )
     return with_reserve(within(with_one_budget(now), config))
 
