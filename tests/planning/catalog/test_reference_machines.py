@@ -7,9 +7,20 @@ from importlib import resources
 
 import pytest
 
+from megatrain.errors import DoesNotFit
 from megatrain.planning.catalog.reference_machines import GIB, MACHINES, ReferenceMachine
 from megatrain.planning.machine.profile import MachineProfile
-from megatrain.planning.machine.reserve import left_by_system
+from megatrain.planning.machine.reserve import (
+    INTEGRATED_SHARE,
+    left_by_system,
+    with_one_budget,
+    with_reserve,
+)
+from megatrain.planning.memory.predicted import DEVICE_SHARE
+from megatrain.planning.plan import Plan, make_plan
+from megatrain.planning.workload import Workload
+from megatrain.step.settings import StepSettings
+from testkit.machines import EIGHT
 
 WANTED = (
     "GTX 1660 Super", "RTX 2080 Ti", "T4", "RTX 3060 12GB", "RTX 3070", "RTX 3080 10GB", "RTX 3090",
@@ -17,7 +28,7 @@ WANTED = (
     "RTX 4090", "RTX 5060", "RTX 5060 Ti 16GB", "RTX 5070", "RTX 5070 Ti", "RTX 5080", "RTX 5090",
     "RTX 4060 Laptop", "RTX 5090 Laptop", "RTX A5000", "RTX A6000", "RTX 6000 Ada", "RTX Pro 6000",
     "A10", "L4", "L40S", "A100 40GB", "A100 80GB", "H100 PCIe", "H100 SXM", "H200", "B200", "GH200",
-    "DGX Spark", "MI300X", "CPU",
+    "DGX Spark", "Strix Halo", "MI300A", "MI300X", "CPU",
 )  # fmt: skip
 CATALOG = tomllib.loads(
     resources.files("megatrain.planning.catalog").joinpath("machines.toml").read_text()
@@ -84,3 +95,45 @@ def test_a_card_without_bf16_is_as_fast_in_fp32() -> None:
     assert by_name["RTX 3090"].fp32_efficiency < 1.0
     assert by_name["CPU"].on_host
     assert not by_name["T4"].on_host
+
+
+def planned(machine: MachineProfile) -> Plan:
+    profile = with_reserve(with_one_budget(machine.changed(disk_bytes=0)))
+    return make_plan(profile, Workload(model=EIGHT, step_tokens=16384), StepSettings(), {})
+
+
+def handed_out(plan: Plan) -> int:
+    """Return all that a plan takes, each byte once: that of the host, and that of the device."""
+    host = [line for line in plan.ledger.lines if line.place == "host"]
+    own = sum(line.num_bytes for line in host if line.purpose != DEVICE_SHARE)
+    return own + plan.ledger.total("device")
+
+
+@pytest.mark.parametrize("name", ["DGX Spark", "Strix Halo", "MI300A", "GH200"])
+def test_no_plan_hands_out_more_than_the_one_memory(name: str) -> None:
+    (machine,) = (each for each in MACHINES if each.name == name)
+    profile = machine.profile()
+    plan = planned(profile)
+    assert plan.fits
+    if machine.integrated:
+        assert profile.unified
+        assert not profile.on_host
+        assert handed_out(plan) <= INTEGRATED_SHARE * machine.ram_gib * GIB
+        assert {line.purpose for line in plan.ledger.lines}.isdisjoint({"weight slots", "outbox"})
+    else:
+        assert handed_out(plan) <= (machine.ram_gib + machine.memory_gib) * GIB
+        assert plan.ledger.total("device") <= profile.device_bytes
+        assert plan.ledger.total("host") <= profile.ram_bytes
+
+
+def test_a_memory_that_is_counted_twice_would_be_noticed() -> None:
+    (spark,) = (each for each in MACHINES if each.name == "DGX Spark")
+    twice = spark.profile().changed(integrated=False, unified=False)
+    assert handed_out(planned(twice)) > INTEGRATED_SHARE * spark.ram_gib * GIB
+
+
+def test_what_the_one_memory_does_not_hold_is_refused() -> None:
+    (spark,) = (each for each in MACHINES if each.name == "DGX Spark")
+    small = spark.profile(ram_bytes=40 * GIB)
+    with pytest.raises(DoesNotFit, match="memory of host and device together"):
+        planned(small).require()
