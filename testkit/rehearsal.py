@@ -196,6 +196,9 @@ class _MetaDevice:
     def cap(self, num_bytes: int) -> None:
         raise NotImplementedError("a rehearsal counts, and refuses nothing")
 
+    def in_place(self, tensor: Tensor) -> Tensor:
+        raise NotImplementedError("a rehearsal copies")
+
     def lanes(self) -> list[Lane]:
         return []
 
