@@ -121,7 +121,7 @@ def row_of(plan: Plan, ram: int) -> Row:
     """Return the figures of a plan that fits."""
     reserved = search.reserves(plan.profile, plan.ledger)
     places = {
-        place: _figure((plan.ledger.total(place) + reserved.get(place, 0)) / GIB, 4)
+        place: _figure((plan.ledger.total(place) + reserved.get(place, 0)) / GIB, 6)
         for place in ("host", "device", "disk")
     }
     return Row(
@@ -217,7 +217,7 @@ def data(answers: dict[str, Answers]) -> str:
         "default": DEFAULT,
         "columns": list(Row.__dataclass_fields__),
         "methods": METHODS,
-        "ram": {ram: _figure(left_by_system(ram * GIB) / GIB, 4) for ram in RAM},
+        "ram": {ram: _figure(left_by_system(ram * GIB) / GIB, 6) for ram in RAM},
         "cards": {card: _card(card) for card in CARDS},
         "models": {name: find_known_model(name).published_params for name in MODELS},
     }
@@ -242,7 +242,7 @@ def _cards(answers: Answers) -> str:
 def _card(name: str) -> dict[str, Any]:
     """Return the usable memory of a card in GiB, and its price of an hour, 0 if not known."""
     card, _ = find_machine(name)
-    usable = _figure(card.usable(card.memory_gib * GIB) / GIB, 4)
+    usable = _figure(card.usable(card.memory_gib * GIB) / GIB, 6)
     return {"memory": usable, "price": card.rent, "price_ram": card.rent_ram_gib}
 
 
