@@ -178,6 +178,7 @@ class _MetaDevice:
     own_memory = True
     answers = False
     integrated = False
+    has_triton = False
     part_elements = DEVICE_PART_ELEMENTS
     placement = UNPLACED
     free_bytes = 0

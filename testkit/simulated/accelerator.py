@@ -204,6 +204,8 @@ class Simulator:
 
     # The runtime.
 
+    has_triton = False
+
     def stream(self, name: str = "", *, first: bool = False) -> SimStream:
         with self.lock:
             made = SimStream(self, name or f"stream {len(self._streams)}")

@@ -67,7 +67,7 @@ def test_defaults_and_choices_are_those_of_the_engine() -> None:
     assert f"at most {CHUNK_TOKENS}" in str(SECTIONS["memory"].model_fields["chunk_tokens"])
     assert config.train.on_nonfinite == StepSettings().on_nonfinite
     assert config.train.compile == StepSettings().compile
-    assert config.train.kernels == StepSettings().kernels
+    assert config.decided(kernels="none").kernels == StepSettings().kernels
     for key in ("betas", "eps", "weight_decay", "no_decay"):
         assert getattr(config.optim, key) == _default(AdamW, key), key
     for key in ("decay", "final_fraction"):
@@ -99,9 +99,9 @@ def test_defaults_and_choices_are_those_of_the_engine() -> None:
         ({"model": {"name_or_path": "m", "attn": "flash_attention_2", "dtype": "fp32"}},
          "model.attn is flash_attention_2 and model.dtype is fp32: its kernels compute in bf16 "
          "only. Set model.dtype to bf16, or model.attn to sdpa."),
-        ({"train": {"compile": "auto", "kernels": "liger"}},
-         "train.kernels is liger and train.compile is auto: a compiled layer has kernels that "
-         "torch makes. Set train.kernels to none, or train.compile to false."),
+        ({"train": {"compile": True, "kernels": "liger"}},
+         "train.kernels is liger and train.compile is true: a compiled layer has kernels that "
+         "torch makes. Set train.kernels to auto, or train.compile to false."),
         ({"memory": {"tile_tokens": 4096}, "train": {"compile": True}},
          "memory.tile_tokens is 4096 and train.compile is true: a compiled layer computes full "
          "rows. Set memory.tile_tokens to null, or train.compile to false."),

@@ -18,12 +18,14 @@ from megatrain.planning.estimate import estimate
 from megatrain.planning.from_config import (
     compile_choice,
     free_on_disk,
+    fused,
+    kernels_choice,
     step_settings_of,
     within,
 )
 from megatrain.planning.machine.examination import Examination
 from megatrain.planning.machine.facts import host_facts
-from megatrain.planning.machine.profile import MachineProfile
+from megatrain.planning.machine.profile import MEASURED, MachineProfile
 from megatrain.planning.plan import Plan
 from megatrain.run.opening import planned
 from megatrain.run.opening.model import adapters_of
@@ -100,6 +102,7 @@ AUTO = {"compile": "auto"}
             False,
             False,
         ),
+        ({"train": AUTO | {"kernels": "liger"}, "data": {"packing": False}}, False, False),
         ({"train": {"compile": True}}, True, True),
         ({}, False, False),
     ],
@@ -111,7 +114,49 @@ def test_layers_are_compiled_where_that_is_known_to_suit(
     data = {"train": "rows.jsonl"} | settings.get("data", {})
     config = Config.model_validate({"model": "m", **settings, "data": data})
     assert compile_choice(config, unified=unified)[0] is expected
-    assert step_settings_of(config, unified=unified).compile is expected
+    settings_of_step = step_settings_of(config.decided(kernels="none"), unified=unified)
+    assert settings_of_step.compile is expected
+
+
+@pytest.mark.parametrize(
+    ("train", "family", "facts", "expected"),
+    [
+        ({}, "qwen3", {}, "liger"),
+        ({}, "gpt2", {}, "none"),
+        ({}, "mixtral", {}, "none"),
+        ({}, "qwen3", {"has_triton": False}, "none"),
+        ({}, "qwen3", {"installed": False}, "none"),
+        ({"compile": True}, "qwen3", {}, "none"),
+        ({"compile": "auto"}, "qwen3", {}, "none"),
+        ({"kernels": "none"}, "qwen3", {}, "none"),
+        ({"kernels": "liger"}, "gpt2", {"installed": False}, "liger"),
+    ],
+    ids=str,
+)
+def test_kernels_are_fused_where_they_are_known_to_suit(
+    train: dict[str, Any], family: str, facts: dict[str, bool], expected: str
+) -> None:
+    data = {"train": "rows.jsonl", "packing": False}
+    config = Config.model_validate({"model": "m", "train": train, "data": data})
+    chosen, reason = kernels_choice(
+        config, family, **{"has_triton": True, "installed": True} | facts
+    )
+    assert chosen == expected
+    assert (reason == "set by you") is ("kernels" in train)
+
+
+def test_machines_of_the_catalog_have_the_package_and_this_one_if_it_is_installed(
+    machine: MachineProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = estimate("Qwen/Qwen3-8B", gpu="4090").plan.workload.model
+    assert model.family == "qwen3"
+    assert estimate("Qwen/Qwen3-8B", gpu="4090").plan.settings.kernels == "liger"
+    assert estimate("Qwen/Qwen3-8B", gpu="none").plan.settings.kernels == "none"
+    config = Config(model="m", data="rows.jsonl")
+    card = machine.changed(unified=False, device_bytes=1 << 34)
+    assert (card.source, fused(config, model, card).kernels) == (MEASURED, "none")
+    monkeypatch.setattr("megatrain.planning.from_config.liger_installed", lambda: True)
+    assert fused(config, model, card).kernels == "liger"
 
 
 @pytest.mark.few(2)

@@ -53,7 +53,7 @@ from megatrain.run.folder import RunFolder, settings_by_key
 from megatrain.run.opening.model import load_tokenizer, open_tokenizer
 from megatrain.run.opening.opening import MODEL, folder_mark, open_device
 from megatrain.run.opening.pin_commits import read_config
-from megatrain.run.opening.planned import in_words
+from megatrain.run.opening.planned import in_words, with_kernels
 from megatrain.run.opening.recipe import router_aux_loss
 from megatrain.run.opening.training_data import check_rows, open_data
 from megatrain.run.run_model import RunModel, chosen_model, tokenizer_folder
@@ -184,6 +184,7 @@ def evaluate_model(
     home = ranks.long_work(lambda: read.load(read_only(read), owner=ranks.owner))
     lines += check_rows(rows.sources, home.decoder)
     coefficient = router_aux_loss(config, home.decoder)
+    config = with_kernels(config, home.decoder, device)
     settings = step_settings_of(
         with_room(config, rows), unified=not device.own_memory, router_aux_loss=coefficient
     )

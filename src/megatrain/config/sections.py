@@ -490,10 +490,11 @@ class TrainSettings(Section):
         description="Compile the layers with torch.compile, which changes the last bits; auto does "
         "so on an accelerator, unless documents are packed or layers run over tiles.",
     )
-    kernels: Literal["none", "liger"] = Field(
-        default="none",
-        description="Fused kernels for norms and feed-forward on an accelerator, which change the "
-        "last bits; liger needs the package liger-kernel.",
+    kernels: Literal["auto", "none", "liger"] = Field(
+        default="auto",
+        description="Fused kernels for norms, rotary positions and feed-forward on an accelerator, "
+        "which change the last bits; auto takes liger where the package liger-kernel is installed "
+        "and knows the model, none is the model's own code.",
     )
     deterministic: bool = Field(
         default=False,

@@ -12,7 +12,7 @@ an accepted one has no fault that can be known without the machine, model and da
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -119,14 +119,28 @@ class Config(Section):
         assert self.data.packing != "auto", "the model decides: see `decided`"
         return self.data.packing
 
-    def decided(self, *, packing: bool, learning_rate: float | None = None) -> Config:
-        """Return the config with these choices where it has `auto`; None leaves the rate open."""
-        data, optim = dict(self.data), dict(self.optim)
-        if self.data.packing == "auto":
+    @property
+    def kernels(self) -> Literal["none", "liger"]:
+        """The fused kernels of layers, in a config that no longer leaves them open."""
+        assert self.train.kernels != "auto", "model and device decide: see `decided`"
+        return self.train.kernels
+
+    def decided(
+        self,
+        *,
+        packing: bool | None = None,
+        learning_rate: float | None = None,
+        kernels: Literal["none", "liger"] | None = None,
+    ) -> Config:
+        """Return the config with these choices where it has `auto`; None leaves it open."""
+        data, optim, train = dict(self.data), dict(self.optim), dict(self.train)
+        if self.data.packing == "auto" and packing is not None:
             data["packing"] = packing
         if self.optim.learning_rate == "auto" and learning_rate is not None:
             optim["learning_rate"] = learning_rate
-        return Config.model_validate({**dict(self), "data": data, "optim": optim})
+        if self.train.kernels == "auto" and kernels is not None:
+            train["kernels"] = kernels
+        return Config.model_validate({**dict(self), "data": data, "optim": optim, "train": train})
 
     @property
     def run_dir(self) -> str:
@@ -263,12 +277,11 @@ def _attention(config: Config) -> Iterator[ConfigFault]:
 
 def _kernels(config: Config) -> Iterator[ConfigFault]:
     train = config.train
-    if train.kernels != "none" and train.compile is not False:
-        value = "auto" if train.compile == "auto" else "true"
+    if train.kernels == "liger" and train.compile is True:
         yield _fault(
             "train.kernels",
-            f"train.kernels is {train.kernels} and train.compile is {value}: a compiled layer has "
-            "kernels that torch makes. Set train.kernels to none, or train.compile to false.",
+            "train.kernels is liger and train.compile is true: a compiled layer has kernels that "
+            "torch makes. Set train.kernels to auto, or train.compile to false.",
         )
 
 

@@ -100,6 +100,10 @@ class Accelerator:
         self._is_capped = False
         self._apply_cap()
 
+    @property
+    def has_triton(self) -> bool:
+        return self._runtime.has_triton
+
     def groups(self, dtype: torch.dtype) -> bool:
         return self._runtime.groups(dtype)
 

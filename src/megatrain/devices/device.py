@@ -68,6 +68,10 @@ class Device(Protocol):
     def part_elements(self) -> int:
         """Elements that are worked on at once where memory is to be small: a cache or a kernel."""
 
+    @property
+    def has_triton(self) -> bool:
+        """Whether Triton compiles kernels for it."""
+
     def groups(self, dtype: torch.dtype) -> bool:
         """Return whether products of experts are one kernel: the host need not know of groups."""
 
@@ -202,6 +206,7 @@ class CpuDevice:
     own_memory = False
     answers = True
     integrated = False
+    has_triton = False
     part_elements = PART_ELEMENTS
     free_bytes = 0
 

@@ -96,6 +96,10 @@ class Runtime(Protocol):
     def limit(self, num_bytes: int | None) -> None:
         """Make `empty` and compute fail beyond this many bytes; None: beyond all there are."""
 
+    @property
+    def has_triton(self) -> bool:
+        """Whether Triton compiles kernels for the device."""
+
     def groups(self, dtype: torch.dtype) -> bool:
         """Return whether torch has a kernel for products of groups of rows."""
 
@@ -256,6 +260,10 @@ class TorchRuntime:
         self._limit = num_bytes
         share = 1.0 if num_bytes is None else min(1.0, num_bytes / total)
         self._module.set_per_process_memory_fraction(share, self.device)
+
+    @property
+    def has_triton(self) -> bool:
+        return self.device.type in DRIVEN
 
     def groups(self, dtype: torch.dtype) -> bool:
         if dtype is not torch.bfloat16 or self.device.type not in ("cuda", "xpu"):

@@ -56,7 +56,7 @@ from megatrain.optim.kernel import AdamWScalars, Kernel
 from megatrain.optim.native import NativeKernel, load_kernel
 from megatrain.planning.machine.examination import Examination
 from megatrain.planning.machine.facts import HostFacts, host_facts, profile_path
-from megatrain.planning.machine.profile import EXPERT_WAIT_S, FlopRate, MachineProfile
+from megatrain.planning.machine.profile import EXPERT_WAIT_S, MEASURED, FlopRate, MachineProfile
 from megatrain.progress import Say
 from megatrain.ranks.launcher import join_ranks, local_rank, read_environment
 from megatrain.text import duration
@@ -240,7 +240,7 @@ def measure_rates(
     update_cores = device.placement.update_threads  # as in training
     profile = MachineProfile(
         name=subject.name or facts.processor,
-        source="measured",
+        source=MEASURED,
         ram_bytes=usable,
         dram_bytes_per_s=_dram_rate(kernel, facts.cores),
         update_params_per_s=_update_rate(kernel, update_cores),

@@ -15,6 +15,7 @@ from megatrain.config.sections import LoraSettings
 from megatrain.errors import ConfigError
 from megatrain.planning.catalog.known_models import KnownModel, find_known_model, known_models
 from megatrain.planning.from_config import (
+    fused,
     packs_rows,
     pins_of,
     step_settings_of,
@@ -36,7 +37,7 @@ _SIZE = re.compile(r"(?<![\w.])\d+(\.\d+)?[bm](?![a-z\d])", re.I)
 
 def planned(config: Config, profile: MachineProfile, model: ModelShape, division: Division) -> Plan:
     """Return the plan of a config for a model on a machine."""
-    config = config.decided(packing=packs_rows(config, model))
+    config = fused(config.decided(packing=packs_rows(config, model)), model, profile)
     size = step_size_of(config, profile, model, division=division)
     if size is not None:
         config = config.settled(size.tokens)
@@ -106,6 +107,7 @@ def could_fit(
     micro = config.train.micro_batch_tokens
     shortest = max(config.data.max_length, 0 if micro == "auto" else micro)
     settled = config.decided(packing=packs_rows(config, model)).settled(shortest)
+    settled = fused(settled, model, profile)
     search = Search(
         profile,
         workload_of(settled, model, division, unified=profile.on_host),

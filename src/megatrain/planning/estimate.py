@@ -34,6 +34,7 @@ from megatrain.config.quantities import (
 from megatrain.config.yaml_reader import Document
 from megatrain.errors import ConfigError
 from megatrain.memory.host import free_bytes
+from megatrain.models.liger import INSTALL
 from megatrain.planning.alternatives import alternatives, planned
 from megatrain.planning.catalog.asked_machines import find_machine, is_apple
 from megatrain.planning.catalog.asked_models import shape_for
@@ -137,6 +138,8 @@ class Estimate:
             rows.append(_row("", f"planned with {NO_BF16}; nobody has tried it"))
         if model.weights:
             rows.append(_row("weights", model.weights))
+        if self.plan.workload.kernels == "liger":
+            rows.append(_row("kernels", f"liger, of {INSTALL}"))
         if model.carried_params:
             rows.append(_row("carried", f"{figure(model.carried_params)} parameters besides text"))
         if model.active_params < 0.95 * model.params:

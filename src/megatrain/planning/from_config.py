@@ -6,14 +6,15 @@ Law (tests/planning/test_from_config.py): on one machine, one config has one pla
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatrain.config import Config
 from megatrain.errors import ConfigError
 from megatrain.files import free_disk_bytes
+from megatrain.models.liger import INSTALL, LIGER_FAMILIES, liger_installed
 from megatrain.optim.states import STATES
 from megatrain.planning.levers import LEVERS
-from megatrain.planning.machine.profile import MachineProfile
+from megatrain.planning.machine.profile import MEASURED, MachineProfile
 from megatrain.planning.model.shapes import ModelShape
 from megatrain.planning.ranks.division import SOLE_RANK, Division
 from megatrain.planning.step_size import USUAL, StepSize, choose_step
@@ -42,7 +43,7 @@ def workload_of(
         attn=config.model.attn,
         packed=packs_rows(config, model),
         compiled=compile_choice(config, unified=unified)[0],
-        kernels=config.train.kernels,
+        kernels=config.kernels,
         max_grad_norm=config.train.max_grad_norm,
         projects_twice=config.loss.name != "next_token",
         states=STATES[config.optim.name],
@@ -80,7 +81,7 @@ def step_settings_of(
         router_aux_loss=router_aux_loss,
         on_nonfinite=train.on_nonfinite,
         compile=compile_choice(config, unified=unified)[0],
-        kernels=train.kernels,
+        kernels=config.kernels,
         deterministic=train.deterministic,
         seed=train.seed,
     ).changed(**by_rules | _given(config))
@@ -93,11 +94,52 @@ def compile_choice(config: Config, *, unified: bool) -> tuple[bool, str]:
         return wanted, "set by you"
     if unified:
         return False, "compute is on the CPU"
+    if config.train.kernels == "liger":
+        return False, "layers have Liger's kernels"
     if config.packs:
         return False, "packed documents are attended to alone, which a graph does not do"
     if why := next(filter(None, (lever.why_not_compiled(config) for lever in LEVERS)), ""):
         return False, why
     return True, "fewer passes over memory; the gain is predicted, not measured"
+
+
+def kernels_choice(
+    config: Config, family: str, *, has_triton: bool, installed: bool
+) -> tuple[Literal["none", "liger"], str]:
+    """Return the fused kernels of layers, and why.
+
+    `has_triton`: Triton compiles for the device; `installed`: Liger is, where the run will be.
+    """
+    wanted = config.train.kernels
+    if wanted != "auto":
+        return wanted, "set by you"
+    if not has_triton:
+        return "none", "Triton does not compile for this device"
+    if compile_choice(config, unified=False)[0]:
+        return "none", "compiled layers have kernels that torch makes"
+    if family not in LIGER_FAMILIES:
+        return "none", f"Liger was not shown to compute what {family} does"
+    if not installed:
+        return "none", f"the package liger-kernel is not installed ({INSTALL})"
+    return "liger", (
+        "norms, rotary positions and feed-forward make fewer passes over memory. The last bits are "
+        "not those of train.kernels: none"
+    )
+
+
+def fused(config: Config, model: ModelShape, profile: MachineProfile) -> Config:
+    """Return the config with the kernels that a run on this machine would choose.
+
+    A machine that was measured has the packages of this one. One of the catalog is taken to have
+    all that a run there can use.
+    """
+    kernels, _ = kernels_choice(
+        config,
+        model.family,
+        has_triton=not profile.on_host,
+        installed=profile.source != MEASURED or liger_installed(),
+    )
+    return config.decided(kernels=kernels)
 
 
 def _step_tokens(config: Config) -> int:

@@ -58,7 +58,7 @@ class StepSettings:
     compile: bool = False
     """Let torch compile the layers, those of equal structure once (models/compiled.py)."""
     kernels: Literal["none", "liger"] = "none"
-    """Fused kernels for norms and feed-forward on a device (engine/compute/fused.py)."""
+    """Fused kernels for norms, rotations and feed-forward on a device (engine/compute/fused.py)."""
     deterministic: bool = False
     """Only kernels that give the same bits each time (devices/deterministic.py)."""
     seed: int = 0

@@ -551,6 +551,7 @@ def test_features_that_exist_are_named() -> None:
     assert _migrated("TRL", use_liger_kernel=True).get("train.kernels") == "liger"
     assert _migrated("LLaMA-Factory", enable_liger_kernel=True).get("train.kernels") == "liger"
     assert _migrated("Axolotl", liger_rms_norm=True).get("train.kernels") == "liger"
+    assert _migrated("TRL", use_liger_kernel=False).get("train.kernels") == "none"
     both = _migrated("TRL", use_liger_kernel=True, torch_compile=True)
     assert (both.get("train.kernels"), both.get("train.compile")) == (None, True)
 

@@ -253,7 +253,7 @@ def test_elsewhere_simple_rules_decide(path: Path) -> None:
     plan = plan_of(path)
     assert not plan.knows_time
     assert plan.facts()["predicted"] is None
-    assert plan.settings == step_settings_of(config, unified=True)
+    assert plan.settings == step_settings_of(config.decided(kernels="none"), unified=True)
 
 
 @pytest.mark.merge

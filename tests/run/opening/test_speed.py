@@ -23,12 +23,27 @@ def test_waits_of_experts_and_the_choice_to_compile_are_told(
     device, experts = Accelerator(Simulator()), world_of("mixtral").decoder
     monkeypatch.setattr("megatrain.run.opening.opening.load_kernel", lambda: "a fast one")
     monkeypatch.setattr(Simulator, "groups", lambda simulator, dtype: False)
-    first, second = speed_notes(config, experts, device)
+    first, second, third = speed_notes(config, experts, device)
     assert first.startswith("compile: auto is off: packed documents are attended to alone")
-    assert second.startswith("experts: torch has no kernel for their products on accelerator, so")
-    assert len(speed_notes(config, world_of("llama of 2 layers").decoder, device)) == 1
+    assert second == "kernels: auto is none: Triton does not compile for this device"
+    assert third.startswith("experts: torch has no kernel for their products on accelerator, so")
+    assert len(speed_notes(config, world_of("llama of 2 layers").decoder, device)) == 2
     config = Config(model="m", data="rows.jsonl")
     assert speed_notes(config, experts, CpuDevice()) == []
+
+
+def test_the_choice_of_kernels_is_told_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatrain.run.opening.opening.load_kernel", lambda: "a fast one")
+    monkeypatch.setattr(Simulator, "has_triton", True)
+    device, llama = Accelerator(Simulator()), world_of("llama of 2 layers").decoder
+    (missing,) = speed_notes(Config(model="m", data="rows.jsonl"), llama, device)
+    assert missing.endswith("liger-kernel is not installed (pip install 'megatrain[kernels]')")
+    monkeypatch.setattr("megatrain.run.opening.planned.liger_installed", lambda: True)
+    (chosen,) = speed_notes(Config(model="m", data="rows.jsonl"), llama, device)
+    assert chosen.startswith("kernels: auto is liger: norms, rotary positions and feed-forward")
+    assert chosen.endswith("The last bits are not those of train.kernels: none")
+    given = Config(model="m", data="rows.jsonl", train={"kernels": "none"})
+    assert speed_notes(given, llama, device) == []
 
 
 def test_an_installation_without_a_compiler_is_told_how_updates_become_fast(
@@ -46,8 +61,11 @@ def test_an_installation_without_a_compiler_is_told_how_updates_become_fast(
     ]
 
 
-def test_kernels_that_are_not_here_end_a_run_before_its_data_is_read() -> None:
+def test_kernels_that_are_not_here_end_a_run_before_its_data_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     device = Accelerator(Simulator())
     require_kernels(Config(model="m", data="rows.jsonl"), device)
+    monkeypatch.setattr(Simulator, "has_triton", True)
     with pytest.raises(MissingPackage, match="liger-kernel"):
         require_kernels(Config(model="m", data="rows.jsonl", train={"kernels": "liger"}), device)

@@ -291,7 +291,7 @@ _order = _choice(
 
 def _liger(value: Any, asked: ToolConfig) -> tuple[Any, str]:
     if not value:
-        raise DroppedKey(OFF)
+        return "none", ""
     if asked.get("torch_compile"):
         raise DroppedKey("torch.compile makes its own kernels")
     if asked.get("use_cpu"):

@@ -23,6 +23,8 @@ from megatrain.planning.machine.network import Network
 
 EXPERT_WAIT_S = 1e-4
 """Assumed where experts have no kernel: the queue runs empty, and is filled again."""
+MEASURED = "measured"
+"""The source of a profile of this machine."""
 NOT_MEASURED = "not measured"
 """The source of a profile whose rates mean nothing."""
 

@@ -53,7 +53,7 @@ from megatrain.run.opening.model import (
     open_tokenizer,
 )
 from megatrain.run.opening.pin_commits import Pins, pin_commits
-from megatrain.run.opening.planned import cap_device, plan_run
+from megatrain.run.opening.planned import cap_device, chosen_kernels, plan_run
 from megatrain.run.opening.recipe import decide, make_engine, require_fitting
 from megatrain.run.opening.resumption import (
     LoadedCheckpoint,
@@ -288,6 +288,9 @@ def speed_notes(config: Config, decoder: Decoder, device: Device) -> list[str]:
     notes = []
     if config.train.compile == "auto":
         notes.append(f"compile: auto is {'on' if compiles else 'off'}: {reason}")
+    kernels, reason = chosen_kernels(config, decoder, device)
+    if config.train.kernels == "auto" and device.own_memory:
+        notes.append(f"kernels: auto is {kernels}: {reason}")
     if waits_for_experts(decoder, device, compiles=compiles):
         notes.append(
             f"experts: torch has no kernel for their products on {device.name}, so the host waits "

@@ -20,17 +20,19 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatrain.config import Config
 from megatrain.devices.device import Device
 from megatrain.lanes.trace import Trace
 from megatrain.memory.host import free_bytes, give_back_at_once, peak_resident_bytes, resident_bytes
 from megatrain.models.decoder import Decoder
+from megatrain.models.liger import liger_installed
 from megatrain.models.template import Template
 from megatrain.planning.alternatives import alternatives
 from megatrain.planning.from_config import (
     free_on_disk,
+    kernels_choice,
     pins_of,
     step_settings_of,
     step_size_of,
@@ -81,6 +83,7 @@ def plan_run(
     fits. It is not refused: it ran before. `epoch_tokens` are those of the data: the size of a step
     may depend on them. All `ranks` plan for the least memory that any of them has.
     """
+    config = with_kernels(config, decoder, device)
     division = division_of(ranks)
     machine = as_rank(_machine(config, device, ranks, division), division)
     model = shape_of(decoder, Path(config.model.name_or_path).name)
@@ -115,6 +118,23 @@ def plan_run(
     if not device.own_memory and plan.profile.ram_bytes < TIGHT * plan.ledger.total("host"):
         give_back_at_once()
     return plan if size is None else plan.with_step_reason(size.reason)
+
+
+def with_kernels(config: Config, decoder: Decoder, device: Device) -> Config:
+    """Return the config with the fused kernels that a run on the device has."""
+    return config.decided(kernels=chosen_kernels(config, decoder, device)[0])
+
+
+def chosen_kernels(
+    config: Config, decoder: Decoder, device: Device
+) -> tuple[Literal["none", "liger"], str]:
+    """Return the fused kernels of a run on the device, and why."""
+    return kernels_choice(
+        config,
+        str(decoder.config.model_type),
+        has_triton=device.has_triton,
+        installed=liger_installed(),
+    )
 
 
 def _begun_with(config: Config, found: OpenedCheckpoint | None) -> StepSize | None:
