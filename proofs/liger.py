@@ -169,7 +169,7 @@ def _batch(form: str, step: int) -> MicroBatch:
     row = flat_row(LENGTHS, seed=step)
     if form == "packed":
         return row
-    parts = [part[0] for part in torch.split(row.input_ids, LENGTHS, dim=1)]
+    parts = [part[0] for part in torch.split(row.input_ids, list(LENGTHS), dim=1)]
     ids = nn.utils.rnn.pad_sequence(parts, batch_first=True)
     mask = nn.utils.rnn.pad_sequence([torch.ones_like(p) for p in parts], batch_first=True)
     labels = ids.masked_fill(mask == 0, -100)
