@@ -233,6 +233,10 @@ class Simulator:
     def is_device(self, tensor: Tensor) -> bool:
         return self.kind_of(tensor) == "device"
 
+    @property
+    def allocates(self) -> bool:
+        return False
+
     def register(self, address: int, num_bytes: int) -> None:
         with self.lock:
             self.num_registrations += 1

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatrain.config.value_types import read_device
+from megatrain.devices import runtime as runtime_module
 from megatrain.devices.accelerator import Accelerator, NotDriven, accelerator, find_device
 from megatrain.devices.device import CpuDevice
 from megatrain.devices.runtime import (
@@ -230,10 +231,11 @@ def test_what_the_driver_answers_is_told_in_its_words_and_does_not_stay_pending(
         ("cuda:0", None, ["expandable_segments:True"]),
         ("cuda:0", "PYTORCH_ALLOC_CONF", []),
         ("cuda:0", "PYTORCH_CUDA_ALLOC_CONF", []),
-        ("xpu:0", None, []),
+        ("xpu:0", None, ["pinned_max_cached_size_mb:64"]),
+        ("xpu:0", "PYTORCH_ALLOC_CONF", []),
     ],
 )
-def test_cudas_allocator_extends_its_segments_unless_the_user_has_set_it(
+def test_an_allocator_is_told_what_its_device_needs_unless_the_user_has_set_it(
     device: str, by_user: str | None, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
@@ -271,9 +273,19 @@ def test_memory_of_the_host_is_not_the_devices() -> None:
     ],
 )
 def test_which_cards_have_a_kernel_for_products_of_experts(
-    device: str, capability: tuple[int, int] | None, dtype: torch.dtype, expected: bool
+    device: str,
+    capability: tuple[int, int] | None,
+    dtype: torch.dtype,
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """If torch has one for the type of device, and it runs."""
     runtime = TorchRuntime.__new__(TorchRuntime)
     runtime.device = torch.device(device)
     runtime._module = SimpleNamespace(get_device_capability=lambda device: capability)
+    assert not runtime.groups(dtype), "this torch is for the CPU"
+    monkeypatch.setattr(runtime_module, "has_grouped_kernel", lambda one: one.type != "meta")
+    monkeypatch.setattr(runtime_module, "grouped_products_run", lambda *form: True)
     assert runtime.groups(dtype) is expected
+    monkeypatch.setattr(runtime_module, "grouped_products_run", lambda *form: False)
+    assert not runtime.groups(dtype)

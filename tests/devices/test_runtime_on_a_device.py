@@ -11,8 +11,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 pytest.importorskip("testkit.host_gpu", exc_type=ImportError)
 
+from megatrain.devices import runtime as runtime_module
 from megatrain.devices.accelerator import Accelerator, accelerator
-from megatrain.devices.runtime import PinningFailed, TorchRuntime
+from megatrain.devices.runtime import PinningFailed, TorchRuntime, grouped_products_run
 from megatrain.errors import DeviceFull, NoDevice
 from testkit.host_gpu import control
 from testkit.host_gpu.cudart import pending_error
@@ -162,3 +163,100 @@ def test_only_what_is_refused_is_staged() -> None:
 def test_a_wrong_name_is_an_error_of_ours(name: str) -> None:
     with pytest.raises(NoDevice, match=name):
         accelerator(name)
+
+
+def test_a_driver_that_does_not_tell_free_memory_has_what_torch_has_not_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime = TorchRuntime.find("hostgpu:1")
+    told, known = runtime.free_bytes(), runtime._module.get_device_properties()
+    monkeypatch.setattr(runtime._module, "get_device_properties", lambda device: known)
+
+    def refuses(*_: object) -> None:
+        raise RuntimeError("The device doesn't support querying the available free memory.")
+
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", refuses)
+    assert runtime.free_bytes() == told
+    device = Accelerator(runtime, cap_bytes=64 * MIB)
+    assert device.free_bytes <= 64 * MIB
+    device.close()
+
+
+def test_products_of_groups_are_tried_once_where_torch_has_a_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """hostgpu has none: torch would loop. It can be called all the same."""
+    runtime = TorchRuntime.find("hostgpu:1")
+    grouped_products_run.cache_clear()
+    calls: list[None] = []
+    multiply = torch._grouped_mm
+
+    def counted(*given: Any, **named: Any) -> Any:
+        calls.append(None)
+        return multiply(*given, **named)
+
+    monkeypatch.setattr(torch, "_grouped_mm", counted)
+    assert not runtime.groups(torch.bfloat16)
+    assert not calls
+    monkeypatch.setattr(runtime_module, "has_grouped_kernel", lambda device: True)
+    assert runtime.groups(torch.bfloat16)
+    assert runtime.groups(torch.bfloat16)
+    assert not runtime.groups(torch.float32)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no kernel image"), NotImplementedError("none")])
+def test_a_kernel_of_groups_that_fails_is_not_used(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    runtime = TorchRuntime.find("hostgpu:1")
+    monkeypatch.setattr(runtime_module, "has_grouped_kernel", lambda device: True)
+    monkeypatch.setattr(torch, "_grouped_mm", fails)
+    grouped_products_run.cache_clear()
+    assert not runtime.groups(torch.bfloat16)
+    grouped_products_run.cache_clear()
+
+
+def test_a_full_device_does_not_say_that_it_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(torch, "_grouped_mm", fails)
+    grouped_products_run.cache_clear()
+    with pytest.raises(torch.OutOfMemoryError):
+        grouped_products_run(torch.device("hostgpu:1"), torch.bfloat16)
+
+
+def test_memory_is_allocated_pinned_only_where_none_can_be_registered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not TorchRuntime.find("hostgpu:1").allocates
+    with control.without_registration():
+        runtime = TorchRuntime.find("hostgpu:1")
+        assert runtime.allocates
+        with pytest.raises(PinningFailed, match="torch cannot register host memory for hostgpu"):
+            runtime.register(4096, 4096)
+        device = Accelerator(runtime, "hostgpu:1")
+        arena = device.map_host(5 * MIB + 3, "tape")
+        assert arena.is_pinned()
+        assert arena.data_ptr() % 4096 == 0
+        assert not arena.any()
+        assert device._registry.pieces(arena) == [slice(0, arena.nbytes)]
+        there = device.allocate(arena.nbytes, "tape")
+        arena.random_(0, 256)
+        back = device.map_host(arena.nbytes, "tape")
+        device.copy(there, arena)
+        device.copy(back, there)
+        device.synchronize()
+        assert torch.equal(back, arena)
+        device.unmap_host(back)
+        device.close()
+
+        def rounds(settings: str) -> None:
+            raise RuntimeError(f"Unrecognized key in {settings}")
+
+        monkeypatch.setattr(runtime_module, "set_allocator", rounds)
+        assert not TorchRuntime.find("hostgpu:1").allocates

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -14,15 +15,21 @@ import torch
 import yaml
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from megatrain.errors import DeviceFull
+from megatrain.config import Config
+from megatrain.devices.device import CpuDevice
+from megatrain.devices.pinning import NotPinned
+from megatrain.errors import DeviceFull, DoesNotFit, Interrupted
+from megatrain.memory.kinds import Kind
+from megatrain.run.callbacks import Callback, Control, RunProgress
 from megatrain.run.opening import planned
-from megatrain.run.opening.opening import open_run
+from megatrain.run.opening.opening import open_device, open_run
+from megatrain.run.trainer import Trainer
 from testkit.patience import HANG_S
-from testkit.runs import Setting, State, config_of, run, write_world
+from testkit.runs import Setting, State, config_of, run, state_of, write_world
 
 pytest.importorskip("testkit.host_gpu", exc_type=ImportError)
 
-from testkit.host_gpu import control
+from testkit.host_gpu import control, module
 
 pytestmark = pytest.mark.hostgpu
 
@@ -90,6 +97,112 @@ def test_a_run_repeats_and_resumes_where_kernels_do_if_they_are_asked_to(
     resumed = states("died", resume=True)
     assert same(whole, again) == same(whole, resumed) == deterministic
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+class Fuller(Callback):
+    """Takes most of the device's memory before a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_begin(self, config: Config, state: RunProgress, control: Control, **_: Any) -> None:
+        if state.global_step == self._step - 1:
+            torch.accelerator.synchronize(1)
+            torch.accelerator.empty_cache()
+            module.set_per_process_memory_fraction(16 / 4096, 1)
+
+
+@pytest.mark.merge
+@pytest.mark.parametrize("fits_less", [True, False])
+def test_a_step_in_the_middle_that_no_longer_fits_is_done_again_smaller(
+    tmp_path: Path, fits_less: bool
+) -> None:
+    """The sibling: micro-batches that the config gives stay, and the run ends."""
+    write_world(tmp_path, num_rows=500)
+    setting = Setting(eval_every=None, save_every=2)
+
+    def config(name: str, micro: int | str) -> Config:
+        train = {"steps": 4, "batch_tokens": 8192, "micro_batch_tokens": micro}
+        memory = {"device": "hostgpu:1"}
+        return config_of(tmp_path, tmp_path / name, setting, train=train, memory=memory)
+
+    given = config("fuller", "auto" if fits_less else 8192)
+    with Trainer(given, callbacks=[Fuller(3)]) as trainer:
+        with nullcontext() if fits_less else pytest.raises(DeviceFull):
+            trainer.train()
+        found, micro = state_of(trainer), trainer.plan.settings.micro_batch_tokens
+        assert trainer.state.step == (4 if fits_less else 2)
+    control.start_anew()
+    assert (micro < 8192) == fits_less
+    if fits_less:
+        with pytest.raises(Interrupted):
+            run(config("stopped", "auto"), stop=2)
+        assert same(found, run(config("stopped", micro), resume=True))
+
+
+@pytest.mark.merge
+@pytest.mark.parametrize("told", [True, False])
+def test_a_run_on_a_device_without_registration_allocates_what_is_copied(
+    world: Path, tmp_path: Path, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sibling: where torch would round sizes up, copies go through a ring, with a warning."""
+    if not told:
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", "garbage_collection_threshold:0.9")
+    setting = Setting(tape="host", save_every=None)
+    expected = trained(world, tmp_path / "cpu", setting, "cpu")
+    config = config_of(world, tmp_path / "run", setting, memory={"device": "hostgpu:1"})
+    warned = nullcontext() if told else pytest.warns(NotPinned)
+    with control.without_registration(), control.timed("random"), warned:
+        with Trainer(config) as trainer:
+            trainer.train()
+            found, store = state_of(trainer), trainer.home.store
+        pinned = [store.arena(kind).is_pinned() for kind in (Kind.HI, Kind.GRAD, Kind.LO)]
+    assert pinned == [told, told, False]
+    assert same(found, expected)
+
+
+@pytest.mark.merge
+def test_a_run_in_one_memory_has_the_bits_of_the_cpu_and_resumes(
+    world: Path, tmp_path: Path
+) -> None:
+    setting = Setting(save_every=2)
+    expected = trained(world, tmp_path / "cpu", setting, "cpu")
+    with control.integrated():
+        assert isinstance(open_device(config_of(world, tmp_path, setting)), CpuDevice)
+        with control.timed("random"):
+            found = trained(world, tmp_path / "hostgpu", setting, "hostgpu:1")
+        trained(world, tmp_path / "died", setting, "hostgpu:1", die=5)
+        resumed = trained(world, tmp_path / "died", setting, "hostgpu:1", resume=True)
+    assert same(found, expected)
+    assert same(resumed, expected)
+    plan = json.loads((tmp_path / "hostgpu" / "plan.json").read_text())
+    purposes = {line["purpose"] for line in plan["ledger"]}
+    assert "weight slots" not in purposes
+    assert "device memory" in purposes
+
+
+def test_slots_that_are_given_are_used_in_one_memory_too(world: Path, tmp_path: Path) -> None:
+    with control.integrated():
+        for slots, copies in (("auto", False), (3, True)):
+            memory = {"device": "hostgpu:1", "slots": slots}
+            config = config_of(world, tmp_path / "run", Setting(), memory=memory)
+            assert open_device(config).copying is copies
+
+
+def test_a_run_beyond_the_one_memory_is_refused_before_it_takes_any(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planned, "free_bytes", lambda: 0)
+    monkeypatch.setattr(planned, "resident_bytes", lambda: 64 << 20)
+    config = config_of(world, tmp_path / "run", Setting(), memory={"device": "hostgpu:1"})
+    before = torch.accelerator.memory_allocated(1)
+    with (
+        control.integrated(),
+        pytest.raises(DoesNotFit, match="memory of host and device together"),
+    ):
+        open_run(config)
+    assert torch.accelerator.memory_allocated(1) == before
+    assert control.registered_bytes() == 0
 
 
 @pytest.mark.parametrize("integrated", [True, False])

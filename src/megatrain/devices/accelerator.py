@@ -30,6 +30,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -59,6 +60,7 @@ from megatrain.errors import ConfigError, DeviceFull, NoDevice
 from megatrain.lanes.device_clock import DeviceClock
 from megatrain.lanes.lane import Lane, Stream
 from megatrain.memory.arena import map_arena
+from megatrain.memory.layout import PAGE
 from megatrain.memory.ledger import gib
 from megatrain.memory.placement import Placement, find_placement
 from megatrain.memory.prefault import prefault
@@ -110,7 +112,8 @@ class Accelerator:
     @cached_property
     def placement(self) -> Placement:
         """Decided when it is first asked for: after the cores of a host were divided."""
-        return find_placement(pci_address(self.name))
+        allocate = self._pinned_arena if self._runtime.allocates else None
+        return replace(find_placement(pci_address(self.name)), allocate=allocate)
 
     @property
     def peak_bytes(self) -> int:
@@ -170,9 +173,18 @@ class Accelerator:
             ) from error
 
     def map_host(self, num_bytes: int, purpose: str) -> Tensor:
-        arena = map_arena(purpose, num_bytes, self.placement.copied(num_bytes))
+        if self._runtime.allocates:
+            arena = self._pinned_arena(purpose, num_bytes)
+        else:
+            arena = map_arena(purpose, num_bytes, self.placement.copied(num_bytes))
         self.pin(purpose, arena)
         return arena
+
+    def _pinned_arena(self, name: str, num_bytes: int) -> Tensor:
+        """Return zeros that are pinned from the start, and begin on a page."""
+        memory = self._reachable(num_bytes + PAGE, name)
+        start = -memory.data_ptr() % PAGE
+        return memory[start : start + num_bytes].zero_()
 
     def unmap_host(self, arena: Tensor) -> None:
         tell_kept(self._registry.unregister(arena))
@@ -181,6 +193,9 @@ class Accelerator:
         raise AssertionError("weights are copied into slots")
 
     def pin(self, name: str, arena: Tensor) -> None:
+        if self._runtime.allocates and arena.is_pinned():
+            self._registry.note(arena)
+            return
         prefault(name, arena)
         refusal = self._registry.register(name, arena)
         if refusal is not None:

@@ -4,6 +4,9 @@ An arena is registered in place, in pieces and in parallel: the driver locks eve
 minutes for a terabyte on one core. A copy may not cross from one piece into the next, so copies
 are cut there.
 
+Where torch registers no memory for a device (XPU), arenas are allocated pinned instead
+(accelerator.py), and are one piece each.
+
 Where the system refuses a piece (containers, devices without registration), none that follows is
 tried, and copies of those go through a ring of small pinned buffers: threads move bytes between
 arena and ring while the device moves others. That is correct but slower, and reported once.
@@ -52,6 +55,16 @@ class Registry:
         self._starts: list[int] = []
         self._stops: dict[int, int] = {}
         self._refused: set[int] = set()
+        self._allocated: set[int] = set()
+        """Pieces that are pinned without us."""
+
+    def note(self, arena: Tensor) -> None:
+        """Take an arena that is pinned already: it is one piece, and stays pinned."""
+        start = arena.data_ptr()
+        if start not in self._stops:
+            bisect.insort(self._starts, start)
+            self._stops[start] = start + arena.nbytes
+            self._allocated.add(start)
 
     def register(self, name: str, arena: Tensor) -> PinningFailed | None:
         """Register the arena. Returns the first refusal: not all of it is registered then."""
@@ -125,11 +138,12 @@ class Registry:
 
     def _forget(self, first: int, last: int) -> list[PinningFailed]:
         starts = self._starts[first:last]
-        registered = [start for start in starts if start not in self._refused]
+        registered = [start for start in starts if start not in self._refused | self._allocated]
         del self._starts[first:last]
         for start in starts:
             del self._stops[start]
         self._refused.difference_update(starts)
+        self._allocated.difference_update(starts)
         if not registered:
             return []
         with ThreadPoolExecutor(NUM_THREADS) as threads:  # the driver unlocks every page

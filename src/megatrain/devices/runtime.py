@@ -16,6 +16,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -33,10 +34,12 @@ PINNING_CAUSES = (
     "of the memory, or an IOMMU without room for it"
 )
 TAKEN = "Another engine of this process has pinned it: close that one first"
-NO_WAY = "Nothing helps on such a device"
+NO_WAY = "Torch 2.13 or newer can allocate it pinned, if PYTORCH_ALLOC_CONF is not set"
 DRIVEN = ("cuda", "xpu")
 """The types of torch's own devices that the engine can drive; for torch, ROCm is cuda."""
 _ALREADY_REGISTERED = 712
+_ROUNDED_MIB = 64
+"""Pinned memory up to this size is rounded up, and kept for the next who asks."""
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
@@ -70,10 +73,14 @@ class Runtime(Protocol):
         """Return device memory as uint8. Raises torch.OutOfMemoryError."""
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """Return a little pinned host memory as uint8."""
+        """Return pinned host memory as uint8: a little, or much where the device `allocates`."""
 
     def is_device(self, tensor: Tensor) -> bool:
         """Return whether the tensor is in device memory."""
+
+    @property
+    def allocates(self) -> bool:
+        """Whether large memory is to come from `pinned`, in its exact size: none is registered."""
 
     def register(self, address: int, num_bytes: int) -> None:
         """Pin host memory in place. Raises PinningFailed."""
@@ -134,6 +141,7 @@ class TorchRuntime:
         self._limit: int | None = None
         self._module: Any = torch.get_device_module(device)
         _grow_segments(device)
+        self.allocates = not self._registers and _pins_exactly()
         torch.accelerator.set_device_index(device)
 
     @classmethod
@@ -214,8 +222,12 @@ class TorchRuntime:
     def is_device(self, tensor: Tensor) -> bool:
         return tensor.device.type == self.device.type
 
+    @property
+    def _registers(self) -> bool:
+        return hasattr(self._module, "cudart")
+
     def register(self, address: int, num_bytes: int) -> None:
-        if not hasattr(self._module, "cudart"):
+        if not self._registers:
             raise PinningFailed(f"torch cannot register host memory for {self.device.type}", NO_WAY)
         torch.accelerator.set_device_index(self.device)  # this may be a new thread
         # Flag 0: for the devices of this process, which has one.
@@ -256,7 +268,7 @@ class TorchRuntime:
         return bool(getattr(properties, "is_integrated", False))
 
     def limit(self, num_bytes: int | None) -> None:
-        _, total = torch.accelerator.get_memory_info(self.device)
+        _, total = self._memory_info()
         self._limit = num_bytes
         share = 1.0 if num_bytes is None else min(1.0, num_bytes / total)
         self._module.set_per_process_memory_fraction(share, self.device)
@@ -266,12 +278,13 @@ class TorchRuntime:
         return self.device.type in DRIVEN
 
     def groups(self, dtype: torch.dtype) -> bool:
-        if dtype is not torch.bfloat16 or self.device.type not in ("cuda", "xpu"):
+        if dtype is not torch.bfloat16 or not has_grouped_kernel(self.device):
             return False
-        if self.device.type == "xpu":
-            return True
-        major, _ = self._module.get_device_capability(self.device)
-        return torch.version.hip is None and major in (9, 10)
+        if self.device.type == "cuda":  # where its kernel is a loop that asks the device
+            major, _ = self._module.get_device_capability(self.device)
+            if torch.version.hip is not None or major not in (9, 10):
+                return False
+        return grouped_products_run(self.device, dtype)
 
     # Some layers draw on the host, which decides whether they run. Seeds of both are host work.
 
@@ -298,11 +311,20 @@ class TorchRuntime:
         # What torch's allocator has kept of freed memory is there for who asks next.
         kept = torch.accelerator.memory_reserved(self.device) - allocated
         # An integrated device calls memory taken that holds pages of files, which give way.
-        info = torch.accelerator.get_memory_info(self.device)
+        info = self._memory_info()
         free = kept + (min(host_free_bytes(), info[1]) if self.integrated else int(info[0]))
         if self._limit is None:
             return free
         return max(0, min(free, self._limit - allocated))
+
+    def _memory_info(self) -> tuple[int, int]:
+        """Return the bytes that are free, beside what the allocator keeps, and that there are."""
+        try:
+            free, total = torch.accelerator.get_memory_info(self.device)
+        except RuntimeError:  # drivers of some integrated GPUs do not tell what is free
+            total = self._module.get_device_properties(self.device).total_memory
+            free = total - torch.accelerator.memory_reserved(self.device)
+        return int(free), int(total)
 
     def memory_snapshot(self) -> Any:
         snapshot = getattr(getattr(self._module, "memory", None), "_snapshot", None)
@@ -318,6 +340,46 @@ def _grow_segments(device: torch.device) -> None:
         return
     if not any(name in os.environ for name in _ALLOCATOR_SETTINGS):
         set_allocator("expandable_segments:True")
+
+
+def _pins_exactly() -> bool:
+    """Let torch pin memory in the size that is asked for; return whether it can.
+
+    Settings of the user stay: then it is not told.
+    """
+    if any(name in os.environ for name in _ALLOCATOR_SETTINGS):
+        return False
+    try:
+        set_allocator(f"pinned_max_cached_size_mb:{_ROUNDED_MIB}")
+    except RuntimeError:  # a torch that rounds all sizes up
+        return False
+    return True
+
+
+def has_grouped_kernel(device: torch.device) -> bool:
+    """Return whether torch has a kernel of the device for products of groups of rows.
+
+    Without one it would ask the device for the groups, and loop.
+    """
+    key = {"cuda": "CUDA", "xpu": "XPU"}.get(device.type, "PrivateUse1")
+    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::_grouped_mm", key)
+
+
+@cache
+def grouped_products_run(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether the kernel multiplies two groups of rows, forward and backward."""
+    with torch.enable_grad():
+        rows = torch.zeros(32, 16, dtype=dtype, device=device, requires_grad=True)
+        weights = torch.zeros(2, 16, 16, dtype=dtype, device=device, requires_grad=True)
+        ends = torch.arange(16, 48, 16, dtype=torch.int32, device=device)
+        try:
+            output = torch._grouped_mm(rows, weights, offs=ends)
+            torch.autograd.grad(output, (rows, weights), torch.zeros_like(output))
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError):  # NotImplementedError is one too
+            return False
+    return True
 
 
 def _clear_error(cudart: Any) -> None:

@@ -19,10 +19,12 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from torch import Tensor
 
 from megatrain.memory.host import node_free_bytes, read_system_file
 
@@ -86,6 +88,9 @@ class Placement:
     update_cores: frozenset[int] | None = None
     """Cores of updates; None: any."""
     update_threads: int = 1
+    allocate: Callable[[str, int], Tensor] | None = None
+    """Makes arenas that are copied, by name and bytes, where the device can pin no others; None:
+    they are mapped, and pinned in place."""
 
     def copied(self, num_bytes: int) -> Policy | None:
         """Return the policy of an arena of this size that is copied to or from the device."""

@@ -28,7 +28,7 @@ from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import Extent, Layout, Place, Segment, kind_dtype
 from megatrain.memory.ledger import Ledger, Line
 from megatrain.memory.master import join
-from megatrain.memory.placement import UNPLACED, Placement, Policy
+from megatrain.memory.placement import UNPLACED, Placement
 from megatrain.memory.tier.scratch_file import Scratch, Tier, TierRegions
 
 
@@ -59,9 +59,13 @@ def open_store(layout: Layout, scratch: Scratch | None, placement: Placement = U
         raise
 
 
-def _policy(kind: Kind, num_bytes: int, placement: Placement) -> Policy | None:
-    """Return which NUMA nodes an arena is on: weights and gradients are copied by the device."""
-    return placement.copied(num_bytes) if kind in (Kind.HI, Kind.GRAD) else placement.kept
+def _arena(kind: Kind, num_bytes: int, placement: Placement) -> Tensor:
+    """Return the zeros of a kind, where they belong: the device copies weights and gradients."""
+    if kind not in (Kind.HI, Kind.GRAD):
+        return map_arena(kind.name, num_bytes, placement.kept)
+    if placement.allocate is not None:
+        return placement.allocate(kind.name, num_bytes)
+    return map_arena(kind.name, num_bytes, placement.copied(num_bytes))
 
 
 class Store:
@@ -78,7 +82,7 @@ class Store:
         self.layout = layout
         self.tier = tier
         self._arenas = {
-            kind: map_arena(kind.name, num_bytes, _policy(kind, num_bytes, placement))
+            kind: _arena(kind, num_bytes, placement)
             for kind, num_bytes in layout.kind_bytes.items()
             if kind not in self.on_disk
         }

@@ -334,6 +334,8 @@ def a_cap_is_kept(subject: Subject) -> str:
 class Refusing:
     """A runtime that pins no host memory."""
 
+    allocates = False
+
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
 
