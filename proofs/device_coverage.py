@@ -1,6 +1,6 @@
 """Which lines of the device code run while its tests run on testkit/host_gpu.
 
-    python -m proofs.device_coverage          tests/devices, and what is fast of tests/gpu
+    python -m proofs.device_coverage          tests of devices and documents, the fast ones of gpu
     python -m proofs.device_coverage --all    tests/gpu with all its cases
 
 Prints the share of each module and every line that did not run. Lines of CUDA's own are named
@@ -25,7 +25,14 @@ import pytest
 import megatrain
 
 SOURCE = Path(megatrain.__file__).parent
-MODULES = ("devices/runtime.py", "devices/accelerator.py", "devices/pinning.py")
+MODULES = (
+    "devices/accelerator.py",
+    "devices/deterministic.py",
+    "devices/device.py",
+    "devices/pinning.py",
+    "devices/runtime.py",
+    "models/documents.py",
+)
 OWN = {
     "devices/runtime.py": {
         "facts: Any = torch.cuda.get_device_properties(device)": "where a card is on the bus",
@@ -102,11 +109,12 @@ def faults_of(name: str, path: Path, seen: set[int], own: dict[str, str]) -> lis
 
 def main(words: list[str]) -> int:
     marks = "not gpu" if "--all" in words else "not gpu and not thorough and not night"
-    tests = ["tests/devices", "tests/gpu", "--device", "hostgpu", "-q", "-m", marks]
+    tests = ["tests/devices", "tests/gpu", "tests/models/test_documents.py"]
+    options = ["--device", "hostgpu", "-q", "-m", marks, "-p", "no:cacheprovider"]
     paths = {str(SOURCE / name): name for name in MODULES}
     seen: Lines = defaultdict(set)
     with watching(paths, seen):
-        code = int(pytest.main([*tests, "-p", "no:cacheprovider"]))
+        code = int(pytest.main([*tests, *options]))
     faults = []
     for name in MODULES:
         lines = lines_of(SOURCE / name)
