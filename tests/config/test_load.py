@@ -139,7 +139,7 @@ def test_overrides_replace_what_the_file_says() -> None:
          "override train.\u00b2=3: unknown key train.\u00b2. Known here: epochs, steps, "
          "batch_tokens, batch_rows, micro_batch_tokens, max_grad_norm, "
          "router_aux_loss, seed, on_nonfinite, on_spike, compile, kernels, "
-         "rank_deadline."),
+         "deterministic, rank_deadline."),
         ("=3", "override =3: give key=value, like train.epochs=2."),
         ("train.epoch=2",
          "override train.epoch=2: unknown key train.epoch. Did you mean train.epochs?"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatrain.config import Config, load_config
-from megatrain.devices.accelerator import Accelerator
+from megatrain.devices.accelerator import Accelerator, Coherent
 from megatrain.devices.device import CpuDevice, Device
 from megatrain.disk.hf.model import read_model_folder
 from megatrain.errors import ConfigError
@@ -68,9 +68,10 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def as_train_plans(path: Path, settings: list[str], machine: MachineProfile) -> Plan:
     config = load_config(path, settings)
     model = config.model
-    device: Device = (
-        CpuDevice() if machine.unified else Accelerator(Simulator(integrated=machine.integrated))
-    )
+    device: Device = CpuDevice()
+    if not machine.on_host:
+        kind = Coherent if machine.integrated else Accelerator
+        device = kind(Simulator(integrated=machine.integrated))
     read = read_model_folder(
         model.name_or_path,
         dtype=model.dtype,
@@ -209,7 +210,7 @@ def test_memory_that_a_config_allows_is_all_there_is(
         str(config_for(tmp_path, "llama")), ["memory.ram=3GiB", "memory.vram=2GiB"]
     ).plan
     assert plan.profile.ram_bytes == 3 * GIB
-    assert plan.profile.device_bytes == (0 if machine.unified else 2 * GIB)
+    assert plan.profile.device_bytes == (0 if machine.on_host else 2 * GIB)
 
 
 def test_a_disk_is_used_only_if_it_is_named_and_as_much_of_it_as_is_free(tmp_path: Path) -> None:

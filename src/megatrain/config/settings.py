@@ -133,14 +133,14 @@ class Config(Section):
         kernels: Literal["none", "liger"] | None = None,
     ) -> Config:
         """Return the config with these choices where it has `auto`; None leaves it open."""
-        data, optim, train = dict(self.data), dict(self.optim), dict(self.train)
+        changed: dict[str, Any] = {}
         if self.data.packing == "auto" and packing is not None:
-            data["packing"] = packing
+            changed["data"] = self.data.model_copy(update={"packing": packing})
         if self.optim.learning_rate == "auto" and learning_rate is not None:
-            optim["learning_rate"] = learning_rate
+            changed["optim"] = self.optim.model_copy(update={"learning_rate": learning_rate})
         if self.train.kernels == "auto" and kernels is not None:
-            train["kernels"] = kernels
-        return Config.model_validate({**dict(self), "data": data, "optim": optim, "train": train})
+            changed["train"] = self.train.model_copy(update={"kernels": kernels})
+        return self.model_copy(update=changed)
 
     @property
     def run_dir(self) -> str:

@@ -159,7 +159,7 @@ def _machine(config: Config, device: Device, ranks: Ranks, division: Division) -
     The memory is that of the host, and what Python holds that of one of its ranks.
     """
     found, free_now = measured_profile(), device.free_bytes
-    if found is None or found.unified == device.own_memory:
+    if found is None or found.on_host == device.own_memory:
         found = unmeasured(ram_bytes=1, base_bytes=0, device_bytes=free_now)
     elif device.own_memory:  # others may have taken of it since it was measured
         found = found.changed(device_bytes=min(found.device_bytes, free_now))
@@ -181,7 +181,7 @@ def _machine(config: Config, device: Device, ranks: Ranks, division: Division) -
         device_bytes=room.device_bytes,
         disk_bytes=room.disk_bytes,
         integrated=device.integrated,
-        unified=found.unified or (device.integrated and not device.copying),
+        unified=not device.copying if device.integrated else found.unified,
     )
     return with_reserve(within(with_one_budget(now), config))
 
