@@ -13,10 +13,12 @@ RELATIVE, the tolerance of Liger's own tests of convergence in fp32 (1e-4 for so
 and the norms of gradients likewise; packed (one flat row of documents, each attended to alone) and
 not (rows that are padded). The result also tells which modules have kernels.
 
-The interpreter runs the source of the kernels on the CPU. Two things of a GPU it does not have: the
-inverse root and the hyperbolic tangent of the device's library, which are Triton's own here, and
-numbers with a point as arguments of a kernel, which it leaves as Python's. It cannot show what
-compiled kernels do: registers, launches, bf16 (its bf16 is not a card's), speed.
+The kernels' own source runs by Triton's interpreter in the first COMPARED steps of each run, and
+every launch is compared there with the same sums in torch (liger_interpreted.py), which stand in
+for the kernels in later steps: the interpreter takes a second for a step of a few tokens. Two
+things of a GPU it does not have: the inverse root and the hyperbolic tangent of the device's
+library, which are Triton's own here, and numbers with a point as arguments of a kernel. It
+cannot show what compiled kernels do: registers, launches, bf16 (its bf16 is not a card's), speed.
 """
 
 from __future__ import annotations
@@ -45,9 +47,10 @@ from megatrain.devices.device import CpuDevice
 from megatrain.engine.compute.fused import use_liger
 from megatrain.errors import ConfigError
 from megatrain.models.documents import BY_DOCUMENT
-from megatrain.models.liger import LIGER_FAMILIES
 from megatrain.optim.adamw import AdamW
+from megatrain.planning.from_config import LIGER_FAMILIES
 from proofs import liger_interpreted
+from proofs.liger_interpreted import Launches
 from testkit.engines import make_engine
 from testkit.families import FAMILIES, save_tiny, tiny_model
 from testkit.plain import flat_row
@@ -55,11 +58,12 @@ from testkit.plain import flat_row
 RELATIVE = 1e-5
 """Of a loss, and of a gradient's norm: the strictest of Liger's own tests of convergence."""
 SMALLER: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "sliding_window": 3,
 }  # fmt: skip
-"""The interpreter takes milliseconds for a row of a norm."""
 LENGTHS = (4, 2)
+COMPARED = 1
+"""Steps whose launches the interpreter runs."""
 
 
 class _Interpreted(CpuDevice):
@@ -76,12 +80,12 @@ def main() -> None:
     options = parser.parse_args()
     logging.set_verbosity_error()
     torch.set_num_threads(1)
-    liger_interpreted.prepare()
+    launches = liger_interpreted.prepare()
     known = import_module("liger_kernel.transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN
     families = options.families or sorted(set(known) & set(FAMILIES))
     began, found = time.monotonic(), {}
     for family in families:
-        found[family] = _family(family, options.steps)
+        found[family] = _family(family, options.steps, launches)
         print(f"{family}: {json.dumps(found[family])}", file=sys.stderr, flush=True)
     shown = {family for family, facts in found.items() if facts.get("within")}
     wrong = sorted(set(families) & LIGER_FAMILIES - shown)
@@ -89,6 +93,8 @@ def main() -> None:
         "families": found,
         "steps": options.steps,
         "tolerance": RELATIVE,
+        "compared_kernels": launches.compared,
+        "interpreted_only": sorted(launches.alone),
         "shown": sorted(shown),
         "listed_and_not_shown": wrong,
         "seconds": round(time.monotonic() - began),
@@ -97,7 +103,7 @@ def main() -> None:
     sys.exit(bool(wrong))
 
 
-def _family(family: str, num_steps: int) -> dict[str, Any]:
+def _family(family: str, num_steps: int, launches: Launches) -> dict[str, Any]:
     """Return what the kernels of a family are, and how far its losses are from the eager ones."""
     changes = {key: value for key, value in SMALLER.items() if _takes(family, key)}
     try:
@@ -107,7 +113,7 @@ def _family(family: str, num_steps: int) -> dict[str, Any]:
             forms = ("packed", "padded") if family in BY_DOCUMENT else ("padded",)
             for form in forms:
                 eager, fused = (
-                    _trained(Path(folder), form, kernels, num_steps)
+                    _trained(Path(folder), form, kernels, num_steps, launches)
                     for kernels in ("none", "liger")
                 )
                 facts[form] = {
@@ -141,7 +147,7 @@ def _patched(family: str, changes: dict[str, Any]) -> dict[str, int]:
 
 
 def _trained(
-    folder: Path, form: str, kernels: str, num_steps: int
+    folder: Path, form: str, kernels: str, num_steps: int, launches: Launches
 ) -> tuple[list[float], list[float]]:
     """Return the losses and the norms of gradients of some steps on new rows each."""
     home = load_model(folder, dtype="fp32")
@@ -157,6 +163,7 @@ def _trained(
     ):  # fmt: skip
         warnings.simplefilter("ignore")
         for step in range(num_steps):
+            launches.compares = step < COMPARED
             result = engine.step([_batch(form, step)])
             assert result.loss is not None
             assert result.grad_norm is not None

@@ -34,14 +34,13 @@ from megatrain.config.quantities import (
 from megatrain.config.yaml_reader import Document
 from megatrain.errors import ConfigError
 from megatrain.memory.host import free_bytes
-from megatrain.models.liger import INSTALL
 from megatrain.planning.alternatives import alternatives, planned
 from megatrain.planning.catalog.asked_machines import find_machine, is_apple
 from megatrain.planning.catalog.asked_models import shape_for
 from megatrain.planning.catalog.known_models import known_models
 from megatrain.planning.catalog.networks import NETWORKS, find_network
 from megatrain.planning.catalog.reference_machines import MACHINES, ReferenceMachine
-from megatrain.planning.from_config import free_on_disk, within
+from megatrain.planning.from_config import INSTALL, free_on_disk, within
 from megatrain.planning.longest import LONGEST_ROW
 from megatrain.planning.machine.examination import kept_examination
 from megatrain.planning.machine.profile import MachineProfile

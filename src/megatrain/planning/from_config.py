@@ -5,13 +5,13 @@ Law (tests/planning/test_from_config.py): on one machine, one config has one pla
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 from megatrain.config import Config
 from megatrain.errors import ConfigError
 from megatrain.files import free_disk_bytes
-from megatrain.models.liger import INSTALL, LIGER_FAMILIES, liger_installed
 from megatrain.optim.states import STATES
 from megatrain.planning.levers import LEVERS
 from megatrain.planning.machine.profile import MEASURED, MachineProfile
@@ -23,6 +23,17 @@ from megatrain.step.settings import StepSettings
 
 USUAL_TOKENS = 8192
 """Tokens of a micro-batch where nothing is known about the machine."""
+LIGER_FAMILIES = frozenset(
+    """
+    exaone4 gemma gemma2 gemma3_text glm4 granite hunyuan_v1_dense llama ministral mistral olmo2
+    olmo3 phi3 qwen2 qwen3 smollm3
+    """.split()  # noqa: SIM905
+)
+"""Families in which Liger's kernels have losses and gradients of the model's own code, within the
+tolerance of its own tests, packed or not: `python -m proofs.liger` shows it with the package.
+Mixtures of experts are not among them: their groups have kernels of their own (models/experts.py).
+"""
+INSTALL = "pip install 'megatrain[kernels]'"
 
 
 def workload_of(
@@ -101,6 +112,11 @@ def compile_choice(config: Config, *, unified: bool) -> tuple[bool, str]:
     if why := next(filter(None, (lever.why_not_compiled(config) for lever in LEVERS)), ""):
         return False, why
     return True, "fewer passes over memory; the gain is predicted, not measured"
+
+
+def liger_installed() -> bool:
+    """Return whether Liger and the compiler of its kernels are installed here."""
+    return all(find_spec(name) is not None for name in ("liger_kernel", "triton"))
 
 
 def kernels_choice(

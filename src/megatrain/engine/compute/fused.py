@@ -32,9 +32,9 @@ from transformers import PreTrainedModel
 from megatrain.devices.device import Device
 from megatrain.errors import ConfigError, MissingPackage
 from megatrain.models.experts import has_experts
-from megatrain.models.liger import INSTALL, liger_installed
 from megatrain.models.multimodal import text_part
 
+_PACKAGE = "liger_kernel.transformers"
 _ACTIVATIONS = {"swiglu": ("silu", "swish"), "geglu": ("gelu_pytorch_tanh",)}
 """Activations that Liger's feed-forward kernels compute, by its names of the kernels."""
 _OURS = ("cross_entropy", "fused_linear_cross_entropy")
@@ -48,11 +48,13 @@ def require_liger(device: Device) -> None:
             f"train.kernels is liger: its kernels do not run on {device.name}. Set train.kernels "
             "to auto, or memory.device to an accelerator that Triton compiles for."
         )
-    if not liger_installed():
+    try:
+        import_module(_PACKAGE)
+    except ImportError as error:
         raise MissingPackage(
-            "train.kernels is liger, but the package liger-kernel is not installed. Install it "
-            f"({INSTALL}), or set train.kernels to auto"
-        )
+            f"train.kernels is liger, but the package liger-kernel cannot be imported: {error}. "
+            "Install it (pip install 'megatrain[kernels]'), or set train.kernels to auto"
+        ) from error
 
 
 def use_liger(model: PreTrainedModel, device: Device) -> None:
@@ -61,7 +63,7 @@ def use_liger(model: PreTrainedModel, device: Device) -> None:
     Raises what `require_liger` does, and ConfigError if Liger has none for the family.
     """
     require_liger(device)
-    liger = import_module("liger_kernel.transformers")
+    liger = import_module(_PACKAGE)
     before = _own_forwards(model)
     with _transformers_restored() as replaced:
         liger._apply_liger_kernel_to_instance(model=model, **_wanted(model))

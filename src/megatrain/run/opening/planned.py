@@ -27,12 +27,12 @@ from megatrain.devices.device import Device
 from megatrain.lanes.trace import Trace
 from megatrain.memory.host import free_bytes, give_back_at_once, peak_resident_bytes, resident_bytes
 from megatrain.models.decoder import Decoder
-from megatrain.models.liger import liger_installed
 from megatrain.models.template import Template
 from megatrain.planning.alternatives import alternatives
 from megatrain.planning.from_config import (
     free_on_disk,
     kernels_choice,
+    liger_installed,
     pins_of,
     step_settings_of,
     step_size_of,
