@@ -124,7 +124,7 @@ def test_rows_with_and_without_preferences_do_not_mix(tmp_path: Path) -> None:
 def test_the_plan_leaves_room_for_both_answers(tmp_path: Path, packing: bool) -> None:
     config = _config(_pairs(tmp_path / "a.jsonl", 50), packing=packing, max_length=64)
     rows = gather(config, byte_tokenizer())
-    needed = tokens_together(rows.train, packing=packing)
+    needed = tokens_together(rows.train, one_row=packing)
     assert needed > 64
     planned = with_room(config, rows)
     assert planned.data.max_length == needed

@@ -261,7 +261,7 @@ def with_room(config: Config, rows: TrainingRows) -> Config:
     if rows.preferences is None:
         return config
     length, packing, train = config.data.max_length, config.packs, config.train
-    needed = max(tokens_together(part, packing=packing) for part in (rows.train, *rows.held))
+    needed = max(tokens_together(part, one_row=packing) for part in (rows.train, *rows.held))
     for key in ("micro_batch_tokens", "batch_tokens"):
         if isinstance(given := getattr(train, key), int) and train.batch_rows is None:
             check_room(given, needed, f"train.{key}")

@@ -49,9 +49,11 @@ def packing_family(config: PreTrainedConfig) -> str:
 
 
 def packs_flat(config: PreTrainedConfig, *, compiles: bool) -> bool:
-    """Return whether a packed micro-batch is one row, of rows of any lengths."""
-    flash = is_flash_attention_requested(text_part(config))
-    return flash or attends_by_document(config, compiles=compiles)
+    """Return whether a micro-batch is one row, of rows of any lengths, packed or not."""
+    text = text_part(config)
+    if is_flash_attention_requested(text):
+        return why_mixed(packing_family(config), "flash_attention_2") is None
+    return attends_by_document(config, compiles=compiles)
 
 
 def why_mixed(model_type: str, attn: str = "auto") -> str | None:

@@ -27,6 +27,7 @@ from testkit.made_documents import SPAN, MadeDocuments, documents_in
 LAYOUTS = [
     {"packing": True, "flat": True},
     {"packing": True, "flat": False},
+    {"packing": False, "flat": True},
     {"packing": False, "flat": False},
 ]
 Lengths = st.lists(st.tuples(st.integers(2, 32), st.integers(2, 32)), min_size=1, max_size=60)
@@ -153,14 +154,24 @@ def test_a_position_among_single_documents_is_no_position_among_pairs() -> None:
         _steps(documents, _answers(documents)).position(alone.state(Position()))
 
 
-@pytest.mark.parametrize(("packing", "needed"), [(True, 41), (False, 62)])
-def test_answers_that_fit_no_micro_batch_together_are_refused(packing: bool, needed: int) -> None:
+@pytest.mark.parametrize(
+    ("layout", "needed"),
+    [
+        ({"packing": True, "flat": False}, 41),
+        ({"packing": False, "flat": True}, 41),
+        ({"packing": False, "flat": False}, 62),
+    ],
+    ids=str,
+)
+def test_answers_that_fit_no_micro_batch_together_are_refused(
+    layout: dict[str, bool], needed: int
+) -> None:
     documents = _pairs([(5, 5), (10, 31), (25, 15)])
-    assert tokens_together(documents, packing=packing) == needed
+    assert tokens_together(documents, one_row=any(layout.values())) == needed
     room: dict[str, Any] = {"batch_tokens": needed, "micro_batch_tokens": needed}
-    assert len(_epoch(_steps(documents, _answers(documents), packing=packing, **room))) > 1
+    assert len(_epoch(_steps(documents, _answers(documents), **layout, **room))) > 1
     with pytest.raises(ConfigError, match=rf"need up to {needed} tokens.*Raise it to {needed}"):
-        _steps(documents, _answers(documents), packing=packing, micro_batch_tokens=needed - 1)
+        _steps(documents, _answers(documents), **layout, micro_batch_tokens=needed - 1)
 
 
 def test_a_mixture_of_held_out_pairs_keeps_rows_whole() -> None:

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from megatrain.batch import MicroBatch, check_batch
 from megatrain.data.steps.micro_batches import micro_batches
 from megatrain.data.steps.packing import pack
+from megatrain.models.documents import attending
 from testkit.made_documents import SPAN, MadeDocuments, real_tokens
 
 _LENGTHS = st.lists(st.integers(2, 32), min_size=1, max_size=40)
@@ -65,9 +66,12 @@ def test_no_micro_batch_is_too_large(
     assert max(micro.input_ids.numel() for micro in made) <= most
 
 
-@given(lengths=_LENGTHS, flat=st.booleans())
-def test_positions_start_anew_at_each_document(lengths: list[int], flat: bool) -> None:
-    _, made = _made(lengths, packing=True, flat=flat)
+@given(lengths=_LENGTHS, layout=st.sampled_from([(True, True), (True, False), (False, True)]))
+def test_positions_start_anew_at_each_document(
+    lengths: list[int], layout: tuple[bool, bool]
+) -> None:
+    packing, flat = layout
+    _, made = _made(lengths, packing, flat=flat)
     for micro in made:
         assert micro.attention_mask is None
         assert micro.position_ids is not None
@@ -75,12 +79,13 @@ def test_positions_start_anew_at_each_document(lengths: list[int], flat: bool) -
         assert (micro.labels[micro.position_ids == 0] == -100).all()
 
 
-@given(lengths=_LENGTHS, most=st.integers(32, 200))
+@given(lengths=_LENGTHS, packing=st.booleans(), most=st.integers(32, 200))
 def test_flat_micro_batches_are_one_row_and_no_two_could_be_one(
-    lengths: list[int], most: int
+    lengths: list[int], packing: bool, most: int
 ) -> None:
-    _, made = _made(lengths, packing=True, most=most, flat=True)
+    _, made = _made(lengths, packing, most=most, flat=True)
     assert all(len(micro.input_ids) == 1 for micro in made)
+    assert sum(micro.input_ids.numel() for micro in made) == sum(lengths), "no padding"
     sizes = sorted(micro.num_tokens for micro in made)
     assert len(sizes) == 1 or sizes[0] + sizes[1] > most
 
@@ -126,6 +131,22 @@ def test_packed_documents_do_not_see_each_other(attention: str) -> None:
                 assert torch.allclose(packed[row, begin:end], alone, atol=1e-5)
                 if begin > 0:
                     assert not torch.allclose(mixed[row, begin:end], alone, atol=1e-3)
+
+
+@torch.no_grad()
+def test_rows_that_are_laid_flat_have_the_bits_of_each_row_alone() -> None:
+    model = _model("sdpa")
+    _, (micro,) = _made([9, 7, 16, 11], packing=False, flat=True)
+    documents, ids = micro.packed_documents(), micro.input_ids % 127
+    assert documents is not None
+    assert documents.lengths == (16, 11, 9, 7)
+    with attending(documents):
+        flat = model(ids, position_ids=micro.position_ids, use_cache=False).logits[0]
+    mixed = model(ids, use_cache=False).logits[0]
+    for begin, end in pairwise(documents.bounds.tolist()):
+        alone = model(ids[:, begin:end], use_cache=False).logits[0]
+        assert torch.equal(flat[begin:end], alone)
+        assert torch.equal(mixed[begin:end], alone) is (begin == 0)
 
 
 def test_padding_is_masked_and_not_counted() -> None:

@@ -54,15 +54,15 @@ def references_of(engine: Engine, documents: Documents, ranks: Ranks = ALONE) ->
         ranks,
         micro_batch_tokens=MICRO,
         pass_tokens=3 * MICRO,
-        packing=True,
+        one_row=True,
         pad_id=0,
     )
 
 
-@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("one_row", [True, False])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_they_are_those_of_the_resident_model_bit_for_bit(
-    dtype: Literal["fp32", "bf16"], packing: bool, tmp_path: Path
+    dtype: Literal["fp32", "bf16"], one_row: bool, tmp_path: Path
 ) -> None:
     torch_dtype = torch.float32 if dtype == "fp32" else torch.bfloat16
     save_tiny(tmp_path, "llama", torch_dtype)
@@ -74,13 +74,13 @@ def test_they_are_those_of_the_resident_model_bit_for_bit(
             ALONE,
             micro_batch_tokens=MICRO,
             pass_tokens=100,
-            packing=packing,
+            one_row=one_row,
             pad_id=0,
         )
     plain = load_plain(tmp_path, torch_dtype).eval()
     expected = np.zeros(len(LENGTHS), dtype=np.float32)
-    for group in document_groups(documents, MICRO, packing=packing):
-        micro = laid_out(group, documents, packing=packing, pad_id=0)
+    for group in document_groups(documents, MICRO, one_row=one_row):
+        micro = laid_out(group, documents, one_row=one_row, pad_id=0)
         with torch.no_grad():
             logprobs = plain_logprobs(plain, micro)
         for place, number in enumerate(group):
@@ -116,14 +116,14 @@ def test_ranks_share_the_work_and_have_the_same_bits(size: int) -> None:
         assert found.tobytes() == alone.tobytes()
 
 
-@pytest.mark.parametrize("packing", [True, False])
-def test_every_document_is_in_one_micro_batch_that_fits(packing: bool) -> None:
+@pytest.mark.parametrize("one_row", [True, False])
+def test_every_document_is_in_one_micro_batch_that_fits(one_row: bool) -> None:
     documents = Drawn()
-    groups = list(document_groups(documents, MICRO, packing=packing))
+    groups = list(document_groups(documents, MICRO, one_row=one_row))
     assert sorted(np.concatenate(groups)) == list(range(len(LENGTHS)))
     for group in groups:
         lengths = documents.lengths[group]
-        assert (lengths.sum() if packing else len(group) * lengths.max()) <= MICRO
+        assert (lengths.sum() if one_row else len(group) * lengths.max()) <= MICRO
 
 
 def test_documents_are_known_by_their_tokens_and_masks() -> None:

@@ -72,10 +72,13 @@ def joined_answers(parts: Sequence[PairedAnswers]) -> PairedAnswers:
     )
 
 
-def tokens_together(documents: Documents, *, packing: bool) -> int:
-    """Return the tokens that a micro-batch must hold for the longest row, padding counted."""
+def tokens_together(documents: Documents, *, one_row: bool) -> int:
+    """Return the tokens that a micro-batch must hold for the longest row, padding counted.
+
+    `one_row`: both answers are in one row, flat or packed.
+    """
     lengths = documents.lengths.reshape(-1, PER_ROW)
-    needed = lengths.sum(1) if packing else PER_ROW * lengths.max(1)
+    needed = lengths.sum(1) if one_row else PER_ROW * lengths.max(1)
     return int(needed.max(initial=0))
 
 

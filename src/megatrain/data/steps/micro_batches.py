@@ -1,16 +1,16 @@
 """Rows of documents as the tensors of a step.
 
-Packed rows never have padding. Where a model attends to each document alone, the packed rows of a
-micro-batch are laid one after the other as one flat row, whatever their lengths, and few
+Where a model attends to each document alone, the rows of a micro-batch, packed or not, are laid one
+after the other as one flat row, whatever their lengths: there is no padding and no mask, and few
 micro-batches are needed. Other models keep documents apart by position ids, which they read only
-where there is no attention mask: then packed rows share a micro-batch only if equally long. Rows
-of one document each are padded on the right to the longest of their micro-batch; rows of like
-length go together. The two answers of a row of preferences (answers.py) are two such rows, or
-neighbors in a packed one.
+where there is no attention mask: then packed rows share a micro-batch only if equally long. Their
+rows of one document each are padded on the right to the longest of their micro-batch; rows of like
+length go together. The two answers of a row of preferences (answers.py) are neighbors in a flat or
+packed row, or two padded ones.
 
 Laws (tests/data/steps/test_micro_batches.py)
     1. Every token of every document is there once; labels are its trained tokens but the first.
-    2. A packed micro-batch of a model that packs flat is one row.
+    2. A micro-batch of a model that packs flat is one row, without padding.
     3. No micro-batch holds more than `micro_batch_tokens`, padding counted.
 """
 
@@ -45,30 +45,30 @@ def micro_batches(
 
     `sources` has the number of each document's source, if micro-batches are to tell them apart.
 
-    `flat`: packed rows of any lengths are one row, `isolation.packs_flat`. Without packing the
+    `flat`: rows of any lengths are one row, `isolation.packs_flat`. Else, without packing, the
     documents of a row, if they are several, are as many rows of one micro-batch.
     """
-    if not packing:
-        widest = [int(documents.lengths[row].max()) for row in rows]
-        groups = _groups(widest, micro_batch_tokens, height=len(rows[0]) if rows else 1)
-        made = [[rows[number] for number in group] for group in groups]
-        return [_padded(group, documents, pad_id, answers, sources) for group in made]
     lengths = [int(documents.lengths[row].sum()) for row in rows]
     if flat:
         laid = pack(lengths, micro_batch_tokens)
         one_row = [np.concatenate([rows[number] for number in group]) for group in laid]
         return [_packed([row], documents, answers, sources) for row in one_row]
+    if not packing:
+        widest = [int(documents.lengths[row].max()) for row in rows]
+        groups = _groups(widest, micro_batch_tokens, height=len(rows[0]) if rows else 1)
+        made = [[rows[number] for number in group] for group in groups]
+        return [_padded(group, documents, pad_id, answers, sources) for group in made]
     groups = _groups(lengths, micro_batch_tokens, equal=True)
     made = [[rows[number] for number in group] for group in groups]
     return [_packed(group, documents, answers, sources) for group in made]
 
 
-def laid_out(numbers: Indices, documents: Documents, *, packing: bool, pad_id: int) -> MicroBatch:
-    """Return these documents as one micro-batch, in their order: a packed row, or a row for each.
+def laid_out(numbers: Indices, documents: Documents, *, one_row: bool, pad_id: int) -> MicroBatch:
+    """Return these documents as one micro-batch, in their order: in one row, or a row for each.
 
     It says to which document each position belongs, as for answers.
     """
-    if packing:
+    if one_row:
         return _packed([numbers], documents, PairedAnswers())
     return _padded([numbers], documents, pad_id, PairedAnswers())
 

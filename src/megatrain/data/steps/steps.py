@@ -59,7 +59,7 @@ class Steps:
     ) -> None:
         """Give one of `batch_tokens` and `batch_rows`. Without `shuffle` packing keeps order.
 
-        `flat`: a packed micro-batch is one row (micro_batches.py). `answers`: the documents are the
+        `flat`: a micro-batch is one row (micro_batches.py). `answers`: the documents are the
         answers of preferences, two for each row. `sources`: as in micro_batches.py. Raises
         ConfigError if sizes do not fit into each other.
         """
@@ -72,7 +72,7 @@ class Steps:
                 "and a micro-batch in a step"
             )
         if answers is not None:
-            check_room(micro_batch_tokens, tokens_together(documents, packing=packing))
+            check_room(micro_batch_tokens, tokens_together(documents, one_row=packing or flat))
         self.documents = documents
         self.answers = answers
         self._sources = sources

@@ -40,6 +40,7 @@ from megatrain.engine.engine import Engine
 from megatrain.errors import DataError
 from megatrain.memory.kinds import Kind
 from megatrain.memory.store import Store
+from megatrain.models.isolation import packs_flat
 from megatrain.planning.levers import CHANGE_FORWARD
 from megatrain.progress import token_progress
 from megatrain.ranks.ranks import ALONE, Ranks
@@ -106,11 +107,13 @@ def _cached(
 ) -> References:
     """Return the references from the cache, or compute and keep them there."""
     model, data, tokens = config.model, config.data, config.step_tokens
+    flat = packs_flat(home.decoder.config, compiles=settings.compile)
+    one_row = config.packs or flat
     facts = (
         torch.__version__,
         engine.device.name.partition(":")[0],
         home.decoder.config.to_json_string(use_diff=False),
-        (model.dtype, model.attn, config.packs, data.max_length),
+        (model.dtype, model.attn, one_row, data.max_length),
         {name: getattr(settings, name) for name in _CHANGE_BITS},
     )
     key = digest_of([known, weights_digest(home.store, ranks), repr(facts)])
@@ -124,7 +127,7 @@ def _cached(
         ranks,
         micro_batch_tokens=data.max_length,
         pass_tokens=tokens or data.max_length,
-        packing=config.packs,
+        one_row=one_row,
         pad_id=pad_id,
     )
     if kept is None:
@@ -145,7 +148,7 @@ def compute_references(
     *,
     micro_batch_tokens: int,
     pass_tokens: int,
-    packing: bool,
+    one_row: bool,
     pad_id: int,
 ) -> References:
     """Return the log-probability of each document's trained tokens under the engine's model.
@@ -153,7 +156,7 @@ def compute_references(
     `pass_tokens` go through the model at a time. All ranks call it; each computes its share.
     """
     result = np.zeros(len(documents.lengths), dtype=np.float32)
-    groups = list(document_groups(documents, micro_batch_tokens, packing=packing))
+    groups = list(document_groups(documents, micro_batch_tokens, one_row=one_row))
     per_rank = max(1, pass_tokens // micro_batch_tokens // ranks.owner.size)
     owner, stride = ranks.owner, per_rank * ranks.owner.size
     total = int(documents.lengths.sum())
@@ -163,7 +166,7 @@ def compute_references(
             own = now[owner.rank :: owner.size]
             # A rank without a share goes through the model too: all of them move its blocks.
             mine = own or now[:1]
-            batch = [laid_out(docs, documents, packing=packing, pad_id=pad_id) for docs in mine]
+            batch = [laid_out(docs, documents, one_row=one_row, pad_id=pad_id) for docs in mine]
             logprobs = engine.logprobs(batch)
             sums = [document_sums(*found) for found in zip(batch, logprobs, strict=True)]
             said = ranks.agree({"sums": sums if own else []})
@@ -175,7 +178,7 @@ def compute_references(
 
 
 def document_groups(
-    documents: Documents, micro_batch_tokens: int, *, packing: bool
+    documents: Documents, micro_batch_tokens: int, *, one_row: bool
 ) -> Iterator[Indices]:
     """Yield the documents of each micro-batch: those of like length together, the longest first."""
     order = np.argsort(-documents.lengths, kind="stable")
@@ -183,11 +186,11 @@ def document_groups(
     for place, number in enumerate(order):
         length = int(documents.lengths[number])
         width = int(documents.lengths[order[first]])
-        needed = tokens + length if packing else (place - first + 1) * width
+        needed = tokens + length if one_row else (place - first + 1) * width
         if place > first and needed > micro_batch_tokens:
             yield order[first:place]
             first, needed = place, length
-        tokens = needed if packing else 0
+        tokens = needed if one_row else 0
     yield order[first:]
 
 
