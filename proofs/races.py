@@ -2,12 +2,12 @@
 
     python -m proofs.races [--json] [--count 10000] [--first 0] [--seconds 36000]
 
-A case is a function of its number: one of six tiny families, precision, update policy, places of
-tape, weights and moments, micro-batches (plain, padded or packed), full rows or tiles, registered
-or staged copies, and when the device does what it was given: as late as it may, at once, or at any
-time in between. Bits must be those of the reference, no two streams or threads may touch a byte
-unordered, nothing may be freed while in use, and in a second step of the same shapes no lane may
-wait for the device.
+A case is a function of its number: one of six tiny families, precision, update policy, blocks that
+are updated ahead of the norm, places of tape, weights and moments, micro-batches (plain, padded or
+packed), full rows or tiles, registered or staged copies, and when the device does what it was
+given: as late as it may, at once, or at any time in between. Bits must be those of the reference,
+no two streams or threads may touch a byte unordered, nothing may be freed while in use, and in a
+second step of the same shapes no lane may wait for the device.
 `--first NUMBER --count 1` plays a case again.
 """
 
@@ -125,6 +125,8 @@ def run_of(number: int) -> Run:
     case = replace(case, tile_tokens=source.choice([None, None, 4]))
     if case.tile_tokens is None:
         case = replace(case, kept_layers=source.randint(0, NUM_LAYERS))
+    if (case.update, case.tier) == ("late", "none"):
+        case = replace(case, speculated_blocks=source.choice([0, 2, NUM_LAYERS + 2]))
     return replace(run, case=case)
 
 
@@ -144,7 +146,7 @@ def play(run: Run, simulator: Simulator, **changes: Any) -> Outcome:
 
 def reference(run: Run) -> Outcome:
     """Return the outcome of a run on the CPU, one op at a time, with nothing on disk."""
-    case = replace(run.case, tier="none", grad_slots=2, kept_layers=0)
+    case = replace(run.case, tier="none", grad_slots=2, kept_layers=0, speculated_blocks=0)
     return world_of(run.family, run.dtype).play(case, reference=True)
 
 

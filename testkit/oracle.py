@@ -40,8 +40,11 @@ FACT_TEXT = {
     "summed": "the gradient of block {1} in step {0} over all ranks with {2} of its pieces",
     "norm": "the norm of block {1} in step {0}",
     "clip": "the clip factor of step {0}",
+    "ahead": "the {0} of block {1} with a guess at the update of step {2}",
 }
-USED_UP = frozenset({"tape", "tape_slot", "kept", "scored", "grad_slot", "grad", "host_grad"})
+USED_UP = frozenset(
+    {"tape", "tape_slot", "kept", "scored", "grad_slot", "grad", "host_grad", "undo"}
+)
 
 
 def fact_text(fact: Fact | None) -> str:
@@ -85,6 +88,7 @@ class Meaning:
 
     def __init__(self, shape: StepShape) -> None:
         self.shape = shape
+        self._speculated = frozenset(shape.speculated_blocks)
         self.memory = FactMemory()
         for block in range(shape.num_blocks):
             self.memory.facts["weights", block] = ("weights", block, 0)
@@ -106,6 +110,7 @@ class Meaning:
             OpKind.DRAIN: self._drain,
             OpKind.NORM: self._norm,
             OpKind.CLIP: self._clip,
+            OpKind.SPECULATE: self._speculate,
             OpKind.UPDATE: self._update,
             OpKind.SPILL: self._spill,
             OpKind.READ: self._read,
@@ -161,9 +166,13 @@ class Meaning:
         if has_loss:
             for micro in range(self.shape.num_micro):
                 outcome["loss", micro] = ("loss", self._list, micro)
+        ahead = self._speculated if self._training else frozenset()
         if self.shape.update == "late":
             for block in self.shape.trained_blocks:
-                outcome["master", block] = ("master", block, self._step)
+                master = ("master", block, self._step)
+                outcome["master", block] = self._guess(*master) if block in ahead else master
+                if block in ahead:
+                    outcome["undo", block] = master
         if self._training:
             for block in self.shape.trained_blocks:
                 if self.shape.update in ("in_backward", "second_backward"):
@@ -355,6 +364,20 @@ class Meaning:
             self.memory.use(("norm", trained), ("norm", self._step, trained))
         self.memory.put(("clip",), ("clip", self._step))
 
+    def _speculate(self, op: Op, block: int, micro: int) -> None:
+        """Guess at an update: the gradient stays, and the block as it was is kept."""
+        step, master = self._step, ("master", block)
+        self.memory.reads.append(("clip",))  # of the step before, if there was one
+        self.memory.use(("norm", block), ("norm", step, block))
+        self.memory.use(self._drained_at(op, block), self._whole_gradient(block, step))
+        self.memory.use(master, (*master, step))
+        self.memory.put(("undo", block), (*master, step))
+        self.memory.put(master, self._guess(*master, step))
+        self.memory.put(("weights", block), self._guess("weights", block, step))
+
+    def _guess(self, what: str, block: int, step: int) -> Fact:
+        return ("ahead", what, block, step)
+
     def _update(self, op: Op, block: int, micro: int) -> None:
         late = self.shape.update == "late"
         step = self._step - 1 if late else self._step
@@ -365,7 +388,11 @@ class Meaning:
         if not self.shape.spills:
             self.memory.take(self._drained_at(op, block), self._whole_gradient(block, step))
         master = _at("tier_slot", op.tier_slot) if self.shape.has_tier else ("master", block)
-        self.memory.use(master, self._read_for(block, step))
+        if block in self._speculated:
+            self.memory.take(("undo", block), ("master", block, step))
+            self.memory.use(master, self._guess("master", block, step))
+        else:
+            self.memory.use(master, self._read_for(block, step))
         self.memory.put(master, ("master", block, step + 1))
         self.memory.put(("weights", block), ("weights", block, step + 1))
         self._ahead.pop(block, None)

@@ -49,6 +49,8 @@ class RankCase:
     update: Literal["late", "in_backward", "second_backward"] = "late"
     state: Literal["fp32", "bf16", "8bit"] = "fp32"
     dtype: Literal["bf16", "fp32"] = "bf16"
+    max_grad_norm: float = 1.0
+    """Unless updates run in backward."""
     num_steps: int = 3
     evaluates: bool = False
     """After each step but the last."""
@@ -67,7 +69,7 @@ class RankCase:
         return [make_batch(shapes, seed=n, **marks) for n, shapes in enumerate(turned)]
 
     def optimizer(self, **changes: Any) -> AdamW:
-        clips = {} if self.update == "in_backward" else {"max_grad_norm": 1.0}
+        clips = {} if self.update == "in_backward" else {"max_grad_norm": self.max_grad_norm}
         return AdamW(learning_rate=1e-2, weight_decay=0.1, state=self.state, **(clips | changes))
 
     def model(self) -> PreTrainedModel:

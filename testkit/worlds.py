@@ -117,6 +117,7 @@ class Case:
     head_pieces: int = 1
     """Decides what is computed, too: sums over the vocabulary have another order."""
     kept_layers: int = 0
+    speculated_blocks: int = 0
     tile_tokens: int | None = None
     tape: Literal["device", "host"] = "device"
     tape_slots: int = 2
@@ -214,6 +215,7 @@ class World:
             "grad_slots": case.grad_slots,
             "head_pieces": case.head_pieces,
             "kept_layers": case.kept_layers,
+            "speculated_blocks": case.speculated_blocks,
             "tile_tokens": case.tile_tokens,
             "tape": case.tape,
             "tape_slots": case.tape_slots,

@@ -89,6 +89,7 @@ class StepActions:
             OpKind.DRAIN: self._drain,
             OpKind.NORM: self._norm,
             OpKind.CLIP: self._clip,
+            OpKind.SPECULATE: self._speculate,
             OpKind.UPDATE: self._update,
             OpKind.SPILL: self._spill,
             OpKind.READ: self._read,
@@ -242,6 +243,9 @@ class StepActions:
 
     def _clip(self, op: Op) -> None:
         self._machine.updates.judge(self._step)
+
+    def _speculate(self, op: Op) -> int:
+        return self._machine.updates.speculate(op, self._machine.gradients.flat(op), self._step)
 
     def _update(self, op: Op) -> int:
         region = self._machine.tier_ring.region(op)

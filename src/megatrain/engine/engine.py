@@ -143,9 +143,10 @@ class Engine:
 
         All ranks get what each `says` when compute is done, with the result.
 
-        A late update whose gradient is not finite is not applied: the step is run once more from
-        the same inputs, and if that changes nothing, stopped or skipped. In backward, the blocks
-        with such a gradient are skipped, and only they.
+        A late update whose gradient is not finite is not applied, and what was done ahead of the
+        norm is taken back: the step is run once more from the same inputs, and if that changes
+        nothing, stopped or skipped. In backward, the blocks with such a gradient are skipped, and
+        only they.
 
         Raises BatchError before anything is touched, NonFiniteStep, else what a lane raised.
         """
@@ -162,12 +163,14 @@ class Engine:
         self._pending, fault = None, None
         blocks = self._machine.updates.faulty_blocks
         if blocks and self._by_norm:
+            self._take_back(actions)
             actions = StepActions(self._machine, part, self._num_steps, self.loss)
             self._play("step", actions, part, until=_UNTIL_KNOWN)
             fault = Fault(blocks=blocks, repeated=bool(self._machine.updates.faulty_blocks))
         elif blocks:
             fault = Fault(blocks=blocks, repeated=True)
         if fault is not None and fault.repeated:
+            self._take_back(actions)
             fault = locate_fault(fault, batch, self._gradient_is_finite)
             if not self._skips_nonfinite:
                 raise NonFiniteStep(f"step {self._num_steps}: the gradient is {fault}")
@@ -189,6 +192,11 @@ class Engine:
             applied=applied,
             said=shared.said,
         )
+
+    def _take_back(self, actions: StepActions) -> None:
+        """Play the updates of a step that does not apply, if some were done ahead of its norm."""
+        if self._machine.updates.is_ahead:
+            self._play_ops(self._schedule("flush", self._shape()), actions, until=(OpKind.UPDATE,))
 
     def _received(self, batch: Sequence[MicroBatch]) -> StepPart:
         """Return this rank's part of a batch, checked."""
@@ -405,8 +413,9 @@ class Engine:
                     self._player.close()
                 with suppress(Exception):
                     self.device.synchronize()
-            if snapshot is not None or isinstance(error, DeviceFull):
-                self._finish_updates()
+                if snapshot is not None or isinstance(error, DeviceFull):
+                    self._finish_updates()
+                self._machine.updates.undo()  # of the step that failed
             self.torn = self.torn or self._machine.updates.half_applied
             self._pending = None
             if not self.is_whole:
@@ -426,7 +435,8 @@ class Engine:
         """Do the late updates that the ended lanes have left, one at a time.
 
         Their gradients are in the store: a drain of the failed step comes after the update of its
-        block. Not with a disk tier, whose ring is between two blocks then.
+        block. Those that were done ahead of their norm stay or are taken back as ever. Not with a
+        disk tier, whose ring is between two blocks then.
         """
         if self._pending is None or self._machine.settings.tier != "none":
             return

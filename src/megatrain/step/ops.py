@@ -12,6 +12,7 @@ resources that its op declares.
                    host_grad[j]   ring of gradients that have no grad[b], or are on their way there
                    norm[b]        squared norm of that gradient; finite exactly if all of it is
                    clip           the factor for all gradients of the step
+                   undo[b]        weights, master and moments as they were before SPECULATE(b)
     on the device  slot[k]        weights of the block that visits
                    grad_slot[j]   the gradient that is being added up
                    hidden[m]      output of the block before, for micro-batch m
@@ -85,6 +86,7 @@ class OpKind(StrEnum):
     DRAIN = "drain"  # gradient of a block to the host
     NORM = "norm"  # squared norm of a drained gradient
     CLIP = "clip"  # norms into one factor
+    SPECULATE = "speculate"  # an update with the factor 1, before the factor is known
     UPDATE = "update"  # master, moments and weights of a block
     SPILL = "spill"  # a gradient from the host ring to the disk, where it waits
     READ = "read"  # master and moments of a block from disk, and a gradient that waits there
@@ -128,6 +130,9 @@ SPECS: Mapping[OpKind, OpSpec] = {
     OpKind.DRAIN: OpSpec(lane="out", limit="link out", part="drain", color="gold"),
     OpKind.NORM: OpSpec(lane="host", limit="optimizer", part="update", color="sky"),
     OpKind.CLIP: OpSpec(lane="host", limit="optimizer", part="update", color="ink"),
+    OpKind.SPECULATE: OpSpec(
+        lane="host", limit="optimizer", part="update", color="c4", ends_step=False
+    ),
     OpKind.UPDATE: OpSpec(
         lane="host", limit="optimizer", part="update", color="c3", ends_step=False
     ),
@@ -182,6 +187,8 @@ class Op:
     """A block below is trained: the gradient of this block's input is wanted."""
     comes_again: bool = False
     """It belongs to the first of two backwards: the second reads the same inputs, so they stay."""
+    speculated: bool = False
+    """UPDATE finds what SPECULATE of its block did: nothing is left to do if the factor is 1."""
     reads: tuple[Resource, ...] = ()
     writes: tuple[Resource, ...] = ()
 

@@ -23,6 +23,7 @@ class OpTable:
     def __init__(self, shape: StepShape) -> None:
         self.shape = shape
         self.places = block_places(shape)
+        self.speculated = frozenset(shape.speculated_blocks)
         self._num_taped = len(shape.taped_layers) * shape.num_micro
 
     def comes_again(self, visit: int) -> bool:
@@ -250,6 +251,17 @@ class OpTable:
         norms = tuple(("norm", block) for block in self.shape.trained_blocks)
         return Op(kind=OpKind.CLIP, reads=norms, writes=(CLIP_FACTOR,))
 
+    def speculate(self, block: int) -> Op:
+        """It asks the clip factor of the step before whether that one was clipped."""
+        places = self.places[block]
+        return Op(
+            kind=OpKind.SPECULATE,
+            block=block,
+            role=places.role,
+            reads=(places.drained, ("norm", block), CLIP_FACTOR, places.master),
+            writes=(("undo", block), places.master, ("weights", block)),
+        )
+
     def update(self, block: int) -> Op:
         """A late update takes its scale from clip; one in backward asks norm[b] if it is finite.
 
@@ -258,13 +270,16 @@ class OpTable:
         places, spills = self.places[block], self.shape.spills
         scale = () if self.shape.update == "in_backward" else (CLIP_FACTOR,)
         finite = (("norm", block),) if self.shape.updates_in_backward else ()
+        speculated = block in self.speculated
+        undo = (("undo", block),) if speculated else ()
         return Op(
             kind=OpKind.UPDATE,
             block=block,
             role=places.role,
             host_grad=None if spills else places.host_grad,
             tier_slot=places.tier_slot,
-            reads=(*(() if spills else (places.drained,)), *scale, *finite, places.master),
+            speculated=speculated,
+            reads=(*(() if spills else (places.drained,)), *scale, *finite, *undo, places.master),
             writes=(places.master, ("weights", block)),
         )
 

@@ -11,6 +11,8 @@
                BALANCE    before the first HEAD, where experts are balanced
     update     UPDATE(b)  behind NORM(b), or after CLIP, on top of the next step's list in the
                           order in which its forward needs the blocks
+               SPECULATE(b) behind NORM(b) of some blocks, if updates are late: their UPDATE(b)
+                          finds nothing left to do, or takes it back and does it again
     second     head and backward once more behind CLIP, each block with its UPDATE(b): the first
     backward   backward gave the norms alone, so no gradient waits
     disk       READ(b)    as early as the ring has room, in the order of updates: on top of a step
@@ -209,6 +211,8 @@ def _hand_over(table: OpTable, block: int, reads: Iterator[list[Op]], visit: int
     if table.shape.trained[block]:
         yield from _drain(table, block)
         yield table.norm(block, visit=visit)
+        if block in table.speculated:
+            yield table.speculate(block)
         if table.shape.spills:
             yield table.spill(block)
         if table.shape.updates_in_backward and not table.comes_again(visit):

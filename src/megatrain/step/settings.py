@@ -35,6 +35,9 @@ class StepSettings:
     update: Literal["in_backward", "late", "second_backward"] = "late"
     """When the optimizer updates a block: as its gradient arrives, once all norms are known, or as
     its gradient arrives in a second backward, with the norms of the first."""
+    speculated_blocks: int = 0
+    """Blocks that late updates reach as their gradient arrives, with the factor 1: kept as they
+    were, and done again if the norm asks for another factor."""
     state: Literal["fp32", "bf16", "8bit"] = "fp32"
     """How exactly the optimizer keeps its states; masters are fp32 in all of them."""
     tier: Literal["none", "states", "gradients"] = "none"
@@ -99,6 +102,7 @@ class StepSettings:
             tape_slots=self.tape_slots,
             copying=copying,
             update=self.update if updates else "none",
+            speculated=self.speculated_blocks if updates else 0,
             tier=self.tier if updates else "none",
             gather_embedding=self.gather_embedding and copying,
             **model,

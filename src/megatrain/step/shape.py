@@ -41,6 +41,9 @@ class StepShape:
     copying: bool = True
     """False: unified memory. There are no fetches, compute reads weights in the store."""
     update: Update = "none"
+    speculated: int = 0
+    """Blocks that are updated as their gradient arrives although updates are late, with the factor
+    1; more than there are means all but the last to arrive."""
     host_grads: int = 2
     """Host gradient buffers that the layers rotate through, where gradients do not wait in the
     store: updates run in a backward, or gradients wait on disk."""
@@ -85,6 +88,14 @@ class StepShape:
             raise ScheduleError("a second backward needs activations that the first used up")
         if self.goes_back_twice and self.has_tier:
             raise ScheduleError("a second backward is for states in memory, and these are on disk")
+        if self.speculated and self.update != "late":
+            raise ScheduleError(
+                f'only late updates can be done ahead of the norm, not update="{self.update}"'
+            )
+        if self.speculated and self.has_tier:
+            raise ScheduleError(
+                "updates ahead of the norm are for states in memory, and these are on disk"
+            )
         if self.has_tier and self.update == "none":
             raise ScheduleError("nothing is updated, so nothing is to be read from disk")
 
@@ -136,6 +147,17 @@ class StepShape:
         return self.trained_blocks if self.update == "late" else self.trained_blocks[::-1]
 
     @property
+    def speculated_blocks(self) -> list[int]:
+        """The blocks that are updated before the norm is known, evenly among the trained ones.
+
+        Those in between are updated behind the next forward, which has time for some. The first of
+        them is the first to arrive. The last to arrive is none: with its gradient comes the norm.
+        """
+        above = self.trained_blocks[1:]
+        count = min(self.speculated, len(above))
+        return [above[~(turn * len(above) // count)] for turn in reversed(range(count))]
+
+    @property
     def rows_take_turns(self) -> bool:
         """The embedding's rows add up where layers do: the head leaves no larger place for them."""
         head_is_whole = self.trained[self.head] and self.head_pieces == 1
@@ -168,6 +190,7 @@ _LEAST = {
     "head_pieces": 1,
     "tape_slots": 2,
     "kept_layers": 0,
+    "speculated": 0,
     "host_grads": 2,
     "tier_slots": 1,
 }
