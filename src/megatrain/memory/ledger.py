@@ -72,6 +72,7 @@ _PLAIN = {
     "outbox": "gradients being copied",
     "gradient rings": "gradients being applied",
     "tier ring": "buffers of the disk",
+    "undo log": "blocks updated ahead of the norm",
     "exchange": "buffers between ranks",
 }
 

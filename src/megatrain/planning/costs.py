@@ -9,7 +9,7 @@ the simulator's part. With ranks the machine is that of one of them (ranks/shari
     attention      as products, at a share of their rate
     element-wise   bytes that norms, rotations and activations read and write
     copies         bytes over the link
-    update         params over the kernel's rate
+    update         params over the kernel's rate; ahead of the norm, with the undo log
     disk           bytes of masters, states and waiting gradients over the disk's rates
     network        bytes that other ranks own over what is between them (ranks/collectives.py)
 """
@@ -25,6 +25,7 @@ from megatrain.memory.kinds import Kind, bytes_per_param, update_traffic
 from megatrain.optim.states import ADAMW
 from megatrain.planning.levers.chunk import num_chunks
 from megatrain.planning.levers.embedding_rows import gathered_bytes, gathers, row_bytes
+from megatrain.planning.levers.speculated import ahead_traffic
 from megatrain.planning.levers.tier import on_disk
 from megatrain.planning.levers.tiles import at_once
 from megatrain.planning.levers.update import arrives_in_ring
@@ -107,7 +108,7 @@ class Costs:
             return (op.kind,)
         tokens = 0 if op.micro is None else self._micro_sizes[op.micro]
         kind = (op.kind, self._kind_of_block[op.block], op.keeps_activations)
-        return (*kind, tokens, op.adds, op.num_pieces, op.comes_again)
+        return (*kind, tokens, op.adds, op.num_pieces, op.comes_again, op.speculated)
 
     @cached_property
     def _kind_of_block(self) -> list[int]:
@@ -135,6 +136,10 @@ class Costs:
                 return self._drain(op, block)
             case OpKind.NORM:
                 return self._norm(op, block)
+            case OpKind.SPECULATE:
+                return self._speculate(block)
+            case OpKind.UPDATE if op.speculated:  # of a step that is not clipped
+                return Cost(seconds=self.profile.op_overhead_s)
             case OpKind.UPDATE:
                 return self._update(block)
             case OpKind.READ:
@@ -362,11 +367,16 @@ class Costs:
         shared_s = self._agreed_s if shares else 0.0
         return self._host(moved / self._update_rate + shared_s, moved, num_bytes)
 
+    def _speculate(self, block: BlockShape) -> Cost:
+        return self._change(block, ahead_traffic(self.workload, self.settings))
+
     def _update(self, block: BlockShape) -> Cost:
-        params = block.trained_elements(self._owned)
-        is_fp32 = self.workload.dtype == "fp32"
         states = self.workload.states[self.settings.state]
-        moved = params * update_traffic(states, is_fp32=is_fp32)
+        return self._change(block, update_traffic(states, is_fp32=self.workload.dtype == "fp32"))
+
+    def _change(self, block: BlockShape, traffic: float) -> Cost:
+        """Return the cost of an update that moves so many bytes of host memory per element."""
+        moved = block.trained_elements(self._owned) * traffic
         seconds = moved / self._update_rate
         num_bytes = block.gradient_bytes(self.workload.dtype, self._owned)
         return self._host(seconds, moved, num_bytes)

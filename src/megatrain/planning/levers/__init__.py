@@ -14,6 +14,7 @@ from megatrain.planning.levers.lever import Lever
 from megatrain.planning.levers.micro_batch import MicroBatchTokens
 from megatrain.planning.levers.pieces import HeadPieces
 from megatrain.planning.levers.slots import Slots
+from megatrain.planning.levers.speculated import SpeculatedBlocks
 from megatrain.planning.levers.state import STATE
 from megatrain.planning.levers.tape import Tape
 from megatrain.planning.levers.tier import TIER
@@ -28,6 +29,7 @@ LEVERS: tuple[Lever, ...] = (
     Tape(),
     UPDATE,
     KeptLayers(),
+    SpeculatedBlocks(),
     ChunkTokens(),
     TileTokens(),
     GradSlots(),
