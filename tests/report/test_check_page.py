@@ -36,6 +36,7 @@ def page_of(**changes: Any) -> str:
     fields: dict[str, Any] = {
         "device": "cuda:0", "when": "2026-01-01", "seconds": 100.0, "checks": CHECKS,
         "facts": {"device_name": "RTX 4090", "ram_bytes": 1 << 37}, "rates": RATES, "step": STEP,
+        "profile": {},
     }  # fmt: skip
     return check_page(GpuCheck(**fields | changes).to_json())
 

@@ -596,17 +596,31 @@ def gpu_check(
         str | None, typer.Option(help="Parameters of the timed model, like 300M; default: 1B.")
     ] = None,
     to: Annotated[
-        Path, typer.Option(help="Name of the files to write, without .json and .html.")
-    ] = Path("gpu-check"),
+        Path | None,
+        typer.Option(help="Name of what to write, without endings; default: gpu-check."),
+    ] = None,
+    long: Annotated[
+        bool, typer.Option("--long", help="Nine measurements in at most 25 minutes; resumable.")
+    ] = False,
 ) -> None:
-    """Check an accelerator in a few minutes, and write a JSON file and a page to send."""
+    """Check an accelerator in a few minutes, and write a JSON file and a page to send.
+
+    With --long, a folder and an archive to send, which is whole after every part.
+    """
     from megatrain.config.quantities import read_params
+
+    if long:
+        from megatrain.cli.long_check import long_check
+
+        if params is not None:
+            raise ConfigError("--params is for the short check; --long chooses its own models.")
+        raise typer.Exit(long_check(device, to or Path("gpu-check-long")))
 
     try:
         wanted = None if params is None else read_params(params)
     except ValueError as error:
         raise ConfigError(f"--params is {params}; {error}.") from None
-    raise typer.Exit(_checked(device, wanted, to))
+    raise typer.Exit(_checked(device, wanted, to or Path("gpu-check")))
 
 
 def _checked(device: str, params: int | None, to: Path) -> int:

@@ -326,6 +326,16 @@ class TorchRuntime:
             free = total - torch.accelerator.memory_reserved(self.device)
         return int(free), int(total)
 
+    def memory_facts(self) -> dict[str, int]:
+        """Return what the driver calls free, and what torch's allocator holds and has held."""
+        free, total = self._memory_info()
+        return {
+            "driver_free_bytes": free,
+            "total_bytes": total,
+            "peak_allocated_bytes": int(torch.accelerator.max_memory_allocated(self.device)),
+            "peak_reserved_bytes": int(torch.accelerator.max_memory_reserved(self.device)),
+        }
+
     def memory_snapshot(self) -> Any:
         snapshot = getattr(getattr(self._module, "memory", None), "_snapshot", None)
         return None if snapshot is None else snapshot()

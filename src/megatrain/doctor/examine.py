@@ -293,16 +293,20 @@ def _dram_rate(kernel: Kernel, num_threads: int) -> float:
 
 def _update_rate(kernel: Kernel, num_threads: int) -> float:
     """Return the params per second of AdamW on split masters."""
-    hi, grad = (map_arena("weights", 2 * PARAMS).view(torch.bfloat16) for _ in range(2))
-    lo = map_arena("remainders", 2 * PARAMS).view(torch.int16)
-    m, v = (map_arena("moments", 4 * PARAMS).view(torch.float32) for _ in range(2))
+    work = update_work(kernel, PARAMS)
+    bench = Bench(place=torch.device("cpu"), synchronize=lambda: None)
+    return bench.rate(lambda: work(num_threads), PARAMS)
+
+
+def update_work(kernel: Kernel, params: int) -> Callable[[int], None]:
+    """Return a function that updates so many params by AdamW, with the threads it is given."""
+    hi, grad = (map_arena("weights", 2 * params).view(torch.bfloat16) for _ in range(2))
+    lo = map_arena("remainders", 2 * params).view(torch.int16)
+    m, v = (map_arena("moments", 4 * params).view(torch.float32) for _ in range(2))
     for tensor, value in ((hi, 0.02), (grad, 1e-3), (lo, 0), (m, 0.0), (v, 0.0)):
         tensor.fill_(value)  # a page that was never written costs no traffic
     scalars = AdamWScalars.at(10, lr=1e-5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    bench = Bench(place=torch.device("cpu"), synchronize=lambda: None)
-    return bench.rate(
-        lambda: kernel.adamw(hi, lo, (m, v), grad, scalars, num_threads=num_threads), PARAMS
-    )
+    return lambda threads: kernel.adamw(hi, lo, (m, v), grad, scalars, num_threads=threads)
 
 
 def _with_disk(profile: MachineProfile, folder: Path) -> MachineProfile:

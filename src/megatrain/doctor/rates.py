@@ -95,7 +95,7 @@ def product_rates(
             known = max((point.flops for point in forward), default=None)
             if known is not None and (4 * flops / known > most_s or time.monotonic() > until):
                 continue
-            ahead, back = _block_products(bench, width, rows, torch.bfloat16)
+            ahead, back = block_products(bench, width, rows, torch.bfloat16)
             forward.append(FlopRate(width, rows, bench.rate(ahead, flops)))
             backward.append(FlopRate(width, rows, bench.rate(back, 2 * flops)))
     return tuple(forward), tuple(backward)
@@ -103,12 +103,12 @@ def product_rates(
 
 def fp32_share(bench: Bench, width: int, rows: int) -> float:
     """Return the rate of forward products in fp32 over that in bf16."""
-    halves, _ = _block_products(bench, width, rows, torch.bfloat16)
-    wholes, _ = _block_products(bench, width, rows, torch.float32)
+    halves, _ = block_products(bench, width, rows, torch.bfloat16)
+    wholes, _ = block_products(bench, width, rows, torch.float32)
     return bench.seconds(halves) / bench.seconds(wholes)
 
 
-def _block_products(
+def block_products(
     bench: Bench, width: int, rows: int, dtype: torch.dtype
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     narrow = bench.values(rows, width, dtype=dtype)  # (tokens, width)

@@ -61,13 +61,15 @@ class TimedModel:
     """Rows of a micro-batch."""
     num_micro: int
     dtype: Dtype = "bf16"
+    packed: bool = False
+    """The rows of a micro-batch are documents of one flat row."""
 
     @property
     def step_tokens(self) -> int:
         return self.num_micro * self.rows * self.length
 
-    def decoder(self) -> Decoder:
-        config = LlamaConfig(
+    def config(self) -> LlamaConfig:
+        return LlamaConfig(
             hidden_size=self.hidden,
             intermediate_size=self.intermediate,
             num_hidden_layers=self.layers,
@@ -77,7 +79,9 @@ class TimedModel:
             max_position_embeddings=max(2048, self.length),
             tie_word_embeddings=False,
         )
-        return build_decoder(config, self.dtype)
+
+    def decoder(self) -> Decoder:
+        return build_decoder(self.config(), self.dtype)
 
     def batch(self) -> list[MicroBatch]:
         """Return random tokens, all of which are trained."""
@@ -87,7 +91,11 @@ class TimedModel:
             torch.randint(0, self.vocabulary, shape, generator=generator)
             for _ in range(self.num_micro)
         ]
-        return [MicroBatch(input_ids=part, labels=part) for part in ids]
+        if not self.packed:
+            return [MicroBatch(input_ids=part, labels=part) for part in ids]
+        positions = torch.arange(self.length).repeat(self.rows)[None]  # (1, rows * length)
+        flat = [part.view(1, -1) for part in ids]
+        return [MicroBatch(input_ids=row, labels=row, position_ids=positions) for row in flat]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,17 +157,13 @@ def time_step(
 ) -> TimedStep:
     """Return the figures of a step on `subject`. Raises DoesNotFit or DeviceFull."""
     decoder, batch = model.decoder(), model.batch()
-    late = settings.update == "late"
-    store = Store(build_layout(decoder.blocks, store_kinds(ADAMW, waits=late)))
-    fill_weights(decoder, store)
-    optimizer = AdamW(
-        learning_rate=1e-6, max_grad_norm=1.0 if late else None, num_threads=num_threads
-    )
+    store = random_store(decoder, settings)
+    optimizer = optimizer_for(settings, num_threads)
     device = subject.new_device(cap_bytes)
     with Engine(
         decoder, store, optimizer=optimizer, device=device, trace=True, settings=settings
     ) as engine:
-        step_s = _median_seconds(engine, batch, num_steps)
+        step_s = median_seconds(engine, batch, num_steps)
     assert engine.trace is not None
     lanes = engine.trace.last_step().lane_summaries()
     num_params = store.layout.num_params
@@ -179,7 +183,21 @@ def time_step(
     )
 
 
-def _median_seconds(
+def random_store(decoder: Decoder, settings: StepSettings) -> Store:
+    """Return a store for training with these settings, with random weights."""
+    waits = settings.update == "late"
+    store = Store(build_layout(decoder.blocks, store_kinds(ADAMW, waits=waits)))
+    fill_weights(decoder, store)
+    return store
+
+
+def optimizer_for(settings: StepSettings, num_threads: int) -> AdamW:
+    """Return AdamW: it clips where updates are late."""
+    clip = 1.0 if settings.update == "late" else None
+    return AdamW(learning_rate=1e-6, max_grad_norm=clip, num_threads=num_threads)
+
+
+def median_seconds(
     engine: Engine,
     batch: Sequence[MicroBatch],
     num_steps: int,
@@ -213,7 +231,7 @@ def _compute_seconds(
     with Engine(
         decoder, store, optimizer=_Idle(learning_rate=0.0), device=device, settings=settings
     ) as engine:
-        return _median_seconds(engine, batch, num_steps, without_copies)
+        return median_seconds(engine, batch, num_steps, without_copies)
 
 
 class _Idle(HostOptimizer):

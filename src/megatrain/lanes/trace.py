@@ -174,10 +174,13 @@ class Trace:
             lanes.setdefault(span.lane, []).append(span)
         return [_step_summary(steps[step], lanes) for step in sorted(steps)]
 
+    def to_json(self) -> str:
+        """Return the trace as Chrome's JSON, which Perfetto opens: one row per lane."""
+        return json.dumps({"traceEvents": list(self._events())})
+
     def write(self, path: Path) -> None:
-        """Write the trace as Chrome's JSON, which Perfetto opens: one row per lane."""
-        text = json.dumps({"traceEvents": list(self._events())})
-        write_file(path, text.encode(), durable=False)
+        """Write the trace as Chrome's JSON."""
+        write_file(path, self.to_json().encode(), durable=False)
 
     def _ops(self) -> Iterator[Span]:
         return (span for span in self.spans if span.awaited is None)

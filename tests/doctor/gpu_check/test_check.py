@@ -116,8 +116,9 @@ def test_others_on_the_machine_are_named() -> None:
 def test_what_is_slow_is_no_error() -> None:
     slow = Check(group="fast", name="copies", state="slow", found="3 GB/s", causes=("slow link",))
     found = GpuCheck(
-        device="cuda:0", when="", seconds=1.0, facts={}, checks=(OK, slow), rates={}, step={}
-    )
+        device="cuda:0", when="", seconds=1.0, facts={}, checks=(OK, slow), rates={}, step={},
+        profile={},
+    )  # fmt: skip
     assert found.exit_code == 0
     assert found.verdict() == ("This device computes correctly. Slower than it should be: copies.")
     assert json.loads(found.to_json())["causes"].keys() == {"slow link"}

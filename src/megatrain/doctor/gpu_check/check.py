@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, TypeVar
 
 from megatrain.devices.runtime import why_not_driven
@@ -57,6 +58,8 @@ class GpuCheck:
     checks: tuple[Check, ...]
     rates: dict[str, Any]
     step: dict[str, Any]
+    profile: dict[str, Any]
+    """The figures for plans; empty if they were not measured."""
 
     @property
     def exit_code(self) -> int:
@@ -116,8 +119,11 @@ def check_device(name: str, params: int, say: Say) -> GpuCheck:
     return check_subject(subject, params, say, begin)
 
 
-def check_subject(subject: Subject, params: int, say: Say, begin: float) -> GpuCheck:
-    """Check a subject; `begin` is when the check began, by time.monotonic."""
+def check_subject(subject: Subject, params: int | None, say: Say, begin: float) -> GpuCheck:
+    """Check a subject; `begin` is when the check began, by time.monotonic.
+
+    Without `params` no step is timed.
+    """
     say("facts")
     facts = system_facts(subject)
     checks = [*machine_checks(facts), *laws(subject, say)]
@@ -129,8 +135,8 @@ def check_subject(subject: Subject, params: int, say: Say, begin: float) -> GpuC
     if rates is not None:
         facts = system_facts(subject)  # once more: an idle link and a cold card tell little
         checks += rate_checks(rates, facts)
-        measured = rates
-        figures, found = _tried("step", lambda: timed_figures(subject, measured, params, say))
+    if rates is not None and params is not None:
+        figures, found = _tried("step", partial(timed_figures, subject, rates, params, say))
         checks += found
         if figures is not None:
             checks += step_checks(figures, subject)
@@ -178,4 +184,5 @@ def _checked(
         checks=tuple(checks),
         rates={} if rates is None else rates.facts(),
         step=step or {},
+        profile={} if rates is None else json.loads(rates.profile.to_json()),
     )

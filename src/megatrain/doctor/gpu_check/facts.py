@@ -109,7 +109,7 @@ def system_facts(
         **({} if subject is None else _device(subject)),
         **({} if link is None else {"link": str(link)}),
         **({} if address is None else _place(root, address)),
-        **_asked_of_driver(ask or _run, address),
+        **_asked_of_driver(ask or run_tool, address),
     }
     return SystemFacts(
         values={name: value for name, value in values.items() if value not in (None, "", [])},
@@ -195,7 +195,8 @@ def _asked_of_driver(ask: Ask, address: str | None) -> dict[str, Any]:
     return found | {"other_processes": len(others) or None}
 
 
-def _run(command: Sequence[str]) -> str:
+def run_tool(command: Sequence[str]) -> str:
+    """Return what a tool of the system prints; nothing if it is missing or fails."""
     tool = shutil.which(command[0])
     if tool is None:
         return ""

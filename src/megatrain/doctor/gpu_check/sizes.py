@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from megatrain.doctor.timed_step import TimedModel
 from megatrain.errors import DoesNotFit
@@ -75,7 +76,7 @@ def step_for(profile: MachineProfile, params: int) -> ChosenStep:
 
 
 def _planned(
-    profile: MachineProfile, workload: Workload, shaped: Mapping[str, int], reduced: str
+    profile: MachineProfile, workload: Workload, shaped: Mapping[str, Any], reduced: str
 ) -> ChosenStep:
     plan = make_plan(profile, workload, pins=_PINS)
     rows = max(1, plan.settings.micro_batch_tokens // workload.sequence)
@@ -84,7 +85,7 @@ def _planned(
     return ChosenStep(model=model, plan=plan, reduced=reduced)
 
 
-def shaped_model(params: int, tokens: int) -> dict[str, int]:
+def shaped_model(params: int, tokens: int) -> dict[str, Any]:
     """Return the sizes of a Llama with about so many parameters, by fields of TimedModel."""
     vocabulary = 32000 if params >= 4e8 else 8192 if params >= 3e7 else 1024
     layers = {width: (params - 2 * vocabulary * width) // (16 * width**2) for width in _WIDTHS}
