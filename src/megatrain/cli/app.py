@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -625,6 +626,7 @@ def gpu_check(
 
 def _checked(device: str, params: int | None, to: Path) -> int:
     """Check a device and write both files; return the exit code."""
+    from megatrain.doctor.examine import keep_checked
     from megatrain.doctor.gpu_check.check import DEFAULT_PARAMS, check_device
     from megatrain.files import require_replaceable, write_file
     from megatrain.report.check_page import PAGE_SIGNS, check_page
@@ -641,6 +643,9 @@ def _checked(device: str, params: int | None, to: Path) -> int:
     write_file(page, check_page(text).encode(), durable=False)
     typer.echo(found.text())
     typer.echo(f"send {figures} and {page}")
+    with suppress(DiskError):  # the files have it all
+        if keep_checked(json.loads(text)):
+            typer.echo("kept: plans on this machine use these rates")
     return found.exit_code
 
 

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -20,6 +23,7 @@ from megatrain.doctor.gpu_check.long.running import (
     machine_key,
     part_asked_for,
 )
+from megatrain.errors import DiskError
 from megatrain.files import require_replaceable
 from megatrain.report.check_page import check_page
 from megatrain.report.long_page import LONG_SIGNS, long_page
@@ -52,8 +56,22 @@ def long_check(device: str, to: Path) -> int:
         text = result.found.get("lead") or result.why
         typer.echo(f"{result.state:11}{result.name:14}{text}")
     typer.echo(f"send {folder.archive}")
+    with suppress(DiskError):  # the archive has it all
+        if keep_rates({result.name: result.found for result in results}):
+            typer.echo("kept: plans on this machine use these rates")
     checked = results[0].found.get("figures", {}).get("exit_code", 0)
     return int(checked) or int(any(result.state == "failed" for result in results))
+
+
+def keep_rates(found: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Keep the rates for plans, products as a warm device sustains them; return whether it is."""
+    if not (check := found["check"].get("check")):
+        return False
+    from megatrain.doctor.examine import keep_checked
+
+    clocks = found["clocks"].get("figures", {})
+    first, sustained = (clocks.get(name, 1.0) for name in ("first_flops", "sustained_flops"))
+    return keep_checked(check, min(1.0, sustained / first))
 
 
 def write_pages(folder: ResultFolder, machine: str, device: str) -> None:

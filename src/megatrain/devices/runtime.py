@@ -326,6 +326,10 @@ class TorchRuntime:
             free = total - torch.accelerator.memory_reserved(self.device)
         return int(free), int(total)
 
+    def forget_peak(self) -> None:
+        """Count the most memory in use from now on."""
+        torch.accelerator.reset_peak_memory_stats(self.device)
+
     def memory_facts(self) -> dict[str, int]:
         """Return what the driver calls free, and what torch's allocator holds and has held."""
         free, total = self._memory_info()

@@ -14,11 +14,12 @@ import os
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -54,7 +55,7 @@ from megatrain.memory.host import free_bytes
 from megatrain.memory.ledger import gib
 from megatrain.optim.kernel import AdamWScalars, Kernel
 from megatrain.optim.native import NativeKernel, load_kernel
-from megatrain.planning.machine.examination import Examination
+from megatrain.planning.machine.examination import Examination, kept_examination
 from megatrain.planning.machine.facts import HostFacts, host_facts, profile_path
 from megatrain.planning.machine.profile import EXPERT_WAIT_S, MEASURED, FlopRate, MachineProfile
 from megatrain.progress import Say
@@ -78,6 +79,8 @@ RANKS_DEADLINE_S = 600.0
 _READERS = 4
 """Threads that read, as many as load a model."""
 _CHUNK = 16 << 20
+_NOT_CHECKED = ("disk_read_bytes_per_s", "disk_write_bytes_per_s", "network")
+"""Figures that a check of a device does not measure."""
 
 
 STAGES = {
@@ -200,6 +203,41 @@ def keep(found: Examination) -> None:
     """Save the results for plans. Raises DiskError if the cache is not writable."""
     path = writable_cache_folder() / profile_path(found.facts).name
     write_file(path, found.to_json().encode())
+
+
+def keep_checked(check: Mapping[str, Any], sustained: float = 1.0) -> bool:
+    """Save the rates of a check of a device (GpuCheck as JSON) for plans; return whether it is.
+
+    A check that found something wrong is not kept, nor one of a processor, which makes copies there
+    as runs do not. Figures that it did not measure stay what they were, with their origin.
+    `sustained` is the share of the rate of products that a warm device has. Raises DiskError.
+    """
+    facts, before = host_facts(), kept_examination()
+    is_wrong = any(one["state"] == "wrong" for one in check["checks"])
+    if is_wrong or not check["profile"] or not check["profile"]["device_bytes"]:
+        return False
+    profile = MachineProfile.from_facts(check["profile"])
+    for name in ("forward_flops", "backward_flops"):
+        points = [one._replace(flops=sustained * one.flops) for one in getattr(profile, name)]
+        profile = profile.changed(**{name: tuple(points)})
+    origins: dict[str, str] = {}
+    if before is not None and not before.profile.unified:
+        others = [name for name in _NOT_CHECKED if getattr(before.profile, name) is not None]
+        origins = dict.fromkeys(others, f"doctor, {before.when}")
+        profile = profile.changed(**{name: getattr(before.profile, name) for name in others})
+    keep(
+        Examination(
+            facts=facts,
+            profile=profile,
+            kernel=str(check["rates"]["update_kernel"]),
+            folder="" if before is None else before.folder,
+            when=f"{check['when']}, by gpu-check",
+            seconds=float(check["seconds"]),
+            load=float(check["facts"].get("load", 0.0)),
+            origins=origins,
+        )
+    )
+    return True
 
 
 def measure_rates(

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from megatrain.lanes.trace import Span
+from megatrain.memory.kinds import update_traffic
+from megatrain.optim.states import ADAMW
 from megatrain.planning.costs import BACKWARD_ATTENTION, Costs
 from megatrain.planning.machine.profile import FlopRate, MachineProfile
 from megatrain.planning.workload import Workload
@@ -89,7 +91,9 @@ class _Fit:
 
     def _fit_update(self) -> None:
         if updated := self._median(OpKind.UPDATE):
-            rate = self._layer.trained_elements() / updated
+            states = self.workload.states[self.settings.state]
+            traffic = update_traffic(states, is_fp32=self.workload.dtype == "fp32")
+            rate = self._layer.trained_elements() * traffic / update_traffic(ADAMW) / updated
             self.profile = replace(self.profile, update_params_per_s=rate)
 
     def _fit_forward(self) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,6 +44,14 @@ class LedgerLine(NamedTuple):
     place: str
     purpose: str
     num_bytes: float
+
+
+class OpTimes(NamedTuple):
+    """Seconds that one kind of op takes in a step."""
+
+    kind: str
+    measured_s: float
+    predicted_s: float
 
 
 class Sample(NamedTuple):
@@ -78,6 +86,8 @@ class Run:
     ledger: list[LedgerLine] = field(default_factory=list)
     measured: Mapping[str, float] = field(default_factory=dict)
     predicted: Mapping[str, Any] = field(default_factory=dict)
+    ops: Sequence[OpTimes] = ()
+    """The kinds of op of a step; empty if they were not compared with the plan."""
     """Predictions for a step, if the machine was measured before."""
     data_card: Mapping[str, Any] = field(default_factory=dict)
     steps: list[StepLine] = field(default_factory=list)
@@ -235,11 +245,22 @@ def _read_plan(plan: Mapping[str, Any], run: Run) -> None:
     run.measured = _numbers(plan.get("measured"))
     predicted = plan.get("predicted")
     run.predicted = predicted if isinstance(predicted, dict) else {}
+    ops = plan.get("ops")
+    run.ops = [op for op in map(_op_times, ops if isinstance(ops, list) else ()) if op is not None]
     for line in lines if isinstance(lines, list) else ():
         num_bytes = number(line.get("num_bytes")) if isinstance(line, dict) else None
         if num_bytes is not None and math.isfinite(num_bytes) and num_bytes > 0:
             place, purpose = str(line.get("place", "host")), str(line.get("purpose", ""))
             run.ledger.append(LedgerLine(place, purpose, num_bytes))
+
+
+def _op_times(line: object) -> OpTimes | None:
+    if not isinstance(line, dict):
+        return None
+    measured, predicted = number(line.get("measured_s")), number(line.get("predicted_s"))
+    if measured is None or predicted is None or not math.isfinite(measured + predicted):
+        return None
+    return OpTimes(str(line.get("op", "")), measured, predicted)
 
 
 def _spans(trace: Mapping[str, Any]) -> list[SpanRecord]:

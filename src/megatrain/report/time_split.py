@@ -11,6 +11,7 @@ from megatrain.report.drawing.chart import frame, legend, path
 from megatrain.report.drawing.markup import Html, join_html, tag
 from megatrain.report.drawing.thinning import averaged
 from megatrain.report.run import Run
+from megatrain.report.tables import table
 from megatrain.step.ops import PARTS
 from megatrain.text import duration, percent
 
@@ -42,7 +43,25 @@ def _run(run: Run, num_runs: int) -> Html:
     if not shares:
         return Html()
     name = (tag("h3", run.name),) if num_runs > 1 else ()
-    return tag("div", *name, share_bar(shares), _chart(run, list(shares)))
+    return tag("div", *name, share_bar(shares), _chart(run, list(shares)), _ops(run))
+
+
+def _ops(run: Run) -> Html:
+    """Return the kinds of op of a step, measured over the first steps and as predicted."""
+    rows = [
+        tag(
+            "tr",
+            tag("th", op.kind, scope="row"),
+            tag("td", duration(op.measured_s), class_="number"),
+            tag("td", duration(op.predicted_s), class_="number"),
+        )
+        for op in sorted(run.ops, key=lambda op: -op.measured_s)
+    ]
+    if not rows:
+        return Html()
+    caption = tag("figcaption", "Ops of a step", tag("span", " side by side", class_="unit"))
+    head = ["op", "measured", "predicted"]
+    return tag("figure", caption, table(head, rows, "Ops of a step, measured and predicted"))
 
 
 def share_bar(shares: Mapping[str, float]) -> Html:

@@ -161,6 +161,8 @@ class Trainer:
         """Notes on choices and findings while opening."""
         self._rollbacks = Rollbacks(self._ranks)
         self._step_seconds: deque[float] = deque(maxlen=TIMED_STEPS)
+        self._compared_ops: Sequence[Mapping[str, Any]] = ()
+        self._watch()
         self._has_ended = False
         if wants_resume and opened.resumed is None:
             self.notes.append(nothing_to_resume(folder))
@@ -231,6 +233,7 @@ class Trainer:
                 raise self._interrupted(stop)
             self._has_ended = True
             self.interrupts.patient = False
+            self._compare_ops(is_last=True)
             self._if_possible(self._write_plan)
             if self.plan.knows_time and self._step_seconds:
                 live.say(compared_with_plan(self.plan, self._step_seconds, self.engine.trace))
@@ -257,6 +260,7 @@ class Trainer:
                 raise NonFiniteStep(f"step {step}: {spike}")
             self._roll_back(step, spike)
             return
+        self._compare_ops()
         state.step, state.eval_loss = step, None
         metrics["total_tokens"] = state.total_tokens
         self.folder.append("metrics.jsonl", metrics)
@@ -303,9 +307,30 @@ class Trainer:
         state.first_loss = result.loss if state.first_loss is None else state.first_loss
         state.last_loss = result.loss
         self._step_seconds.append(seconds - data_seconds)
+        if self._watched is not None:
+            self._watched.add(trace, batch, seconds - data_seconds)
         if step == min(TRACED_STEP, self.num_steps):
             self._if_possible(self._write_trace)
         return metrics
+
+    def _watch(self) -> None:
+        """Collect the first steps, where the plan has predicted their time."""
+        from megatrain.run.first_steps import watched_steps
+
+        self._watched = watched_steps(self._opened)
+
+    def _compare_ops(self, *, is_last: bool = False) -> None:
+        """Once the first steps are known, print their ops against the plan, and keep the rates."""
+        watched = self._watched
+        if watched is None or not (watched.is_full or is_last):
+            return
+        self._watched = None
+        if (compared := watched.compared()) is None:
+            return
+        self._compared_ops = compared.rows
+        for line in compared.lines():
+            self._live.say(line)
+        self._if_possible(self._write_plan)
 
     def _fitting(self, what: str, act: Callable[[], Acted]) -> Acted:
         """Do it; in smaller micro-batches if it does not fit, while weights are those of a step."""
@@ -325,6 +350,8 @@ class Trainer:
             self._take_parts(opened_smaller(self._opened, step, what, reason, say))
             self.checkpoints.engine = self.engine
             self.data.seek(before)
+            if self._watched is not None:
+                self._watch()
             self._write_plan()
 
     def _look(self, step: int) -> None:
@@ -440,7 +467,7 @@ class Trainer:
             self._live.say(f"{error}. Training continues.")
 
     def _write_plan(self) -> None:
-        found = facts(self.plan, self.device, self._step_seconds)
+        found = facts(self.plan, self.device, self._step_seconds, self._compared_ops)
         self.folder.write_json("plan.json", found)
 
     def _write_trace(self) -> None:

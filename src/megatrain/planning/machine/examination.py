@@ -13,7 +13,8 @@ Laws (tests/planning/machine/test_examination.py)
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megatrain.errors import MegaTrainError
@@ -45,6 +46,8 @@ class Examination:
     """Placement of a run's arenas and threads."""
     load: float = 0.0
     """Others' processes that wanted a core when it began."""
+    origins: Mapping[str, str] = field(default_factory=dict)
+    """Where figures of the profile come from that this examination did not measure, by field."""
 
     def to_json(self) -> str:
         """Return all of it, and the verdict, as JSON text."""
@@ -66,6 +69,7 @@ class Examination:
             seconds=float(fields["seconds"]),
             placement=str(fields.get("placement", "")),
             load=float(fields["load"]),
+            origins={str(name): str(text) for name, text in fields.get("origins", {}).items()},
         )
 
     @property
@@ -132,6 +136,8 @@ class Examination:
         ]
         lines = [_row(name, value) for name, value in rows]
         text = [*_wrapped(self.verdict()), f"measured {self.when} in {duration(self.seconds)}"]
+        for origin, names in self._others().items():
+            text += _wrapped(f"From {origin}: {', '.join(names)}.")
         text += _wrapped(self.disturbance) if self.disturbance else []
         return "\n".join([*lines, "", *text])
 
@@ -158,6 +164,13 @@ class Examination:
             ("gather / exchange", f"{_pair(rate, rate * network.exchange_share)}, {where}"),
             ("  latency", f"{1e6 * latency_s:,.0f} us a message; {network.name}"),
         ]
+
+    def _others(self) -> dict[str, list[str]]:
+        """Return the names of figures that come from elsewhere, by where."""
+        found: dict[str, list[str]] = {}
+        for name, origin in self.origins.items():
+            found.setdefault(origin, []).append(name.replace("_", " "))
+        return found
 
     def _disk(self) -> str:
         if not self.folder:

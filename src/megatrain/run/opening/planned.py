@@ -17,7 +17,7 @@ Laws (tests/run/opening/test_planned.py)
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -295,8 +295,16 @@ def compared_with_plan(plan: Plan, step_seconds: Collection[float], trace: Trace
     )
 
 
-def facts(plan: Plan, device: Device, step_seconds: Collection[float]) -> dict[str, Any]:
-    """Return plan.json: the plan, the device, and the measurements until now."""
+def facts(
+    plan: Plan,
+    device: Device,
+    step_seconds: Collection[float],
+    ops: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
+    """Return plan.json: the plan, the device, and the measurements until now.
+
+    `ops` are the seconds of a step by kind of op, predicted and measured, once they are known.
+    """
     measured = {
         "host_peak_bytes": peak_resident_bytes(),
         "device_peak_bytes": device.peak_bytes,
@@ -305,6 +313,8 @@ def facts(plan: Plan, device: Device, step_seconds: Collection[float]) -> dict[s
     found = plan.facts() | {"measured": measured, "settings": settings}
     if step_seconds:
         found["measured_step_s"] = _median(step_seconds)
+    if ops:
+        found["ops"] = list(ops)
     return found
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from megatrain.batch import MicroBatch
 from megatrain.devices.device import Device
+from megatrain.devices.runtime import TorchRuntime
 from megatrain.doctor.gpu_check.long.given import Given
 from megatrain.doctor.gpu_check.long.results import CannotRun
 from megatrain.doctor.subject import Subject
@@ -160,6 +161,8 @@ class Steps:
     ) -> tuple[float, Trace, int]:
         """Return the median step, the trace of all, and the most device memory in use."""
         device = self.subject.new_device()
+        if isinstance(self.subject.runtime, TorchRuntime):
+            self.subject.runtime.forget_peak()
         with self.engine(settings, device) as engine:
             step_s = median_seconds(engine, batch, num_steps)
         assert engine.trace is not None

@@ -1,0 +1,161 @@
+"""Rates from a run: wrong ones are corrected where the trace tells, and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.doctor import examine
+from megatrain.doctor.refine import StepTrace, keep_refined, leveled, op_times, refined
+from megatrain.planning.machine.examination import Examination, kept_examination
+from megatrain.planning.machine.facts import host_facts
+from megatrain.planning.machine.profile import FlopRate, MachineProfile
+from megatrain.planning.plan import Plan, make_plan
+from megatrain.planning.simulate import simulate
+from megatrain.planning.workload import Workload
+from megatrain.step.ops import OpKind
+from testkit.machines import DESKTOP, PROCESSOR, SMALL
+
+WORK = Workload(model=SMALL, step_tokens=16384)
+TRUE = DESKTOP.changed(
+    forward_flops=(FlopRate(1024, 1024, 90e12), FlopRate(1024, 8192, 100e12)),
+    backward_flops=(FlopRate(1024, 1024, 80e12), FlopRate(1024, 8192, 95e12)),
+    head_efficiency=0.8,
+)
+
+
+def assumed(true: MachineProfile, times: float = 2.0) -> MachineProfile:
+    """The machine as it was believed to be: faster than it is."""
+    return true.changed(
+        forward_flops=tuple(one._replace(flops=times * one.flops) for one in true.forward_flops),
+        backward_flops=tuple(one._replace(flops=times * one.flops) for one in true.backward_flops),
+        copy_in_bytes_per_s=times * true.copy_in_bytes_per_s,
+        copy_out_bytes_per_s=times * true.copy_out_bytes_per_s,
+        update_params_per_s=times * true.update_params_per_s,
+    )
+
+
+def steps_on(true: MachineProfile, plan: Plan, count: int = 3, **changes: Any) -> list[StepTrace]:
+    """Steps of the plan, on the real machine: ops slow each other down there."""
+    played = simulate(true, plan.workload, plan.settings)
+    sizes = plan.workload.micro_sizes(plan.settings.micro_batch_tokens)
+    step = StepTrace(
+        spans=tuple(played.trace().spans), micro_tokens=tuple(sizes), seconds=played.step_s
+    )
+    return [replace(step, **changes)] * count
+
+
+@pytest.mark.parametrize("times", [0.5, 2.0])
+@pytest.mark.parametrize("true", [TRUE, PROCESSOR], ids=["device", "processor"])
+def test_a_run_corrects_wrong_rates_and_the_next_plan_is_nearer(
+    true: MachineProfile, times: float
+) -> None:
+    plan = make_plan(assumed(true, times), WORK)
+    steps = steps_on(true, plan)
+    found = refined(plan, steps)
+    assert {"forward_flops", "backward_flops"} <= set(found.figures)
+    truth = steps[0].seconds
+    before, after = (
+        abs(simulate(one, WORK, plan.settings).step_s / truth - 1)
+        for one in (plan.profile, found.profile)
+    )
+    assert before > 0.2
+    assert after < 0.05
+    again = make_plan(found.profile, WORK)
+    real = simulate(true, WORK, again.settings).step_s
+    assert abs(again.step_s / real - 1) < before / 2
+
+
+def test_each_rate_that_the_trace_shows_is_the_machines() -> None:
+    plan = make_plan(assumed(TRUE, 1.3), WORK)
+    found = refined(plan, steps_on(TRUE, plan)).profile
+    tokens = plan.settings.micro_batch_tokens
+    expected = TRUE.forward_rate(SMALL.hidden, tokens)
+    assert found.forward_rate(SMALL.hidden, tokens) == pytest.approx(expected, rel=0.1)
+    assert found.copy_in_bytes_per_s == pytest.approx(TRUE.copy_in_bytes_per_s, rel=0.1)
+
+
+def without(steps: list[StepTrace], *kinds: OpKind) -> list[StepTrace]:
+    return [
+        replace(step, spans=[span for span in step.spans if span.op.kind not in kinds])
+        for step in steps
+    ]
+
+
+def test_what_the_trace_does_not_constrain_stays() -> None:
+    plan = make_plan(assumed(TRUE), WORK)
+    steps = steps_on(TRUE, plan)
+    found = refined(plan, without(steps, OpKind.FETCH))
+    assert "copy_in_bytes_per_s" not in found.figures
+    assert found.profile.copy_in_bytes_per_s == plan.profile.copy_in_bytes_per_s
+    assert "copy_in_bytes_per_s" in refined(plan, steps).figures, "the test notices it"
+    other = steps_on(TRUE, plan, micro_tokens=(plan.settings.micro_batch_tokens // 2,) * 9)
+    assert not {"forward_flops", "backward_flops", "head_efficiency"} & set(
+        refined(plan, other).figures
+    )
+    shorter = steps_on(TRUE, plan, micro_tokens=(int(0.9 * plan.settings.micro_batch_tokens),) * 9)
+    fewer = refined(plan, shorter).profile.forward_rate(1024, 16384)
+    assert fewer < refined(plan, steps).profile.forward_rate(1024, 16384)
+    for name in ("dram_bytes_per_s", "duplex_share", "attention_efficiency", "disk_bytes"):
+        assert getattr(found.profile, name) == getattr(plan.profile, name)
+
+
+def test_a_device_that_waits_for_its_host_tells_nothing_of_its_products() -> None:
+    slow_host = {"forward_issue_s": 1.0, "backward_issue_s": 1.0}
+    plan = make_plan(assumed(TRUE).changed(**slow_host), WORK)
+    found = refined(plan, steps_on(TRUE.changed(**slow_host), plan))
+    assert not {"forward_flops", "backward_flops"} & set(found.figures)
+
+
+def test_rates_that_predict_no_better_are_not_taken() -> None:
+    plan = make_plan(TRUE, WORK)
+    steps = steps_on(assumed(TRUE), plan, seconds=plan.step_s)
+    assert refined(plan, steps).figures == ()
+    assert refined(plan, []).figures == ()
+
+
+def test_other_shapes_follow_in_proportion() -> None:
+    table = (FlopRate(64, 8, 1.0), FlopRate(64, 16, 2.0))
+    assert leveled(table, FlopRate(64, 16, 3.0)) == (FlopRate(64, 8, 1.5), FlopRate(64, 16, 3.0))
+
+
+def test_predicted_and_measured_are_compared_by_kind_of_op() -> None:
+    plan = make_plan(TRUE, WORK)
+    rows = {row["op"]: row for row in op_times(plan, steps_on(TRUE, plan))}
+    assert {"forward", "backward", "head", "fetch", "drain", "update"} <= set(rows)
+    for row in rows.values():
+        assert row["measured_s"] == pytest.approx(row["predicted_s"], rel=1e-3)
+    slower = steps_on(assumed(TRUE, 0.5), plan)
+    rows = {row["op"]: row for row in op_times(plan, slower)}
+    assert rows["forward"]["measured_s"] > 1.5 * rows["forward"]["predicted_s"]
+
+
+def test_kept_figures_say_where_they_come_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path))
+    plan = make_plan(assumed(TRUE), WORK)
+    found = refined(plan, steps_on(TRUE, plan))
+    assert not keep_refined(found, "a run"), "nothing was measured that could be corrected"
+    assert kept_examination() is None
+    examine.keep(
+        Examination(
+            facts=host_facts(),
+            profile=assumed(TRUE),
+            kernel="native",
+            folder="",
+            when="",
+            seconds=1,
+        )
+    )
+    assert keep_refined(found, "a run of small")
+    kept = kept_examination()
+    assert kept is not None
+    assert kept.profile.copy_in_bytes_per_s == found.profile.copy_in_bytes_per_s
+    assert kept.profile.ram_bytes == TRUE.ram_bytes
+    assert dict(kept.origins) == dict.fromkeys(found.figures, "a run of small")
+    assert "From a run of small: " in kept.text()
+    assert max(map(len, kept.text().splitlines())) <= 80
