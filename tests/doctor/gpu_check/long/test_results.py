@@ -126,3 +126,5 @@ def test_the_last_lines_of_a_log_are_kept(tmp_path: Path) -> None:
     lines = (folder.path / "x.log").read_text().split()
     assert len(lines) == module._MOST_LOG_LINES
     assert lines[-1] == "999"
+    folder.attach_log("x.log", "")
+    assert not (folder.path / "x.log").exists(), "a later trial printed nothing"

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatrain.doctor.gpu_check.findings import anonymous
-from megatrain.files import make_folder, remove_folder, write_file
+from megatrain.files import make_folder, remove, remove_folder, write_file
 
 PartState = Literal["done", "left out", "failed", "unfinished"]
 FORMAT = 1
@@ -90,10 +90,12 @@ class ResultFolder:
         write_file(self.path / name, data)
 
     def attach_log(self, name: str, text: str) -> None:
-        """Write the last lines of what a part printed, if it did."""
+        """Write the last lines of what a part printed, in place of those of an earlier trial."""
         lines = text.splitlines()[-_MOST_LOG_LINES:]
         if lines:
             self.attach(name, ("\n".join(map(anonymous, lines)) + "\n").encode())
+        else:
+            remove(self.path / name)
 
     def pack(self) -> None:
         """Write the archive anew: all files of the folder, in the order of their names."""
