@@ -22,6 +22,7 @@ from megatrain.doctor.gpu_check.speed import (
     timed_figures,
 )
 from megatrain.doctor.subject import CPU, Subject
+from megatrain.lanes.trace import StepSummary, Trace
 from megatrain.planning.catalog.asked_machines import find_machine
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.step.ops import LIMITS
@@ -132,6 +133,25 @@ def test_a_step_far_from_its_bound_and_its_prediction_is_named(slow_step: StepFi
     near = replace(far, timed=replace(timed, step_s=slow_step.chosen.plan.step_s))
     near = replace(near, lanes_s={"compute": near.timed.step_s * 0.95})
     assert [check.state for check in step_checks(near, device)] == ["ok", "ok"]
+
+
+def test_a_device_that_waits_for_its_host_is_named(
+    slow_step: StepFigures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound cannot tell: the engine without copies has the same pace."""
+    device = Subject(name="x", place=torch.device("cpu"), device_bytes=1, runtime=Simulator())
+    step_s = slow_step.chosen.plan.step_s
+    near = replace(slow_step, timed=replace(slow_step.timed, step_s=step_s))
+    near = replace(near, lanes_s={"compute": 0.95 * step_s})
+    assert next(iter(step_checks(near, device))).causes == ()
+
+    def paced(trace: Trace) -> list[StepSummary]:
+        return [StepSummary(seconds=step_s, compute_waited_s={}, host_paced_s=0.5 * step_s)]
+
+    monkeypatch.setattr(Trace, "step_summaries", paced)
+    check = next(iter(step_checks(near, device)))
+    assert check.causes == ("host paced",)
+    assert "50 % host-paced" in check.found
 
 
 def test_a_step_that_takes_too_long_is_made_smaller() -> None:

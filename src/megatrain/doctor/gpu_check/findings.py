@@ -201,6 +201,14 @@ CAUSES: dict[str, Cause] = {
             "send the page",
         ),
     ),
+    "host paced": Cause(
+        seen="the device waits for the host to issue work for over a fifth of the step",
+        means="kernels are done sooner than they are issued; the bound has that time in it",
+        tries=(
+            "more tokens in a micro-batch (train.micro_batch_tokens), or fused kernels",
+            "stop other programs on the processor; look at its clock and power settings",
+        ),
+    ),
     "unpredicted": Cause(
         seen="the step takes over 1.3 times its prediction",
         means="plans for this machine predict too short a time",

@@ -40,6 +40,7 @@ LINK_SHARE, DUPLEX_SHARE, PRODUCTS_SHARE = 0.65, 0.6, 0.6
 LEAST_PINNING = 1e9
 LEAST_OF_BOUND = 0.8
 MOST_OVER_PREDICTION = 1.3
+MOST_HOST_PACED = 0.2
 MEASURE_S = 15.0
 """For the rates; after it what refines them is left out."""
 
@@ -180,6 +181,12 @@ class StepFigures:
         lane = max(self.lanes_s, key=lambda name: self.lanes_s[name])
         return self.lanes_s[lane], lane
 
+    @property
+    def _mfu(self) -> float:
+        """6 FLOPs per token and parameter, over the best rate of products."""
+        best = max(point.flops for point in self.chosen.plan.profile.forward_flops)
+        return 6 / 8 * self.timed.flops / best
+
     def facts(self) -> dict[str, Any]:
         """Return the figures as plain values."""
         timed, model, plan = self.timed, self.chosen.model, self.chosen.plan
@@ -203,6 +210,9 @@ class StepFigures:
             "bound_by": bound_by,
             "of_bound": bound_s / timed.step_s,
             "lanes_s": dict(self.lanes_s),
+            "device_busy_s": trace.lane_summaries()["compute"].busy_s,
+            "host_paced_s": summary.host_paced_s,
+            "mfu": self._mfu,
             "split_s": step_split(trace, timed.step_s),
             "bytes_in": timed.bytes_in,
             "bytes_out": timed.bytes_out,
@@ -244,8 +254,14 @@ def step_checks(figures: StepFigures, subject: Subject) -> Iterator[Check]:
     if subject.runtime is not None:
         text += f"{percent(facts['of_bound'])} of the speed at its bound ({facts['bound_by']}), "
     text += f"{size(facts['peak_device_bytes'])} of device memory"
-    far = subject.runtime is not None and facts["of_bound"] < LEAST_OF_BOUND
-    yield _check("step", text, *(["far from bound"] if far else []))
+    causes = []
+    if subject.runtime is not None:
+        # The bound has the host's pace in it: a step that waits for the host may be near it.
+        share = facts["host_paced_s"] / facts["step_s"]
+        text += f"; {percent(facts['mfu'])} of the rate of products, {percent(share)} host-paced"
+        causes += ["far from bound"] if facts["of_bound"] < LEAST_OF_BOUND else []
+        causes += ["host paced"] if share > MOST_HOST_PACED else []
+    yield _check("step", text, *causes)
     ratio = facts["step_s"] / facts["predicted_s"]
     text = (
         f"{duration(facts['predicted_s'])} predicted, limited by {facts['predicted_limit']}; "

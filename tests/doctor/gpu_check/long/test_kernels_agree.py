@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatrain.doctor.gpu_check.findings import Check
 from megatrain.doctor.gpu_check.long import kernels_agree as module
 from megatrain.doctor.gpu_check.long.kernels_agree import OTHERS, OtherKernels, agreement
 from megatrain.doctor.subject import CPU
@@ -16,9 +17,7 @@ from testkit.simulated.accelerator import Simulator
 DEVICE = replace(CPU, name="device", runtime=Simulator())
 
 
-def found_with(
-    monkeypatch: pytest.MonkeyPatch, change: float, package: str = "torch"
-) -> module.Check:
+def found_with(monkeypatch: pytest.MonkeyPatch, change: float, package: str = "torch") -> Check:
     """Compare with kernels that are off by a share of the gradient."""
 
     def step(subject: Any, kernels: OtherKernels) -> tuple[float, dict[str, torch.Tensor]]:
@@ -26,7 +25,7 @@ def found_with(
         return 2.0, {"weight": torch.full((8,), 1.0 + off)}
 
     monkeypatch.setattr(module, "_step", step)
-    monkeypatch.setitem(OTHERS, "liger", OtherKernels(package=package))  # type: ignore[arg-type]
+    monkeypatch.setitem(OTHERS, "liger", OtherKernels(package=package))
     return agreement(DEVICE, "liger")
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from megatrain.doctor.gpu_check.long import update_threads as module
 from megatrain.doctor.gpu_check.long.update_threads import both_rates, counts_for, measure
+from testkit.patience import HANG_S
 from tests.doctor.gpu_check.long.givens import Kept, given_on_cpu
 
 
@@ -34,7 +35,11 @@ def test_each_count_has_its_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_both_are_done_at_once_and_an_error_of_either_is_raised() -> None:
     met = threading.Event()
-    first, second = both_rates(lambda: met.wait(10) and None, met.set, threading.Lock, 0.01)
+
+    def waits() -> None:
+        assert met.wait(HANG_S)
+
+    first, second = both_rates(waits, met.set, threading.Lock, 0.01)
     assert first > 0
     assert second > 0
 
