@@ -52,7 +52,7 @@ from megatrain.planning.from_config import LIGER_FAMILIES
 from proofs import liger_interpreted
 from proofs.liger_interpreted import Launches
 from testkit.engines import make_engine
-from testkit.families import FAMILIES, save_tiny, tiny_model
+from testkit.families import EXTRA, FAMILIES, save_tiny, tiny_model
 from testkit.plain import flat_row
 
 RELATIVE = 1e-5
@@ -105,7 +105,9 @@ def main() -> None:
 
 def _family(family: str, num_steps: int, launches: Launches) -> dict[str, Any]:
     """Return what the kernels of a family are, and how far its losses are from the eager ones."""
-    changes = {key: value for key, value in SMALLER.items() if _takes(family, key)}
+    own = {"head_dim", "num_key_value_heads"} & set(EXTRA.get(family, {}))
+    kept = ("num_attention_heads", "num_key_value_heads") if own else ()
+    changes = {k: v for k, v in SMALLER.items() if k not in kept and _takes(family, k)}
     try:
         facts: dict[str, Any] = {"modules": _patched(family, changes)}
         with tempfile.TemporaryDirectory() as folder:

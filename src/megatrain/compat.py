@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -34,6 +35,18 @@ def find_document_kernel() -> Callable[..., Tensor] | None:
     taken = inspect.signature(varlen_attn).parameters
     kernel = cast("Callable[..., Tensor]", varlen_attn)
     return kernel if {"scale", "window_size", "enable_gqa"} <= set(taken) else None
+
+
+@contextmanager
+def autograd_in_operation() -> Iterator[None]:
+    """Let autograd see what the code of an operation computes: torch calls that code below it."""
+    keys: Any = torch._C.DispatchKey
+    excluded: Any = torch._C._dispatch_tls_local_exclude_set()
+    for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradNestedTensor):
+        excluded = excluded.remove(key)
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded):
+        yield
 
 
 document_kernel: Callable[[], Callable[..., Tensor] | None] = functools.cache(find_document_kernel)

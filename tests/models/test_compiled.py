@@ -22,13 +22,14 @@ from megatrain.models import compiled as regions
 from megatrain.models.build import build_decoder
 from megatrain.models.compiled import Backend, Regions, representatives
 from megatrain.models.decoder import COMPUTE_DTYPES
+from megatrain.models.documents import attending
 from megatrain.models.template import Template
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.states import M, V
 from testkit.cases import at_a_push
 from testkit.engines import make_engine
 from testkit.families import save_tiny, tiny_config, tiny_model
-from testkit.plain import make_batch
+from testkit.plain import flat_row, make_batch
 
 FAMILIES = {"llama": 1, "gemma2": 2, "mixtral": 1, "qwen3": 1}
 BREAKS_GRAPHS = pytest.mark.skipif(
@@ -473,3 +474,49 @@ def test_a_backend_that_fails_is_named_with_the_way_out() -> None:
     text = r"cannot compile layer 0 \(LlamaDecoderLayer\)(?s:.*)no compiler(?s:.*)Set train.compile"
     with pytest.raises(ConfigError, match=text):
         world.run(world.template(fail), grad=False)
+
+
+FLAT: tuple[tuple[int, ...], ...] = ((9, 20), (9, 14, 20), (5, 7, 3, 2), (24,), (9, 14, 20))
+"""Lists of lengths; some are longer than the window of 16."""
+
+
+def _flat(world: World, template: Template, lengths: tuple[int, ...]) -> list[Tensor]:
+    """Return the output and the gradients of each layer for documents in one row."""
+    micro, found = flat_row(lengths), list[Tensor]()
+    with attending(micro.packed_documents()):
+        with torch.no_grad():
+            hidden, calls = template.front(world.weights(0), micro.inputs)
+        for block, call in enumerate(calls, 1):
+            weights = world.weights(block, grad=True)
+            given = hidden.detach().requires_grad_()
+            output = template.routed_layer(weights, given, call)[0]
+            hidden = output.detach()
+            inputs = [given, *weights.values()]
+            found += [hidden, *torch.autograd.grad(output, inputs, torch.ones_like(output))]
+    return found
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("family", ["qwen3", "llama", "mistral", "gemma3_text"])
+def test_documents_are_attended_to_alone_by_one_graph_for_all_lengths(family: str) -> None:
+    counter = Counter()
+    world = World(family, num_layers=2)
+    plain, compiled = world.template(), world.template(counter)
+    nums_graphs = []
+    for lengths in FLAT:
+        assert same(_flat(world, plain, lengths), _flat(world, compiled, lengths))
+        nums_graphs.append(counter.num_graphs)
+    assert nums_graphs[1:] == nums_graphs[1:2] * (len(FLAT) - 1)
+
+
+def test_documents_in_a_graph_that_are_others_would_be_noticed() -> None:
+    world = World("llama", num_layers=1)
+    compiled = world.template(Counter())
+    assert not same(_flat(world, compiled, (9, 20)), _flat(world, compiled, (20, 9)))
+
+
+@pytest.mark.merge
+def test_documents_go_back_through_graphs_of_autograd() -> None:
+    world = World("llama", num_layers=1)
+    found = _flat(world, world.template("aot_eager"), (9, 14, 20))
+    assert same(_flat(world, world.template(), (9, 14, 20)), found)

@@ -14,7 +14,14 @@ from torch.nn.functional import scaled_dot_product_attention
 pytest.importorskip("testkit.host_gpu", exc_type=ImportError)
 
 from megatrain import compat
-from megatrain.models.documents import KernelForm, PackedDocuments, _by_kernel, kernel_runs
+from megatrain.models.documents import (
+    KernelForm,
+    PackedDocuments,
+    _by_kernel,
+    attend_operation,
+    attending,
+    kernel_runs,
+)
 
 pytestmark = pytest.mark.hostgpu
 AT = "hostgpu:0"
@@ -91,6 +98,19 @@ def test_a_row_of_documents_has_the_bits_of_each_alone(
             assert torch.equal(ours, theirs), name
         else:  # zeros beside a head, and sums over a group in another order
             assert torch.allclose(ours.float(), theirs.float(), rtol=2e-2, atol=2e-2), name
+
+
+@pytest.mark.parametrize("window", [0, 7])
+def test_the_operation_of_compiled_layers_takes_the_kernel_and_its_bits(window: int) -> None:
+    tensors = _inputs(4, 2, 16)
+    bounds = torch.tensor(BOUNDS, dtype=torch.int32, device=AT)
+    kernel_runs.cache_clear()
+    with attending(PackedDocuments(lengths=LENGTHS, bounds=bounds)):
+        found = _outcome(lambda *qkv: attend_operation(*qkv, window, 0.3), tensors, AT)
+    assert kernel_runs(_form(has_window=bool(window)))
+    assert kernel_runs.cache_info().hits > 0, "the operation has asked"
+    expected = _outcome(_by_one_kernel(window), tensors, AT)
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("wrong", ["bounds", "window", "longest"])

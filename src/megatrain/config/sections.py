@@ -488,7 +488,7 @@ class TrainSettings(Section):
     compile: Switch = Field(
         default=False,
         description="Compile the layers with torch.compile, which changes the last bits; auto does "
-        "so on an accelerator, unless documents are packed or layers run over tiles.",
+        "so on an accelerator, unless layers have Liger's kernels or run over tiles.",
     )
     kernels: Literal["auto", "none", "liger"] = Field(
         default="auto",

@@ -9,9 +9,12 @@ and stays. On a device one kernel of torch 2.12 or newer takes all documents, if
 layer asks for: a call with two tokens finds out, once for each form of attention.
 
 Layers that do something else with masks, or do not ask transformers for attention, are not
-in BY_DOCUMENT. Those in models/isolation.py keep documents apart by masks, as does every family
-where layers are compiled: a graph would be made for every list of lengths. Some families forget to
+in BY_DOCUMENT. Those in models/isolation.py keep documents apart by masks. Some families forget to
 tell transformers where documents begin, but take masks that were made before.
+
+In a compiled layer attention is one operation of ours, which a graph does not look into: it finds
+the documents when it runs, so one graph serves every list of lengths. It attends as above, and
+once more in backward. It knows plain attention with windows, and no dropout.
 
 Laws (tests/models/test_documents.py)
     1. In BY_DOCUMENT hidden states, logits and their gradients are those of the plain model on each
@@ -19,6 +22,7 @@ Laws (tests/models/test_documents.py)
     2. No tensor of tokens x tokens is made, but of a document.
     3. The kernel is asked for the attention that the mask describes, and only if it has that form.
     4. After the block, failed or not, transformers has its own functions again.
+    5. Compiled layers have the bits of others, by a graph for all lists of lengths.
 """
 
 from __future__ import annotations
@@ -26,18 +30,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torch.utils._pytree import register_constant
 from transformers import AttentionMaskInterface, AutoConfig, PreTrainedConfig, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_masks_for_generate
 
 from megatrain import compat
-from megatrain.models.attention import Answer, AttentionOutput, attention_replaced
+from megatrain.models.attention import (
+    Answer,
+    AttentionOutput,
+    attention_is,
+    attention_replaced,
+)
 from megatrain.models.multimodal import TEXT_PART, text_part
 
 BY_DOCUMENT = frozenset(
@@ -102,8 +112,10 @@ class PutOffMask:
 
 def attends_by_document(config: PreTrainedConfig, *, compiles: bool) -> bool:
     """Return whether a packed row of this model can be attended to by document."""
-    attends = text_part(config)._attn_implementation in ("sdpa", "eager") and not compiles
-    return attends and by_document(config)
+    text = text_part(config)
+    takes = ("sdpa",) if compiles else ("sdpa", "eager")
+    drops = compiles and bool(getattr(text, "attention_dropout", 0.0))
+    return text._attn_implementation in takes and not drops and by_document(config)
 
 
 def by_document(config: PreTrainedConfig) -> bool:
@@ -125,7 +137,142 @@ def attending(documents: PackedDocuments | None) -> Iterator[None]:
         return _attend(documents, own, module, *given, **options)
 
     with masks_put_off(), attention_replaced(receive):
-        yield
+        _attended.append(documents)
+        try:
+            yield
+        finally:
+            _attended.pop()
+
+
+_attended: list[PackedDocuments] = []
+"""Documents that layers attend to now; the last counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class WindowMask:
+    """A PutOffMask as a graph has it: a constant."""
+
+    window: int
+
+
+register_constant(WindowMask)
+
+
+@contextmanager
+def attending_in_graph() -> Iterator[Callable[[Any], Any]]:
+    """Let a compiled layer that is called meanwhile attend to documents, if there are any.
+
+    Yields what to do with each of its arguments.
+    """
+    if not _attended:
+        yield lambda argument: argument
+        return
+    with attention_is(_attend_in_graph):
+        yield _for_graph
+
+
+def _for_graph(argument: Any) -> Any:
+    if not isinstance(argument, PutOffMask):
+        return argument
+    assert argument.window is not None, "a mask of another form in a compiled layer"
+    return WindowMask(argument.window)
+
+
+def _attend_in_graph(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    scaling: float | None = None,
+    **options: Any,
+) -> AttentionOutput:
+    assert isinstance(attention_mask, WindowMask), "a layer made its own mask"
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return attend_operation(query, key, value, attention_mask.window, scale), None
+
+
+@torch.library.custom_op("megatrain::attend_to_documents", mutates_args=())
+def attend_operation(
+    query: Tensor, key: Tensor, value: Tensor, window: int, scale: float
+) -> Tensor:
+    """Return the attention of each document that is attended to now. (1, tokens, heads, width)"""
+    # Also here: whether there is a kernel is found out by a call that goes back through it.
+    with compat.autograd_in_operation(), torch.no_grad():
+        return _attend_plainly(query, key, value, window, scale).contiguous()
+
+
+@attend_operation.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float) -> Tensor:
+    _, heads, tokens, _ = query.shape
+    return query.new_empty((1, tokens, heads, value.shape[-1]))
+
+
+@torch.library.custom_op("megatrain::attend_to_documents_backward", mutates_args=())
+def _attend_back(
+    d_output: Tensor, query: Tensor, key: Tensor, value: Tensor, window: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values: attention is computed once more."""
+    with compat.autograd_in_operation(), torch.enable_grad():
+        leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+        output = _attend_plainly(*leaves, window, scale)
+        found = torch.autograd.grad(output, leaves, d_output)
+    d_query, d_key, d_value = (gradient.contiguous() for gradient in found)
+    return d_query, d_key, d_value
+
+
+@_attend_back.register_fake
+def _(
+    d_output: Tensor, query: Tensor, key: Tensor, value: Tensor, window: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    made = (query.new_empty(tensor.shape) for tensor in (query, key, value))
+    d_query, d_key, d_value = made
+    return d_query, d_key, d_value
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    query, key, value, ctx.window, ctx.scale = inputs
+    ctx.save_for_backward(query, key, value)
+
+
+def _back(ctx: Any, d_output: Tensor) -> tuple[Tensor | None, ...]:
+    return *_attend_back(d_output, *ctx.saved_tensors, ctx.window, ctx.scale), None, None
+
+
+attend_operation.register_autograd(_back, setup_context=_keep)
+
+
+def _attend_plainly(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float) -> Tensor:
+    """Return causal attention within each document that is attended to now."""
+    documents = _attended[-1]
+    options = {"scaling": scale}
+    mask = PutOffMask(own=partial(_window_mask, window, query.device), asked={}, window=window)
+    layer: Any = _PlainLayer(query.shape[1] // key.shape[1])
+    output, _ = _attend(
+        documents, sdpa_attention_forward, layer, query, key, value, mask, **options
+    )
+    return output
+
+
+class _PlainLayer(nn.Module):
+    """What transformers' sdpa asks the module of a layer for."""
+
+    is_causal = True
+
+    def __init__(self, num_groups: int) -> None:
+        super().__init__()
+        self.num_key_value_groups = num_groups
+
+
+def _window_mask(
+    window: int, device: torch.device, *, q_length: int, kv_length: int
+) -> Tensor | None:
+    """Return the mask of a document; None: attention is plainly causal."""
+    if not window or window >= q_length:
+        return None
+    places = torch.arange(q_length, device=device)
+    behind = places[:, None] - places[None, :]
+    return ((behind >= 0) & (behind < window))[None, None]
 
 
 @contextmanager

@@ -40,7 +40,12 @@ from megatrain.models.compiled import (
     representatives,
 )
 from megatrain.models.decoder import Decoder
-from megatrain.models.documents import by_document, masks_put_off, with_packed_masks
+from megatrain.models.documents import (
+    attending_in_graph,
+    by_document,
+    masks_put_off,
+    with_packed_masks,
+)
 from megatrain.models.key_values import has_cache
 from megatrain.models.probing.dispatch import intercepted
 from megatrain.models.probing.logits import Function, TracedScores, Tracer, examined
@@ -144,7 +149,10 @@ class Template:
         bound, module = self.bound(weights, call), self._modules[call.layer]
         # A cache grows by a token with each call: every length would be compiled again.
         if self._regions is not None and not has_cache(call):
-            return self._regions.call(call.layer, bound, hidden, call.args, call.kwargs)
+            with attending_in_graph() as for_graph:
+                args = tuple(map(for_graph, call.args))
+                kwargs = {name: for_graph(value) for name, value in call.kwargs.items()}
+                return self._regions.call(call.layer, bound, hidden, args, kwargs)
         return apply_layer(module, bound, hidden, call.args, call.kwargs, self._routed)
 
     def cut_layer(self, call: Call) -> CutLayer | None:

@@ -107,8 +107,6 @@ def compile_choice(config: Config, *, unified: bool) -> tuple[bool, str]:
         return False, "compute is on the CPU"
     if config.train.kernels == "liger":
         return False, "layers have Liger's kernels"
-    if config.packs:
-        return False, "packed documents are attended to alone, which a graph does not do"
     if why := next(filter(None, (lever.why_not_compiled(config) for lever in LEVERS)), ""):
         return False, why
     return True, "fewer passes over memory; the gain is predicted, not measured"

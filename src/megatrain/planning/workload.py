@@ -64,7 +64,8 @@ class Workload:
     @property
     def by_document(self) -> bool:
         """Whether each document of a packed row is attended to alone."""
-        return self.packed and self.model.by_document and not self.compiled
+        takes = not self.compiled or self.attn != "eager"
+        return self.packed and self.model.by_document and takes
 
     def num_micro(self, micro_batch_tokens: int) -> int:
         """Return the micro-batches that a rank has of a step; the last may be smaller."""

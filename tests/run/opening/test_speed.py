@@ -19,12 +19,15 @@ from testkit.worlds import world_of
 def test_waits_of_experts_and_the_choice_to_compile_are_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = Config(model="m", data="rows.jsonl", train={"compile": "auto"}).decided(packing=True)
+    config = Config.model_validate(
+        {"model": "m", "data": "rows.jsonl", "train": {"compile": "auto"}}
+        | {"memory": {"tile_tokens": 4096}}
+    ).decided(packing=True)
     device, experts = Accelerator(Simulator()), world_of("mixtral").decoder
     monkeypatch.setattr("megatrain.run.opening.opening.load_kernel", lambda: "a fast one")
     monkeypatch.setattr(Simulator, "groups", lambda simulator, dtype: False)
     first, second, third = speed_notes(config, experts, device)
-    assert first.startswith("compile: auto is off: packed documents are attended to alone")
+    assert first.startswith("compile: auto is off: layers run over tiles")
     assert second == "kernels: auto is none: Triton does not compile for this device"
     assert third.startswith("experts: torch has no kernel for their products on accelerator, so")
     assert len(speed_notes(config, world_of("llama of 2 layers").decoder, device)) == 2
