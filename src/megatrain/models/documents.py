@@ -215,7 +215,7 @@ def _attend_back(
     """Return the gradients of queries, keys and values: attention is computed once more."""
     with compat.autograd_in_operation(), torch.enable_grad():
         leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
-        output = _attend_plainly(*leaves, window, scale)
+        output = _attend_plainly(leaves[0], leaves[1], leaves[2], window, scale)
         found = torch.autograd.grad(output, leaves, d_output)
     d_query, d_key, d_value = (gradient.contiguous() for gradient in found)
     return d_query, d_key, d_value

@@ -25,8 +25,8 @@ USUAL_TOKENS = 8192
 """Tokens of a micro-batch where nothing is known about the machine."""
 LIGER_FAMILIES = frozenset(
     """
-    exaone4 gemma gemma2 gemma3_text glm4 granite hunyuan_v1_dense llama ministral mistral olmo2
-    olmo3 phi3 qwen2 qwen3 smollm3
+    exaone4 gemma gemma2 glm4 granite hunyuan_v1_dense llama ministral mistral olmo2 olmo3 phi3
+    qwen2 qwen3 qwen3_5_text smollm3
     """.split()  # noqa: SIM905
 )
 """Families in which Liger's kernels have losses and gradients of the model's own code, within the
