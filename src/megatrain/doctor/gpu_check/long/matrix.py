@@ -64,6 +64,7 @@ POINTS = (
     Point(name="four times the tokens", times=4),
     Point(name="tape on the device", changes={"tape": "device"}),
     Point(name="three slots", changes={"slots": 3}),
+    Point(name="four updates ahead of the norm", changes={"speculated_blocks": 4}),
     Point(name="updates in backward", changes={"update": "in_backward"}),
 )
 
