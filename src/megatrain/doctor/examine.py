@@ -285,7 +285,7 @@ def measure_rates(
         cores=facts.cores,
         device=subject.name,
         device_bytes=subject.device_bytes,
-        unified=not own_memory,
+        unified=not own_memory or device.integrated,
         integrated=device.integrated,
         forward_flops=forward,
         backward_flops=backward,
@@ -304,7 +304,7 @@ def measure_rates(
     keep_rough(profile, kernel.description)
     if time.monotonic() < until:
         say("trial steps")
-        if profile.unified:
+        if profile.on_host:
             profile = calibrated(profile, QUICK_SHAPES if quick else SHAPES)
         else:
             profile = with_issue_times(profile, device)

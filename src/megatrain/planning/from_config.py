@@ -194,7 +194,12 @@ def _given(config: Config) -> dict[str, Any]:
 
 
 def within(profile: MachineProfile, config: Config) -> MachineProfile:
-    """Return the machine with no more memory and disk than the section `memory` allows."""
+    """Return the machine with no more memory and disk than the section `memory` allows.
+
+    Slots that the config gives are used, also where device and host are one memory.
+    """
+    if profile.integrated and config.memory.slots != "auto":
+        profile = profile.changed(unified=False)
     ram, vram = config.memory.ram, config.memory.vram
     disk, most = config.memory.disk, config.memory.disk_bytes
     if disk is None:

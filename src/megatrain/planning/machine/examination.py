@@ -88,13 +88,13 @@ class Examination:
         unclipped = most * BYTES_PER_PARAM / UNCLIPPED_BYTES_PER_PARAM
         narrow = most * BYTES_PER_PARAM / LEAST_BYTES_PER_PARAM
         rate = self.sustained_flops / (8 * most) if most else 0.0
-        where = profile.device if not profile.unified else "the processor"
+        where = "the processor" if profile.on_host else profile.device
         text = (
             f"Trains models of up to about {figure(most)} parameters in host memory "
             f"({figure(unclipped)} without clipping, {figure(narrow)} with moments in 8 bits); "
             f"at that size up to {rate:.3g} tokens/s on {where}."
         )
-        if profile.unified:
+        if profile.on_host:
             return text + " Without an accelerator this machine is only for trials."
         link = self.sustained_flops / profile.copy_in_bytes_per_s
         # Late updates share DRAM with forward, which reads a weight for 2 FLOPs per token.
@@ -119,7 +119,7 @@ class Examination:
             ("memory traffic", byte_rate(profile.dram_bytes_per_s)),
             ("device", profile.device or "none: compute happens on the processor"),
         ]
-        if not profile.unified:
+        if not profile.on_host:
             rows.append(("device memory", size(profile.device_bytes)))
         rows += [
             ("copies in / out", _pair(profile.copy_in_bytes_per_s, profile.copy_out_bytes_per_s)),
