@@ -33,6 +33,12 @@ MODULES = (
     "devices/runtime.py",
     "models/documents.py",
 )
+DOCUMENTS = (
+    "tests/models/test_documents.py",
+    "tests/engine/test_isolation.py",
+    "tests/testkit/test_host_gpu_attention.py",
+)
+"""Tests of models/documents.py: on the processor, and with the kernel of the device."""
 OWN = {
     "devices/runtime.py": {
         "facts: Any = torch.cuda.get_device_properties(device)": "where a card is on the bus",
@@ -109,7 +115,7 @@ def faults_of(name: str, path: Path, seen: set[int], own: dict[str, str]) -> lis
 
 def main(words: list[str]) -> int:
     marks = "not gpu" if "--all" in words else "not gpu and not thorough and not night"
-    tests = ["tests/devices", "tests/gpu", "tests/models/test_documents.py"]
+    tests = ["tests/devices", "tests/gpu", *DOCUMENTS]
     options = ["--device", "hostgpu", "-q", "-m", marks, "-p", "no:cacheprovider"]
     paths = {str(SOURCE / name): name for name in MODULES}
     seen: Lines = defaultdict(set)

@@ -187,3 +187,27 @@ def test_a_seed_decides_what_is_drawn_and_the_callers_draws_go_on() -> None:
     assert not torch.equal(torch.rand(4), drawn)
     device.set_random_state(state)
     assert torch.equal(torch.cat([first, torch.rand(3)]), expected)
+
+
+def test_a_cap_that_comes_later_is_the_least_of_both() -> None:
+    device = CpuDevice()
+    device.cap(300)
+    for asked in (200, 400):
+        device.cap(asked)
+        with pytest.raises(DeviceFull, match=r"tape needs"):
+            device.allocate(250, "tape")
+        assert device.allocate(200, "tape").nbytes == 200
+    assert device.peak_bytes == 200
+
+
+def test_the_cpu_is_there_at_once_and_nobody_waits_for_it() -> None:
+    device, tensor, done = CpuDevice(), torch.ones(3), list[str]()
+    assert device.further_stream() is None
+    with pytest.raises(AssertionError, match="there are no streams"):
+        device.current_stream()
+    device.communicate([tensor], [tensor], lambda: done.append("at once"))
+    assert done == ["at once"]
+    assert device.place(tensor) is device.in_place(tensor) is tensor
+    assert device.groups(torch.bfloat16)
+    assert device.memory_snapshot() is None
+    assert device.placement.update_threads >= 1

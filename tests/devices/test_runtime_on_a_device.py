@@ -52,6 +52,21 @@ def test_a_cap_ends_with_its_accelerator() -> None:
     assert other.allocate(128 * MIB, "tape").nbytes == 128 * MIB
 
 
+def test_a_cap_that_comes_later_is_the_least_of_both_and_memory_is_counted() -> None:
+    device = accelerator("hostgpu:1", cap_bytes=64 * MIB)
+    device.cap(128 * MIB)
+    assert device.free_bytes == 64 * MIB
+    device.cap(32 * MIB)
+    assert device.free_bytes == 32 * MIB
+    held = device.allocate(24 * MIB, "tape")
+    assert device.peak_bytes >= held.nbytes
+    device.close()
+
+
+def test_torchs_own_cards_alone_have_triton() -> None:
+    assert not accelerator("hostgpu").has_triton
+
+
 def test_a_runtime_seeds_its_own_device_and_the_host_whatever_the_threads_device_is() -> None:
     runtime = TorchRuntime.find("hostgpu:1")
     torch.accelerator.set_device_index(0)
