@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.devices.device import CpuDevice, Meter, copy_bits
+from megatrain.devices.device import CpuDevice, Device, Meter, copy_bits
 from megatrain.errors import DeviceFull
 from megatrain.step.ops import LANES
 from testkit.patience import HANG_S
@@ -201,7 +201,8 @@ def test_a_cap_that_comes_later_is_the_least_of_both() -> None:
 
 
 def test_the_cpu_is_there_at_once_and_nobody_waits_for_it() -> None:
-    device, tensor, done = CpuDevice(), torch.ones(3), list[str]()
+    tensor, done = torch.ones(3), list[str]()
+    device: Device = CpuDevice()
     assert device.further_stream() is None
     with pytest.raises(AssertionError, match="there are no streams"):
         device.current_stream()
