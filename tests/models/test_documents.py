@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
+    AutoConfig,
     AutoModelForCausalLM,
     masking_utils,
 )
@@ -169,6 +170,12 @@ def test_only_these_models_attend_by_document() -> None:
 
 
 # Law 2: no mask but a document's.
+
+
+@pytest.mark.parametrize(("family", "expected"), [("llama", True), ("bloom", False)])
+def test_a_text_part_of_any_family_must_be_one_of_them(family: str, expected: bool) -> None:
+    config = AutoConfig.for_model("llava", text_config={"model_type": family})
+    assert by_document.by_document(config) is expected
 
 
 @pytest.mark.parametrize(("family", "attention"), [("mistral", "sdpa"), ("gemma2", "eager")])

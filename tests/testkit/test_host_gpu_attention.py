@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 pytest.importorskip("testkit.host_gpu", exc_type=ImportError)
 
 from megatrain import compat
+from megatrain.models import documents
 from megatrain.models.documents import (
     KernelForm,
     PackedDocuments,
@@ -179,3 +180,18 @@ def test_a_full_device_is_not_taken_for_one_without_a_kernel(
         with pytest.raises(torch.OutOfMemoryError):
             kernel_runs(_form())
     assert kernel_runs(_form())
+
+
+def test_the_kernel_is_not_asked_for_what_it_has_no_form_for() -> None:
+    query = torch.zeros(1, 4, 8, 16, dtype=torch.bfloat16, device="hostgpu:1")
+
+    def takes(window: int | None = 0, width: int = 16, **options: Any) -> bool:
+        mask = documents.PutOffMask(own=lambda **asked: None, asked={}, window=window)
+        return documents._kernel_takes(query, query, query[..., :width], mask, options)
+
+    assert takes()
+    assert takes(window=3)
+    assert not takes(window=None)
+    assert not takes(width=8)
+    assert not takes(dropout=0.1)
+    assert not takes(is_causal=False)
