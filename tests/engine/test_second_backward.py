@@ -77,6 +77,10 @@ def test_a_step_that_does_not_clip_would_be_noticed(tmp_path: Path) -> None:
     assert any(not torch.equal(clipped[name], free[name]) for name in clipped)
 
 
+def _has(kind: Kind, dtype: torch.dtype) -> bool:
+    return kind.dtype(is_fp32=dtype == torch.float32) is not None
+
+
 def _trained(folder: Path, dtype: Any, update: str, clip: float) -> tuple[Any, Any]:
     waits = update == "late"
     home = load_model(folder, dtype=dtype, kinds=store_kinds(STATES["adamw"]["fp32"], waits=waits))
@@ -91,7 +95,7 @@ def _trained(folder: Path, dtype: Any, update: str, clip: float) -> tuple[Any, A
         f"{kind} {param.name}": home.store.param(param.name, kind).clone()
         for param in home.decoder.params
         for kind in home.store.kinds
-        if kind is not Kind.GRAD and param.trained and (dtype == "bf16" or kind is not Kind.LO)
+        if kind is not Kind.GRAD and param.trained and _has(kind, param.dtype)
     }
     return numbers, params
 

@@ -16,8 +16,8 @@ import gzip
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +36,7 @@ from megatrain.text import percent
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 """Kinds of events that a device does, by the names of the trace."""
 LAUNCHES = ("cuda_runtime", "cuda_driver", "xpu_runtime")
+_NVTX = "MEGATRAIN_NVTX"
 _MOST_ROWS = 20
 _MOST_BYTES = 24 << 20
 """Of the trace in the archive."""
@@ -61,13 +62,12 @@ def measure(given: Given) -> dict[str, Any]:
     plan = planned_step(given, model)
     runtime = given.subject.runtime
     named = given.subject if runtime is None else replace(given.subject, runtime=Named(runtime))
-    os.environ["MEGATRAIN_NVTX"] = "1"  # lanes name their ops; this process ends with the part
     steps = replace(steps_of(given, model), subject=named)
     micro = plan.settings.micro_batch_tokens
     batch = model.with_step(model.step_tokens, packed=True, micro=micro).batch()
     given.say(f"one step of {model.step_tokens:,} tokens under torch's profiler")
     all_threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    with steps.engine(plan.settings, named.new_device()) as engine:
+    with _named_ops(), steps.engine(plan.settings, named.new_device()) as engine:
         for _ in range(2):
             engine.step(batch)
         engine.settle()
@@ -88,6 +88,20 @@ def measure(given: Given) -> dict[str, Any]:
     found = summary(events)
     found["figures"]["trace_bytes"] = len(packed)
     return found
+
+
+@contextmanager
+def _named_ops() -> Iterator[None]:
+    """Let lanes name their ops."""
+    before = os.environ.get(_NVTX)
+    os.environ[_NVTX] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NVTX]
+        else:
+            os.environ[_NVTX] = before
 
 
 def _activities() -> list[ProfilerActivity]:
