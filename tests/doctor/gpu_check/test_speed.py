@@ -67,7 +67,7 @@ def test_what_is_slow_is_named(
 
 
 def test_cards_are_known_by_the_names_of_their_drivers() -> None:
-    assert known_flops("NVIDIA GeForce RTX 4090") == 160e12
+    assert known_flops("NVIDIA GeForce RTX 4090") == 168e12
     assert known_flops("NVIDIA A100-SXM4-80GB") is not None
     assert known_flops("testkit/host_gpu 0") is None
     assert known_flops("") is None
