@@ -59,7 +59,7 @@ shapes = st.builds(
 def no_thread_is_left() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before  # one of another test may have ended meanwhile
 
 
 def random_pause(seed: int, *, longest_s: float = 4e-4) -> Callable[[], float]:
