@@ -68,6 +68,13 @@ ModelArgument = Annotated[
 Best = Annotated[
     bool, typer.Option("--best", help="From a run, use the model with the lowest evaluation loss.")
 ]
+Temperature = Annotated[float, typer.Option(help="0 takes the most likely token.")]
+TopP = Annotated[
+    float, typer.Option("--top-p", help="Sample from tokens with this total probability.")
+]
+SamplingSeed = Annotated[int, typer.Option(help="Seed for sampling.", min=0)]
+SystemMessage = Annotated[str | None, typer.Option(help="System message.")]
+DeviceName = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or xpu.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Settings, like train.epochs=2.")]
 Configuration = Annotated[str | None, typer.Option(help="Configuration of a Hub dataset.")]
 Split = Annotated[
@@ -270,7 +277,7 @@ def lm_eval(
     context: typer.Context,
     model: ModelArgument,
     best: Best = False,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or xpu.")] = "auto",
+    device: DeviceName = "auto",
     max_length: Annotated[
         str | None, typer.Option(help="Longest text, like 2k; default: that of the model.")
     ] = None,
@@ -345,14 +352,12 @@ def sample(
     model: ModelArgument,
     prompts: Annotated[list[str], typer.Argument(help="Prompts, each a user message.")],
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.", min=1)] = 64,
-    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
+    temperature: Temperature = 0.0,
     best: Best = False,
-    top_p: Annotated[
-        float, typer.Option("--top-p", help="Sample from tokens with this total probability.")
-    ] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed for sampling.", min=0)] = 0,
-    system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or xpu.")] = "auto",
+    top_p: TopP = 1.0,
+    seed: SamplingSeed = 0,
+    system: SystemMessage = None,
+    device: DeviceName = "auto",
 ) -> None:
     """Generate a model's answers to prompts."""
     _require_model(model)
@@ -381,14 +386,12 @@ def chat(
         typer.Option("--with", help="Another model that answers too; may be repeated."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1)] = 512,
-    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
+    temperature: Temperature = 0.0,
     best: Best = False,
-    top_p: Annotated[
-        float, typer.Option("--top-p", help="Sample from tokens with this total probability.")
-    ] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed for sampling.", min=0)] = 0,
-    system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or xpu.")] = "auto",
+    top_p: TopP = 1.0,
+    seed: SamplingSeed = 0,
+    system: SystemMessage = None,
+    device: DeviceName = "auto",
 ) -> None:
     """Chat with a model. Each of several models keeps its own answers as its history."""
     models = [model, *(others or [])]

@@ -11,19 +11,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from megatrain.batch import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError, DataError
-from megatrain.memory.kinds import Kind
-from megatrain.memory.layout import build_layout
-from megatrain.memory.store import Store
-from megatrain.models.build import build_decoder
 from megatrain.run.evaluation import conversation
 from megatrain.run.evaluation.conversation import Conversation, Speaker
 from megatrain.run.evaluation.sampling import Drawing
-from testkit.families import tiny_config
+from testkit.spoken import predicting, spoken_model
 from testkit.tokenizers_of_kinds import tokenizer_of
 
 MESSAGES = ("what is two and three", "and four", "think")
@@ -35,16 +31,9 @@ FAMILIES = ("llama", "mistral", "mamba")
 @functools.cache
 def model(family: str) -> PreTrainedModel:
     """A random model with the vocabulary of the tokenizers, whose answers depend on the text."""
-    config = tiny_config(family)
-    config.vocab_size = len(tokenizer_of("chatml"))
-    config.max_position_embeddings = 256
-    torch.manual_seed(4)
-    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for param in plain.parameters():
-            if param.dim() > 1:
-                param.copy_(0.2 * torch.randn(param.shape))
-    return plain
+    return spoken_model(
+        family, seed=4, vocab_size=len(tokenizer_of("chatml")), max_position_embeddings=256
+    )
 
 
 class Counting(Engine):
@@ -61,13 +50,7 @@ class Counting(Engine):
 
 @contextmanager
 def speaking(family: str = "llama", kind: str = "chatml", **settings: Any) -> Iterator[Speaker]:
-    plain = model(family)
-    decoder = build_decoder(plain.config, "fp32")
-    store = Store(build_layout(decoder.blocks, (Kind.HI,)))
-    for param in decoder.params:
-        store.param(param.name, Kind.HI).copy_(plain.get_parameter(param.name).detach())
-    for name, buffer in decoder.persistent_buffers().items():
-        buffer.copy_(plain.get_buffer(name))
+    decoder, store = predicting(model(family))
     tokenizer = settings.pop("tokenizer", tokenizer_of(kind))
     with Counting(decoder, store) as engine:
         given = {"end_tokens": frozenset(), "template_kwargs": {}, **settings}

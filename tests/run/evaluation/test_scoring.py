@@ -8,43 +8,26 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from megatrain.cli.harness import require_harness
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError, MissingPackage
-from megatrain.memory.kinds import Kind
-from megatrain.memory.layout import build_layout
-from megatrain.memory.store import Store
-from megatrain.models.build import build_decoder
 from megatrain.run.evaluation import scoring
 from megatrain.run.evaluation.sampling import GREEDY, continuations
 from megatrain.run.evaluation.scoring import Score, Scored, scores
-from testkit.families import tiny_config
+from testkit.spoken import predicting, spoken_model
 
 POSITIONS = 24
 
 
 def model(family: str) -> PreTrainedModel:
-    config = tiny_config(family)
-    config.max_position_embeddings = POSITIONS
-    torch.manual_seed(2)
-    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for param in plain.parameters():
-            if param.dim() > 1:
-                param.copy_(0.2 * torch.randn(param.shape))
-    return plain
+    return spoken_model(family, seed=2, max_position_embeddings=POSITIONS)
 
 
 @contextmanager
 def engine(plain: PreTrainedModel) -> Iterator[Engine]:
-    decoder = build_decoder(plain.config, "fp32")
-    store = Store(build_layout(decoder.blocks, (Kind.HI,)))
-    for param in decoder.params:
-        store.param(param.name, Kind.HI).copy_(plain.get_parameter(param.name).detach())
-    for name, buffer in decoder.persistent_buffers().items():
-        buffer.copy_(plain.get_buffer(name))
+    decoder, store = predicting(plain)
     with Engine(decoder, store) as made:
         yield made
 
