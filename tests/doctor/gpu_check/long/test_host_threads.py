@@ -30,9 +30,12 @@ def test_a_thread_that_spins_is_found() -> None:
     def used(name: str) -> float:
         return sum(seconds for thread, seconds in cpu_seconds().values() if thread == name)
 
-    begun = used("spins")
+    def spins_on() -> None:
+        begun = used("spins")
+        eventually(lambda: used("spins") > begun + 0.2)
+
     try:
-        found = sampled_while(lambda: eventually(lambda: used("spins") > begun + 0.2))
+        found = sampled_while(spins_on)
     finally:
         ended.set()
         spinner.join()
