@@ -13,7 +13,6 @@ from tests.attacks.sandbox import LOADED
 EVIL = {"AutoConfig": "modeling_evil.Config", "AutoModelForCausalLM": "evil/repo--modeling.Model"}
 # How files on the hub made transformers import, download or replace code.
 CODE_KEYS: dict[str, Any] = {
-    "auto_map": EVIL,
     "trust_remote_code": True,
     "custom_pipelines": {"text-generation": {"impl": "evil.Pipeline"}},
     "_target_": "os.system",
@@ -54,13 +53,14 @@ CODE = config_cases(
     {f"key {key}": {key: value} for key, value in CODE_KEYS.items()}
     | {f"nested key {k}": {"rope_parameters": {"in": {k: v}}} for k, v in CODE_KEYS.items()}
     | {f"key {key} in a list": {"x": [[{key: 1}]]} for key in ("auto_map", "_target_")}
+    | {"nested key auto_map": {"rope_parameters": {"in": {"auto_map": EVIL}}}}
     | {f"shadow {key}": {key: "evil"} for key in SHADOWS}
     | {f"look-alike {name}": {key: EVIL} for name, key in LOOK_ALIKES.items()}
     | {
         "part with a kernel": {
             "model_type": "fuyu", "text_config": {"_attn_implementation": "evil/kernel"},
         },
-        "part with code": {"model_type": "gemma3", "text_config": {"auto_map": EVIL}},
+        "code of a stranger": {"model_type": "evil", "auto_map": EVIL},
         "part of any type": {"model_type": "musicgen", "text_encoder": {"model_type": "llama"}},
         "settings that shadow": {"model_type": "mpt", "attn_config": {"to_dict": 1}},
         "settings with a kernel": {
@@ -83,6 +83,8 @@ NEUTRALIZED = config_cases(
         "dtype that names a function": {"dtype": "load"},
         "dtype that names a module": {"torch_dtype": "_inductor"},
         "dtype that is a dictionary": {"dtype": {"": "hub"}},
+        "code that is not needed": {"auto_map": EVIL},
+        "code that is not a mapping": {"auto_map": [["evil.Model"]]},
         "name of a repository": {"_name_or_path": "evil/repo", "_commit_hash": "0" * 40},
         "architecture of a stranger": {"architectures": ["EvilForCausalLM"]},
         "architectures as object": {"architectures": {"AutoModel": "evil.Model"}},

@@ -6,9 +6,10 @@ import json
 from typing import Any
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 from megatrain.errors import ModelConfigError
-from megatrain.models.config_json import parse_config
+from megatrain.models.config_json import OTHER_NAMES, as_family, parse_config
 from testkit.cases import by_family
 from testkit.families import FAMILIES, tiny_config
 
@@ -26,7 +27,7 @@ def test_what_transformers_writes_is_read_back_the_same(family: str) -> None:
 
 @pytest.mark.parametrize(
     "key",
-    ["auto_map", "trust_remote_code", "_attn_implementation", "_attn_implementation_autoset",
+    ["trust_remote_code", "_attn_implementation", "_attn_implementation_autoset",
      "_target_", "_anything", "quantization_config", "kernel_config", "to_dict", "from_dict",
      "base_model_tp_plan", "a key", "__class__"],
 )  # fmt: skip
@@ -38,6 +39,49 @@ def test_keys_that_reach_code_are_refused(key: str) -> None:
 def test_refused_keys_are_refused_at_any_depth() -> None:
     with pytest.raises(ModelConfigError, match="auto_map is refused: runs code"):
         parse_config(_config(rope_parameters={"inner": {"auto_map": {}}}))
+
+
+CODE = {"AutoConfig": "configuration_own.C", "AutoModelForCausalLM": "modeling_own.M"}
+
+
+def test_code_of_a_folder_is_not_in_the_config_that_is_exported() -> None:
+    data, notes = as_family(_config(auto_map=CODE))
+    assert json.loads(data) == json.loads(_config())
+    assert notes == [
+        "config.json names code in the folder (auto_map): it is not run, because transformers has "
+        "llama itself, and exports do not name it"
+    ]
+    assert as_family(_config()) == (_config(), [])
+
+
+def test_code_of_a_folder_that_is_needed_is_named_in_the_refusal() -> None:
+    with pytest.raises(ModelConfigError, match=r"'own' is not .* in the folder \(auto_map\), and"):
+        parse_config(_config(model_type="own", auto_map=CODE))
+    with pytest.raises(ModelConfigError, match="'own' is not a causal") as refused:
+        parse_config(_config(model_type="own"))
+    assert "auto_map" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("name", "family"), OTHER_NAMES.items())
+def test_a_family_is_found_by_the_other_names_that_folders_have_for_it(
+    name: str, family: str
+) -> None:
+    assert name not in CONFIG_MAPPING  # else transformers has it, and no name is needed
+    fields = json.loads(tiny_config(family).to_json_string())
+    given = json.dumps(fields | {"model_type": name, "auto_map": CODE}).encode()
+    assert parse_config(given).to_dict() == parse_config(json.dumps(fields).encode()).to_dict()
+    data, notes = as_family(given)
+    assert json.loads(data) == fields
+    assert notes == [
+        f"config.json calls the model {name}: it is a {family} of transformers, and exports say so"
+    ]
+
+
+def test_a_part_is_read_by_the_same_names() -> None:
+    text = json.loads(tiny_config("deepseek_v3").to_json_string())
+    other = text | {"model_type": "kimi_k2", "auto_map": CODE}
+    data, _ = as_family(_config(model_type="kimi_k25", text_config=other))
+    assert json.loads(data) == json.loads(_config(model_type="kimi_k25", text_config=text))
 
 
 def test_harmless_unknown_keys_are_kept() -> None:

@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPI
 
 from megatrain.disk.hf.names import NameMap
 from megatrain.models.build import build_decoder
+from megatrain.models.config_json import OTHER_NAMES
 from megatrain.models.decoder import Decoder
 from megatrain.models.documents import BY_DOCUMENT
 from megatrain.models.isolation import DROPS_LENGTHS, ISOLATES, packing_family
@@ -41,7 +42,7 @@ writes this page.
 - *packs*: documents can share a row without seeing each other, so `data.packing` may be true. *by
   document*: a micro-batch is one row, and attention looks at each document alone, without a mask of
   tokens x tokens. *by masks*: a micro-batch has rows of equal length, and masks as large as a row
-  is long keep documents apart, as in all families with `train.compile`.
+  is long keep documents apart.
   *not with flash*: except with `model.attn: flash_attention_2`.
 
 | family | class | tied | kept in fp32 | stored apart | balances | packs |
@@ -101,6 +102,20 @@ JOINT_UNTRIED = """
 These were not tested, because we have no tiny model of them: {}.
 """
 
+PUBLISHED = """
+## Folders as published
+
+- **Code in a folder** (`auto_map` in config.json: DeepSeek, Phi, MiniMax, ...) is never run. Where
+  transformers has the family itself, the key is ignored, as transformers ignores it, and exports do
+  not have it. A folder whose family transformers does not have is refused by name.
+- **Another name of a family** is read as the family, in `train` and in `estimate`, and exports have
+  the family's own name, which transformers loads without code: {}.
+- **A tokenizer that is code** (Kimi-K2: `auto_map` in tokenizer_config.json names a class that
+  transformers does not have) is refused, unless the folder also has a tokenizer.json, which is then
+  read in its place. Copies of the model in the form of transformers have one. Copy it to the
+  folder, and compare its tokens with those of the code for some texts, where you trust the code.
+"""
+
 QUANTIZED = """
 ## Quantized folders
 
@@ -112,7 +127,7 @@ Masters, exports and checkpoints are those of a bf16 model; the exported config.
 
 | `quant_method` | tensors | published by |
 |---|---|---|
-| fp8 | `X.weight` and `X.weight_scale_inv`, per block or matrix | DeepSeek, Qwen3-FP8 |
+| fp8 | `X.weight` and `X.weight_scale_inv`, per block or matrix | DeepSeek, Kimi-K2, Qwen3-FP8 |
 | mxfp4 | `X_blocks` and `X_scales` | gpt-oss |
 
 - fp8 may hold some weights in 4 bits, two to a byte of I8, and scales as exponents (E8M0, U8).
@@ -120,8 +135,6 @@ Masters, exports and checkpoints are those of a bf16 model; the exported config.
   size. Transformers' loader refuses such a matrix or divides it evenly; its layers read it as here.
 - Scales that do not suit their weights, and weights that are not finite, end the load with an error
   that names the tensor.
-- Kimi-K2 is published in fp8 too, but its config.json names `kimi_k2`, which is not a model type of
-  transformers 5.22: the folder is refused as it is. `estimate` plans for it as `deepseek_v3`.
 - Other methods (awq, gptq, bitsandbytes, compressed-tensors, ...) are refused by name. Start from
   the unquantized folder, or let the method's own tool restore bf16.
 """
@@ -205,7 +218,9 @@ def page(tiles: Callable[[str], str] = tiles_row) -> str:
     refused = "".join(f"| {family} | a layer {reason} |\n" for family, reason in REFUSED.items())
     refused = refused.replace("a layer do not", "layers do not")
     joint = (JOINT, *map(_joint_row, JOINT_FAMILIES), JOINT_REFUSED, *_joint_refused())
-    told = (*joint, JOINT_UNTRIED.format(", ".join(UNTRIED)), QUANTIZED, TAIL, refused, OTHERS)
+    others = ", ".join(f"`{name}` is `{family}`" for name, family in OTHER_NAMES.items())
+    told = (*joint, JOINT_UNTRIED.format(", ".join(UNTRIED)), PUBLISHED.format(others), QUANTIZED)
+    told = (*told, TAIL, refused, OTHERS)
     return "".join((HEAD, *map(_row, FAMILIES), TILES, *map(tiles, FAMILIES), *told))
 
 

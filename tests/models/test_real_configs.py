@@ -1,7 +1,7 @@
 """Configs as people find them: what the strict reader must accept, with the keys of many years.
 
 The files are written after those of well-known models, legacy keys included. Keys that are refused
-by policy (`auto_map`, a `quantization_config`) are left out and put back in a test of their own.
+by policy (a `quantization_config`) are left out and put back in a test of their own.
 """
 
 from __future__ import annotations
@@ -444,6 +444,12 @@ def test_a_real_config_is_accepted(name: str) -> None:
     assert config.vocab_size == fields["vocab_size"]
 
 
+@pytest.mark.parametrize("name", ["deepseek v3", "phi 3, long"])
+def test_code_that_a_folder_brings_is_ignored_where_transformers_has_the_family(name: str) -> None:
+    code = {"AutoConfig": "configuration_own.C", "AutoModelForCausalLM": "modeling_own.M"}
+    assert _parse(REAL[name] | {"auto_map": code}).to_dict() == _parse(REAL[name]).to_dict()
+
+
 def test_scaled_rope_is_not_lost() -> None:
     assert _parse(REAL["llama 3.1"]).rope_parameters["factor"] == 8.0
     assert (
@@ -456,8 +462,6 @@ def test_scaled_rope_is_not_lost() -> None:
 @pytest.mark.parametrize(
     ("name", "key", "value", "reason"),
     [
-        ("deepseek v3", "auto_map", {"AutoConfig": "configuration_deepseek.D"}, "runs code"),
-        ("phi 3, long", "auto_map", {"AutoConfig": "configuration_phi3.P"}, "runs code"),
         ("gpt-oss", "quantization_config", {"quant_method": "awq"}, "quantized by 'awq'"),
         ("mistral", "_attn_implementation", "flash_attention_2", "leading underscore"),
     ],

@@ -4,7 +4,7 @@ Transformers turns unknown keys into attributes, and some attributes load code o
 passes here reaches it:
 
     1. the file is a small JSON object, not deep, without repeated keys;
-    2. no key asks for code, kernels or an attention implementation, and none starts with an
+    2. no key asks for kernels or an attention implementation, and none starts with an
        underscore or hides a method of the configuration class; of quantizations, transformers
        sees none, and those that we cannot read are refused;
     3. every number is finite and within the range of any model we could hold, and so are the
@@ -12,8 +12,14 @@ passes here reaches it:
     4. `model_type` names a causal language model that transformers ships itself, alone or in a
        joint model whose parts are known (multimodal.py).
 
+Many folders bring code of their own, and name it in `auto_map`. It is never run: where transformers
+has the family, its code is that of the family, and the key is taken out; where it has not, the
+folder is refused. Some folders call a family of transformers by another name (OTHER_NAMES).
+
 Laws (tests/models/test_config_json.py)
-    Whatever the bytes, the result is a configuration or a ModelConfigError.
+    1. Whatever the bytes, the result is a configuration or a ModelConfigError.
+    2. A folder with code of its own, or with another name of its family, is read as the family is,
+       and its export needs neither.
 """
 
 from __future__ import annotations
@@ -40,9 +46,14 @@ MAX_TEXT = 65536
 MAX_ENTRIES = 1 << 16
 MAX_KEY = 256
 
+CODE_KEY = "auto_map"
+"""Names classes in files of the folder. Transformers too ignores it where it has the family."""
+OTHER_NAMES = {"kimi_k2": "deepseek_v3"}
+"""Families of transformers by the names that folders have for them. Transformers reads kimi_k2 so
+inside kimi_k25, and the architecture that these folders name is DeepseekV3ForCausalLM."""
 # Keys that make transformers import, fetch or replace code, whatever their value.
 REFUSED_KEYS = {
-    "auto_map": "runs code from the folder",
+    CODE_KEY: "runs code from the folder",
     "custom_pipelines": "runs code from the folder",
     "trust_remote_code": "runs code from the folder",
     "_target_": "names code to run",
@@ -96,7 +107,8 @@ PLAIN_KEY = re.compile(r"[A-Za-z][A-Za-z0-9_\-]{0,127}")
 
 def parse_config(data: bytes) -> PreTrainedConfig:
     """Return the configuration that `data` describes. Raises ModelConfigError."""
-    fields = read_object(data)
+    given = read_object(data)
+    fields = _as_family(given)
     _check_value(fields, "", 0)
     read_quantization(fields.pop(QUANTIZATION_KEY, None))
     model_type = fields.get("model_type")
@@ -106,9 +118,10 @@ def parse_config(data: bytes) -> PreTrainedConfig:
     if not joint and (
         model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or model_type not in CONFIG_MAPPING
     ):
+        code = f" Its code is in the folder ({CODE_KEY}), and is never run." * (CODE_KEY in given)
         raise ModelConfigError(
             f"{CONFIG_NAME}: model_type {model_type[:80]!r} is not a causal language model of the "
-            "installed transformers. A newer transformers may have it."
+            f"installed transformers.{code} A newer transformers may have it."
         )
     config_class = CONFIG_MAPPING[model_type]
     if model_type in UNFIT:
@@ -151,6 +164,41 @@ def without_quantization(data: bytes) -> tuple[bytes, Quantization | None]:
         return data, None
     quantization = read_quantization(fields.pop(QUANTIZATION_KEY))
     return json.dumps(fields, indent=2).encode() + b"\n", quantization
+
+
+def as_family(data: bytes) -> tuple[bytes, list[str]]:
+    """Return a config.json that transformers reads without code of the folder, and notes on it.
+
+    Raises ModelConfigError.
+    """
+    given = read_object(data)
+    fields = _as_family(given)
+    if fields == given:
+        return data, []
+    notes, model_type = [], fields.get("model_type")
+    if model_type != given.get("model_type"):
+        notes.append(
+            f"{CONFIG_NAME} calls the model {given['model_type']}: it is a {model_type} of "
+            "transformers, and exports say so"
+        )
+    elif CODE_KEY in given:
+        notes.append(
+            f"{CONFIG_NAME} names code in the folder ({CODE_KEY}): it is not run, because "
+            f"transformers has {model_type} itself, and exports do not name it"
+        )
+    return json.dumps(fields, indent=2).encode() + b"\n", notes
+
+
+def _as_family(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a model and its parts without code, by their families' own names."""
+    found = {key: value for key, value in fields.items() if key != CODE_KEY}
+    model_type = found.get("model_type")
+    if isinstance(model_type, str) and model_type in OTHER_NAMES:
+        found["model_type"] = OTHER_NAMES[model_type]
+    if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
+        parts = (name for name in parts_of(model_type) if isinstance(found.get(name), dict))
+        found |= {name: _as_family(found[name]) for name in parts}
+    return found
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> Any:

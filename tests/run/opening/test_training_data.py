@@ -140,6 +140,35 @@ def test_a_folder_without_a_tokenizer_is_refused_by_name(tmp_path: Path) -> None
     assert load_tokenizer(tmp_path).encode("a") == byte_tokenizer().encode("a")
 
 
+def _name_code(folder: Path, known: str = "OwnTokenizer") -> None:
+    path = folder / "tokenizer_config.json"
+    fields = json.loads(path.read_text()) | {
+        "auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]},
+        "tokenizer_class": known,
+    }
+    path.write_text(json.dumps(fields))
+
+
+def test_a_tokenizer_that_is_code_is_refused_unless_the_folder_has_it_as_a_file_too(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "kimi_k2", "vocab_size": 300}')
+    byte_tokenizer().save_pretrained(tmp_path)
+    _name_code(tmp_path)
+    assert load_tokenizer(tmp_path).encode("a") == byte_tokenizer().encode("a")
+    (tmp_path / "tokenizer.json").rename(tmp_path / "tiktoken.model")
+    with pytest.raises(
+        ModelFolderError, match=r"\(tokenization_own\.OwnTokenizer\), which is never"
+    ):
+        load_tokenizer(tmp_path)
+
+
+def test_code_of_a_tokenizer_that_transformers_has_is_ignored(tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path)
+    _name_code(tmp_path, "PreTrainedTokenizerFast")
+    assert load_tokenizer(tmp_path).encode("a") == byte_tokenizer().encode("a")
+
+
 def test_a_tokenizer_that_git_lfs_left_behind_is_named(tmp_path: Path) -> None:
     byte_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text(POINTER)

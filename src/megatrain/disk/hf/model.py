@@ -36,7 +36,7 @@ from megatrain.memory.tier.scratch_file import Scratch
 from megatrain.model_files import GENERATION_NAME
 from megatrain.models.adapters.lora import Lora, first_values
 from megatrain.models.build import build_decoder, named_ends
-from megatrain.models.config_json import parse_config, without_quantization
+from megatrain.models.config_json import as_family, parse_config, without_quantization
 from megatrain.models.decoder import Decoder
 from megatrain.models.multimodal import text_part
 from megatrain.models.rope import require_rotary, with_rope
@@ -135,6 +135,8 @@ class ModelFolder:
     """The folder that adapters are read from; None: they are new, or there are none."""
     over: Path | None = None
     """The folder of the weights, if it is known; None: the one that `adapter` names."""
+    notes: tuple[str, ...] = ()
+    """Remarks on how its config.json was read."""
 
     def empty(
         self,
@@ -279,6 +281,7 @@ def read_model_folder(
     else:
         given = read_config_bytes(source)
     config_json, quantization = without_quantization(given)
+    config_json, notes = as_family(config_json)
     carried = read_carried(source)  # refused now, and not by the export at the end of a run
     if growth is not None:
         config_json, carried = growth.config(config_json), growth.carried(carried)
@@ -304,6 +307,7 @@ def read_model_folder(
         quantization=quantization,
         adapter=start,
         over=over,
+        notes=tuple(notes),
     )
 
 

@@ -9,6 +9,7 @@ has them, or a ConfigError names both.
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,7 +29,13 @@ from megatrain.hub import find_model
 from megatrain.memory.kinds import Kind, kinds_on_disk
 from megatrain.memory.placement import UNPLACED, Placement
 from megatrain.memory.tier.scratch_file import Scratch
-from megatrain.model_files import CARRIED, VOCABULARY, is_lfs_pointer, lfs_pointer_text
+from megatrain.model_files import (
+    CARRIED,
+    TOKENIZER_NAME,
+    VOCABULARY,
+    is_lfs_pointer,
+    lfs_pointer_text,
+)
 from megatrain.models.adapters.lora import Lora
 from megatrain.models.decoder import Decoder
 from megatrain.models.patterns import check_patterns
@@ -66,12 +73,21 @@ def open_tokenizer(
 
 def load_tokenizer(folder: str | Path) -> Any:
     """Return the tokenizer of a model folder. Raises ModelFolderError, whatever goes wrong."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if not Path(folder).is_dir():
         raise ModelFolderError(f"{folder} is not a directory. Give the folder of a model.")
     _require_vocabulary(Path(folder))
+    code = _tokenizer_code(Path(folder))
+    if code is not None and not (Path(folder) / TOKENIZER_NAME).is_file():
+        raise ModelFolderError(
+            f"{folder}: its tokenizer is code in the folder ({code}), which is never run. Copy a "
+            f"{TOKENIZER_NAME} with the same tokens to the folder: it is then read in place of the "
+            "code. Copies of the model in the form of transformers have one; compare some texts."
+        )
     try:
+        if code is not None:
+            return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
         return AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=False, local_files_only=True
         )
@@ -81,6 +97,21 @@ def load_tokenizer(folder: str | Path) -> Any:
         raise ModelFolderError(
             f"{folder}: cannot read its tokenizer: {type(error).__name__}: {str(error)[:300]}"
         ) from error
+
+
+def _tokenizer_code(folder: Path) -> str | None:
+    """Return the class in the folder's own code that its tokenizer needs; None: it needs none."""
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+    try:
+        fields = json.loads((folder / "tokenizer_config.json").read_bytes())
+        code, known = fields["auto_map"], str(fields.get("tokenizer_class"))
+        named = code if isinstance(code, list) else code["AutoTokenizer"]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None  # a file that is broken is refused by transformers, with the reason
+    if any(tokenizer_class_from_name(name) for name in (known, known.removesuffix("Fast"))):
+        return None
+    return str(next(filter(None, named), named) if isinstance(named, list) else named)
 
 
 def _require_vocabulary(folder: Path) -> None:

@@ -128,6 +128,7 @@ def open_run(
         require_same_start(ranks, config, found)
         tokenizer, growth = open_tokenizer(config, source, notes, found)
         model = open_model(config, source, growth, found)
+        notes += model.notes
         config = decide(config, model.decoder, found, notes, own_loss=given.loss is not None)
         rows = open_rows(
             config, tokenizer, model.decoder, notes, given.rows, resumes=bool(found), ranks=ranks
