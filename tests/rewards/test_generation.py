@@ -90,8 +90,8 @@ def test_each_round_moves_all_weights_once_per_token(
     num_samples: int, passes: int, engine: mt.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.__dict__["cached_tokens"] = 8 * 40  # eight answers: prompts of 20 tokens, 20 new ones
-    predict, count = engine.predict, itertools.count()
-    monkeypatch.setattr(engine, "predict", lambda *given: (next(count), predict(*given))[1])
+    draw, count = engine.draw, itertools.count()
+    monkeypatch.setattr(engine, "draw", lambda *given: (next(count), draw(*given))[1])
     settings: dict[str, Any] = {"max_new_tokens": 20, "num_samples": num_samples}
     mt.generate(engine, [range(5, 25)], end_tokens=(), **settings)
     assert next(count) == passes

@@ -362,7 +362,7 @@ def sample(
     """Generate a model's answers to prompts."""
     _require_model(model)
     from megatrain.cli.verbs import sample_from
-    from megatrain.run.evaluation.sampling import Drawing
+    from megatrain.engine.compute.drawing import Drawing
     from megatrain.run.this_rank import joined
 
     drawing = Drawing(temperature=temperature, top_p=top_p, seed=seed)
@@ -400,7 +400,7 @@ def chat(
     if read_environment(os.environ) is not None:
         raise ConfigError("chat is one process. Start it without torchrun.")
     from megatrain.cli.chat import chat_with
-    from megatrain.run.evaluation.sampling import Drawing
+    from megatrain.engine.compute.drawing import Drawing
 
     drawing = Drawing(temperature=temperature, top_p=top_p, seed=seed)
     chat_with(models, max_new_tokens, drawing, system=system, device=device, best=best)

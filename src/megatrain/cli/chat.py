@@ -28,6 +28,7 @@ from typing import Self
 from megatrain.cli.printed import PrintedAnswer
 from megatrain.cli.verbs import found_model, read_only
 from megatrain.disk.hf.model import read_model_folder
+from megatrain.engine.compute.drawing import Drawing
 from megatrain.engine.engine import Engine
 from megatrain.errors import DataError, Interrupted
 from megatrain.ranks.ranks import ALONE
@@ -40,7 +41,6 @@ from megatrain.run.evaluation.conversation import (
 )
 from megatrain.run.evaluation.judging import prompts_as_trained
 from megatrain.run.evaluation.samples import end_tokens
-from megatrain.run.evaluation.sampling import Drawing
 from megatrain.run.opening.model import load_tokenizer
 from megatrain.run.this_rank import place_of
 from megatrain.text import counted, printable
@@ -106,6 +106,7 @@ def _opened(
         _tell(f"{model} has no chat template: it continues each message, without a history.")
     home = read.load(read_only(read), owner=ALONE.owner)
     engine = stack.enter_context(Engine(home.decoder, home.store, device=place))
+    stack.enter_context(engine.staying(engine.cached_tokens, engine.cached_tokens))
     speaker = Speaker(
         engine=engine,
         tokenizer=tokenizer,

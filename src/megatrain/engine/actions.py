@@ -18,13 +18,13 @@ Laws (tests/engine/test_exactness.py)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatrain.batch import StepPart
 from megatrain.devices.device import draw_seed
+from megatrain.engine.compute.drawing import Drawing
 from megatrain.engine.compute.graph import gradients_of
 from megatrain.engine.compute.head import Head
 from megatrain.engine.compute.layers import Returned
@@ -33,6 +33,7 @@ from megatrain.lanes.lane import Action
 from megatrain.losses.loss import NEXT_TOKEN, Loss
 from megatrain.models.balance import probability_sums
 from megatrain.models.documents import attending
+from megatrain.models.key_values import TextCache
 from megatrain.models.probing.stand_ins import Call
 from megatrain.step.ops import Op, OpKind, Role
 
@@ -48,14 +49,15 @@ class StepActions:
         loss: Loss = NEXT_TOKEN,
         *,
         predicts: bool = False,
-        caches: Sequence[Any] | None = None,
+        caches: Sequence[TextCache | None] | None = None,
+        drawing: Drawing | None = None,
         notes_likeliest: bool = False,
     ) -> None:
         """Lay out the inputs; nothing may be under way, and the machine has room for the step.
 
         `predicts`: an evaluation computes logits after the last tokens, not log-probabilities, with
-        keys and values of earlier tokens in `caches`, by micro-batch. `notes_likeliest`: it also
-        notes which tokens are the likeliest.
+        keys and values of earlier tokens in `caches`, by micro-batch; `drawing`: and chooses a
+        token by them. `notes_likeliest`: it also notes which tokens are the likeliest.
         """
         self._machine = machine
         self._step = step
@@ -67,7 +69,9 @@ class StepActions:
             part.batch, machine.weights.rows, predicts=predicts, caches=caches
         )
         self._inputs = self._sent.micros
-        self.head = Head(machine, part, self._inputs, loss, notes_likeliest=notes_likeliest)
+        self.head = Head(
+            machine, part, self._inputs, loss, drawing=drawing, notes_likeliest=notes_likeliest
+        )
         self._predicts = predicts
         self.aux_loss: Tensor | None = None
         """Load-balancing loss, known once the first HEAD is complete; None: nothing is balanced."""

@@ -15,14 +15,16 @@ Laws (tests/engine/test_engine.py, test_exactness.py)
        the device was full, late updates of the step before are finished: `is_whole`.
     3. A late update is finished by settle, evaluate and close, before anyone reads weights.
     4. No gradient that is not finite reaches a weight (test_guards.py).
+    5. While blocks stay on the device for `draw` and `predict`, no step changes them
+       (test_staying.py).
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,12 +36,16 @@ from megatrain.devices.deterministic import deterministic_kernels, require_kerne
 from megatrain.devices.device import CpuDevice, Device, is_out_of_memory
 from megatrain.engine.actions import StepActions
 from megatrain.engine.compute.attention_kernel import kernel_switches
+from megatrain.engine.compute.drawing import Drawing
+from megatrain.engine.compute.head import Head
 from megatrain.engine.machine import build_machine, check_parts
+from megatrain.engine.residence import Residence, choose_residence
 from megatrain.engine.results import Fault, SharedResults, StepResult, locate_fault
 from megatrain.engine.snapshot import Snapshot
 from megatrain.engine.updates import Optimizer
 from megatrain.errors import (
     CheckpointMismatch,
+    ConfigError,
     DeviceFull,
     LaneStuck,
     NonFiniteStep,
@@ -51,13 +57,20 @@ from megatrain.lanes.trace import Trace
 from megatrain.losses.loss import NEXT_TOKEN, Loss
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
-from megatrain.models.key_values import bytes_per_token, caches_keys_and_values
+from megatrain.models.key_values import TextCache, bytes_per_token, caches_keys_and_values
 from megatrain.ranks.ranks import ALONE, Ranks, Said
 from megatrain.step.ops import Op, OpKind
 from megatrain.step.schedule import build_ops
 from megatrain.step.settings import StepSettings
 
 LEAST_CACHE_BYTES = 64 << 20
+ROOM_LEFT = 0.05
+"""Share of free device memory that generation leaves: gaps between pieces of many sizes."""
+MOST_READ = 4096
+"""Tokens of prompts that are read at once: enough for products to be fast."""
+WORKING_HIDDEN = 32
+"""What a layer has at once while it reads tokens, in units of its input: keys, values and three
+times the MLP's width, for up to eight experts."""
 Says = Callable[[], Said]
 """Called after compute, so the result includes events of the step itself."""
 _UNTIL_KNOWN = tuple(kind for kind in OpKind if kind.spec.ends_step)
@@ -151,6 +164,8 @@ class Engine:
         Raises BatchError before anything is touched, NonFiniteStep, else what a lane raised.
         """
         part = self._received(batch)
+        if self._machine.weights.stays:
+            raise ConfigError("layers stay on the device: leave `engine.staying` before a step")
         try:
             self._machine.reserve(part.batch)
         except DeviceFull:
@@ -258,18 +273,88 @@ class Engine:
         return [actions.head.logprobs[micro] for micro in range(len(batch))]
 
     def predict(
-        self, batch: Sequence[MicroBatch], caches: Sequence[Any] | None = None
+        self, batch: Sequence[MicroBatch], caches: Sequence[TextCache | None] | None = None
     ) -> list[Tensor]:
         """Return, by micro-batch, the logits in fp32 behind each row's last token. (rows, tokens)
 
         Rows are padded on the right. Labels are not looked at, but must be there. `caches` has for
-        each micro-batch what models/key_values.py makes, or None: the tokens then follow those
-        that it holds, without padding, and are added to it. Every rank predicts all of the batch.
+        each micro-batch one of `new_cache`, or None: the tokens then follow those that it holds,
+        without padding, and are added to it. Every rank predicts all of the batch.
         """
-        check_batch(batch, self._vocab_size, predicts=True)
+        return list(self._predicted(batch, caches).predictions.values())
+
+    def draw(
+        self,
+        batch: Sequence[MicroBatch],
+        drawing: Drawing,
+        caches: Sequence[TextCache | None] | None = None,
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return, by micro-batch, a token behind each row and its log-probability. (rows,)
+
+        It is chosen on the device: where `drawing` has a temperature, by the row's number from 0 up
+        to 1 in `extra["number"]`. The log-probability is that at temperature 1. The rest is as in
+        `predict`, but each rank gives micro-batches of its own, perhaps none.
+        """
+        if not batch and self._ranks.owner.is_alone:
+            return []
+        found = self._predicted(batch, caches, drawing)
+        return list(found.drawn.values())
+
+    def _predicted(
+        self,
+        batch: Sequence[MicroBatch],
+        caches: Sequence[TextCache | None] | None,
+        drawing: Drawing | None = None,
+    ) -> Head:
+        if batch:
+            check_batch(batch, self._vocab_size, predicts=True)
         part = StepPart.whole(batch)
-        actions = self._forward(part, NEXT_TOKEN, predicts=True, caches=caches)
-        return [actions.head.predictions[micro] for micro in range(len(batch))]
+        changes = {"predicts": True, "caches": caches, "drawing": drawing}
+        return self._forward(part, NEXT_TOKEN, **changes).head
+
+    @property
+    def ranks(self) -> Ranks:
+        return self._ranks
+
+    def new_cache(self) -> TextCache:
+        """Return an empty cache for texts of equal length, if `cached_tokens` is not 0."""
+        return TextCache(self._machine.on_host.model)
+
+    @contextmanager
+    def staying(self, wanted_tokens: int, longest: int) -> Iterator[int]:
+        """Let as many layers as fit stay on the device, until the block ends. No step may be taken.
+
+        Yields how many tokens may be in caches at a time, for texts of `wanted_tokens` in all that
+        have at most `longest` each; 0: they must be read whole for each token.
+        """
+        self.settle()
+        residence = self._residence(wanted_tokens, longest)
+        weights, layers = self._machine.weights, self._shape().layers
+        weights.stay(layers[: residence.num_layers])
+        try:
+            yield residence.cached_tokens
+        finally:
+            with suppress(PlayerStopped):
+                self.settle()
+            weights.leave()
+
+    def _residence(self, wanted_tokens: int, longest: int) -> Residence:
+        machine, cached = self._machine, self.cached_tokens
+        room = int(machine.device.free_bytes * (1 - ROOM_LEFT)) if machine.device.copying else 0
+        room -= self.most_read * machine.template.bytes_per_token * WORKING_HIDDEN
+        room = min(said["room"] for said in self._ranks.agree({"room": room}))
+        layers = self._shape().layers
+        found = choose_residence(
+            room,
+            num_layers=len(layers),
+            layer_bytes=max(map(machine.weights.slot_bytes, layers)),
+            token_bytes=self._token_bytes,
+            wanted_tokens=wanted_tokens if cached else 0,
+            longest=longest if cached else 0,
+        )
+        if found.cached_tokens or longest > cached:
+            return found
+        return Residence(num_layers=found.num_layers, cached_tokens=cached)
 
     @property
     def model_config(self) -> PreTrainedConfig:
@@ -282,16 +367,27 @@ class Engine:
 
     @functools.cached_property
     def cached_tokens(self) -> int:
-        """Tokens that may be in caches at a time; 0: the model cannot use one.
+        """Tokens that may be in caches at any time; 0: the model cannot use one.
 
-        A prediction has no chunk of logits: caches may take as much as that has in a step.
+        A prediction has no chunk of logits: caches may take as much as that has in a step. While
+        layers stay, it is what `staying` says.
         """
         machine = self._machine
         if not caches_keys_and_values(machine.on_host):
             return 0
         room = max(4 * machine.inputs.chunk * self._vocab_size, LEAST_CACHE_BYTES)
-        element_bytes = int(machine.decoder.model.dtype.itemsize)
-        return room // bytes_per_token(self.model_config, element_bytes)
+        return room // self._token_bytes
+
+    @property
+    def _token_bytes(self) -> int:
+        """Bytes of a token in caches."""
+        element_bytes = int(self._machine.decoder.model.dtype.itemsize)
+        return bytes_per_token(self.model_config, element_bytes)
+
+    @property
+    def most_read(self) -> int:
+        """Tokens that a micro-batch of a prediction should have at most."""
+        return min(self._machine.settings.micro_batch_tokens, MOST_READ)
 
     def _forward(self, part: StepPart, loss: Loss, **changes: Any) -> StepActions:
         """Play an evaluation, without dropout; after settle no lane computes."""

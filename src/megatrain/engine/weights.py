@@ -7,7 +7,8 @@
 The store owns all weights. Compute reads each block from a source that is chosen once:
 
     _InStore        unified memory: the store itself, and there are no fetches
-    Slots           a slot of the device, which holds a copy: losing it loses nothing
+    Slots           a slot of the device, which holds a copy: losing it loses nothing. While a model
+                    only generates, blocks that fit have a place of their own, and stay in it
     EmbeddingRows   of the embedding, the rows of the step's tokens alone (embedding_rows.py)
 
 Who waits: nothing here does. A fetch queues its copy on the stream of its lane. The schedule orders
@@ -23,11 +24,12 @@ Laws (tests/engine/test_weights.py)
     1. What compute reads are the block's params, in their own shapes, without a further copy.
     2. Slots are as large as the largest block that visits them, and allocated at construction.
     3. With unified memory compute reads the store itself.
+    4. A block that stays is fetched once, and read again after `leave`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -83,6 +85,7 @@ class Weights:
         self._rows = rows
         self._trained = frozenset(param.name for param in decoder.params if param.trained)
         self._embedding_slot = block_places(shape)[0].slot
+        self._slots: Slots | None = None
         self._sources: list[Source]
         if device.own_memory:
             device.pin("weights", store.arena(Kind.HI))
@@ -100,6 +103,28 @@ class Weights:
         if self._rows is not None:
             self._rows.reserve(batch)
 
+    @property
+    def stays(self) -> bool:
+        """Whether blocks stay on the device."""
+        return self._slots is not None and self._slots.stays
+
+    def slot_bytes(self, block: int) -> int:
+        """Return how much room a block takes on the device; 0: none."""
+        return 0 if self._slots is None else self._slots.num_bytes(block)
+
+    def stay(self, layers: Iterable[int]) -> None:
+        """Let some layers, and what else needs no more room, stay where they are fetched to.
+
+        Nothing may be under way, and nobody may change weights until `leave`.
+        """
+        if self._slots is not None:
+            self._slots.stay(layers)
+
+    def leave(self) -> None:
+        """Give the room of blocks that stay back. Nothing may be under way."""
+        if self._slots is not None:
+            self._slots.leave()
+
     def fetch(self, op: Op) -> int:
         """Queue the copy of the op's block into its slot; return its bytes."""
         assert op.block is not None
@@ -108,6 +133,7 @@ class Weights:
     def gather(self, op: Op) -> int:
         """Queue the parts of other ranks into the slot of the op's block; return their bytes."""
         assert op.block is not None
+        assert self._slots is not None
         return self._slots.gather(op.block, op.slot)
 
     def of(self, op: Op) -> dict[str, Tensor]:
@@ -170,7 +196,7 @@ class Slots:
         self._store = store
         self._device = device
         self._ranks = ranks
-        sizes = [store.layout.gathered_bytes(block) for block in range(shape.num_blocks)]
+        sizes = [self.num_bytes(block) for block in range(shape.num_blocks)]
         largest = max(sizes[layer] for layer in shape.layers)
         needed: dict[SlotId, int] = dict.fromkeys(range(shape.slots), largest)
         if not by_rows:
@@ -180,24 +206,57 @@ class Slots:
             slot: device.allocate(size, "weight slots") for slot, size in needed.items()
         }
         self._views: dict[tuple[SlotId, int], dict[str, Tensor]] = {}
+        self._alone: dict[int, SlotId] = {
+            block: slot
+            for block, slot in ((0, "embedding"), (shape.head, "head"))
+            if slot in needed
+        }
+        """Blocks whose slot no other visits."""
+        self._staying: dict[int, Tensor] = {}
+        self._fetched: set[int] = set()
+        self._gathered: set[int] = set()
+        """Blocks that stay and are there: our part of them, and those of others."""
+
+    def num_bytes(self, block: int) -> int:
+        return self._store.layout.gathered_bytes(block)
+
+    @property
+    def stays(self) -> bool:
+        return bool(self._staying)
+
+    def stay(self, layers: Iterable[int]) -> None:
+        """Give layers a place of their own; blocks that have one stay too."""
+        self._views = {}
+        self._staying = {block: self._buffers[slot] for block, slot in self._alone.items()}
+        for layer in layers:
+            size = self.num_bytes(layer)
+            self._staying[layer] = self._device.allocate(size, "layers that stay")
+
+    def leave(self) -> None:
+        """Let every block visit its slot again."""
+        self._views, self._staying = {}, {}
+        self._fetched.clear()
+        self._gathered.clear()
 
     def fetch(self, block: int, slot: SlotId | None) -> int:
-        assert slot is not None
-        num_bytes = 0
+        if _is_there(block, self._staying, self._fetched):
+            return 0
+        buffer, num_bytes = self._buffer(block, slot), 0
         for segment, start in self._store.layout.gathered_starts(block):
             source = self._store.segment(segment, Kind.HI).view(torch.uint8)
             start += segment.owned.start * segment.dtype.itemsize
-            self._device.copy(self._buffers[slot][start : start + source.nbytes], source)
+            self._device.copy(buffer[start : start + source.nbytes], source)
             num_bytes += source.nbytes
         return num_bytes
 
     def gather(self, block: int, slot: SlotId | None) -> int:
         """Queue what brings the parts of other ranks; return their bytes."""
-        assert slot is not None
-        num_bytes = 0
+        if _is_there(block, self._staying, self._gathered):
+            return 0
+        buffer, num_bytes = self._buffer(block, slot), 0
         for segment, start in self._store.layout.gathered_starts(block):
             size = segment.gathered_elements * segment.dtype.itemsize
-            parts = self._buffers[slot][start : start + size]
+            parts = buffer[start : start + size]
             self._device.communicate([parts], [parts], partial(self._ranks.wire.gather, parts))
             num_bytes += size - size // self._ranks.owner.size
         return num_bytes
@@ -206,6 +265,19 @@ class Slots:
         assert slot is not None
         views = self._views.get((slot, block))
         if views is None:
-            views = self._store.layout.gathered_params(block, self._buffers[slot])
+            views = self._store.layout.gathered_params(block, self._buffer(block, slot))
             self._views[slot, block] = views
         return views
+
+    def _buffer(self, block: int, slot: SlotId | None) -> Tensor:
+        assert slot is not None
+        return self._staying.get(block, self._buffers[slot])
+
+
+def _is_there(block: int, staying: Container[int], there: set[int]) -> bool:
+    """Return whether a block that stays has come before; if not, it comes now."""
+    if block not in staying:
+        return False
+    came = block in there
+    there.add(block)
+    return came

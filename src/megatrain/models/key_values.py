@@ -5,18 +5,26 @@ of nothing but keys and values are used. What other layers keep (states of mamba
 attention, convolutions) is partly in modules, which all texts share here; such models read the
 full text for each token.
 
-Laws (tests/run/evaluation/test_sampling.py)
-    1. A model generates the same text with and without a cache.
+Texts of a cache may differ in length: each ends in the last column, shorter ones begin with columns
+that nobody attends to. Between two passes texts leave and others join (`TextCache.of`). Their keys
+and values are put together by the layer that next adds to them, so all of it happens where layers
+compute, and the host waits for nothing.
+
+Laws (tests/models/test_key_values.py, tests/run/evaluation/test_sampling.py)
+    1. A model generates the same text with and without a cache, alone and beside others.
     2. Nothing is cached for a model whose layers keep anything but keys and values.
+    3. A cache made of rows of others has their keys and values, bit for bit, and columns for its
+       longest text alone.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, Self
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -45,34 +53,161 @@ def caches_keys_and_values(template: Front) -> bool:
     takes_one = ARGUMENT in inspect.signature(type(model).forward).parameters
     if not takes_one or model._is_stateful:
         return False
-    cache = new_cache(model.config)
-    if {type(layer) for layer in cache.layers} - {DynamicLayer, DynamicSlidingWindowLayer}:
+    kinds = {type(layer) for layer in DynamicCache(config=model.config).layers}
+    if kinds - {DynamicLayer, DynamicSlidingWindowLayer}:
         return False
     ids = torch.zeros((1, 2), dtype=torch.long)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        _, calls = template.front({}, {"input_ids": ids, **inputs_with(cache)})
+        _, calls = template.front({}, {"input_ids": ids, **inputs_with(TextCache(model), 2)})
     return all(map(has_cache, calls))
 
 
-def new_cache(config: PreTrainedConfig) -> DynamicCache:
-    """Return an empty cache for one or more texts of equal length."""
-    return DynamicCache(config=config)
+class TextCache(DynamicCache):  # type: ignore[misc]
+    """Keys and values of one or more texts that are read on together."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Return an empty cache, for texts of equal length."""
+        super().__init__(config=model.config)
+        self._model = model
+        self.layers: list[_Layer | _Window] = list(map(_joining, self.layers))
+        self._padding: list[int] = []
+        """Columns before each text; empty: no text has any."""
+
+    @classmethod
+    def of(cls, parts: Sequence[tuple[TextCache, Sequence[int]]]) -> Self:
+        """Return a cache of some rows of others, in order. The others are not used any more."""
+        made = cls(parts[0][0]._model)
+        lengths = [cache.length - cache.padding(row) for cache, rows in parts for row in rows]
+        longest = max(lengths)
+        if min(lengths) < longest:
+            made._padding = [longest - length for length in lengths]
+        for number, layer in enumerate(made.layers):
+            layer.take([(cache.layers[number], rows) for cache, rows in parts], longest)
+        return made
+
+    @property
+    def length(self) -> int:
+        """Columns: the tokens of the longest text."""
+        return int(self.get_seq_length())
+
+    def padding(self, row: int) -> int:
+        """Return the number of columns before a text."""
+        return self._padding[row] if self._padding else 0
+
+    def inputs(self, num_new: int) -> dict[str, Any]:
+        """Return what the model's forward gets besides the next `num_new` tokens of each text."""
+        given: dict[str, Any] = {ARGUMENT: self, "use_cache": True}
+        if not self._padding:
+            return given
+        padding = torch.tensor(self._padding)[:, None]
+        columns = torch.arange(self.length + num_new)[None]
+        given["attention_mask"] = (columns >= padding).long()
+        if "position_ids" in inspect.signature(type(self._model).forward).parameters:
+            given["position_ids"] = columns[:, self.length :] - padding
+        return given
 
 
-def drop_last(cache: DynamicCache, num_tokens: int) -> bool:
+class _Layer(DynamicLayer):  # type: ignore[misc]
+    """A layer that attends to all columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._length = 0
+        self._taken: _Parts = []
+
+    def take(self, parts: _Parts, length: int) -> None:
+        """Begin with rows of other layers, of which the longest text has `length` tokens."""
+        self._taken, self._length = parts, length
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        taken, self._taken = self._taken, []
+        _join(self, taken, self._length, key_states, value_states)
+        self._length += key_states.shape[-2]
+        found: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
+        return found
+
+    def get_seq_length(self) -> int:
+        return self._length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        self._length -= abs(tokens_to_remove)
+
+
+class _Window(DynamicSlidingWindowLayer):  # type: ignore[misc]
+    """A layer that attends to the last columns, and keeps no others."""
+
+    def __init__(self, sliding_window: int) -> None:
+        super().__init__(sliding_window)
+        self._taken: _Parts = []
+
+    def take(self, parts: _Parts, length: int) -> None:
+        """Begin with rows of other layers, of which the longest text has `length` tokens."""
+        self._taken, self.cumulative_length = parts, length
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        taken, self._taken = self._taken, []
+        width = min(self.cumulative_length, self.sliding_window - 1)
+        _join(self, taken, width, key_states, value_states)
+        found: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
+        return found
+
+
+_Parts = list[tuple[DynamicLayer, Sequence[int]]]
+
+
+def _joining(layer: DynamicLayer) -> _Layer | _Window:
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        return _Window(layer.sliding_window)
+    return _Layer()
+
+
+def _join(layer: DynamicLayer, parts: _Parts, width: int, keys: Tensor, values: Tensor) -> None:
+    """Give a layer the last `width` columns of rows of others."""
+    if not parts:
+        return
+    layer.lazy_initialization(keys, values)
+    layer.keys = _rows([(part.keys, rows) for part, rows in parts], width)
+    layer.values = _rows([(part.values, rows) for part, rows in parts], width)
+
+
+def _rows(parts: Sequence[tuple[Tensor, Sequence[int]]], width: int) -> Tensor:
+    """Return rows of tensors, each with its last `width` columns; columns that lack are zeros."""
+    taken = []
+    for tensor, rows in parts:
+        lacking = width - tensor.shape[2]
+        fitted = F.pad(tensor, (0, 0, lacking, 0)) if lacking > 0 else tensor[:, :, -lacking:]
+        taken += [fitted[begin:end] for begin, end in _runs(rows)]
+    return torch.cat(taken)
+
+
+def _runs(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield rows as slices: an index would have to be sent to the device."""
+    begin = 0
+    for place in range(1, len(rows) + 1):
+        if place == len(rows) or rows[place] != rows[place - 1] + 1:
+            yield rows[begin], rows[place - 1] + 1
+            begin = place
+
+
+def drop_last(cache: TextCache, num_tokens: int) -> bool:
     """Remove the last tokens of a cache; return whether that is possible.
 
     A layer with a sliding window has forgotten the tokens that would come into sight again.
     """
-    if any(type(layer) is not DynamicLayer for layer in cache.layers):
+    if any(isinstance(layer, _Window) for layer in cache.layers):
         return False
     cache.crop(-num_tokens)
     return True
 
 
-def inputs_with(cache: DynamicCache | None) -> dict[str, Any]:
-    """Return what a model's forward gets besides tokens to use and fill a cache."""
-    return {} if cache is None else {ARGUMENT: cache, "use_cache": True}
+def inputs_with(cache: TextCache | None, num_new: int) -> dict[str, Any]:
+    """Return what a model's forward gets besides `num_new` tokens to use and fill a cache."""
+    return {} if cache is None else cache.inputs(num_new)
 
 
 def has_cache(call: Call) -> bool:

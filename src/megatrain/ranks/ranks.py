@@ -10,6 +10,7 @@ their own communicator, so that lanes, the caller of a step and a save never wai
 Everything else that a run asks of its ranks is made of `agree`:
 
     on_first, decide                  rank 0 acts, or chooses for all
+    any                               whether something is so on some rank
     require_same, require_shared      facts and folders that all ranks must have in common
     notes                             remarks of other ranks
     long_work, once_per_host, ...     work that takes longer than the deadline
@@ -126,6 +127,10 @@ class Ranks(ABC):
         That must be a value that JSON has.
         """
         return self.agree({"decided": self.on_first(choose)})[0]["decided"]
+
+    def any(self, here: bool) -> bool:
+        """Return whether it is so on any rank."""
+        return any(said["here"] for said in self.agree({"here": here}))
 
     def notes(self, own: Sequence[str]) -> list[str]:
         """Return, on rank 0, the notes of other ranks that are not among its `own`.

@@ -23,10 +23,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatrain.engine.compute.drawing import Drawing
 from megatrain.errors import ConfigError, GeneratorError
 from megatrain.rewards.generation import require_request
 from megatrain.rewards.rollouts import Rollout
-from megatrain.run.evaluation.sampling import Drawing
 
 _TOKEN = "token_id:"
 """The prefix that vLLM writes before a token's number, where OpenAI has its text."""

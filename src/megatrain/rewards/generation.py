@@ -1,24 +1,26 @@
-"""Answers from the model that is trained: streamed, batched, with keys and values kept.
+"""Answers from the model that is trained, drawn between its steps, with keys and values kept.
 
-The streamed engine moves all weights once per token and round of answers. A round has as many
-answers as can keep their keys and values: see run/evaluation/sampling.py. For long answers of large
-models take a server: completions.py.
+As many layers as fit stay on the device meanwhile; the others cross the link once per token, for
+all answers that have room for keys and values: see run/evaluation/sampling.py. For long answers of
+models that do not fit the device take a server: completions.py.
 
 Laws (tests/rewards/test_generation.py)
     1. Greedy answers are those of transformers' `generate`.
     2. The same seed gives the same answers; each sample of a prompt is drawn by itself.
     3. On the model that drew them, `PolicyGradient` sees a ratio of 1, within rounding.
-    4. All weights are moved as often as there are tokens, in each round.
+    4. Without layers that stay, all weights are moved once per token of the longest answer, if all
+       have room; with all of them, once (tests/engine/test_staying.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from megatrain.engine.compute.drawing import Drawing
 from megatrain.engine.engine import Engine
 from megatrain.errors import BatchError, ConfigError
 from megatrain.rewards.rollouts import Rollout
-from megatrain.run.evaluation.sampling import Drawing, continuations
+from megatrain.run.evaluation.sampling import continuations
 
 
 def generate(

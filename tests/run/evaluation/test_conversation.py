@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatrain.batch import MicroBatch
+from megatrain.engine.compute.drawing import Drawing
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError, DataError
 from megatrain.run.evaluation import conversation
 from megatrain.run.evaluation.conversation import Conversation, Speaker
-from megatrain.run.evaluation.sampling import Drawing
 from testkit.spoken import predicting, spoken_model
 from testkit.tokenizers_of_kinds import tokenizer_of
 

@@ -13,14 +13,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Pr
 
 from megatrain.batch import MicroBatch
 from megatrain.devices.accelerator import Accelerator
+from megatrain.engine.compute.drawing import GREEDY, Drawing
 from megatrain.engine.engine import Engine
-from megatrain.errors import ConfigError
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout
 from megatrain.memory.store import Store
 from megatrain.models.build import build_decoder
-from megatrain.run.evaluation import sampling
-from megatrain.run.evaluation.sampling import GREEDY, Drawing, continuations, continue_texts
+from megatrain.run.evaluation.sampling import continuations, continue_texts
 from testkit.engines import make_engine
 from testkit.families import FAMILIES, tiny_config, tiny_model
 from testkit.simulated.accelerator import Simulator
@@ -80,9 +79,9 @@ def generated(
 class Counting(Engine):
     """Notes how many tokens are read in each pass."""
 
-    def predict(self, batch: Sequence[MicroBatch], caches: Any = None) -> list[Tensor]:
+    def draw(self, batch: Sequence[MicroBatch], *rest: Any) -> list[tuple[Tensor, Tensor]]:
         self.num_read = [*getattr(self, "num_read", []), sum(m.num_tokens for m in batch)]
-        return super().predict(batch, caches)
+        return super().draw(batch, *rest)
 
 
 def test_greedy_text_is_that_of_transformers() -> None:
@@ -137,28 +136,26 @@ def test_a_pass_reads_one_token_of_each_prompt() -> None:
 
 
 def test_a_cache_that_lost_a_token_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    advance = sampling._advance
+    class Forgetful(Counting):
+        def draw(self, batch: Sequence[MicroBatch], drawing: Any, caches: Any = None) -> Any:
+            found = super().draw(batch, drawing, caches)
+            if len(self.num_read) == 3:
+                caches[0].crop(-1)
+            return found
 
-    def forgetful(ours: Engine, groups: Any, *rest: Any) -> None:
-        advance(ours, groups, *rest)
-        for group in groups:
-            if group.num_read == 5:
-                group.cache.crop(-1)
-
-    monkeypatch.setattr(sampling, "_advance", forgetful)
-    with engine() as ours:
+    with Forgetful(*filled(CONFIG, model(), (Kind.HI,))) as ours:
         found = continue_texts(ours, PROMPTS, 8, NO_END)
     assert found != [generated(prompt, 8) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("room", [0, 11, 20, 30])
+@pytest.mark.parametrize("room", [0, 11, 12, 20, 30])
 def test_texts_whose_keys_do_not_fit_are_written_in_turn_or_read_whole(room: int) -> None:
     with Counting(*filled(CONFIG, model(), (Kind.HI,))) as ours:
         ours.__dict__["cached_tokens"] = room
         found = continue_texts(ours, PROMPTS, 8, NO_END)
-        most = max(ours.num_read)
     assert found == [generated(prompt, 8) for prompt in PROMPTS]
-    assert most <= (11 if room else 4 + 7)
+    whole = [11 + 4 * place for place in range(8)]
+    assert (ours.num_read == whole) == (room < 12)
 
 
 @pytest.mark.few(2)
@@ -211,13 +208,28 @@ def test_log_probabilities_are_those_of_the_model(drawing: Drawing) -> None:
             )
 
 
-def test_rows_that_are_chosen_some_at_a_time_are_greedily_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_text_that_has_ended_makes_room_for_another() -> None:
+    """Ten texts, of which two can be read at a time; some end early."""
+    prompts = [[first, first + 1, *[7] * (first % 3)] for first in range(5, 15)]
+    whole = [generated(prompt, 8) for prompt in prompts]
+    ends = frozenset({whole[0][1], whole[3][2]})
+    cut = [text[: next((n + 1 for n, t in enumerate(text) if t in ends), 8)] for text in whole]
+    with Counting(*filled(CONFIG, model(), (Kind.HI,))) as ours:
+        ours.__dict__["cached_tokens"] = 2 * (4 + 8)
+        found = continue_texts(ours, prompts, 8, ends)
+    assert found == cut
+    assert len(ours.num_read) < sum(map(len, cut)) / 2 + 4
+    assert sum(ours.num_read) == sum(map(len, prompts)) + sum(len(text) - 1 for text in cut)
+
+
+def test_drawn_text_does_not_depend_on_texts_beside_it() -> None:
+    drawing = Drawing(temperature=1.5, top_p=0.95, seed=3)
     with engine() as ours:
-        together = continuations(ours, PROMPTS, 4, NO_END, GREEDY)
-        monkeypatch.setattr(sampling, "PART_ELEMENTS", 64)
-        assert continuations(ours, PROMPTS, 4, NO_END, GREEDY) == together
+        together = continue_texts(ours, PROMPTS, 6, NO_END, drawing)
+        ours.__dict__["cached_tokens"] = 12
+        assert continue_texts(ours, PROMPTS, 6, NO_END, drawing) == together
+        changed = [*PROMPTS[:3], [20, 21, 22]]
+        assert continue_texts(ours, changed, 6, NO_END, drawing)[:3] == together[:3]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -228,27 +240,3 @@ def test_drawn_text_is_the_same_for_the_same_seed(seed: int) -> None:
             for number in (seed, seed, seed + 7)
         )
     assert first == second != other
-
-
-def test_top_p_draws_from_the_likeliest_tokens_alone() -> None:
-    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    generator = torch.Generator().manual_seed(0)
-    for top_p, expected in ((0.4, {0}), (0.7, {0, 1}), (0.9, {0, 1, 2}), (1.0, {0, 1, 2, 3})):
-        drawing = Drawing(temperature=1.0, top_p=top_p)
-        rows = logits.repeat(300, 1)
-        assert set(sampling._choose(rows, drawing, generator).tolist()) == expected
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"temperature": -1.0}, "temperature is -1; give 0 or more"),
-        ({"temperature": float("nan")}, "temperature is nan; give 0 or more"),
-        ({"temperature": 1.0, "top_p": 0.0}, "top-p is 0; give a number above 0"),
-        ({"temperature": 1.0, "top_p": 1.5}, "top-p is 1.5; give a number above 0"),
-        ({"top_p": 0.9}, "top-p has no effect at temperature 0"),
-    ],
-)
-def test_what_cannot_be_drawn_by_is_refused(settings: dict[str, float], text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        Drawing(**settings)  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from megatrain.batch import StepPart
+from megatrain.engine.compute.drawing import Drawing, choose
 from megatrain.engine.compute.front_and_tail import Tail
 from megatrain.engine.compute.inputs import MicroInputs
 from megatrain.engine.machine import Machine
@@ -52,8 +53,10 @@ class Head:
         inputs: Sequence[MicroInputs],
         loss: Loss,
         *,
+        drawing: Drawing | None = None,
         notes_likeliest: bool = False,
     ) -> None:
+        self._drawing = drawing
         self._machine = machine
         self._batch = part.batch
         self._loss = loss
@@ -70,6 +73,8 @@ class Head:
         """Tokens of the highest scores, in an evaluation that notes them. (rows, length)"""
         self.predictions: dict[int, Tensor] = {}
         """Logits after each row's last token, in a prediction. (rows, vocabulary)"""
+        self.drawn: dict[int, tuple[Tensor, Tensor]] = {}
+        """A token after each row and its log-probability, in a prediction that draws. (rows,)"""
         self._scored: dict[int, _Scored] = {}
 
     def train(self, op: Op, hidden: Tensor) -> Tensor | None:
@@ -154,8 +159,30 @@ class Head:
             rows = machine.edges.tail(machine.weights.of(op), hidden)
             last = self._inputs[micro].last_tokens
             assert last is not None
-            logits = F.linear(rows.index_select(0, last), *machine.weights.projection(op))
-            self.predictions[micro] = machine.device.to_host(machine.edges.scores(logits).float())
+            rows = rows.index_select(0, last)
+            if self._drawing is not None:
+                self.drawn[micro] = self._draw(micro, rows, self._drawing, op)
+                return
+            self.predictions[micro] = machine.device.to_host(self._scores(rows, op))
+
+    def _draw(self, micro: int, rows: Tensor, drawing: Drawing, op: Op) -> tuple[Tensor, Tensor]:
+        """Choose a token behind each row; logits exist for a chunk of rows at a time."""
+        machine, extra = self._machine, self._inputs[micro].loss.extra
+        numbers = extra.get("number", rows.new_zeros(len(rows)))
+        tokens, logprobs, chunk = [], [], machine.inputs.chunk
+        for first in range(0, len(rows), chunk):
+            some = slice(first, first + chunk)
+            logits = self._scores(rows[some], op)
+            tokens.append(choose(logits, drawing, numbers[some]))
+            logprobs.append(logits.log_softmax(1).gather(1, tokens[-1][:, None])[:, 0])
+        to_host = machine.device.to_host
+        return to_host(torch.cat(tokens)), to_host(torch.cat(logprobs))
+
+    def _scores(self, rows: Tensor, op: Op) -> Tensor:
+        """Return the logits of rows, in fp32."""
+        machine = self._machine
+        logits = F.linear(rows, *machine.weights.projection(op))
+        return machine.edges.scores(logits).float()
 
     def likeliest(self) -> list[tuple[Tensor, Tensor]]:
         """Return log-probabilities and likeliest tokens of each micro-batch, if they are noted."""

@@ -34,7 +34,7 @@ from megatrain.losses.head import TrainedRows, trained_index, trained_rows
 from megatrain.losses.loss import LossInputs
 from megatrain.models.decoder import Decoder
 from megatrain.models.documents import PackedDocuments, attending, attends_by_document
-from megatrain.models.key_values import inputs_with
+from megatrain.models.key_values import TextCache, inputs_with
 from megatrain.models.probing.host_answers import Answers
 from megatrain.step.settings import StepSettings
 
@@ -96,7 +96,7 @@ class Inputs:
         rows_of: RowsOf = lambda micro: None,
         *,
         predicts: bool = False,
-        caches: Sequence[Any] | None = None,
+        caches: Sequence[TextCache | None] | None = None,
     ) -> SentInputs:
         """Return what compute reads of each micro-batch, on its way. Nothing may be under way.
 
@@ -104,7 +104,7 @@ class Inputs:
         """
         micros: list[MicroInputs] = []
         made = [
-            self._gathered(micro, rows_of(number), predicts, caches and caches[number])
+            self._gathered(micro, rows_of(number), predicts, caches[number] if caches else None)
             for number, micro in enumerate(batch)
         ]
         if not self._device.own_memory:
@@ -144,10 +144,14 @@ class Inputs:
             self._there = self._device.in_place(self._going)
 
     def _gathered(
-        self, micro: MicroBatch, rows: Tensor | None, predicts: bool, cache: Any
+        self, micro: MicroBatch, rows: Tensor | None, predicts: bool, cache: TextCache | None
     ) -> _Gathered:
         lengths = micro.document_lengths() if self._takes_lengths else {}
-        model: dict[str, Any] = {**micro.inputs, **lengths, **inputs_with(cache)}
+        model: dict[str, Any] = {
+            **micro.inputs,
+            **lengths,
+            **inputs_with(cache, micro.input_ids.shape[1]),
+        }
         documents = micro.packed_documents() if self._by_document and cache is None else None
         with attending(documents):
             answers = self._edges.asked(model, by_document=documents is not None)

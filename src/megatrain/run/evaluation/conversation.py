@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 
 from megatrain.batch import MicroBatch
+from megatrain.engine.compute.drawing import GREEDY, Drawing
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError, DataError
-from megatrain.models.key_values import drop_last, new_cache
+from megatrain.models.key_values import TextCache, drop_last
 from megatrain.models.multimodal import text_part
 from megatrain.models.rope import num_positions
-from megatrain.run.evaluation.sampling import GREEDY, Drawing, chosen_token
+from megatrain.run.evaluation.sampling import chosen_token
 
 Turn = dict[str, str]
 Ending = Literal["ended", "stopped", "cut", "full"]
@@ -95,7 +96,7 @@ class Conversation:
         """Forget all turns, and draw as in the beginning."""
         speaker = self._speaker
         self.turns = first_turns(speaker.tokenizer, speaker.system)
-        self._generator = torch.Generator().manual_seed(speaker.drawing.seed)
+        self._num_drawn = 0
 
     def answer(
         self, message: str, max_new_tokens: int, take: Callable[[int], bool] = lambda _: True
@@ -119,7 +120,8 @@ class Conversation:
         ending: Ending = "cut" if longest == max_new_tokens else "full"
         while len(new) < longest:
             logits = self._text.logits([*text, *new], len(text) + longest)
-            token = chosen_token(logits, speaker.drawing, self._generator)
+            token = chosen_token(logits, speaker.drawing, self._num_drawn)
+            self._num_drawn += 1
             if token in speaker.end_tokens:
                 ending = "ended"
                 break
@@ -166,7 +168,7 @@ class _ReadText:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._tokens: list[int] = []
-        self._cache: Any = None
+        self._cache: TextCache | None = None
 
     def logits(self, tokens: list[int], most: int) -> Tensor:
         """Return the logits behind `tokens`, a text that will have up to `most`. (vocabulary)"""
@@ -176,10 +178,10 @@ class _ReadText:
         else:
             num_known = min(_num_equal(self._tokens, tokens), len(tokens) - 1)
             num_other = len(self._tokens) - num_known
-            if num_other and not drop_last(self._cache, num_other):
+            if num_other and self._cache is not None and not drop_last(self._cache, num_other):
                 num_known = 0
             if num_known == 0:
-                self._cache = new_cache(self._engine.model_config)
+                self._cache = self._engine.new_cache()
         ids = torch.tensor([tokens[num_known:]])
         self._tokens = []  # a pass that fails leaves the cache half filled
         (found,) = self._engine.predict([MicroBatch(input_ids=ids, labels=ids)], [self._cache])

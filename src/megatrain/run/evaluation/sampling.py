@@ -1,79 +1,38 @@
-"""Text from a model at home: streamed forward, one token at a time for all prompts at once.
+"""Text from a model at home: one token at a time, of as many texts at once as there is room for.
 
-For each token all weights cross the link to the device once, whatever the number of prompts, so
-many prompts go together: those of equal length as rows of one micro-batch, others in separate
-micro-batches, without padding. The first pass reads the prompts and keeps their keys and values;
-each further pass reads one token. Models that keep more than keys and values read the full text
-each time (models/key_values.py), and so do texts whose keys and values would not fit beside what
-training has planned for. To serve a model, export it.
+For each token all weights that do not stay on the device cross the link once, whatever the number
+of texts, so as many as possible go together (engine/residence.py chooses how many layers stay, and
+how many texts that leaves room for). A pass reads one token of each text, and the prompts of those
+that join, in micro-batches of equal length, without padding. Then all are one micro-batch: texts
+that have ended leave it, and their room is taken by others that wait.
+
+Models that keep more than keys and values read the full text for each token (models/key_values.py),
+and so do texts whose keys and values would not fit. To serve a model, export it.
+
+Ranks share the texts.
 
 Laws (tests/run/evaluation/test_sampling.py)
     1. Greedy text is what transformers' `generate` gives greedily.
-    2. A row that has ended stays as it is; all stop when all have ended.
-    3. What a prompt gets does not depend on the prompts beside it, drawn text apart.
+    2. A text that has ended is not read again; another takes its room.
+    3. What a prompt gets does not depend on the prompts beside it, or on how many can be read at
+       once: greedily and drawn, within rounding.
     4. Log-probabilities are those of `Engine.logprobs`, within rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatrain.batch import MicroBatch
+from megatrain.devices.device import draw_seed
+from megatrain.engine.compute.drawing import GREEDY, Drawing, choose
 from megatrain.engine.engine import Engine
-from megatrain.errors import ConfigError
-from megatrain.models.key_values import new_cache
-from megatrain.step.settings import PART_ELEMENTS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drawing:
-    """The choice of a token among the likely ones."""
-
-    temperature: float = 0.0
-    """0 takes the likeliest token."""
-    top_p: float = 1.0
-    """Only the likeliest tokens that together have this share are drawn from."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ConfigError(f"temperature is {self.temperature:g}; give 0 or more.")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top-p is {self.top_p:g}; give a number above 0, up to 1.")
-        if self.top_p < 1 and self.temperature == 0:
-            raise ConfigError(
-                "top-p has no effect at temperature 0, the most likely token. Also give a "
-                "temperature, like 1."
-            )
-
-
-GREEDY = Drawing()
-
-
-@dataclass(slots=True, kw_only=True)
-class _Group:
-    """Prompts of one length, which advance together."""
-
-    numbers: list[int]
-    """Numbers of the prompts."""
-    texts: list[list[int]]
-    cache: Any = None
-    num_read: int = 0
-    """Tokens of each text that the cache holds."""
-    ended: set[int] = field(default_factory=set)
-
-    @property
-    def is_over(self) -> bool:
-        return len(self.ended) == len(self.numbers)
-
-    def batch(self) -> MicroBatch:
-        ids = torch.tensor([text[self.num_read :] for text in self.texts])
-        return MicroBatch(input_ids=ids, labels=ids)
+from megatrain.models.key_values import TextCache
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,6 +43,37 @@ class Continuation:
     """With the end token, if one came."""
     logprobs: list[float] = field(default_factory=list)
     """Log-probability of each token at temperature 1, whatever it was drawn by."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Text:
+    """A prompt and what follows it so far."""
+
+    number: int
+    prompt: Sequence[int]
+    most: int
+    """Tokens that it has at the end, at most."""
+    made: Continuation
+    is_over: bool = False
+
+    def next_tokens(self, *, cached: bool) -> list[int]:
+        """Return what is still to be read: all, unless there are keys and values."""
+        return self.made.tokens[-1:] if cached else [*self.prompt, *self.made.tokens]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Group:
+    """Texts that are one micro-batch."""
+
+    texts: list[_Text]
+    cache: TextCache | None
+
+    def batch(self, drawing: Drawing) -> MicroBatch:
+        cached = self.cache is not None and self.cache.length > 0
+        ids = torch.tensor([text.next_tokens(cached=cached) for text in self.texts])
+        numbers = [draw_number(drawing, one.number, len(one.made.tokens)) for one in self.texts]
+        extra = {"number": torch.tensor(numbers, dtype=torch.float64)}
+        return MicroBatch(input_ids=ids, labels=ids, extra=extra)
 
 
 def continue_texts(
@@ -108,108 +98,116 @@ def continuations(
 ) -> list[Continuation]:
     """Return what follows each prompt, with log-probabilities.
 
-    `is_over` gets the new tokens of a text after each, and returns whether they are enough.
+    `is_over` gets the new tokens of a text after each, and returns whether they are enough. Every
+    rank asks for the same, and gets all.
     """
-    new = [Continuation() for _ in prompts]
-    generator = torch.Generator().manual_seed(drawing.seed)
-    for numbers in _rounds(engine, [len(prompt) + max_new_tokens for prompt in prompts]):
-        groups = _groups(engine, numbers, prompts, max_new_tokens)
-        for _ in range(max_new_tokens):
-            groups = [group for group in groups if not group.is_over]
-            if not groups:
-                break
-            _advance(engine, groups, new, end_tokens, drawing, generator, is_over)
-    return new
-
-
-def _advance(
-    engine: Engine,
-    groups: list[_Group],
-    new: list[Continuation],
-    end_tokens: frozenset[int],
-    drawing: Drawing,
-    generator: torch.Generator,
-    is_over: Callable[[Sequence[int]], bool],
-) -> None:
-    """Add one token to each text that has not ended."""
-    caches = [group.cache for group in groups]
-    found = engine.predict([group.batch() for group in groups], caches)
-    waiting: list[tuple[int, Tensor, _Group, int]] = []
-    for group, logits in zip(groups, found, strict=True):
-        for place, number in enumerate(group.numbers):
-            if place in group.ended:
-                group.texts[place].append(group.texts[place][-1])  # its row is still computed
-            else:
-                waiting.append((number, logits[place], group, place))
-    waiting.sort(key=lambda item: item[0])
-    chosen = _chosen([row for _, row, _, _ in waiting], drawing, generator)
-    for (number, _, group, place), (token, logprob) in zip(waiting, chosen, strict=True):
-        group.texts[place].append(token)
-        new[number].tokens.append(token)
-        new[number].logprobs.append(logprob)
-        if token in end_tokens or is_over(new[number].tokens):
-            group.ended.add(place)
-    for group in groups:
-        if group.cache is not None:
-            group.num_read = len(group.texts[0]) - 1
-
-
-def _rounds(engine: Engine, lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Yield prompts that are continued together: as many as can keep their keys and values."""
-    together: list[int] = []
-    total = 0
-    for number, length in enumerate(lengths):
-        if together and total + length > engine.cached_tokens:
-            yield together
-            together, total = [], 0
-        together.append(number)
-        total += length
-    if together:
-        yield together
-
-
-def _groups(
-    engine: Engine, numbers: Sequence[int], prompts: Sequence[Sequence[int]], max_new_tokens: int
-) -> list[_Group]:
-    by_length: dict[int, list[int]] = {}
-    for number in numbers:
-        by_length.setdefault(len(prompts[number]), []).append(number)
-    total = sum((length + max_new_tokens) * len(same) for length, same in by_length.items())
-    caches = total <= engine.cached_tokens
-    return [
-        _Group(
-            numbers=same,
-            texts=[list(prompts[number]) for number in same],
-            cache=new_cache(engine.model_config) if caches else None,
-        )
-        for same in by_length.values()
+    owner = engine.ranks.owner
+    texts = [
+        _Text(number=n, prompt=p, most=len(p) + max_new_tokens, made=Continuation())
+        for n, p in enumerate(prompts)
     ]
+    own = texts[owner.rank :: owner.size]
+
+    def take(group: _Group, tokens: Tensor, logprobs: Tensor) -> None:
+        chosen = zip(tokens.tolist(), logprobs.tolist(), strict=True)
+        for text, (token, logprob) in zip(group.texts, chosen, strict=True):
+            made = text.made
+            made.tokens.append(token)
+            made.logprobs.append(logprob)
+            ended = token in end_tokens or is_over(made.tokens)
+            text.is_over = ended or len(made.tokens) == max_new_tokens
+
+    shares = [texts[rank :: owner.size] for rank in range(owner.size)]
+    wanted = max(sum(text.most for text in share) for share in shares)
+    with engine.staying(wanted, max((text.most for text in texts), default=0)) as room:
+        passes = _reading_on(engine, own, room) if room else _reading_whole(engine, own)
+        groups = next(passes, [])
+        while engine.ranks.any(bool(groups)):
+            batches = [group.batch(drawing) for group in groups]
+            found = engine.draw(batches, drawing, [group.cache for group in groups])
+            for group, (tokens, logprobs) in zip(groups, found, strict=True):
+                take(group, tokens, logprobs)
+            groups = next(passes, [])
+    return _of_all_ranks(engine, own, [text.made for text in texts])
 
 
-def _chosen(
-    rows: Sequence[Tensor], drawing: Drawing, generator: torch.Generator
-) -> Iterator[tuple[int, float]]:
-    """Yield for each row of logits a token and its log-probability; some rows at a time."""
-    together = max(1, PART_ELEMENTS // len(rows[0]))
-    for first in range(0, len(rows), together):
-        logits = torch.stack(list(rows[first : first + together]))
-        tokens = _choose(logits, drawing, generator)
-        logprobs = logits.log_softmax(1).gather(1, tokens[:, None])[:, 0]
-        yield from zip(tokens.tolist(), logprobs.tolist(), strict=True)
+def _reading_whole(engine: Engine, texts: Sequence[_Text]) -> Iterator[list[_Group]]:
+    """Yield what a pass reads: all of each text that is not over."""
+    while left := [text for text in texts if not text.is_over]:
+        yield [_Group(texts=some, cache=None) for some in _of_one_length(left, engine.most_read)]
 
 
-def chosen_token(logits: Tensor, drawing: Drawing, generator: torch.Generator) -> int:
-    """Return the token behind one text, from its logits. (vocabulary)"""
-    return int(_choose(logits[None], drawing, generator))
+def _reading_on(engine: Engine, texts: Sequence[_Text], room: int) -> Iterator[list[_Group]]:
+    """Yield what a pass reads: a token of each text, and the prompts of those that join."""
+    waiting = deque(texts)
+    groups: list[_Group] = []
+    while True:
+        together = _together(groups)
+        live = together.texts if together is not None else []
+        joining = list(_joining(live, waiting, room))
+        groups = [] if together is None else [together]
+        for some in _of_one_length(joining, engine.most_read):
+            groups.append(_Group(texts=some, cache=engine.new_cache()))
+        if not groups:
+            return
+        yield groups
 
 
-def _choose(logits: Tensor, drawing: Drawing, generator: torch.Generator) -> Tensor:
-    """Return a token for each row."""
-    if drawing.temperature == 0:
-        return logits.argmax(1)
-    shares = torch.softmax(logits.double() / drawing.temperature, dim=1)
-    if drawing.top_p < 1:
-        likeliest, tokens = shares.sort(dim=1, descending=True, stable=True)
-        before = likeliest.cumsum(1) - likeliest
-        shares = shares.scatter(1, tokens, likeliest.where(before < drawing.top_p, 0.0))
-    return torch.multinomial(shares, 1, generator=generator)[:, 0]
+def _together(groups: Sequence[_Group]) -> _Group | None:
+    """Return all texts that are not over as one group; None: there are none."""
+    left = [
+        (group, [row for row, text in enumerate(group.texts) if not text.is_over])
+        for group in groups
+    ]
+    left = [(group, rows) for group, rows in left if rows]
+    if not left:
+        return None
+    if len(left) == 1 and len(left[0][1]) == len(left[0][0].texts):
+        return left[0][0]
+    texts = [group.texts[row] for group, rows in left for row in rows]
+    caches = [(group.cache, rows) for group, rows in left if group.cache is not None]
+    return _Group(texts=texts, cache=TextCache.of(caches))
+
+
+def _joining(live: Sequence[_Text], waiting: deque[_Text], room: int) -> Iterator[_Text]:
+    """Yield the texts that there is room for beside those that are read: each takes the longest."""
+    num, longest = len(live), max((text.most for text in live), default=0)
+    while waiting:
+        longest = max(longest, waiting[0].most)
+        num += 1
+        if num * longest > room:
+            return
+        yield waiting.popleft()
+
+
+def _of_one_length(texts: Iterable[_Text], most_tokens: int) -> Iterator[list[_Text]]:
+    """Yield texts whose tokens are equally many, as many as a micro-batch should have."""
+    by_length: dict[int, list[_Text]] = {}
+    for text in texts:
+        by_length.setdefault(len(text.prompt) + len(text.made.tokens), []).append(text)
+    for length, same in by_length.items():
+        num = max(1, most_tokens // length)
+        for first in range(0, len(same), num):
+            yield same[first : first + num]
+
+
+def _of_all_ranks(
+    engine: Engine, own: Sequence[_Text], made: list[Continuation]
+) -> list[Continuation]:
+    """Return the continuations of all ranks, in the order of prompts."""
+    said = {"made": [(text.number, text.made.tokens, text.made.logprobs) for text in own]}
+    for of_rank in engine.ranks.agree(said):
+        for number, tokens, logprobs in of_rank["made"]:
+            made[number] = Continuation(tokens=tokens, logprobs=logprobs)
+    return made
+
+
+def draw_number(drawing: Drawing, text: int, place: int) -> float:
+    """Return the number, from 0 up to 1, by which a text's token in some place is drawn."""
+    return (draw_seed(drawing.seed, text, place, 0) >> 11) / 2.0**53
+
+
+def chosen_token(logits: Tensor, drawing: Drawing, place: int) -> int:
+    """Return the token in some place of a text, from the logits behind those before it."""
+    number = torch.tensor([draw_number(drawing, 0, place)], dtype=torch.float64)
+    return int(choose(logits[None], drawing, number))
