@@ -102,6 +102,9 @@ def test_defaults_and_choices_are_those_of_the_engine() -> None:
         ({"train": {"compile": True, "kernels": "liger"}},
          "train.kernels is liger and train.compile is true: a compiled layer has kernels that "
          "torch makes. Set train.kernels to auto, or train.compile to false."),
+        ({"model": {"name_or_path": "m", "dtype": "fp32"}, "train": {"products": "fp8"}},
+         "train.products is fp8 and model.dtype is fp32: fewer bits than bf16 has are no use to "
+         "products in fp32. Set train.products to plain, or model.dtype to bf16."),
         ({"memory": {"tile_tokens": 4096}, "train": {"compile": True}},
          "memory.tile_tokens is 4096 and train.compile is true: a compiled layer computes full "
          "rows. Set memory.tile_tokens to null, or train.compile to false."),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatrain.devices.accelerator import Accelerator
 from megatrain.devices.device import CpuDevice
+from megatrain.doctor import rates
 from megatrain.doctor.rates import (
     Bench,
     CopyRates,
@@ -17,6 +18,7 @@ from megatrain.doctor.rates import (
     copy_rates,
     elementwise_rate,
     fp32_share,
+    narrow_gain,
     product_rates,
 )
 from testkit.simulated.accelerator import Simulator
@@ -87,6 +89,15 @@ def test_shapes_that_would_take_too_long_are_left_out() -> None:
     forward, _ = product_rates(HERE, (32, 4096), (16, 65536), most_s=0.2)
     assert (32, 16) in [point[:2] for point in forward]
     assert (4096, 65536) not in [point[:2] for point in forward]
+
+
+def test_a_device_that_multiplies_no_faster_in_fewer_bits_gains_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert [narrow_gain(HERE, kind, 64, 64) for kind in ("fp8", "fp16_sums")] == [1.0, 1.0]
+    monkeypatch.setattr(rates, "multiplies_fp8", lambda _place: True)
+    monkeypatch.setattr(rates, "product", lambda *_: None)
+    assert narrow_gain(HERE, "fp8", 64, 256) > 1.0
 
 
 def test_shares_are_ratios_of_rates() -> None:

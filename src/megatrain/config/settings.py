@@ -181,6 +181,7 @@ def conflicts(config: Config) -> list[ConfigFault]:
         *_patience(config),
         *_attention(config),
         *_kernels(config),
+        *_products(config),
         *_lora(config),
     ]
 
@@ -282,6 +283,16 @@ def _kernels(config: Config) -> Iterator[ConfigFault]:
             "train.kernels",
             "train.kernels is liger and train.compile is true: a compiled layer has kernels that "
             "torch makes. Set train.kernels to auto, or train.compile to false.",
+        )
+
+
+def _products(config: Config) -> Iterator[ConfigFault]:
+    products = config.train.products
+    if products != "plain" and config.model.dtype == "fp32":
+        yield _fault(
+            "train.products",
+            f"train.products is {products} and model.dtype is fp32: fewer bits than bf16 has are "
+            "no use to products in fp32. Set train.products to plain, or model.dtype to bf16.",
         )
 
 

@@ -35,6 +35,7 @@ from megatrain.doctor.rates import (
     copy_rates,
     elementwise_rate,
     fp32_share,
+    narrow_gain,
     product_rates,
     shapes_for,
 )
@@ -270,6 +271,7 @@ def measure_rates(
     most_s = _QUICK_PRODUCTS_S if quick else PRODUCTS_S
     forward, backward = product_rates(bench, widths, tokens, most_s=most_s, until=until)
     best = max(point.flops for point in forward)
+    usual = _usual_shape(forward, widths[1], tokens[1])
     say("attention and element-wise work")
     widest = max(point.width for point in forward)
     attention = attention_share(bench, best, heads=max(1, widest // 64), length=1024)
@@ -289,7 +291,9 @@ def measure_rates(
         integrated=device.integrated,
         forward_flops=forward,
         backward_flops=backward,
-        fp32_efficiency=fp32_share(bench, *_usual_shape(forward, widths[1], tokens[1])),
+        fp32_efficiency=fp32_share(bench, *usual),
+        fp8_gain=narrow_gain(bench, "fp8", *usual),
+        fp16_sums_gain=narrow_gain(bench, "fp16_sums", *usual),
         attention_efficiency=min(attention, 1.0),
         device_bytes_per_s=elementwise_rate(bench),
         expert_wait_s=0.0 if device.groups(torch.bfloat16) else EXPERT_WAIT_S,

@@ -31,6 +31,14 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from megatrain.devices.device import Device
+from megatrain.engine.compute.products import (
+    Products,
+    format_of,
+    multiplies_fp8,
+    narrowed,
+    product,
+    sums_in_fp16,
+)
 from megatrain.memory.arena import map_arena
 from megatrain.planning.machine.profile import FlopRate
 
@@ -106,6 +114,19 @@ def fp32_share(bench: Bench, width: int, rows: int) -> float:
     halves, _ = block_products(bench, width, rows, torch.bfloat16)
     wholes, _ = block_products(bench, width, rows, torch.float32)
     return bench.seconds(halves) / bench.seconds(wholes)
+
+
+def narrow_gain(bench: Bench, kind: Products, width: int, rows: int) -> float:
+    """Return the rate of products in fewer bits over that in bf16; 1: the device has no such."""
+    if kind == "fp8" and not multiplies_fp8(bench.place):
+        return 1.0
+    if kind == "fp16_sums" and not sums_in_fp16(bench.place):
+        return 1.0
+    given, weight = bench.values(rows, width), bench.values(4 * width, width)
+    sides = [narrowed(side, format_of(kind, width)) for side in (given, weight)]
+    plain = bench.seconds(lambda: F.linear(given, weight))
+    narrow = bench.seconds(lambda: product(sides[0], sides[1], torch.bfloat16))
+    return max(1.0, plain / narrow)
 
 
 def block_products(

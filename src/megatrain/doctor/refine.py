@@ -9,8 +9,9 @@ kind of op; a measured time is divided by that. Only figures that the trace cons
     copies      layers, where all of host memory is pinned
     update      layers
     products    at the width and the tokens of the run's micro-batches; other shapes in proportion,
-                as doctor found them. Not where layers are cut into tiles, hold experts, or are not
-                trained as a whole, and not where the host's pace of issuing set the time
+                as doctor found them. Not where layers are cut into tiles, hold experts, multiply in
+                fewer bits or are not trained as a whole, and not where the host's pace of issuing
+                set the time
     head        where the vocabulary is not cut
 
 An op that others slow down by more than MOST_SLOWED tells more of them than of itself. What comes
@@ -209,7 +210,8 @@ def _kinds_of(plan: Plan, profile: MachineProfile) -> set[OpKind]:
         layer.gradient_flops_per_token == layer.matmul_flops_per_token for layer in layers
     )
     sizes = {layer.trained_elements() for layer in layers}
-    if settings.tile_tokens is not None or not is_whole or len(sizes) > 1:
+    plain = workload.products == "plain"  # the rates are those of bf16
+    if settings.tile_tokens is not None or not is_whole or len(sizes) > 1 or not plain:
         kinds -= {OpKind.FORWARD, OpKind.BACKWARD}
     if not workload.model.trains_projection or workload.projects_twice:
         kinds -= {OpKind.HEAD}

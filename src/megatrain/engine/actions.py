@@ -82,13 +82,13 @@ class StepActions:
         return {
             OpKind.FETCH: self._fetch,
             OpKind.GATHER: self._gather,
-            OpKind.FORWARD: self._forward,
+            OpKind.FORWARD: self._visiting(self._forward),
             OpKind.STASH: self._stash,
-            OpKind.HEAD: _in_this_thread(self._head),
+            OpKind.HEAD: self._visiting(_in_this_thread(self._head)),
             OpKind.BALANCE: self._balance_ranks,
             OpKind.PIECE: _in_this_thread(self._piece),
             OpKind.RESTORE: self._restore,
-            OpKind.BACKWARD: _in_this_thread(self._backward),
+            OpKind.BACKWARD: self._visiting(_in_this_thread(self._backward)),
             OpKind.EXCHANGE: self._exchange,
             OpKind.DRAIN: self._drain,
             OpKind.NORM: self._norm,
@@ -99,6 +99,18 @@ class StepActions:
             OpKind.READ: self._read,
             OpKind.WRITE: self._write,
         }
+
+    def _visiting(self, action: Action) -> Action:
+        """Return an action that finds weights as ops before it have narrowed them."""
+        narrow = self._machine.narrow_weights
+        if narrow is None:
+            return action
+
+        def act(op: Op) -> int | None:
+            with narrow.visited(op):
+                return action(op)
+
+        return act
 
     def _fetch(self, op: Op) -> int:
         # All that computes waits for the embedding, and so for the inputs.

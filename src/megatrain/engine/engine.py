@@ -37,6 +37,7 @@ from megatrain.devices.device import CpuDevice, Device, is_out_of_memory
 from megatrain.engine.actions import StepActions
 from megatrain.engine.compute.attention_kernel import kernel_switches
 from megatrain.engine.compute.drawing import Drawing
+from megatrain.engine.compute.flash import flash_kernels
 from megatrain.engine.compute.head import Head
 from megatrain.engine.machine import build_machine, check_parts
 from megatrain.engine.residence import Residence, choose_residence
@@ -116,6 +117,7 @@ class Engine:
             trained=tuple(any(p.trained for p in block.params) for block in decoder.blocks),
         )
         try:
+            self._held.enter_context(flash_kernels(settings.flash, device))
             self._machine = build_machine(
                 decoder, store, device, self._shape(), optimizer, settings, ranks
             )

@@ -20,6 +20,7 @@ from megatrain.engine.compute.fused import use_liger
 from megatrain.engine.compute.inputs import Inputs
 from megatrain.engine.compute.kept import KeptActivations, check_kept
 from megatrain.engine.compute.layers import Layers, layer_tile, tail_tile
+from megatrain.engine.compute.products import NarrowWeights, narrow_products
 from megatrain.engine.embedding_rows import TokenRows, check_rows, embedding_rows
 from megatrain.engine.exchange import SharedRouting
 from megatrain.engine.gradients.door import Gradients, check_piece_scores, check_pieces
@@ -55,13 +56,16 @@ class Machine:
     device: Device
     on_host: Template
     template: Template
-    """The model that computes: `on_host`, or its copy on a device with its own memory."""
+    """The model that computes: `on_host`, or its copy on a device with its own memory, or with
+    narrow products."""
     edges: Edges
     inputs: Inputs
     layers: Layers
     tail_tile: int | None
     """Tokens of a tile behind the layers; None: every row is computed at once."""
     kept: KeptActivations
+    narrow_weights: NarrowWeights | None
+    """Weights in fewer bits, of the block that compute is at; None: products are plain."""
     settings: StepSettings
     token_rows: TokenRows | None
     """Selects rows to make a gradient of, where it is not made of the embedding's table."""
@@ -138,14 +142,17 @@ def build_machine(
         tiled=layer_tile(settings) is not None,
     )
     check_piece_scores(settings, on_host)
-    template = on_host.placed(device.place) if device.own_memory else on_host
+    narrow = settings.products != "plain"
+    template = on_host.placed(device.place) if device.own_memory or narrow else on_host
     if waits_for_experts(decoder, device, compiles=settings.compile):
         count_on_host(template.model)
     if settings.kernels == "liger":
         use_liger(template.model, device)
+    if narrow:
+        narrow_products(template.model, decoder, settings.products)
     rows = embedding_rows(decoder, store, device, shape)
     weights = Weights(decoder, store, device, shape, rows, ranks)
-    edges = Edges(on_host, template, answers=device.answers)
+    edges = Edges(on_host if device.own_memory else template, template, answers=device.answers)
     return Machine(
         weights=weights,
         gradients=Gradients(
@@ -170,6 +177,7 @@ def build_machine(
         layers=Layers(template, layer_tile(settings)),
         tail_tile=tail_tile(settings),
         kept=KeptActivations(template, device.counted),
+        narrow_weights=NarrowWeights(device.counted) if narrow else None,
         settings=settings,
         token_rows=None if device.copying else TokenRows(decoder, device),
         shared_routing=_shared_routing(decoder, device, shape, ranks),

@@ -5,7 +5,8 @@ traffic, the two directions of the link, and cores where compute is on the host'
 the simulator's part. With ranks the machine is that of one of them (ranks/sharing.py).
 
     products       2 FLOPs per weight and token forward, 4 backward, of which 2 are the weight's own
-                   gradient, if it is trained; forward again in backward
+                   gradient, if it is trained; forward again in backward; in fewer bits faster, with
+                   more element-wise work (narrow_products.py)
     attention      as products, at a share of their rate
     element-wise   bytes that norms, rotations and activations read and write
     copies         bytes over the link
@@ -31,6 +32,7 @@ from megatrain.planning.levers.tiles import at_once
 from megatrain.planning.levers.update import arrives_in_ring
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.model.shapes import BlockShape
+from megatrain.planning.narrow_products import gain, narrow_part, narrowing_bytes, weight_traffic
 from megatrain.planning.ranks.collectives import Collective, Collectives
 from megatrain.planning.workload import Workload
 from megatrain.step.ops import Op, OpKind, Role
@@ -187,6 +189,7 @@ class Costs:
     def layer_seconds(self, block: BlockShape, tokens: int) -> float:
         at_once, num_tiles = self._tiles(block, tokens)
         products = block.matmul_flops_per_token * tokens / self._forward_rate(at_once)
+        products *= self._narrow_share(block)
         passes = self.passes(block, tokens) + (num_tiles - 1) * self.profile.op_overhead_s
         waits = num_tiles * self.profile.expert_wait_s if block.num_experts else 0.0
         return products + self.attention_seconds(block, tokens, 1.0) + passes + waits
@@ -194,13 +197,18 @@ class Costs:
     def _layer_backward_seconds(self, block: BlockShape, tokens: int) -> float:
         at_once, num_tiles = self._tiles(block, tokens)
         flops = block.matmul_flops_per_token + block.gradient_flops_per_token
-        products = flops * tokens / self._backward_rate(at_once)
+        products = flops * tokens / self._backward_rate(at_once) * self._narrow_share(block)
         if num_tiles > 1:  # what is before attention is computed once more
             before, _ = block.params_around_attention(self._width)
             products += 2.0 * before * tokens / self._forward_rate(at_once)
         passes = self.passes(block, tokens, backward=True)
         passes += (num_tiles - 1) * self.profile.op_overhead_s
         return products + self.attention_seconds(block, tokens, BACKWARD_ATTENTION) + passes
+
+    def _narrow_share(self, block: BlockShape) -> float:
+        """Return the time of a layer's products over that of plain ones."""
+        narrow = narrow_part(block, self.workload)
+        return 1.0 - narrow + narrow / gain(self.profile, self.workload)
 
     def _layer_sums(self, block: BlockShape, tokens: int, *, adds: bool) -> float:
         """Return the seconds in which a layer's gradient gets into its slot, tile by tile."""
@@ -230,6 +238,9 @@ class Costs:
         else:
             traffic = EAGER_BACKWARD if backward else EAGER
         moved = tokens * elementwise_bytes(block, self._width, traffic)
+        moved += tokens * narrowing_bytes(block, workload, backward=backward)
+        shared = weight_traffic(block, workload, backward=backward)
+        moved += shared / workload.num_micro(self.settings.micro_batch_tokens)
         return moved / self.profile.device_bytes_per_s
 
     def add_up(self, block: BlockShape, *, adds: bool) -> float:

@@ -46,6 +46,7 @@ from megatrain.planning.machine.examination import kept_examination
 from megatrain.planning.machine.profile import MachineProfile
 from megatrain.planning.machine.reserve import left_by_system, with_one_budget, with_reserve
 from megatrain.planning.model.shapes import ModelShape
+from megatrain.planning.narrow_products import gain
 from megatrain.planning.plan import Plan, within_80
 from megatrain.planning.ranks.division import SOLE_RANK, Division
 from megatrain.planning.ranks.sharing import as_rank
@@ -139,6 +140,7 @@ class Estimate:
             rows.append(_row("weights", model.weights))
         if self.plan.workload.kernels == "liger":
             rows.append(_row("kernels", f"liger, of {INSTALL}"))
+        rows += [_row("products", line) for line in self._products()]
         if model.carried_params:
             rows.append(_row("carried", f"{figure(model.carried_params)} parameters besides text"))
         if model.active_params < 0.95 * model.params:
@@ -155,6 +157,17 @@ class Estimate:
                 _row("rows", f"longer than the {most:,} positions of the model: model.rope")
             )
         return rows
+
+    def _products(self) -> list[str]:
+        """Return what is assumed of products in fewer bits."""
+        plan = self.plan
+        times = gain(plan.profile, plan.workload)
+        kind = plan.workload.products
+        if kind == "plain":
+            return []
+        if times == 1.0:
+            return [f"{kind}: this machine multiplies no faster so, and narrowing takes time"]
+        return [f"{kind}, {times:g} times the rate of bf16 by its sheet: predicted, nobody tried"]
 
     @property
     def whole(self) -> str:

@@ -55,6 +55,7 @@ def workload_of(
         packed=packs_rows(config, model),
         compiled=compile_choice(config, unified=unified)[0],
         kernels=config.kernels,
+        products=config.train.products,
         max_grad_norm=config.train.max_grad_norm,
         projects_twice=config.loss.name != "next_token",
         states=STATES[config.optim.name],
@@ -93,6 +94,8 @@ def step_settings_of(
         on_nonfinite=train.on_nonfinite,
         compile=compile_choice(config, unified=unified)[0],
         kernels=config.kernels,
+        flash=train.flash,
+        products=train.products,
         deterministic=train.deterministic,
         seed=train.seed,
     ).changed(**by_rules | _given(config))

@@ -33,6 +33,8 @@ class Workload:
     """Layers are compiled: each is one graph, for rows as they are."""
     kernels: str = "none"
     """Fused kernels of layers, as `train.kernels`."""
+    products: str = "plain"
+    """How linear modules of layers multiply, as `train.products`."""
     max_grad_norm: float | None = 1.0
     """None: no clipping, so that updates may run in backward."""
     projects_twice: bool = False

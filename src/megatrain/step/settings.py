@@ -62,6 +62,10 @@ class StepSettings:
     """Let torch compile the layers, those of equal structure once (models/compiled.py)."""
     kernels: Literal["none", "liger"] = "none"
     """Fused kernels for norms, rotations and feed-forward on a device (engine/compute/fused.py)."""
+    flash: Literal["torch", "fa3", "fa4"] = "torch"
+    """The kernels of flash attention (engine/compute/flash.py)."""
+    products: Literal["plain", "fp8", "fp16_sums"] = "plain"
+    """How linear modules of layers multiply (engine/compute/products.py)."""
     deterministic: bool = False
     """Only kernels that give the same bits each time (devices/deterministic.py)."""
     seed: int = 0

@@ -5,6 +5,7 @@
     embedding rows    those of a step's tokens, where they are gathered
     outbox, tape      engine/gradients/outbox.py, engine/tape.py
     kept activations  of the top layers, from forward to backward (engine/compute/kept.py)
+    narrow weights    of one layer, where products are in fewer bits (engine/compute/products.py)
     exchange          two buffers between ranks (engine/exchange.py); slots then have room for the
                       parts of all ranks
 
@@ -27,6 +28,7 @@ from megatrain.planning.levers.tape import device_tape_bytes, unified_tape_bytes
 from megatrain.planning.levers.tiles import tile_of
 from megatrain.planning.memory.kernels import Kernels
 from megatrain.planning.memory.working import working_bytes
+from megatrain.planning.narrow_products import NARROW_WEIGHTS, narrow_weight_bytes
 from megatrain.planning.ranks.collectives import PLANNED_EXCHANGE_BYTES
 from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
@@ -50,6 +52,7 @@ def device_lines(
     sizes = {
         "working memory": working_bytes(workload, settings, kernels, unified=unified),
         KEPT_ACTIVATIONS: kept_total(workload, settings),
+        NARROW_WEIGHTS: narrow_weight_bytes(workload),
     }
     if unified:
         sizes |= _unified_bytes(workload, settings)

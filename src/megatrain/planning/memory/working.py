@@ -21,6 +21,7 @@ from megatrain.planning.levers.tiles import layer_bytes
 from megatrain.planning.levers.update import staying_bytes
 from megatrain.planning.memory.head import head_bytes, held_rows_bytes
 from megatrain.planning.memory.kernels import Kernels
+from megatrain.planning.narrow_products import narrow_token_bytes
 from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
 
@@ -53,7 +54,8 @@ def working_bytes(
         moments += _widening_moments(workload, settings, tokens, several=several, unified=unified)
     others = (sum(sizes) - tokens) * model.hidden * width
     given = sum(sizes.count(size) * _given_bytes(workload, size) for size in set(sizes))
-    return max(moments) + others + given + staying_bytes(workload, settings)
+    narrow = tokens * narrow_token_bytes(workload)
+    return max(moments) + narrow + others + given + staying_bytes(workload, settings)
 
 
 def _looked_up_rows(

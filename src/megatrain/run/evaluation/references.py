@@ -49,7 +49,7 @@ from megatrain.step.settings import StepSettings
 REFERENCES_FILE = "references.bin"
 """In a run folder."""
 _MARK_BYTES = 32
-_CHANGE_BITS = (*CHANGE_FORWARD, "compile", "kernels")
+_CHANGE_BITS = (*CHANGE_FORWARD, "compile", "kernels", "flash", "products")
 """Step settings that change the last bits."""
 
 References: TypeAlias = NDArray[np.float32]

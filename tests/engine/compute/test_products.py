@@ -1,0 +1,348 @@
+"""Laws of engine/compute/products.py. Drift over many steps: benchmarks/rivals/accuracy.py."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatrain.devices.accelerator import Accelerator
+from megatrain.engine.compute import products
+from megatrain.engine.compute.products import (
+    MULTIPLE,
+    Narrowed,
+    NarrowLinear,
+    NarrowWeights,
+    format_of,
+    multiplies_fp8,
+    narrow_product,
+    narrow_products,
+    narrowed,
+    product,
+    takes_fp8,
+)
+from megatrain.models.adapters.lora import Lora, adapt_layers
+from megatrain.step.ops import Op
+from testkit.simulated.accelerator import Simulator
+from testkit.simulated.watched import watched
+from testkit.worlds import Case, Outcome, World, make_batch, world_of
+
+SORT = "llama of 2 layers"
+KINDS = ("fp8", "fp16_sums")
+NEARNESS = {"fp8": 0.1, "fp16_sums": 0.005}
+"""Relative error of random products, with room: e5m2 has 2 bits behind the first, fp16 10."""
+
+
+def _random(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).bfloat16()
+
+
+# Narrowing.
+
+
+@pytest.mark.parametrize("form", [products._E4M3, products._E5M2], ids=["e4m3", "e5m2"])
+def test_narrowing_keeps_the_nearest_numbers_and_scales_by_powers_of_two(form: Any) -> None:
+    given = _random(64, 8) * 7.3
+    values, unit = narrowed(given, form)
+    assert math.frexp(float(unit))[0] == 0.5, "not a power of two"
+    codes = torch.arange(256, dtype=torch.uint8).view(form.dtype).double()
+    codes = codes[codes.isfinite()] * unit.double()
+    nearest = (given.double()[..., None] - codes).abs().amin(-1)
+    kept = (given.double() - values.double() * unit.double()).abs()
+    assert torch.equal(kept, nearest)
+    coarser = (given / (unit * 3)).to(form.dtype).double() * unit.double() * 3
+    assert not torch.equal((given.double() - coarser).abs(), nearest)
+
+
+@pytest.mark.parametrize("largest", [0.0, 1e-38, 1e-3, 447.0, 1e9, 3e38])
+def test_any_finite_tensor_stays_finite(largest: float) -> None:
+    given = _random(16, 16).clamp(-1, 1) * largest
+    given[0, 0] = largest
+    for form in (products._E4M3, products._E5M2, format_of("fp16_sums", 4096)):
+        values, unit = narrowed(given, form)
+        assert values.double().isfinite().all()
+        found = float(values[0, 0].double() * unit)
+        assert found == pytest.approx(float(given[0, 0]), rel=0.1, abs=1e-37)
+
+
+@pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_finite_stays_so(kind: str, wrong: float) -> None:
+    given, weight = _random(16, 32), _random(16, 32, seed=1)
+    assert narrow_product(given, weight, kind)[0].isfinite().all()
+    given[3, 5] = wrong
+    assert not narrow_product(given, weight, kind)[0].isfinite().all()
+
+
+# Products.
+
+
+def _three_products(given: Tensor, weight: Tensor, kind: str) -> list[Tensor]:
+    given, weight = given.clone().requires_grad_(), weight.clone().requires_grad_()
+    output = narrow_product(given, weight, kind)[0]
+    d_output = _random(*output.shape, seed=2)
+    return [output.detach(), *torch.autograd.grad(output, (given, weight), d_output)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [16, 37])
+def test_all_three_products_are_near_those_in_fp64(kind: str, tokens: int) -> None:
+    given, weight = _random(tokens, 64), _random(48, 64, seed=1)
+    d_output = _random(tokens, 48, seed=2)
+    a, b, d = given.double(), weight.double(), d_output.double()
+    for found, expected in zip(
+        _three_products(given, weight, kind), (a @ b.T, d @ b, d.T @ a), strict=True
+    ):
+        error = (found.double() - expected).norm() / expected.norm()
+        assert 1e-4 < error < NEARNESS[kind], "too far, or not narrow at all"
+
+
+@pytest.mark.parametrize("form", [products._E4M3, products._E5M2], ids=["e4m3", "e5m2"])
+def test_a_product_of_fp8_is_exact_but_for_the_order_of_its_sum(form: Any) -> None:
+    left, right = narrowed(_random(24, 64), form), narrowed(_random(32, 64, seed=1), products._E4M3)
+    exact = left.values.double() @ right.values.double().T * (left.unit * right.unit).double()
+    assert torch.allclose(product(left, right, torch.float32).double(), exact, rtol=1e-5, atol=1e-5)
+    off = Narrowed(left.values, left.unit * 2)
+    assert not torch.allclose(product(off, right, torch.float32).double(), exact, rtol=1e-2)
+
+
+def test_torchs_own_product_for_fp8_agrees_with_the_widened_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given, weight = _random(37, 64), _random(48, 64, seed=1)
+    widened = _three_products(given, weight, "fp8")
+    calls = _counted(monkeypatch, "_scaled_product")
+    monkeypatch.setattr(products, "multiplies_fp8", lambda _device: True)
+    for own, other in zip(_three_products(given, weight, "fp8"), widened, strict=True):
+        assert torch.allclose(own.float(), other.float(), rtol=2**-7, atol=1e-5)
+    assert len(calls) == 3
+
+
+def test_sums_in_fp16_cannot_overflow() -> None:
+    summed = 8192
+    given = torch.full((16, summed), 3e4, dtype=torch.bfloat16)
+    form = format_of("fp16_sums", summed)
+    sides = narrowed(given, form), narrowed(given, form)
+    assert product(*sides, torch.float32).isfinite().all()
+    higher = narrowed(given, form._replace(top=form.top + 2))
+    assert not product(higher, higher, torch.float32).isfinite().all()
+
+
+def test_they_round_to_fp16_after_every_sixteen_products() -> None:
+    ones = torch.ones((16, 16 * 300), dtype=torch.float16)
+    unit = torch.ones(())
+    found = product(Narrowed(ones, unit), Narrowed(ones, unit), torch.float32)
+    assert set(found.flatten().tolist()) == {4800.0}
+    small = ones * 2**-6  # a sum of 16 is 1/4: lost beside 1024, whose neighbor is 1025
+    found = product(Narrowed(small, unit), Narrowed(ones, unit), torch.float32)
+    assert set(found.flatten().tolist()) == {75.0}
+    first = small.clone()
+    first[:, 0] = 1024
+    found = product(Narrowed(first, unit), Narrowed(ones, unit), torch.float32)
+    assert set(found.flatten().tolist()) == {1024.0}, "sums in fp32 would give 1098.98"
+
+
+def test_a_device_is_asked_by_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = torch.device("cpu")
+    assert takes_fp8(here)
+    for error in (RuntimeError("no kernel"), NotImplementedError("sm_80"), ValueError("e5m2")):
+        monkeypatch.setattr(products, "_scaled_product", _raising(error))
+        assert not takes_fp8(here)
+    monkeypatch.setattr(products, "_scaled_product", _raising(torch.OutOfMemoryError("full")))
+    with pytest.raises(torch.OutOfMemoryError):
+        takes_fp8(here)
+    assert not multiplies_fp8(here), "it always widens: the same bits on every processor"
+
+
+def _raising(error: Exception) -> Callable[..., Tensor]:
+    def call(*_: Any) -> Tensor:
+        raise error
+
+    return call
+
+
+# Modules.
+
+
+def _narrowed_names(world: World, kind: Any = "fp8") -> list[str]:
+    model = copy.deepcopy(world.decoder.model)
+    return narrow_products(model, world.decoder, kind)
+
+
+def test_linear_modules_of_layers_alone_are_narrow() -> None:
+    attention = [f"self_attn.{name}_proj" for name in "qkvo"]
+    mlp = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    assert _narrowed_names(world_of(SORT)) == [
+        f"{layer}.{name}" for layer in range(2) for name in [*attention, *mlp]
+    ]
+    in_layers = _narrowed_names(world_of("mixtral"))
+    assert in_layers == [f"{layer}.{name}" for layer in range(2) for name in attention]
+    assert _narrowed_names(world_of("gpt2, tied, with dropout")) == [], "its modules are others"
+    assert _narrowed_names(world_of("llama in fp32")) == []
+
+
+def test_a_router_and_a_width_that_cards_do_not_take_stay_as_they_are() -> None:
+    world = world_of(SORT)
+    model = copy.deepcopy(world.decoder.model)
+    layer: Any = model.get_submodule("model.layers.0")
+    layer.mlp.router = nn.Linear(32, 64, dtype=torch.bfloat16)
+    layer.mlp.odd = nn.Linear(32, MULTIPLE + 8, dtype=torch.bfloat16)
+    model.config.num_local_experts = 64
+    found = narrow_products(model, world.decoder, "fp8")
+    assert "0.mlp.up_proj" in found
+    assert not {"0.mlp.router", "0.mlp.odd"} & set(found)
+    del model.config.num_local_experts
+    found = narrow_products(copy.deepcopy(world.decoder.model), world.decoder, "fp8")
+    layer.mlp.router.__class__ = nn.Linear
+    assert "0.mlp.router" in narrow_products(model, world.decoder, "fp8")
+
+
+def test_adapters_stay_beside_a_narrow_base() -> None:
+    world = world_of(SORT)
+    model = copy.deepcopy(world.decoder.model).to_empty(device="cpu")
+    adapt_layers(model, "model.layers", Lora(rank=4, alpha=8.0))
+    module: Any = model.get_submodule("model.layers.0.mlp.up_proj")
+    with torch.no_grad():
+        for number, param in enumerate(module.parameters()):
+            param.copy_(_random(*param.shape, seed=number))
+    given = _random(5, 32, seed=9)
+    plain = module(given)
+    narrow_products(model, world.decoder, "fp8")
+    assert NarrowLinear in type(module).__mro__
+    base = narrow_product(given, module.weight, "fp8")[0]
+    added = (given @ module.lora_A.T @ module.lora_B.T) * module.lora_scaling
+    assert torch.equal(module(given), base + added)
+    assert not torch.equal(module(given), plain)
+
+
+@pytest.mark.parametrize("shape", [(5, 32), (2, 3, 32)])
+def test_a_bias_is_added_in_the_models_dtype(shape: tuple[int, ...]) -> None:
+    module = nn.Linear(32, 48, dtype=torch.bfloat16)
+    given = _random(*shape)
+    module.__class__ = NarrowLinear
+    module.narrow_kind = "fp8"  # type: ignore[assignment]
+    flat = narrow_product(given.reshape(-1, 32), module.weight.detach(), "fp8")[0]
+    expected = flat.view(*shape[:-1], 48) + module.bias
+    assert torch.equal(module(given), expected)
+
+
+# In the engine.
+
+CASE = Case(sort=SORT, steps=(((2, 6), (1, 8)), ((1, 9),)), update="late")
+
+
+def _play(case: Case = CASE, **changes: Any) -> Outcome:
+    return world_of(case.sort).play(case, **changes)
+
+
+def _near(one: Outcome, other: Outcome) -> bool:
+    """Return whether losses and norms are."""
+    pairs = zip(one.numbers, other.numbers, strict=True)
+    return all(a == b or a == pytest.approx(b, rel=0.1) for a, b in pairs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lanes_have_the_bits_of_the_reference_and_not_those_of_plain_products(kind: str) -> None:
+    reference = _play(products=kind, reference=True)
+    assert _play(products=kind).differences(reference) == []
+    assert _play(products=kind, kept_layers=1).differences(reference) == []
+    assert _play(products=kind, device=None).differences(reference) == []
+    plain = _play(reference=True)
+    assert plain.differences(reference)
+    assert _near(plain, reference)
+
+
+def test_weights_of_an_earlier_visit_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = _play(products="fp8", reference=True)
+
+    def stays(self: NarrowWeights, op: Op) -> Any:
+        self._at = op.kind, op.block
+        return visited(self, op)
+
+    visited = NarrowWeights.visited
+    monkeypatch.setattr(NarrowWeights, "visited", stays)
+    assert _play(products="fp8", reference=True).differences(expected)
+
+
+def test_a_weight_is_narrowed_once_in_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    def narrowed_weights(num_micros: int) -> int:
+        calls = _counted(monkeypatch, "narrowed")
+        steps = (tuple((1, 6) for _ in range(num_micros)),)
+        _play(Case(sort=SORT, steps=steps, update="late"), products="fp8", reference=True)
+        # Inputs of forward and recompute, and gradients: of each micro-batch.
+        return len(calls) - num_micros * 3 * 2 * 7
+
+    assert narrowed_weights(1) == narrowed_weights(3) == 2 * 2 * 7, "layers, passes, modules"
+    visited = NarrowWeights.visited
+
+    def forgetful(self: NarrowWeights, op: Op) -> Any:
+        self._at = None
+        return visited(self, op)
+
+    monkeypatch.setattr(NarrowWeights, "visited", forgetful)
+    assert narrowed_weights(3) == 3 * 2 * 2 * 7
+
+
+def test_the_model_on_the_host_keeps_its_own_modules() -> None:
+    world = world_of(SORT)
+    with world.engine(CASE, products="fp8") as engine:
+        engine.step(make_batch(((1, 6),), seed=0))
+        template = engine._machine.template.model
+        assert any(isinstance(module, NarrowLinear) for module in template.modules())
+    assert not any(isinstance(module, NarrowLinear) for module in world.decoder.model.modules())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_device_with_its_own_memory_has_the_same_losses(kind: str) -> None:
+    world, case = world_of(SORT), Case(sort=SORT, steps=(), update="none")
+    batch = make_batch(((1, 6), (2, 5)), seed=0)
+    with world.engine(case, products=kind) as engine:
+        expected = engine.step(batch).micro_losses
+    simulator = Simulator(policy="early")
+    with (
+        watched(simulator),
+        world.engine(case, device=Accelerator(simulator), products=kind) as engine,
+    ):
+        assert engine.step(batch).micro_losses == expected
+
+
+def test_tiles_narrow_each_by_its_own_largest_element() -> None:
+    case = Case(sort=SORT, steps=(((1, 12),),), update="late", tile_tokens=4)
+    found, whole = _play(case, products="fp8"), _play(case, products="fp8", tile_tokens=None)
+    assert found.differences(_play(case, products="fp8", reference=True)) == []
+    assert _near(found, whole)
+
+
+@pytest.mark.merge
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_graph_has_the_bits_of_the_module(kind: str) -> None:
+    module: Any = nn.Linear(32, 48, bias=False, dtype=torch.bfloat16)
+    module.__class__ = NarrowLinear
+    module.narrow_kind = kind
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    given = _random(5, 32).requires_grad_()
+
+    def go(call: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        output = call(given)
+        return [output, *torch.autograd.grad(output.sum(), (given, module.weight))]
+
+    for own, other in zip(go(compiled), go(module), strict=True):
+        assert torch.equal(own, other)
+
+
+def _counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
+    """Return a list that grows with each call of a function of the module."""
+    own, calls = getattr(products, name), []
+
+    def call(*given: Any, **named: Any) -> Any:
+        calls.append(given)
+        return own(*given, **named)
+
+    monkeypatch.setattr(products, name, call)
+    return calls
