@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from megatrain.doctor import examine
-from megatrain.doctor.refine import StepTrace, keep_refined, leveled, op_times, refined
+from megatrain.doctor.refine import (
+    MOST_LOAD,
+    MOST_SPREAD,
+    StepTrace,
+    disturbed,
+    keep_refined,
+    leveled,
+    op_times,
+    refined,
+)
 from megatrain.planning.machine.examination import Examination, kept_examination
 from megatrain.planning.machine.facts import host_facts
 from megatrain.planning.machine.profile import FlopRate, MachineProfile
@@ -159,3 +168,30 @@ def test_kept_figures_say_where_they_come_from(
     assert dict(kept.origins) == dict.fromkeys(found.figures, "a run of small")
     assert "From a run of small: " in kept.text()
     assert max(map(len, kept.text().splitlines())) <= 80
+
+
+def timed(*seconds: float, tokens: int = 100) -> list[StepTrace]:
+    return [StepTrace(spans=(), micro_tokens=(tokens,), seconds=one) for one in seconds]
+
+
+def test_a_busy_machine_is_named() -> None:
+    steady = timed(1.0, 1.01, 0.99, 1.0, 1.02)
+    assert disturbed(steady, load=1.0) == ""
+    busy = f"the machine is busy, {MOST_LOAD + 1:.1f} threads want each core"
+    assert disturbed(steady, load=MOST_LOAD + 1) == busy
+
+
+def test_so_are_steps_of_one_size_that_take_different_times() -> None:
+    found = disturbed(timed(1.0, 1.0, 1.5, 2.0, 3.0), load=0.0)
+    assert found == "the steps' times differ by 67%, as on a busy machine"
+    longer = [*timed(1.0, 1.0), *timed(2.0, 2.0, 2.0, tokens=200)]
+    assert disturbed(longer, load=0.0) == "", "they have more tokens"
+    assert disturbed(timed(1.0, 1.0, 1.0, 1.0, 9.0), load=0.0) == "", "one of many is an accident"
+    assert MOST_SPREAD < 0.67
+
+
+def test_without_a_figure_the_load_of_the_machine_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (1e6, 0.0, 0.0))
+    assert disturbed(timed(1.0, 1.0, 1.0)).startswith("the machine is busy")
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 1e6, 1e6))
+    assert disturbed(timed(1.0, 1.0, 1.0)) == ""

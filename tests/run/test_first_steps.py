@@ -42,6 +42,12 @@ def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_demo(tmp_path / "demo", num_steps=11)
 
 
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nothing else be going on, whatever is."""
+    monkeypatch.setattr("megatrain.doctor.refine.disturbed", lambda steps: "")
+
+
 def trained(path: Path, name: str) -> tuple[Path, float]:
     """Train; return the run's folder, and what was predicted of a step over what was measured."""
     quiet = ["save.every=null", "eval.samples=0", "eval.every=null", "data.eval=null"]
@@ -53,6 +59,19 @@ def trained(path: Path, name: str) -> tuple[Path, float]:
 
 
 @pytest.mark.merge
+def test_a_run_on_a_busy_machine_corrects_nothing_and_says_so(
+    demo: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (1e3, 1e3, 1e3))
+    before = kept_examination()
+    trained(demo, "first")
+    said = capsys.readouterr()
+    assert "the rates are not kept: the machine is busy, " in said.out + said.err
+    assert kept_examination() == before
+
+
+@pytest.mark.merge
+@pytest.mark.usefixtures("quiet")
 def test_a_run_corrects_its_machine_and_the_next_plan_is_nearer(
     demo: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

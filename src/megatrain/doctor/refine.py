@@ -14,6 +14,10 @@ kind of op; a measured time is divided by that. Only figures that the trace cons
                 set the time
     head        where the vocabulary is not cut
 
+A machine that is busy with something else shows rates that are too low. So nothing is learned where
+more threads want to run than a run has, twice over, or steps of the same work take very different
+times (`disturbed`).
+
 An op that others slow down by more than MOST_SLOWED tells more of them than of itself. What comes
 out is kept only if the step that it predicts is nearer to the measured one than before.
 
@@ -22,10 +26,12 @@ Laws (tests/doctor/test_refine.py)
        step is nearer.
     2. A figure that the trace does not constrain keeps its value.
     3. The kept profile says of each figure where it comes from.
+    4. A busy machine teaches nothing, and is named.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,6 +41,7 @@ from typing import Any
 from megatrain.doctor.examine import keep
 from megatrain.doctor.fit import fitted
 from megatrain.lanes.trace import Span
+from megatrain.memory.host import num_cores
 from megatrain.planning.machine.examination import kept_examination
 from megatrain.planning.machine.profile import FlopRate, MachineProfile, interpolate
 from megatrain.planning.plan import Plan
@@ -48,6 +55,10 @@ PACED = 1.1
 NEAR = 0.25
 """Micro-batches within this share of the planned size count, in proportion: rows leave room."""
 LEAST_SPANS = 3
+MOST_SPREAD = 0.25
+"""Between the quartiles of the steps' times per token, over their median."""
+MOST_LOAD = 2.0
+"""Threads that want to run, per core: those of a run itself are about one."""
 _ROUNDS = 3
 """Of fitting: what slows ops down depends on the rates."""
 _FIGURES = {
@@ -104,6 +115,22 @@ def op_times(plan: Plan, steps: Sequence[StepTrace]) -> list[dict[str, Any]]:
         for kind, times in measured.items()
         if kind in predicted
     ]
+
+
+def disturbed(steps: Sequence[StepTrace], load: float | None = None) -> str:
+    """Return why the steps tell more of other programs than of the machine; empty: they do not.
+
+    `load` is the number of threads that want to run, per core; None: that of the last minute.
+    """
+    if load is None:
+        load = os.getloadavg()[0] / num_cores()
+    if load > MOST_LOAD:
+        return f"the machine is busy, {load:.1f} threads want each core"
+    times = [step.seconds / max(1, sum(step.micro_tokens)) for step in steps]
+    low, usual, high = statistics.quantiles(times, n=4, method="inclusive")
+    if high - low > MOST_SPREAD * usual:
+        return f"the steps' times differ by {(high - low) / usual:.0%}, as on a busy machine"
+    return ""
 
 
 def refined(plan: Plan, steps: Sequence[StepTrace]) -> Refinement:

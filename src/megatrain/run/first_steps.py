@@ -8,6 +8,7 @@ Laws (tests/run/test_first_steps.py)
     1. A run whose machine has a wrong rate corrects it, and says so; the next plan is nearer.
     2. Of several ranks, and where nothing was measured, nothing is watched.
     3. A cache that cannot be written ends nothing.
+    4. Rates of a machine that is busy with something else are not kept, and a line says so.
 """
 
 from __future__ import annotations
@@ -93,13 +94,15 @@ class WatchedSteps:
 
     def compared(self) -> ComparedOps | None:
         """Return the comparison, and keep the rates; None if there were too few steps."""
-        from megatrain.doctor.refine import keep_refined, op_times, refined
+        from megatrain.doctor.refine import disturbed, keep_refined, op_times, refined
 
         if len(self._steps) < LEAST_STEPS:
             return None
         plan, kept = self._plan, ""
         found = refined(plan, self._steps)
-        if found.figures:
+        if found.figures and (why := disturbed(self._steps)):
+            kept = f"the rates are not kept: {why}"
+        elif found.figures:
             figures = ", ".join(name.replace("_", " ") for name in found.figures)
             try:
                 origin = f"a run of {plan.workload.model.name}"
