@@ -110,6 +110,10 @@ PUBLISHED = """
   not have it. A folder whose family transformers does not have is refused by name.
 - **Another name of a family** is read as the family, in `train` and in `estimate`, and exports have
   the family's own name, which transformers loads without code: {}.
+- **Heads that predict several tokens** (MTP: DeepSeek-V3, GLM-4.5, Qwen3-Next, ...) are not in
+  transformers' models: they are not trained, and take no memory. Exports and checkpoints have them
+  as the folder has them, byte for byte, so that a program that drafts with them finds them; heads
+  in fp8 are written in the dtype of the model. An export of adapters alone has none.
 - **A tokenizer that is code** (Kimi-K2: `auto_map` in tokenizer_config.json names a class that
   transformers does not have) is refused, unless the folder also has a tokenizer.json, which is then
   read in its place. Copies of the model in the form of transformers have one. Copy it to the

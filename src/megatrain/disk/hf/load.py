@@ -55,6 +55,7 @@ READ_BYTES = 16 << 20
 NUM_LOAD_WORKERS = 4
 # Matching a name takes 50 us: no model has more tables and masks in its folder than this.
 _MOST_PER_TENSOR, _MOST_SURPLUS = 4, 4096
+_MTP = re.compile(r"(^|\.)mtp[._]")
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -226,10 +227,38 @@ def _refuse_carried(decoder: Decoder, names: NameMap, carried: list[StoredTensor
 
 
 def is_ignorable(decoder: Decoder, name: str) -> bool:
-    """Return whether a surplus tensor is known to be harmless: old tables and masks."""
-    patterns = set(decoder.model._keys_to_ignore_on_load_unexpected or ())
-    patterns |= {r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"}
-    return any(re.search(pattern, name) for pattern in patterns)
+    """Return whether a surplus tensor is known to be harmless: old tables, masks, spare heads."""
+    patterns = {*_left_out(decoder), r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"}
+    return any(re.search(pattern, name) for pattern in patterns) or is_spare_head(decoder, name)
+
+
+def is_spare_head(decoder: Decoder, name: str) -> bool:
+    """Return whether a tensor is of a head that predicts more than the next token (MTP).
+
+    Transformers leaves these out. They are named so, or are layers behind the last one.
+    """
+    layer = re.match(rf"{re.escape(decoder.layers_path)}\.(\d+)\.", name)
+    if layer is None:
+        return any(re.search(one, name) for one in _left_out(decoder)) and bool(_MTP.search(name))
+    number = int(layer[1]) - len(decoder.layers)
+    named = any(re.match(pattern, name) for pattern in _left_out(decoder))
+    return number >= 0 and (named or number < _num_spare_layers(decoder))
+
+
+def has_spare_heads(decoder: Decoder) -> bool:
+    """Return whether folders of the family may have such heads."""
+    return bool(_left_out(decoder)) or _num_spare_layers(decoder) > 0
+
+
+def _num_spare_layers(decoder: Decoder) -> int:
+    """Return how many layers behind the last one config.json announces."""
+    found = getattr(decoder.text_config, "num_nextn_predict_layers", 0)
+    return found if isinstance(found, int) else 0
+
+
+def _left_out(decoder: Decoder) -> list[str]:
+    """Return transformers' patterns for tensors that folders of the family have too much."""
+    return list(decoder.model._keys_to_ignore_on_load_unexpected or ())
 
 
 class _Places:

@@ -62,7 +62,7 @@ class HostModel:
     base: Path | None = None
     """The folder whose weights are under the adapters, if it is not `source`."""
     beside: Sequence[SourceTensor] = ()
-    """Tensors of a multimodal model beside its text: they stay in the source, and are exported."""
+    """Tensors that the model does not have itself: they stay in the source, and are exported."""
 
     @property
     def weights(self) -> Path:
@@ -190,11 +190,11 @@ class ModelFolder:
         return home
 
     def _beside(self, folder: Path) -> Sequence[SourceTensor]:
-        """Return what a joint model carries. It stays in the folder, which must therefore fit."""
-        if not self.decoder.carried:
-            return ()
-        match_tensors(folder, self.decoder, self.growth, self._quantization(folder))
-        return carried_tensors(folder, self.decoder)
+        """Return what the model carries. It stays in the folder, which must therefore fit."""
+        quantization = self._quantization(folder)
+        if self.decoder.carried:
+            match_tensors(folder, self.decoder, self.growth, quantization)
+        return carried_tensors(folder, self.decoder, quantization)
 
     def _quantization(self, folder: Path) -> Quantization | None:
         """Return that of the weights in a folder, which may not be the one that was read."""
