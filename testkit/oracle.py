@@ -40,6 +40,8 @@ FACT_TEXT = {
     "summed": "the gradient of block {1} in step {0} over all ranks with {2} of its pieces",
     "norm": "the norm of block {1} in step {0}",
     "clip": "the clip factor of step {0}",
+    "direction": "the direction of block {1} in step {0}, {2}",
+    "moved": "the master of block {} at version {}, its momentum moved",
     "ahead": "the {0} of block {1} with a guess at the update of step {2}",
 }
 USED_UP = frozenset(
@@ -111,6 +113,11 @@ class Meaning:
             OpKind.NORM: self._norm,
             OpKind.CLIP: self._clip,
             OpKind.SPECULATE: self._speculate,
+            OpKind.MOMENTUM: self._momentum,
+            OpKind.SEND: self._send,
+            OpKind.COLLECT: self._collect,
+            OpKind.ORTHOGONALIZE: self._orthogonalize,
+            OpKind.RETURN: self._return,
             OpKind.UPDATE: self._update,
             OpKind.SPILL: self._spill,
             OpKind.READ: self._read,
@@ -378,17 +385,69 @@ class Meaning:
     def _guess(self, what: str, block: int, step: int) -> Fact:
         return ("ahead", what, block, step)
 
-    def _update(self, op: Op, block: int, micro: int) -> None:
-        late = self.shape.update == "late"
-        step = self._step - 1 if late else self._step
+    def _momentum(self, op: Op, block: int, micro: int) -> None:
+        """Move a momentum; the direction takes the place of the gradient."""
+        step, place, master = self._use_verdict(block), self._drained_at(op, block), self._at(op)
+        self.memory.take(place, self._whole_gradient(block, step))
+        self.memory.put(place, ("direction", step, block, "of this rank"))
+        self.memory.use(master, self._read_for(block, step))
+        self.memory.put(master, ("moved", block, step))
+
+    def _send(self, op: Op, block: int, micro: int) -> None:
+        """The host's copy stays as it is until the result takes its place."""
+        direction = ("direction", self._updated_step, block, "of this rank")
+        self.memory.use(self._drained_at(op, block), direction)
+        self.memory.put(_at("grad_slot", op.grad_slot), direction)
+
+    def _collect(self, op: Op, block: int, micro: int) -> None:
+        place, direction = _at("grad_slot", op.grad_slot), ("direction", self._updated_step, block)
+        if not self.shape.divided:
+            raise ScheduleError("there are no other ranks")
+        self.memory.take(place, (*direction, "of this rank"))
+        self.memory.put(place, (*direction, "of all ranks"))
+
+    def _orthogonalize(self, op: Op, block: int, micro: int) -> None:
+        copying, direction = self.shape.copying, ("direction", self._updated_step, block)
+        place = _at("grad_slot", op.grad_slot) if copying else self._drained_at(op, block)
+        whole = "of all ranks" if self.shape.divided else "of this rank"
+        self.memory.take(place, (*direction, whole))
+        self.memory.put(place, (*direction, "orthogonalized"))
+
+    def _return(self, op: Op, block: int, micro: int) -> None:
+        direction, place = ("direction", self._updated_step, block), self._drained_at(op, block)
+        self.memory.take(_at("grad_slot", op.grad_slot), (*direction, "orthogonalized"))
+        self.memory.require(place, (*direction, "of this rank"))
+        del self.memory.facts[place]
+        self.memory.put(place, (*direction, "orthogonalized"))
+
+    @property
+    def _updated_step(self) -> int:
+        """The step whose gradients updates use."""
+        return self._step - 1 if self.shape.update == "late" else self._step
+
+    def _use_verdict(self, block: int) -> int:
+        """Look up whether, and how, the gradient of a block applies; return its step."""
+        step = self._updated_step
         if self.shape.update != "in_backward":
             self.memory.use(("clip",), ("clip", step))
-        if not late:
+        if self.shape.update != "late":
             self.memory.use(("norm", block), ("norm", step, block))
+        return step
+
+    def _at(self, op: Op) -> Resource:
+        """The place of the master that an op works on."""
+        return _at("tier_slot", op.tier_slot) if self.shape.has_tier else ("master", op.block or 0)
+
+    def _update(self, op: Op, block: int, micro: int) -> None:
+        step, master = self._use_verdict(block), self._at(op)
+        gradient = self._whole_gradient(block, step)
+        if self.shape.matrices[block]:
+            gradient = ("direction", step, block, "orthogonalized")
         if not self.shape.spills:
-            self.memory.take(self._drained_at(op, block), self._whole_gradient(block, step))
-        master = _at("tier_slot", op.tier_slot) if self.shape.has_tier else ("master", block)
-        if block in self._speculated:
+            self.memory.take(self._drained_at(op, block), gradient)
+        if self.shape.matrices[block]:
+            self.memory.use(master, ("moved", block, step))
+        elif block in self._speculated:
             self.memory.take(("undo", block), ("master", block, step))
             self.memory.use(master, self._guess("master", block, step))
         else:

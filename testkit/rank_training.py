@@ -27,6 +27,7 @@ from megatrain.models.adapters.lora import Lora, adapt_layers, is_adapter
 from megatrain.models.build import build_decoder
 from megatrain.models.decoder import COMPUTE_DTYPES, Decoder
 from megatrain.optim.adamw import AdamW
+from megatrain.optim.muon import Muon
 from megatrain.optim.torch_kernel import TorchKernel
 from megatrain.ranks.ranks import Ranks
 from megatrain.step.settings import StepSettings
@@ -48,6 +49,7 @@ class RankCase:
     form: Literal["plain", "padded", "packed"] = "plain"
     update: Literal["late", "in_backward", "second_backward"] = "late"
     state: Literal["fp32", "bf16", "8bit"] = "fp32"
+    optimizer_name: Literal["adamw", "muon"] = "adamw"
     dtype: Literal["bf16", "fp32"] = "bf16"
     max_grad_norm: float = 1.0
     """Unless updates run in backward."""
@@ -70,7 +72,8 @@ class RankCase:
 
     def optimizer(self, **changes: Any) -> AdamW:
         clips = {} if self.update == "in_backward" else {"max_grad_norm": self.max_grad_norm}
-        return AdamW(learning_rate=1e-2, weight_decay=0.1, state=self.state, **(clips | changes))
+        kind = Muon if self.optimizer_name == "muon" else AdamW
+        return kind(learning_rate=1e-2, weight_decay=0.1, state=self.state, **(clips | changes))
 
     def model(self) -> PreTrainedModel:
         """Return the model, the same each time. One thread at a time."""

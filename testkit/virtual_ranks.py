@@ -22,6 +22,7 @@ from megatrain.memory.master import split_into
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
 from megatrain.optim.adamw import AdamW
+from megatrain.optim.muon import Muon, orthogonalize
 from megatrain.optim.states import M, V
 from megatrain.optim.views import UpdateViews
 from testkit.adamw_by_hand import HandAdamW
@@ -41,7 +42,7 @@ class VirtualRanks:
         self._trained = [param.name for param in decoder.params if param.trained]
         self._update = (
             _ByHand(model, decoder, optimizer)
-            if optimizer.state == "fp32"
+            if optimizer.state == "fp32" and not isinstance(optimizer, Muon)
             else _InOneStore(model, decoder, optimizer)
         )
 
@@ -141,6 +142,12 @@ class _InOneStore:
             for place in layout.segment_places(segment):
                 given = gradients[place.param.name].reshape(-1)
                 flat[place.start : place.start + len(given)] = given
+            for span, views in self._views.of(segment):
+                if segment.matrices:
+                    self._optimizer.look_ahead(views, flat[span], number=number, scale=scale)
+            for place in layout.segment_places(segment) if segment.matrices else ():
+                stop = place.start + place.param.num_elements
+                orthogonalize(flat[place.start : stop].view(place.param.shape))
             for span, views in self._views.of(segment):
                 self._optimizer.update(views, flat[span], step=number, number=number, scale=scale)
         for name, param in self._params.items():

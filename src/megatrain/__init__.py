@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from megatrain.models.adapters.lora import Lora
     from megatrain.optim.adamw import AdamW
     from megatrain.optim.learning_rate import LearningRate
+    from megatrain.optim.muon import Muon
     from megatrain.planning.estimate import estimate
     from megatrain.ranks.launcher import join_ranks
     from megatrain.rewards.completions import CompletionsServer
@@ -55,6 +56,7 @@ _HOMES = {
     "LossValue": "megatrain.losses.loss",
     "MegaTrainError": "megatrain.errors",
     "MicroBatch": "megatrain.batch",
+    "Muon": "megatrain.optim.muon",
     "PolicyGradient": "megatrain.losses.policy_gradient",
     "Rollout": "megatrain.rewards.rollouts",
     "RunProgress": "megatrain.run.callbacks",
@@ -91,6 +93,7 @@ __all__ = [
     "LossValue",
     "MegaTrainError",
     "MicroBatch",
+    "Muon",
     "PolicyGradient",
     "Rollout",
     "RunProgress",

@@ -46,6 +46,11 @@ class WatchedOptimizer:
     def clip_factor(self, norm: float) -> float:
         return self._optimizer.clip_factor(norm)
 
+    def look_ahead(self, views: Views, gradient: Tensor, *, number: int, scale: float) -> None:
+        for tensor in (gradient, *views.states):
+            self._simulator.touch(tensor, writes=True, what="momentum")
+        self._optimizer.look_ahead(views, gradient, number=number, scale=scale)
+
     def update(
         self, views: Views, gradient: Tensor, *, step: int, number: int, scale: float
     ) -> None:

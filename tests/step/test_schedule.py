@@ -123,6 +123,51 @@ def test_updates_ahead_hide_what_forward_cannot() -> None:
     assert seconds(11) < compute + 4.0
 
 
+MATRICES = (False, True, True, True, False)
+MUON = (OpKind.MOMENTUM, OpKind.SEND, OpKind.ORTHOGONALIZE, OpKind.RETURN, OpKind.UPDATE)
+
+
+def test_late_matrices_are_orthogonalized_between_the_blocks_of_forward() -> None:
+    shape = StepShape(num_blocks=5, num_micro=1, update="late", matrices=MATRICES)
+    ops = build_step(shape, pending=True)
+    assert texts(ops[: ops.index(only(ops, OpKind.HEAD)[0])], *MUON, OpKind.FORWARD) == (
+        "UPDATE(0) MOMENTUM(1) SEND(1) ORTHOGONALIZE(1) MOMENTUM(2) SEND(2) ORTHOGONALIZE(2) "
+        "RETURN(1) UPDATE(1) MOMENTUM(3) SEND(3) ORTHOGONALIZE(3) RETURN(2) UPDATE(2) "
+        "FORWARD(0,0) FORWARD(1,0) RETURN(3) UPDATE(3) UPDATE(4) FORWARD(2,0) FORWARD(3,0)"
+    )
+    one_slot = StepShape(num_blocks=5, update="late", grad_slots=1, matrices=MATRICES)
+    assert texts(build_flush(one_slot), OpKind.SEND, OpKind.RETURN) == (
+        "SEND(1) RETURN(1) SEND(2) RETURN(2) SEND(3) RETURN(3)"
+    )
+
+
+def test_in_backward_matrices_are_orthogonalized_behind_the_next_layer() -> None:
+    ops = build_step(StepShape(num_blocks=5, update="in_backward", matrices=MATRICES))
+    kinds = (OpKind.BACKWARD, OpKind.DRAIN, OpKind.SEND, OpKind.ORTHOGONALIZE, OpKind.RETURN)
+    assert texts(ops, *kinds) == (
+        "DRAIN(4) BACKWARD(3,0) DRAIN(3) SEND(3) "
+        "BACKWARD(2,0) ORTHOGONALIZE(3) RETURN(3) DRAIN(2) SEND(2) "
+        "BACKWARD(1,0) ORTHOGONALIZE(2) RETURN(2) DRAIN(1) SEND(1) "
+        "BACKWARD(0,0) ORTHOGONALIZE(1) RETURN(1) DRAIN(0)"
+    )
+
+
+@pytest.mark.parametrize("update", ["late", "in_backward", "second_backward"])
+@pytest.mark.parametrize("num_micro", [1, 4])
+def test_matrices_are_orthogonalized_once_per_step(num_micro: int, update: Update) -> None:
+    shape = StepShape(num_blocks=5, num_micro=num_micro, update=update, matrices=MATRICES)
+    ops = build_step(shape, pending=update == "late")
+    for kind in MUON[:-1]:
+        assert Counter(op.block for op in only(ops, kind)) == {1: 1, 2: 1, 3: 1}
+
+
+def test_only_trained_layers_have_matrices() -> None:
+    with pytest.raises(ScheduleError, match="block 0 is not a trained layer"):
+        StepShape(num_blocks=4, update="late", matrices=(True, False, False, False))
+    with pytest.raises(ScheduleError, match="2 flags for 4 blocks"):
+        StepShape(num_blocks=4, update="late", matrices=(False, True))
+
+
 @pytest.mark.parametrize("update", ["none", "in_backward"])
 def test_only_late_updates_can_be_pending(update: str) -> None:
     shape = StepShape(num_blocks=4, update=update)  # type: ignore[arg-type]

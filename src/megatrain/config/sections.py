@@ -535,7 +535,11 @@ class TrainSettings(Section):
 class OptimSettings(Section):
     """The optimizer and its learning rate."""
 
-    name: Literal["adamw"] = Field(default="adamw", description="The optimizer.")
+    name: Literal["adamw", "muon"] = Field(
+        default="adamw",
+        description="The optimizer; muon is for the matrices of layers, with AdamW for embeddings, "
+        "output projection, norms and biases, at the same learning rate.",
+    )
     learning_rate: Rate = Field(
         default="auto",
         description="Peak learning rate; auto is 1e-5 for fine-tuning and 1e-6 for preferences, "
@@ -545,6 +549,12 @@ class OptimSettings(Section):
         default=(0.9, 0.95), description="Decay rates of the first and second moment."
     )
     eps: Number = Field(default=1e-8, gt=0, description="Added to the root of the second moment.")
+    momentum: Number = Field(
+        default=0.95,
+        ge=0.5,
+        lt=1,
+        description="Decay rate of the momentum of muon; adamw ignores it.",
+    )
     weight_decay: Number = Field(
         default=0.0,
         ge=0,
@@ -557,8 +567,8 @@ class OptimSettings(Section):
     state: Literal["auto", "fp32", "bf16", "8bit"] = Field(
         default="auto",
         description="How exactly the moments are kept, in 8, 4 or 2.03 bytes per parameter beside "
-        "fp32 masters; auto is the first of them that fits, and a resumed run keeps the one it "
-        "has.",
+        "fp32 masters, in half of that for matrices of muon; auto is the first of them that fits, "
+        "and a resumed run keeps the one it has.",
     )
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
         default="cosine", description="Shape of the learning rate; wsd holds the peak, then decays."

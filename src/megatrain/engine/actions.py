@@ -94,6 +94,11 @@ class StepActions:
             OpKind.NORM: self._norm,
             OpKind.CLIP: self._clip,
             OpKind.SPECULATE: self._speculate,
+            OpKind.MOMENTUM: self._momentum,
+            OpKind.SEND: self._send,
+            OpKind.COLLECT: self._collect,
+            OpKind.ORTHOGONALIZE: self._orthogonalize,
+            OpKind.RETURN: self._return,
             OpKind.UPDATE: self._update,
             OpKind.SPILL: self._spill,
             OpKind.READ: self._read,
@@ -262,6 +267,25 @@ class StepActions:
 
     def _speculate(self, op: Op) -> int:
         return self._machine.updates.speculate(op, self._machine.gradients.flat(op), self._step)
+
+    def _momentum(self, op: Op) -> int:
+        region = self._machine.tier_ring.region(op)
+        return self._machine.updates.look_ahead(op, self._machine.gradients.flat(op), region)
+
+    def _send(self, op: Op) -> int:
+        gradients = self._machine.gradients
+        return gradients.directions.send(op, gradients.flat(op))
+
+    def _collect(self, op: Op) -> int:
+        return self._machine.gradients.directions.collect(op)
+
+    def _orthogonalize(self, op: Op) -> None:
+        gradients = self._machine.gradients
+        gradients.directions.orthogonalize(op, gradients.flat(op))
+
+    def _return(self, op: Op) -> int:
+        gradients = self._machine.gradients
+        return gradients.directions.give_back(op, gradients.flat(op))
 
     def _update(self, op: Op) -> int:
         region = self._machine.tier_ring.region(op)

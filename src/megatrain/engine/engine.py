@@ -12,7 +12,8 @@ oracle for bisecting a bug). The engine owns no weights: they live in the store,
 Laws (tests/engine/test_engine.py, test_exactness.py)
     1. Lanes give the bits of the reference, whatever their timing.
     2. A step that fails raises the lane's own error; `torn` tells whether weights were touched. If
-       the device was full, late updates of the step before are finished: `is_whole`.
+       the device was full, late updates of the step before are finished: `is_whole`. Not so those
+       of matrices that are orthogonalized on the device.
     3. A late update is finished by settle, evaluate and close, before anyone reads weights.
     4. No gradient that is not finite reaches a weight (test_guards.py).
     5. While blocks stay on the device for `draw` and `predict`, no step changes them
@@ -39,6 +40,7 @@ from megatrain.engine.compute.attention_kernel import kernel_switches
 from megatrain.engine.compute.drawing import Drawing
 from megatrain.engine.compute.flash import flash_kernels
 from megatrain.engine.compute.head import Head
+from megatrain.engine.gradients.directions import matrix_segments
 from megatrain.engine.machine import build_machine, check_parts
 from megatrain.engine.residence import Residence, choose_residence
 from megatrain.engine.results import Fault, SharedResults, StepResult, locate_fault
@@ -115,6 +117,10 @@ class Engine:
             balances=settings.router_aux_loss != 0,
             tied=decoder.tied,
             trained=tuple(any(p.trained for p in block.params) for block in decoder.blocks),
+            matrices=tuple(
+                optimizer is not None and bool(matrix_segments(store.layout, block.index))
+                for block in decoder.blocks
+            ),
         )
         try:
             self._held.enter_context(flash_kernels(settings.flash, device))
@@ -534,9 +540,10 @@ class Engine:
 
         Their gradients are in the store: a drain of the failed step comes after the update of its
         block. Those that were done ahead of their norm stay or are taken back as ever. Not with a
-        disk tier, whose ring is between two blocks then.
+        disk tier, whose ring is between two blocks then, nor with matrices, which need the device.
         """
-        if self._pending is None or self._machine.settings.tier != "none":
+        has_matrices = bool(self._shape().matrix_blocks)
+        if self._pending is None or self._machine.settings.tier != "none" or has_matrices:
             return
         lacking, actions = self._lacking(), self._pending.table()
         ops = [op for op in self._schedule("flush", self._shape()) if op.block in lacking]

@@ -23,6 +23,7 @@ from megatrain.engine.compute.layers import Layers, layer_tile, tail_tile
 from megatrain.engine.compute.products import NarrowWeights, narrow_products
 from megatrain.engine.embedding_rows import TokenRows, check_rows, embedding_rows
 from megatrain.engine.exchange import SharedRouting
+from megatrain.engine.gradients.directions import check_matrices
 from megatrain.engine.gradients.door import Gradients, check_piece_scores, check_pieces
 from megatrain.engine.tape import ALIGNMENT, Tape
 from megatrain.engine.updates import Optimizer, Updates
@@ -122,6 +123,7 @@ def check_parts(
         )
     check_ranks(store, device, ranks)
     if optimizer is not None:
+        check_matrices(store, settings)
         check_tier(store, settings.tier)
 
 

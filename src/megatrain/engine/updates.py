@@ -3,6 +3,7 @@
     NORM(b)        measure(op, gradient)   the squared norm of the block's gradient
     SPECULATE(b)   speculate(op, ...)      an update with the factor 1, before the factor is known
     CLIP           judge(step)             all norms into one factor, and whether the step applies
+    MOMENTUM(b)    look_ahead(op, ...)     gradients of matrices into directions, in their place
     UPDATE(b)      apply(op, gradient)     master, states and weights of the block, in place
     WRITE(b)       write_back(op, ring)    of the disk lane: what was updated goes back to disk
 
@@ -18,13 +19,17 @@ speculate, nor does a block that a snapshot holds: their UPDATE does it all. An 
 snapshot may read the block, once UPDATE has decided. If the step fails before, `undo` takes back
 all that was done ahead.
 
+Where matrices are orthogonalized an update has two parts, with the device between them: MOMENTUM
+changes states, UPDATE the weights. It begins with the first, which waits for a snapshot, and is
+complete with the second. A failure between the two leaves the block half applied.
+
 An update is complete when all that it changed is where a snapshot reads it: at once, or, if the
 block has masters and states on disk, when they are back there. A block that was left out is not
 written.
 
-Who waits: `apply` waits while a snapshot holds the block (snapshot.py), and nothing else does. The
-caller of a step reads `norm` and `faulty_blocks` once NORM and CLIP are complete; they are valid
-until the next step is played.
+Who waits: `apply`, or `look_ahead` before it, waits while a snapshot holds the block (snapshot.py),
+and nothing else does. The caller of a step reads `norm` and `faulty_blocks` once NORM and CLIP are
+complete; they are valid until the next step is played.
 
 Where ranks share the store, each updates the part that it owns. They share the squared norms of
 their parts, so that all have the same norm and the same verdict.
@@ -78,6 +83,12 @@ class Optimizer(Protocol):
     def clip_factor(self, norm: float) -> float:
         """Return the factor for all gradients of a step with this norm."""
 
+    def look_ahead(self, views: Views, gradient: Tensor, *, number: int, scale: float) -> None:
+        """Make of `scale` x `gradient` the direction of a matrix, in its place.
+
+        Only of matrices that have other states than the rest: `update` gets what becomes of it.
+        """
+
     def update(
         self, views: Views, gradient: Tensor, *, step: int, number: int, scale: float
     ) -> None:
@@ -122,6 +133,8 @@ class Updates:
         self._late, self._twice = shape.update == "late", shape.goes_back_twice
         self._gate = Gate(self._order)
         self._unwritten: set[int] = set()
+        self._begun: dict[int, int] = {}
+        """Numbers of updates whose first part is done, by block."""
         self._squared_norms: dict[int, float] = {}
         self._verdicts: dict[int, Verdict] = {}
         self.norm = 0.0
@@ -202,6 +215,28 @@ class Updates:
         verdict = Verdict(step=step, scale=1.0, applies=True)
         return self._change(block, gradient, verdict, number, ahead=True)
 
+    def look_ahead(self, op: Op, gradient: Gradient, region: Tensor | None = None) -> int:
+        """Begin the update of the op's block, by its verdict: gradients become directions.
+
+        Returns the bytes of gradient it read. `region` has what the block has on disk, if anything.
+        """
+        block, num_bytes = op.block, 0
+        assert block is not None
+        assert self._optimizer is not None
+        verdict = self._verdicts[block]
+        if not verdict.applies:
+            return 0
+        number = self._begun[block] = self._gate.enter(block)
+        self._half_applied = True
+        for segment, part in gradient:
+            if segment.matrices:
+                for span, views in self._views.of(segment, region):
+                    self._optimizer.look_ahead(
+                        views, part[span], number=number, scale=verdict.scale
+                    )
+                num_bytes += part.nbytes
+        return num_bytes
+
     def apply(self, op: Op, gradient: Gradient, region: Tensor | None = None) -> int:
         """Update the op's block, by its verdict; return the bytes of gradient it read.
 
@@ -214,7 +249,7 @@ class Updates:
         if block in self._undo and not (verdict.applies and verdict.scale == 1.0):
             self._undo.restore(block)
         if verdict.applies:
-            number = self._gate.enter(block)
+            number = self._begun.pop(block, None) or self._gate.enter(block)
             self._half_applied = True
             if block in self._undo:
                 self._undo.forget(block)

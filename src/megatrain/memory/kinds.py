@@ -41,6 +41,8 @@ class Kind:
     """The same for an fp32 param."""
     is_for_frozen: bool = False
     """Whether params that are not trained have it too."""
+    is_for_matrices: bool = True
+    """Whether matrices of hidden layers have it too."""
     elements_per_number: int = 1
     """More than 1 for a scale that a block of elements shares. Divides layout.ALIGN."""
 
@@ -64,13 +66,21 @@ Kind.LO = Kind(name="lo", purpose="master remainder (lo)", bf16="int16", fp32=No
 Kind.GRAD = Kind(name="grad", purpose="gradients (grad)", bf16="bfloat16", fp32="float32")
 
 
-def state(name: str, purpose: str, dtype: str = "float32", elements_per_number: int = 1) -> Kind:
+def state(
+    name: str,
+    purpose: str,
+    dtype: str = "float32",
+    elements_per_number: int = 1,
+    *,
+    is_for_matrices: bool = True,
+) -> Kind:
     """Return a state that an optimizer keeps for each trained element."""
     return Kind(
         name=name,
         purpose=purpose,
         bf16=dtype,
         fp32=dtype,
+        is_for_matrices=is_for_matrices,
         elements_per_number=elements_per_number,
     )
 
@@ -84,6 +94,16 @@ def kinds_on_disk(kinds: Iterable[Kind], tier: str) -> tuple[Kind, ...]:
     """Return those of a store's `kinds` that `StepSettings.tier` keeps on disk between updates."""
     at_home = {"none": None, "states": (Kind.HI, Kind.GRAD), "gradients": (Kind.HI,)}[tier]
     return () if at_home is None else tuple(kind for kind in kinds if kind not in at_home)
+
+
+def divides_matrices(kinds: Iterable[Kind]) -> bool:
+    """Return whether matrices of hidden layers have other kinds than all other params."""
+    return not all(kind.is_for_matrices for kind in kinds)
+
+
+def kinds_of_matrices(kinds: Iterable[Kind]) -> tuple[Kind, ...]:
+    """Return those of `kinds` that matrices of hidden layers have."""
+    return tuple(kind for kind in kinds if kind.is_for_matrices)
 
 
 def bytes_per_param(kinds: Iterable[Kind], *, is_fp32: bool = False) -> float:

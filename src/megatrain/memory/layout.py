@@ -6,6 +6,7 @@ can be registered with a device, written with direct I/O or moved to a disk.
     arena `hi`   | block 0: segment, segment | block 1: segment | ...
     segment      | param | pad | param | pad | ...      one dtype, all trained or all frozen
 
+Where an optimizer keeps other states for the matrices of layers, these are segments of their own.
 Inside a block params of equal dtype form a *segment*, and a param has the same element offset in
 every kind of its segment. One pass over a segment therefore updates all of its params, with plain
 pointers: hi[i], lo[i], grad[i] and the optimizer's states at i belong together for every i. Padding
@@ -25,11 +26,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import Kind, divides_matrices
 from megatrain.models.decoder import Block, Param
 from megatrain.ranks.ownership import SOLE, Owner, overlap
 
@@ -47,10 +49,11 @@ def kind_dtype(kind: Kind, param_dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def has_kind(kind: Kind, dtype: torch.dtype, trained: bool) -> bool:
-    """Return whether a param of this dtype has bytes of `kind` at all."""
+def has_kind(kind: Kind, dtype: torch.dtype, *, trained: bool, matrices: bool) -> bool:
+    """Return whether params of such a segment have bytes of `kind` at all."""
     has_numbers = kind.dtype(is_fp32=dtype is torch.float32) is not None
-    return has_numbers and (trained or kind.is_for_frozen)
+    meant = kind.is_for_matrices or not matrices
+    return has_numbers and meant and (trained or kind.is_for_frozen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +76,8 @@ class Segment:
     block: int
     dtype: torch.dtype
     trained: bool
+    matrices: bool = False
+    """Matrices of a hidden layer, for which the optimizer keeps other states than for the rest."""
     num_elements: int
     """Elements of all ranks, padding included."""
     owner: Owner
@@ -210,7 +215,8 @@ class Layout:
 def build_layout(blocks: Iterable[Block], kinds: tuple[Kind, ...], owner: Owner = SOLE) -> Layout:
     """Return the layout of what `owner` has of `blocks` in `kinds`.
 
-    Params keep their order, but bf16 comes before fp32, and frozen params come last.
+    Params keep their order, but bf16 comes before fp32, and frozen params come last. Matrices come
+    first, if they have other kinds than the rest.
     """
     blocks = tuple(blocks)
     assert all(ALIGN % kind.elements_per_number == 0 for kind in kinds), kinds
@@ -218,20 +224,26 @@ def build_layout(blocks: Iterable[Block], kinds: tuple[Kind, ...], owner: Owner 
     segments: list[Segment] = []
     places: dict[str, Place] = {}
     extents: dict[tuple[int, Kind], Extent] = {}
+    apart = divides_matrices(kinds)
     for block in blocks:
+        matrices = block.hidden_matrices if apart else frozenset()
         begins = {kind: _round_up(end, PAGE) for kind, end in ends.items()}
         ends = dict(begins)
-        for dtype, trained in _segment_keys(block):
-            params = [p for p in block.params if (p.dtype, p.trained) == (dtype, trained)]
+        for key, params in _grouped(block, matrices):
             starts, num_elements = [], 0
             for param in params:
                 starts.append(num_elements)
                 num_elements += _round_up(param.num_elements, ALIGN)
-            present = [kind for kind in kinds if has_kind(kind, dtype, trained)]
+            present = [
+                kind
+                for kind in kinds
+                if has_kind(kind, key.dtype, trained=key.trained, matrices=key.matrices)
+            ]
             segment = Segment(
                 block=block.index,
-                dtype=dtype,
-                trained=trained,
+                dtype=key.dtype,
+                trained=key.trained,
+                matrices=key.matrices,
                 num_elements=num_elements,
                 owner=owner,
                 starts={kind: ends[kind] for kind in present},
@@ -254,12 +266,26 @@ def build_layout(blocks: Iterable[Block], kinds: tuple[Kind, ...], owner: Owner 
     )
 
 
-def _segment_keys(block: Block) -> list[tuple[torch.dtype, bool]]:
-    order = [
-        (dtype, trained) for trained in (True, False) for dtype in (torch.bfloat16, torch.float32)
-    ]
-    present = {(param.dtype, param.trained) for param in block.params}
-    return [key for key in order if key in present]
+class _Key(NamedTuple):
+    """What the params of a segment have in common."""
+
+    trained: bool
+    dtype: torch.dtype
+    matrices: bool
+
+
+def _grouped(block: Block, matrices: frozenset[str]) -> list[tuple[_Key, list[Param]]]:
+    """Return the params of each segment of a block, in order."""
+    groups: dict[_Key, list[Param]] = {
+        _Key(trained, dtype, matrix): []
+        for trained in (True, False)
+        for dtype in (torch.bfloat16, torch.float32)
+        for matrix in (True, False)
+    }
+    for param in block.params:
+        matrix = param.trained and param.name in matrices
+        groups[_Key(param.trained, param.dtype, matrix)].append(param)
+    return [(key, params) for key, params in groups.items() if params]
 
 
 def _num_bytes(kind: Kind, param_dtype: torch.dtype, num_elements: int) -> int:

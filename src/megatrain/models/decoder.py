@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from megatrain.models.adapters.lora import Adapters
 from megatrain.models.balance import Balancing
+from megatrain.models.matrices import is_hidden_matrix
 from megatrain.models.multimodal import text_part
 from megatrain.step.ops import Role
 
@@ -56,6 +57,13 @@ class Block:
     index: int
     role: Role
     params: tuple[Param, ...]
+
+    @property
+    def hidden_matrices(self) -> frozenset[str]:
+        """The names of a layer's matrices; other blocks have none."""
+        if self.role is not Role.LAYER:
+            return frozenset()
+        return frozenset(p.name for p in self.params if is_hidden_matrix(p.name, p.shape))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

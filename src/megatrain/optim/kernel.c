@@ -1,4 +1,4 @@
-/* Host arithmetic on the store: the AdamW update in one pass, and the passes around it.
+/* Host arithmetic on the store: the AdamW update in one pass, Muon's two passes, and those around.
 
    Plain C11 and OpenMP, no Python or torch ABI: native.py loads it, kernel.py says what each entry
    computes. An entry works on n contiguous elements with num_threads threads and returns when all
@@ -31,7 +31,7 @@
 #endif
 
 /* Raised when an entry's arguments or results change; native.py refuses any other number. */
-#define INTERFACE 2
+#define INTERFACE 3
 
 #define EXPORT __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
@@ -114,6 +114,8 @@ typedef struct {
     int16_t *lo;        /* rest of a split master */
     moments states;
     const void *source; /* gradient */
+    void *grad;         /* a gradient that is written over */
+    float rates[3];     /* of a momentum or a descent, in the order of their arguments */
     double *sums;       /* one per chunk */
     double *triad[3];
     scalars s;
@@ -540,6 +542,134 @@ EXPORT void megatrain_adamw(int instruction_set, int num_threads, size_t n, void
                             int grad_is_bf16, const scalars *s, const folded *f) {
     job j = {.weight = weight, .lo = lo, .states = *states, .source = grad, .s = *s, .f = *f};
     range_loop *const *loops = updates[state][!lo ? 0 : grad_is_bf16 ? 2 : 1];
+    run(loops[instruction_set], &j, n, num_threads);
+}
+
+/* ---- Muon: a momentum before the device, a step behind it -------------------------------------- */
+
+/* Moves the momentum of up to SHARED elements, and writes the direction over their gradient. */
+INLINE void momentum_block(const job *j, size_t begin, int count, kinds kind) {
+    float *restrict grad_fp32 = (float *)j->grad + begin;
+    uint16_t *restrict grad_bf16 = (uint16_t *)j->grad + begin;
+    float *restrict m_fp32 = (float *)j->states.m + begin;
+    uint16_t *restrict m_bf16 = (uint16_t *)j->states.m + begin;
+    uint8_t *restrict m_codes = (uint8_t *)j->states.m + begin;
+    const float grad_scale = j->rates[0];
+    const double pull = j->rates[1], lag = j->rates[2];
+    const float scale = kind.state == CODED_STATE ? j->states.m_scale[begin / SHARED] : 0.0f;
+    float moved[SHARED];
+#pragma omp simd
+    for (int i = 0; i < count; i++) {
+        float g = kind.grad == BF16_GRAD ? from_bf16(grad_bf16[i]) : grad_fp32[i];
+        float m = kind.state == FP32_STATE   ? m_fp32[i]
+                  : kind.state == BF16_STATE ? from_bf16(m_bf16[i])
+                                             : decode_m(m_codes[i], 0, scale);
+        g = g * grad_scale;
+        g = g > LARGEST_GRAD ? LARGEST_GRAD : g < -LARGEST_GRAD ? -LARGEST_GRAD : g;
+        m = (float)((double)m + (double)(g - m) * pull);
+        float ahead = (float)((double)m - (double)(m - g) * lag);
+        moved[i] = m;
+        if (kind.grad == BF16_GRAD) { /* to the nearest, ties to even */
+            uint32_t bits = as_bits(ahead);
+            grad_bf16[i] = (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+        } else {
+            grad_fp32[i] = ahead;
+        }
+    }
+    if (kind.state == FP32_STATE) {
+#pragma omp simd
+        for (int i = 0; i < count; i++) m_fp32[i] = normal_or_zero(moved[i]);
+        return;
+    }
+    draws random;
+    uint32_t drawn[SHARED];
+    draw(&random, &j->states, begin, kind);
+    for (int group = 0; group < NUM_GROUPS; group++)
+        for (int lane = 0; lane < GROUP; lane++)
+            for (int e = 0; e < 2; e++)
+                drawn[2 * (group * GROUP + lane) + e] =
+                    random.m[e * GROUP + lane] ^ random.m[2 * GROUP + group];
+    if (kind.state == BF16_STATE) {
+#pragma omp simd
+        for (int i = 0; i < SHARED; i++) m_bf16[i] = (uint16_t)(bf16_bits(moved[i], drawn[i]) >> 16);
+        return;
+    }
+    int32_t largest = 0;
+#pragma omp simd reduction(max : largest)
+    for (int i = 0; i < SHARED; i++) {
+        int32_t x = (int32_t)(as_bits(moved[i]) & 0x7fffffffu);
+        largest = x > largest ? x : largest;
+    }
+    const float next = normal_or_zero(as_float((uint32_t)largest) / M_LARGEST);
+    const float inverse = next > 0 ? 1 / next : 0;
+#pragma omp simd
+    for (int i = 0; i < SHARED; i++)
+        m_codes[i] = (uint8_t)encode_m(moved[i], inverse, drawn[i] | M_HALF_STEP);
+    j->states.m_scale[begin / SHARED] = next;
+}
+
+INLINE void momentum(const job *j, size_t begin, size_t end, kinds kind) {
+    for (; begin < end; begin += SHARED)
+        momentum_block(j, begin, end - begin < SHARED ? (int)(end - begin) : SHARED, kind);
+}
+
+#define MOMENTA(name, state)                                                                \
+    FOR_EACH_TARGET(name##_fp32, momentum(j, begin, end, (kinds){0, FP32_GRAD, state}))     \
+    FOR_EACH_TARGET(name##_bf16, momentum(j, begin, end, (kinds){0, BF16_GRAD, state}))     \
+    static range_loop *const *const name[] = {name##_fp32, name##_bf16};
+
+MOMENTA(momentum_fp32_state, FP32_STATE)
+MOMENTA(momentum_bf16_state, BF16_STATE)
+MOMENTA(momentum_coded_state, CODED_STATE)
+
+static range_loop *const *const *const momenta[] = {
+    [FP32_STATE] = momentum_fp32_state,
+    [BF16_STATE] = momentum_bf16_state,
+    [CODED_STATE] = momentum_coded_state,
+};
+
+/* n is a multiple of SHARED unless the momentum is fp32. */
+EXPORT void megatrain_momentum(int instruction_set, int num_threads, size_t n, int state,
+                               const moments *states, void *grad, int grad_is_bf16,
+                               float grad_scale, float pull, float lag) {
+    job j = {.states = *states, .grad = grad, .rates = {grad_scale, pull, lag}};
+    run(momenta[state][grad_is_bf16][instruction_set], &j, n, num_threads);
+}
+
+INLINE void descend(const job *j, size_t begin, size_t end, kinds kind) {
+    float *restrict weight = j->weight;
+    uint16_t *restrict hi = j->weight;
+    int16_t *restrict lo = j->lo;
+    const float *restrict fp32 = j->source;
+    const uint16_t *restrict bf16 = j->source;
+    const float decay = j->rates[0];
+    const double step_size = j->rates[1];
+#pragma omp simd
+    for (size_t i = begin; i < end; i++) {
+        float d = kind.grad == BF16_GRAD ? from_bf16(bf16[i]) : fp32[i];
+        float p = kind.weight == SPLIT_WEIGHT ? join(hi[i], lo[i]) : weight[i];
+        p = (float)((double)(p * decay) - (double)d * step_size);
+        if (kind.weight == SPLIT_WEIGHT) {
+            hi[i] = hi_of(p);
+            lo[i] = lo_of(p);
+        } else {
+            weight[i] = p;
+        }
+    }
+}
+
+FOR_EACH_TARGET(descend_fp32, descend(j, begin, end, (kinds){FP32_WEIGHT, FP32_GRAD, 0}))
+FOR_EACH_TARGET(descend_split_fp32, descend(j, begin, end, (kinds){SPLIT_WEIGHT, FP32_GRAD, 0}))
+FOR_EACH_TARGET(descend_split_bf16, descend(j, begin, end, (kinds){SPLIT_WEIGHT, BF16_GRAD, 0}))
+
+/* `lo` is null for an fp32 weight, whose direction must be fp32. */
+EXPORT void megatrain_descend(int instruction_set, int num_threads, size_t n, void *weight,
+                              int16_t *lo, const void *direction, int direction_is_bf16,
+                              float decay, float step_size) {
+    job j = {.weight = weight, .lo = lo, .source = direction, .rates = {decay, step_size}};
+    range_loop *const *loops = !lo                 ? descend_fp32
+                               : direction_is_bf16 ? descend_split_bf16
+                                                   : descend_split_fp32;
     run(loops[instruction_set], &j, n, num_threads);
 }
 

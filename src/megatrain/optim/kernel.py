@@ -128,6 +128,56 @@ class FoldedScalars:
         return cls(**{name: ctypes.c_float(value).value for name, value in folded.items()})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MomentumScalars:
+    """The numbers that a momentum needs beside the tensors, each rounded once to fp32.
+
+    g = grad * grad_scale, at most LARGEST_GRAD
+    m = m + (g - m) * pull
+    grad = m - (m - g) * lag
+
+    Differences round to fp32; a product and its sum are computed in fp64, and round once more. So
+    these are the bits of torch's lerp where that has fused instructions. Orthogonalization takes
+    the last bits of a direction for large differences, so nothing less compares with torch.
+    """
+
+    grad_scale: float
+    """The clip factor, and whatever else multiplies the gradient."""
+    pull: float
+    """1 - beta."""
+    lag: float
+    """1 less beta in fp32."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            rounded = ctypes.c_float(getattr(self, field.name)).value
+            object.__setattr__(self, field.name, rounded)
+
+    @classmethod
+    def of(cls, beta: float, grad_scale: float) -> MomentumScalars:
+        """The scalars of a momentum that keeps `beta` of itself, at least a half."""
+        assert 0.5 <= beta < 1, beta
+        return cls(grad_scale=grad_scale, pull=1 - beta, lag=1 - ctypes.c_float(beta).value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DescentScalars:
+    """The numbers of a step along a direction.
+
+    weight = weight * decay - direction * step_size. The first product rounds to fp32, the second
+    and the difference are computed in fp64 and round once.
+    """
+
+    decay: float
+    """1 - lr * weight_decay."""
+    step_size: float
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            rounded = ctypes.c_float(getattr(self, field.name)).value
+            object.__setattr__(self, field.name, rounded)
+
+
 class Kernel(abc.ABC):
     """Checks its arguments; a subclass computes."""
 
@@ -152,17 +202,51 @@ class Kernel(abc.ABC):
         elements is a multiple of SHARED, and a gradient beyond 2**63 counts as 2**63. A stored
         moment below the smallest normal fp32 number counts as zero.
         """
-        if lo is None:
-            _check(weight, torch.float32, like=grad)
-            _check(grad, torch.float32, like=grad)
-        else:
-            _check(weight, torch.bfloat16, like=grad)
-            _check(lo, torch.int16, like=grad)
-            _check(grad, torch.bfloat16, torch.float32, like=grad)
+        _check_master(weight, lo, grad)
         _check_states(states, grad)
         assert rounding is not None or states[0].dtype == torch.float32, states[0].dtype
         assert num_threads >= 1, num_threads
         self._adamw(weight, lo, states, grad, scalars, rounding or _EXACT, num_threads)
+
+    def momentum(
+        self,
+        states: Sequence[Tensor],
+        grad: Tensor,
+        scalars: MomentumScalars,
+        rounding: Rounding | None = None,
+        *,
+        num_threads: int,
+    ) -> None:
+        """Move a momentum by `grad`, and write over `grad` the direction that is ahead of it.
+
+        `grad` is bf16 or fp32; the direction is rounded once to that. The dtypes of `states`, a
+        momentum or its codes and their scales, tell how it is stored, as in `adamw`.
+        """
+        _check(grad, torch.bfloat16, torch.float32, like=grad)
+        if len(states) == 1:
+            _check(states[0], torch.float32, torch.bfloat16, like=grad)
+        else:
+            m, m_scale = states
+            _check(m, torch.int8, like=grad)
+            _check(m_scale, torch.float32, like=grad[::SHARED])
+        exact = states[0].dtype == torch.float32
+        assert exact or (rounding is not None and grad.numel() % SHARED == 0), grad.numel()
+        assert num_threads >= 1, num_threads
+        self._momentum(states, grad, scalars, rounding or _EXACT, num_threads)
+
+    def descend(
+        self,
+        weight: Tensor,
+        lo: Tensor | None,
+        direction: Tensor,
+        scalars: DescentScalars,
+        *,
+        num_threads: int,
+    ) -> None:
+        """Move `weight` (with its `lo`) against `direction`, whose dtype is that of a gradient."""
+        _check_master(weight, lo, direction)
+        assert num_threads >= 1, num_threads
+        self._descend(weight, lo, direction, scalars, num_threads)
 
     def squared_norm(self, grad: Tensor, *, num_threads: int) -> float:
         """The sum of squares of `grad`, bf16 or fp32, in double precision.
@@ -190,7 +274,37 @@ class Kernel(abc.ABC):
     ) -> None: ...
 
     @abc.abstractmethod
+    def _momentum(
+        self,
+        states: Sequence[Tensor],
+        grad: Tensor,
+        scalars: MomentumScalars,
+        rounding: Rounding,
+        num_threads: int,
+    ) -> None: ...
+
+    @abc.abstractmethod
+    def _descend(
+        self,
+        weight: Tensor,
+        lo: Tensor | None,
+        direction: Tensor,
+        scalars: DescentScalars,
+        num_threads: int,
+    ) -> None: ...
+
+    @abc.abstractmethod
     def _square_sums(self, grad: Tensor, sums: Tensor, num_threads: int) -> None: ...
+
+
+def _check_master(weight: Tensor, lo: Tensor | None, grad: Tensor) -> None:
+    if lo is None:
+        _check(weight, torch.float32, like=grad)
+        _check(grad, torch.float32, like=grad)
+    else:
+        _check(weight, torch.bfloat16, like=grad)
+        _check(lo, torch.int16, like=grad)
+        _check(grad, torch.bfloat16, torch.float32, like=grad)
 
 
 def _check_states(states: Sequence[Tensor], grad: Tensor) -> None:

@@ -10,19 +10,25 @@ import ctypes
 import dataclasses
 import functools
 from collections.abc import Sequence
-from ctypes import c_int, c_size_t, c_uint64, c_void_p
+from ctypes import c_float, c_int, c_size_t, c_uint64, c_void_p
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megatrain.optim.kernel import AdamWScalars, FoldedScalars, Kernel
+from megatrain.optim.kernel import (
+    AdamWScalars,
+    DescentScalars,
+    FoldedScalars,
+    Kernel,
+    MomentumScalars,
+)
 from megatrain.optim.rounding import Rounding
 from megatrain.optim.torch_kernel import TorchKernel
 
 LIBRARY = Path(__file__).with_name("libkernel.so")
 
-INTERFACE = 2
+INTERFACE = 3
 """The answer of kernel.c; any other number means a library of another version."""
 
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
@@ -75,6 +81,49 @@ class NativeKernel(Kernel):
             grad.dtype == torch.bfloat16,
             ctypes.byref(_Scalars(*dataclasses.astuple(scalars))),
             ctypes.byref(_Folded(*dataclasses.astuple(FoldedScalars.of(scalars)))),
+        )
+
+    def _momentum(
+        self,
+        states: Sequence[Tensor],
+        grad: Tensor,
+        scalars: MomentumScalars,
+        rounding: Rounding,
+        num_threads: int,
+    ) -> None:
+        m, m_scale = states if len(states) == 2 else (states[0], None)
+        scale = 0 if m_scale is None else m_scale.data_ptr()
+        self._library.megatrain_momentum(
+            self._chosen,
+            num_threads,
+            grad.numel(),
+            _STATE_KINDS.index(m.dtype),
+            ctypes.byref(_Moments(m.data_ptr(), 0, scale, 0, rounding.stream, rounding.first)),
+            grad.data_ptr(),
+            grad.dtype == torch.bfloat16,
+            scalars.grad_scale,
+            scalars.pull,
+            scalars.lag,
+        )
+
+    def _descend(
+        self,
+        weight: Tensor,
+        lo: Tensor | None,
+        direction: Tensor,
+        scalars: DescentScalars,
+        num_threads: int,
+    ) -> None:
+        self._library.megatrain_descend(
+            self._chosen,
+            num_threads,
+            direction.numel(),
+            weight.data_ptr(),
+            None if lo is None else lo.data_ptr(),
+            direction.data_ptr(),
+            direction.dtype == torch.bfloat16,
+            scalars.decay,
+            scalars.step_size,
         )
 
     def _square_sums(self, grad: Tensor, sums: Tensor, num_threads: int) -> None:
@@ -133,6 +182,13 @@ _ARGUMENTS = {
     "megatrain_adamw": (
         *(c_int, c_int, c_size_t, c_void_p, c_void_p, c_int, ctypes.POINTER(_Moments)),
         *(c_void_p, c_int, ctypes.POINTER(_Scalars), ctypes.POINTER(_Folded)),
+    ),
+    "megatrain_momentum": (
+        *(c_int, c_int, c_size_t, c_int, ctypes.POINTER(_Moments), c_void_p, c_int),
+        *(c_float, c_float, c_float),
+    ),
+    "megatrain_descend": (
+        *(c_int, c_int, c_size_t, c_void_p, c_void_p, c_void_p, c_int, c_float, c_float),
     ),
     "megatrain_square_sums": (c_int, c_int, c_size_t, c_void_p, c_int, c_void_p),
     "megatrain_triad": (c_int, c_int, c_size_t, c_void_p, c_void_p, c_void_p),

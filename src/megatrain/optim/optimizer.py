@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatrain.memory.kinds import Kind
 from megatrain.models.decoder import Param
+from megatrain.models.matrices import is_matrix
 from megatrain.models.patterns import check_patterns, matches
 from megatrain.optim.kernel import Kernel
 from megatrain.optim.native import load_kernel
@@ -70,6 +71,13 @@ class HostOptimizer(abc.ABC):
             return 1.0
         return min(1.0, self.max_grad_norm / (norm + 1e-6))
 
+    def look_ahead(self, views: Views, gradient: Tensor, *, number: int, scale: float) -> None:
+        """Make of `scale` x `gradient` the direction that is orthogonalized, in its place.
+
+        Only of matrices that the optimizer keeps other states for; `update` then gets the result.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has the same states for all params")
+
     @abc.abstractmethod
     def update(
         self, views: Views, gradient: Tensor, *, step: int, number: int, scale: float
@@ -79,8 +87,4 @@ class HostOptimizer(abc.ABC):
 
 def decays(param: Param, no_decay: tuple[str, ...] = ()) -> bool:
     """Return whether weight decay applies to this param: to matrices, not to norms or biases."""
-    module, _, leaf = param.name.rpartition(".")
-    is_norm = "norm" in module.rpartition(".")[2]  # of heads, say: (heads, head size)
-    if len(param.shape) < 2 or leaf.endswith("bias") or is_norm:
-        return False
-    return not matches(param.name, no_decay)
+    return is_matrix(param.name, param.shape) and not matches(param.name, no_decay)

@@ -1,5 +1,7 @@
 """Moments in fp32 and as a store keeps them, in torch: one code for each entry of STATES["adamw"].
 
+Muon keeps the momentum of a matrix in the code of m, alone.
+
     fp32   m, v                       the moments themselves
     bf16   m, v                       the upper half of the fp32 bits
     8bit   m, m_scale, v, v_scale     a code of 8 bits times the scale of its SHARED elements
@@ -75,6 +77,27 @@ def encode(m: Tensor, v: Tensor, states: Sequence[Tensor], rounding: Rounding) -
     else:
         _encode_m(m, for_m, states[0], states[1])
         _encode_v(v, for_v, states[2], states[3])
+
+
+def decode_momentum(states: Sequence[Tensor]) -> Tensor:
+    """Return a momentum that is kept alone, in fp32: the state itself where it is fp32."""
+    if len(states) == 1:
+        return states[0].float()
+    m, m_scale = states
+    return _decode_m(_blocks(m), m_scale)[: m.numel()]
+
+
+def encode_momentum(m: Tensor, states: Sequence[Tensor], rounding: Rounding) -> None:
+    """Write a momentum into its states, by the code of a first moment."""
+    if states[0].dtype == torch.float32:
+        states[0].copy_(m)
+        return
+    m = m.clamp(-_LARGEST, _LARGEST)
+    random = rounding.bits(0, m.numel()) & 0xFFFF
+    if states[0].dtype == torch.bfloat16:
+        _encode_bf16(m, random, states[0])
+    else:
+        _encode_m(m, random, *states)
 
 
 def _encode_bf16(moment: Tensor, random: Tensor, state: Tensor) -> None:

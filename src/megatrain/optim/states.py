@@ -29,11 +29,25 @@ ADAMW_8BIT = (
     state("v_scale", "scales of v", "float32", SHARED),
 )
 
+MUON = (M, state("v", "second moment (v)", is_for_matrices=False))
+MUON_BF16 = (
+    state("m", "first moment (m)", "bfloat16"),
+    state("v", "second moment (v)", "bfloat16", is_for_matrices=False),
+)
+MUON_8BIT = (
+    state("m", "first moment (m)", "int8"),
+    state("m_scale", "scales of m", "float32", SHARED),
+    state("v", "second moment (v)", "uint8", is_for_matrices=False),
+    state("v_scale", "scales of v", "float32", SHARED, is_for_matrices=False),
+)
+"""Matrices of layers have a momentum alone, all others the moments of AdamW."""
+
 StatesByName = Mapping[str, tuple[Kind, ...]]
 """States by `optim.state`, the most exact first."""
 
 STATES: Mapping[str, StatesByName] = {
-    "adamw": {"fp32": ADAMW, "bf16": ADAMW_BF16, "8bit": ADAMW_8BIT}
+    "adamw": {"fp32": ADAMW, "bf16": ADAMW_BF16, "8bit": ADAMW_8BIT},
+    "muon": {"fp32": MUON, "bf16": MUON_BF16, "8bit": MUON_8BIT},
 }
 """States by `optim.name`."""
 

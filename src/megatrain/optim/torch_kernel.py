@@ -17,9 +17,16 @@ import torch
 from torch import Tensor
 
 from megatrain.memory.master import join, split_into
-from megatrain.optim.kernel import CHUNK, AdamWScalars, FoldedScalars, Kernel
+from megatrain.optim.kernel import (
+    CHUNK,
+    AdamWScalars,
+    DescentScalars,
+    FoldedScalars,
+    Kernel,
+    MomentumScalars,
+)
 from megatrain.optim.rounding import Rounding
-from megatrain.optim.state_codes import decode, encode
+from megatrain.optim.state_codes import decode, decode_momentum, encode, encode_momentum
 
 BLOCK = 131072
 """Elements per block: with its five temporaries about 4 MiB, within the cache of two cores."""
@@ -28,7 +35,8 @@ ROW = 1024
 """Elements per row of a chunk, as in kernel.c: rows are added up, then the row is folded."""
 
 LARGEST_GRAD = 2.0**63
-"""Largest gradient where moments are rounded: the square of a larger one would not fit v."""
+"""Largest gradient where moments are rounded: the square of a larger one would not fit v. Also that
+of a momentum, so that differences are finite."""
 
 LARGEST_DENORMAL = (1 - 2.0**-23) * 2.0**-126
 
@@ -61,6 +69,44 @@ class TorchKernel(Kernel):
                 master = join(weight[block], lo[block])
                 split_into(master.mul_(scalars.decay).sub_(change), weight[block], lo[block])
 
+    def _momentum(
+        self,
+        states: Sequence[Tensor],
+        grad: Tensor,
+        scalars: MomentumScalars,
+        rounding: Rounding,
+        num_threads: int,
+    ) -> None:
+        for begin in range(0, grad.numel(), BLOCK):
+            block = slice(begin, begin + BLOCK)
+            part = [_part(state, grad.numel(), block) for state in states]
+            g = grad[block].float().mul(scalars.grad_scale).clamp_(-LARGEST_GRAD, LARGEST_GRAD)
+            m = decode_momentum(part)
+            m = _added(m, g - m, scalars.pull)
+            if states[0].dtype == torch.float32:
+                _store_moment(part[0], m)
+            else:
+                encode_momentum(m, part, replace(rounding, first=rounding.first + begin))
+            grad[block].copy_(_added(m, m - g, -scalars.lag))
+
+    def _descend(
+        self,
+        weight: Tensor,
+        lo: Tensor | None,
+        direction: Tensor,
+        scalars: DescentScalars,
+        num_threads: int,
+    ) -> None:
+        for begin in range(0, direction.numel(), BLOCK):
+            block = slice(begin, begin + BLOCK)
+            rest = None if lo is None else lo[block]
+            master = weight[block] if rest is None else join(weight[block], rest)
+            moved = _added(master * scalars.decay, direction[block], -scalars.step_size)
+            if rest is None:
+                master.copy_(moved)
+            else:
+                split_into(moved, weight[block], rest)
+
     def _square_sums(self, grad: Tensor, sums: Tensor, num_threads: int) -> None:
         for index in range(sums.numel()):
             part = grad[index * CHUNK : (index + 1) * CHUNK]
@@ -84,6 +130,11 @@ def _change(m: Tensor, v: Tensor, grad: Tensor, s: AdamWScalars) -> Tensor:
     # torch's fp32 root is off by one bit in 0.6 % of numbers; rounding the fp64 root is exact
     denom = v.double().sqrt_().float().mul_(s.denom_scale).add_(s.eps)
     return torch.div(m, denom, out=denom).mul_(s.step_size)
+
+
+def _added(x: Tensor, y: Tensor, factor: float) -> Tensor:
+    """Return x + y * factor, in fp64 and rounded once to fp32."""
+    return x.double().add_(y.double().mul_(factor)).float()
 
 
 def _store_moment(moment: Tensor, value: Tensor) -> None:

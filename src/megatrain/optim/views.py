@@ -1,8 +1,9 @@
 """Views of the store that an optimizer is handed for an update.
 
 Inside a segment, params of equal decay that follow each other form a run, and each run is one
-update: one pass over plain memory. Views are made for each update, so that states may live
-elsewhere, and runs are cut to the part that a rank owns, without the optimizer knowing.
+update: one pass over plain memory. A matrix of a hidden layer is a run of its own, if it has other
+states than the rest: its shape decides its step. Views are made for each update, so that states may
+live elsewhere, and runs are cut to the part that a rank owns, without the optimizer knowing.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ class Views:
     """In the order in which the optimizer declares them; shorter where elements share a number."""
     decays: bool
     """Whether weight decay applies."""
+    matrix: tuple[int, int] | None = None
+    """Rows and columns of the matrix, or of each of several, that the elements are of; None where
+    the optimizer keeps the same states for all."""
     first: int
     """Number of the first element among the trained elements of the store, padding included. The
     same for any number of threads and ranks: a part of a run counts from its own first element."""
@@ -41,6 +45,7 @@ class _Run:
     start: int
     stop: int
     decays: bool
+    matrix: tuple[int, int] | None
 
 
 class UpdateViews:
@@ -69,7 +74,8 @@ class UpdateViews:
         """
         weight = self._segment(segment, Kind.HI)
         lo = self._segment(segment, Kind.LO, region) if Kind.LO in segment.starts else None
-        states = [(kind, self._segment(segment, kind, region)) for kind in self._states]
+        kept = [kind for kind in self._states if kind in segment.starts]
+        states = [(kind, self._segment(segment, kind, region)) for kind in kept]
         for run in self._runs[id(segment)]:
             span = slice(run.start, run.stop)
             yield (
@@ -79,6 +85,7 @@ class UpdateViews:
                     lo=None if lo is None else lo[span],
                     states=tuple(_part(*state, span) for state in states),
                     decays=run.decays,
+                    matrix=run.matrix,
                     first=self._firsts[id(segment)] + segment.owned.start + run.start,
                 ),
             )
@@ -104,7 +111,11 @@ def _runs(layout: Layout, segment: Segment, decayed: frozenset[str]) -> list[_Ru
             continue
         decays = place.param.name in decayed
         start, stop = here.start - owned.start, here.stop - owned.start
-        if runs and runs[-1].decays == decays:
+        matrix = None
+        if segment.matrices:
+            *_, rows, columns = place.param.shape
+            matrix = (rows, columns)
+        elif runs and runs[-1].decays == decays:
             start = runs.pop().start
-        runs.append(_Run(start, stop, decays))
+        runs.append(_Run(start, stop, decays, matrix))
     return runs

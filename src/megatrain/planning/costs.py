@@ -10,6 +10,8 @@ the simulator's part. With ranks the machine is that of one of them (ranks/shari
     attention      as products, at a share of their rate
     element-wise   bytes that norms, rotations and activations read and write
     copies         bytes over the link
+    matrices       Muon's momentum and descent over the kernel's rate; directions over the link and
+                   back; five steps of products with the smaller side of each matrix
     update         params over the kernel's rate; ahead of the norm, with the undo log
     disk           bytes of masters, states and waiting gradients over the disk's rates
     network        bytes that other ranks own over what is between them (ranks/collectives.py)
@@ -22,7 +24,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from megatrain.memory.kinds import Kind, bytes_per_param, update_traffic
+from megatrain.memory.kinds import Kind, bytes_per_param, kinds_of_matrices, update_traffic
 from megatrain.optim.states import ADAMW
 from megatrain.planning.levers.chunk import num_chunks
 from megatrain.planning.levers.embedding_rows import gathered_bytes, gathers, row_bytes
@@ -65,6 +67,8 @@ FUSED = EAGER._replace(normed=4, rotated=4, gated=6)
 FUSED_BACKWARD = EAGER_BACKWARD._replace(normed=6, rotated=4, gated=10, added=15)
 """A norm reads its input and the gradient; a product reads both sides and the gradient, and writes
 two. Gradients of a residual's two sides are added, and those of all products of one input."""
+NUM_PRODUCT_STEPS = 5
+"""Newton-Schulz steps of optim/muon.py, which needs torch; a test compares them."""
 BACKWARD_ATTENTION = 2.5
 """FLOPs of attention's backward over forward's: a fused kernel computes the scores once more."""
 
@@ -143,6 +147,16 @@ class Costs:
                 return self._speculate(block)
             case OpKind.UPDATE if op.speculated:  # of a step that is not clipped
                 return Cost(seconds=self.profile.op_overhead_s)
+            case OpKind.MOMENTUM:
+                return self._momentum(block)
+            case OpKind.SEND:
+                return self._copy("in", self._direction_bytes(block))
+            case OpKind.RETURN:
+                return self._copy("out", self._direction_bytes(block))
+            case OpKind.COLLECT:
+                return self._collective(self._collectives.collect(block))
+            case OpKind.ORTHOGONALIZE:
+                return self._compute(self._orthogonalize_seconds(block))
             case OpKind.UPDATE:
                 return self._update(block)
             case OpKind.READ:
@@ -317,9 +331,11 @@ class Costs:
     def _disk(self, block: BlockShape, kinds: Sequence[Kind], rate: float) -> Cost:
         """Return the cost of moving the block's `kinds`: they are hashed on the way."""
         is_fp32 = self.workload.dtype == "fp32"
-        params = block.trained_elements(self._owned)
-        num_bytes = int(params * bytes_per_param(kinds, is_fp32=is_fp32))
-        return self._transfer(num_bytes, rate)
+        matrices = block.matrix_elements(self._owned)
+        others = block.trained_elements(self._owned) - matrices
+        num_bytes = others * bytes_per_param(kinds, is_fp32=is_fp32)
+        num_bytes += matrices * bytes_per_param(kinds_of_matrices(kinds), is_fp32=is_fp32)
+        return self._transfer(int(num_bytes), rate)
 
     def _transfer(self, num_bytes: int, rate: float, link: str = "") -> Cost:
         profile = self.profile
@@ -383,12 +399,51 @@ class Costs:
         return self._change(block, ahead_traffic(self.workload, self.settings))
 
     def _update(self, block: BlockShape) -> Cost:
-        states = self.workload.states[self.settings.state]
-        return self._change(block, update_traffic(states, is_fp32=self.workload.dtype == "fp32"))
+        """Matrices that were orthogonalized have their masters read and written, no states."""
+        is_fp32 = self.workload.dtype == "fp32"
+        moved = block.matrix_elements(self._owned) * update_traffic((), is_fp32=is_fp32)
+        return self._change(block, self._state_traffic, moved)
 
-    def _change(self, block: BlockShape, traffic: float) -> Cost:
-        """Return the cost of an update that moves so many bytes of host memory per element."""
-        moved = block.trained_elements(self._owned) * traffic
+    def _momentum(self, block: BlockShape) -> Cost:
+        """States are read and written, and so are gradients, which become directions."""
+        states = kinds_of_matrices(self.workload.states[self.settings.state])
+        kept = bytes_per_param(states) + Kind.GRAD.bytes_per_element(
+            is_fp32=self.workload.dtype == "fp32"
+        )
+        moved = 2 * kept * block.matrix_elements(self._owned)
+        return self._host(moved / self._update_rate, moved, self._direction_bytes(block))
+
+    def _direction_bytes(self, block: BlockShape) -> int:
+        return block.matrix_elements(self._owned) * self.workload.element_bytes
+
+    def _orthogonalize_seconds(self, block: BlockShape) -> float:
+        """Return the seconds of Newton-Schulz, in bf16, of the matrices that a rank has a part of.
+
+        A step multiplies a matrix with itself, the product with itself, and that with the matrix:
+        2 x small x (2 x large + small) x small FLOPs.
+        """
+        seconds = 0.0
+        for tensor in block.matrices:
+            small, large = sorted(tensor.shape[-2:])
+            count = tensor.num_elements // (small * large)
+            flops = NUM_PRODUCT_STEPS * 2.0 * small * small * (2 * large + small) * count
+            moved = NUM_PRODUCT_STEPS * 2 * (4 * small * large + 4 * small * small) * count
+            seconds += flops / self.profile.forward_rate(small, large)
+            seconds += moved / self.profile.device_bytes_per_s
+        return seconds / self.workload.division.size
+
+    @property
+    def _state_traffic(self) -> float:
+        states = self.workload.states[self.settings.state]
+        return update_traffic(states, is_fp32=self.workload.dtype == "fp32")
+
+    def _change(self, block: BlockShape, traffic: float, of_matrices: float = 0.0) -> Cost:
+        """Return the cost of an update that moves so many bytes of host memory per element.
+
+        `of_matrices` are those of matrices with states of their own, in all.
+        """
+        elements = block.trained_elements(self._owned) - block.matrix_elements(self._owned)
+        moved = elements * traffic + of_matrices
         seconds = moved / self._update_rate
         num_bytes = block.gradient_bytes(self.workload.dtype, self._owned)
         return self._host(seconds, moved, num_bytes)

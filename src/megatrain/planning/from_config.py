@@ -12,6 +12,7 @@ from typing import Any, Literal
 from megatrain.config import Config
 from megatrain.errors import ConfigError
 from megatrain.files import free_disk_bytes
+from megatrain.memory.kinds import divides_matrices
 from megatrain.optim.states import STATES
 from megatrain.planning.levers import LEVERS
 from megatrain.planning.machine.profile import MEASURED, MachineProfile
@@ -45,6 +46,9 @@ def workload_of(
     """
     for lever in LEVERS:
         lever.check(config, model)
+    states = STATES[config.optim.name]
+    if any(divides_matrices(kinds) for kinds in states.values()):
+        model = model.with_matrices_apart()
     return Workload(
         model=model,
         step_tokens=_step_tokens(config),
@@ -58,7 +62,7 @@ def workload_of(
         products=config.train.products,
         max_grad_norm=config.train.max_grad_norm,
         projects_twice=config.loss.name != "next_token",
-        states=STATES[config.optim.name],
+        states=states,
         kept_checkpoints=config.save.keep + config.keeps_best,
         division=division,
     )

@@ -133,6 +133,7 @@ def step_shape(settings: StepSettings, workload: Workload, *, unified: bool) -> 
         tied=model.tied,
         divided=not workload.division.is_alone,
         trained=tuple(block.is_trained for block in model.blocks),
+        matrices=tuple(bool(block.matrices) for block in model.blocks),
     )
 
 

@@ -12,9 +12,11 @@ resources that its op declares.
                    host_grad[j]   ring of gradients that have no grad[b], or are on their way there
                    norm[b]        squared norm of that gradient; finite exactly if all of it is
                    clip           the factor for all gradients of the step
+                                  behind MOMENTUM(b) the direction of its matrices, and behind
+                                  RETURN(b) that direction orthogonalized
                    undo[b]        weights, master and moments as they were before SPECULATE(b)
     on the device  slot[k]        weights of the block that visits
-                   grad_slot[j]   the gradient that is being added up
+                   grad_slot[j]   the gradient that is being added up, or a direction on its way
                    hidden[m]      output of the block before, for micro-batch m
                    dhidden[m]     gradient of it
                    loss[m]
@@ -87,6 +89,11 @@ class OpKind(StrEnum):
     NORM = "norm"  # squared norm of a drained gradient
     CLIP = "clip"  # norms into one factor
     SPECULATE = "speculate"  # an update with the factor 1, before the factor is known
+    MOMENTUM = "momentum"  # gradients of a layer's matrices into directions
+    SEND = "send"  # directions to the device
+    COLLECT = "collect"  # the parts of other ranks to those
+    ORTHOGONALIZE = "orthogonalize"  # directions, as whole matrices
+    RETURN = "return"  # directions back to the host
     UPDATE = "update"  # master, moments and weights of a block
     SPILL = "spill"  # a gradient from the host ring to the disk, where it waits
     READ = "read"  # master and moments of a block from disk, and a gradient that waits there
@@ -132,6 +139,19 @@ SPECS: Mapping[OpKind, OpSpec] = {
     OpKind.CLIP: OpSpec(lane="host", limit="optimizer", part="update", color="ink"),
     OpKind.SPECULATE: OpSpec(
         lane="host", limit="optimizer", part="update", color="c4", ends_step=False
+    ),
+    OpKind.MOMENTUM: OpSpec(
+        lane="host", limit="optimizer", part="update", color="c4", ends_step=False
+    ),
+    OpKind.SEND: OpSpec(lane="in", limit="link in", part="update", color="gold", ends_step=False),
+    OpKind.COLLECT: OpSpec(
+        lane="comm", limit="network", part="gather", color="sky", ends_step=False
+    ),
+    OpKind.ORTHOGONALIZE: OpSpec(
+        lane="compute", limit="compute", part="update", color="c3", ends_step=False
+    ),
+    OpKind.RETURN: OpSpec(
+        lane="out", limit="link out", part="update", color="sky", ends_step=False
     ),
     OpKind.UPDATE: OpSpec(
         lane="host", limit="optimizer", part="update", color="c3", ends_step=False

@@ -262,6 +262,44 @@ class OpTable:
             writes=(("undo", block), places.master, ("weights", block)),
         )
 
+    def momentum(self, block: int) -> Op:
+        """It has the scale of the update that follows, whose gradient it makes a direction."""
+        places, update = self.places[block], self.update(block)
+        return replace(update, kind=OpKind.MOMENTUM, writes=(places.master, places.drained))
+
+    def send(self, block: int) -> Op:
+        places = self.places[block]
+        return self._direction(OpKind.SEND, block, places.drained, self._sent_to(block))
+
+    def collect(self, block: int) -> Op:
+        """The parts of other ranks come to where this rank's is."""
+        sent = self._sent_to(block)
+        return replace(self._direction(OpKind.COLLECT, block, sent, sent), host_grad=None)
+
+    def orthogonalize(self, block: int) -> Op:
+        """Where compute shares the host's memory it finds directions in the gradient's place."""
+        place = self._sent_to(block) if self.shape.copying else self.places[block].drained
+        return self._direction(OpKind.ORTHOGONALIZE, block, place, place)
+
+    def return_(self, block: int) -> Op:
+        places = self.places[block]
+        return self._direction(OpKind.RETURN, block, self._sent_to(block), places.drained)
+
+    def _sent_to(self, block: int) -> Resource:
+        return ("grad_slot", self.places[block].grad_slots[0])
+
+    def _direction(self, kind: OpKind, block: int, read: Resource, written: Resource) -> Op:
+        places = self.places[block]
+        return Op(
+            kind=kind,
+            block=block,
+            role=places.role,
+            grad_slot=places.grad_slots[0] if self.shape.copying else None,
+            host_grad=places.host_grad,
+            reads=(read,),
+            writes=(written,),
+        )
+
     def update(self, block: int) -> Op:
         """A late update takes its scale from clip; one in backward asks norm[b] if it is finite.
 

@@ -13,6 +13,10 @@
                           order in which its forward needs the blocks
                SPECULATE(b) behind NORM(b) of some blocks, if updates are late: their UPDATE(b)
                           finds nothing left to do, or takes it back and does it again
+    matrices   MOMENTUM(b) SEND(b) COLLECT(b) ORTHOGONALIZE(b) RETURN(b) of a layer before its
+                          UPDATE(b), if its matrices are orthogonalized; those of the next layer to
+                          be updated begin before, so that lanes overlap. Late ones are between the
+                          blocks of forward, each before the fetch of its layer
     second     head and backward once more behind CLIP, each block with its UPDATE(b): the first
     backward   backward gave the norms alone, so no gradient waits
     disk       READ(b)    as early as the ring has room, in the order of updates: on top of a step
@@ -38,7 +42,9 @@ Laws (tests/step/test_schedule.py)
        overtakes one that is needed before it.
     5. Ops of lane `comm` are the same on all ranks, in one order, whatever micro-batches each has.
     6. A layer whose activations stay is neither stashed nor restored.
-    7. Per step each other layer is fetched twice and each gradient drained once, whatever the
+    7. The matrices of a layer are orthogonalized once per step, whatever the number of
+       micro-batches.
+    8. Per step each other layer is fetched twice and each gradient drained once, whatever the
        number of micro-batches; a second backward fetches and drains once more.
 """
 
@@ -46,7 +52,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 
 from megatrain.errors import ScheduleError
 from megatrain.step.ops import Op, Role, SlotId
@@ -57,36 +63,82 @@ from megatrain.step.shape import StepShape
 def build_step(shape: StepShape, *, pending: bool = False) -> list[Op]:
     """Return one training step; `pending`: with the updates that the last step left to this one."""
     table = OpTable(shape)
-    updates = _pending_updates(table) if pending else ()
-    return [*updates, *_training(table)]
+    updates = _pending_updates(table) if pending else iter(())
+    return list(_training(table, updates))
 
 
 def build_flush(shape: StepShape) -> list[Op]:
     """Return the pending updates alone: what must be done before others read the weights."""
-    return list(_pending_updates(OpTable(shape)))
+    return list(chain.from_iterable(_pending_updates(OpTable(shape))))
 
 
 def build_forward(shape: StepShape) -> list[Op]:
     """Return an evaluation: forward and the loss of each micro-batch, no tape, no gradients."""
     table = OpTable(shape)
     losses = [table.head(micro, trains=False) for micro in range(shape.num_micro)]
-    return [*_forward(table, trains=False), *_balance(table), *losses]
+    return [*_forward(table, iter(()), trains=False), *_balance(table), *losses]
 
 
-def _pending_updates(table: OpTable) -> Iterator[Op]:
-    if table.shape.update != "late":
-        raise ScheduleError(f'no update is ever pending with update="{table.shape.update}"')
-    reads = _reads(table)
+def _pending_updates(table: OpTable) -> Iterator[list[Op]]:
+    """Yield what updates each block, nothing for a frozen one, in the order of forward."""
+    shape = table.shape
+    if shape.update != "late":
+        raise ScheduleError(f'no update is ever pending with update="{shape.update}"')
+    return _updates_in_order(table)
+
+
+def _updates_in_order(table: OpTable) -> Iterator[list[Op]]:
+    shape, reads = table.shape, _reads(table)
     next(reads)  # by the step that left the updates
-    return chain.from_iterable(_update(table, block, reads) for block in table.shape.update_order)
+    following = dict(pairwise(shape.update_order))
+    begun: set[int] = set()
+    for block in range(shape.num_blocks):
+        ops: list[Op] = []
+        for matrices in (block, following.get(block)) if shape.matrices[block] else ():
+            if (
+                matrices is not None
+                and _may_begin(table, matrices, block)
+                and (matrices not in begun)
+            ):
+                begun.add(matrices)
+                ops += [*_sent(table, matrices), table.orthogonalize(matrices)]
+        if shape.matrices[block]:
+            ops += _returned(table, block)
+        if shape.trained[block]:
+            ops += _update(table, block, reads)
+        yield ops
 
 
-def _training(table: OpTable) -> Iterator[Op]:
+def _may_begin(table: OpTable, block: int, before: int) -> bool:
+    """Return whether directions of a layer can be made before the update of another, or for it.
+
+    Both then have a gradient slot, and a place between disk and update.
+    """
+    shape, places = table.shape, table.places
+    if block == before or not shape.matrices[block]:
+        return block == before
+    has_slot = not shape.copying or places[block].grad_slots != places[before].grad_slots
+    return has_slot and (not shape.has_tier or shape.tier_slots > 1)
+
+
+def _sent(table: OpTable, block: int) -> Iterator[Op]:
+    yield table.momentum(block)
+    if table.shape.copying:
+        yield table.send(block)
+    if table.shape.divided:
+        yield table.collect(block)
+
+
+def _returned(table: OpTable, block: int) -> list[Op]:
+    return [table.return_(block)] if table.shape.copying else []
+
+
+def _training(table: OpTable, updates: Iterator[list[Op]]) -> Iterator[Op]:
     reads = _reads(table)
     late = table.shape.update == "late"
     if not late:
         yield from next(reads)
-    yield from _forward(table, trains=True)
+    yield from _forward(table, updates, trains=True)
     visits = 2 if table.shape.goes_back_twice else 1
     restores = chain.from_iterable(_restores(table, visit + 1) for visit in range(visits))
     yield from islice(restores, table.shape.tape_slots)
@@ -122,9 +174,15 @@ def _update(table: OpTable, block: int, reads: Iterator[list[Op]]) -> Iterator[O
     yield from next(reads)
 
 
-def _forward(table: OpTable, *, trains: bool) -> Iterator[Op]:
+def _forward(table: OpTable, updates: Iterator[list[Op]], *, trains: bool) -> Iterator[Op]:
+    """Yield forward, with the updates that are left to it.
+
+    These are on top, unless some need the device: then each is before the fetch of its block.
+    """
     shape = table.shape
-    fetches = _fetches_of_forward(table)
+    if not shape.matrix_blocks:
+        yield from chain.from_iterable(updates)
+    fetches = _fetches_of_forward(table, updates)
     for fetched in islice(fetches, 1 + shape.slots):
         yield from fetched
     for block in range(shape.head):
@@ -136,11 +194,12 @@ def _forward(table: OpTable, *, trains: bool) -> Iterator[Op]:
             yield from next(fetches, ())
 
 
-def _fetches_of_forward(table: OpTable) -> Iterator[list[Op]]:
+def _fetches_of_forward(table: OpTable, updates: Iterator[list[Op]]) -> Iterator[list[Op]]:
     """Yield what to fetch at once, each time a slot is free: the head comes with the last layer."""
     for block in range(table.shape.last_layer):
-        yield _fetch(table, block)
-    yield _fetch(table, table.shape.last_layer) + _fetch(table, table.shape.head)
+        yield next(updates, []) + _fetch(table, block)
+    last = [op for block in (table.shape.last_layer, table.shape.head) for op in next(updates, [])]
+    yield last + _fetch(table, table.shape.last_layer) + _fetch(table, table.shape.head)
 
 
 def _fetch(table: OpTable, block: int) -> list[Op]:
@@ -160,6 +219,7 @@ def _backward(
 ) -> Iterator[Op]:
     """Yield the head and backward, for the first time of a step or for the second."""
     shape = table.shape
+    handed = _HandOver(table, reads, visit)
     for micro in range(shape.num_micro):
         yield table.head(micro, trains=True, visit=visit)
     for piece in range(shape.head_pieces) if shape.head_pieces > 1 else ():
@@ -167,18 +227,19 @@ def _backward(
             yield from _drain(table, shape.head, piece - 1)
         for micro in range(shape.num_micro):
             yield table.piece(piece, micro, visit=visit)
-    yield from _hand_over(table, shape.head, reads, visit)
+    yield from handed.over(shape.head)
     for layer in range(shape.last_layer, shape.bottom_layer - 1, -1):
         for micro in range(shape.num_micro):
             yield table.backward(layer, micro, visit=visit)
             if layer in shape.taped_layers:
                 yield from islice(restores, 1)
-        yield from _hand_over(table, layer, reads, visit)
+        yield from handed.over(layer)
         yield from _fetches_behind(table, layer, visit)
     if shape.trained[0]:
         for micro in range(shape.num_micro):
             yield table.backward(0, micro, visit=visit)
-        yield from _hand_over(table, 0, reads, visit)
+        yield from handed.over(0)
+    yield from handed.finish()
 
 
 def _fetches_behind(table: OpTable, layer: int, visit: int) -> list[Op]:
@@ -206,17 +267,46 @@ def _restores(table: OpTable, visit: int) -> Iterator[Op]:
                 yield table.restore(layer, micro, visit=visit)
 
 
-def _hand_over(table: OpTable, block: int, reads: Iterator[list[Op]], visit: int) -> Iterator[Op]:
-    """Yield what follows the last part of a block's gradient."""
-    if table.shape.trained[block]:
+class _HandOver:
+    """What follows the last part of each block's gradient in one backward.
+
+    A layer whose directions are on their way is updated behind the backward of the next one, which
+    uses the other gradient slot meanwhile. With one slot for all, nothing can come between.
+    """
+
+    def __init__(self, table: OpTable, reads: Iterator[list[Op]], visit: int) -> None:
+        self._table, self._reads, self._visit = table, reads, visit
+        self._updates = table.shape.updates_in_backward and not table.comes_again(visit)
+        self._sent: int | None = None
+
+    def over(self, block: int) -> Iterator[Op]:
+        table, shape = self._table, self._table.shape
+        if not shape.trained[block]:
+            return
+        yield from self.finish()
         yield from _drain(table, block)
-        yield table.norm(block, visit=visit)
+        yield table.norm(block, visit=self._visit)
         if block in table.speculated:
             yield table.speculate(block)
-        if table.shape.spills:
+        if shape.spills:
             yield table.spill(block)
-        if table.shape.updates_in_backward and not table.comes_again(visit):
-            yield from _update(table, block, reads)
+        if not self._updates:
+            return
+        if shape.matrices[block]:
+            yield from _sent(table, block)
+            self._sent = block
+            if shape.grad_slots == 1:
+                yield from self.finish()
+        else:
+            yield from _update(table, block, self._reads)
+
+    def finish(self) -> Iterator[Op]:
+        """Yield the update of the layer whose directions are on their way, if there is one."""
+        block, self._sent = self._sent, None
+        if block is not None:
+            yield self._table.orthogonalize(block)
+            yield from _returned(self._table, block)
+            yield from _update(self._table, block, self._reads)
 
 
 def build_ops(kind: str, shape: StepShape) -> list[Op]:

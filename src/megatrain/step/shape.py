@@ -61,10 +61,15 @@ class StepShape:
     """The layers' routers are counted in forward; backward needs the counts of all of them."""
     trained: tuple[bool, ...] = ()
     """One flag per block; empty means all."""
+    matrices: tuple[bool, ...] = ()
+    """One flag per block: trained matrices in it are orthogonalized on the device before its
+    update, each as a whole. Empty means none."""
 
     def __post_init__(self) -> None:
         if not self.trained:
             object.__setattr__(self, "trained", (True,) * self.num_blocks)
+        if not self.matrices or self.update == "none":
+            object.__setattr__(self, "matrices", (False,) * self.num_blocks)
         for name, least in _LEAST.items():
             if (value := getattr(self, name)) < least:
                 raise ScheduleError(f"{name} is {value}, must be at least {least}")
@@ -96,6 +101,19 @@ class StepShape:
             raise ScheduleError(
                 "updates ahead of the norm are for states in memory, and these are on disk"
             )
+        if len(self.matrices) != self.num_blocks:
+            raise ScheduleError(
+                f"matrices has {len(self.matrices)} flags for {self.num_blocks} blocks"
+            )
+        for block in self.matrix_blocks:
+            if block not in self.layers or not self.trained[block]:
+                raise ScheduleError(f"block {block} is not a trained layer, and has no matrices")
+        if self.matrix_blocks and self.speculated:
+            raise ScheduleError(
+                "a direction takes the place of its gradient, so no update of it is done twice"
+            )
+        if self.matrix_blocks and self.spills:
+            raise ScheduleError("directions go to the device, and these gradients wait on disk")
         if self.has_tier and self.update == "none":
             raise ScheduleError("nothing is updated, so nothing is to be read from disk")
 
@@ -140,6 +158,11 @@ class StepShape:
     @property
     def trained_blocks(self) -> list[int]:
         return [block for block, trained in enumerate(self.trained) if trained]
+
+    @property
+    def matrix_blocks(self) -> list[int]:
+        """The blocks whose matrices are orthogonalized."""
+        return [block for block, found in enumerate(self.matrices) if found]
 
     @property
     def update_order(self) -> list[int]:

@@ -154,7 +154,7 @@ def _migrated(tool: Tool, *, trainer: str = "sft", **values: Any) -> Migration:
          "default - optim.state = bf16 (optim is adamw_anyprecision; auto is fp32 wherever that "
          "fits)"),
         ("Axolotl", {"optimizer": "lion"},
-         "dropped optimizer adamw is the only optimizer"),
+         "dropped optimizer the optimizers are adamw and muon"),
         ("Axolotl", {"lr_scheduler": "polynomial"}, "dropped lr_scheduler schedule not supported; "
                                         "give constant, linear, cosine or wsd"),
         ("TRL", {"lr_scheduler_type": "polynomial"}, "default lr_scheduler_type optim.schedule = "

@@ -322,7 +322,8 @@ NARROW_ADAMW = {
 }  # fmt: skip
 """The optimizers that keep their moments in less than fp32, and our optim.state."""
 _optimizer = _choice(
-    dict.fromkeys((*_ADAMW, *NARROW_ADAMW), "adamw"), "adamw is the only optimizer"
+    dict.fromkeys((*_ADAMW, *NARROW_ADAMW), "adamw") | {"muon": "muon"},
+    "the optimizers are adamw and muon",
 )
 _schedule = _choice(
     _SCHEDULES,

@@ -31,7 +31,7 @@ from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import Layout, Place, kind_dtype
 from megatrain.memory.tier.filling import TierFilling
 from megatrain.optim.rounding import Rounding
-from megatrain.optim.state_codes import decode, encode
+from megatrain.optim.state_codes import decode, decode_momentum, encode, encode_momentum
 from megatrain.progress import byte_progress
 
 WINDOW = 1 << 15
@@ -128,16 +128,23 @@ class _StateFile:
         count = min(WINDOW, place.owned.stop - begin)
         if place.has(Kind.LO):
             self._put(place, Kind.LO, begin, self._numbers(place, Kind.LO, begin, count))
-        conversion = self._conversion
-        m, v = decode([self._numbers(place, kind, begin, count) for kind in conversion.saved])
-        made = [_zeros(place, kind, count) for kind in conversion.wanted]
+        conversion, matrices = self._conversion, place.segment.matrices
+        had, wanted = (
+            [kind for kind in kinds if kind.is_for_matrices or not matrices]
+            for kinds in (conversion.saved, conversion.wanted)
+        )
+        saved = [self._numbers(place, kind, begin, count) for kind in had]
+        made = [_zeros(place, kind, count) for kind in wanted]
         rounding = Rounding(
             seed=conversion.seed,
             update=conversion.num_updates.get(place.segment.block, 0),
             first=number,
         )
-        encode(m, v, made, rounding)
-        for kind, numbers in zip(conversion.wanted, made, strict=True):
+        if matrices:
+            encode_momentum(decode_momentum(saved), made, rounding)
+        else:
+            encode(*decode(saved), made, rounding)
+        for kind, numbers in zip(wanted, made, strict=True):
             self._put(place, kind, begin, numbers)
 
     def _numbers(self, place: Place, kind: Kind, begin: int, count: int) -> Tensor:

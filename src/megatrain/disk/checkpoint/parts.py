@@ -126,7 +126,12 @@ def described_state(layout: Layout, block: int, states: Iterable[Kind]) -> Weigh
         described_tensor(place.param, kind)
         for kind in _in_file_order(states)
         for place in places
-        if has_kind(kind, place.param.dtype, place.param.trained)
+        if has_kind(
+            kind,
+            place.param.dtype,
+            trained=place.param.trained,
+            matrices=place.segment.matrices,
+        )
     ]
     return WeightsFile(name=_state_name(block), tensors=tensors)
 

@@ -7,6 +7,7 @@
     NORM(b)          finish(op)              host lane: the drained bytes are the full gradient now
     NORM, UPDATE     flat(op)                host lane: where it is, one flat view per segment
     SPILL(b)         pages(op)               disk lane: its bytes, if it waits on disk
+    SEND(b) ...      directions              those of matrices, there and back (directions.py)
 
 How gradients add up is chosen once: at home (home_sums.py) where compute shares the host's memory,
 in slots (slot_sums.py) on a device that copies.
@@ -39,6 +40,7 @@ from torch import Tensor
 from megatrain.devices.device import Device
 from megatrain.engine.embedding_rows import EmbeddingRows
 from megatrain.engine.exchange import Exchange
+from megatrain.engine.gradients.directions import Directions, direction_bytes
 from megatrain.engine.gradients.home_sums import HomeSums
 from megatrain.engine.gradients.outbox import OUTBOX_BYTES, DirectCopies, Outbox
 from megatrain.engine.gradients.slot_sums import SlotSums
@@ -117,7 +119,9 @@ class Gradients:
             lambda size: device.allocate(size, "gradient slots"),
             cuts=_cuts(store.layout, projection, shape.head_pieces),
             gathered=None if self._rows is None else self._rows.name,
+            least={block: direction_bytes(store.layout, block) for block in shape.matrix_blocks},
         )
+        self.directions = Directions(store.layout, device, slots.buffers, ranks)
         ring_slot_of = {b: p.host_grad for b, p in places if p.host_grad is not None}
         self._on_host = _OnHost(store, device, ring_slot_of)
         self.by_rows = device.copying or not ring_slot_of

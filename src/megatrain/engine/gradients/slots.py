@@ -62,12 +62,15 @@ class GradSlots:
         *,
         cuts: Mapping[str, Sequence[slice]] | None = None,
         gathered: str | None = None,
+        least: Mapping[int, int] | None = None,
     ) -> None:
         """`users` are the tenants of each slot.
 
         `cuts` has the rows of each piece of a param; the last piece has the other params of its
         block. The param `gathered` has as many rows as `reserve` says; its slot begins there.
+        `least` has the bytes that else is in the slot of a block, if any.
         """
+        self._least = least or {}
         self.layout = layout
         self.cuts = cuts or {}
         self._users = users
@@ -106,8 +109,8 @@ class GradSlots:
         """Lay out the slot's tenants; allocate it if it is not large enough for them."""
         tenants = self._users[slot]
         self.portions |= {tenant: list(self._portions_of(tenant)) for tenant in tenants}
-        sizes = (sum(p.padded_elements for p in self.portions[tenant]) for tenant in tenants)
-        needed = 4 * max(sizes)
+        sizes = (4 * sum(p.padded_elements for p in self.portions[tenant]) for tenant in tenants)
+        needed = max(*sizes, *(self._least.get(block, 0) for block, _ in tenants))
         if slot not in self.buffers or self.buffers[slot].nbytes < needed:
             for tenant in tenants:  # views keep the memory of a smaller buffer
                 self.views.pop(tenant, None)

@@ -40,7 +40,8 @@ class SpeculatedBlocks(Lever):
     """Memory that nothing else asked for is not filled to the brim."""
 
     def applies(self, search: Search) -> bool:
-        return search.workload.max_grad_norm is not None
+        waits = search.workload.max_grad_norm is not None
+        return waits and not has_matrices(search.workload)
 
     def seconds(self, search: Search, settings: StepSettings) -> float | None:
         """Return the time of all layers: of few, as many blocks would be all of them."""
@@ -92,7 +93,13 @@ class SpeculatedBlocks(Lever):
 
 def _may_speculate(search: Search, settings: StepSettings) -> bool:
     measured = search.profile.source != NOT_MEASURED
-    return measured and settings.update == "late" and not has_tier(settings)
+    may = settings.update == "late" and not has_tier(settings)
+    return measured and may and not has_matrices(search.workload)
+
+
+def has_matrices(workload: Workload) -> bool:
+    """Return whether directions of matrices take the place of gradients: none is used twice."""
+    return any(layer.matrices for layer in workload.model.structures)
 
 
 def _above_the_lowest(workload: Workload) -> list[BlockShape]:

@@ -41,7 +41,8 @@ class Tier(Lever):
         if not search.profile.disk_bytes:
             return ["none"]
         waits = search.workload.max_grad_norm is not None
-        return ["none", "states", "gradients"] if waits else ["none", "states"]
+        on_device = any(layer.matrices for layer in search.workload.model.structures)
+        return ["none", "states", "gradients"] if waits and not on_device else ["none", "states"]
 
     def is_costly(self, settings: StepSettings) -> bool:
         return has_tier(settings)

@@ -136,11 +136,12 @@ def _region_bytes(tiered: Iterable[Kind], block: BlockShape, workload: Workload)
 
 def _arena_bytes(kind: Kind, block: BlockShape, workload: Workload) -> int:
     trained = None if kind.is_for_frozen else True
+    apart = None if kind.is_for_matrices else False
     dtype, owned = workload.dtype, workload.division.owned
     return round(
         sum(
             kind.bytes_per_element(is_fp32=fp32)
-            * block.elements(dtype, fp32=fp32, trained=trained, cut=owned)
+            * block.elements(dtype, fp32=fp32, trained=trained, apart=apart, cut=owned)
             for fp32 in (False, True)
         )
     )

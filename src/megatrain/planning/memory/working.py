@@ -21,9 +21,13 @@ from megatrain.planning.levers.tiles import layer_bytes
 from megatrain.planning.levers.update import staying_bytes
 from megatrain.planning.memory.head import head_bytes, held_rows_bytes
 from megatrain.planning.memory.kernels import Kernels
+from megatrain.planning.model.shapes import BlockShape
 from megatrain.planning.narrow_products import narrow_token_bytes
 from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
+
+PLANNED_AT_ONCE = 1 << 26
+"""The same number as in optim/muon.py, which needs torch; a test compares them."""
 
 
 def working_bytes(
@@ -49,6 +53,7 @@ def working_bytes(
     ]
     looked_up = _looked_up_rows(workload, settings, tokens, unified=unified)
     moments.append((looked_up + 4 * tokens) * model.hidden * width - gone)
+    moments += [orthogonalized_bytes(layer) for layer in model.structures]
     if kernels.widens and width == 2:
         several = sum(sizes) > tokens
         moments += _widening_moments(workload, settings, tokens, several=several, unified=unified)
@@ -56,6 +61,20 @@ def working_bytes(
     given = sum(sizes.count(size) * _given_bytes(workload, size) for size in set(sizes))
     narrow = tokens * narrow_token_bytes(workload)
     return max(moments) + narrow + others + given + staying_bytes(workload, settings)
+
+
+def orthogonalized_bytes(layer: BlockShape) -> float:
+    """Return what Newton-Schulz holds of a layer beside its gradient slot, in bf16.
+
+    A matrix twice and two products with its smaller side; of experts as many as go at once.
+    """
+    most = 0.0
+    for tensor in layer.matrices:
+        small, large = sorted(tensor.shape[-2:])
+        experts = tensor.num_elements // (small * large)
+        at_once = min(experts, max(1, PLANNED_AT_ONCE // (small * large)))
+        most = max(most, 4.0 * at_once * small * (large + small))
+    return most
 
 
 def _looked_up_rows(

@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from megatrain.models.matrices import is_hidden_matrix
+
 Dtype = Literal["bf16", "fp32"]
 ParamRole = Literal["matrix", "experts", "table", "vector"]
 ElementCut = Callable[[int], int]
@@ -24,6 +26,10 @@ ElementCut = Callable[[int], int]
 PLANNED_PAGE = 4096
 PLANNED_ALIGN = 256
 """The same as in memory/layout.py, which needs torch; a test holds them equal."""
+
+
+SegmentKey = tuple[bool, bool, bool]
+"""Whether the tensors of a segment are kept in fp32, trained, and matrices with other states."""
 
 
 def whole(num_elements: int) -> int:
@@ -42,6 +48,8 @@ class TensorShape:
     fp32: bool = False
     """Kept in fp32 whatever the model's dtype."""
     trained: bool = True
+    apart: bool = False
+    """A trained matrix of a layer that the optimizer keeps other states for than for the rest."""
     adapts: Literal["", "in", "out"] = ""
     """The half of an adapter that it is: rank x in, or out x rank."""
 
@@ -155,34 +163,46 @@ class BlockShape:
         return 1.0
 
     def elements(
-        self, dtype: Dtype, *, fp32: bool, trained: bool | None = None, cut: ElementCut = whole
+        self,
+        dtype: Dtype,
+        *,
+        fp32: bool,
+        trained: bool | None = None,
+        apart: bool | None = None,
+        cut: ElementCut = whole,
     ) -> int:
         """Return the padded elements of the tensors that compute sees in fp32, or in bf16."""
         return sum(
             cut(padded)
-            for (is_fp32, is_trained), padded in self.segments(dtype).items()
-            if is_fp32 is fp32 and trained in (None, is_trained)
+            for (is_fp32, is_trained, is_apart), padded in self.segments(dtype).items()
+            if is_fp32 is fp32 and trained in (None, is_trained) and apart in (None, is_apart)
         )
 
-    def segments(self, dtype: Dtype) -> dict[tuple[bool, bool], int]:
+    def segments(self, dtype: Dtype) -> dict[SegmentKey, int]:
         """Return padded elements by whether compute sees them in fp32 and they are trained."""
         return self._segments[dtype]
 
     @cached_property
-    def _segments(self) -> dict[Dtype, dict[tuple[bool, bool], int]]:
-        found: dict[Dtype, dict[tuple[bool, bool], int]] = {"bf16": self._padded, "fp32": {}}
-        for (_, trained), padded in self._padded.items():
-            found["fp32"][True, trained] = found["fp32"].get((True, trained), 0) + padded
+    def _segments(self) -> dict[Dtype, dict[SegmentKey, int]]:
+        found: dict[Dtype, dict[SegmentKey, int]] = {"bf16": self._padded, "fp32": {}}
+        for (_, trained, apart), padded in self._padded.items():
+            key = True, trained, apart
+            found["fp32"][key] = found["fp32"].get(key, 0) + padded
         return found
 
     @cached_property
-    def _padded(self) -> dict[tuple[bool, bool], int]:
-        """Padded elements by whether they are kept in fp32 and whether they are trained."""
-        found: dict[tuple[bool, bool], int] = {}
+    def _padded(self) -> dict[SegmentKey, int]:
+        """Padded elements by whether they are kept in fp32, trained, and apart."""
+        found: dict[SegmentKey, int] = {}
         for tensor in self.tensors:
-            key = tensor.fp32, tensor.trained
+            key = tensor.fp32, tensor.trained, tensor.apart
             found[key] = found.get(key, 0) + tensor.padded
         return found
+
+    @cached_property
+    def matrices(self) -> tuple[TensorShape, ...]:
+        """Those that are orthogonalized on the device before an update."""
+        return tuple(tensor for tensor in self.tensors if tensor.apart)
 
     def weight_bytes(self, dtype: Dtype, cut: ElementCut = whole) -> int:
         """Return what a fetch of the block moves."""
@@ -196,7 +216,11 @@ class BlockShape:
 
     def trained_elements(self, cut: ElementCut = whole) -> int:
         """Return what an update of the block walks, padding included."""
-        return sum(cut(padded) for (_, trained), padded in self._padded.items() if trained)
+        return sum(cut(padded) for (_, trained, _), padded in self._padded.items() if trained)
+
+    def matrix_elements(self, cut: ElementCut = whole) -> int:
+        """Return those of them that are matrices with states of their own, padding included."""
+        return sum(cut(padded) for (_, _, apart), padded in self._padded.items() if apart)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,6 +324,19 @@ class ModelShape:
             structures=tuple(layer.trained_part for layer in self.structures),
             head=self.head.trained_part,
         )
+
+    def with_matrices_apart(self) -> ModelShape:
+        """Return the model for an optimizer that keeps other states for matrices of layers."""
+
+        def apart(tensor: TensorShape) -> TensorShape:
+            return replace(
+                tensor, apart=tensor.trained and is_hidden_matrix(tensor.name, tensor.shape)
+            )
+
+        structures = tuple(
+            replace(layer, tensors=tuple(map(apart, layer.tensors))) for layer in self.structures
+        )
+        return replace(self, structures=structures)
 
     def renamed(self, name: str) -> ModelShape:
         return replace(self, name=name)

@@ -66,6 +66,13 @@ class Collectives:
         passes_on = self._profile.device_bytes > 0
         return self._moved(num_bytes, num_collectives=segments, passes_on=passes_on)
 
+    def collect(self, block: BlockShape) -> Collective:
+        """Return what it takes to gather the directions of a block's matrices."""
+        whole = block.matrix_elements(self._division.gathered) * (4 if self._dtype == "fp32" else 2)
+        num_bytes = whole - whole // self._division.size
+        passes_on = self._profile.device_bytes > 0
+        return self._moved(num_bytes, num_collectives=1, passes_on=passes_on)
+
     def smallest(self) -> Collective:
         """Return what it takes to say a few numbers."""
         return self._moved(0, num_collectives=1)

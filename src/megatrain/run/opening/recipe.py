@@ -16,6 +16,8 @@ Laws (tests/run/opening/test_decided.py)
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatrain.config import Config
 from megatrain.config.sections import COMPARED, LossName
 from megatrain.data.training_rows import TrainingRows
@@ -29,11 +31,12 @@ from megatrain.models.decoder import Decoder
 from megatrain.models.isolation import check_packing, packing_family, why_mixed
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.learning_rate import LearningRate
+from megatrain.optim.muon import Muon
+from megatrain.optim.optimizer import HostOptimizer
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.run.opening.resumption import OpenedCheckpoint
 from megatrain.step.settings import StepSettings
 
-OPTIMIZERS = {"adamw": AdamW}
 LOSSES: dict[LossName, type[Loss]] = {
     "next_token": NextToken,
     "dpo": Dpo,
@@ -175,6 +178,26 @@ def learning_rate(config: Config, num_steps: int) -> LearningRate:
     )
 
 
+def _optimizer(
+    config: Config, settings: StepSettings, device: Device, num_steps: int
+) -> HostOptimizer:
+    optim = config.optim
+    given: dict[str, Any] = {
+        "learning_rate": learning_rate(config, num_steps).rate,
+        "betas": optim.betas,
+        "eps": optim.eps,
+        "weight_decay": optim.weight_decay,
+        "no_decay": optim.no_decay,
+        "max_grad_norm": config.train.max_grad_norm,
+        "num_threads": device.placement.update_threads,
+        "state": settings.state,
+        "seed": config.train.seed,
+    }
+    if optim.name == "muon":
+        return Muon(**given, momentum=optim.momentum)
+    return AdamW(**given)
+
+
 def make_engine(
     config: Config,
     settings: StepSettings,
@@ -188,22 +211,10 @@ def make_engine(
 
     `loss` is one that the program brings; None: the config chooses it.
     """
-    optim = config.optim
-    optimizer = OPTIMIZERS[optim.name](
-        learning_rate=learning_rate(config, num_steps).rate,
-        betas=optim.betas,
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-        no_decay=optim.no_decay,
-        max_grad_norm=config.train.max_grad_norm,
-        num_threads=device.placement.update_threads,
-        state=settings.state,
-        seed=config.train.seed,
-    )
     return Engine(
         home.decoder,
         home.store,
-        optimizer=optimizer,
+        optimizer=_optimizer(config, settings, device, num_steps),
         loss=loss or chosen_loss(config),
         settings=settings,
         device=device,

@@ -66,6 +66,7 @@ FIXED = {
         "seed",
     ),
     "train": ("batch_rows", "seed"),
+    "optim": ("name", "momentum"),
     "loss": tuple(LossSettings.model_fields),
     "lora": ("rank", "alpha", "dropout", "targets", "rslora", "path"),
 }
