@@ -1,8 +1,9 @@
 """Adapters against PEFT, which is an oracle that is not ours and no dependency.
 
-training.py     losses and gradients of chained steps, family by family
+training.py     losses and gradients of chained steps, family by family, bit for bit
+steps.py        twenty steps of the kinds that agree within rounding
 files.py        folders that PEFT writes and reads, and its merged weights
-loading.py      default adapters of every family, as PEFT loads them
+loading.py      adapters of every family, as PEFT loads them
 options.py      the words of their commands
 host_bytes.py   host memory per param of the base
 """

@@ -19,3 +19,7 @@ COLUMNS = (
 of a turn."""
 Method = Literal["sft", "lora", "pretrain", "dpo", "ipo", "orpo", "simpo", "kto"]
 """The ways to train of a first config: cli/first_config.py has the settings of each."""
+ALL_LINEAR = "all-linear"
+"""The target of adapters that stands for every linear module of the layers."""
+ALL_EXPERTS = "all-experts"
+"""The name that stands for every param of the layers that has a matrix for each expert."""

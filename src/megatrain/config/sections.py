@@ -31,6 +31,7 @@ from megatrain.config.value_types import (
     Arguments,
     Beta,
     Columns,
+    Experts,
     LayerCount,
     Length,
     Name,
@@ -360,6 +361,11 @@ class LoraSettings(Section):
         description="Linear modules of the decoder layers to adapt, by the end of their names, "
         "like [q_proj, v_proj], or by patterns, like *.mlp.*; all of them if none is given, or "
         "all-linear.",
+    )
+    experts: Experts = Field(
+        default=(),
+        description="Adapters for experts that share one tensor too: true for all of them, or "
+        "names of params, like [experts.down_proj], as in PEFT's target_parameters.",
     )
     rslora: bool = Field(
         default=False, description="Scale by alpha / sqrt(rank) instead, for high ranks."

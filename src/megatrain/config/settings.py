@@ -298,12 +298,13 @@ def _products(config: Config) -> Iterator[ConfigFault]:
 
 def _lora(config: Config) -> Iterator[ConfigFault]:
     lora = config.lora
-    if lora.path is not None and lora.targets:
-        yield _fault(
-            "lora.targets",
-            f"lora.targets is given and lora.path is {lora.path}: the modules are those of that "
-            "folder. Remove one of the two.",
-        )
+    for key in ("targets", "experts") if lora.path is not None else ():
+        if getattr(lora, key):
+            yield _fault(
+                f"lora.{key}",
+                f"lora.{key} is given and lora.path is {lora.path}: what is adapted is that of the "
+                "folder. Remove one of the two.",
+            )
     if lora.rank is None and lora.path is None:
         for key in sorted(lora.model_fields_set - {"rank"}):
             if getattr(lora, key) != type(lora).model_fields[key].default:

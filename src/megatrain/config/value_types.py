@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import BeforeValidator, Field, PlainValidator
 
-from megatrain.choices import COLUMNS
+from megatrain.choices import ALL_EXPERTS, COLUMNS
 from megatrain.config.quantities import (
     or_auto,
     read_bytes,
@@ -39,6 +39,13 @@ def _path(value: object) -> object:
 def as_list(value: object) -> object:
     """Return a single value as a list."""
     return [value] if isinstance(value, str | Mapping) else value
+
+
+def read_experts(value: object) -> object:
+    """Return names of params; true stands for those of all experts."""
+    if isinstance(value, bool):
+        return [ALL_EXPERTS] if value else []
+    return as_list(value)
 
 
 ACCELERATOR_TYPES = {"cuda", "xpu"}
@@ -164,6 +171,9 @@ Seed = Annotated[Whole, Field(ge=0, lt=1 << 32)]
 Name = Annotated[str, BeforeValidator(_path), TypeName("path or name")]
 NewTokens = Annotated[tuple[Name, ...], BeforeValidator(as_list), TypeName("list of tokens")]
 Patterns = Annotated[tuple[Name, ...], BeforeValidator(as_list), TypeName("list of name patterns")]
+Experts = Annotated[
+    tuple[Name, ...], BeforeValidator(read_experts), TypeName("true, false or list of names")
+]
 Beta = Annotated[Number, Field(ge=0, lt=1)]
 Size = Annotated[
     int | Literal["auto"],

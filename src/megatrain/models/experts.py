@@ -25,6 +25,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
+from megatrain.models.adapters.params import AdaptedWeight
+
 COUNTED = "megatrain_counted_mm"
 """The name that transformers has for it."""
 
@@ -64,6 +66,10 @@ class _KnownGroups(TorchFunctionMode):
         if func is not torch._grouped_mm:
             return func(*args, **kwargs or {})
         rows, weights = args
+        if isinstance(weights, AdaptedWeight):
+            own = self.__torch_function__(func, types, (rows, weights.weight), kwargs)
+            ends = self._known[1]  # type: ignore[index]  # of the product with its own weights
+            return weights.beside(own, rows, lambda a, b: _GroupedProduct.apply(a, b, ends))  # type: ignore[no-untyped-call]
         offsets = (kwargs or {})["offs"]
         if self._known is None or self._known[0] is not offsets:
             self._known = offsets, ask_device(offsets)

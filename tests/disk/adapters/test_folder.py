@@ -82,6 +82,75 @@ def test_adapters_come_back_with_every_bit(
     assert config["target_modules"] == ["down_proj", "q_proj"]
 
 
+EXPERTS = "base_model.model.model.layers.0.mlp.experts"
+
+
+def _expert_names(layers: int) -> set[str]:
+    """Return the names that PEFT gives adapters of experts: the last param is outermost."""
+    modules = [f"base_model.model.model.layers.{n}.mlp.experts" for n in range(layers)]
+    wrappers = [*modules, *(f"{module}.base_layer" for module in modules)]
+    return {f"{wrapper}.lora_{half}.weight" for wrapper in wrappers for half in "AB"}
+
+
+@pytest.fixture
+def of_experts(tmp_path: Path) -> Path:
+    """Adapters of all experts and one linear module, exported."""
+    base = save_tiny(tmp_path / "mixture", "mixtral", torch.float32)
+    lora = Lora(rank=2, alpha=4, targets=("q_proj",), params=("all-experts",))
+    home = load_model(base, lora=lora)
+    draw = torch.Generator().manual_seed(3)
+    for param in home.decoder.params:
+        if param.is_adapter:
+            home.store.param(param.name, Kind.HI).copy_(torch.randn(param.shape, generator=draw))
+    home.export(tmp_path / "experts")
+    return tmp_path / "experts"
+
+
+def test_adapters_of_experts_have_the_names_of_peft_and_come_back(
+    of_experts: Path, tmp_path: Path
+) -> None:
+    tensors = load_file(of_experts / ADAPTER_NAME)
+    assert {name for name in tensors if "experts" in name} == _expert_names(4)
+    # 4 experts of rank 2; gate_up_proj is inside, down_proj outside.
+    assert tensors[f"{EXPERTS}.base_layer.lora_B.weight"].shape == (192, 8)
+    assert tensors[f"{EXPERTS}.lora_B.weight"].shape == (64, 8)
+    config = json.loads((of_experts / ADAPTER_CONFIG_NAME).read_text())
+    assert config["target_modules"] == ["q_proj"]
+    assert len(config["target_parameters"]) == 8
+    again = read_model_folder(of_experts).load_adapters(KINDS)
+    again.export(tmp_path / "again")
+    for name in (ADAPTER_CONFIG_NAME, ADAPTER_NAME):
+        assert (tmp_path / "again" / name).read_bytes() == (of_experts / name).read_bytes()
+
+
+@pytest.mark.parametrize("names", [["gate_up_proj", "down_proj"], ["mlp.experts.gate_up_proj",
+                                    "mlp.experts.down_proj"]])  # fmt: skip
+def test_params_may_be_known_by_their_ends(of_experts: Path, names: list[str]) -> None:
+    config = json.loads((of_experts / ADAPTER_CONFIG_NAME).read_text())
+    config["target_parameters"] = names
+    (of_experts / ADAPTER_CONFIG_NAME).write_text(json.dumps(config))
+    assert load_model(of_experts).decoder.adapters is not None
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (["mlp.experts.down_proj"], r"8 are not in the model: .*experts\.base_layer\.lora_A"),
+        (["gate_up_proj", "down_proj", "mlp.gate.weight"], "8 are missing: .*mlp.gate.lora_A"),
+        (["mlp.experts.w1"], r"w1 matches no matrix of the layers"),
+        (None, r"lora_A has shape \(8, 64\), and r is 2"),
+    ],
+)
+def test_other_params_than_those_of_the_config_are_named(
+    of_experts: Path, names: list[str] | None, says: str
+) -> None:
+    config = json.loads((of_experts / ADAPTER_CONFIG_NAME).read_text())
+    config["target_parameters"] = names
+    (of_experts / ADAPTER_CONFIG_NAME).write_text(json.dumps(config))
+    with pytest.raises((WeightsMismatch, ConfigError), match=says):
+        load_model(of_experts)
+
+
 def test_modules_that_have_namesakes_are_written_in_full(base: Path, tmp_path: Path) -> None:
     lora = Lora(rank=2, alpha=2, targets=("layers.1.self_attn.q_proj",))
     load_model(base, lora=lora).export(tmp_path / "out")

@@ -18,6 +18,32 @@ from testkit.families import save_tiny
 LORA = Lora(rank=3, alpha=5, rslora=True)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_merged_experts_are_base_plus_the_products_of_each(tmp_path: Path, family: str) -> None:
+    """mixtral's folder has a file tensor for each expert's half, gpt_oss one for all experts."""
+    base = save_tiny(tmp_path / "base", family, torch.float32)
+    lora = Lora(rank=3, alpha=5, targets=("experts",), params=("all-experts",))
+    home = load_model(base, dtype="fp32", lora=lora)
+    draw = torch.Generator().manual_seed(1)
+    for param in home.decoder.params:
+        if param.is_adapter:
+            home.store.param(param.name, Kind.HI).copy_(torch.randn(param.shape, generator=draw))
+    home.export(tmp_path / "merged", merge=True)
+    merged = load_model(tmp_path / "merged", dtype="fp32")
+    assert home.decoder.adapters is not None
+    for param in merged.decoder.params:
+        expected = home.store.param(param.name, Kind.HI)
+        if param.name in home.decoder.adapters.params:
+            a, b = (home.store.param(f"{param.name}_lora_{half}", Kind.HI) for half in "AB")
+            form = "o r e, e r i -> e i o" if family == "gpt_oss" else "o r e, e r i -> e o i"
+            expected = expected + 5 / 3 * torch.einsum(
+                form, b.view(b.shape[0], 3, 4), a.view(4, 3, a.shape[1])
+            )
+            assert not torch.allclose(expected, home.store.param(param.name, Kind.HI), atol=0.1)
+        found = merged.store.param(param.name, Kind.HI)
+        assert torch.allclose(found, expected, atol=1e-4), param.name
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_a_merged_weight_is_base_plus_product(tmp_path: Path, family: str, dtype: str) -> None:

@@ -31,11 +31,13 @@ def _tensors(block: BlockShape) -> list[TensorShape]:
     return sorted(block.tensors, key=lambda tensor: tensor.name)
 
 
-def _shapes(family: str, targets: tuple[str, ...], dropout: float) -> tuple[ModelShape, ModelShape]:
+def _shapes(
+    family: str, targets: tuple[str, ...], dropout: float, experts: tuple[str, ...] = ()
+) -> tuple[ModelShape, ModelShape]:
     """Return a model with adapters added to its shape, and to its skeleton."""
     config = tiny_config(family)
-    settings = LoraSettings(rank=4, targets=targets, dropout=dropout)
-    lora = Lora(rank=4, alpha=8.0, targets=targets, dropout=dropout)
+    settings = LoraSettings(rank=4, targets=targets, dropout=dropout, experts=experts)
+    lora = Lora(rank=4, alpha=8.0, targets=targets, dropout=dropout, params=experts)
     real = shape_of(build_decoder(config, "bf16", lora=lora))
     return with_adapters(shape_of(build_decoder(config, "bf16")), settings), real
 
@@ -58,6 +60,30 @@ def test_targets_and_dropout_are_those_of_the_settings() -> None:
     assert len(found.structures[0].trained_part.tensors) == 2 * 4
     other, _ = _shapes("llama", ("k_proj",), 0.0)
     assert _tensors(other.structures[0]) != _tensors(real.structures[0]), "it would be noticed"
+
+
+MIXTURES = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text"]
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_adapters_of_experts_are_those_of_the_skeleton(family: str) -> None:
+    found, real = _shapes(family, (), 0.0, ("all-experts",))
+    assert [_tensors(block) for block in found.blocks] == [_tensors(block) for block in real.blocks]
+    without, _ = _shapes(family, (), 0.0)
+    assert found.trained_params > without.trained_params
+    mixture = next(block for block in found.structures if block.num_experts)
+    plain = next(block for block in without.structures if block.num_experts)
+    ranks = 2 * 4 * mixture.experts_per_token  # of two params, for each expert that a token uses
+    assert mixture.adapted_widths[1] == plain.adapted_widths[1] + ranks
+
+
+def test_experts_can_be_named_and_a_model_without_them_says_so() -> None:
+    found, real = _shapes("mixtral", ("q_proj",), 0.0, ("experts.down_proj",))
+    assert [_tensors(block) for block in found.blocks] == [_tensors(block) for block in real.blocks]
+    assert len(found.structures[0].trained_part.tensors) == 4
+    model = shape_of(build_decoder(tiny_config("llama"), "bf16"))
+    with pytest.raises(ConfigError, match=r"lora\.experts: llama has no experts in one tensor"):
+        with_adapters(model, LoraSettings(rank=4, experts=("all-experts",)))
 
 
 def test_a_target_that_matches_nothing_is_named() -> None:

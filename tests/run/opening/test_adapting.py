@@ -46,6 +46,24 @@ def test_the_note_counts_and_names_what_is_left_out() -> None:
     )
     assert note.startswith("lora: rank 4 beside 16 linear modules, 7,168 trained params")
     assert "Without an adapter: model.layers.*.mlp.experts.down_proj" in note
+    assert note.endswith("lora.experts: true adapts experts, too")
+
+
+def test_the_note_counts_experts() -> None:
+    lora = Lora(rank=4, alpha=8, params=("all-experts",), dropout=0.1)
+    (note,) = adapter_notes(build_decoder(tiny_config("mixtral"), "bf16", lora=lora))
+    assert "16 linear modules and 8 params of experts or other modules, these without " in note
+    assert note.endswith("Without an adapter: model.layers.*.mlp.gate.weight")
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [(True, ("all-experts",)), (False, ()), ("experts.down_proj", ("experts.down_proj",))],
+)
+def test_experts_are_all_none_or_named(given: object, names: tuple[str, ...]) -> None:
+    lora, _ = adapters_of(Config(model="m", data="d", lora={"rank": 8, "experts": given}))
+    assert lora is not None
+    assert lora.params == names
 
 
 def test_adapters_that_peft_would_leave_out_are_named_before_the_first_step() -> None:

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatrain.disk.adapters.names import adapter_tensors, param_of
+from megatrain.disk.adapters.names import adapter_tensors, module_of, wrapper_of
 from megatrain.disk.adapters.peft_config import (
     MAX_ADAPTER_CONFIG_BYTES,
     PeftConfig,
@@ -59,12 +59,12 @@ class AdapterFolder:
     path: Path
     config: PeftConfig
     tensors: Mapping[str, StoredTensor]
-    """The tensors, by the param that each is."""
+    """The tensors, by PEFT's wrapper and the half that each is (names.py)."""
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Those that have an adapter."""
-        return tuple(dict.fromkeys(param.rpartition(".")[0] for param in self.tensors))
+        """Those that have an adapter, or a param that has one."""
+        return tuple(dict.fromkeys(map(module_of, self.tensors)))
 
     def lora(self) -> Lora:
         """Return the settings of the adapters."""
@@ -74,6 +74,7 @@ class AdapterFolder:
             alpha=config.alpha,
             dropout=config.dropout,
             targets=self.modules,
+            params=config.params,
             rslora=config.rslora,
         )
 
@@ -96,21 +97,21 @@ class AdapterFolder:
 
     def load(self, decoder: Decoder, store: Store) -> None:
         """Read the adapters into their places. Raises WeightsMismatch or DiskError."""
-        wanted = {tensor.param: tensor for tensor in adapter_tensors(decoder)}
+        wanted = {str(wrapper_of(tensor.name)): tensor for tensor in adapter_tensors(decoder)}
         faults = []
         if absent := wanted.keys() - self.tensors.keys():
             faults.append(f"{len(absent)} are missing: {listing(absent)}")
         if surplus := self.tensors.keys() - wanted.keys():
             faults.append(f"{len(surplus)} are not in the model: {listing(surplus)}")
-        for param in sorted(wanted.keys() & self.tensors.keys()):
-            shape = self.tensors[param].entry.shape
-            if shape != wanted[param].shape:
-                faults.append(f"{param} has shape {shape}; the model wants {wanted[param].shape}")
+        for name in sorted(wanted.keys() & self.tensors.keys()):
+            shape = self.tensors[name].entry.shape
+            if shape != wanted[name].shape:
+                faults.append(f"{name} has shape {shape}; the model wants {wanted[name].shape}")
         if faults:
             raise WeightsMismatch(
                 f"{self.path}: the adapters do not match the model:\n  " + "\n  ".join(faults[:12])
             )
-        matches = [Match(stored=self.tensors[p], tensor=tensor) for p, tensor in wanted.items()]
+        matches = [Match(stored=self.tensors[n], tensor=tensor) for n, tensor in wanted.items()]
         read_into(decoder, store, matches, [], title=f"loading the adapters of {self.path.name}")
 
 
@@ -146,27 +147,31 @@ def read_adapter_folder(folder: Path) -> AdapterFolder:
 def _checked(
     folder: Path, config: PeftConfig, stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
-    """Return the tensors by param. Raises WeightsMismatch for what no adapter of the config has."""
-    found = {name: param_of(name) for name in stored}
-    others = [name for name, param in found.items() if param is None]
+    """Return the tensors by wrapper. Raises WeightsMismatch for what no adapter of the config has.
+
+    How many rows and columns experts have, the model says when they are loaded.
+    """
+    found = {name: wrapper_of(name) for name in stored}
+    others = [name for name, wrapper in found.items() if wrapper is None]
     if others:
         raise WeightsMismatch(
-            f"{folder}: {len(others)} tensors are not adapters of linear modules: "
+            f"{folder}: {len(others)} tensors are not adapters of linear modules or of params: "
             f"{listing(others)}. Only plain LoRA is supported; if these are embeddings that PEFT "
             "has copied, save with save_embedding_layers=False."
         )
-    tensors = {param: stored[name] for name, param in found.items() if param is not None}
+    tensors = {wrapper: stored[name] for name, wrapper in found.items() if wrapper is not None}
     faults = []
-    for param, tensor in tensors.items():
-        module, _, kind = param.rpartition(".")
-        shape, rank_at = tensor.entry.shape, 0 if kind == "lora_A" else -1
-        other = f"{module}.lora_{'B' if kind == 'lora_A' else 'A'}"
+    for name, tensor in tensors.items():
+        wrapper, _, half = name.rpartition(".")
+        shape, rank_at = tensor.entry.shape, 0 if half == "lora_A" else -1
+        other = f"{wrapper}.lora_{'B' if half == 'lora_A' else 'A'}"
         if other not in tensors:
             faults.append(f"{other} is missing")
-        if len(shape) != 2 or shape[rank_at] != config.rank:
-            faults.append(f"{param} has shape {shape}, and r is {config.rank}")
+        experts = len(shape) == 2 and config.params and shape[rank_at] % config.rank == 0
+        if len(shape) != 2 or (shape[rank_at] != config.rank and not experts):
+            faults.append(f"{name} has shape {shape}, and r is {config.rank}")
         elif DTYPES.get(tensor.entry.dtype) not in WEIGHT_DTYPES:
-            faults.append(f"{param} is {tensor.entry.dtype}; it must be BF16, F16 or F32")
+            faults.append(f"{name} is {tensor.entry.dtype}; it must be BF16, F16 or F32")
     if faults or not tensors:
         reasons = faults[:12] or ["there is none"]
         raise WeightsMismatch(f"{folder}: the adapters are not whole:\n  " + "\n  ".join(reasons))

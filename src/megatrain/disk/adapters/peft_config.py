@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
@@ -30,7 +31,7 @@ MAX_REFERENCE = 1024
 """Characters in the name of a base model."""
 _KNOWN = {
     "peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "base_model_name_or_path",
-    "revision",
+    "revision", "target_parameters",
 }  # fmt: skip
 # Where an adapter came from, or how PEFT finds its modules: their names are in the weights.
 _IGNORED = {
@@ -58,6 +59,7 @@ _OTHER_KEYS = {
     "velora_config": "VeLoRA",
     "monteclora_config": "MonteCLoRA",
 }
+_NAME = re.compile(r"[A-Za-z0-9_.]{1,500}", re.ASCII)
 _HARMLESS_STARTS = {"eva_config", "lora_ga_config", "loftq_config"}
 """Settings of initializations; `init_lora_weights` names the one that was used."""
 
@@ -70,6 +72,8 @@ class PeftConfig:
     alpha: float
     dropout: float = 0.0
     rslora: bool = False
+    params: tuple[str, ...] = ()
+    """The names of adapted params, or their ends; weights of linear modules may be among them."""
     base: str | None = None
     """The model that the adapters belong to: a folder, or an id on the Hub."""
     revision: str | None = None
@@ -123,6 +127,7 @@ def parse_peft_config(data: bytes) -> PeftConfig:
         alpha=float(alpha),
         dropout=float(dropout),
         rslora=fields.get("use_rslora", False),
+        params=_names(fields, "target_parameters"),
         base=_text(fields, "base_model_name_or_path"),
         revision=_text(fields, "revision"),
     )
@@ -150,17 +155,11 @@ def _refuse_others(fields: dict[str, Any]) -> None:
             f"init_lora_weights is {_shown(start)}, which may change the weights of the base. Save "
             "it as a plain LoRA with PEFT (path_initial_model_for_weight_conversion)"
         )
-    others = _not_weights(fields.get("target_parameters"))
-    if others:
-        raise _refusal(
-            f"target_parameters has {listing(others)} (adapters of params that are not weights of "
-            "linear modules, such as experts in one tensor), and is not supported"
-        )
     for key, method in _OTHER_KEYS.items():
         if fields.get(key):
             raise _refusal(f"{key} is set ({method}), and is not supported")
     known = _KNOWN | _IGNORED | _HARMLESS_STARTS | {
-        "bias", "init_lora_weights", "target_parameters", *_OTHER_KEYS,
+        "bias", "init_lora_weights", *_OTHER_KEYS,
     }  # fmt: skip
     unknown = [key for key, value in fields.items() if key not in known and value]
     if unknown:
@@ -170,16 +169,14 @@ def _refuse_others(fields: dict[str, Any]) -> None:
         )
 
 
-def _not_weights(targets: Any) -> list[str]:
-    """Return the targets of params that are not the weight of a module."""
-    if not targets:
-        return []
-    given = targets if isinstance(targets, list) else [targets]
-    return [
-        _shown(target)
-        for target in given
-        if not isinstance(target, str) or not target.endswith(".weight")
-    ]
+def _names(fields: dict[str, Any], key: str) -> tuple[str, ...]:
+    """Return names of the model, which no reader may take for patterns."""
+    given = fields.get(key) or []
+    if not isinstance(given, list) or not all(
+        isinstance(name, str) and _NAME.fullmatch(name) for name in given
+    ):
+        raise _refusal(f"{key} is {_shown(given)} that does not have names alone")
+    return tuple(sorted(set(given)))
 
 
 def _text(fields: dict[str, Any], key: str) -> str | None:

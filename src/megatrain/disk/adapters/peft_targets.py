@@ -1,4 +1,4 @@
-"""The targets of adapter_config.json: how PEFT finds the adapted modules of a model.
+"""The targets of adapter_config.json: how PEFT finds the adapted modules and params of a model.
 
 PEFT rewrites targets for families whose experts were modules once, and are one tensor now: it
 takes every target that ends in `gate_proj` for that of all experts. Adapters of a dense layer or a
@@ -8,10 +8,11 @@ is not rewritten, and PEFT keeps its adapter under the same names:
     target_modules      [o_proj, q_proj]                                   found by how they end
     target_parameters   [model.layers.0.mlp.shared_experts.gate_proj.weight]     found by name
 
-The second form needs PEFT 0.17 or newer, and has no dropout.
+Params of experts are found by name, too. The second form needs PEFT 0.17 or newer, and has no
+dropout.
 
 Laws (tests/disk/adapters/test_peft_targets.py; against PEFT: proofs/adapters/loading.py)
-    1. Every adapted module is found by exactly one target.
+    1. Every adapted module or param is found by exactly one target.
     2. No target of modules is one that PEFT rewrites for the family.
     3. An adapter that PEFT would leave out all the same is named before the first step, and is not
        exported without a merge.
@@ -49,16 +50,16 @@ the `s` of `shared_experts`; `model.layers.` is found again in `language_model.l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeftTargets:
-    """The targets by which PEFT finds the adapted modules of a model."""
+    """The targets by which PEFT finds what is adapted in a model."""
 
     modules: tuple[str, ...]
     """Names of modules, or ends of names."""
     parameters: tuple[str, ...] = ()
-    """Names of the weights of modules whose own names PEFT would rewrite."""
+    """Names of adapted params, and of the weights of modules whose names PEFT would rewrite."""
 
 
 def peft_targets(decoder: Decoder) -> PeftTargets:
-    """Return the targets that stand for the adapted modules, and for no others."""
+    """Return the targets that stand for what is adapted, and for nothing else."""
     assert decoder.adapters is not None
     rewritten = REWRITTEN.get(decoder.config.model_type, frozenset())
     adapted = set(decoder.adapters.modules)
@@ -68,7 +69,9 @@ def peft_targets(decoder: Decoder) -> PeftTargets:
     alike = {name for name, _ in decoder.model.named_modules() if _end(name) in ends}
     return PeftTargets(
         modules=tuple(sorted(ends if alike == by_name else by_name)),
-        parameters=tuple(sorted(f"{name}.weight" for name in by_weight)),
+        parameters=tuple(
+            sorted([*decoder.adapters.params, *(f"{name}.weight" for name in by_weight)])
+        ),
     )
 
 

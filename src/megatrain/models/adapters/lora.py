@@ -9,14 +9,16 @@ params, so folders and blocks know those by the names that they always had:
     model.layers.0.self_attn.q_proj.lora_A    (rank, in)    drawn from the seed and this name
     model.layers.0.self_attn.q_proj.lora_B    (out, rank)   zero, so that training starts from W
 
+Params that are not the weight of a linear module, those of experts above all, are in params.py.
 Operations and their order are those of PEFT. A param's first values depend on nothing but its
 name, its shape and the seed: they are the same on any number of ranks.
 
 Laws (tests/models/adapters/test_lora.py; against PEFT: proofs/adapters)
     1. Before the first update the model has the bits of its base.
-    2. A target that matches no linear module of a layer is refused, with what would match.
-    3. Each linear module of the layers is a target, unless targets are named; what is left out then
-       is in `Adapters.left_out`.
+    2. A target that matches no linear module of a layer is refused, with what would match, and so
+       is a name that matches none of its other matrices.
+    3. Each linear module of the layers is a target, unless targets are named. Experts are none
+       unless they are asked for; what is left out then is in `Adapters.left_out`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import hashlib
 import inspect
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -37,12 +39,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers.pytorch_utils import Conv1D
 
+from megatrain.choices import ALL_EXPERTS, ALL_LINEAR
 from megatrain.errors import ConfigError, listing
+from megatrain.models.adapters.params import adapt_param, adapted_class, is_experts
 from megatrain.models.patterns import matches
 
-ALL_LINEAR = "all-linear"
-"""The target that stands for every linear module of the layers."""
-PARAM_NAMES = ("lora_A", "lora_B")
+_PARAM_NAMES = ("lora_A", "lora_B")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,8 @@ class Lora:
     """Probability with which an element of an adapter's input is dropped in training."""
     targets: tuple[str, ...] = ()
     """Patterns of module names, or of how they end; none: every linear module of the layers."""
+    params: tuple[str, ...] = ()
+    """Names of other matrices of the layers, or their ends: PEFT's `target_parameters`."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank)."""
     seed: int = 0
@@ -69,7 +73,18 @@ class Lora:
         """Return whether a module's name, or its end after a dot, matches a target."""
         if not self.targets or ALL_LINEAR in self.targets:
             return True
-        return matches(module, [*self.targets, *(f"*.{target}" for target in self.targets)])
+        return _ends_like(module, self.targets)
+
+    def matches_param(self, name: str, module: nn.Module, param: Tensor) -> bool:
+        """Return whether a param of a module that is not linear is to have an adapter."""
+        if ALL_EXPERTS in self.params and is_experts(module, param):
+            return True
+        return _ends_like(name, self.params)
+
+
+def _ends_like(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether a name, or its end after a dot, matches a pattern."""
+    return matches(name, [form for pattern in patterns for form in (pattern, f"*.{pattern}")])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +93,12 @@ class Adapters:
 
     lora: Lora
     modules: tuple[str, ...]
-    """The adapted modules, by their names in the model."""
+    """The adapted linear modules, by their names in the model."""
+    params: tuple[str, ...]
+    """The adapted params of other modules, in the order of the model."""
     left_out: tuple[str, ...]
-    """Matrices of the layers that no adapter can be put beside (experts in one tensor); a name
-    stands for all layers. Only where targets are not named."""
+    """Matrices of the layers that have no adapter (routers, experts in one tensor); a name stands
+    for all layers. Only where targets are not named."""
 
 
 class AdaptedLinear(nn.Module):
@@ -111,19 +128,39 @@ def adapt_layers(model: nn.Module, layers_path: str, lora: Lora) -> Adapters:
         and _is_linear(module)
         and not _reads_weight(model.get_submodule(name.rpartition(".")[0]), name)
     }
-    _refuse_unmatched(lora, list(linear), layers_path)
-    modules = [name for name in linear if lora.matches(name)]
     before = _matrices(model, layers_path)
+    own = {f"{name}.weight": name for name in linear}
+    params = [
+        name
+        for name, param in before.items()
+        if name not in own and lora.matches_param(name, _holder(model, name), param)
+    ]
+    _refuse_unmatched_params(lora, before, params, layers_path)
+    _refuse_unmatched(lora, list(linear), params, layers_path)
+    modules = [name for name in linear if lora.matches(name)]
     for name in modules:
         _adapt(linear[name], lora)
-    own = {f"{name}.weight" for name in modules}
-    left_out = [] if lora.targets else [_kind(name) for name in before if name not in own]
-    return Adapters(lora=lora, modules=tuple(modules), left_out=tuple(dict.fromkeys(left_out)))
+    for name in params:
+        adapt_param(_holder(model, name), name.rpartition(".")[2], lora.rank, lora.scaling)
+    adapted = {f"{name}.weight" for name in modules} | set(params)
+    left_out = [] if lora.targets else [_kind(name) for name in before if name not in adapted]
+    return Adapters(
+        lora=lora,
+        modules=tuple(modules),
+        params=tuple(params),
+        left_out=tuple(dict.fromkeys(left_out)),
+    )
+
+
+def has_shared_experts(model: nn.Module, layers_path: str) -> bool:
+    """Return whether layers have experts that share one tensor."""
+    matrices = _matrices(model, layers_path)
+    return any(is_experts(_holder(model, name), param) for name, param in matrices.items())
 
 
 def is_adapter(name: str) -> bool:
     """Return whether a param of this name is part of an adapter."""
-    return name.rpartition(".")[2] in PARAM_NAMES
+    return name.endswith(_PARAM_NAMES)
 
 
 def first_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
@@ -179,39 +216,58 @@ def _sources(kind: type) -> tuple[str, ...]:
 def _adapt(module: Any, lora: Lora) -> None:
     weight = module.weight
     wide, narrow = weight.shape if type(module) is not Conv1D else reversed(weight.shape)
-    module.__class__ = _adapted_class(type(module))  # type: ignore[arg-type]  # hashable
+    module.__class__ = adapted_class(AdaptedLinear, type(module))  # type: ignore[arg-type]
     module.lora_A = nn.Parameter(weight.new_empty((lora.rank, narrow)))
     module.lora_B = nn.Parameter(weight.new_empty((wide, lora.rank)))
     module.lora_scaling, module.lora_dropout = lora.scaling, lora.dropout
 
 
-@cache
-def _adapted_class(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Adapted{kind.__name__}", (AdaptedLinear, kind), {})
-
-
-def _refuse_unmatched(lora: Lora, linear: list[str], layers_path: str) -> None:
-    if not linear:
+def _refuse_unmatched(lora: Lora, linear: list[str], params: list[str], layers_path: str) -> None:
+    if not linear and not params:
         raise ConfigError(
             f"lora: the layers in {layers_path} have no linear module, so nothing can be adapted"
         )
+    # The module of an adapted param is a target that adds nothing: folders name it, and it leaves
+    # linear modules out where experts alone are wanted.
+    known = [*linear, *{name.rpartition(".")[0] for name in params}]
     for target in lora.targets:
         alone = Lora(rank=1, alpha=1, targets=(target,))
-        if not any(map(alone.matches, linear)):
+        if not any(map(alone.matches, known)):
             ends = dict.fromkeys(name.rpartition(".")[2] for name in linear)
             raise ConfigError(
                 f"lora.targets: {target} matches no linear module of the layers in {layers_path}, "
-                "and only those can be adapted (no embedding, no output projection, no experts "
-                f"that share one tensor). They are: {listing(ends)}."
+                "and only those can be targets (no embedding, no output projection; lora.experts "
+                f"adapts experts that share one tensor). They are: {listing(ends)}."
             )
 
 
-def _matrices(model: nn.Module, layers_path: str) -> list[str]:
-    return [
-        name
+def _refuse_unmatched_params(
+    lora: Lora, matrices: dict[str, nn.Parameter], adapted: list[str], layers_path: str
+) -> None:
+    for name in lora.params:
+        if name == ALL_EXPERTS and not adapted:
+            raise ConfigError(
+                f"lora.experts: the layers in {layers_path} have no experts that share one tensor. "
+                "Remove it; experts that are linear modules are adapted without it."
+            )
+        if name != ALL_EXPERTS and not any(_ends_like(matrix, [name]) for matrix in matrices):
+            kinds = dict.fromkeys(map(_kind, matrices))
+            raise ConfigError(
+                f"lora.experts: {name[:100]} matches no matrix of the layers in {layers_path}. "
+                f"They are: {listing(kinds)}."
+            )
+
+
+def _matrices(model: nn.Module, layers_path: str) -> dict[str, nn.Parameter]:
+    return {
+        name: param
         for name, param in model.named_parameters()
         if name.startswith(f"{layers_path}.") and param.dim() > 1
-    ]
+    }
+
+
+def _holder(model: nn.Module, name: str) -> nn.Module:
+    return model.get_submodule(name.rpartition(".")[0])
 
 
 def _kind(name: str) -> str:

@@ -132,5 +132,11 @@ def _by_skeleton(
 
     adapters = None
     if lora is not None and lora.rank is not None:  # its scale is not a size
-        adapters = Lora(rank=lora.rank, alpha=1.0, dropout=lora.dropout, targets=lora.targets)
+        adapters = Lora(
+            rank=lora.rank,
+            alpha=1.0,
+            dropout=lora.dropout,
+            targets=lora.targets,
+            params=lora.experts,
+        )
     return shape_of(build_decoder(parse_config(data), dtype, frozen, lora=adapters), name)

@@ -2,8 +2,9 @@
 
 Adapters as models/adapters/lora.py makes them in a skeleton: beside each linear module of the
 layers that is a target there are a matrix of rank x in and one of out x rank, and nothing else is
-trained. Routers, norms and experts that share one tensor are not linear modules. Patterns are those
-of `model.frozen`, over the names that the model's own code gives its params.
+trained. Routers, norms and experts that share one tensor are not linear modules. Beside such
+experts, where they are asked for, two matrices have as many ranks for each of them. Patterns are
+those of `model.frozen`, over the names that the model's own code gives its params.
 
 Law (tests/planning/model/test_partly_trained.py): shapes are those of the skeleton with the same
 adapters, or the same frozen params.
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
+from megatrain.choices import ALL_EXPERTS, ALL_LINEAR
 from megatrain.config.sections import LoraSettings
 from megatrain.errors import ConfigError
 from megatrain.models.patterns import matches
@@ -22,7 +24,8 @@ from megatrain.planning.model.shapes import BlockShape, ModelShape, TensorShape
 
 _NO_LINEAR = (".gate.weight", ".router.weight", "norm.weight")
 """Endings of the names of matrices that belong to no linear module: routers, norms of heads."""
-_ALL = "all-linear"
+_TRANSPOSED = ("aria_text", "gpt_oss")
+"""Families whose experts are (experts, in, out)."""
 
 
 def with_adapters(model: ModelShape, lora: LoraSettings) -> ModelShape:
@@ -31,28 +34,39 @@ def with_adapters(model: ModelShape, lora: LoraSettings) -> ModelShape:
     Raises ConfigError if a target matches nothing.
     """
     for target in lora.targets:
-        if target != _ALL and not any(_targets(s, (target,)) for s in model.structures):
+        if target != ALL_LINEAR and not any(_targets(s, (target,)) for s in model.structures):
             raise ConfigError(
                 f"lora.targets: {target[:100]} matches none of the known matrices of {model.name}. "
                 "For an exact match, give the model's folder instead of its name"
             )
+    for name in lora.experts:
+        if not any(_experts(structure, (name,)) for structure in model.structures):
+            raise ConfigError(
+                f"lora.experts: {model.name} has no experts in one tensor that {name[:100]} "
+                "matches, as far as its name tells. For an exact match, give the model's folder"
+            )
     return replace(
         model,
         embedding=_all_frozen(model.embedding),
-        structures=tuple(_adapted(structure, lora) for structure in model.structures),
+        structures=tuple(_adapted(structure, lora, model.family) for structure in model.structures),
         head=_all_frozen(model.head),
     )
 
 
-def _adapted(block: BlockShape, lora: LoraSettings) -> BlockShape:
+def _adapted(block: BlockShape, lora: LoraSettings, family: str) -> BlockShape:
     assert lora.rank is not None
     added = []
-    for tensor in _targets(block, lora.targets):
-        name, (wide, narrow) = tensor.name.removesuffix(".weight"), tensor.shape
-        halves = {"lora_A": (lora.rank, narrow), "lora_B": (wide, lora.rank)}
+    for tensor in (*_targets(block, lora.targets), *_experts(block, lora.experts)):
+        name, ranks, (wide, narrow) = f"{tensor.name}_", lora.rank, tensor.shape[-2:]
+        if len(tensor.shape) == 3:
+            ranks *= tensor.shape[0]
+            wide, narrow = (narrow, wide) if family in _TRANSPOSED else (wide, narrow)
+        else:
+            name = f"{tensor.name.removesuffix('.weight')}."
+        halves = {"lora_A": (ranks, narrow), "lora_B": (wide, ranks)}
         added += [
             TensorShape(
-                name=f"{name}.{half}",
+                name=f"{name}{half}",
                 shape=shape,
                 role=tensor.role,
                 adapts="in" if half == "lora_A" else "out",
@@ -68,13 +82,24 @@ def _targets(block: BlockShape, targets: tuple[str, ...]) -> list[TensorShape]:
     return [
         tensor
         for tensor in _linear(block)
-        if not targets or _ALL in targets or _is_target(tensor, targets)
+        if not targets or ALL_LINEAR in targets or _ends_like(tensor, ".weight", targets)
     ]
 
 
-def _is_target(tensor: TensorShape, targets: tuple[str, ...]) -> bool:
-    module = f"model.layers.0.{tensor.name.removesuffix('.weight')}"
-    return matches(module, [*targets, *(f"*.{target}" for target in targets)])
+def _experts(block: BlockShape, names: tuple[str, ...]) -> list[TensorShape]:
+    """Return the params of experts that are adapted."""
+    return [
+        tensor
+        for tensor in block.tensors
+        if tensor.role == "experts"
+        and len(tensor.shape) == 3
+        and (ALL_EXPERTS in names or _ends_like(tensor, "", names))
+    ]
+
+
+def _ends_like(tensor: TensorShape, suffix: str, patterns: tuple[str, ...]) -> bool:
+    name = f"model.layers.0.{tensor.name.removesuffix(suffix)}"
+    return matches(name, [*patterns, *(f"*.{pattern}" for pattern in patterns)])
 
 
 def _linear(block: BlockShape) -> Iterator[TensorShape]:

@@ -152,10 +152,16 @@ class BlockShape:
 
     @cached_property
     def adapted_widths(self) -> tuple[int, int, int]:
-        """The inputs, ranks and outputs of its adapters, each added up."""
-        inward = [tensor.shape for tensor in self.tensors if tensor.adapts == "in"]
-        outward = (tensor.shape[0] for tensor in self.tensors if tensor.adapts == "out")
-        return sum(size for _, size in inward), sum(rank for rank, _ in inward), sum(outward)
+        """The inputs, ranks and outputs of its adapters for a token, each added up."""
+        inputs = ranks = outputs = 0.0
+        for tensor in self.tensors:
+            times = self.experts_per_token if tensor.role == "experts" else 1
+            if tensor.adapts == "in":
+                ranks += tensor.shape[0] * self._share(tensor)
+                inputs += tensor.shape[1] * times
+            elif tensor.adapts == "out":
+                outputs += tensor.shape[0] * times
+        return round(inputs), round(ranks), round(outputs)
 
     def _share(self, tensor: TensorShape) -> float:
         if tensor.role == "experts" and self.num_experts:

@@ -96,9 +96,9 @@ _OUTWARD = ("down_proj", "mlp.c_proj", "fc2", "dense_4h_to_h", "fc_out")
 
 def _half(name: str) -> Literal["", "in", "out"]:
     """Return which half of an adapter a param is."""
-    if name.endswith(".lora_A"):
+    if name.endswith("lora_A"):
         return "in"
-    return "out" if name.endswith(".lora_B") else ""
+    return "out" if name.endswith("lora_B") else ""
 
 
 def _leads_out(tensor: TensorShape) -> bool:

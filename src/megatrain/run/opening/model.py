@@ -36,7 +36,7 @@ from megatrain.model_files import (
     is_lfs_pointer,
     lfs_pointer_text,
 )
-from megatrain.models.adapters.lora import Lora
+from megatrain.models.adapters.lora import Adapters, Lora, has_shared_experts
 from megatrain.models.decoder import Decoder
 from megatrain.models.patterns import check_patterns
 from megatrain.ranks.ranks import ALONE, Ranks
@@ -199,6 +199,7 @@ def adapters_of(config: Config) -> tuple[Lora | None, AdapterFolder | None]:
         alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
         dropout=lora.dropout,
         targets=lora.targets,
+        params=lora.experts,
         rslora=lora.rslora,
         seed=config.train.seed,
     )
@@ -299,6 +300,13 @@ def scratch_of(config: Config, settings: StepSettings, kinds: tuple[Kind, ...]) 
     return Scratch(folder=Path(folder), kinds=on_disk, most_bytes=most_bytes)
 
 
+def _beside_params(adapters: Adapters) -> str:
+    if not adapters.params:
+        return ""
+    without = ", these without dropout" if adapters.lora.dropout else ""
+    return f" and {len(adapters.params)} params of experts or other modules{without}"
+
+
 def adapter_notes(decoder: Decoder) -> list[str]:
     """Return what is trained in place of the model, and what of its layers has no adapter."""
     adapters = decoder.adapters
@@ -306,11 +314,13 @@ def adapter_notes(decoder: Decoder) -> list[str]:
         return []
     trained = sum(param.num_elements for param in decoder.params if param.trained)
     note = (
-        f"lora: rank {adapters.lora.rank} beside {len(adapters.modules)} linear modules, "
-        f"{trained:,} trained params; the model is frozen"
+        f"lora: rank {adapters.lora.rank} beside {len(adapters.modules)} linear modules"
+        f"{_beside_params(adapters)}, {trained:,} trained params; the model is frozen"
     )
     if adapters.left_out:
         note += f". Without an adapter: {listing(adapters.left_out)}"
+    if not adapters.params and has_shared_experts(decoder.model, decoder.layers_path):
+        note += ". lora.experts: true adapts experts, too"
     notes = [note]
     if lost := not_loaded_by_peft(decoder):
         notes.append(
