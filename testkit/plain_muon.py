@@ -58,7 +58,7 @@ class PlainMuon:
         for name, single in self._matrices.items():
             for one, part in zip(single, _single(gradients[name]), strict=True):
                 one.grad = part * scale
-        self._muon.step()
+        self._muon.step()  # type: ignore[no-untyped-call]
         others = {name: gradients[name] for name in self._adamw.masters}
         self._adamw.update(others, self._number, scale)
         for name, master in self._adamw.masters.items():

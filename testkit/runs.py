@@ -47,6 +47,7 @@ class Setting:
     eval_every: int | None = 3
     tape: str = "device"
     frozen: bool = False
+    optimizer: str = "adamw"
     state: str = "fp32"
     tier: str = "none"
     """Other than none only under `forced_tier`."""
@@ -117,7 +118,13 @@ def config_of(world: Path, run: Path, setting: Setting, **changes: Any) -> Confi
             "packing": setting.packing,
         },
         "train": train,
-        "optim": {"learning_rate": 1e-2, "schedule": "cosine", "warmup": 2, "state": setting.state},
+        "optim": {
+            "name": setting.optimizer,
+            "learning_rate": 1e-2,
+            "schedule": "cosine",
+            "warmup": 2,
+            "state": setting.state,
+        },
         "memory": {
             "device": "cpu",
             "tape": setting.tape,

@@ -8,13 +8,15 @@ from typing import Literal
 import pytest
 import torch
 
-from megatrain.memory.kinds import Kind
+from megatrain.memory.kinds import Kind, store_kinds
 from megatrain.memory.layout import ALIGN, PAGE, Layout, build_layout, has_kind, kind_dtype
 from megatrain.models.build import build_decoder
 from megatrain.models.decoder import Block, Param
-from megatrain.optim.states import WITH_CLIP
+from megatrain.optim.states import MUON_8BIT, WITH_CLIP
 from megatrain.step.ops import Role
 from testkit.families import FAMILIES, tiny_config
+
+WITH_MUON = store_kinds(MUON_8BIT, waits=True)
 
 
 def _overlaps(layout: Layout) -> list[str]:
@@ -29,16 +31,25 @@ def _overlaps(layout: Layout) -> list[str]:
     return found
 
 
+@pytest.mark.parametrize("kinds", [WITH_CLIP, WITH_MUON], ids=["adamw", "muon"])
 @pytest.mark.parametrize("family", FAMILIES[::10])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_params_never_overlap_and_are_aligned(family: str, dtype: Literal["bf16", "fp32"]) -> None:
+def test_params_never_overlap_and_are_aligned(
+    family: str, dtype: Literal["bf16", "fp32"], kinds: tuple[Kind, ...]
+) -> None:
     decoder = build_decoder(tiny_config(family), dtype, frozen=("*.0.*",))
-    layout = build_layout(decoder.blocks, WITH_CLIP)
+    layout = build_layout(decoder.blocks, kinds)
     assert _overlaps(layout) == []
     for place in layout.places.values():
         assert place.start % ALIGN == 0
-        for kind in WITH_CLIP:
-            assert place.has(kind) == has_kind(kind, place.param.dtype, place.param.trained)
+        for kind in kinds:
+            has = has_kind(
+                kind,
+                place.param.dtype,
+                trained=place.param.trained,
+                matrices=place.segment.matrices,
+            )
+            assert place.has(kind) == has
             if place.has(kind):
                 block = layout.block_extents[place.segment.block, kind]
                 extent = place.extent(kind)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from megatrain.config.sections import LoraSettings
 from megatrain.memory.kinds import Kind
-from megatrain.optim.states import ADAMW
+from megatrain.optim import muon
+from megatrain.optim.states import ADAMW, STATES
 from megatrain.planning.catalog.known_models import find_known_model
 from megatrain.planning.costs import (
     EAGER,
     EAGER_BACKWARD,
     FUSED,
     FUSED_BACKWARD,
+    NUM_PRODUCT_STEPS,
     Cost,
     Costs,
     elementwise_bytes,
@@ -44,6 +47,37 @@ def test_an_update_takes_the_traffic_of_its_states() -> None:
     assert lion.dram_rate == pytest.approx(adamw.dram_rate)
     num_params = adamw.num_bytes / 2
     assert adamw.seconds == pytest.approx(num_params / PROFILE.update_params_per_s)
+
+
+def muon_costs(tokens: int = 2048, **changes: Any) -> dict[OpKind, Cost]:
+    model = SMALL.with_matrices_apart()
+    workload = Workload(model=model, step_tokens=tokens, states=STATES["muon"])
+    settings = SETTINGS.changed(state="bf16", **changes)
+    ops = steady_step(step_shape(settings, workload, unified=False))
+    costs = Costs(PROFILE, workload, settings)
+    return {op.kind: costs.of(op) for op in ops if op.block == 1}
+
+
+def test_matrices_cost_two_passes_two_copies_and_products_of_their_smaller_side() -> None:
+    found, layer = muon_costs(), SMALL.with_matrices_apart().structures[0]
+    elements = layer.matrix_elements()
+    rate = PROFILE.update_params_per_s * 26
+    assert found[OpKind.MOMENTUM].seconds == pytest.approx(8 * elements / rate)
+    others = layer.trained_elements() - elements
+    assert found[OpKind.UPDATE].seconds == pytest.approx((10 * elements + 18 * others) / rate)
+    for kind in (OpKind.SEND, OpKind.RETURN):
+        assert found[kind].num_bytes == 2 * elements
+    assert NUM_PRODUCT_STEPS == muon.NUM_STEPS
+    least = sum(
+        NUM_PRODUCT_STEPS * 2 * min(t.shape) ** 2 * (2 * max(t.shape) + min(t.shape))
+        for t in layer.matrices
+    ) / max(point.flops for point in PROFILE.forward_flops)
+    assert found[OpKind.ORTHOGONALIZE].seconds >= least > 0
+
+
+def test_newton_schulz_does_not_depend_on_the_tokens_of_a_step() -> None:
+    short, long = (muon_costs(tokens)[OpKind.ORTHOGONALIZE] for tokens in (2048, 65536))
+    assert short == long
 
 
 @pytest.mark.parametrize("head_pieces", [2, 5])

@@ -99,6 +99,17 @@ def small_shapes(num_layers: int) -> Iterator[StepShape]:
         )
 
 
+def with_matrices(num_layers: int) -> Iterator[StepShape]:
+    """Some of the small shapes, with matrices in all trained layers or in every other one."""
+    for number, shape in enumerate(small_shapes(num_layers)):
+        fits = shape.update != "none" and not shape.speculated and not shape.spills
+        flags = [shape.trained[block] and block in shape.layers for block in range(num_layers + 2)]
+        if number % 2:
+            flags = [flag and block % 2 == 1 for block, flag in enumerate(flags)]
+        if fits and number % 5 < 2 and any(flags):
+            yield replace(shape, matrices=tuple(flags))
+
+
 def test_small_shapes_are_more_than_ten_thousand() -> None:
     shapes = [shape for num_layers in range(1, 9) for shape in small_shapes(num_layers)]
     assert len(set(shapes)) == len(shapes) > 10_000
@@ -115,10 +126,18 @@ def test_every_small_shape_keeps_all_laws(num_layers: int, part: int) -> None:
 
 
 @pytest.mark.parametrize(
+    "num_layers", [1, 3, *(pytest.param(n, marks=pytest.mark.merge) for n in (2, 4, 5))]
+)
+def test_so_do_shapes_with_matrices(num_layers: int) -> None:
+    for shape in with_matrices(num_layers):
+        check_schedules(shape, two_steps(shape))
+
+
+@pytest.mark.parametrize(
     "num_layers", [1, *(pytest.param(n, marks=pytest.mark.merge) for n in (2, 5))]
 )
 def test_declarations_alone_order_the_ops(num_layers: int) -> None:
-    for shape in small_shapes(num_layers):
+    for shape in itertools.chain(small_shapes(num_layers), with_matrices(num_layers)):
         if shape.num_micro == 2:
             check_schedules(shape, map(one_lane_per_kind, short_life(shape)))
 
@@ -541,6 +560,7 @@ def test_an_op_without_its_place_is_found() -> None:
 
 # Dropped declarations fail: mutation of every (kind, reads or writes, family).
 
+MATRICES = (False, True, True, True, True, False)
 MUTANT_SHAPES = [
     StepShape(num_blocks=6, num_micro=2, tape="host", tape_slots=4, update="late", tied=True),
     StepShape(num_blocks=6, num_micro=2, update="in_backward", grad_slots=1),
@@ -563,6 +583,11 @@ MUTANT_SHAPES = [
     StepShape(num_blocks=6, num_micro=2, tape="host", update="late", kept_layers=2),
     StepShape(num_blocks=6, num_micro=2, update="late", speculated=2),
     StepShape(num_blocks=5, update="late", speculated=3, copying=False),
+    StepShape(num_blocks=6, num_micro=2, update="late", matrices=MATRICES),
+    StepShape(num_blocks=6, update="late", matrices=MATRICES, tier="states", copying=False),
+    StepShape(num_blocks=6, update="in_backward", matrices=MATRICES, divided=True),
+    StepShape(num_blocks=6, update="in_backward", matrices=MATRICES, tier="states", grad_slots=1),
+    StepShape(num_blocks=6, update="second_backward", matrices=MATRICES, copying=False),
 ]
 Mutant = tuple[OpKind, str, str | int]
 
@@ -624,10 +649,23 @@ EQUIVALENT: dict[Mutant, str] = {
         "BACKWARD(b,m) by the gradient slot; the last one is before FORWARD(b,m), which is before "
         "BACKWARD(b,m) by the tape or, for the embedding, by hidden and dhidden"
     ),
-    (OpKind.UPDATE, "reads", "grad"): (
-        "NORM reads it too and comes before: CLIP reads norm and UPDATE reads clip; and the next "
-        "DRAIN(b) is behind UPDATE(b) by weights, FORWARD, BACKWARD and the gradient slot"
+    **dict.fromkeys(
+        [
+            *((OpKind.MOMENTUM, "reads", at) for at in ("grad", "host_grad", "master")),
+            (OpKind.MOMENTUM, "reads", "tier_slot"),
+            *((OpKind.ORTHOGONALIZE, "reads", at) for at in ("grad", "host_grad", "grad_slot")),
+            (OpKind.COLLECT, "reads", "grad_slot"),
+        ],
+        "writes it too",
     ),
+    (OpKind.COLLECT, "writes", "grad_slot"): (
+        "reads it too, and ORTHOGONALIZE, which is next, writes it"
+    ),
+    (OpKind.MOMENTUM, "reads", "norm"): "writes the gradient that NORM reads, and so comes behind",
+    (OpKind.MOMENTUM, "writes", "master"): (
+        "reads it too; UPDATE(b), which writes it next, is behind by the directions"
+    ),
+    (OpKind.MOMENTUM, "writes", "tier_slot"): "the same, where masters are on disk",
 }
 
 

@@ -13,10 +13,11 @@ from megatrain.losses.preferences import Dpo
 from megatrain.memory.layout import build_layout
 from megatrain.memory.ledger import Ledger
 from megatrain.models.adapters.lora import Lora
+from megatrain.optim import muon
 from megatrain.optim.states import WITH_CLIP
 from megatrain.planning.levers.kept import KEPT_ACTIVATIONS
 from megatrain.planning.levers.tape import TAPE_ALIGNMENT
-from megatrain.planning.memory import device
+from megatrain.planning.memory import device, working
 from megatrain.planning.memory.device import device_lines
 from megatrain.planning.memory.kernels import Kernels
 from megatrain.planning.model.skeleton import shape_of
@@ -54,6 +55,7 @@ BATCHES: list[Batch] = [
 def test_numbers_of_modules_that_need_torch() -> None:
     assert device.PLANNED_OUTBOX_BYTES == outbox.OUTBOX_BYTES
     assert TAPE_ALIGNMENT == tape.ALIGNMENT
+    assert working.PLANNED_AT_ONCE == muon.AT_ONCE
 
 
 @pytest.mark.few(3)

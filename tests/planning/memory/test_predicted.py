@@ -11,7 +11,7 @@ import pytest
 from benchmarks.plan.configurations import Configuration
 from benchmarks.plan.memory import GIVING_BACK, MEMORY_TARGETS, measure_memory
 from megatrain.config.sections import LoraSettings
-from megatrain.memory.kinds import kinds_on_disk, store_kinds
+from megatrain.memory.kinds import divides_matrices, kinds_on_disk, store_kinds
 from megatrain.memory.layout import build_layout
 from megatrain.memory.ledger import Ledger
 from megatrain.memory.store import Store, store_ledger
@@ -19,7 +19,7 @@ from megatrain.memory.tier.ring import TierRing
 from megatrain.memory.tier.scratch_file import Tier, TierRegions
 from megatrain.models.adapters.lora import Lora
 from megatrain.models.decoder import Decoder
-from megatrain.optim.states import ADAMW, WITH_CLIP
+from megatrain.optim.states import ADAMW, MUON_8BIT, MUON_BF16, WITH_CLIP
 from megatrain.planning.memory.predicted import predicted_ledger, store_lines
 from megatrain.planning.model.partly_trained import with_adapters
 from megatrain.planning.model.skeleton import shape_of
@@ -50,8 +50,10 @@ def test_the_store_of_adapters_over_a_frozen_base_to_the_byte(family: str) -> No
 
 def _check_store(decoder: Decoder, dtype: Any) -> None:
     workload = Workload(model=shape_of(decoder), step_tokens=1, dtype=dtype)
-    for states in (ADAMW, LION, EIGHT_BIT):
+    for states in (ADAMW, LION, EIGHT_BIT, MUON_BF16, MUON_8BIT):
         planned = replace(workload, states={"fp32": states})
+        if divides_matrices(states):
+            planned = replace(planned, model=workload.model.with_matrices_apart())
         for update in ("late", "in_backward"):
             kinds = store_kinds(states, waits=update == "late")
             layout = build_layout(decoder.blocks, kinds)
