@@ -39,14 +39,14 @@ FAMILIES = """
 afmoe apertus arcee aria_text axk1 axk2 bailing_hybrid bamba beam biogpt bitnet bloom codegen cohere
 cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3 deepseek_v32 diffllama doge dots1 ernie4_5
 ernie4_5_moe exaone4 exaone_moe falcon falcon_h1 falcon_mamba flex_olmo flint gemma gemma2
-gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese
-gpt_oss gptj granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium
-hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 jamba jetmoe kolibri1 laguna lfm2 lfm2_moe
-llama llama4_text mamba mamba2 mellum mimo_v2_flash minicpm3 minimax minimax_m2 minimax_m3_vl_text
-ministral ministral3 mistral mixtral modernbert-decoder mpt nanochat nemotron nemotron_h olmo olmo2
-olmo3 olmo_hybrid olmoe openai-gpt opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3
-qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next recurrent_gemma seed_oss smollm3 solar_open
-stablelm starcoder2 vaultgemma xglm youtu
+gemma3_text gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neo gpt_neox
+gpt_neox_japanese gpt_oss gptj granite granite_swa granitemoe granitemoe_swa granitemoehybrid
+granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 jamba jetmoe
+kolibri1 laguna lfm2 lfm2_moe llama llama4_text mamba mamba2 mellum mimo_v2_flash minicpm3 minimax
+minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral modernbert-decoder mpt nanochat
+nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe openai-gpt opt persimmon phi phi3 phimoe
+qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next recurrent_gemma seed_oss
+smollm3 solar_open stablelm starcoder2 vaultgemma xglm youtu
 """.split()  # noqa: SIM905
 FAMILIES = [family for family in FAMILIES if family in CONFIG_MAPPING]
 """Older versions of transformers do not have all of them; the README says how many there are."""
@@ -55,6 +55,7 @@ COVERING = {
     "llama": "the plain decoder: rotary positions, grouped heads, an untied head",
     "qwen3": "what most people train: norms of queries and keys, a tied head",
     "gemma": "an embedding scale, norms by 1 + weight",
+    "gemma4_text": "embeddings for each layer, layers that read keys and values of earlier ones",
     "gemma2": "windows in every second layer, soft caps of scores and logits",
     "gpt2": "learned positions, Conv1D projections, biases, a tied head",
     "opt": "learned positions with an offset, ReLU",
@@ -99,7 +100,11 @@ EXTRA: dict[str, dict[str, Any]] = {
 } | {
     "dots1": {"n_shared_experts": 1, "routed_scaling_factor": 1.0},
     "falcon": {"head_dim": None},
-    "gemma4_text": {"hidden_size_per_layer_input": 16, "num_kv_shared_layers": 0},
+    "gemma4_text": {
+        "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 4, "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "vocab_size_per_layer_input": 320, "global_head_dim": 32,
+    },
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2},
@@ -118,7 +123,6 @@ EXTRA: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 REFUSED = {
-    "gemma4_text": "receives a trained tensor besides hidden states",
     "glm_moe_dsa": "receives more from an earlier layer than hidden states",
     "hrm_text": "do not each run once",
     "hy_v4": "receives more from an earlier layer than hidden states",

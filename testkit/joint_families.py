@@ -107,7 +107,10 @@ PARTS: dict[tuple[str, str], dict[str, Any]] = {
         "moe_intermediate_size": [32, 16], "moe_num_experts": 4,
         "rope_parameters": _mrope([3, 3, 2]),
     },
-    ("gemma4", _TEXT): {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+    ("gemma4", _TEXT): {
+        "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     ("gemma4", ""): {"vision_config": {"model_type": "gemma4_vision", **TOWER, "head_dim": 16}},
     ("gemma4_unified", _TEXT): {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
     ("gemma4_unified", ""): {"vision_config": {"model_type": "gemma4_unified_vision", **TOWER}},

@@ -81,9 +81,9 @@ A checkpoint of adapters has no copy, because it does not contain the base.
   params apart.
 - *text*: the family of the text decoder in the tests. Where transformers lets a folder choose it,
   any causal language model of transformers is tried.
-- Gemma 4: 26B-A4B and 31B are trained. E2B and E4B are refused, because each of their layers also
-  receives an embedding of its own (`hidden_size_per_layer_input`), and their last layers read keys
-  and values of earlier ones (`num_kv_shared_layers`). A config that sets either key is refused.
+- Gemma 4: all sizes. In E2B and E4B each layer also gets an embedding of its own
+  (`hidden_size_per_layer_input`), and the last layers read keys and values of earlier ones
+  (`num_kv_shared_layers`); see [per-layer inputs](#per-layer-inputs).
 - *packs*: as above; never with `model.attn: flash_attention_2`. The others were not shown to keep
   documents apart: layers have a state, or positions of several axes (M-RoPE) do not reach masks.
 
@@ -103,6 +103,25 @@ These were not tested, because we have no tiny model of them: {}.
 """
 
 PUBLISHED = """
+## Per-layer inputs
+
+Layers may get more than hidden states: an embedding of each token for each layer, which the model
+looks up and projects before its first layer (Gemma 4 E2B and E4B), or keys and values that earlier
+layers have left for them. Gradients go back through both, with the bits of the plain model
+(`tests/engine/test_passed.py`).
+
+- Both are on the device from forward to backward, and so are their gradients: for E4B
+  43 kB per token of a step for embeddings, 12 kB for keys and values. The plan counts them.
+- The table of per-layer embeddings is a part of the embedding block, which is on the device whole:
+  2.8B of the 7.5B params of E4B, 5.6 GB, and 11 GB of gradient. By the plan, training all
+  weights needs a card of 32 GB; with adapters, or with this table frozen
+  (`model.frozen: ["*embed_tokens_per_layer*"]`), 24 GB are enough.
+- Layers of these models are not cut into tiles, and those that share keys and values are not
+  compiled.
+- A tensor that one layer makes and returns beside hidden states for the next one is refused by
+  name (glm_moe_dsa, hy_v4: an index of keys), and so is one that several layers get from the front
+  (zamba2).
+
 ## Folders as published
 
 - **Code in a folder** (`auto_map` in config.json: DeepSeek, Phi, MiniMax, ...) is never run. Where
@@ -154,9 +173,6 @@ gives the reason.
 """
 
 OTHERS = """
-gemma4_text is refused where it has per-layer embeddings (`hidden_size_per_layer_input`), as in E2B
-and E4B; the larger sizes are published as the joint model above.
-
 ## Not in the table
 
 inkling_text loads and trains, but not to the bit: in fp32 no gradient of a tiny model has the bits

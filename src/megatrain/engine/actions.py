@@ -34,6 +34,7 @@ from megatrain.losses.loss import NEXT_TOKEN, Loss
 from megatrain.models.balance import probability_sums
 from megatrain.models.documents import attending
 from megatrain.models.key_values import TextCache
+from megatrain.models.passed import LayerCalls
 from megatrain.models.probing.stand_ins import Call
 from megatrain.step.ops import Op, OpKind, Role
 
@@ -64,7 +65,7 @@ class StepActions:
         self._part = part
         self._hidden: dict[int, Tensor] = {}
         self._d_hidden: dict[int, Tensor] = {}
-        self._calls: dict[int, list[Call]] = {}
+        self._calls: dict[int, LayerCalls] = {}
         self._sent = machine.inputs.laid_out(
             part.batch, machine.weights.rows, predicts=predicts, caches=caches
         )
@@ -132,19 +133,26 @@ class StepActions:
         with torch.no_grad():
             if op.role is Role.EMBEDDING:
                 rows = self._inputs[micro].rows
-                hidden, self._calls[micro] = self._front(weights, micro, rows)
+                hidden, calls = self._front(weights, micro, rows)
+                self._calls[micro] = machine.layer_calls(calls)
             else:
-                given = self._hidden.pop(micro)
-                call = self._calls[micro][block - 1]
+                given, layer = self._hidden.pop(micro), block - 1
+                passing = self._calls[micro]
                 with attending(self._inputs[micro].documents):
                     if op.keeps_activations:
                         leaves = machine.weights.leaves(op)
                         leaf = given.detach().requires_grad_(op.passes_gradient)
-                        hidden, logits = machine.kept.forward((block, micro), leaves, leaf, call)
+                        link = passing.linked(layer, passes_gradient=op.passes_gradient)
+                        hidden, logits = machine.kept.forward((block, micro), leaves, leaf, link)
+                        passing.after_forward(layer, link)
                     else:
                         hidden, logits = machine.layers.forward(
-                            weights, given, call, lambda tile: self._seed(block, micro, tile)
+                            weights,
+                            given,
+                            passing[layer],
+                            lambda tile: self._seed(block, micro, tile),
                         )
+                        passing.after_forward(layer)
                 if self._routing is not None:
                     inputs = self._inputs[micro]
                     self._routing.add(logits, inputs.mask, inputs.num_tokens)
@@ -194,18 +202,19 @@ class StepActions:
             self._pass_gradient(op, None)
             return
         returned = Returned(d_hidden, lambda logits, columns: self._balance(logits, micro, columns))
-        if op.keeps_activations:
+        if op.keeps_activations:  # its graph has its link
             passed = machine.kept.backward((block, micro), leaves, returned, machine.gradients.add)
             self._pass_gradient(op, passed)
             return
         kept = machine.tape.take((block, micro), op.tape_slot, stays=op.comes_again)
         given = kept.detach().requires_grad_(op.passes_gradient)
+        link = self._calls[micro].linked(block - 1, passes_gradient=op.passes_gradient)
         with attending(self._inputs[micro].documents):
             passed = machine.layers.backward(
                 leaves,
                 given,
-                self._calls[micro][block - 1],
-                returned,
+                link.call,
+                returned._replace(link=link),
                 machine.gradients.add,
                 lambda tile: self._seed(block, micro, tile),
             )
@@ -221,8 +230,9 @@ class StepActions:
             selected = tokens.select(leaves, self._part.batch[micro].input_ids)
             leaves, rows = selected.leaves, selected.places
         with torch.enable_grad():
-            hidden, _ = self._front(leaves, micro, rows)
-        grads = dict(gradients_of([(hidden, d_hidden)], leaves, None).params)
+            hidden, calls = self._front(leaves, micro, rows)
+        outputs = [(hidden, d_hidden), *self._calls[micro].front_outputs(calls)]
+        grads = dict(gradients_of(outputs, leaves, None).params)
         if tokens is not None and selected is not None:
             found = grads.pop(tokens.name)
             if found is not None:

@@ -34,6 +34,8 @@ from megatrain.memory.tier.ring import TierRing, check_tier
 from megatrain.models.balance import Routing
 from megatrain.models.decoder import Decoder
 from megatrain.models.experts import count_on_host, has_experts
+from megatrain.models.passed import LayerCalls
+from megatrain.models.probing.stand_ins import Call
 from megatrain.models.template import Template
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.step.ops import SlotId
@@ -80,6 +82,11 @@ class Machine:
         assert self.decoder.balancing is not None
         shared = self.shared_routing
         return Routing(self.decoder.balancing, None if shared is None else shared.own)
+
+    def layer_calls(self, calls: Sequence[Call]) -> LayerCalls:
+        """Return the calls of a micro-batch's layers, for a step."""
+        trains = any(param.trained for param in self.decoder.blocks[0].params)
+        return LayerCalls(calls, self.decoder.looked_up, self.device.counted, trains_front=trains)
 
     def forget(self) -> None:
         """Drop what a failed step kept for its backward."""

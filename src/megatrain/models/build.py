@@ -104,6 +104,7 @@ def build_decoder(
         asks_balancing=asked and has_own_balancing(model, path),
         carried=tuple(_carried_param(model, name, aliases) for name in sides.never),
         end_tokens=named_ends(config),
+        looked_up=sides.looked_up,
     )
 
 

@@ -73,7 +73,7 @@ IGNORED_KEYS = {"_name_or_path", "_commit_hash"}
 # ... and these do, and are plain values.
 UNDERSCORED = {"_sliding_window_pattern", "_remove_final_layer_norm", "_pad_token_id"}
 PER_LAYER = "per_layer_config"
-"""A key that transformers writes for text parts whose layers differ in width."""
+"""A key that transformers writes for text decoders whose layers differ in width."""
 AUTOSET = "_attn_implementation_autoset"
 """A flag that many folders carry; as a flag, and only so, it is ignored."""
 KNOWN_DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
@@ -129,7 +129,12 @@ def parse_config(data: bytes) -> PreTrainedConfig:
     if not joint:
         _check_single(model_type)
     _check_repeats(fields)
-    passed = _passed(fields, config_class)
+    own_layers = PER_LAYER in fields and PER_LAYER in config_class().to_dict()
+    passed = (
+        _passed_part(model_type, fields, config_class)
+        if own_layers
+        else _passed(fields, config_class)
+    )
     try:
         config = config_class.from_dict(passed)
     except Exception as error:  # transformers validates with many kinds of exception
@@ -313,7 +318,7 @@ def _passed(fields: dict[str, Any], config_class: type[PreTrainedConfig]) -> dic
 def _passed_part(
     name: str, fields: dict[str, Any], config_class: type[PreTrainedConfig]
 ) -> dict[str, Any]:
-    """Return what transformers may see of a part. Its layers may have other fields."""
+    """Return what transformers may see of a decoder whose layers may have other fields."""
     layers = fields.get(PER_LAYER)
     if layers is None:
         return _passed(fields, config_class)

@@ -22,6 +22,7 @@ from megatrain.models.adapters.lora import Adapters
 from megatrain.models.balance import Balancing
 from megatrain.models.matrices import is_hidden_matrix
 from megatrain.models.multimodal import text_part
+from megatrain.models.tiled_layer import TensorPath
 from megatrain.step.ops import Role
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -88,6 +89,8 @@ class Decoder:
     """Params and persistent buffers of a joint model that text never reads: without values here."""
     end_tokens: frozenset[int] = frozenset()
     """Tokens that end a text, by the files of the model; a tokenizer may have one more."""
+    looked_up: tuple[frozenset[TensorPath], ...] = ()
+    """For each layer, its arguments that gradients go back through (models/passed.py)."""
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -97,6 +100,12 @@ class Decoder:
     def text_config(self) -> PreTrainedConfig:
         """Config of the decoder itself: a part of a joint model's `config`, else the same."""
         return text_part(self.model.config)
+
+    @property
+    def passes_more(self) -> bool:
+        """Whether layers get more than hidden states that gradients go back through."""
+        shares = bool(getattr(self.text_config, "num_kv_shared_layers", None))
+        return shares or any(self.looked_up)
 
     @property
     def layers(self) -> nn.ModuleList:

@@ -218,6 +218,12 @@ def has_cache(call: Call) -> bool:
 def bytes_per_token(config: PreTrainedConfig, element_bytes: int) -> int:
     """Return at most how many bytes a token takes in a cache."""
     config = text_part(config)
+    if config.is_heterogeneous:  # then its layers have their own configs
+        return sum(_layer_bytes(layer, element_bytes) for layer in config.per_layer_config)
+    return int(config.num_hidden_layers * _layer_bytes(config, element_bytes))
+
+
+def _layer_bytes(config: PreTrainedConfig, element_bytes: int) -> int:
     heads = getattr(config, "num_attention_heads", None) or 1
     kept = getattr(config, "num_key_value_heads", None) or heads
     kept = max(kept) if isinstance(kept, list) else kept
@@ -226,4 +232,4 @@ def bytes_per_token(config: PreTrainedConfig, element_bytes: int) -> int:
         getattr(config, "qk_rope_head_dim", None) or 0
     )
     value = getattr(config, "v_head_dim", None) or head
-    return int(config.num_hidden_layers * kept * (max(key, head) + value) * element_bytes)
+    return int(kept * (max(key, head) + value) * element_bytes)

@@ -47,6 +47,7 @@ from megatrain.models.documents import (
     with_packed_masks,
 )
 from megatrain.models.key_values import has_cache
+from megatrain.models.passed import shared_mapping
 from megatrain.models.probing.dispatch import intercepted
 from megatrain.models.probing.logits import Function, TracedScores, Tracer, examined
 from megatrain.models.probing.stand_ins import (
@@ -147,8 +148,9 @@ class Template:
     def routed_layer(self, weights: NamedTensors, hidden: Tensor, call: Call) -> LayerOutput:
         """Return what the layer of `call` makes of `hidden`, and the logits of its routers."""
         bound, module = self.bound(weights, call), self._modules[call.layer]
-        # A cache grows by a token with each call: every length would be compiled again.
-        if self._regions is not None and not has_cache(call):
+        # A cache grows by a token with each call: every length would be compiled again. A mapping
+        # that layers leave tensors in is not an output of a graph.
+        if self._regions is not None and not has_cache(call) and shared_mapping(call) is None:
             with attending_in_graph() as for_graph:
                 args = tuple(map(for_graph, call.args))
                 kwargs = {name: for_graph(value) for name, value in call.kwargs.items()}
@@ -240,6 +242,8 @@ class Template:
 
     def _find_cuts(self) -> list[Cut | None]:
         """Return the cut of each layer; layers of equal structure have the same."""
+        if self._decoder.passes_more:  # tiles know of hidden states alone
+            return [None] * len(self._modules)
         if self.model in _CUTS:
             return _CUTS[self.model]
         firsts = representatives(self._modules)

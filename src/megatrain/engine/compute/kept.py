@@ -25,12 +25,11 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from megatrain.engine.compute.graph import gradients_of
-from megatrain.engine.compute.layers import AddGradients, Returned, tail_tile
+from megatrain.engine.compute.layers import AddGradients, Returned, gradients_with, tail_tile
 from megatrain.engine.tape import Key
 from megatrain.errors import ConfigError
 from megatrain.models.compiled import LayerOutput
-from megatrain.models.probing.stand_ins import Call
+from megatrain.models.passed import Link
 from megatrain.models.template import Template
 from megatrain.step.settings import StepSettings
 
@@ -61,13 +60,15 @@ class KeptActivations:
         self._graphs: dict[Key, _Graph] = {}
 
     def forward(
-        self, key: Key, leaves: Mapping[str, Tensor], given: Tensor, call: Call
+        self, key: Key, leaves: Mapping[str, Tensor], given: Tensor, link: Link
     ) -> LayerOutput:
-        """Return what the layer of `call` makes of `given`, without a graph: that is kept here."""
-        saved = _SavedTensors(leaves, (given, call.args, call.kwargs), self._counted)
+        """Return what the layer of `link` makes of `given`, without a graph: that is kept here."""
+        call = link.call
+        shared = (given, call.args, call.kwargs, list(link.leaves.values()))
+        saved = _SavedTensors(leaves, shared, self._counted)
         with torch.enable_grad(), saved_tensors_hooks(saved.pack, saved.unpack):
             hidden, logits = self._template.routed_layer(leaves, given, call)
-        self._graphs[key] = _Graph(leaves, given, hidden, logits, saved)
+        self._graphs[key] = _Graph(leaves, given, hidden, logits, saved, link)
         return hidden.detach(), tuple(one.detach() for one in logits)
 
     def backward(
@@ -82,9 +83,7 @@ class KeptActivations:
             balance = returned.balance(graph.logits, slice(None))
         outputs = [(graph.hidden, returned.d_hidden), *balance]
         with graph.saved.reading(weights):
-            grads = gradients_of(outputs, graph.leaves, graph.given)
-        add(grads.params)
-        return grads.given
+            return gradients_with(graph.link, outputs, graph.leaves, graph.given, add)
 
     def clear(self) -> None:
         """Forget what a failed step left."""
@@ -98,6 +97,7 @@ class _Graph:
     hidden: Tensor
     logits: Sequence[Tensor]
     saved: _SavedTensors
+    link: Link
 
 
 class _Place(NamedTuple):

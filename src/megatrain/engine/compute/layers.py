@@ -35,8 +35,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatrain.engine.compute.graph import gradients_by, gradients_of
+from megatrain.engine.compute.graph import gradients_by
 from megatrain.models.compiled import LayerOutput
+from megatrain.models.passed import Link
 from megatrain.models.probing.stand_ins import Call
 from megatrain.models.template import Template
 from megatrain.models.tiled_layer import (
@@ -63,6 +64,8 @@ class Returned(NamedTuple):
 
     d_hidden: Tensor
     balance: Balance
+    link: Link | None = None
+    """Tensors besides hidden states that gradients go back through; None: there are none."""
 
 
 def tail_tile(settings: StepSettings) -> int | None:
@@ -125,9 +128,8 @@ class Layers:
         with torch.enable_grad():
             hidden, logits = self._template.routed_layer(leaves, given, call)
             balance = returned.balance(logits, slice(None))
-        grads = gradients_of([(hidden, returned.d_hidden), *balance], leaves, given)
-        add(grads.params)
-        return grads.given
+        outputs = [(hidden, returned.d_hidden), *balance]
+        return gradients_with(returned.link, outputs, leaves, given, add)
 
     def _tiled(
         self, weights: Mapping[str, Tensor], hidden: Tensor, call: Call, draw: Draw
@@ -139,6 +141,23 @@ class Layers:
         if layer is None or len(tiles) == 1:
             return None
         return TiledLayer(layer, call, tiles, self._template.bound(weights, call), draw)
+
+
+def gradients_with(
+    link: Link | None,
+    outputs: Sequence[tuple[Tensor, Tensor]],
+    leaves: Mapping[str, Tensor],
+    given: Tensor,
+    add: AddGradients,
+) -> Tensor | None:
+    """Add up the gradients of `leaves`, hand on those of a link; return that of `given`."""
+    linked = {} if link is None else link.leaves
+    more = [] if link is None else link.outputs()
+    params, passed, d_given = gradients_by([*outputs, *more], leaves, linked, given)
+    if link is not None:
+        link.give(passed)
+    add(params)
+    return d_given
 
 
 class TiledLayer:

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from megatrain.errors import NotSplittable, listing
 from megatrain.models.decoder import persistent_buffers
 from megatrain.models.multimodal import joint_class, text_part
+from megatrain.models.passed import shared_mapping
 from megatrain.models.probing.stand_ins import (
     Call,
     ExtraOutput,
@@ -37,6 +38,7 @@ from megatrain.models.probing.stand_ins import (
     stand_in_weights,
     tensors_in,
 )
+from megatrain.models.tiled_layer import TensorPath, tensors_by_path
 
 MAX_LAYER_OUTPUTS = 3
 MAX_STAND_IN = 1 << 26
@@ -53,6 +55,8 @@ class Sides:
     """Params and persistent buffers of a joint model that text never reads."""
     num_outputs: int
     """Outputs of a layer: 0 when it returns hidden states alone, else the length of the tuple."""
+    looked_up: tuple[frozenset[TensorPath], ...]
+    """For each layer, the arguments besides hidden states that gradients go back through."""
 
 
 def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
@@ -97,7 +101,7 @@ def find_sides(model: PreTrainedModel, path: str, layers: nn.ModuleList, head_pa
     large = frozenset(_large(model, moments))
     reads = Reads({**weights, **buffers}, large)
     calls, num_outputs = _probe(model, path, layers, head_path, moments, weights, reads)
-    _refuse_crosstalk(model, calls, len(layers))
+    looked_up = _looked_up(model, calls, len(layers))
     owned = _owned_names(model, f"{path}.", head_path)
     before: list[str] = []
     after: list[str] = []
@@ -118,7 +122,9 @@ def find_sides(model: PreTrainedModel, path: str, layers: nn.ModuleList, head_pa
                 f"the layers (seen after {sorted(moments[name])} of {len(layers)} layers)"
             )
         (before if sides == {True} else after).extend(params)
-    return Sides(before=before, after=after, never=never, num_outputs=num_outputs)
+    return Sides(
+        before=before, after=after, never=never, num_outputs=num_outputs, looked_up=looked_up
+    )
 
 
 def _refuse_large(model: PreTrainedModel, modules: Iterable[str]) -> None:
@@ -201,31 +207,44 @@ def _probe(
     ) from failures[0]
 
 
-def _refuse_crosstalk(model: PreTrainedModel, calls: list[Call], num_layers: int) -> None:
-    """Refuse layers that are not a plain chain of hidden states."""
+def _looked_up(
+    model: PreTrainedModel, calls: list[Call], num_layers: int
+) -> tuple[frozenset[TensorPath], ...]:
+    """Return the trained tensors that layers get besides hidden states, each for one layer.
+
+    Refuses layers that are not a chain.
+    """
     family = model.config.model_type
     order = [call.layer for call in calls]
     if order != list(range(num_layers)):
         raise NotSplittable(
             f"{family}: its {num_layers} layers do not each run once, in order: {order[:16]}"
         )
+    readers: dict[int, int] = {}
+    found: list[frozenset[TensorPath]] = []
     for call in calls:
-        for value in tensors_in((call.args, call.kwargs)):
-            if isinstance(value, ExtraOutput):
+        if any(isinstance(value, ExtraOutput) for value in tensors_in((call.args, call.kwargs))):
+            raise NotSplittable(
+                f"{family}: layer {call.layer} receives more from an earlier layer than hidden "
+                "states"
+            )
+        tensors = tensors_by_path((call.args, call.kwargs))
+        trained = {path: tensor for path, tensor in tensors if tensor.requires_grad}
+        for tensor in trained.values():
+            # Its gradients would add up in another order than those of the plain model.
+            if (other := readers.setdefault(id(tensor), call.layer)) != call.layer:
                 raise NotSplittable(
-                    f"{family}: layer {call.layer} receives more from an earlier layer than "
+                    f"{family}: layers {other} and {call.layer} receive one trained tensor besides "
                     "hidden states"
                 )
-            if value.requires_grad:
-                raise NotSplittable(
-                    f"{family}: layer {call.layer} receives a trained tensor besides hidden states"
-                )
-    # They pass through a mapping that layers fill, which stand-ins leave empty.
-    if num_shared := getattr(text_part(model.config), "num_kv_shared_layers", None):
+        found.append(frozenset(trained))
+    num_shared = getattr(text_part(model.config), "num_kv_shared_layers", None)
+    if num_shared and any(shared_mapping(call) is None for call in calls):
         raise NotSplittable(
             f"{family}: its last {num_shared} layers read keys and values of earlier layers "
-            "(num_kv_shared_layers)"
+            "(num_kv_shared_layers) in a way that is not known"
         )
+    return tuple(found)
 
 
 class Reads(TorchFunctionMode):

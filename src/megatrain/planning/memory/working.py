@@ -52,7 +52,8 @@ def working_bytes(
         for layer in set(layers[: len(layers) - len(kept)])
     ]
     looked_up = _looked_up_rows(workload, settings, tokens, unified=unified)
-    moments.append((looked_up + 4 * tokens) * model.hidden * width - gone)
+    embedding = (looked_up + 4 * tokens) * model.hidden * width + _other_tables(workload) * width
+    moments.append(embedding - gone)
     moments += [orthogonalized_bytes(layer) for layer in model.structures]
     if kernels.widens and width == 2:
         several = sum(sizes) > tokens
@@ -92,6 +93,13 @@ def _looked_up_rows(
     return looked_up_rows(workload, settings)
 
 
+def _other_tables(workload: Workload) -> int:
+    """Return the elements that the front trains besides the embedding: tables for each layer."""
+    model = workload.model
+    trained = sum(tensor.num_elements for tensor in model.embedding.trained_part.tensors)
+    return max(0, trained - model.vocab * model.hidden)
+
+
 def _widening_moments(
     workload: Workload, settings: StepSettings, tokens: int, *, several: bool, unified: bool
 ) -> Iterator[float]:
@@ -107,16 +115,19 @@ def _widening_moments(
     if added_whole and (several or chunked):
         yield rows + table * (width * (1 + chunked) + 4)
     if not unified and (several or model.tied) and model.embedding.is_trained:
-        yield rows + table * (width + 4)
+        yield rows + max(table, _other_tables(workload)) * (width + 4)
     for layer in model.structures if several else ():
         largest = max((t.num_elements for t in layer.trained_part.tensors), default=0)
         yield rows + layer.gradient_bytes(workload.dtype) + 4 * largest
 
 
 def _given_bytes(workload: Workload, tokens: int) -> float:
-    """Return what a micro-batch keeps all along: tokens, rotary tables, masks if it has any."""
+    """Return what a micro-batch keeps all along: tokens, rotary tables, masks if it has any.
+
+    What layers get besides hidden states, too, and its gradients.
+    """
     model = workload.model
-    total = 32.0 * tokens
+    total = 32.0 * tokens + 2 * model.passed_width * workload.element_bytes * tokens
     attention = [layer.attention for layer in model.structures if layer.attention is not None]
     if attention:
         total += 2 * workload.element_bytes * tokens * max(shape.head_dim for shape in attention)

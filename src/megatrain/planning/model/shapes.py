@@ -261,6 +261,8 @@ class ModelShape:
     """Copies of a part of the logits that its soft cap or scale holds while they go back."""
     carried_params: int = 0
     """Parameters outside the text model: copied to exports, never loaded."""
+    passed_width: int = 0
+    """Numbers per token that layers get besides hidden states, in all (models/passed.py)."""
 
     def packs_with(self, attn: str) -> bool:
         """Return whether documents of a packed row are kept apart, with this `model.attn`."""

@@ -59,7 +59,19 @@ def shape_of(decoder: Decoder, name: str = "") -> ModelShape:
         positions=_declared_positions(facts),
         logit_copies=_logit_copies(facts),
         carried_params=sum(param.num_elements for param in decoder.carried),
+        tiled=not decoder.passes_more,
+        passed_width=_passed_width(facts, len(layers)) if decoder.passes_more else 0,
     )
+
+
+def _passed_width(facts: dict[str, Any], num_layers: int) -> int:
+    """Return how many numbers per token layers get: their embeddings, shared keys and values."""
+    looked_up = num_layers * int(facts.get("hidden_size_per_layer_input") or 0)
+    if not facts.get("num_kv_shared_layers"):
+        return looked_up
+    attention = _attention_of(facts, None)
+    kinds = len(set(facts.get("layer_types") or [None]))
+    return looked_up + kinds * attention.kv_heads * (attention.head_dim + attention.value_dim)
 
 
 def _structure(
