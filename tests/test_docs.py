@@ -19,6 +19,7 @@ from megatrain.config.sections import DataSource, RopeSettings
 from megatrain.config.settings import SECTIONS
 from megatrain.errors import ConfigError
 from megatrain.run.trainer import Trainer
+from testkit.worlds import Case, make_batch, world_of
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -133,6 +134,32 @@ def test_what_the_page_says_of_a_trainer_exists() -> None:
 @pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", PYTHON, re.S))
 def test_the_code_of_the_page_is_code(code: str) -> None:
     compile(code, "python.md", "exec")
+
+
+def _code_with(text: str) -> dict[str, Any]:
+    """Execute the one example of the page that has `text`; return its names."""
+    (code,) = [one for one in re.findall(r"```python\n(.*?)```", PYTHON, re.S) if text in one]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    return names
+
+
+def test_the_loss_over_logits_is_short_and_trains() -> None:
+    made = _code_with("class Margin")
+    body = PYTHON.partition("class Margin")[2].partition("```")[0]
+    assert len(body.splitlines()) < 20
+    world, batch = world_of("llama in fp32"), make_batch(((2, 6), (3, 5)), seed=0)
+    with world.engine(Case(sort="", steps=(), update="late"), loss=made["Margin"]()) as engine:
+        losses = [engine.step(batch).loss for _ in range(5)]
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_the_step_in_two_phases_trains() -> None:
+    take = _code_with("def step_with_entropy")["step_with_entropy"]
+    world, batch = world_of("llama in fp32"), make_batch(((2, 6), (3, 5)), seed=0)
+    with world.engine(Case(sort="", steps=(), update="late")) as engine:
+        losses = [take(engine, batch).loss for _ in range(5)]
+    assert losses == sorted(losses, reverse=True)
 
 
 def test_the_config_of_the_page_is_accepted() -> None:

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from megatrain.disk.checkpoint.own_loop import resume_loop, save_loop
     from megatrain.disk.hf.model import HostModel, load_model
     from megatrain.engine.engine import Engine
+    from megatrain.engine.open_step import OpenStep
     from megatrain.engine.results import StepResult
     from megatrain.errors import MegaTrainError
+    from megatrain.losses.leaves import Leaves, Wanted
     from megatrain.losses.loss import Loss, LossInputs, LossValue
     from megatrain.losses.policy_gradient import PolicyGradient, group_advantages
     from megatrain.memory.kinds import Kind
@@ -50,6 +52,7 @@ _HOMES = {
     "HostModel": "megatrain.disk.hf.model",
     "Kind": "megatrain.memory.kinds",
     "LearningRate": "megatrain.optim.learning_rate",
+    "Leaves": "megatrain.losses.leaves",
     "Lora": "megatrain.models.adapters.lora",
     "Loss": "megatrain.losses.loss",
     "LossInputs": "megatrain.losses.loss",
@@ -57,12 +60,14 @@ _HOMES = {
     "MegaTrainError": "megatrain.errors",
     "MicroBatch": "megatrain.batch",
     "Muon": "megatrain.optim.muon",
+    "OpenStep": "megatrain.engine.open_step",
     "PolicyGradient": "megatrain.losses.policy_gradient",
     "Rollout": "megatrain.rewards.rollouts",
     "RunProgress": "megatrain.run.callbacks",
     "StepResult": "megatrain.engine.results",
     "StepSettings": "megatrain.step.settings",
     "Trainer": "megatrain.run.trainer",
+    "Wanted": "megatrain.losses.leaves",
     "accelerator": "megatrain.devices.accelerator",
     "estimate": "megatrain.planning.estimate",
     "generate": "megatrain.rewards.generation",
@@ -87,6 +92,7 @@ __all__ = [
     "HostModel",
     "Kind",
     "LearningRate",
+    "Leaves",
     "Lora",
     "Loss",
     "LossInputs",
@@ -94,12 +100,14 @@ __all__ = [
     "MegaTrainError",
     "MicroBatch",
     "Muon",
+    "OpenStep",
     "PolicyGradient",
     "Rollout",
     "RunProgress",
     "StepResult",
     "StepSettings",
     "Trainer",
+    "Wanted",
     "__version__",
     "accelerator",
     "estimate",

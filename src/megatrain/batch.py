@@ -194,6 +194,14 @@ def check_batch(batch: Sequence[MicroBatch], vocab_size: int, *, predicts: bool 
         )
 
 
+def check_closed(open_step: object | None) -> None:
+    """Raise BatchError while a step in two phases has not gone back."""
+    if open_step is not None:
+        raise BatchError(
+            "a step is open: call `backward` of what `forward` returned with a loss, or `discard`"
+        )
+
+
 def check_loss(batch: Sequence[MicroBatch], loss: Loss) -> None:
     """Raise BatchError where `loss` cannot be computed, or a step has nothing for it."""
     name, num_units = type(loss).__name__, 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.losses import pieces
+from megatrain.losses import leaves, pieces
 from megatrain.losses.head import head_logprobs, trained_rows
 from megatrain.losses.pieces import piece_gradients, row_sums
 from megatrain.step.settings import vocabulary_pieces
@@ -90,13 +90,13 @@ def test_a_piece_without_the_sums_of_the_others_would_be_noticed(
 def test_a_target_looked_for_in_the_wrong_piece_would_be_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = pieces._places
+    real = leaves.places_in
 
     def everywhere(targets: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
         place, inside = real(targets, num_tokens)
         return place, torch.ones_like(inside)
 
-    monkeypatch.setattr(pieces, "_places", everywhere)
+    monkeypatch.setattr(pieces, "places_in", everywhere)
     assert max(distances(make(), 2)) > 1e-2
 
 

@@ -11,7 +11,13 @@ import pytest
 from megatrain.errors import ScheduleError
 from megatrain.step.hazards import Hazards
 from megatrain.step.ops import Op, OpKind
-from megatrain.step.schedule import build_flush, build_forward, build_step
+from megatrain.step.schedule import (
+    build_flush,
+    build_forward,
+    build_leaves,
+    build_return,
+    build_step,
+)
 from megatrain.step.shape import StepShape, Update
 from testkit.effort import require_effort
 from testkit.toys import compute_waited, virtual_times
@@ -40,6 +46,31 @@ def test_a_step_is_layer_major() -> None:
     assert texts(ops, OpKind.DRAIN, OpKind.NORM) == (
         "DRAIN(3) NORM(3) DRAIN(2) NORM(2) DRAIN(1) NORM(1) DRAIN(0) NORM(0)"
     )
+
+
+@pytest.mark.parametrize("pending", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"update": "late", "tape": "host", "tier": "gradients"},
+        {"update": "in_backward", "tape": "host", "tier": "states"},
+        {"update": "second_backward", "tape": "host"},
+        {"update": "late", "divided": True, "balances": True, "num_micro": 0},
+        {"update": "late", "head_pieces": 3, "kept_layers": 1},
+    ],
+    ids=str,
+)
+def test_two_phases_are_the_list_of_a_step_with_leaves_between(
+    changes: dict[str, Any], pending: bool
+) -> None:
+    shape = StepShape(**{"num_blocks": 6, "num_micro": 2, **changes})
+    pending = pending and shape.update == "late"
+    first, second = build_leaves(shape, pending=pending), build_return(shape)
+    leaves = [op for op in first if op.kind is OpKind.HEAD]
+    assert [op for op in first if op not in leaves] + second == build_step(shape, pending=pending)
+    assert [op.micro for op in leaves] == list(range(shape.num_micro))
+    assert first[len(first) - len(leaves) :] == leaves
+    assert all(op.comes_again and not op.trains and op.grad_slot is None for op in leaves)
 
 
 @pytest.mark.parametrize("trained", [True, False])

@@ -173,17 +173,20 @@ class StepActions:
             with torch.no_grad():
                 self.aux_loss = self._machine.device.to_host(self._routing.loss())
         micro = _micro(op)
-        if op.trains:
+        take = self._hidden.__getitem__ if op.comes_again else self._hidden.pop
+        if op.trains or op.comes_again:
             self._seed(_block(op), micro)
-            hidden = self._hidden[micro] if op.comes_again else self._hidden.pop(micro)
+        if op.trains:
+            hidden = take(micro)
             if op.num_pieces > 1:
                 self.head.score(op, hidden)
                 return
             self._pass_gradient(op, self.head.train(op, hidden))
             return
-        self._calls.pop(micro)
+        if not op.comes_again:
+            self._calls.pop(micro)
         run = self.head.predict if self._predicts else self.head.evaluate
-        run(op, self._hidden.pop(micro))
+        run(op, take(micro))
 
     def _piece(self, op: Op) -> None:
         self._seed(_block(op), _micro(op))

@@ -5,6 +5,9 @@
         result = engine.step(batch)      # loss and metrics; updates may still be under way
         engine.settle()                  # now they are done: weights may be read
 
+        part = engine.forward(batch)     # the same in two phases: leaves, and back from a loss
+        result = part.backward(-sum(leaves.logprobs.sum() for leaves in part.leaves))
+
 A step is a schedule (schedule.py) played on lanes, or one op at a time (`player=Reference()`, the
 oracle for bisecting a bug). The engine owns no weights: they live in the store, and between
 `settle` and the next `step` they are the caller's to read.
@@ -18,6 +21,7 @@ Laws (tests/engine/test_engine.py, test_exactness.py)
     4. No gradient that is not finite reaches a weight (test_guards.py).
     5. While blocks stay on the device for `draw` and `predict`, no step changes them
        (test_staying.py).
+    6. A step in two phases has the bits of one, and moves as many weights (test_open_step.py).
 """
 
 from __future__ import annotations
@@ -26,13 +30,21 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from megatrain.batch import MicroBatch, StepPart, check_batch, check_loss, step_part
+from megatrain.batch import (
+    MicroBatch,
+    StepPart,
+    check_batch,
+    check_closed,
+    check_loss,
+    step_part,
+)
 from megatrain.devices.deterministic import deterministic_kernels, require_kernel
 from megatrain.devices.device import CpuDevice, Device, is_out_of_memory
 from megatrain.engine.actions import StepActions
@@ -42,6 +54,7 @@ from megatrain.engine.compute.flash import flash_kernels
 from megatrain.engine.compute.head import Head
 from megatrain.engine.gradients.directions import matrix_segments
 from megatrain.engine.machine import build_machine, check_parts
+from megatrain.engine.open_step import Given, OpenStep
 from megatrain.engine.residence import Residence, choose_residence
 from megatrain.engine.results import Fault, SharedResults, StepResult, locate_fault
 from megatrain.engine.snapshot import Snapshot
@@ -57,6 +70,7 @@ from megatrain.errors import (
 from megatrain.lanes.player import LANE_DEADLINE_S, Player, Plays
 from megatrain.lanes.reference import Reference
 from megatrain.lanes.trace import Trace
+from megatrain.losses.leaves import LOGPROBS_ALONE, Wanted
 from megatrain.losses.loss import NEXT_TOKEN, Loss
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
@@ -142,6 +156,7 @@ class Engine:
         self._by_norm = optimizer is not None and settings.update != "in_backward"
         self._skips_nonfinite = settings.on_nonfinite == "skip"
         self._pending: StepActions | None = None
+        self._open: OpenStep | None = None
         self.device = device
         self._ranks = ranks
         self._num_steps = 0
@@ -172,6 +187,66 @@ class Engine:
         Raises BatchError before anything is touched, NonFiniteStep, else what a lane raised.
         """
         part = self._received(batch)
+        actions = self._begin(part, self.loss)
+        self._play(self._kind("step"), actions, part, until=_UNTIL_KNOWN)
+        self._pending = None
+        return self._ended(batch, part, actions, self.loss, says)
+
+    def forward(self, batch: Sequence[MicroBatch], wanted: Wanted = LOGPROBS_ALONE) -> OpenStep:
+        """Begin a step: return its leaves, and stay ready to go back from a loss of them.
+
+        Leaves are those of each micro-batch of this rank, on the host: log-probabilities, and what
+        else is `wanted`. The engine's own loss is not asked. Until `backward` or `discard` of the
+        result nothing else can be computed. Raises as `step` does.
+        """
+        check_closed(self._open)
+        check_batch(batch, self._vocab_size, predicts=wanted.hidden)
+        loss = Given(wanted)
+        loss.check(batch)
+        part = step_part(batch, loss, self._ranks.owner)
+        actions = self._begin(part, loss)
+        self._play(self._kind("leaves"), actions, part, until=_UNTIL_KNOWN)
+        self._pending = None
+        found = [actions.head.given_leaves(micro).detached() for micro in range(len(part.batch))]
+
+        def go_back(given: Loss, gradients: Sequence[Mapping[str, Tensor]]) -> StepResult:
+            self._open = None
+            return self._go_back(batch, part, actions, given, gradients)
+
+        self._open = OpenStep(leaves=found, wanted=wanted, go_back=go_back, drop=self._drop)
+        return self._open
+
+    def _go_back(
+        self,
+        batch: Sequence[MicroBatch],
+        part: StepPart,
+        actions: StepActions,
+        loss: Loss,
+        given: Sequence[Mapping[str, Tensor]],
+    ) -> StepResult:
+        """Play the second phase, with what the loss reads of each micro-batch of this rank."""
+        pinned = self.device.pinned
+        actions.head.give(loss, [{n: pinned(t) for n, t in one.items()} for one in given])
+        self._play("return", actions, part, until=_UNTIL_KNOWN)
+        own = [m.with_extra(**one) for m, one in zip(part.batch, given, strict=True)]
+        by_number = dict(zip(part.numbers, own, strict=True))
+        batch = [by_number.get(number, micro) for number, micro in enumerate(batch)]
+        result = self._ended(batch, replace(part, batch=own), actions, loss)
+        return replace(result, micro_losses=())
+
+    def _drop(self) -> None:
+        """Let go of a step whose first phase is played; the next one draws what it would have."""
+        self._open = None
+        self._guarded(self._player.settle)
+        self._machine.forget()
+        self._num_steps -= 1
+
+    def _kind(self, kind: str) -> str:
+        """Return the kind of a list that begins a step."""
+        return f"pending {kind}" if self._pending is not None else kind
+
+    def _begin(self, part: StepPart, loss: Loss) -> StepActions:
+        """Make room for a step, and return its actions."""
         if self._machine.weights.stays:
             raise ConfigError("layers stay on the device: leave `engine.staying` before a step")
         try:
@@ -180,21 +255,29 @@ class Engine:
             self.settle()
             raise
         self._num_steps += 1
-        actions = StepActions(self._machine, part, self._num_steps, self.loss)
-        kind = "pending step" if self._pending is not None else "step"
-        self._play(kind, actions, part, until=_UNTIL_KNOWN)
-        self._pending, fault = None, None
+        return StepActions(self._machine, part, self._num_steps, loss)
+
+    def _ended(
+        self,
+        batch: Sequence[MicroBatch],
+        part: StepPart,
+        actions: StepActions,
+        loss: Loss,
+        says: Says | None = None,
+    ) -> StepResult:
+        """Judge the gradients of a step that was played, and return its result."""
+        fault = None
         blocks = self._machine.updates.faulty_blocks
         if blocks and self._by_norm:
             self._take_back(actions)
-            actions = StepActions(self._machine, part, self._num_steps, self.loss)
+            actions = StepActions(self._machine, part, self._num_steps, loss)
             self._play("step", actions, part, until=_UNTIL_KNOWN)
             fault = Fault(blocks=blocks, repeated=bool(self._machine.updates.faulty_blocks))
         elif blocks:
             fault = Fault(blocks=blocks, repeated=True)
         if fault is not None and fault.repeated:
             self._take_back(actions)
-            fault = locate_fault(fault, batch, self._gradient_is_finite)
+            fault = locate_fault(fault, batch, lambda one: self._gradient_is_finite(one, loss))
             if not self._skips_nonfinite:
                 raise NonFiniteStep(f"step {self._num_steps}: the gradient is {fault}")
         applied = fault is None or not fault.repeated
@@ -210,7 +293,7 @@ class Engine:
             num_trained=sum(micro.num_trained for micro in batch),
             grad_norm=self._machine.updates.norm if self._by_norm else None,
             aux_loss=shared.aux_loss,
-            figures=self.loss.reported(shared.figures),
+            figures=loss.reported(shared.figures),
             fault=fault,
             applied=applied,
             said=shared.said,
@@ -223,6 +306,7 @@ class Engine:
 
     def _received(self, batch: Sequence[MicroBatch]) -> StepPart:
         """Return this rank's part of a batch, checked."""
+        check_closed(self._open)
         check_batch(batch, self._vocab_size)
         check_loss(batch, self.loss)
         return step_part(batch, self.loss, self._ranks.owner)
@@ -236,17 +320,17 @@ class Engine:
             self._ranks, losses, head.own_figures(), head.num_units, aux_loss, says
         )
 
-    def _gradient_is_finite(self, micro: MicroBatch) -> bool:
+    def _gradient_is_finite(self, micro: MicroBatch, loss: Loss) -> bool:
         """Return whether a micro-batch alone gives a finite gradient, without an update.
 
         All ranks try it.
         """
-        part = step_part([micro], self.loss)
+        part = step_part([micro], loss)
         step = self._schedule("step", self._shape(num_micro=1))
         measuring = itertools.takewhile(lambda op: op.kind is not OpKind.CLIP, step)
         ops = [op for op in measuring if op.kind.spec.ends_step]
         self._machine.reserve(part.batch)  # it takes the place of the first, and may be larger
-        actions = StepActions(self._machine, part, self._num_steps, self.loss)
+        actions = StepActions(self._machine, part, self._num_steps, loss)
         self._play_ops(ops, actions, (OpKind.NORM,))
         self._machine.forget()  # what a second backward would need
         return self._machine.updates.all_finite()
@@ -276,6 +360,7 @@ class Engine:
         In fp32 on the host, 0 where there is none; position t is about label t + 1. Without
         dropout. No loss is asked. Every rank computes all of the batch.
         """
+        check_closed(self._open)
         check_batch(batch, self._vocab_size, predicts=True)
         actions = self._forward(StepPart.whole(batch), NEXT_TOKEN)
         return [actions.head.logprobs[micro] for micro in range(len(batch))]
@@ -314,6 +399,7 @@ class Engine:
         caches: Sequence[TextCache | None] | None,
         drawing: Drawing | None = None,
     ) -> Head:
+        check_closed(self._open)
         if batch:
             check_batch(batch, self._vocab_size, predicts=True)
         part = StepPart.whole(batch)

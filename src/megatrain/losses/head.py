@@ -9,7 +9,8 @@ log-probability (loss.py). The gradient of the logits is
 
     weight x (one-hot of the target - softmax)
 
-computed by the operations that autograd would have called, without autograd.
+computed by the operations that autograd would have called, without autograd. Other leaves of the
+same logits have gradients of their own (leaves.py).
 
 Laws (tests/losses/test_head.py)
     1. One chunk gives the bits of ordinary autograd through all logits of the rows that have a
@@ -27,6 +28,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from megatrain.losses.leaves import Leaves, Notes, entropy_of, turn_logprobs
 from megatrain.losses.projection import AddTokens, Projection
 from megatrain.step.settings import CHUNK_TOKENS
 
@@ -75,15 +77,23 @@ def trained_rows(
 
 
 def head_logprobs(
-    rows: Tensor, trained: TrainedRows, projection: Projection, likeliest: Tensor | None = None
+    rows: Tensor,
+    trained: TrainedRows,
+    projection: Projection,
+    likeliest: Tensor | None = None,
+    notes: Notes | None = None,
 ) -> Tensor:
     """Return the log-probabilities of the targets, zero where there is none. (tokens,)
 
-    Chunk by chunk, without gradients. `likeliest` gets the tokens of the highest scores. (tokens,)
+    Chunk by chunk, without gradients. `likeliest` gets the tokens of the highest scores (tokens,),
+    `notes` what else is wanted of the logits, with the result in its `logprobs`.
     """
     result = torch.zeros(len(rows), dtype=torch.float32, device=rows.device)
+    result = result if notes is None else notes.logprobs
     for chunk in trained.chunks:
         see = _Look(trained.targets.index_select(0, chunk), notes_likeliest=likeliest is not None)
+        if notes is not None:
+            see.notes = notes, chunk
         projection.read(projection.logits(rows.index_select(0, chunk)), see)
         result.index_copy_(0, chunk, see.logprobs)
         if likeliest is not None and see.likeliest is not None:
@@ -97,17 +107,23 @@ def head_gradients(
     token_weights: Tensor,
     projection: Projection,
     add_gradients: AddTokens,
+    others: Leaves | None = None,
 ) -> HeadGradients:
     """Return what the loss with these `token_weights` (tokens,) has for gradient of `rows`.
 
-    `add_gradients` gets the gradients of weight and bias, chunk by chunk.
+    `add_gradients` gets the gradients of weight and bias, chunk by chunk. `others` has the
+    gradients of further leaves of the logits, beside the same weights. (tokens, ...)
     """
     logprobs = torch.zeros(len(rows), dtype=torch.float32, device=rows.device)
     d_rows = torch.zeros_like(rows)
 
     def go_through(chunk: Tensor) -> None:
         inputs, targets = rows.index_select(0, chunk), trained.targets.index_select(0, chunk)
-        turn = _Turn(targets, token_weights.index_select(0, chunk), projection)
+        turn: _Look
+        if others is None:
+            turn = _Turn(targets, token_weights.index_select(0, chunk), projection)
+        else:
+            turn = _TurnLeaves(targets, others.mapped(lambda one: one.index_select(0, chunk)))
         logits = projection.logits(inputs)
         projection.differentiate(logits, turn)
         logprobs.index_copy_(0, chunk, turn.logprobs)
@@ -126,12 +142,19 @@ class _Look:
         self._targets = targets[:, None]
         self.logprobs = torch.empty_like(targets, dtype=torch.float32)
         self.likeliest = torch.empty_like(targets) if notes_likeliest else None
+        self.notes: tuple[Notes, Tensor] | None = None
+        """Where further leaves are noted, and the rows that the chunk has there."""
 
     def __call__(self, part: slice, values: Tensor) -> None:
         if self.likeliest is not None:
             self.likeliest[part] = values.argmax(1)
+        if self.notes is not None:
+            notes, chunk = self.notes
+            notes.see_scores(chunk[part], values)
         torch.ops.aten._log_softmax.out(values, -1, False, out=values)
         self.logprobs[part] = values.gather(1, self._targets[part])[:, 0]
+        if self.notes is not None:
+            notes.see_logprobs(chunk[part], values)
 
 
 class _Turn(_Look):
@@ -153,3 +176,19 @@ class _Turn(_Look):
             d_logprobs, values, -1, torch.float32, out=values
         )
         d_logprobs.scatter_(1, targets, 0.0)
+
+
+class _TurnLeaves(_Look):
+    """The same for several leaves of the logits."""
+
+    def __init__(self, targets: Tensor, gradients: Leaves) -> None:
+        """`gradients` are those of the chunk's rows."""
+        super().__init__(targets)
+        self._gradients = gradients
+
+    def __call__(self, part: slice, values: Tensor) -> None:
+        super().__call__(part, values)
+        found = self._gradients.mapped(lambda one: one[part])
+        entropy = None if found.entropy is None else entropy_of(values)
+        turn_logprobs(values, found, entropy, values.shape[1])
+        values.scatter_add_(1, self._targets[part], found.logprobs[:, None])

@@ -1,10 +1,12 @@
-"""Losses: functions of the log-probabilities of a micro-batch's targets.
+"""Losses: functions of the log-probabilities of a micro-batch's targets, and of other leaves.
 
 A loss is a sum over units (trained tokens, pairs of answers), divided by their number in the step.
 The head goes back through the logits with one weight per token: the gradient of the loss with
 respect to the token's log-probability. Some losses know these weights beforehand, as NextToken
 does. The others set `needs_logprobs`: the head then computes all log-probabilities of the
-micro-batch first, chunk by chunk, and projects a second time for the gradients.
+micro-batch first, chunk by chunk, and projects a second time for the gradients. A loss that also
+sees entropies, logits or hidden states names them in `wanted` (leaves.py); they come and go back
+in the same two passes.
 
 A unit never crosses micro-batches: `count` raises BatchError for one that does. Nothing here may
 ask the device for a number; only `count` reads values, and it runs on the host.
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -26,6 +28,7 @@ from torch import Tensor
 
 from megatrain.errors import ConfigError
 from megatrain.losses.head import IGNORED
+from megatrain.losses.leaves import LOGPROBS_ALONE, Leaves, Wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +39,8 @@ class LossInputs:
     """The token that each position predicts, -100 where it predicts none. (rows, length)"""
     extra: Mapping[str, Tensor]
     """The tensors named by `Loss.extra_names`."""
+    leaves: Leaves | None = None
+    """The leaves named by `Loss.wanted`, and log-probabilities; None: nothing else is wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +66,8 @@ class TokenWeights:
     head computes anyway."""
     figures: Mapping[str, Tensor] = field(default_factory=dict)
     """Further scalars to report, by name."""
+    others: Leaves | None = None
+    """Gradients with respect to further leaves, beside the same weights; None: there are none."""
 
 
 class Loss(abc.ABC):
@@ -70,6 +77,8 @@ class Loss(abc.ABC):
     """Whether the weights depend on the log-probabilities: then the head projects twice."""
     extra_names: ClassVar[tuple[str, ...]] = ()
     """The names of the tensors that each micro-batch must bring along, and no others."""
+    wanted: Wanted = LOGPROBS_ALONE
+    """The leaves that `value` finds in `inputs.leaves`, beside log-probabilities."""
 
     @abc.abstractmethod
     def count(self, inputs: LossInputs) -> int:
@@ -80,9 +89,9 @@ class Loss(abc.ABC):
 
     @abc.abstractmethod
     def value(self, inputs: LossInputs, logprobs: Tensor) -> LossValue:
-        """Return the loss, differentiable with respect to `logprobs`. (rows, length)
+        """Return the loss, differentiable with respect to `logprobs` and `inputs.leaves`.
 
-        Log-probabilities are zero where there is no target.
+        Log-probabilities and leaves are zero where there is no target. (rows, length)
         """
 
     def unit_places(self, inputs: LossInputs) -> Tensor | None:
@@ -99,9 +108,11 @@ class Loss(abc.ABC):
         `logprobs` is None unless `needs_logprobs`.
         """
         assert logprobs is not None
-        leaf = logprobs.detach().requires_grad_()
+        leaves = (inputs.leaves or Leaves(logprobs=logprobs)).detached()
+        if inputs.leaves is not None:
+            inputs = replace(inputs, leaves=leaves)
         with torch.enable_grad():
-            value = self.value(inputs, leaf)
+            value = self.value(inputs, leaves.logprobs)
             if not isinstance(value, LossValue):
                 raise ConfigError(
                     f"{type(self).__name__}.value returned a {type(value).__name__}; it must "
@@ -109,11 +120,12 @@ class Loss(abc.ABC):
                     "`count` counts."
                 )
             loss = value.total / num_units
-        (weights,) = torch.autograd.grad(loss, leaf)
+        found = leaves.gradients(loss)
         return TokenWeights(
-            weights=weights,
+            weights=found.logprobs,
             loss=loss.detach(),
             figures={name: figure.detach() for name, figure in value.figures.items()},
+            others=None if found.is_plain else found,
         )
 
 

@@ -206,7 +206,8 @@ class Op:
     passes_gradient: bool = False
     """A block below is trained: the gradient of this block's input is wanted."""
     comes_again: bool = False
-    """It belongs to the first of two backwards: the second reads the same inputs, so they stay."""
+    """Another op reads the same inputs, so they stay: it belongs to the first of two backwards, or
+    gives the leaves of a step in two phases."""
     speculated: bool = False
     """UPDATE finds what SPECULATE of its block did: nothing is left to do if the factor is 1."""
     reads: tuple[Resource, ...] = ()

@@ -112,6 +112,7 @@ class OpTable:
         return Op(kind=OpKind.BALANCE, reads=(ROUTING,), writes=(ROUTING,))
 
     def head(self, micro: int, *, trains: bool, visit: int = 1) -> Op:
+        """Visit 0, without `trains`, is that of leaves: the head that trains comes behind it."""
         shape, head = self.shape, self.shape.head
         places = self.places[head]
         read_blocks = (head, 0) if shape.tied else (head,)
@@ -139,7 +140,7 @@ class OpTable:
             adds=goes_back and micro > 0,
             trains=trains,
             passes_gradient=passes_gradient,
-            comes_again=trains and self.comes_again(visit),
+            comes_again=self.comes_again(visit) if trains else visit == 0,
             reads=tuple(reads),
             writes=tuple(writes),
         )

@@ -24,6 +24,9 @@
                WRITE(b)   behind UPDATE(b), then the READ of a block that it makes room for
                SPILL(b)   behind NORM(b), if gradients wait on disk
 
+A step may be played in two phases: to the leaves of each micro-batch, by a HEAD(m) without
+gradients behind forward, and back from there, once a loss of all of them is known.
+
 A list has two readings. From top to bottom it is a serial program: the reference plays just that,
 and "the last writer" of anything means the last one above. Per lane it is that lane's queue.
 
@@ -46,6 +49,7 @@ Laws (tests/step/test_schedule.py)
        micro-batches.
     8. Per step each other layer is fetched twice and each gradient drained once, whatever the
        number of micro-batches; a second backward fetches and drains once more.
+    9. The two phases of a step are its list, with a HEAD(m) more for each micro-batch.
 """
 
 from __future__ import annotations
@@ -63,8 +67,19 @@ from megatrain.step.shape import StepShape
 def build_step(shape: StepShape, *, pending: bool = False) -> list[Op]:
     """Return one training step; `pending`: with the updates that the last step left to this one."""
     table = OpTable(shape)
-    updates = _pending_updates(table) if pending else iter(())
-    return list(_training(table, updates))
+    return [*_to_turn(table, pending=pending), *_from_turn(table)]
+
+
+def build_leaves(shape: StepShape, *, pending: bool = False) -> list[Op]:
+    """Return the first phase of a step: forward, and the leaves of each micro-batch."""
+    table = OpTable(shape)
+    leaves = [table.head(micro, trains=False, visit=0) for micro in range(shape.num_micro)]
+    return [*_to_turn(table, pending=pending), *leaves]
+
+
+def build_return(shape: StepShape) -> list[Op]:
+    """Return the second phase of a step: the loss's gradient back through all blocks."""
+    return list(_from_turn(OpTable(shape)))
 
 
 def build_flush(shape: StepShape) -> list[Op]:
@@ -133,16 +148,24 @@ def _returned(table: OpTable, block: int) -> list[Op]:
     return [table.return_(block)] if table.shape.copying else []
 
 
-def _training(table: OpTable, updates: Iterator[list[Op]]) -> Iterator[Op]:
-    reads = _reads(table)
-    late = table.shape.update == "late"
-    if not late:
-        yield from next(reads)
+def _to_turn(table: OpTable, *, pending: bool) -> Iterator[Op]:
+    """Yield what precedes the heads."""
+    if table.shape.update != "late":
+        yield from next(_reads(table))
+    updates = _pending_updates(table) if pending else iter(())
     yield from _forward(table, updates, trains=True)
-    visits = 2 if table.shape.goes_back_twice else 1
-    restores = chain.from_iterable(_restores(table, visit + 1) for visit in range(visits))
-    yield from islice(restores, table.shape.tape_slots)
+    yield from islice(_all_restores(table), table.shape.tape_slots)
     yield from _balance(table)
+
+
+def _from_turn(table: OpTable) -> Iterator[Op]:
+    """Yield heads and backward."""
+    reads, late = _reads(table), table.shape.update == "late"
+    if not late:
+        next(reads)  # on top of the step
+    restores = _all_restores(table)
+    list(islice(restores, table.shape.tape_slots))  # at the turn
+    visits = 2 if table.shape.goes_back_twice else 1
     for visit in range(1, visits):
         yield from _backward(table, reads, restores, visit)
         yield table.clip()
@@ -150,6 +173,11 @@ def _training(table: OpTable, updates: Iterator[list[Op]]) -> Iterator[Op]:
     if late:
         yield from next(reads)
         yield table.clip()
+
+
+def _all_restores(table: OpTable) -> Iterator[Op]:
+    visits = 2 if table.shape.goes_back_twice else 1
+    return chain.from_iterable(_restores(table, visit + 1) for visit in range(visits))
 
 
 def _reads(table: OpTable) -> Iterator[list[Op]]:
@@ -310,9 +338,15 @@ class _HandOver:
 
 
 def build_ops(kind: str, shape: StepShape) -> list[Op]:
-    """Return the ops of a `step`, a `pending step`, a `forward` or a `flush`."""
+    """Return the ops of a `step`, its phases `leaves` and `return`, a `forward` or a `flush`.
+
+    A step and its leaves may be `pending`: with the updates of the last one.
+    """
     if kind == "forward":
         return build_forward(shape)
     if kind == "flush":
         return build_flush(shape)
-    return build_step(shape, pending=kind == "pending step")
+    if kind == "return":
+        return build_return(shape)
+    build = build_leaves if kind.endswith("leaves") else build_step
+    return build(shape, pending=kind.startswith("pending"))

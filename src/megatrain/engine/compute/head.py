@@ -2,13 +2,14 @@
 
 The rows before the output projection come from the model's own code (front_and_tail.py), the passes
 over chunks of logits from losses/head.py, and the weight of each token from the loss. A loss that
-needs log-probabilities costs one more projection.
+needs log-probabilities costs one more projection. In a step of two phases the first HEAD gives the
+leaves to the host, and what comes back from there are the weights of the second.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -21,9 +22,10 @@ from megatrain.engine.compute.inputs import MicroInputs
 from megatrain.engine.machine import Machine
 from megatrain.engine.results import SOURCE_LOSS, SOURCE_UNITS
 from megatrain.losses.head import TrainedRows, head_gradients, head_logprobs
-from megatrain.losses.loss import Loss, LossValue, TokenWeights
+from megatrain.losses.leaves import Leaves, Notes
+from megatrain.losses.loss import Loss, LossInputs, LossValue, TokenWeights
 from megatrain.losses.pieces import piece_gradients, row_sums
-from megatrain.losses.projection import Projection
+from megatrain.losses.projection import Projection, Scores
 from megatrain.step.ops import Op
 from megatrain.step.settings import vocabulary_pieces
 
@@ -41,6 +43,10 @@ class _Scored:
     """Log-sum-exp of each row over all pieces. (tokens,)"""
     d_rows: Tensor
     """The sum over the pieces so far, in fp32. (tokens, width)"""
+    others: Leaves | None
+    """Gradients of further leaves of the logits. (tokens, ...)"""
+    entropy: Tensor | None
+    """Entropy of each row, where it has a gradient. (tokens,)"""
 
 
 class Head:
@@ -69,6 +75,10 @@ class Head:
         """Further figures that the loss reports."""
         self.logprobs: dict[int, Tensor] = {}
         """Log-probability of each target, in an evaluation. (rows, length)"""
+        self.leaves: dict[int, Leaves] = {}
+        """All leaves, in an evaluation, where the loss wants more. (rows, length, ...)"""
+        self._given: Sequence[Mapping[str, Tensor]] = ()
+        """Further tensors for the loss that came behind the first phase, on the host."""
         self._likeliest: dict[int, Tensor] = {}
         """Tokens of the highest scores, in an evaluation that notes them. (rows, length)"""
         self.predictions: dict[int, Tensor] = {}
@@ -91,18 +101,24 @@ class Head:
         """Compute the loss and what the pieces of the vocabulary need to know of each other."""
         machine, micro = self._machine, _micro(op)
         rows = self._rows(op, hidden)
-        inputs, trained = self._inputs[micro].loss, self._inputs[micro].trained
-        sums = row_sums(rows, trained, self._projection(op), op.num_pieces)
+        inputs, trained = self._loss_inputs(micro), self._inputs[micro].trained
+        notes = self._notes(inputs, rows)
+        sums = row_sums(rows, trained, self._projection(op), op.num_pieces, notes=notes)
         logprobs = sums.logprobs.view(inputs.targets.shape) if self._loss.needs_logprobs else None
-        found = self._loss.weights(inputs, logprobs, self.num_units)
+        found = self._loss.weights(self._seen(inputs, notes, rows), logprobs, self.num_units)
         self._note(micro, found, sums.logprobs)
+        others, d_hidden = _flat(found.others)
         d_rows = torch.zeros_like(rows, dtype=torch.float32)
+        if d_hidden is not None:
+            d_rows += d_hidden
         self._scored[micro] = _Scored(
             hidden=hidden,
             trained=trained,
             weights=found.weights.reshape(-1),
             log_sums=sums.log_sums,
             d_rows=machine.device.counted(d_rows, "gradients of hidden states"),
+            others=others,
+            entropy=None if notes is None else notes.entropy,
         )
 
     def train_piece(self, op: Op) -> Tensor | None:
@@ -129,6 +145,9 @@ class Head:
             tokens.start,
             scored.d_rows,
             self._add,
+            scored.others,
+            scored.entropy,
+            len(projection.weight),
         )
         if not op.is_last_piece:
             return None
@@ -144,13 +163,28 @@ class Head:
         targets, trained = self._inputs[micro].loss.targets, self._inputs[micro].trained
         projection = self._projection(op)
         likeliest = torch.zeros_like(targets).view(-1) if self._notes_likeliest else None
+        notes = self._notes(self._inputs[micro].loss, rows)
         if op.num_pieces > 1:
-            logprobs = row_sums(rows, trained, projection, op.num_pieces, likeliest).logprobs
+            logprobs = row_sums(rows, trained, projection, op.num_pieces, likeliest, notes).logprobs
         else:
-            logprobs = head_logprobs(rows, trained, projection, likeliest)
+            logprobs = head_logprobs(rows, trained, projection, likeliest, notes)
         self.logprobs[micro] = machine.device.to_host(logprobs.view(targets.shape))
         if likeliest is not None:
             self._likeliest[micro] = machine.device.to_host(likeliest.view(targets.shape))
+        if notes is not None:
+            leaves = self._leaves(notes, rows, targets.shape)
+            self.leaves[micro] = leaves.mapped(machine.device.to_host)
+
+    def given_leaves(self, micro: int) -> Leaves:
+        """Return the leaves of a micro-batch, behind the first of two phases. On the host."""
+        return self.leaves.get(micro, Leaves(logprobs=self.logprobs[micro]))
+
+    def give(self, loss: Loss, extra: Sequence[Mapping[str, Tensor]]) -> None:
+        """Let `loss` find further tensors, by micro-batch, in the second of two phases.
+
+        They are on the host, each `pinned` by the device.
+        """
+        self._loss, self._given = loss, extra
 
     def predict(self, op: Op, hidden: Tensor) -> None:
         """Compute the logits after the last token of each row of a micro-batch."""
@@ -205,6 +239,9 @@ class Head:
         for micro, logprobs in sorted(self.logprobs.items()):
             one = self._batch[micro]
             inputs = one.loss_inputs()
+            if micro in self.leaves:
+                leaves = self.leaves[micro].mapped(_in_double)
+                inputs = replace(inputs, leaves=replace(leaves, logprobs=logprobs.double()))
             value = self._loss.value(inputs, logprobs.double())
             totals.append(float(value.total))
             self._figures[micro] = {
@@ -215,14 +252,48 @@ class Head:
 
     def _through_logits(self, micro: int, rows: Tensor, projection: Projection) -> Tensor:
         """Go through the logits of a micro-batch, once or twice, and back to the rows."""
-        inputs, trained = self._inputs[micro].loss, self._inputs[micro].trained
+        inputs, trained = self._loss_inputs(micro), self._inputs[micro].trained
         logprobs = None
         if self._loss.needs_logprobs:
-            logprobs = head_logprobs(rows, trained, projection).view(inputs.targets.shape)
+            notes = self._notes(inputs, rows)
+            logprobs = head_logprobs(rows, trained, projection, notes=notes)
+            logprobs = logprobs.view(inputs.targets.shape)
+            inputs = self._seen(inputs, notes, rows)
         found = self._loss.weights(inputs, logprobs, self.num_units)
-        result = head_gradients(rows, trained, found.weights.reshape(-1), projection, self._add)
+        weights = found.weights.reshape(-1)
+        others, d_hidden = _flat(found.others)
+        result = head_gradients(rows, trained, weights, projection, self._add, others)
         self._note(micro, found, result.logprobs)
-        return result.rows
+        return result.rows if d_hidden is None else result.rows.add_(d_hidden)
+
+    def _loss_inputs(self, micro: int) -> LossInputs:
+        """Return what the loss reads of a micro-batch, with what it was given since."""
+        inputs = self._inputs[micro].loss
+        if not self._given:
+            return inputs
+        to_device = self._machine.device.to_device
+        given = {name: to_device(tensor) for name, tensor in self._given[micro].items()}
+        return replace(inputs, extra={**inputs.extra, **given})
+
+    def _notes(self, inputs: LossInputs, rows: Tensor) -> Notes | None:
+        """Return what notes the leaves that the loss wants; None: log-probabilities alone."""
+        wanted = self._loss.wanted
+        if not wanted.anything:
+            return None
+        tokens = None if wanted.tokens is None else inputs.extra[wanted.tokens].flatten(0, 1)
+        logprobs = torch.zeros(len(rows), dtype=torch.float32, device=rows.device)
+        return Notes(wanted, logprobs, tokens)
+
+    def _leaves(self, notes: Notes, rows: Tensor, shape: torch.Size) -> Leaves:
+        """Return what was noted, in the shape of a micro-batch."""
+        hidden = rows if self._loss.wanted.hidden else None
+        return replace(notes.leaves(), hidden=hidden).shaped(shape)
+
+    def _seen(self, inputs: LossInputs, notes: Notes | None, rows: Tensor) -> LossInputs:
+        """Return the loss's inputs with the leaves that it wants."""
+        if notes is None:
+            return inputs
+        return replace(inputs, leaves=self._leaves(notes, rows, inputs.targets.shape))
 
     def _note(self, micro: int, found: TokenWeights, logprobs: Tensor) -> None:
         """Note the loss of a micro-batch and what else it reports; the last sends all to the host.
@@ -257,10 +328,12 @@ class Head:
     def _projection(self, op: Op) -> Projection:
         machine = self._machine
         weight, bias = machine.weights.projection(op)
+        scores = machine.edges.scores if machine.template.changes_logits else None
+        temperature = self._loss.wanted.temperature
         return Projection(
             weight=weight,
             bias=bias,
-            scores=machine.edges.scores if machine.template.changes_logits else None,
+            scores=scores if temperature == 1 else _softened(scores, temperature),
             part_elements=machine.device.part_elements,
             cut_elements=machine.device.part_elements if machine.gradients.by_rows else None,
         )
@@ -285,6 +358,24 @@ def _of_sources(
         found[f"{SOURCE_LOSS}{number}"] = value.of_units[chosen].sum()
         found[f"{SOURCE_UNITS}{number}"] = chosen.sum()
     return found
+
+
+def _flat(others: Leaves | None) -> tuple[Leaves | None, Tensor | None]:
+    """Return the gradients of leaves of the logits (tokens, ...), and of the rows before them."""
+    if others is None:
+        return None, None
+    flat = others.mapped(lambda one: one.flatten(0, 1))
+    of_logits = replace(flat, hidden=None)
+    return None if of_logits.is_plain else of_logits, flat.hidden
+
+
+def _softened(scores: Scores | None, temperature: float) -> Scores:
+    """Return scores that are divided by a temperature."""
+    return lambda logits: (logits if scores is None else scores(logits)).float() / temperature
+
+
+def _in_double(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def _micro(op: Op) -> int:

@@ -1,0 +1,268 @@
+"""Leaves: what the head gives a loss of each token, and the gradients that it takes back.
+
+    logprobs      log-probability of the target, always
+    entropy       of the distribution over the vocabulary
+    log_sums      log-sum-exp of the logits
+    mean_logits   their mean over the vocabulary
+    logits        those of some tokens: the `top_k` highest, or the tokens that a tensor names
+    hidden        the row that the output projection gets: the model's last hidden state
+
+All but `hidden` come out of the same chunks of logits and cost no further product. Each has a
+gradient in closed form, so that the logits of a chunk become their own gradient in place, with all
+of the vocabulary or piece by piece:
+
+    softmax x (log_sums' - logprobs' - entropy' x (log-softmax + entropy))
+    + mean_logits' / vocabulary  + one-hot of the target x logprobs'  + one-hots x logits'
+
+where x' is the gradient of the loss with respect to leaf x.
+
+Laws (tests/losses/test_leaves.py)
+    1. Leaves and gradients are those of ordinary autograd through all logits, within rounding, in
+       any number of chunks and pieces.
+    2. Without further leaves nothing is computed but log-probabilities, by the same operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from megatrain.errors import ConfigError
+
+_LEAST_LOGPROB = -1e4
+"""A token that is less likely adds nothing to entropy; minus infinity times zero would add nan."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """The leaves that a loss wants beside log-probabilities."""
+
+    entropy: bool = False
+    log_sums: bool = False
+    mean_logits: bool = False
+    top_k: int = 0
+    """Tokens with the highest logits, whose logits and numbers are wanted."""
+    tokens: str | None = None
+    """Name in `extra` of the tokens whose logits are wanted. (rows, length, k)"""
+    hidden: bool = False
+    temperature: float = 1.0
+    """Divides logits before all else: all leaves but `hidden` are those of the quotient."""
+
+    def __post_init__(self) -> None:
+        if self.top_k < 0 or (self.top_k and self.tokens is not None):
+            raise ConfigError(
+                f"top_k is {self.top_k} and tokens {self.tokens!r}; give a number above 0, or the "
+                "name of a tensor in `extra`, not both."
+            )
+        if not 0 < self.temperature < float("inf"):
+            raise ConfigError(f"temperature is {self.temperature:g}; give a number above 0.")
+
+    @property
+    def of_logits(self) -> bool:
+        """Whether logits give more than log-probabilities."""
+        chosen = self.top_k > 0 or self.tokens is not None
+        return self.entropy or self.log_sums or self.mean_logits or chosen
+
+    @property
+    def anything(self) -> bool:
+        """Whether a loss wants more than log-probabilities."""
+        return self.of_logits or self.hidden
+
+
+LOGPROBS_ALONE = Wanted()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaves:
+    """Leaves of a micro-batch, or the gradients of a loss with respect to them.
+
+    (rows, length) with zeros where there is no target; in fp32, but for `hidden` and `tokens`.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None = None
+    log_sums: Tensor | None = None
+    mean_logits: Tensor | None = None
+    logits: Tensor | None = None
+    """(rows, length, k)"""
+    tokens: Tensor | None = None
+    """The numbers of the tokens that `logits` are of. (rows, length, k)"""
+    hidden: Tensor | None = None
+    """Of every position, in the dtype of the model. (rows, length, width)"""
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Leaves:
+        """Return the leaves with `change` made to each."""
+        return Leaves(**{name: change(tensor) for name, tensor in self.named().items()})
+
+    def named(self) -> dict[str, Tensor]:
+        """Return the leaves that there are, by name."""
+        found = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return {name: tensor for name, tensor in found if tensor is not None}
+
+    def shaped(self, shape: torch.Size) -> Leaves:
+        """Return leaves of (tokens, ...) as (rows, length, ...), or back."""
+        before = self.logprobs.dim()
+        return self.mapped(lambda tensor: tensor.view(*shape, *tensor.shape[before:]))
+
+    def detached(self) -> Leaves:
+        """Return leaves for a loss to be differentiable in; `tokens` are numbers alone."""
+        return self.mapped(lambda one: one.detach().requires_grad_(one.is_floating_point()))
+
+    def gradients(self, loss: Tensor) -> Leaves:
+        """Return the gradients of `loss`; those of leaves that it does not read are None."""
+        named = {name: leaf for name, leaf in self.named().items() if leaf.requires_grad}
+        found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        known = {n: d for n, d in zip(named, found, strict=True) if d is not None}
+        if "logprobs" not in known:
+            known["logprobs"] = torch.zeros_like(self.logprobs)
+        return Leaves(**known, tokens=self.tokens if "logits" in known else None)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing but log-probabilities."""
+        return self.named().keys() == {"logprobs"}
+
+
+class Notes:
+    """Collects what is wanted of the logits of a micro-batch, some rows at a time."""
+
+    def __init__(self, wanted: Wanted, logprobs: Tensor, tokens: Tensor | None = None) -> None:
+        """`logprobs` (tokens,) is where they go; `tokens` (tokens, k) are those that are wanted."""
+        self._wanted = wanted
+        zeros = torch.zeros_like
+        self.logprobs = logprobs
+        self.entropy = zeros(logprobs) if wanted.entropy else None
+        self.log_sums = zeros(logprobs) if wanted.log_sums else None
+        self.mean_logits = zeros(logprobs) if wanted.mean_logits else None
+        self._given = tokens
+        shape = (len(logprobs), wanted.top_k) if tokens is None else tokens.shape
+        self.logits = logprobs.new_zeros(shape) if shape[1] else None
+        self.tokens = tokens
+        if wanted.top_k:
+            self.tokens = torch.zeros(shape, dtype=torch.int64, device=logprobs.device)
+
+    def leaves(self) -> Leaves:
+        """Return all that was noted. (tokens, ...)"""
+        names = ("logprobs", "entropy", "log_sums", "mean_logits", "logits", "tokens")
+        return Leaves(**{name: getattr(self, name) for name in names})
+
+    def see_scores(self, rows: Tensor, scores: Tensor) -> None:
+        """Note of the scores of some rows, over all tokens, what log-probabilities do not tell."""
+        if self.mean_logits is not None:
+            self.mean_logits.index_copy_(0, rows, scores.mean(1))
+        if self.logits is not None and self._given is not None:
+            self.logits.index_copy_(0, rows, scores.gather(1, self._given.index_select(0, rows)))
+        elif self.logits is not None:
+            assert self.tokens is not None
+            found = scores.topk(self._wanted.top_k, dim=1)
+            self.logits.index_copy_(0, rows, found.values)
+            self.tokens.index_copy_(0, rows, found.indices)
+        if self.log_sums is not None:
+            self.log_sums.index_copy_(0, rows, scores.amax(1))
+
+    def see_logprobs(self, rows: Tensor, logprobs: Tensor) -> None:
+        """Note of the log-probabilities of the same rows, over all tokens, the rest."""
+        if self.log_sums is not None:  # the highest score is above it by as much
+            self.log_sums.index_add_(0, rows, logprobs.amax(1), alpha=-1)
+        if self.entropy is not None:
+            self.entropy.index_copy_(0, rows, entropy_of(logprobs))
+
+    def see_pieces(self, rows: Tensor, sums: PieceSums, log_sums: Tensor) -> None:
+        """Note what the pieces of the vocabulary have added up to, for some rows."""
+        if self.mean_logits is not None:
+            self.mean_logits.index_copy_(0, rows, sums.total / sums.num_tokens)
+        if self.log_sums is not None:
+            self.log_sums.index_copy_(0, rows, log_sums)
+        if self.entropy is not None:
+            self.entropy.index_copy_(0, rows, sums.entropy)
+        if self.logits is not None:
+            assert self.tokens is not None
+            assert sums.tokens is not None
+            self.logits.index_copy_(0, rows, sums.logits)
+            self.tokens.index_copy_(0, rows, sums.tokens)
+
+    def piece_sums(self, rows: Tensor) -> PieceSums:
+        """Return an empty sum over pieces, for some rows."""
+        tokens = None if self._given is None else self._given.index_select(0, rows)
+        return PieceSums(self._wanted, self.logprobs.index_select(0, rows), tokens)
+
+
+class PieceSums:
+    """Sums over the pieces of a vocabulary so far, for the rows of a chunk."""
+
+    def __init__(self, wanted: Wanted, like: Tensor, tokens: Tensor | None) -> None:
+        self._wanted = wanted
+        self._given = tokens
+        self.num_tokens = 0
+        self.total = torch.zeros_like(like)
+        self.entropy = torch.zeros_like(like)
+        shape = (len(like), wanted.top_k) if tokens is None else tokens.shape
+        unknown = -torch.inf if tokens is None else 0.0
+        self.logits = torch.full(shape, unknown, dtype=like.dtype, device=like.device)
+        self.tokens = tokens
+        if tokens is None:
+            self.tokens = torch.zeros(shape, dtype=torch.int64, device=like.device)
+
+    def add(self, part: slice, scores: Tensor, first_token: int, before: Tensor) -> None:
+        """Add a piece of the vocabulary; `before` is the log-sum-exp of those before. (rows,)"""
+        self.num_tokens = max(self.num_tokens, first_token + scores.shape[1])
+        if self._wanted.mean_logits:
+            self.total[part] += scores.sum(1)
+        if self._wanted.entropy:
+            log_sums = scores.logsumexp(1)
+            own = entropy_of(scores - log_sums[:, None])
+            after = torch.logaddexp(before, log_sums)
+            # A mixture's entropy: that of its parts, and that of the choice between them.
+            old, new = ((one - after).clamp(min=_LEAST_LOGPROB) for one in (before, log_sums))
+            self.entropy[part] = old.exp() * (self.entropy[part] - old) + new.exp() * (own - new)
+        if self._given is not None:
+            place, inside = places_in(self._given[part] - first_token, scores.shape[1])
+            self.logits[part] += scores.gather(1, place).where(inside, 0.0)
+        elif self._wanted.top_k:
+            assert self.tokens is not None
+            found = scores.topk(min(self._wanted.top_k, scores.shape[1]), dim=1)
+            logits = torch.cat([self.logits[part], found.values], 1)
+            tokens = torch.cat([self.tokens[part], found.indices + first_token], 1)
+            kept = logits.topk(self._wanted.top_k, dim=1)
+            self.logits[part] = kept.values
+            self.tokens[part] = tokens.gather(1, kept.indices)
+
+
+def entropy_of(logprobs: Tensor) -> Tensor:
+    """Return the entropy of distributions over all tokens. (rows, vocabulary) to (rows,)"""
+    return (logprobs.exp() * logprobs.clamp(min=_LEAST_LOGPROB)).sum(1).neg_()
+
+
+def turn_logprobs(
+    logprobs: Tensor, found: Leaves, entropy: Tensor | None, num_tokens: int, first_token: int = 0
+) -> None:
+    """Write the gradient of scores over their log-probabilities. (rows, tokens of a piece)
+
+    `found` has the gradients of the rows' leaves, with `entropy` (rows,) where it has one. The part
+    of the target's own score is not in it.
+    """
+    factor = -found.logprobs
+    if found.log_sums is not None:
+        factor = factor + found.log_sums
+    if found.entropy is None:
+        logprobs.exp_().mul_(factor[:, None])
+    else:
+        assert entropy is not None
+        along = logprobs.clamp(min=_LEAST_LOGPROB).mul_(-found.entropy[:, None])
+        along.add_((factor - found.entropy * entropy)[:, None])
+        logprobs.exp_().mul_(along)
+    if found.mean_logits is not None:
+        logprobs.add_((found.mean_logits / num_tokens)[:, None])
+    if found.logits is not None:
+        assert found.tokens is not None
+        place, inside = places_in(found.tokens - first_token, logprobs.shape[1])
+        logprobs.scatter_add_(1, place, found.logits.where(inside, 0.0))
+
+
+def places_in(tokens: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Return the column of each token in a piece, any where it is elsewhere, and if it is here."""
+    inside = (tokens >= 0) & (tokens < num_tokens)
+    return tokens.clamp(0, num_tokens - 1), inside

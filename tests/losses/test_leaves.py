@@ -1,0 +1,238 @@
+"""Laws of leaves.py: leaves and gradients of ordinary autograd, in chunks and in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from megatrain.errors import ConfigError
+from megatrain.losses import leaves as leaves_module
+from megatrain.losses.head import IGNORED, head_gradients, head_logprobs, trained_rows
+from megatrain.losses.leaves import Leaves, Notes, Wanted
+from megatrain.losses.loss import Loss, LossInputs, LossValue
+from megatrain.losses.pieces import piece_gradients, row_sums
+from megatrain.step.settings import vocabulary_pieces
+from tests.losses.test_head import VOCABULARY, World, make, soft_cap
+
+ALL = Wanted(entropy=True, log_sums=True, mean_logits=True, top_k=3)
+NAMES = ("logprobs", "entropy", "log_sums", "mean_logits", "logits")
+CLOSE = 2e-6
+
+
+def loss_of(leaves: Leaves) -> Tensor:
+    """Return a loss in which every leaf has a gradient of its own, linear in none."""
+    found = leaves.named()
+    terms = [
+        (at + 1) * found[name].sin().square().sum()
+        for at, name in enumerate(NAMES)
+        if name in found
+    ]
+    return torch.stack(terms).sum()
+
+
+def by_autograd(world: World, wanted: Wanted, tokens: Tensor | None) -> tuple[Leaves, list[Tensor]]:
+    """Return leaves of all rows, and the gradients of rows and weight, through all logits."""
+    rows = world.rows.clone().requires_grad_()
+    kept = (world.targets != IGNORED).nonzero()[:, 0]
+    logits = F.linear(rows[kept], world.weight, world.bias)
+    logits = (logits if world.scores is None else world.scores(logits)).float()
+    logprobs = logits.log_softmax(1)
+    chosen = logits.topk(wanted.top_k, 1).indices if tokens is None else tokens[kept]
+    of_kept = Leaves(
+        logprobs=logprobs.gather(1, world.targets[kept, None])[:, 0],
+        entropy=-(logprobs.exp() * logprobs).sum(1),
+        log_sums=logits.logsumexp(1),
+        mean_logits=logits.mean(1),
+        logits=logits.gather(1, chosen),
+        tokens=chosen,
+    )
+    empty = (len(rows),)
+    found = of_kept.mapped(
+        lambda one: one.new_zeros((*empty, *one.shape[1:])).index_copy(0, kept, one)
+    )
+    grads = torch.autograd.grad(loss_of(found), [rows, world.weight])
+    return found.mapped(Tensor.detach), list(grads)
+
+
+def in_chunks(
+    world: World, wanted: Wanted, tokens: Tensor | None, chunk: int
+) -> tuple[Leaves, list[Tensor]]:
+    trained = trained_rows(world.targets, chunk)
+    notes = Notes(wanted, torch.zeros(len(world.rows)), tokens)
+    head_logprobs(world.rows, trained, world.projection, notes=notes)
+    leaves = notes.leaves().detached()
+    given = leaves.gradients(loss_of(leaves))
+    d_weight = torch.zeros_like(world.weight)
+
+    def add(first: int, weight: Tensor | None, bias: Tensor | None) -> None:
+        assert weight is not None
+        d_weight.data += weight
+
+    result = head_gradients(world.rows, trained, given.logprobs, world.projection, add, given)
+    return leaves.mapped(Tensor.detach), [result.rows, d_weight.detach()]
+
+
+def in_pieces(
+    world: World, wanted: Wanted, tokens: Tensor | None, num_pieces: int, chunk: int = 7
+) -> tuple[Leaves, list[Tensor]]:
+    trained = trained_rows(world.targets, chunk)
+    projection = replace(world.projection, part_elements=4 * VOCABULARY)
+    notes = Notes(wanted, torch.zeros(len(world.rows)), tokens)
+    sums = row_sums(world.rows, trained, projection, num_pieces, notes=notes)
+    leaves = notes.leaves().detached()
+    given = leaves.gradients(loss_of(leaves))
+    d_rows, d_weight = torch.zeros_like(world.rows), torch.zeros(world.weight.shape)
+    for piece in vocabulary_pieces(VOCABULARY, num_pieces):
+
+        def add(
+            first: int, weight: Tensor | None, bias: Tensor | None, start: int = piece.start
+        ) -> None:
+            assert weight is not None
+            d_weight[start + first : start + first + len(weight)] += weight
+
+        piece_gradients(
+            world.rows,
+            trained,
+            given.logprobs,
+            sums.log_sums,
+            projection.piece(piece),
+            piece.start,
+            d_rows,
+            add,
+            given,
+            notes.entropy,
+            VOCABULARY,
+        )
+    return leaves.mapped(Tensor.detach), [d_rows, d_weight]
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def distances(
+    ours: tuple[Leaves, list[Tensor]], expected: tuple[Leaves, list[Tensor]]
+) -> dict[str, float]:
+    found = {n: distance(ours[0].named()[n], expected[0].named()[n]) for n in NAMES}
+    for name, one, other in zip(("rows", "weight"), ours[1], expected[1], strict=True):
+        found[name] = distance(one, other)
+    return found
+
+
+def some_tokens(world: World) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(VOCABULARY, (len(world.rows), 4), generator=generator)
+
+
+CASES = [(scores, named) for scores in (None, soft_cap) for named in (False, True)]
+
+
+@pytest.mark.parametrize(("scores", "named"), CASES)
+@pytest.mark.parametrize("chunk", [1, 7, 99])
+def test_chunks_give_leaves_and_gradients_of_autograd(
+    chunk: int, scores: Callable[[Tensor], Tensor] | None, named: bool
+) -> None:
+    world = make(scores=scores)
+    tokens = some_tokens(world) if named else None
+    wanted = replace(ALL, top_k=0, tokens="tokens") if named else ALL
+    expected = by_autograd(world, wanted, tokens)
+    found = in_chunks(world, wanted, tokens, chunk)
+    assert max(distances(found, expected).values()) < CLOSE
+
+
+@pytest.mark.parametrize(("scores", "named"), CASES)
+@pytest.mark.parametrize("num_pieces", [1, 2, 7, 50])
+def test_pieces_of_the_vocabulary_give_them_too(
+    num_pieces: int, scores: Callable[[Tensor], Tensor] | None, named: bool
+) -> None:
+    world = make(scores=scores)
+    tokens = some_tokens(world) if named else None
+    wanted = replace(ALL, top_k=0, tokens="tokens") if named else ALL
+    expected = by_autograd(world, wanted, tokens)
+    found = in_pieces(world, wanted, tokens, num_pieces)
+    assert max(distances(found, expected).values()) < CLOSE
+    assert found[0].tokens is not None
+    assert expected[0].tokens is not None
+    assert torch.equal(found[0].tokens[world.targets != IGNORED],
+                       expected[0].tokens[world.targets != IGNORED])  # fmt: skip
+
+
+def test_a_gradient_left_out_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, real = make(), leaves_module.turn_logprobs
+    expected = by_autograd(world, ALL, None)
+    for name in NAMES[1:]:
+
+        def forgets(logprobs: Tensor, found: Leaves, *more: object, leaf: str = name) -> None:
+            real(logprobs, replace(found, **{leaf: None}), *more)  # type: ignore[arg-type]
+
+        monkeypatch.setattr("megatrain.losses.head.turn_logprobs", forgets)
+        monkeypatch.setattr("megatrain.losses.pieces.turn_logprobs", forgets)
+        for found in (in_chunks(world, ALL, None, 7), in_pieces(world, ALL, None, 3)):
+            assert distances(found, expected)["rows"] > 1e-2
+
+
+def test_a_token_that_cannot_be_adds_nothing_to_entropy() -> None:
+    def masked(logits: Tensor) -> Tensor:
+        return torch.cat([logits[:, :-1], torch.full_like(logits[:, -1:], -torch.inf)], 1)
+
+    world = make(scores=masked)
+    world.targets.clamp_(max=VOCABULARY - 2)
+    wanted = Wanted(entropy=True)
+    leaves, grads = in_chunks(world, wanted, None, 7)
+    assert leaves.entropy is not None
+    assert all(bool(one.isfinite().all()) for one in (leaves.entropy, *grads))
+
+
+# A loss that wants leaves.
+
+
+class Both(Loss):
+    """Reads entropies beside log-probabilities."""
+
+    wanted = Wanted(entropy=True)
+
+    def count(self, inputs: LossInputs) -> int:
+        return int((inputs.targets != IGNORED).sum())
+
+    def value(self, inputs: LossInputs, logprobs: Tensor) -> LossValue:
+        assert inputs.leaves is not None
+        assert inputs.leaves.entropy is not None
+        return LossValue(total=(inputs.leaves.entropy * logprobs).sum())
+
+
+def test_a_loss_has_a_gradient_for_each_leaf() -> None:
+    targets = torch.tensor([[5, 7], [IGNORED, 2]])
+    logprobs, entropy = -torch.rand(2, 2), torch.rand(2, 2)
+    leaves = Leaves(logprobs=logprobs, entropy=entropy)
+    found = Both().weights(LossInputs(targets=targets, extra={}, leaves=leaves), logprobs, 3)
+    torch.testing.assert_close(found.weights, entropy / 3)
+    assert found.others is not None
+    assert found.others.entropy is not None
+    torch.testing.assert_close(found.others.entropy, logprobs / 3)
+    assert not entropy.requires_grad
+
+
+def test_a_leaf_that_is_not_read_has_no_gradient() -> None:
+    leaves = Leaves(logprobs=-torch.rand(2, 2), entropy=torch.rand(2, 2)).detached()
+    assert leaves.gradients(leaves.logprobs.sum()).is_plain
+    assert leaves.entropy is not None
+    found = leaves.gradients(leaves.entropy.sum())
+    assert torch.equal(found.logprobs, torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"top_k": -1}, "top_k is -1 and tokens None; give a number above 0, .*"),
+        ({"top_k": 2, "tokens": "mine"}, "top_k is 2 and tokens 'mine'; give .* not both."),
+        ({"temperature": 0.0}, "temperature is 0; give a number above 0."),
+    ],
+)
+def test_what_cannot_be_wanted_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        Wanted(**changes)  # type: ignore[arg-type]
