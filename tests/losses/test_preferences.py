@@ -13,14 +13,29 @@ from torch import Tensor
 from megatrain.errors import BatchError
 from megatrain.losses import preferences
 from megatrain.losses.loss import LossInputs
-from megatrain.losses.preferences import AnswerLoss, Dpo, Ipo, Kto, Orpo, Simpo, answer_sums
+from megatrain.losses.preferences import (
+    AnswerLoss,
+    ApoZero,
+    Dpo,
+    Ipo,
+    Kto,
+    Orpo,
+    Robust,
+    Simpo,
+    answer_sums,
+)
 
 LENGTHS = (3, 5, 1, 2, 4, 4)
 """Trained tokens of each document: three rows."""
 LOSSES: list[AnswerLoss] = [
     Dpo(),
     Dpo(beta=0.5, label_smoothing=0.2),
+    Dpo(sft=0.7),
+    Robust(beta=0.4, label_smoothing=0.2),
+    ApoZero(beta=0.6),
+    ApoZero(sft=1.5),
     Ipo(beta=0.3),
+    Ipo(sft=0.2),
     Orpo(beta=0.7),
     Simpo(),
     Simpo(beta=1.5, gamma=0.4, label_smoothing=0.1),
@@ -63,7 +78,15 @@ def by_hand(loss: AnswerLoss, inputs: LossInputs, logprobs: Tensor) -> float:
     for row in range(len(sums) // 2):
         first, second = 2 * row, 2 * row + 1
         mean_first, mean_second = (sums[n] / lengths[n] for n in (first, second))
-        if isinstance(loss, Dpo):
+        total -= getattr(loss, "sft", 0.0) * mean_first
+        if isinstance(loss, Robust):
+            margin, wrong = loss.beta * (ratios[first] - ratios[second]), loss.label_smoothing
+            right = (1 - wrong) * log_sigmoid(margin) - wrong * log_sigmoid(-margin)
+            total -= right / (1 - 2 * wrong)
+        elif isinstance(loss, ApoZero):
+            total += 1 - math.exp(log_sigmoid(loss.beta * ratios[first]))
+            total += math.exp(log_sigmoid(loss.beta * ratios[second]))
+        elif isinstance(loss, Dpo):
             margin = loss.beta * (ratios[first] - ratios[second])
             total -= (1 - loss.label_smoothing) * log_sigmoid(margin)
             total -= loss.label_smoothing * log_sigmoid(-margin)

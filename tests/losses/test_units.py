@@ -8,11 +8,11 @@ from torch import Tensor
 
 from megatrain.losses.head import IGNORED
 from megatrain.losses.loss import Loss, LossInputs, NextToken
-from megatrain.losses.preferences import Dpo, Ipo, Kto, Orpo, Simpo
+from megatrain.losses.preferences import ApoZero, Dpo, Ipo, Kto, Orpo, Robust, Simpo
 
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [3, 3, 2, 2, 2, 2, 2]])
 """The document of each position: two rows of two answers."""
-LOSSES: list[Loss] = [NextToken(), Dpo(), Ipo(), Orpo(), Simpo(), Kto()]
+LOSSES: list[Loss] = [NextToken(), Dpo(), Ipo(sft=0.5), Orpo(), Simpo(), ApoZero(), Robust(), Kto()]
 
 
 def inputs_of(loss: Loss) -> tuple[LossInputs, Tensor]:
@@ -45,7 +45,7 @@ def test_the_losses_of_units_add_up_and_each_has_its_place(loss: Loss) -> None:
         assert DOCUMENTS.view(-1)[places].tolist() == [0, 2], "the first answers of both rows"
 
 
-@pytest.mark.parametrize("loss", LOSSES[1:5], ids=lambda loss: type(loss).__name__)
+@pytest.mark.parametrize("loss", LOSSES[1:7], ids=lambda loss: type(loss).__name__)
 def test_a_row_of_another_place_would_be_noticed(loss: Loss) -> None:
     """Other answers in the second row change the loss of that unit and of no other."""
     inputs, logprobs = inputs_of(loss)

@@ -372,11 +372,14 @@ class LoraSettings(Section):
     )
 
 
-LossName = Literal["next_token", "dpo", "ipo", "orpo", "simpo", "kto"]
+LossName = Literal["next_token", "dpo", "ipo", "orpo", "simpo", "apo_zero", "robust", "kto"]
 _LOSS_KEYS = {
-    "beta": ("dpo", "ipo", "orpo", "simpo", "kto"),
-    "label_smoothing": ("dpo", "simpo"),
+    "beta": ("dpo", "ipo", "orpo", "simpo", "apo_zero", "robust", "kto"),
+    "label_smoothing": ("next_token", "dpo", "simpo", "robust"),
     "gamma": ("simpo",),
+    "sft": ("dpo", "ipo", "simpo", "apo_zero", "robust"),
+    "z_loss": ("next_token",),
+    "entropy": ("next_token",),
     "desirable_weight": ("kto",),
     "undesirable_weight": ("kto",),
 }
@@ -386,6 +389,8 @@ COMPARED: dict[LossName, PreferenceFormat] = {
     "ipo": "pairs",
     "orpo": "pairs",
     "simpo": "pairs",
+    "apo_zero": "pairs",
+    "robust": "pairs",
     "kto": "kto",
 }
 """The preferences that a loss compares; others train on rows without."""
@@ -396,25 +401,42 @@ class LossSettings(Section):
 
     name: LossName = Field(
         default="next_token",
-        description="What is minimized: next_token is fine-tuning; dpo, ipo, orpo and simpo prefer "
-        "the chosen of two answers; kto takes answers that are each good or bad.",
+        description="What is minimized: next_token is fine-tuning; dpo, ipo, orpo, simpo, apo_zero "
+        "and robust prefer the chosen of two answers; kto takes answers that are each good or bad.",
     )
     beta: _Positive = Field(
         default=None,
         description="Strength of a preference: how far the model may move from the reference (dpo, "
-        "ipo, kto: a small one lets it move further), share of the odds ratio (orpo), scale of the "
-        "rewards (simpo); null is 0.1, and 2.0 for simpo.",
+        "ipo, apo_zero, robust, kto: a small one lets it move further), share of the odds ratio "
+        "(orpo), scale of the rewards (simpo); null is 0.1, and 2.0 for simpo.",
     )
     label_smoothing: Annotated[
         Annotated[Number, Field(ge=0, lt=0.5)] | None, TypeName("number below 0.5, or null")
     ] = Field(
         default=None,
-        description="dpo, simpo: probability that a pair is the wrong way round; null is 0.",
+        description="dpo, simpo, robust: probability that a pair is the wrong way round. "
+        "next_token: share of the loss that is the mean over the vocabulary. null is 0, and 0.1 "
+        "for robust.",
     )
     gamma: Annotated[Annotated[Number, Field(ge=0)] | None, TypeName("number or null")] = Field(
         default=None,
         description="simpo: margin by which the reward of the chosen answer is to be larger; null "
         "is 1.0.",
+    )
+    sft: _Positive = Field(
+        default=None,
+        description="dpo, ipo, simpo, apo_zero, robust: weight of the chosen answer's own loss per "
+        "token, beside the preference; null is 0.",
+    )
+    z_loss: _Positive = Field(
+        default=None,
+        description="next_token: weight of the square of the logits' log-sum-exp, like 1e-4, which "
+        "keeps logits small; null is 0.",
+    )
+    entropy: Annotated[Number | None, TypeName("number or null")] = Field(
+        default=None,
+        description="next_token: weight of the entropy of each prediction, which is rewarded above "
+        "0 and punished below; null is 0.",
     )
     desirable_weight: _Positive = Field(
         default=None, description="kto: weight of good answers; null is 1."

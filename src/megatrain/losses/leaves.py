@@ -232,8 +232,12 @@ class PieceSums:
 
 
 def entropy_of(logprobs: Tensor) -> Tensor:
-    """Return the entropy of distributions over all tokens. (rows, vocabulary) to (rows,)"""
-    return (logprobs.exp() * logprobs.clamp(min=_LEAST_LOGPROB)).sum(1).neg_()
+    """Return the entropy of distributions over all tokens. (rows, vocabulary) to (rows,)
+
+    Log-probabilities of tokens that cannot be are made finite, in place.
+    """
+    logprobs.clamp_(min=_LEAST_LOGPROB)
+    return logprobs.exp().mul_(logprobs).sum(1).neg_()
 
 
 def turn_logprobs(
@@ -251,7 +255,7 @@ def turn_logprobs(
         logprobs.exp_().mul_(factor[:, None])
     else:
         assert entropy is not None
-        along = logprobs.clamp(min=_LEAST_LOGPROB).mul_(-found.entropy[:, None])
+        along = logprobs.clamp_(min=_LEAST_LOGPROB) * -found.entropy[:, None]
         along.add_((factor - found.entropy * entropy)[:, None])
         logprobs.exp_().mul_(along)
     if found.mean_logits is not None:

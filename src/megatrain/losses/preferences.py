@@ -8,11 +8,14 @@ that of its document.
     Ipo     (chosen - rejected - 1 / (2 beta))^2 of mean log-ratios per token
     Orpo    the chosen answer's mean loss per token, and the log of the odds ratio
     Simpo   -log sigmoid(beta x (chosen - rejected) - gamma) of mean log-probabilities per token
+    ApoZero 1 - sigmoid(beta x chosen) + sigmoid(beta x rejected) of log-ratios to the reference
+    Robust  Dpo whose pairs are the wrong way round with a probability, without its bias
     Kto     weight x (1 - sigmoid(beta x (ratio - z))) of an answer that is desirable,
             weight x (1 - sigmoid(beta x (z - ratio))) of one that is not
 
-Dpo, Ipo and Kto need the log-probability of every answer under the reference model, which is that
-at the start of training. Orpo and Simpo need none.
+Dpo, Ipo, ApoZero, Robust and Kto need the log-probability of every answer under the reference
+model, which is that at the start of training. Orpo and Simpo need none. `sft` adds the chosen
+answer's mean loss per token, with a weight, to those that do not have it (RPO, arXiv 2404.19733).
 
 Answers of Kto are each good or bad, without a partner. `ratio` is an answer's log-ratio to the
 reference and z how far the model has moved from it in general: the mean log-ratio of unrelated
@@ -149,13 +152,47 @@ class Dpo(AnswerLoss):
     beta: float = 0.1
     label_smoothing: float = 0.0
     """Probability that a pair is the wrong way round."""
+    sft: float = 0.0
+    """Weight of the chosen answer's own loss."""
 
     def of_answers(self, inputs: LossInputs, sums: Tensor) -> LossValue:
         ratios = sums - inputs.extra["reference"]
+        return _with_sft(self._of_ratios(ratios), self.beta * ratios, inputs, sums, self.sft)
+
+    def _of_ratios(self, ratios: Tensor) -> Tensor:
+        """Return the loss of each pair."""
         chosen, rejected = answer_pairs(ratios)
-        losses = _smoothed(self.beta * (chosen - rejected), self.label_smoothing)
-        figures = _figures(self.beta * ratios, sums)
-        return LossValue(total=losses.sum(), figures=figures, of_units=losses)
+        return _smoothed(self.beta * (chosen - rejected), self.label_smoothing)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Robust(Dpo):
+    """Dpo for labels of which some are wrong (arXiv 2403.00409): its expectation has no bias."""
+
+    label_smoothing: float = 0.1
+
+    def _of_ratios(self, ratios: Tensor) -> Tensor:
+        chosen, rejected = answer_pairs(ratios)
+        margins, wrong = self.beta * (chosen - rejected), self.label_smoothing
+        found = -F.logsigmoid(margins) * (1 - wrong) + F.logsigmoid(-margins) * wrong
+        return found / (1 - 2 * wrong)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApoZero(AnswerLoss):
+    """Anchored preference optimization (arXiv 2408.06266): chosen up, rejected down."""
+
+    extra_names: ClassVar[tuple[str, ...]] = WITH_REFERENCE
+
+    beta: float = 0.1
+    sft: float = 0.0
+    """Weight of the chosen answer's own loss."""
+
+    def of_answers(self, inputs: LossInputs, sums: Tensor) -> LossValue:
+        rewards = self.beta * (sums - inputs.extra["reference"])
+        chosen, rejected = answer_pairs(rewards)
+        losses = 1 - torch.sigmoid(chosen) + torch.sigmoid(rejected)
+        return _with_sft(losses, rewards, inputs, sums, self.sft)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,13 +202,14 @@ class Ipo(AnswerLoss):
     extra_names: ClassVar[tuple[str, ...]] = WITH_REFERENCE
 
     beta: float = 0.1
+    sft: float = 0.0
+    """Weight of the chosen answer's own loss."""
 
     def of_answers(self, inputs: LossInputs, sums: Tensor) -> LossValue:
         ratios = sums - inputs.extra["reference"]
         chosen, rejected = answer_pairs(ratios / inputs.extra["lengths"])
         losses = (chosen - rejected - 1 / (2 * self.beta)).square()
-        figures = _figures(self.beta * ratios, sums)
-        return LossValue(total=losses.sum(), figures=figures, of_units=losses)
+        return _with_sft(losses, self.beta * ratios, inputs, sums, self.sft)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,12 +242,26 @@ class Simpo(AnswerLoss):
     """Margin by which a chosen answer's reward is to be larger."""
     label_smoothing: float = 0.0
     """Probability that a label is wrong, as in Dpo."""
+    sft: float = 0.0
+    """Weight of the chosen answer's own loss."""
 
     def of_answers(self, inputs: LossInputs, sums: Tensor) -> LossValue:
         rewards = self.beta * (sums / inputs.extra["lengths"])
         chosen, rejected = answer_pairs(rewards)
         losses = _smoothed(chosen - rejected - self.gamma, self.label_smoothing)
-        return LossValue(total=losses.sum(), figures=_figures(rewards, sums), of_units=losses)
+        return _with_sft(losses, rewards, inputs, sums, self.sft)
+
+
+def _with_sft(
+    losses: Tensor, rewards: Tensor, inputs: LossInputs, sums: Tensor, sft: float
+) -> LossValue:
+    """Return the loss of pairs, with that of the chosen answers as fine-tuning has it."""
+    figures = dict(_figures(rewards, sums))
+    if sft:
+        nll = -answer_pairs(sums / inputs.extra["lengths"])[0]
+        losses = losses + sft * nll
+        figures["nll_loss"] = nll.sum()
+    return LossValue(total=losses.sum(), figures=figures, of_units=losses)
 
 
 def _smoothed(margins: Tensor, smoothing: float) -> Tensor:

@@ -42,7 +42,7 @@ class MeanLoss:
     figures: Mapping[str, float] = field(default_factory=dict)
     """Other figures that the loss reports, by name."""
     is_of_tokens: bool = True
-    """Whether units are tokens: only then is there a perplexity."""
+    """Whether it is that of tokens, without further terms: only then is there a perplexity."""
     by_source: Mapping[str, float] = field(default_factory=dict)
     """Mean loss of each source, by its name, if there are several."""
     further: Mapping[str, float] = field(default_factory=dict)
@@ -106,7 +106,7 @@ def mean_loss(
         aux_loss=aux_loss,
         figures=engine.loss.reported(means),
         by_source=by_source,
-        is_of_tokens=isinstance(engine.loss, NextToken),
+        is_of_tokens=isinstance(engine.loss, NextToken) and not engine.loss.wanted.anything,
     )
 
 

@@ -25,8 +25,8 @@ from megatrain.devices.device import Device
 from megatrain.disk.hf.model import HostModel
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
-from megatrain.losses.loss import Loss, NextToken
-from megatrain.losses.preferences import Dpo, Ipo, Kto, Orpo, Simpo
+from megatrain.losses.loss import Loss, NextToken, TemperedNextToken
+from megatrain.losses.preferences import ApoZero, Dpo, Ipo, Kto, Orpo, Robust, Simpo
 from megatrain.models.decoder import Decoder
 from megatrain.models.isolation import check_packing, packing_family, why_mixed
 from megatrain.optim.adamw import AdamW
@@ -43,6 +43,8 @@ LOSSES: dict[LossName, type[Loss]] = {
     "ipo": Ipo,
     "orpo": Orpo,
     "simpo": Simpo,
+    "apo_zero": ApoZero,
+    "robust": Robust,
     "kto": Kto,
 }
 FINE_TUNING_RATE = 1e-5
@@ -154,14 +156,12 @@ def require_fitting(config: Config, rows: TrainingRows) -> None:
 def chosen_loss(config: Config) -> Loss:
     """Return the loss of a run; parameters that the config does not give are the loss's own."""
     loss = config.loss
-    given = {
-        "beta": loss.beta,
-        "label_smoothing": loss.label_smoothing,
-        "gamma": loss.gamma,
-        "desirable_weight": loss.desirable_weight,
-        "undesirable_weight": loss.undesirable_weight,
-    }
-    return LOSSES[loss.name](**{key: value for key, value in given.items() if value is not None})
+    names = ("beta", "label_smoothing", "gamma", "sft", "z_loss", "entropy")
+    names += ("desirable_weight", "undesirable_weight")
+    given = {name: value for name in names if (value := getattr(loss, name)) is not None}
+    if loss.name == "next_token":
+        return TemperedNextToken(**given) if any(given.values()) else NextToken()
+    return LOSSES[loss.name](**given)
 
 
 def learning_rate(config: Config, num_steps: int) -> LearningRate:
