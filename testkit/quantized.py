@@ -1,7 +1,8 @@
-"""Tiny model folders in fp8 and mxfp4, and what transformers makes of them.
+"""Tiny model folders in fp8, mxfp4 and int4, and what transformers makes of them.
 
-The values come from transformers' own quantizer (fp8) or are drawn at random (mxfp4: every byte is
-a pair of weights). `dequantized` loads a folder by `from_pretrained`, dequantized: the oracle.
+The values come from transformers' own quantizer (fp8) or are drawn at random (mxfp4, int4: every
+byte is a pair of weights). `dequantized` loads a folder by `from_pretrained`, dequantized: the
+oracle.
 """
 
 from __future__ import annotations
@@ -70,6 +71,28 @@ def save_mxfp4(folder: Path, **sizes: Any) -> None:
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
     save_file(tensors, folder / FILE, metadata={"format": "pt"})
     edit(folder, quantization_config={"quant_method": "mxfp4"})
+
+
+def save_int4(folder: Path, family: str = "deepseek_v3", group: int = 16, **sizes: Any) -> None:
+    """Write a tiny model whose experts are in int4, packed as compressed-tensors packs them."""
+    tiny_model(family, torch.bfloat16, **sizes).save_pretrained(folder)
+    tensors = load_file(folder / FILE)
+    random = torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if ".experts." in name]:
+        rows, columns = tensors.pop(name).shape
+        least, most = -(2**31), 2**31
+        packed = torch.randint(least, most, (rows, columns // 8), generator=random)
+        scales = torch.rand((rows, columns // group), generator=random) / 50
+        tensors |= {
+            f"{name}_packed": packed.int(),
+            f"{name}_scale": scales.bfloat16(),
+            f"{name}_shape": torch.tensor([rows, columns]),
+        }
+    save_file(tensors, folder / FILE, metadata={"format": "pt"})
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+    scheme = {"targets": ["Linear"], "weights": weights | {"group_size": group}}
+    how = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    edit(folder, quantization_config=how | {"config_groups": {"group_0": scheme}})
 
 
 def dequantized(folder: Path, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:

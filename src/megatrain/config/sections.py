@@ -25,7 +25,7 @@ from pydantic import (
     model_validator,
 )
 
-from megatrain.choices import PreferenceFormat, RowFormat
+from megatrain.choices import BaseForm, PreferenceFormat, RowFormat
 from megatrain.config.quantities import or_auto, read_number, read_tokens
 from megatrain.config.value_types import (
     Arguments,
@@ -173,6 +173,13 @@ class ModelSettings(Section):
         default="auto",
         description="Attention implementation; auto is sdpa if transformers has it for the family, "
         "else eager; flash_attention_2 needs the package flash-attn and dtype bf16.",
+    )
+    base: BaseForm = Field(
+        default="auto",
+        description="Form of the frozen model under adapters in host memory and on the link; the "
+        "device widens it; as_published keeps a quantized folder as it is, to the bits of loading "
+        "it dequantized; nf4 (as QLoRA) and fp8 round linear layers and experts on load; auto is "
+        "as_published for a quantized folder, else bf16.",
     )
     frozen: Patterns = Field(
         default=(),

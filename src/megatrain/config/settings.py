@@ -313,6 +313,13 @@ def _lora(config: Config) -> Iterator[ConfigFault]:
                     f"lora.{key} is given and lora.rank is null: there are no adapters. Set "
                     "lora.rank, or remove the other keys of lora.",
                 )
+        if config.model.base not in ("auto", "bf16"):
+            yield _fault(
+                "model.base",
+                f"model.base is {config.model.base} and there are no adapters: weights that are "
+                "trained, or saved with such, are kept in full. Set lora.rank, or remove "
+                "model.base.",
+            )
         return
     if config.model.frozen:
         yield _fault(

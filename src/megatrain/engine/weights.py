@@ -18,6 +18,11 @@ Views are valid until the next fetch into their slot: an action keeps none beyon
 Where ranks share the store a fetch brings this rank's part of a block into its slot, and a gather
 the parts of the others.
 
+Narrow params (megatrain/narrow.py) cross the link as they are. A slot has room for them and behind
+it for their weights: the op that completes a block's bytes, a fetch or a gather, then queues what
+widens them, on its own stream. In unified memory the weights of one block at a time are widened,
+when compute first asks for it.
+
 To come, as a further source: blocks in parts (pages of experts).
 
 Laws (tests/engine/test_weights.py)
@@ -25,11 +30,13 @@ Laws (tests/engine/test_weights.py)
     2. Slots are as large as the largest block that visits them, and allocated at construction.
     3. With unified memory compute reads the store itself.
     4. A block that stays is fetched once, and read again after `leave`.
+    5. A narrow param has the bits that it would have had if it had been widened at load.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+import itertools
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -43,6 +50,7 @@ from megatrain.errors import ConfigError
 from megatrain.memory.kinds import Kind
 from megatrain.memory.store import Store
 from megatrain.models.decoder import Decoder
+from megatrain.models.widening import Widener
 from megatrain.ranks.ranks import ALONE, Ranks
 from megatrain.step.ops import Op, SlotId
 from megatrain.step.places import block_places
@@ -169,15 +177,63 @@ class _InStore:
 
     def __init__(self, decoder: Decoder, store: Store, device: Device) -> None:
         self._params = [
-            {p.name: device.in_place(store.param(p.name, Kind.HI)) for p in block.params}
+            {
+                p.name: device.in_place(store.param(p.name, Kind.HI))
+                for p in block.params
+                if not p.form
+            }
             for block in decoder.blocks
         ]
+        self._order = [[param.name for param in block.params] for block in decoder.blocks]
+        self._wide = _WideParams(store, device, len(decoder.blocks))
+        self._bytes = {
+            p.name: device.in_place(store.narrow(p.name)) for p in decoder.params if p.form
+        }
+        size = max(map(store.layout.wide_bytes, range(len(decoder.blocks))))
+        self._buffer = device.allocate(size, "weight slots") if size else None
+        self._widened: int | None = None
 
     def fetch(self, block: int, slot: SlotId | None) -> int:
         raise AssertionError("with unified memory there are no fetches")
 
     def weights(self, block: int, slot: SlotId | None) -> dict[str, Tensor]:
-        return self._params[block]
+        if self._buffer is None or not self._wide.has(block):
+            return self._params[block]
+        if self._widened != block:
+            self._wide.widen(block, self._bytes, self._buffer)
+            self._widened = block
+        views = self._params[block] | self._wide.views(block, self._buffer)
+        return {name: views[name] for name in self._order[block]}
+
+
+class _WideParams:
+    """The weights of narrow params, in a buffer that blocks visit."""
+
+    def __init__(self, store: Store, device: Device, num_blocks: int) -> None:
+        self._params = [store.layout.wide_starts(block) for block in range(num_blocks)]
+        self._widener = Widener(device.place)
+        for param, _ in itertools.chain(*self._params):
+            self._widener.prepare(param.form)
+
+    def has(self, block: int) -> bool:
+        """Return whether some of the block's params are narrow."""
+        return bool(self._params[block])
+
+    def widen(self, block: int, narrow: Mapping[str, Tensor], buffer: Tensor) -> None:
+        """Queue what makes the block's weights from their bytes, by name."""
+        views = self.views(block, buffer)
+        with torch.no_grad():
+            for param, _ in self._params[block]:
+                self._widener.widen(param.form, narrow[param.name], views[param.name].view(-1))
+
+    def views(self, block: int, buffer: Tensor) -> dict[str, Tensor]:
+        """Return the block's weights in `buffer`, each in its own shape."""
+        return {
+            param.name: buffer[start:][: param.num_elements * param.dtype.itemsize]
+            .view(param.dtype)
+            .view(param.shape)
+            for param, start in self._params[block]
+        }
 
 
 class Slots:
@@ -196,6 +252,7 @@ class Slots:
         self._store = store
         self._device = device
         self._ranks = ranks
+        self._wide = _WideParams(store, device, shape.num_blocks)
         sizes = [self.num_bytes(block) for block in range(shape.num_blocks)]
         largest = max(sizes[layer] for layer in shape.layers)
         needed: dict[SlotId, int] = dict.fromkeys(range(shape.slots), largest)
@@ -218,7 +275,9 @@ class Slots:
         """Blocks that stay and are there: our part of them, and those of others."""
 
     def num_bytes(self, block: int) -> int:
-        return self._store.layout.gathered_bytes(block)
+        """Return the room that a block needs, with its narrow params and their weights."""
+        layout = self._store.layout
+        return layout.gathered_bytes(block) + layout.wide_bytes(block)
 
     @property
     def stays(self) -> bool:
@@ -247,6 +306,8 @@ class Slots:
             start += segment.owned.start * segment.dtype.itemsize
             self._device.copy(buffer[start : start + source.nbytes], source)
             num_bytes += source.nbytes
+        if self._ranks.owner.is_alone:
+            self._widen(block, buffer)
         return num_bytes
 
     def gather(self, block: int, slot: SlotId | None) -> int:
@@ -259,13 +320,25 @@ class Slots:
             parts = buffer[start : start + size]
             self._device.communicate([parts], [parts], partial(self._ranks.wire.gather, parts))
             num_bytes += size - size // self._ranks.owner.size
+        self._widen(block, buffer)
         return num_bytes
+
+    def _widen(self, block: int, buffer: Tensor) -> None:
+        """Queue what makes weights of the narrow params that are in a buffer."""
+        if self._wide.has(block):
+            narrow = self._store.layout.gathered_params(block, buffer)
+            self._wide.widen(block, narrow, self._behind(block, buffer))
+
+    def _behind(self, block: int, buffer: Tensor) -> Tensor:
+        return buffer[self._store.layout.gathered_bytes(block) :]
 
     def weights(self, block: int, slot: SlotId | None) -> dict[str, Tensor]:
         assert slot is not None
         views = self._views.get((slot, block))
         if views is None:
-            views = self._store.layout.gathered_params(block, self._buffer(block, slot))
+            buffer = self._buffer(block, slot)
+            views = self._store.layout.gathered_params(block, buffer)
+            views |= self._wide.views(block, self._behind(block, buffer))
             self._views[slot, block] = views
         return views
 

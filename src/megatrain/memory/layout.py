@@ -7,6 +7,10 @@ can be registered with a device, written with direct I/O or moved to a disk.
     segment      | param | pad | param | pad | ...      one dtype, all trained or all frozen
 
 Where an optimizer keeps other states for the matrices of layers, these are segments of their own.
+
+Narrow params (megatrain/narrow.py) are bytes: their elements here are those of their form, in a
+segment of uint8.
+
 Inside a block params of equal dtype form a *segment*, and a param has the same element offset in
 every kind of its segment. One pass over a segment therefore updates all of its params, with plain
 pointers: hi[i], lo[i], grad[i] and the optimizer's states at i belong together for every i. Padding
@@ -42,6 +46,8 @@ ALIGN = 256
 
 def kind_dtype(kind: Kind, param_dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of `kind` for a param of `param_dtype`, which has it."""
+    if param_dtype is torch.uint8:  # a narrow param, which has weights only
+        return param_dtype
     name = kind.dtype(is_fp32=param_dtype is torch.float32)
     assert name is not None, (kind.name, param_dtype)
     dtype = getattr(torch, name)
@@ -118,7 +124,7 @@ class Place:
 
     @property
     def owned(self) -> range:
-        """The elements of the param that are here, counted from its first."""
+        """The elements of the param that are here, counted from its first; of a form its bytes."""
         return self._within(self.segment.owned)
 
     @property
@@ -128,7 +134,7 @@ class Place:
 
     def extent(self, kind: Kind) -> Extent:
         """Return the bytes of what is here of the param in the arena of `kind`, without padding."""
-        dtype, owned = self.param.dtype, self.owned
+        dtype, owned = self.segment.dtype, self.owned
         first = self.start + owned.start - self.segment.owned.start
         start = self.segment.starts[kind] + _num_bytes(kind, dtype, max(0, first))
         return Extent(kind=kind, start=start, stop=start + _num_bytes(kind, dtype, len(owned)))
@@ -136,7 +142,7 @@ class Place:
     @property
     def padded_stop(self) -> int:
         """The next element where a param may start."""
-        return self.start + _round_up(self.param.num_elements, ALIGN)
+        return self.start + _round_up(self.param.stored_elements, ALIGN)
 
     def has(self, kind: Kind) -> bool:
         """Return whether the param has bytes of `kind`."""
@@ -144,7 +150,7 @@ class Place:
 
     def _within(self, elements: range) -> range:
         """Return which of the segment's elements are the param's, counted from its first."""
-        found = overlap(range(self.start, self.start + self.param.num_elements), elements)
+        found = overlap(range(self.start, self.start + self.param.stored_elements), elements)
         return range(found.start - self.start, found.stop - self.start)
 
 
@@ -197,14 +203,31 @@ class Layout:
         return sum(segment.gathered_elements * segment.dtype.itemsize for segment in segments)
 
     def gathered_params(self, block: int, buffer: Tensor) -> dict[str, Tensor]:
-        """Return the params of a block as views into `buffer`, where its weights are gathered."""
+        """Return the params of a block as views into `buffer`, where its weights are gathered.
+
+        Narrow ones are flat bytes.
+        """
         views = {}
         for segment, begin in self.gathered_starts(block):
             flat = buffer[begin:][: segment.num_elements * segment.dtype.itemsize]
             for place in self.segment_places(segment):
-                span = slice(place.start, place.start + place.param.num_elements)
-                views[place.param.name] = flat.view(segment.dtype)[span].view(place.param.shape)
+                span = slice(place.start, place.start + place.param.stored_elements)
+                view = flat.view(segment.dtype)[span]
+                views[place.param.name] = view if place.param.form else view.view(place.param.shape)
         return views
+
+    def wide_starts(self, block: int) -> list[tuple[Param, int]]:
+        """Return the narrow params of a block, and the first byte of each where they are wide."""
+        starts, start = [], 0
+        for place in self.block_places(block):
+            if place.param.form:
+                starts.append((place.param, start))
+                start += _wide_bytes(place.param)
+        return starts
+
+    def wide_bytes(self, block: int) -> int:
+        """Return the bytes of a block's narrow params when they are wide."""
+        return sum(_wide_bytes(param) for param, _ in self.wide_starts(block))
 
     @property
     def num_params(self) -> int:
@@ -215,8 +238,8 @@ class Layout:
 def build_layout(blocks: Iterable[Block], kinds: tuple[Kind, ...], owner: Owner = SOLE) -> Layout:
     """Return the layout of what `owner` has of `blocks` in `kinds`.
 
-    Params keep their order, but bf16 comes before fp32, and frozen params come last. Matrices come
-    first, if they have other kinds than the rest.
+    Params keep their order, but bf16 comes before fp32, frozen params come then, and narrow ones
+    last. Matrices come first, if they have other kinds than the rest.
     """
     blocks = tuple(blocks)
     assert all(ALIGN % kind.elements_per_number == 0 for kind in kinds), kinds
@@ -233,7 +256,7 @@ def build_layout(blocks: Iterable[Block], kinds: tuple[Kind, ...], owner: Owner 
             starts, num_elements = [], 0
             for param in params:
                 starts.append(num_elements)
-                num_elements += _round_up(param.num_elements, ALIGN)
+                num_elements += _round_up(param.stored_elements, ALIGN)
             present = [
                 kind
                 for kind in kinds
@@ -282,15 +305,20 @@ def _grouped(block: Block, matrices: frozenset[str]) -> list[tuple[_Key, list[Pa
         for dtype in (torch.bfloat16, torch.float32)
         for matrix in (True, False)
     }
+    groups[_Key(False, torch.uint8, False)] = []
     for param in block.params:
         matrix = param.trained and param.name in matrices
-        groups[_Key(param.trained, param.dtype, matrix)].append(param)
+        groups[_Key(param.trained, param.stored_dtype, matrix)].append(param)
     return [(key, params) for key, params in groups.items() if params]
 
 
 def _num_bytes(kind: Kind, param_dtype: torch.dtype, num_elements: int) -> int:
     num_numbers = -(-num_elements // kind.elements_per_number)
     return int(num_numbers * kind_dtype(kind, param_dtype).itemsize)
+
+
+def _wide_bytes(param: Param) -> int:
+    return _round_up(param.num_elements, ALIGN) * param.dtype.itemsize
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -68,6 +68,7 @@ _PLAIN = {
     "scales of v": "scales of second moments",
     "tape": "inputs of layers",
     "weight slots": "weights of current layers",
+    "widening": "weights being widened",
     "gradient slots": "gradients of current layers",
     "outbox": "gradients being copied",
     "gradient rings": "gradients being applied",

@@ -30,6 +30,7 @@ from megatrain.memory.ledger import Ledger, Line
 from megatrain.memory.master import join
 from megatrain.memory.placement import UNPLACED, Placement
 from megatrain.memory.tier.scratch_file import Scratch, Tier, TierRegions
+from megatrain.models.widening import widened
 
 
 def store_ledger(layout: Layout, regions: TierRegions | None = None) -> Ledger:
@@ -114,9 +115,22 @@ class Store:
         is what is here of it. `region` has the bytes of the param's block, if the kind is on disk.
         """
         place = self.layout.places[name]
+        if place.param.form:
+            raise LookupError(f"{name} is narrow: ask for its bytes, or for the weight")
         numbers = self._numbers(place, kind, region).view(kind_dtype(kind, place.param.dtype))
         is_flat = kind.elements_per_number > 1 or not place.segment.owner.is_alone
         return numbers if is_flat else numbers.view(place.param.shape)
+
+    def narrow(self, name: str) -> Tensor:
+        """Return what is here of a narrow param: bytes of its form."""
+        return self._numbers(self.layout.places[name], Kind.HI, None)
+
+    def weight(self, name: str) -> Tensor:
+        """Return a param as compute sees it, which the store has whole; a narrow one is widened."""
+        param = self.layout.places[name].param
+        if not param.form:
+            return self.param(name, Kind.HI)
+        return widened(param.form, self.narrow(name), param.shape, param.dtype)
 
     def segment(self, segment: Segment, kind: Kind, region: Tensor | None = None) -> Tensor:
         """Return what is here of a segment in `kind`, flat, with padding: for one update pass.
@@ -127,7 +141,7 @@ class Store:
 
     def master(self, name: str) -> Tensor:
         """Return a copy of the fp32 master of `name`. Frozen params have none but their weight."""
-        weight = self.param(name, Kind.HI)
+        weight = self.weight(name)
         if self.layout.places[name].has(Kind.LO):
             return join(weight, self.at_rest(name, Kind.LO))
         return weight.to(torch.float32, copy=True)

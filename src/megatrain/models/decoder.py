@@ -23,6 +23,7 @@ from megatrain.models.balance import Balancing
 from megatrain.models.matrices import is_hidden_matrix
 from megatrain.models.multimodal import text_part
 from megatrain.models.tiled_layer import TensorPath
+from megatrain.narrow import Form, form_bytes
 from megatrain.step.ops import Role
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -42,6 +43,8 @@ class Param:
     trained: bool = True
     is_adapter: bool = False
     """Part of an adapter: no param of the model itself, and in none of its folders."""
+    form: Form = ()
+    """Its narrow form, if it is kept so, and widened before compute sees it."""
 
     @property
     def num_elements(self) -> int:
@@ -49,6 +52,16 @@ class Param:
         for size in self.shape:
             count *= size
         return count
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Dtype of what a store keeps of it."""
+        return torch.uint8 if self.form else self.dtype
+
+    @property
+    def stored_elements(self) -> int:
+        """Numbers that a store keeps of it: of a narrow param its bytes."""
+        return form_bytes(self.form) if self.form else self.num_elements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ from megatrain.disk.adapters.names import adapter_tensors
 from megatrain.disk.hf.export import config_bytes, index_bytes, shard_names
 from megatrain.disk.hf.model import HostModel
 from megatrain.disk.hf.names import FolderTensor
+from megatrain.disk.hf.narrowed import recording
 from megatrain.disk.hf.weights_file import (
     NamedTensor,
     WeightsFile,
@@ -105,7 +106,8 @@ def _model_tensors(home: HostModel) -> list[tuple[FolderTensor, NamedTensor]]:
 
 def _small_files(home: HostModel) -> dict[str, bytes]:
     if home.decoder.adapters is not None:
-        return adapter_files(home.decoder, home.weights, home.config_json, home.carried)
+        config = recording(home.config_json, home.form)
+        return adapter_files(home.decoder, home.weights, config, home.carried)
     config = config_bytes(home.config_json, home.decoder.model.dtype)
     return {**home.carried, CONFIG_NAME: config}
 

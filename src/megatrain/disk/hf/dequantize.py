@@ -4,6 +4,11 @@
                                 for each block of rows and columns, or one for the matrix
     mxfp4    X_blocks, X_scales   experts x rows x groups of 32 values in 16 bytes, and an exponent
                                 for each group; the model has every expert transposed
+    int4     X_packed, X_scale, X_shape   eight values to a number of 32 bits, and a scale for each
+                                group of a row (compressed-tensors)
+
+models/widening.py has the arithmetic. Under adapters weights may stay as they are, and nothing is
+widened here (narrowed.py).
 
 A piece is some whole rows of one matrix with the scales of these rows. A worker reads both into its
 buffer and gets weights in the dtype of the model, which is all that the run ever sees: it starts as
@@ -22,7 +27,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -32,6 +36,8 @@ from megatrain.disk.hf.folder import StoredTensor
 from megatrain.disk.hf.safetensors_format import DTYPES
 from megatrain.errors import WeightsMismatch, listing
 from megatrain.memory.direct import DISK_PAGE, DirectReader
+from megatrain.models.widening import GROUP, host_widener
+from megatrain.narrow import Matrices, Method
 from megatrain.quantization import Quantization
 from megatrain.ranks.ownership import overlap
 
@@ -40,17 +46,14 @@ ELEMENTS_AT_ONCE = 1 << 20
 _LONGEST_ROW = 1 << 20
 _VALUES_ROOM = (1 << 20) + 2 * DISK_PAGE
 """The part of a worker's buffer for values; the scales have the rest."""
-_GROUP_BYTES = 16
-_EXPONENT_BIAS = 127
-# E2M1: sign, two bits of exponent, one of mantissa.
-_FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_GROUP_BYTES = GROUP // 2
 _VALUE_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8}
 _SCALE_DTYPES = {name: DTYPES[name] for name in ("F32", "BF16", "F16", "U8")} | {
     "F8_E8M0": torch.float8_e8m0fnu
 }
 # The names that transformers knows for the scales of `X.weight`.
 _OTHER_SCALES = (".scale", ".qscale_weight")
-_ACTIVATIONS = (".activation_scale",)
+_NOT_WEIGHTS = {"fp8": (".activation_scale",), "int4": (".weight_shape",), "mxfp4": ()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,34 +72,56 @@ class Scaled:
 
     values: StoredTensor
     scales: StoredTensor
+    method: Method
     num_matrices: int
     rows: int
     columns: int
-    transposed: bool = False
-    """The model has each matrix the other way round: mxfp4."""
-    block: tuple[int, int] = (1, 32)
+    block: tuple[int, int] = (1, GROUP)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape that the model must have."""
-        if self.transposed:
+        if self.method == "mxfp4":
             return self.num_matrices, self.columns, self.rows
-        packing = 2 if self.is_packed else 1
-        return (*self.values.entry.shape[:-1], self.values.entry.shape[-1] * packing)
+        return (*self.values.entry.shape[:-1], self.columns)
 
     @property
-    def is_packed(self) -> bool:
-        """Whether two values share a byte."""
-        return self.values.entry.dtype in ("I8", "U8")
+    def matrices(self) -> Matrices:
+        """Its form."""
+        scale = str(_SCALE_DTYPES[self.scales.entry.dtype]).removeprefix("torch.")
+        return Matrices(
+            method=self.method,
+            count=self.num_matrices,
+            rows=self.rows,
+            columns=self.columns,
+            block=self.block,
+            scale=scale,  # type: ignore[arg-type]
+        )
 
-    @property
-    def row_bytes(self) -> int:
-        return self.columns // 2 if self.is_packed else self.columns
+    def values_bytes(self, matrix: int, rows: range) -> range:
+        """Return the bytes of the file that have rows of a matrix."""
+        size = self.matrices.row_bytes
+        begin = self.values.entry.start + (matrix * self.rows + rows.start) * size
+        return range(begin, begin + len(rows) * size)
 
-    @property
-    def grid(self) -> tuple[int, int]:
-        """The rows and columns of the scales of one matrix."""
-        return -(-self.rows // self.block[0]), -(-self.columns // self.block[1])
+    def scales_bytes(self, matrix: int, rows: range) -> range:
+        """Return the bytes of the file that have the scales of a matrix's rows."""
+        of_rows, columns = self.matrices.grid
+        have = math.prod(self.scales.entry.shape) // (of_rows * columns)
+        of_matrix = matrix * of_rows if have > 1 else 0
+        first, last = rows.start // self.block[0], (rows.stop - 1) // self.block[0] + 1
+        size = columns * _SCALE_DTYPES[self.scales.entry.dtype].itemsize
+        begin = self.scales.entry.start + (of_matrix + first) * size
+        return range(begin, begin + (last - first) * size)
+
+    def require_finite(self, is_finite: bool, matrix: int, rows: range) -> None:
+        """Raise WeightsMismatch unless the weights of these rows are finite."""
+        if not is_finite:
+            raise WeightsMismatch(
+                f"{self.values.entry.name} times {self.scales.entry.name} is not finite in rows "
+                f"{rows.start} to {rows.stop - 1} of matrix {matrix}: the folder is damaged. "
+                "Download it again."
+            )
 
     def pieces(self, elements: range, dtype: torch.dtype) -> Iterator[Piece]:
         """Yield what is needed for `elements` of the tensor in the model."""
@@ -107,7 +132,7 @@ class Scaled:
         for matrix in range(elements.start // size, -(-elements.stop // size)):
             here = overlap(elements, range(matrix * size, (matrix + 1) * size))
             rows = range(self.rows)
-            if not self.transposed:  # then elements are rows, else all rows have some
+            if not self.matrices.is_transposed:  # then elements are rows, else all rows have some
                 first, last = here.start - matrix * size, here.stop - matrix * size
                 rows = range(first // self.columns, -(-last // self.columns))
             for start in range(rows.start, rows.stop, step):
@@ -128,59 +153,28 @@ class Piece:
 
     @property
     def num_bytes(self) -> int:
-        return len(self.rows) * self.tensor.row_bytes
+        return len(self.tensor.values_bytes(self.matrix, self.rows))
 
     def runs(self, readers: Mapping[Path, DirectReader], buffer: Tensor) -> Iterator[PlacedValues]:
         """Yield the wanted elements. Raises WeightsMismatch if they are not finite."""
-        start = (self.matrix * self.tensor.rows + self.rows.start) * self.tensor.row_bytes
-        stored = self.tensor.values
-        begin = stored.entry.start + start
-        reader = readers[stored.path]
-        values = reader.read(begin, begin + self.num_bytes, buffer[:_VALUES_ROOM])
-        scales = self._scales(readers, buffer[_VALUES_ROOM:])
-        weights = (_mxfp4 if self.tensor.transposed else self._fp8)(values, scales)
-        weights = weights.to(self.dtype).view(len(self.rows), self.tensor.columns)
-        if not torch.isfinite(weights).all():
-            raise WeightsMismatch(
-                f"{stored.entry.name} times {self.tensor.scales.entry.name} is not finite in rows "
-                f"{self.rows.start} to {self.rows.stop - 1} of matrix {self.matrix}: the folder is "
-                "damaged. Download it again."
-            )
-        yield from self._columns(weights) if self.tensor.transposed else self._rows(weights)
-
-    def _scales(self, readers: Mapping[Path, DirectReader], buffer: Tensor) -> Tensor:
-        """Return the scales of these rows, as they are stored."""
-        stored, (rows, columns) = self.tensor.scales, self.tensor.grid
-        dtype = _SCALE_DTYPES[stored.entry.dtype]
-        have = math.prod(stored.entry.shape) // (rows * columns)
-        of_matrix = self.matrix * rows if have > 1 else 0
-        step = self.tensor.block[0]
-        first, last = self.rows.start // step, (self.rows.stop - 1) // step + 1
-        row_bytes = columns * dtype.itemsize
-        begin = stored.entry.start + (of_matrix + first) * row_bytes
-        data = readers[stored.path].read(begin, begin + (last - first) * row_bytes, buffer)
-        return typed(data, dtype).view(last - first, columns)
-
-    def _fp8(self, values: Tensor, scales: Tensor) -> Tensor:
-        """Return values times scales, multiplied in fp32 as transformers does."""
-        step, width = self.tensor.block
-        if self.tensor.is_packed:
-            low, high = _fp4_table()[(values & 15).int()], _fp4_table()[(values >> 4).int()]
-            weights = torch.stack((low, high), dim=-1)
-        else:
-            weights = values.view(torch.float8_e4m3fn).float()
-        weights = weights.view(len(self.rows), self.tensor.columns)
-        if scales.dtype is torch.uint8:
-            scales = (scales.float() - _EXPONENT_BIAS).exp2()
-        of_row = torch.arange(self.rows.start, self.rows.stop) // step - self.rows.start // step
-        factors = scales.float()[of_row]  # (rows, blocks of columns)
-        whole = self.tensor.columns // width
-        torch.unflatten(weights[:, : whole * width], 1, (whole, width)).mul_(
-            factors[:, :whole, None]
+        tensor, matrices = self.tensor, self.tensor.matrices
+        here = tensor.values_bytes(self.matrix, self.rows)
+        values = readers[tensor.values.path].read(here.start, here.stop, buffer[:_VALUES_ROOM])
+        here = tensor.scales_bytes(self.matrix, self.rows)
+        data = readers[tensor.scales.path].read(here.start, here.stop, buffer[_VALUES_ROOM:])
+        scales = typed(data, _SCALE_DTYPES[tensor.scales.entry.dtype])
+        weights = (
+            host_widener((matrices,))
+            .rows(
+                matrices,
+                values.view(1, len(self.rows), -1),
+                scales.view(1, -1, matrices.grid[1]),
+                self.rows.start,
+            )[0]
+            .to(self.dtype)
         )
-        if whole * width < self.tensor.columns:
-            weights[:, whole * width :].mul_(factors[:, whole:])
-        return weights
+        tensor.require_finite(bool(torch.isfinite(weights).all()), self.matrix, self.rows)
+        yield from self._columns(weights) if matrices.is_transposed else self._rows(weights)
 
     def _rows(self, weights: Tensor) -> Iterator[PlacedValues]:
         size = self.tensor.rows * self.tensor.columns
@@ -211,29 +205,6 @@ class Piece:
                 yield PlacedValues(first=offset + part.start, values=turned[row, some].contiguous())
 
 
-@cache
-def _fp4_table() -> Tensor:
-    """Return the values of four bits, in fp32."""
-    return torch.tensor([*_FP4_VALUES, *(-value for value in _FP4_VALUES)])
-
-
-@cache
-def _mxfp4_table() -> Tensor:
-    """Return for each exponent and byte its two weights in bf16, as one number of 32 bits."""
-    pairs = torch.empty(256, 2)
-    pairs[:, 0] = _fp4_table()[torch.arange(256) & 15]
-    pairs[:, 1] = _fp4_table()[torch.arange(256) >> 4]
-    exponents = torch.arange(256, dtype=torch.int32) - _EXPONENT_BIAS
-    table = torch.ldexp(pairs.expand(256, 256, 2), exponents[:, None, None]).bfloat16()
-    return table.view(torch.int32).view(-1)
-
-
-def _mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return the weights of groups of 16 bytes, one exponent to each."""
-    index = scales.view(-1, 1).int() * 256 + blocks.view(-1, _GROUP_BYTES)
-    return _mxfp4_table()[index].view(torch.bfloat16)
-
-
 def pair_scales(
     tensors: Mapping[str, StoredTensor], quantization: Quantization
 ) -> tuple[dict[str, StoredTensor], dict[str, Scaled]]:
@@ -243,8 +214,8 @@ def pair_scales(
     """
     left, scaled, faults = dict(tensors), {}, []
     for name in tensors:
-        if quantization.method == "fp8" and name.endswith(_ACTIVATIONS):
-            del left[name]  # of inputs, which are not quantized here
+        if name.endswith(_NOT_WEIGHTS[quantization.method]):
+            del left[name]  # of inputs, which are not quantized here, or what the shape says
             continue
         own, values_name = _weight_of(name, tensors, quantization)
         if own is None:
@@ -254,8 +225,7 @@ def pair_scales(
             continue
         values, scales = left.pop(values_name), left.pop(name)
         try:
-            make = _scaled_fp8 if quantization.method == "fp8" else _scaled_mxfp4
-            scaled[own] = make(values, scales, quantization)
+            scaled[own] = _MAKERS[quantization.method](values, scales, quantization)
         except ValueError as error:
             faults.append(f"{name[:200]}: {error}")
         left[own] = values
@@ -271,6 +241,9 @@ def _weight_of(
     if quantization.method == "mxfp4":
         own = name.removesuffix("_scales")
         return (own if own != name else None), f"{own}_blocks"
+    if quantization.method == "int4":
+        own = name.removesuffix("_scale")
+        return (own if own != name else None), f"{own}_packed"
     for ending in _OTHER_SCALES:
         own = f"{name.removesuffix(ending)}.weight"
         if name.endswith(ending) and own in tensors:
@@ -292,8 +265,8 @@ def _scaled_fp8(values: StoredTensor, scales: StoredTensor, how: Quantization) -
     fits = block is not None and matrices in (1, math.prod(outer))
     _require(fits, f"shape {scales.entry.shape} does not divide {entry.name}, {entry.shape}")
     return Scaled(
-        values=values, scales=scales, num_matrices=math.prod(outer), rows=rows, columns=columns,
-        block=block or (1, 1),
+        values=values, scales=scales, method="fp4" if entry.dtype == "I8" else "fp8",
+        num_matrices=math.prod(outer), rows=rows, columns=columns, block=block or (1, 1),
     )  # fmt: skip
 
 
@@ -322,9 +295,31 @@ def _scaled_mxfp4(values: StoredTensor, scales: StoredTensor, _: Quantization) -
     experts, rows, groups = entry.shape[:3]
     _check_scales(scales, rows, groups * 2 * _GROUP_BYTES)
     return Scaled(
-        values=values, scales=scales, num_matrices=experts, rows=rows,
-        columns=groups * 2 * _GROUP_BYTES, transposed=True,
+        values=values, scales=scales, method="mxfp4", num_matrices=experts, rows=rows,
+        columns=groups * GROUP,
     )  # fmt: skip
+
+
+def _scaled_int4(values: StoredTensor, scales: StoredTensor, how: Quantization) -> Scaled:
+    entry = values.entry
+    _require(entry.dtype == "I32", f"{entry.name} is {entry.dtype}, not I32")
+    _require(len(entry.shape) == 2, f"{entry.name} has shape {entry.shape}, not a matrix")
+    rows, columns = entry.shape[0], 8 * entry.shape[1]
+    _check_scales(scales, rows, columns)
+    assert how.block is not None
+    group = how.block[1]
+    _require(
+        scales.entry.shape == (rows, -(-columns // group)),
+        f"it has shape {scales.entry.shape}; {entry.name} has {rows} x {columns} values in groups "
+        f"of {group}",
+    )
+    return Scaled(
+        values=values, scales=scales, method="int4", num_matrices=1, rows=rows, columns=columns,
+        block=how.block,
+    )  # fmt: skip
+
+
+_MAKERS = {"fp8": _scaled_fp8, "mxfp4": _scaled_mxfp4, "int4": _scaled_int4}
 
 
 def _check_scales(scales: StoredTensor, rows: int, columns: int) -> None:

@@ -8,6 +8,7 @@ which costs no memory; fp32 and fp16 are split exactly into `hi` and `lo`. Where
 bf16 leaves the disk alone, and other pieces go there chunk by chunk.
 
 Quantized tensors are dequantized by the workers (dequantize.py), and placed as what they are then.
+Under adapters they may stay as they are, or others be rounded (narrowed.py).
 
 Where ranks share the store, each reads what it owns, and buffers. Of quantized tensors it reads
 whole rows, and of transposed ones whole matrices. A rank that owns rows of new
@@ -29,6 +30,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,6 +40,13 @@ from megatrain.disk.hf.dequantize import Piece, PlacedValues, Scaled, pair_scale
 from megatrain.disk.hf.folder import StoredTensor, read_folder
 from megatrain.disk.hf.growth import Growth, tables
 from megatrain.disk.hf.names import FolderTensor, NameMap
+from megatrain.disk.hf.narrowed import (
+    PlacedBytes,
+    PublishedMatrix,
+    RoundedMatrix,
+    matrices_of,
+    put_bytes,
+)
 from megatrain.disk.hf.safetensors_format import DTYPES
 from megatrain.errors import WeightsMismatch, listing
 from megatrain.memory.direct import DISK_PAGE, DirectReader, aligned_buffer, copy_bytes
@@ -46,7 +55,7 @@ from megatrain.memory.layout import Layout
 from megatrain.memory.master import split_into
 from megatrain.memory.store import Store
 from megatrain.memory.tier.filling import TierFilling
-from megatrain.models.decoder import Decoder
+from megatrain.models.decoder import Decoder, Param
 from megatrain.progress import Advance, byte_progress
 from megatrain.quantization import Quantization
 from megatrain.ranks.ownership import overlap
@@ -86,13 +95,15 @@ def load_weights(
     store: Store,
     growth: Growth | None = None,
     quantization: Quantization | None = None,
+    matched: tuple[list[Match], list[Match]] | None = None,
 ) -> None:
     """Fill `hi` and `lo` of `store`, and the decoder's persistent buffers, from `folder`.
 
     With `growth` the folder's tables may lack the rows of new tokens, which are then made.
+    `matched` is what `match_tensors` returned, if it was asked before.
     Raises ModelFolderError, WeightsFormatError, WeightsMismatch or DiskError.
     """
-    matches, aliases = match_tensors(folder, decoder, growth, quantization)
+    matches, aliases = matched or match_tensors(folder, decoder, growth, quantization)
     read_into(decoder, store, matches, aliases, title=f"loading {folder.name}")
     if growth is not None:
         stored = {m.tensor.param: m for m in matches if m.tensor.param in tables(decoder)}
@@ -106,7 +117,8 @@ def read_into(
 
     Shapes and dtypes have been checked.
     """
-    first, second = (list(_chunks(each, store.layout)) for each in (matches, aliases))
+    forms = {param.name: param for param in decoder.params if param.form}
+    first, second = (list(_chunks(each, store.layout, forms)) for each in (matches, aliases))
     total_bytes = sum(chunk.num_bytes for _, chunk in (*first, *second))
     with ExitStack() as stack:
         advance = stack.enter_context(
@@ -268,8 +280,11 @@ class _Places:
         self._store, self._filling = store, filling
         self._buffers = decoder.persistent_buffers()
 
-    def put(self, tensor: FolderTensor, run: PlacedValues) -> None:
-        """Place a run of elements of `tensor`."""
+    def put(self, tensor: FolderTensor, run: PlacedValues | PlacedBytes) -> None:
+        """Place a run of elements of `tensor`, or of bytes of its param."""
+        if isinstance(run, PlacedBytes):
+            put_bytes(self._store, tensor.param, run)
+            return
         begin, values = tensor.start + run.first, run.values
         if tensor.param in self._buffers:
             self._buffers[tensor.param].view(-1)[begin : begin + len(values)] = values
@@ -293,8 +308,9 @@ class _Places:
             lo = self._store.param(tensor.param, Kind.LO).view(-1)[span]
             split_into(values.float(), hi, lo)
 
-    def compare(self, tensor: FolderTensor, run: PlacedValues) -> None:
+    def compare(self, tensor: FolderTensor, run: PlacedValues | PlacedBytes) -> None:
         """Check that a second copy of a tied param holds the values of the first."""
+        assert isinstance(run, PlacedValues), "nothing that is tied is narrow"
         begin, values = tensor.start + run.first, run.values
         begin -= self._store.layout.places[tensor.param].owned.start
         span = slice(begin, begin + len(values))
@@ -356,9 +372,9 @@ class TableRows:
 
 
 def _run(
-    chunks: list[tuple[FolderTensor, _Chunk | Piece]],
+    chunks: list[tuple[FolderTensor, _Work]],
     readers: dict[Path, DirectReader],
-    place: Callable[[FolderTensor, PlacedValues], None],
+    place: Callable[[FolderTensor, PlacedValues | PlacedBytes], None],
     advance: Advance,
 ) -> None:
     """Read `chunks`, in file order, on all workers."""
@@ -366,7 +382,7 @@ def _run(
     for _ in range(NUM_LOAD_WORKERS):
         buffers.put(aligned_buffer(READ_BYTES + 2 * DISK_PAGE))
 
-    def work(tensor: FolderTensor, chunk: _Chunk | Piece) -> None:
+    def work(tensor: FolderTensor, chunk: _Work) -> None:
         buffer = buffers.get()
         try:
             for run in chunk.runs(readers, buffer):
@@ -385,15 +401,54 @@ def _run(
             raise
 
 
-def _chunks(matches: list[Match], layout: Layout) -> Iterator[tuple[FolderTensor, _Chunk | Piece]]:
+_Work = _Chunk | Piece | PublishedMatrix | RoundedMatrix
+"""A part of a folder that a worker reads and places."""
+
+
+def _chunks(
+    matches: list[Match], layout: Layout, forms: Mapping[str, Param]
+) -> Iterator[tuple[FolderTensor, _Work]]:
     """Yield what is here of the tensors, and buffers, in the order of the files' bytes."""
     for match in sorted(matches, key=lambda m: (m.stored.path, m.stored.entry.start)):
         tensor, place = match.tensor, layout.places.get(match.tensor.param)
+        if tensor.param in forms:
+            assert place is not None
+            narrow = _narrow_chunks(match, forms[tensor.param], place.owned)
+            yield from ((tensor, chunk) for chunk in narrow)
+            continue
         here = range(tensor.start, tensor.start + tensor.num_elements)
         if place is not None:
             here = overlap(here, place.owned)
         elements = range(here.start - tensor.start, here.stop - tensor.start)
         yield from ((tensor, chunk) for chunk in _cut(match, elements))
+
+
+def _narrow_chunks(
+    match: Match, param: Param, owned: range
+) -> Iterator[PublishedMatrix | RoundedMatrix]:
+    """Yield the matrices of a tensor whose param is narrow, as far as their bytes are here."""
+    for number, (first, spot) in enumerate(matrices_of(param, match.tensor)):
+        arrays = [spot.array_bytes(name) for name in spot.matrices.arrays]
+        if not any(overlap(owned, array) for array in arrays):
+            continue
+        if match.scaled is not None and match.scaled.method == spot.matrices.method:
+            yield PublishedMatrix(tensor=match.scaled, matrix=number, spot=spot, owned=owned)
+            continue
+        elements = range(first, first + spot.matrices.matrix_elements)
+        yield RoundedMatrix(
+            values=partial(_elements, match, elements),
+            dtype=match.dtype,
+            spot=spot,
+            num_bytes=sum(chunk.num_bytes for chunk in _cut(match, elements)),
+        )
+
+
+def _elements(
+    match: Match, elements: range, readers: Mapping[Path, DirectReader], buffer: Tensor
+) -> Iterator[PlacedValues]:
+    """Yield elements of a tensor, in order."""
+    for chunk in _cut(match, elements):
+        yield from chunk.runs(readers, buffer)
 
 
 def _cut(match: Match, elements: range) -> Iterator[_Chunk | Piece]:

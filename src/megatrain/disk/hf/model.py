@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from megatrain.choices import BaseForm
 from megatrain.disk.adapters.export import export_adapters
 from megatrain.disk.adapters.folder import (
     AdapterFolder,
@@ -25,6 +26,13 @@ from megatrain.disk.hf.folder import read_carried, read_config_bytes
 from megatrain.disk.hf.growth import Growth
 from megatrain.disk.hf.load import load_weights, match_tensors
 from megatrain.disk.hf.multimodal_tensors import SourceTensor, carried_tensors
+from megatrain.disk.hf.narrowed import (
+    narrowed,
+    presumed,
+    recorded,
+    recording,
+    resolved,
+)
 from megatrain.errors import ConfigError, ModelFolderError
 from megatrain.hub import find_model
 from megatrain.memory.kinds import Kind
@@ -61,6 +69,8 @@ class HostModel:
     """Tokenizer and generation files, by name: they go with every export and checkpoint."""
     base: Path | None = None
     """The folder whose weights are under the adapters, if it is not `source`."""
+    form: BaseForm = "bf16"
+    """The form of the frozen model under adapters."""
     beside: Sequence[SourceTensor] = ()
     """Tensors that the model does not have itself: they stay in the source, and are exported."""
 
@@ -97,7 +107,7 @@ class HostModel:
                 self.decoder,
                 self.store,
                 base=self.weights,
-                config_json=self.config_json,
+                config_json=recording(self.config_json, self.form),
                 carried=self.carried,
                 origin=origin,
                 ranks=ranks,
@@ -137,6 +147,19 @@ class ModelFolder:
     """The folder of the weights, if it is known; None: the one that `adapter` names."""
     notes: tuple[str, ...] = ()
     """Remarks on how its config.json was read."""
+    base: BaseForm = "auto"
+    """Form of the frozen model under adapters; the decoder has what is presumed of it."""
+
+    def with_base(self, base: BaseForm, folder: Path | None = None) -> ModelFolder:
+        """Return the model with its base in another form. Without adapters there is no base.
+
+        `folder` has the config.json of the base, if that is not `source`. Raises ConfigError.
+        """
+        if self.decoder.adapters is None:
+            return self
+        quantization = self.quantization if folder is None else self._quantization(folder)
+        decoder = presumed(self.decoder, base, quantization)
+        return replace(self, base=base, decoder=decoder)
 
     def empty(
         self,
@@ -175,11 +198,21 @@ class ModelFolder:
         them. Raises what `load_model` does, and DiskFull if the scratch file has no room.
         """
         over = base or self.over or self._named_base()
-        home = replace(self.empty(kinds, scratch, owner, placement), base=over)
+        model, quantization = self, self._quantization(over)
+        matched = match_tensors(over, self.decoder, self.growth, quantization)
+        if self.decoder.adapters is not None:
+            tensors = [(match.tensor, match.scaled) for match in matched[0]]
+            decoder = narrowed(self.decoder, self.base, quantization, tensors)
+            model = replace(self, decoder=decoder)
+        home = replace(
+            model.empty(kinds, scratch, owner, placement),
+            base=over,
+            form=resolved(self.base, quantization),
+        )
         try:
             if self.adapter is not None:
                 home = replace(home, beside=self._beside(over))
-            load_weights(over, home.decoder, home.store, self.growth, self._quantization(over))
+            load_weights(over, home.decoder, home.store, self.growth, quantization, matched)
             if self.adapter is not None and base is None:
                 self.adapter.load(home.decoder, home.store)
             elif base is None:
@@ -236,19 +269,20 @@ def load_model(
     attn: str | None = None,
     lora: Lora | None = None,
     owner: Owner = SOLE,
+    base: BaseForm = "auto",
 ) -> HostModel:
     """Return the model of a folder, or of an id on the Hub, its weights in host memory.
 
     Of several ranks, each has what its `owner` owns. `frozen` are name patterns of params that are
     not trained; `attn` an attention implementation of transformers, None for its own choice; with
-    `lora` new adapters are trained, and nothing else. Raises ConfigError, ModelConfigError,
-    NotSplittable, MissingPackage, DoesNotFit, ModelFolderError, WeightsFormatError,
-    WeightsMismatch, HubError or DiskError, and CheckpointDamaged for a folder with hashes of other
-    bytes.
+    `lora` new adapters are trained, and nothing else, over a model in the form of `base`. Raises
+    ConfigError, ModelConfigError, NotSplittable, MissingPackage, DoesNotFit, ModelFolderError,
+    WeightsFormatError, WeightsMismatch, HubError or DiskError, and CheckpointDamaged for a folder
+    with hashes of other bytes.
     """
     found = find_model(str(folder)).folder
     require_as_written(found, shown=owner.leads)
-    model = read_model_folder(found, dtype=dtype, frozen=frozen, attn=attn, lora=lora)
+    model = read_model_folder(found, dtype=dtype, frozen=frozen, attn=attn, lora=lora, base=base)
     return model.load(kinds, owner=owner)
 
 
@@ -262,11 +296,13 @@ def read_model_folder(
     rope: Mapping[str, Any] | None = None,
     lora: Lora | None = None,
     start: AdapterFolder | None = None,
+    base: BaseForm = "auto",
 ) -> ModelFolder:
     """Return what a model folder holds besides weights. Its config is parsed once, here.
 
     A folder of adapters stands for the model that they belong to, with them. `lora` gives a model
-    new adapters; `start` says what they start with.
+    new adapters; `start` says what they start with; `base` is the form of the model under them,
+    where auto is also the one that a folder of adapters records.
 
     `dtype` None is the folder's own, and `attn` may be `auto` too: the choice of transformers.
     With `growth` config and tokenizer have new tokens, with `rope` other rotary positions. Raises
@@ -280,6 +316,7 @@ def read_model_folder(
         lora, over = start.lora(), None
     else:
         given = read_config_bytes(source)
+    given, trained_over = recorded(given)
     config_json, quantization = without_quantization(given)
     config_json, notes = as_family(config_json)
     carried = read_carried(source)  # refused now, and not by the export at the end of a run
@@ -297,7 +334,7 @@ def read_model_folder(
         growth.check(decoder)
     if rope is not None:
         require_rotary(decoder.model)
-    return ModelFolder(
+    model = ModelFolder(
         source=source,
         config_json=config_json,
         carried=carried,
@@ -309,6 +346,7 @@ def read_model_folder(
         over=over,
         notes=tuple(notes),
     )
+    return model.with_base(trained_over if base == "auto" and trained_over else base)
 
 
 def _generation_config(carried: Mapping[str, bytes]) -> dict[str, Any]:

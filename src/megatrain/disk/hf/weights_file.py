@@ -24,6 +24,8 @@ from megatrain.memory.master import join
 from megatrain.memory.store import Store
 from megatrain.memory.tier.filling import TierFilling
 from megatrain.models.decoder import Decoder, Param
+from megatrain.models.widening import widened_matrix
+from megatrain.narrow import find_matrix
 from megatrain.ranks.ownership import overlap
 
 PIECE_ELEMENTS = 4 << 20
@@ -119,6 +121,24 @@ class MasterTensor(NamedTensor):
             yield master.view(torch.uint8)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NarrowTensor(NamedTensor):
+    """A tensor of a narrow param; `values` has its dtype and size. It is widened while written."""
+
+    store: Store
+    tensor: FolderTensor
+
+    def pieces(self) -> Iterator[Tensor]:
+        param = self.store.layout.places[self.tensor.param].param
+        narrow = self.store.narrow(param.name)
+        element, stop = self.tensor.start, self.tensor.start + self.tensor.num_elements
+        while element < stop:
+            spot = find_matrix(param.form, element)
+            matrix = widened_matrix(spot, narrow, param.dtype)
+            yield matrix.to(self.dtype).view(torch.uint8)
+            element += matrix.numel()
+
+
 @dataclass(frozen=True, kw_only=True)
 class WeightsFile:
     """A file's name and tensors; its bytes are known before any is written."""
@@ -198,12 +218,18 @@ def placed_tensors(
 ) -> list[tuple[FolderTensor, NamedTensor]]:
     """Return tensors of a folder, each with what is here of it, as views of the store."""
     buffers, alone = decoder.persistent_buffers(), store.layout.owner.is_alone
-    result = []
+    result: list[tuple[FolderTensor, NamedTensor]] = []
     for tensor in tensors:
         name, shape, place = tensor.name, tensor.shape, store.layout.places.get(tensor.param)
         if place is None:
             values = buffers[tensor.param].reshape(-1)[tensor.start :][: tensor.num_elements]
             result.append((tensor, NamedTensor(name=name, shape=shape, values=values)))
+            continue
+        if place.param.form:
+            assert alone, "one process writes a model that is narrow"
+            values = torch.empty(tensor.num_elements, dtype=place.param.dtype, device="meta")
+            narrow = NarrowTensor(name=name, shape=shape, values=values, store=store, tensor=tensor)
+            result.append((tensor, narrow))
             continue
         named = NamedTensor(
             name=name,
@@ -225,6 +251,9 @@ def as_masters(
         place = store.layout.places.get(tensor.param)
         if place is None:  # a buffer has no master
             result.append((tensor, plain))
+            continue
+        if isinstance(plain, NarrowTensor):
+            result.append((tensor, replace(plain, values=plain.values.float())))
             continue
         lo = partial(_remainder, store, tensor) if place.has(Kind.LO) else None
         result.append((tensor, MasterTensor(**tensor_fields(plain), lo=lo)))

@@ -167,6 +167,9 @@ def open_model(
         model = read_model(config, source, growth, positions, lora, start)
     else:
         model = found.model
+        if model.decoder.adapters is not None:  # the plan asks how its base is stored
+            name, revision = config.model.name_or_path, config.model.revision
+            model = model.with_base(config.model.base, find_model(name, revision, "config").folder)
     check_patterns("optim.no_decay", config.optim.no_decay, model.decoder.names)
     router_aux_loss(config, model.decoder)
     return model
@@ -317,6 +320,15 @@ def adapter_notes(decoder: Decoder) -> list[str]:
         f"lora: rank {adapters.lora.rank} beside {len(adapters.modules)} linear modules"
         f"{_beside_params(adapters)}, {trained:,} trained params; the model is frozen"
     )
+    narrow = [param for param in decoder.params if param.form]
+    if narrow:
+        size = sum(param.stored_elements for param in narrow)
+        count = sum(param.num_elements for param in narrow)
+        methods = sorted({matrices.method for param in narrow for matrices in param.form})
+        note += (
+            f"; {count:,} of its params are kept in {' and '.join(methods)}, "
+            f"{size / count:.2f} bytes each"
+        )
     if adapters.left_out:
         note += f". Without an adapter: {listing(adapters.left_out)}"
     if not adapters.params and has_shared_experts(decoder.model, decoder.layers_path):

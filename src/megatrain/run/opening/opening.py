@@ -155,7 +155,7 @@ def open_run(
         engine = make_engine(config, plan.settings, home, device, data.num_steps, ranks, given.loss)
         opened.callback(engine.close)
         engine.announce(data.step_tokens)
-        notes += adapter_notes(model.decoder) + speed_notes(config, model.decoder, device)
+        notes += adapter_notes(home.decoder) + speed_notes(config, model.decoder, device)
         notes += ranks.notes(notes)
         opening: Opening = Opening(
             config=settled,

@@ -54,7 +54,7 @@ from megatrain.step.settings import StepSettings
 T = TypeVar("T")
 
 FIXED = {
-    "model": ("dtype", "frozen", "add_tokens", "rope"),
+    "model": ("dtype", "base", "frozen", "add_tokens", "rope"),
     "data": (
         "max_length",
         "overlong",
@@ -157,6 +157,7 @@ def read_model(
         rope=rope,
         lora=lora,
         start=start,
+        base=model.base,
     )
 
 
