@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import megatrain as mt
+from megatrain.choices import BaseForm
 from megatrain.errors import ConfigError
 from megatrain.planning.catalog.asked_machines import find_machine
 from megatrain.planning.catalog.known_models import known_models
@@ -324,3 +325,33 @@ def test_a_plan_for_ranks_has_them_in_its_facts() -> None:
     alone = json.loads(estimate("Qwen3-8B", gpu="4090", ram="192GB").to_json())
     assert "ranks" not in alone
     assert alone["predicted"]["busy"]["comm"] == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "ram", "base"),
+    [
+        ("Qwen3-30B-A3B", "8GB", "32GB", "nf4"),
+        ("Llama-3.1-70B", "RTX 3060 12GB", "64GB", "nf4"),
+    ],
+)
+def test_adapters_fit_where_their_base_is_narrow(
+    model: str, gpu: str, ram: str, base: BaseForm
+) -> None:
+    found = estimate(model, gpu=gpu, ram=ram, lora=16, base=base)
+    assert found.fits
+    assert "in 0.52 bytes each, widened on the device" in str(found.text())
+    assert not estimate(model, gpu=gpu, ram=ram, lora=16).fits
+
+
+@pytest.mark.parametrize(
+    ("model", "most"), [("gpt-oss-20b", 0.54), ("DeepSeek-V3", 1.01), ("Qwen3-8B", None)]
+)
+def test_a_base_stays_as_it_was_published(model: str, most: float | None) -> None:
+    plan = estimate(model, gpu="H200", ram="4TB", lora=16).plan
+    shape = plan.workload.model
+    if most is None:
+        assert shape.narrow_params == 0
+        return
+    each = sum(block.narrow_bytes for block in shape.blocks) / shape.narrow_params
+    assert 0.5 < each <= most
+    assert shape.narrow_params > 0.8 * shape.params

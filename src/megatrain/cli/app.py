@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from megatrain.choices import Method, RowFormat
+from megatrain.choices import BaseForm, Method, RowFormat
 from megatrain.errors import ConfigError, DiskError, DoesNotFit
 from megatrain.ranks.launcher import num_restarts, read_environment
 from megatrain.text import printable
@@ -673,6 +673,9 @@ def estimate_command(
     seq: Annotated[str | None, typer.Option(help="Short for data.max_length.")] = None,
     batch_tokens: Annotated[str | None, typer.Option(help="Short for train.batch_tokens.")] = None,
     lora: Annotated[int | None, typer.Option(help="Short for lora.rank: adapters alone.")] = None,
+    base: Annotated[
+        BaseForm | None, typer.Option(help="Short for model.base: the form of the frozen model.")
+    ] = None,
     price: Annotated[
         float | None, typer.Option(help="Price of an hour of all machines, like 0.34.")
     ] = None,
@@ -712,6 +715,7 @@ def estimate_command(
             seq=seq,
             batch_tokens=batch_tokens,
             lora=lora,
+            base=base,
             disk=disk,
             price=price,
         )
@@ -731,6 +735,7 @@ def estimate_command(
         seq=seq,
         batch_tokens=batch_tokens,
         lora=lora,
+        base=base,
         price=price,
         gpus=gpus,
         hosts=hosts,

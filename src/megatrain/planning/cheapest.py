@@ -16,6 +16,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatrain.choices import BaseForm
 from megatrain.config.quantities import read_count
 from megatrain.errors import ConfigError
 from megatrain.planning.alternatives import RANK, could_fit
@@ -120,6 +121,7 @@ def cheapest(
     seq: str | int | None = None,
     batch_tokens: str | int | None = None,
     lora: int | None = None,
+    base: BaseForm | None = None,
     disk: str | int | None = None,
     price: str | float | None = None,
 ) -> Offers:
@@ -148,6 +150,7 @@ def cheapest(
                 seq=seq,
                 batch_tokens=batch_tokens,
                 lora=rank,
+                base=base,
                 disk=disk,
             )
             name, adapted = run.model.name, run.model.is_adapted

@@ -20,7 +20,7 @@ the simulator's part. With ranks the machine is that of one of them (ranks/shari
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -126,9 +126,10 @@ class Costs:
         tokens = 0 if op.micro is None else self._micro_sizes[op.micro]
         match op.kind:
             case OpKind.FETCH:
-                return self._copy("in", self._fetched_bytes(op, block))
+                copied = self._copy("in", self._fetched_bytes(op, block))
+                return copied if self.workload.division.size > 1 else self._widened(copied, block)
             case OpKind.GATHER:
-                return self._collective(self._collectives.gather(block))
+                return self._widened(self._collective(self._collectives.gather(block)), block)
             case OpKind.BALANCE:
                 return self._collective(self._collectives.smallest())
             case OpKind.EXCHANGE:
@@ -318,6 +319,23 @@ class Costs:
         if gathers(op, self.settings):
             return gathered_bytes(self.workload)
         return block.weight_bytes(self.workload.dtype, self._owned)
+
+    def _widened(self, copied: Cost, block: BlockShape) -> Cost:
+        """Return the cost of bringing a block's bytes, and of widening what is narrow of them.
+
+        Both are on one stream. The link is free while weights are widened.
+        """
+        if not block.narrow_bytes:
+            return copied
+        seconds = copied.seconds + block.widening_traffic / self.profile.device_bytes_per_s
+        share = copied.seconds / seconds
+        return replace(
+            copied,
+            seconds=seconds,
+            dram_rate=copied.dram_rate * share,
+            cores=copied.cores * share,
+            link_share=copied.link_share * share,
+        )
 
     def _taped_bytes(self, tokens: int) -> int:
         return 0 if self.profile.unified else tokens * self._width * self.workload.element_bytes

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatrain.choices import BaseForm
 from megatrain.config import Config, load_config
 from megatrain.config.load import resolve_config
 from megatrain.config.quantities import (
@@ -149,6 +150,10 @@ class Estimate:
         if model.is_adapted:
             trained = f"{figure(model.trained_params)} of {figure(model.params)} parameters"
             rows.append(_row("adapters", f"{trained} are trained; the base is frozen"))
+            if narrow := model.narrow_params:
+                each = sum(block.narrow_bytes for block in model.blocks) / narrow
+                share = f"{figure(narrow)} of them in {each:.2f} bytes each"
+                rows.append(_row("base", f"{share}, widened on the device"))
         if not self.plan.workload.packed and not model.packs:
             rows.append(_row("packing", f"none: {model.family} mixes the documents of packed rows"))
         length, most = self.plan.workload.sequence, model.positions
@@ -190,6 +195,7 @@ def estimate(
     seq: str | int | None = None,
     batch_tokens: str | int | None = None,
     lora: int | None = None,
+    base: BaseForm | None = None,
     disk: str | int | None = None,
     price: str | float | None = None,
     gpus: int = 1,
@@ -203,9 +209,10 @@ def estimate(
     `none`; None: this machine, as `megatrain doctor` measured it. `ram` is the installed host
     memory, as modules are sold (64GB are 64 GiB), of which the system keeps some (reserve.py);
     None: the free memory here, or the usual one. `disk` is the free space of `memory.disk`; None:
-    what is free there, or the usual 2 TB. `seq`, `batch_tokens` and `lora` are data.max_length,
-    train.batch_tokens and lora.rank. `gpus` are those of each host, one rank on each, `hosts` are
-    equal and have `ram` each, and `network` is between them: a name like `25GbE`, or `3GB/s`.
+    what is free there, or the usual 2 TB. `seq`, `batch_tokens`, `lora` and `base` are
+    data.max_length, train.batch_tokens, lora.rank and model.base. `gpus` are those of each
+    host, one rank on each, `hosts` are equal and have `ram` each, and `network` is between them: a
+    name like `25GbE`, or `3GB/s`.
     `price` is that of all machines for an hour; without `tokens` it is for 10M of them.
     Raises ConfigError, ModelFolderError or ModelConfigError.
     """
@@ -217,6 +224,7 @@ def estimate(
         seq=seq,
         batch_tokens=batch_tokens,
         lora=lora,
+        base=base,
         disk=disk,
         division=_division(gpus, hosts, network),
         network=network,
@@ -267,6 +275,7 @@ def asked_run(
     seq: str | int | None = None,
     batch_tokens: str | int | None = None,
     lora: int | None = None,
+    base: BaseForm | None = None,
     disk: str | int | None = None,
     division: Division = SOLE_RANK,
     network: str | None = None,
@@ -276,6 +285,8 @@ def asked_run(
         overrides = ["memory.disk=.", *overrides]
     if lora is not None:
         overrides = [f"lora.rank={lora}", *overrides]
+    if base is not None:
+        overrides = [f"model.base={base}", *overrides]
     config = _config(model, overrides, seq, batch_tokens)
     if config.data.max_length > LONGEST_ROW:
         raise ConfigError(

@@ -12,6 +12,7 @@ from megatrain.engine.gradients import outbox
 from megatrain.losses.preferences import Dpo
 from megatrain.memory.layout import build_layout
 from megatrain.memory.ledger import Ledger
+from megatrain.models import widening
 from megatrain.models.adapters.lora import Lora
 from megatrain.optim import muon
 from megatrain.optim.states import WITH_CLIP
@@ -54,6 +55,7 @@ BATCHES: list[Batch] = [
 
 def test_numbers_of_modules_that_need_torch() -> None:
     assert device.PLANNED_OUTBOX_BYTES == outbox.OUTBOX_BYTES
+    assert device.PLANNED_AT_ONCE == widening.AT_ONCE
     assert TAPE_ALIGNMENT == tape.ALIGNMENT
     assert working.PLANNED_AT_ONCE == muon.AT_ONCE
 

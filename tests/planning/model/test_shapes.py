@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from megatrain.choices import BaseForm
+from megatrain.disk.hf.narrowed import presumed
 from megatrain.memory import layout
 from megatrain.memory.kinds import Kind
 from megatrain.memory.layout import build_layout
+from megatrain.models.adapters.lora import Lora
 from megatrain.models.build import build_decoder
 from megatrain.optim.states import WITH_CLIP
 from megatrain.planning.model.shapes import PLANNED_ALIGN, PLANNED_PAGE, AttentionShape
@@ -28,6 +31,19 @@ def test_bytes_of_blocks_are_those_of_the_layout(family: str, dtype: str) -> Non
     for index, block in enumerate(model.blocks):
         assert block.weight_bytes(dtype) == real.block_extents[index, Kind.HI].num_bytes  # type: ignore[arg-type]
         assert block.gradient_bytes(dtype) == real.block_extents[index, Kind.GRAD].num_bytes  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("base", ["nf4", "fp8"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_bytes_of_narrow_blocks_are_those_of_the_layout(family: str, base: BaseForm) -> None:
+    lora = Lora(rank=4, alpha=4)
+    decoder = presumed(build_decoder(tiny_config(family), "bf16", lora=lora), base, None)
+    real, model = build_layout(decoder.blocks, WITH_CLIP), shape_of(decoder)
+    assert model.narrow_params > 0
+    for index, block in enumerate(model.blocks):
+        assert block.weight_bytes("bf16") == real.block_extents[index, Kind.HI].num_bytes
+        assert block.wide_bytes("bf16") == real.wide_bytes(index)
+        assert block.gradient_bytes("bf16") == real.block_extents[index, Kind.GRAD].num_bytes
 
 
 def test_flops_are_two_per_weight_and_attention() -> None:

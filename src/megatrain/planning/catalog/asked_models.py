@@ -28,9 +28,10 @@ from megatrain.errors import (
     NotSplittable,
 )
 from megatrain.planning.catalog.known_models import find_known_model, weights_note
-from megatrain.planning.model.partly_trained import with_adapters, with_frozen
+from megatrain.planning.model.partly_trained import with_adapters, with_base, with_frozen
 from megatrain.planning.model.shapes import ModelShape
 from megatrain.planning.model.skeleton import shape_of
+from megatrain.quantization import QUANTIZATION_KEY, read_quantization
 
 MAX_JSON_BYTES = 4 << 20
 
@@ -51,10 +52,15 @@ def shape_for(config: Config) -> ModelShape:
     if (Path(model.name_or_path) / "config.json").is_file():  # then names can be matched exactly
         path = Path(model.name_or_path) / "config.json"
         name = path.parent.resolve().name
-        return _by_skeleton(_bytes(path), name, model.dtype, model.frozen, lora)
+        fields = _object(_bytes(path), path)
+        quantized = read_quantization(fields.pop(QUANTIZATION_KEY, None))
+        data = json.dumps(fields).encode()
+        found = _by_skeleton(data, name, model.dtype, model.frozen, lora)
+        found = replace(found, published=quantized)
+        return found if lora.rank is None else with_base(found, model.base)
     found = find_shape(model.name_or_path)
     if lora.rank is not None:
-        found = with_adapters(found, lora)
+        return with_base(with_adapters(found, lora), model.base)
     return with_frozen(found, model.frozen) if model.frozen else found
 
 
@@ -96,7 +102,7 @@ def _bytes(path: Path) -> bytes:
 
 def _read(path: Path, name: str) -> ModelShape:
     fields = _object(_bytes(path), path)
-    quantized, text, note = fields.pop("quantization_config", None), fields.get("text_config"), ""
+    quantized, text, note = fields.pop(QUANTIZATION_KEY, None), fields.get("text_config"), ""
     try:
         shape = _by_skeleton(json.dumps(fields).encode(), name, "bf16", ())
     except (ModelConfigError, NotSplittable, MissingPackage):
@@ -106,7 +112,11 @@ def _read(path: Path, name: str) -> ModelShape:
         note = weights_note("vision")
     if isinstance(quantized, Mapping):
         note = weights_note(str(quantized.get("quant_method", "a quantized form"))[:20].upper())
-    return replace(shape, weights=note)
+    try:
+        how = read_quantization(quantized)
+    except ModelConfigError:  # the note says that it cannot be loaded
+        how = None
+    return replace(shape, weights=note, published=how)
 
 
 def _object(data: bytes, path: Path) -> dict[str, Any]:

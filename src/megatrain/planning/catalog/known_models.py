@@ -23,9 +23,15 @@ from typing import Any
 
 from megatrain.errors import ConfigError
 from megatrain.planning.model.shapes import AttentionShape, BlockShape, ModelShape, TensorShape
-from megatrain.quantization import READABLE
+from megatrain.quantization import READABLE, Quantization
 
 _VARIANT = re.compile(r"-(instruct|base|chat|it|pt|hf|thinking|preview|\d{4})$")
+
+
+_QUANTIZED = {
+    "FP8": Quantization(method="fp8", block=(128, 128)),
+    "MXFP4": Quantization(method="mxfp4"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +55,7 @@ def _model(fields: dict[str, Any]) -> KnownModel:
     published, form = fields.pop("published_params"), fields.pop("form")
     shape = fields | {
         "weights": weights_note(form) if form else "",
+        "published": _QUANTIZED.get(form),
         "layer_kinds": tuple(map(int, fields["layer_kinds"])),
         "embedding": _block(fields["embedding"]),
         "structures": tuple(map(_block, fields["structures"])),

@@ -45,7 +45,14 @@ class Slots(Lever):
 
 
 def layer_slot_bytes(workload: Workload, settings: StepSettings) -> int:
-    """Return the bytes of the slots that layers rotate through."""
+    """Return the bytes of the slots that layers rotate through.
+
+    A slot has the narrow params of its block, and room for them when they are widened.
+    """
     gathered = workload.division.gathered
-    sizes = [layer.weight_bytes(workload.dtype, gathered) for layer in workload.model.structures]
+    dtype = workload.dtype
+    sizes = [
+        layer.weight_bytes(dtype, gathered) + layer.wide_bytes(dtype)
+        for layer in workload.model.structures
+    ]
     return settings.slots * max(sizes)

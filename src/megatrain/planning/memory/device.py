@@ -6,6 +6,7 @@
     outbox, tape      engine/gradients/outbox.py, engine/tape.py
     kept activations  of the top layers, from forward to backward (engine/compute/kept.py)
     narrow weights    of one layer, where products are in fewer bits (engine/compute/products.py)
+    widening          what widening narrow params of a layer holds for a moment
     exchange          two buffers between ranks (engine/exchange.py); slots then have room for the
                       parts of all ranks
 
@@ -33,6 +34,10 @@ from megatrain.planning.ranks.collectives import PLANNED_EXCHANGE_BYTES
 from megatrain.planning.workload import Workload
 from megatrain.step.settings import StepSettings
 
+WIDENING_BYTES = {"fp8": 5, "fp4": 10, "mxfp4": 9, "int4": 10, "nf4": 16}
+"""Bytes that each element holds while it is widened, beside its weight."""
+PLANNED_AT_ONCE = 1 << 22
+"""The same number as in models/widening.py, which needs torch; a test compares them."""
 PLANNED_OUTBOX_BYTES = 64 << 20
 """The same number as in engine/gradients/outbox.py, which needs torch; a test compares them."""
 
@@ -53,6 +58,7 @@ def device_lines(
         "working memory": working_bytes(workload, settings, kernels, unified=unified),
         KEPT_ACTIVATIONS: kept_total(workload, settings),
         NARROW_WEIGHTS: narrow_weight_bytes(workload),
+        "widening": _widening_bytes(workload),
     }
     if unified:
         sizes |= _unified_bytes(workload, settings)
@@ -64,6 +70,17 @@ def device_lines(
         sizes["working memory"] += _input_bytes(workload, settings)
     for purpose, num_bytes in sizes.items():
         yield Line(place="device", purpose=purpose, num_bytes=round(num_bytes))
+
+
+def _widening_bytes(workload: Workload) -> int:
+    """Return what one call of widening holds beside its result: models/widening.py."""
+    methods = {
+        matrices.method
+        for layer in workload.model.structures
+        for tensor in layer.tensors
+        for matrices in tensor.form
+    }
+    return max((WIDENING_BYTES[method] * PLANNED_AT_ONCE for method in methods), default=0)
 
 
 def _input_bytes(workload: Workload, settings: StepSettings) -> int:
@@ -119,4 +136,10 @@ def _unified_bytes(workload: Workload, settings: StepSettings) -> dict[str, floa
     if model.tied and not stay and not several and not chunked:
         waiting += model.embedding.gradient_bytes(dtype)  # the head's, until the embedding's comes
     tape = unified_tape_bytes(workload, settings)
-    return {"gradient slots": sums, "waiting gradients": waiting, "tape": tape}
+    wide = max(layer.wide_bytes(dtype) for layer in model.structures)
+    return {
+        "weight slots": wide,
+        "gradient slots": sums,
+        "waiting gradients": waiting,
+        "tape": tape,
+    }

@@ -138,7 +138,8 @@ def _arena_bytes(kind: Kind, block: BlockShape, workload: Workload) -> int:
     trained = None if kind.is_for_frozen else True
     apart = None if kind.is_for_matrices else False
     dtype, owned = workload.dtype, workload.division.owned
-    return round(
+    narrow = owned(block.narrow_bytes) if kind is Kind.HI else 0
+    return narrow + round(
         sum(
             kind.bytes_per_element(is_fp32=fp32)
             * block.elements(dtype, fp32=fp32, trained=trained, apart=apart, cut=owned)

@@ -16,11 +16,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from megatrain.choices import ALL_EXPERTS, ALL_LINEAR
+from megatrain.choices import ALL_EXPERTS, ALL_LINEAR, BaseForm
 from megatrain.config.sections import LoraSettings
 from megatrain.errors import ConfigError
 from megatrain.models.patterns import matches
+from megatrain.narrow import Form, on_load, published
 from megatrain.planning.model.shapes import BlockShape, ModelShape, TensorShape
+from megatrain.quantization import Quantization
 
 _NO_LINEAR = (".gate.weight", ".router.weight", "norm.weight")
 """Endings of the names of matrices that belong to no linear module: routers, norms of heads."""
@@ -111,6 +113,36 @@ def _linear(block: BlockShape) -> Iterator[TensorShape]:
 
 def _all_frozen(block: BlockShape) -> BlockShape:
     return replace(block, tensors=tuple(replace(t, trained=False) for t in block.tensors))
+
+
+def with_base(model: ModelShape, base: BaseForm) -> ModelShape:
+    """Return a model with adapters whose frozen linear modules and experts have a narrow form.
+
+    Matrices are those of the model's own params; a folder may have them in parts.
+    """
+    published_as = model.published
+    if base == "auto" or (published_as is not None and published_as.method == base):
+        base = "as_published"
+    if base == "bf16" or (base == "as_published" and published_as is None):
+        return model
+    structures = tuple(_narrow(structure, base, published_as) for structure in model.structures)
+    return replace(model, structures=structures)
+
+
+def _narrow(block: BlockShape, base: BaseForm, how: Quantization | None) -> BlockShape:
+    linear = {tensor.name for tensor in _linear(block)}
+
+    def form(tensor: TensorShape) -> Form:
+        is_expert = tensor.role == "experts" and len(tensor.shape) == 3
+        if tensor.trained or tensor.adapts or not (is_expert or tensor.name in linear):
+            return ()
+        if base != "as_published":
+            return (on_load(tensor.shape, base),)
+        assert how is not None
+        found = published(tensor.shape, how.method, how.block)
+        return () if found is None else (found,)
+
+    return replace(block, tensors=tuple(replace(t, form=form(t)) for t in block.tensors))
 
 
 def with_frozen(model: ModelShape, patterns: Sequence[str]) -> ModelShape:

@@ -18,6 +18,8 @@ from functools import cached_property
 from typing import Literal
 
 from megatrain.models.matrices import is_hidden_matrix
+from megatrain.narrow import Form, form_bytes
+from megatrain.quantization import Quantization
 
 Dtype = Literal["bf16", "fp32"]
 ParamRole = Literal["matrix", "experts", "table", "vector"]
@@ -30,6 +32,9 @@ PLANNED_ALIGN = 256
 
 SegmentKey = tuple[bool, bool, bool]
 """Whether the tensors of a segment are kept in fp32, trained, and matrices with other states."""
+WIDENING_TRAFFIC = {"fp8": 19.0, "fp4": 23.0, "mxfp4": 11.0, "int4": 31.0, "nf4": 34.0}
+"""Bytes of device memory that each element reads and writes while it is widened: counted from the
+calls in models/widening.py, not measured."""
 
 
 def whole(num_elements: int) -> int:
@@ -52,6 +57,8 @@ class TensorShape:
     """A trained matrix of a layer that the optimizer keeps other states for than for the rest."""
     adapts: Literal["", "in", "out"] = ""
     """The half of an adapter that it is: rank x in, or out x rank."""
+    form: Form = ()
+    """Its narrow form, if the store keeps it so."""
 
     @property
     def num_elements(self) -> int:
@@ -61,6 +68,11 @@ class TensorShape:
     def padded(self) -> int:
         """Elements that it takes in a segment."""
         return -(-self.num_elements // PLANNED_ALIGN) * PLANNED_ALIGN
+
+    @property
+    def narrow_bytes(self) -> int:
+        """Bytes that it takes in a segment of narrow params."""
+        return -(-form_bytes(self.form) // PLANNED_ALIGN) * PLANNED_ALIGN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +197,10 @@ class BlockShape:
         )
 
     def segments(self, dtype: Dtype) -> dict[SegmentKey, int]:
-        """Return padded elements by whether compute sees them in fp32 and they are trained."""
+        """Return padded elements by whether compute sees them in fp32 and they are trained.
+
+        Narrow params are not among them.
+        """
         return self._segments[dtype]
 
     @cached_property
@@ -201,9 +216,26 @@ class BlockShape:
         """Padded elements by whether they are kept in fp32, trained, and apart."""
         found: dict[SegmentKey, int] = {}
         for tensor in self.tensors:
-            key = tensor.fp32, tensor.trained, tensor.apart
-            found[key] = found.get(key, 0) + tensor.padded
+            if not tensor.form:
+                key = tensor.fp32, tensor.trained, tensor.apart
+                found[key] = found.get(key, 0) + tensor.padded
         return found
+
+    @cached_property
+    def narrow_bytes(self) -> int:
+        """Bytes of its narrow params."""
+        return sum(tensor.narrow_bytes for tensor in self.tensors if tensor.form)
+
+    def wide_bytes(self, dtype: Dtype) -> int:
+        """Return the bytes of its narrow params when they are widened."""
+        narrow = [tensor for tensor in self.tensors if tensor.form]
+        return sum(t.padded * (4 if t.fp32 or dtype == "fp32" else 2) for t in narrow)
+
+    @cached_property
+    def widening_traffic(self) -> float:
+        """Bytes of device memory that widening its params reads and writes."""
+        parts = [matrices for tensor in self.tensors for matrices in tensor.form]
+        return sum(WIDENING_TRAFFIC[part.method] * part.num_elements for part in parts)
 
     @cached_property
     def matrices(self) -> tuple[TensorShape, ...]:
@@ -213,7 +245,8 @@ class BlockShape:
     def weight_bytes(self, dtype: Dtype, cut: ElementCut = whole) -> int:
         """Return what a fetch of the block moves."""
         low = self.elements(dtype, fp32=False, cut=cut)
-        return 2 * low + 4 * self.elements(dtype, fp32=True, cut=cut)
+        high = self.elements(dtype, fp32=True, cut=cut)
+        return 2 * low + 4 * high + cut(self.narrow_bytes)
 
     def gradient_bytes(self, dtype: Dtype, cut: ElementCut = whole) -> int:
         """Return what a drain of the block moves."""
@@ -247,6 +280,8 @@ class ModelShape:
     """The output projection is the embedding's table."""
     weights: str = ""
     """A note on its published weights, where they are not plain bf16."""
+    published: Quantization | None = None
+    """How its published weights are quantized, if they are."""
     by_document: bool = True
     """Packed rows are attended to document by document, without masks (models/documents.py)."""
     packs: bool = True
@@ -291,6 +326,11 @@ class ModelShape:
     @property
     def trained_params(self) -> int:
         return sum(block.trained_part.params for block in self.blocks)
+
+    @property
+    def narrow_params(self) -> int:
+        """Params that the store keeps in a narrow form."""
+        return sum(t.num_elements for block in self.blocks for t in block.tensors if t.form)
 
     @property
     def is_adapted(self) -> bool:

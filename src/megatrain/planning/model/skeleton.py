@@ -99,6 +99,7 @@ def _tensor(param: Any, prefix: str, role: ParamRole | None) -> TensorShape:
         fp32=str(param.dtype) == "torch.float32",
         trained=param.trained,
         adapts=_half(name),
+        form=param.form,
     )
 
 
