@@ -58,8 +58,10 @@ def main() -> None:
         return
     print(f"{'form':12} {'frozen':>8} {'host':>6} {'link':>6}  bytes per parameter")
     for form, figures in found.items():
-        host, link = figures["host"], figures["link"]
-        print(f"{form:12} {figures['params'] / 1e6:7,.0f}M {host:6.3f} {link:6.3f}")
+        print(
+            f"{form:12} {figures['params'] / 1e6:7,.0f}M {figures['host']:6.3f} "
+            f"{figures['link']:6.3f}"
+        )
 
 
 def _in_a_process(form: str, params: int) -> dict[str, float]:

@@ -234,7 +234,11 @@ def test_what_muon_cannot_have_is_refused_by_name(
     home = load(save_tiny(tmp_path), "bf16")
     with pytest.raises(ConfigError, match=words):
         make_engine(home.decoder, home.store, optimizer=make_muon(), **settings)
-    flags = {"num_blocks": 4, "update": "late", "matrices": (False, True, True, False)}
+    flags: dict[str, Any] = {
+        "num_blocks": 4,
+        "update": "late",
+        "matrices": (False, True, True, False),
+    }
     refused = {key.removesuffix("_blocks"): value for key, value in settings.items()}
     with pytest.raises(ScheduleError):
         StepShape(**flags, **refused)

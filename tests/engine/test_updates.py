@@ -40,6 +40,9 @@ class Noting:
     def clip_factor(self, norm: float) -> float:
         return 1.0 / norm
 
+    def look_ahead(self, views: Views, gradient: Tensor, *, number: int, scale: float) -> None:
+        raise AssertionError("it has no matrices")
+
     def update(
         self, views: Views, gradient: Tensor, *, step: int, number: int, scale: float
     ) -> None:

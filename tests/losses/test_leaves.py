@@ -261,11 +261,8 @@ def by_torch(world: World, terms: dict[str, float]) -> tuple[Tensor, Tensor]:
     smoothing = terms.get("label_smoothing", 0.0)
     loss = F.cross_entropy(logits, targets, label_smoothing=smoothing)
     loss = loss + terms.get("z_loss", 0.0) * logits.logsumexp(1).square().mean()
-    loss = (
-        loss
-        - terms.get("entropy", 0.0)
-        * torch.distributions.Categorical(logits=logits).entropy().mean()
-    )
+    logprobs = logits.log_softmax(1)
+    loss = loss + terms.get("entropy", 0.0) * (logprobs.exp() * logprobs).sum(1).mean()
     return loss.detach(), torch.autograd.grad(loss, rows)[0]
 
 

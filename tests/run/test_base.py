@@ -13,7 +13,7 @@ from megatrain.disk.hf.model import read_model_folder
 from megatrain.errors import CheckpointMismatch, ConfigError, Interrupted
 from megatrain.memory.kinds import Kind
 from megatrain.run.trainer import Trainer
-from testkit.runs import Setting, config_of, differences, run, state_of
+from testkit.runs import Setting, config_of, run, state_of, unequal
 
 pytestmark = pytest.mark.usefixtures("cache_in_world")
 
@@ -44,7 +44,7 @@ def test_a_resumed_run_ends_in_the_bits_of_one_that_was_not(world: Path, tmp_pat
         Trainer(_config(world, tmp_path / "stopped", "bf16"), resume=True)
     with Trainer(_config(world, tmp_path / "stopped", "nf4"), resume=True) as trainer:
         trainer.train()
-        assert differences(whole, state_of(trainer)) == []
+        assert unequal(whole, state_of(trainer)) == []
     adapters = read_model_folder(tmp_path / "whole" / "model")
     assert adapters.base == "nf4"
     export_model(tmp_path / "whole", tmp_path / "merged", merge=True)

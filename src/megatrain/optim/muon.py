@@ -93,7 +93,8 @@ def orthogonalize(directions: Tensor) -> None:
         directions.copy_(orthogonalized(directions))
         return
     count = max(1, AT_ONCE // directions[0].numel())
-    for group in directions.split(count):
+    for first in range(0, len(directions), count):
+        group = directions[first : first + count]
         group.copy_(orthogonalized(group[0] if len(group) == 1 else group))
 
 

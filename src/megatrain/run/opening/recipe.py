@@ -156,8 +156,8 @@ def require_fitting(config: Config, rows: TrainingRows) -> None:
 def chosen_loss(config: Config) -> Loss:
     """Return the loss of a run; parameters that the config does not give are the loss's own."""
     loss = config.loss
-    names = ("beta", "label_smoothing", "gamma", "sft", "z_loss", "entropy")
-    names += ("desirable_weight", "undesirable_weight")
+    names = ["beta", "label_smoothing", "gamma", "sft", "z_loss", "entropy"]
+    names += ["desirable_weight", "undesirable_weight"]
     given = {name: value for name in names if (value := getattr(loss, name)) is not None}
     if loss.name == "next_token":
         return TemperedNextToken(**given) if any(given.values()) else NextToken()
