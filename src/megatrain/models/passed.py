@@ -14,7 +14,7 @@ layer that made them goes back, those of looked-up ones until the front does.
 All of it is on the device from forward to backward: with per-layer embeddings, tokens x layers x
 their width, twice.
 
-Laws (tests/models/test_passed.py, tests/engine/test_passed.py)
+Laws (tests/engine/test_passed.py, tests/models/test_passed.py)
     1. Losses and gradients are those of the plain model under ordinary autograd, bit for bit: a
        tensor's gradients add up from its last reader to its first, in its dtype, its own layer's
        last.

@@ -80,7 +80,7 @@ class Scene:
         found: dict[str, Any] = {}
         slot = self.slot()
         given = self.given.clone().requires_grad_()
-        output, logits = kept.forward(KEY, self.in_slot(slot), given, Link(call=self.call))
+        output, logits = kept.forward(KEY, self.in_slot(slot), given, Link(self.call))
         assert not output.requires_grad
         assert not any(one.requires_grad for one in logits)
         slot.fill_(0.125)
@@ -121,7 +121,7 @@ def test_a_graph_holds_no_weights_and_all_that_it_holds_is_counted() -> None:
         weights, given = scene.in_slot(scene.slot()), scene.given.clone().requires_grad_()
         kept = KeptActivations(scene.template, device.counted)
         before = live.live
-        output, _ = kept.forward(KEY, weights, given, Link(call=scene.call))
+        output, _ = kept.forward(KEY, weights, given, Link(scene.call))
         held = live.live - before - output.nbytes  # counted by the engine, as hidden states
         assert device.meter.live_bytes == held > 8 * given.nbytes
         del weights
@@ -138,7 +138,7 @@ def test_a_layer_that_saves_foreign_weights_is_refused(monkeypatch: pytest.Monke
     foreign = next(iter(weights.values()))
     monkeypatch.setattr(scene.template, "routed_layer", lambda *given: (given[1] @ foreign, ()))
     with pytest.raises(AssertionError, match="not one of its parameters"):
-        kept.forward(KEY, moved, scene.given.clone().requires_grad_(), Link(call=scene.call))
+        kept.forward(KEY, moved, scene.given.clone().requires_grad_(), Link(scene.call))
 
 
 # In the engine.

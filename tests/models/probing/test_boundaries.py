@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch.nn import functional
@@ -43,21 +41,20 @@ def test_a_tower_may_have_projections_that_are_too_large_for_a_stand_in(
     assert max(param.num_elements for param in decoder.carried) > 1000
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "reason"),
-    [
-        ("hidden_size_per_layer_input", 16, "layer 0 receives a trained tensor besides hidden"),
-        ("num_kv_shared_layers", 2, r"its last 2 layers read keys and values of earlier layers"),
-    ],
-)
-def test_gemma_4_is_refused_where_layers_get_more_than_hidden_states(
-    key: str, value: int, reason: str
+def test_arguments_that_gradients_go_back_through_are_found_for_each_layer() -> None:
+    config = tiny_joint_config("gemma4")
+    looked_up = build_decoder(config, "bf16").looked_up
+    assert [len(paths) for paths in looked_up] == [1] * config.text_config.num_hidden_layers
+    assert not any(build_decoder(tiny_joint_config("gemma3"), "bf16").looked_up)
+
+
+def test_keys_and_values_that_pass_in_an_unknown_way_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = copy.deepcopy(tiny_joint_config("gemma4"))
-    build_decoder(config, "bf16")
-    setattr(config.text_config, key, value)
+    monkeypatch.setattr(boundaries, "shared_mapping", lambda call: None)
+    reason = r"its last 2 layers read keys and values of earlier layers .* not known"
     with pytest.raises(NotSplittable, match=reason):
-        build_decoder(config, "bf16")
+        build_decoder(tiny_joint_config("gemma4"), "bf16")
 
 
 @pytest.mark.merge
