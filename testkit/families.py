@@ -127,9 +127,37 @@ REFUSED = {
     "hrm_text": "do not each run once",
     "hy_v4": "receives more from an earlier layer than hidden states",
     "rwkv": "receives more from an earlier layer than hidden states",
-    "zamba2": "receives a trained tensor besides hidden states",
+    "zamba2": "receive one trained tensor besides hidden states",
     "zaya": "receives more from an earlier layer than hidden states",
 }
+
+_ENCODER_DECODER = "is an encoder-decoder model"
+_ENCODER = "is configured as an encoder"
+_SEVERAL = "only text decoders, alone or in joint models of transformers, are supported"
+_NOT_BUILT = "transformers cannot build"
+_STREAMS = "several streams for each token"
+OTHERS_REFUSED = {
+    "bart": _ENCODER_DECODER, "bert": _ENCODER, "bert-generation": _ENCODER, "big_bird": _ENCODER,
+    "bigbird_pegasus": _ENCODER_DECODER, "blenderbot": _ENCODER_DECODER,
+    "blenderbot-small": _ENCODER_DECODER, "blt": _SEVERAL, "camembert": _ENCODER,
+    "cohere_compass_text": _NOT_BUILT, "cpmant": "receive one trained tensor besides hidden states",
+    "data2vec-text": _ENCODER, "dbrx": _NOT_BUILT, "deepseek_v4": _STREAMS, "electra": _ENCODER,
+    "ernie": _ENCODER, "gemma3n_text": _STREAMS, "gemma4_unified_assistant": _SEVERAL,
+    "marian": _ENCODER_DECODER, "mbart": _ENCODER_DECODER, "megatron-bert": _ENCODER,
+    "moshi": "keys with a leading underscore", "musicgen": _SEVERAL, "musicgen_melody": _SEVERAL,
+    "mvp": _ENCODER_DECODER, "pegasus": _ENCODER_DECODER, "plbart": _ENCODER_DECODER,
+    "prophetnet": _ENCODER_DECODER, "qwen4_exp_text": _NOT_BUILT, "reformer": _ENCODER,
+    "rembert": _ENCODER, "roberta": _ENCODER, "roberta-prelayernorm": _ENCODER,
+    "roc_bert": _ENCODER, "roformer": _ENCODER, "trocr": _ENCODER, "whisper": _ENCODER_DECODER,
+    "xlm": "is not used on exactly one side of the layers", "xlm-roberta": _ENCODER,
+    "xlm-roberta-xl": _ENCODER, "xlnet": "its forward fails with stand-ins for its layers",
+    "xmod": _ENCODER, "zamba": "receive one trained tensor besides hidden states",
+}  # fmt: skip
+"""Causal families by the words with which transformers' own default config is refused."""
+ONE_STEP = ("ctrl", "gemma4_unified_text", "gpt-sw3", "kimi_linear")
+"""Families that train with the bits of the plain model, shown by one step and no other test."""
+NO_TINY_MODEL = ("gemma4_assistant", "inkling_text", "longcat_flash", "xlstm")
+"""We have no tiny model of these, or (inkling_text) one that agrees within rounding only."""
 
 
 def has_key(config: PreTrainedConfig, key: str) -> bool:

@@ -3,24 +3,43 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch import nn
-from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
+from megatrain import load_model
 from megatrain.disk.hf.names import NameMap
+from megatrain.errors import MegaTrainError
+from megatrain.memory.kinds import Kind
 from megatrain.models.build import build_decoder
-from megatrain.models.config_json import OTHER_NAMES
+from megatrain.models.config_json import OTHER_NAMES, parse_config
 from megatrain.models.decoder import Decoder
 from megatrain.models.documents import BY_DOCUMENT
 from megatrain.models.isolation import DROPS_LENGTHS, ISOLATES, packing_family
 from megatrain.models.multimodal import text_part
 from megatrain.models.template import Template
-from testkit.families import FAMILIES, REFUSED, tiny_config
+from testkit.engines import make_engine
+from testkit.families import (
+    FAMILIES,
+    NO_TINY_MODEL,
+    ONE_STEP,
+    OTHERS_REFUSED,
+    REFUSED,
+    save_tiny,
+    tiny_config,
+)
 from testkit.joint_families import JOINT_FAMILIES, REFUSED_JOINT, UNTRIED, tiny_joint_config
+from testkit.plain import load_plain, make_batch, plain_gradients
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 
@@ -172,14 +191,36 @@ gives the reason.
 |---|---|
 """
 
-OTHERS = """
-## Not in the table
+ALL = """
+## All causal families
 
-inkling_text loads and trains, but not to the bit: in fp32 no gradient of a tiny model has the bits
-of plain transformers, and all are within 4e-7 of their largest element. Other causal families of
-transformers that this page does not name are tried when they are opened: they train, or are refused
-with the reason. None of these are tested.
+Every family that transformers {} has a causal language model of, and its state. *trains*: with all
+tests above. *trains, unpacked*: the same, but documents do not share rows. *one step*: one step has
+the bits of the plain model, unpacked; nothing else is tested. *joint*: the table of joint models
+has it. A reason is a part of the message with which a config of the family is refused; for
+families that are models of another kind, of transformers' own default config.
+
+| family | state |
+|---|---|
 """
+
+OTHERS = """
+inkling_text loads and trains, but not to the bit: in fp32 no gradient of a tiny model has the bits
+of plain transformers, and all are within 4e-7 of their largest element. The other families that are
+not tested are tried when they are opened: they train, or are refused with the reason.
+"""
+
+
+def state_of(family: str) -> str:
+    """Return what the page says of a causal family of transformers."""
+    if family in FAMILIES:
+        return "trains" if family in ISOLATES else "trains, unpacked"
+    if family in ONE_STEP:
+        return "one step"
+    if family in JOINT_FAMILIES:
+        return "joint"
+    reason = {**REFUSED_JOINT, **REFUSED, **OTHERS_REFUSED}.get(family)
+    return "not tested" if reason is None else f"refused: {reason}"
 
 
 def _row(family: str) -> str:
@@ -237,10 +278,13 @@ def page(tiles: Callable[[str], str] = tiles_row) -> str:
     """Return the text of docs/families.md."""
     refused = "".join(f"| {family} | a layer {reason} |\n" for family, reason in REFUSED.items())
     refused = refused.replace("a layer do not", "layers do not")
+    refused = refused.replace("a layer receive one", "layers receive one")
     joint = (JOINT, *map(_joint_row, JOINT_FAMILIES), JOINT_REFUSED, *_joint_refused())
     others = ", ".join(f"`{name}` is `{family}`" for name, family in OTHER_NAMES.items())
     told = (*joint, JOINT_UNTRIED.format(", ".join(UNTRIED)), PUBLISHED.format(others), QUANTIZED)
-    told = (*told, TAIL, refused, OTHERS)
+    every = (f"| {one} | {state_of(one)} |\n" for one in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+    version = ".".join(transformers.__version__.split(".")[:2])
+    told = (*told, TAIL, refused, ALL.format(version), *every, OTHERS)
     return "".join((HEAD, *map(_row, FAMILIES), TILES, *map(tiles, FAMILIES), *told))
 
 
@@ -264,6 +308,47 @@ def printed_tiles(family: str) -> str:
 @pytest.mark.merge
 def test_the_page_lists_what_is_tested() -> None:
     assert PAGE.read_text() == page(printed_tiles)
+
+
+@pytest.mark.merge
+def test_the_page_has_every_causal_family_of_transformers() -> None:
+    table = PAGE.read_text().partition("## All causal families")[2]
+    states = dict(line.strip("| ").split(" | ", 1) for line in table.splitlines() if " | " in line)
+    del states["family"]
+    assert states.keys() == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
+    assert all(states[family] == state_of(family) for family in states)
+    untested = {family for family, state in states.items() if state == "not tested"}
+    assert untested == {*NO_TINY_MODEL} | (untested & {*UNTRIED})
+
+
+def test_a_family_is_in_one_list() -> None:
+    told = [*FAMILIES, *REFUSED, *OTHERS_REFUSED, *ONE_STEP, *NO_TINY_MODEL]
+    assert len(told) == len(set(told))
+
+
+@pytest.mark.merge
+@pytest.mark.parametrize(("family", "reason"), OTHERS_REFUSED.items())
+def test_what_is_no_decoder_of_one_chain_is_refused_with_the_reason(
+    family: str, reason: str
+) -> None:
+    data = CONFIG_MAPPING[family]().to_json_string().encode()
+    with pytest.raises(MegaTrainError, match=re.escape(reason)):
+        build_decoder(parse_config(data), "bf16")
+
+
+@pytest.mark.merge
+@pytest.mark.parametrize("family", ONE_STEP)
+def test_one_step_has_the_bits_of_the_plain_model(family: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path, family, torch.float32)
+    batch = make_batch([(2, 24), (1, 17)], seed=2, padded=True)
+    losses, gradients = plain_gradients(load_plain(tmp_path, torch.float32), batch)
+    model = load_model(tmp_path, dtype="fp32")
+    with make_engine(model.decoder, model.store) as engine:
+        assert list(engine.step(batch).micro_losses) == losses
+    found = {name: model.store.param(name, Kind.GRAD) for name in gradients}
+    assert [name for name in gradients if not torch.equal(found[name], gradients[name])] == []
+    name = next(iter(gradients))
+    assert not torch.equal(found[name], gradients[name] * 1.0001)
 
 
 if __name__ == "__main__":
