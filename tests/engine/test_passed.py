@@ -52,7 +52,7 @@ def _differing(folder: Path, expected: tuple[list[float], dict[str, Tensor]], **
     return sum(not torch.equal(found[name], one) for name, one in expected[1].items())
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("way", WAYS, ids=("reference", "stashed", "kept"))
 def test_gradients_are_those_of_the_resident_model(
     way: dict[str, Any], folder: Path, expected: tuple[list[float], dict[str, Tensor]]
 ) -> None:
