@@ -336,7 +336,7 @@ def test_what_is_no_decoder_of_one_chain_is_refused_with_the_reason(
         build_decoder(parse_config(data), "bf16")
 
 
-@pytest.mark.merge
+@pytest.mark.night
 @pytest.mark.parametrize("family", ONE_STEP)
 def test_one_step_has_the_bits_of_the_plain_model(family: str, tmp_path: Path) -> None:
     save_tiny(tmp_path, family, torch.float32)
