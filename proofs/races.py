@@ -76,6 +76,8 @@ class Run:
     """No host memory can be registered."""
     gather_embedding: bool = False
     """Of the embedding only rows visit the device."""
+    rows_ahead: bool = False
+    """They are made ahead of late updates."""
 
 
 @functools.cache
@@ -127,6 +129,7 @@ def run_of(number: int) -> Run:
         case = replace(case, kept_layers=source.randint(0, NUM_LAYERS))
     if (case.update, case.tier) == ("late", "none"):
         case = replace(case, speculated_blocks=source.choice([0, 2, NUM_LAYERS + 2]))
+        run = replace(run, rows_ahead=run.gather_embedding and source.random() < 0.7)
     return replace(run, case=case)
 
 
@@ -140,7 +143,7 @@ def play(run: Run, simulator: Simulator, **changes: Any) -> Outcome:
     with watched(simulator), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "host memory:")
         settings: dict[str, Any] = {"device": device, "lanes": None, "optimizer": optimizer}
-        settings["gather_embedding"] = run.gather_embedding
+        settings |= {"gather_embedding": run.gather_embedding, "rows_ahead": run.rows_ahead}
         return world.play(run.case, **settings | changes)
 
 

@@ -79,6 +79,8 @@ def small_shapes(num_layers: int) -> Iterator[StepShape]:
         divided = "divided" in copies
         if num_micro == (4 if divided else 0):
             continue
+        gathers = not tied and copies["copying"] and not divided and num_layers % 4 > 1
+        late_at_home = (update, tier) == LATE_AT_HOME
         yield StepShape(
             num_blocks=num_layers + 2,
             num_micro=num_micro,
@@ -89,9 +91,10 @@ def small_shapes(num_layers: int) -> Iterator[StepShape]:
             host_grads=2 + num_micro % 2,
             head_pieces=1 if tied else 1 + (num_layers + 2 * num_micro) % 3,
             kept_layers=0 if update == "second_backward" else (num_layers + num_micro) % 4,
-            speculated=speculated(num_layers, num_micro) if (update, tier) == LATE_AT_HOME else 0,
+            speculated=speculated(num_layers, num_micro) if late_at_home else 0,
             tied=tied,
-            gather_embedding=not tied and copies["copying"] and not divided and num_layers % 4 > 1,
+            gather_embedding=gathers,
+            rows_ahead=gathers and late_at_home and trained[0] and num_micro != 2,
             balances=(num_micro + num_layers) % 3 == 0,
             trained=trained,
             **ring,
@@ -107,7 +110,7 @@ def with_matrices(num_layers: int) -> Iterator[StepShape]:
         if number % 2:
             flags = [flag and block % 2 == 1 for block, flag in enumerate(flags)]
         if fits and number % 5 < 2 and any(flags):
-            yield replace(shape, matrices=tuple(flags))
+            yield replace(shape, matrices=tuple(flags), rows_ahead=False)
 
 
 def test_small_shapes_are_more_than_ten_thousand() -> None:

@@ -508,9 +508,9 @@ class Engine:
         Close it before asking for another. A late update happens in the next step or in `settle`:
         call `settle` if there is no further step, or the reader waits without end.
         """
-        trained = list(self._expected)
-        frozen = [b for b in range(self._shape().num_blocks) if b not in self._expected]
-        order = trained if self._late else trained[::-1]
+        shape = self._shape()
+        order = [block for block in shape.update_order if block in self._expected]
+        frozen = [block for block in range(shape.num_blocks) if block not in self._expected]
         updates = self._machine.updates
         return updates.snapshot([*order, *frozen], self._num_steps, self._expected)
 

@@ -21,7 +21,12 @@ from megatrain.engine.compute.inputs import Inputs
 from megatrain.engine.compute.kept import KeptActivations, check_kept
 from megatrain.engine.compute.layers import Layers, layer_tile, tail_tile
 from megatrain.engine.compute.products import NarrowWeights, narrow_products
-from megatrain.engine.embedding_rows import TokenRows, check_rows, embedding_rows
+from megatrain.engine.embedding_rows import (
+    TokenRows,
+    check_rows,
+    check_rows_ahead,
+    embedding_rows,
+)
 from megatrain.engine.exchange import SharedRouting
 from megatrain.engine.gradients.directions import check_matrices
 from megatrain.engine.gradients.door import Gradients, check_piece_scores, check_pieces
@@ -120,6 +125,7 @@ def check_parts(
 ) -> None:
     """Raise ConfigError for what a part of the machine refuses, before any takes memory."""
     check_rows(settings, decoder, device, ranks)
+    check_rows_ahead(settings, decoder)
     check_pieces(settings, decoder)
     check_kept(settings, len(decoder.layers))
     if settings.router_aux_loss and decoder.balancing is None:

@@ -12,7 +12,8 @@ the simulator's part. With ranks the machine is that of one of them (ranks/shari
     copies         bytes over the link
     matrices       Muon's momentum and descent over the kernel's rate; directions over the link and
                    back; five steps of products with the smaller side of each matrix
-    update         params over the kernel's rate; ahead of the norm, with the undo log
+    update         params over the kernel's rate; ahead of the norm, with the undo log; of rows that
+                   are made ahead, with copies
     disk           bytes of masters, states and waiting gradients over the disk's rates
     network        bytes that other ranks own over what is between them (ranks/collectives.py)
 """
@@ -28,6 +29,7 @@ from megatrain.memory.kinds import Kind, bytes_per_param, kinds_of_matrices, upd
 from megatrain.optim.states import ADAMW
 from megatrain.planning.levers.chunk import num_chunks
 from megatrain.planning.levers.embedding_rows import gathered_bytes, gathers, row_bytes
+from megatrain.planning.levers.rows_ahead import rows_made_ahead
 from megatrain.planning.levers.speculated import ahead_traffic
 from megatrain.planning.levers.tier import on_disk
 from megatrain.planning.levers.tiles import at_once
@@ -146,6 +148,8 @@ class Costs:
                 return self._norm(op, block)
             case OpKind.SPECULATE:
                 return self._speculate(block)
+            case OpKind.ROWS:
+                return self._rows_ahead()
             case OpKind.UPDATE if op.speculated:  # of a step that is not clipped
                 return Cost(seconds=self.profile.op_overhead_s)
             case OpKind.MOMENTUM:
@@ -415,6 +419,12 @@ class Costs:
 
     def _speculate(self, block: BlockShape) -> Cost:
         return self._change(block, ahead_traffic(self.workload, self.settings))
+
+    def _rows_ahead(self) -> Cost:
+        elements = rows_made_ahead(self.workload)
+        grad = self.workload.element_bytes
+        moved = elements * (ahead_traffic(self.workload, self.settings) + 2 * grad)
+        return self._host(moved / self._update_rate, moved, elements * grad)
 
     def _update(self, block: BlockShape) -> Cost:
         """Matrices that were orthogonalized have their masters read and written, no states."""

@@ -14,6 +14,7 @@ resources that its op declares.
                    clip           the factor for all gradients of the step
                                   behind MOMENTUM(b) the direction of its matrices, and behind
                                   RETURN(b) that direction orthogonalized
+                   rows           rows of the embedding on their way to the device
                    undo[b]        weights, master and moments as they were before SPECULATE(b)
     on the device  slot[k]        weights of the block that visits
                    grad_slot[j]   the gradient that is being added up, or a direction on its way
@@ -94,6 +95,7 @@ class OpKind(StrEnum):
     COLLECT = "collect"  # the parts of other ranks to those
     ORTHOGONALIZE = "orthogonalize"  # directions, as whole matrices
     RETURN = "return"  # directions back to the host
+    ROWS = "rows"  # rows of the embedding that a step needs, as the update to come will make them
     UPDATE = "update"  # master, moments and weights of a block
     SPILL = "spill"  # a gradient from the host ring to the disk, where it waits
     READ = "read"  # master and moments of a block from disk, and a gradient that waits there
@@ -153,6 +155,7 @@ SPECS: Mapping[OpKind, OpSpec] = {
     OpKind.RETURN: OpSpec(
         lane="out", limit="link out", part="update", color="sky", ends_step=False
     ),
+    OpKind.ROWS: OpSpec(lane="host", limit="optimizer", part="update", color="c4", ends_step=False),
     OpKind.UPDATE: OpSpec(
         lane="host", limit="optimizer", part="update", color="c3", ends_step=False
     ),
@@ -208,6 +211,8 @@ class Op:
     comes_again: bool = False
     """Another op reads the same inputs, so they stay: it belongs to the first of two backwards, or
     gives the leaves of a step in two phases."""
+    ahead: bool = False
+    """FETCH of the embedding finds its rows as ROWS made them, and looks at no weights."""
     speculated: bool = False
     """UPDATE finds what SPECULATE of its block did: nothing is left to do if the factor is 1."""
     reads: tuple[Resource, ...] = ()

@@ -15,6 +15,7 @@ from megatrain.step.shape import StepShape
 
 CLIP_FACTOR: Resource = ("clip",)
 ROUTING: Resource = ("routing",)
+ROWS: Resource = ("rows",)
 
 
 class OpTable:
@@ -30,15 +31,18 @@ class OpTable:
         """Return whether backward comes again behind this visit of it: the first, or the second."""
         return self.shape.goes_back_twice and visit == 1
 
-    def fetch(self, block: int) -> Op:
+    def fetch(self, block: int, *, ahead: bool = False) -> Op:
+        """`ahead`: of the embedding, the rows that ROWS has made."""
         places = self.places[block]
+        gathers = self._gathers(block) and not ahead
         return Op(
             kind=OpKind.FETCH,
             block=block,
             role=places.role,
             slot=places.slot,
-            reads=(("weights", block),),
-            writes=(places.weights,),
+            ahead=ahead,
+            reads=(ROWS,) if ahead else (("weights", block),),
+            writes=(places.weights, *((ROWS,) if gathers else ())),
         )
 
     def gather(self, block: int) -> Op:
@@ -245,7 +249,7 @@ class OpTable:
             host_grad=places.host_grad,
             comes_again=self.comes_again(visit),
             reads=(places.drained,),
-            writes=(("norm", block), *((places.drained,) if self._spreads(block) else ())),
+            writes=(("norm", block), *((places.drained,) if self._gathers(block) else ())),
         )
 
     def clip(self) -> Op:
@@ -299,6 +303,17 @@ class OpTable:
             host_grad=places.host_grad,
             reads=(read,),
             writes=(written,),
+        )
+
+    def rows(self) -> Op:
+        """It reads what UPDATE of the embedding will, and changes nothing of it."""
+        places = self.places[0]
+        return Op(
+            kind=OpKind.ROWS,
+            block=0,
+            role=places.role,
+            reads=(places.drained, CLIP_FACTOR, places.master, ("weights", 0)),
+            writes=(ROWS,),
         )
 
     def update(self, block: int) -> Op:
@@ -359,8 +374,9 @@ class OpTable:
     def _keeps(self, block: int) -> bool:
         return self.shape.lowest_kept <= block < self.shape.head
 
-    def _spreads(self, block: int) -> bool:
-        """Return whether NORM makes the block's gradient out of rows before it measures it."""
+    def _gathers(self, block: int) -> bool:
+        """Return whether FETCH gathers rows of the block, and NORM spreads those of its gradient
+        before it measures it."""
         return self.shape.role(block) is Role.EMBEDDING and self.shape.gather_embedding
 
     def _grad_slot(self, block: int, piece: int = 0) -> SlotId | None:

@@ -13,6 +13,7 @@ from megatrain.planning.levers.kept import KeptLayers
 from megatrain.planning.levers.lever import Lever
 from megatrain.planning.levers.micro_batch import MicroBatchTokens
 from megatrain.planning.levers.pieces import HeadPieces
+from megatrain.planning.levers.rows_ahead import RowsAhead
 from megatrain.planning.levers.slots import Slots
 from megatrain.planning.levers.speculated import SpeculatedBlocks
 from megatrain.planning.levers.state import STATE
@@ -35,6 +36,7 @@ LEVERS: tuple[Lever, ...] = (
     GradSlots(),
     HeadPieces(),
     GatherEmbedding(),
+    RowsAhead(),
 )
 KEPT = tuple(lever for lever in LEVERS if lever.is_kept)
 """The bits of a run depend on these: they stay unless the config sets them."""

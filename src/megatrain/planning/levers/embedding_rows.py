@@ -21,14 +21,14 @@ class GatherEmbedding(Lever):
     turns = (4, 4, 4)
 
     def choices(self, search: Search) -> list[bool]:
-        return [False, True] if _may_gather(search) else [False]
+        return [False, True] if may_gather(search) else [False]
 
     def allowed(self, search: Search) -> list[bool]:
         """Return the full table alone where rows cannot be gathered, whatever is set."""
-        return list(super().allowed(search)) if _may_gather(search) else [False]
+        return list(super().allowed(search)) if may_gather(search) else [False]
 
     def around(self, search: Search, settings: StepSettings) -> Iterator[StepSettings]:
-        if self.name not in search.pins and _may_gather(search):
+        if self.name not in search.pins and may_gather(search):
             yield settings.changed(gather_embedding=not settings.gather_embedding)
 
     def reason(self, search: Search, settings: StepSettings) -> str:
@@ -43,7 +43,8 @@ class GatherEmbedding(Lever):
         return f"{way} {search.compared(settings, other)}"
 
 
-def _may_gather(search: Search) -> bool:
+def may_gather(search: Search) -> bool:
+    """Return whether rows can be gathered, for this model on this machine."""
     alone, profile = search.workload.division.is_alone, search.profile
     copies = not profile.unified and not profile.on_host
     return alone and not search.workload.model.tied and copies
